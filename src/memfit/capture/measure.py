@@ -1,0 +1,27 @@
+"""The measured peak of a step."""
+
+from __future__ import annotations
+
+from memfit.devices.allocation import allocated
+from memfit.workload import StepProgram, tensors_of
+
+
+def resident_bytes(step: StepProgram) -> int:
+    """Return the bytes that stay between steps: parameters, buffers, optimizer state, and the workload's batch."""
+    workload = step.workload
+    tensors = [*workload.model.parameters(), *workload.model.buffers(), *tensors_of(workload.batch)]
+    for values in workload.optimizer.state.values():
+        tensors += tensors_of(values)
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def measure_peak_bytes(step: StepProgram, batch: object) -> int:
+    """Run one step that is not the first, and return its peak of allocated bytes.
+
+    What stays between steps is counted as its storages; the rest as the allocator reports it.
+    """
+    resident = resident_bytes(step)
+    with allocated() as meter:
+        step(batch)
+    return resident + meter.peak_bytes

@@ -1,0 +1,301 @@
+"""A dispatch mode that records operators, storages and what autograd saves, on fake or real tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from msgspec.structs import replace
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from memfit.signature import signature
+from memfit.ir.trace import Call, Module, Op, Phase, Save
+
+_aten = torch.ops.aten
+_FACTORIES = {_aten.arange, _aten.full, _aten.zeros, _aten.ones, _aten.scalar_tensor, _aten.eye, _aten.linspace}
+_KNOWN_VALUES_LIMIT = 64
+_NEVER = -2
+
+
+@dataclass
+class LiveStorage:
+    """A storage under observation; `death` is `_NEVER` while it is alive."""
+
+    nbytes: int
+    birth: int
+    death: int = _NEVER
+
+
+class _Saved:
+    """What autograd holds in place of a saved tensor."""
+
+    __slots__ = ("__weakref__", "index", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, index: int) -> None:
+        self.tensor, self.index = tensor, index
+
+
+@dataclass
+class Recording:
+    """Everything seen between `begin_step` and the end."""
+
+    ops: list[Op] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    storages: list[LiveStorage] = field(default_factory=list)
+    saves: list[Save] = field(default_factory=list)
+    signatures: dict[str, int] = field(default_factory=dict)
+
+
+def _storage_key(tensor: torch.Tensor) -> int | None:
+    if tensor.layout is not torch.strided:
+        return None
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _draws_random_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Tell whether a call advances the generator; attention operators do so only with dropout."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            value = args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
+            return bool(value)
+    return True
+
+
+def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    if not func._schema.is_mutable:
+        return []
+    found: list[Any] = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found.append(args[position] if position < len(args) else kwargs.get(argument.name))
+    return [t for t in tree_leaves(found) if isinstance(t, torch.Tensor)]
+
+
+class Recorder(TorchDispatchMode):
+    """Records every operator below autograd, and the life of every storage.
+
+    Enter it inside (after) a fake tensor mode, or alone for a real run. Modules are attributed by
+    `watch`, phases by `enter_phase`, saved tensors by `saving`.
+
+    Args:
+        fake: The fake tensor mode it is entered in, or None.
+    """
+
+    def __init__(self, fake: FakeTensorMode | None = None) -> None:
+        super().__init__()
+        self.fake = fake
+        self.now = Recording()
+        self.recording = False
+        self.phase: Phase = "optimizer"
+        self.microbatch = 0
+        self._index: dict[int, int] = {}
+        self._stack: list[int] = []
+        self._module_index: dict[int, int] = {}
+        self._call_of_sequence: dict[int, int] = {}
+        self.modules: list[Module] = []
+
+    def begin_step(self) -> None:
+        """Start to record; storages that are alive have birth -1."""
+        storages = [LiveStorage(self.now.storages[i].nbytes, -1) for i in self._index.values()]
+        self._index = {key: new for new, key in enumerate(self._index)}
+        self.now = Recording(storages=storages)
+        self.recording = True
+        self.microbatch = 0
+        self._call_of_sequence.clear()
+
+    def end_step(self) -> Recording:
+        """Return what was recorded; storages still alive keep death `len(ops)`."""
+        self.recording = False
+        done = self.now
+        for storage in done.storages:
+            if storage.death == _NEVER:
+                storage.death = len(done.ops)
+        return done
+
+    def observe(self, tensor: torch.Tensor, birth: int) -> int | None:
+        """Return the index of a tensor's storage, following its life from now on if it is new."""
+        key = _storage_key(tensor)
+        if key is None:
+            return None
+        known = self._index.get(key)
+        if known is not None:
+            return known
+        storage = tensor.untyped_storage()
+        index = len(self.now.storages)
+        record = LiveStorage(storage.nbytes(), birth)
+        self.now.storages.append(record)
+        self._index[key] = index
+        weakref.finalize(storage, self._died, key).atexit = False
+        return index
+
+    def index_of(self, tensor: torch.Tensor) -> int | None:
+        """Return the index of a tensor's storage, or None if it was never seen."""
+        key = _storage_key(tensor)
+        return None if key is None else self._index.get(key)
+
+    def _died(self, key: int) -> None:
+        index = self._index.pop(key, None)
+        if index is not None:
+            self.now.storages[index].death = len(self.now.ops) - 1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        phase = self._phase()
+        call = self._current_call(phase)
+        position = len(self.now.ops)
+        out = self._run(func, args, kwargs)
+        if self.recording and func.namespace != "profiler":
+            mutated = [i for t in _mutated(func, args, kwargs) if (i := self.observe(t, -1)) is not None]
+            self.now.ops.append(self._op(func, args, kwargs, out, call, phase, tuple(mutated)))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self.observe(tensor, position if self.recording else -1)
+        return out
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self.fake is not None and func._overloadpacket in _FACTORIES:
+            return _with_known_values(self.fake, func, args, kwargs)
+        try:
+            out = func(*args, **kwargs)
+        except DataDependentOutputException:
+            if func is not _aten._local_scalar_dense.default:
+                raise
+            return _neutral_value(args[0])
+        if self.fake is not None and func is _aten.native_batch_norm.default:
+            return _with_statistics_as_parameters(out, args)
+        return out
+
+    def _op(
+        self, func: Any, args: Any, kwargs: Any, out: Any, call: int, phase: Phase, mutated: tuple[int, ...]
+    ) -> Op:
+        text = signature(func, args, kwargs)
+        index = self.now.signatures.setdefault(text, len(self.now.signatures))
+        count = flop_registry.get(func._overloadpacket)
+        flops = int(count(*args, **kwargs, out_val=out)) if count is not None else 0
+        random = _draws_random_numbers(func, args, kwargs)
+        return Op(str(func), call, phase, self.microbatch, index, mutated, random, flops)
+
+    def _phase(self) -> Phase:
+        again = self.phase == "backward" and torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
+        return "recompute" if again else self.phase
+
+    def enter_phase(self, phase: Phase, microbatch: int) -> None:
+        """Say what the step does from now on."""
+        self.phase, self.microbatch = phase, microbatch
+
+    def _current_call(self, phase: Phase) -> int:
+        if phase == "backward":
+            node = torch._C._current_autograd_node()
+            return -1 if node is None else self._call_of_sequence.get(node._sequence_nr(), -1)
+        call = self._stack[-1] if self._stack else -1
+        if phase == "forward":
+            # The node of this operator was made just before it was dispatched.
+            self._call_of_sequence[torch.autograd._get_sequence_nr() - 1] = call
+        return call
+
+    @contextlib.contextmanager
+    def watch(self, model: nn.Module) -> Iterator[None]:
+        """Attribute operators to the modules of a model."""
+        handles: list[Any] = []
+        for fqn, module in model.named_modules():
+            self._module_index[id(module)] = len(self.modules)
+            self.modules.append(Module(fqn, type(module).__name__, _couples_batch(module)))
+            handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True))
+            handles.append(module.register_forward_hook(self._leave, always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not self.recording:
+            return
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        inputs = tuple(dict.fromkeys(i for t in tensors if (i := self.observe(t, -1)) is not None))
+        parent = self._stack[-1] if self._stack else -1
+        index = len(self.now.calls)
+        here = len(self.now.ops)
+        self.now.calls.append(
+            Call(self._module_index[id(module)], parent, self.microbatch, here, here, inputs, self._phase())
+        )
+        self._stack.append(index)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not self.recording or not self._stack:
+            return
+        index = self._stack.pop()
+        self.now.calls[index] = replace(self.now.calls[index], end=len(self.now.ops))
+
+    @contextlib.contextmanager
+    def saving(self, keep: bool = True) -> Iterator[None]:
+        """Record what autograd saves. With `keep` false, nothing is saved, as under activation checkpointing."""
+        with torch.autograd.graph.saved_tensors_hooks(self._pack if keep else _drop, self._unpack):
+            yield
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        if not self.recording:
+            return tensor
+        storage = self.observe(tensor, -1)
+        if storage is None:
+            return tensor
+        index = len(self.now.saves)
+        call = self._stack[-1] if self._stack else -1
+        self.now.saves.append(Save(storage, len(self.now.ops), call, -1, _NEVER))
+        saved = _Saved(tensor, index)
+        weakref.finalize(saved, self._let_go, self.now, index).atexit = False
+        return saved
+
+    def _unpack(self, saved: Any) -> torch.Tensor:
+        if not isinstance(saved, _Saved):
+            assert isinstance(saved, torch.Tensor)
+            return saved
+        record = self.now.saves[saved.index]
+        if record.unpacked < 0:
+            self.now.saves[saved.index] = replace(record, unpacked=len(self.now.ops))
+        return saved.tensor
+
+    def _let_go(self, recording: Recording, index: int) -> None:
+        recording.saves[index] = replace(recording.saves[index], death=len(recording.ops) - 1)
+
+
+def _with_known_values(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """Return a factory's output; small ones on the CPU keep their values, which code may read (`arange(..).tolist()`)."""
+    out = func(*args, **kwargs)
+    if out.numel() > _KNOWN_VALUES_LIMIT or out.device.type != "cpu":
+        return out
+    with unset_fake_temporarily():
+        values = func(*args, **kwargs)
+    return mode.fake_tensor_converter.from_real_tensor(mode, values, make_constant=True)
+
+
+def _with_statistics_as_parameters(out: Any, args: Any) -> Any:
+    """Give the saved statistics of a batch norm the dtype of its parameters, as the kernel does; the fake one does not."""
+    normalised, mean, inverse_deviation = out
+    dtype = next((t.dtype for t in args[1:5] if t is not None), mean.dtype)
+    return normalised, mean.new_empty(mean.shape, dtype=dtype), inverse_deviation.new_empty(mean.shape, dtype=dtype)
+
+
+def _drop(tensor: torch.Tensor) -> None:
+    return None
+
+
+def _neutral_value(tensor: torch.Tensor) -> bool | int | float:
+    """Answer `.item()` on a fake tensor: no overflow found, nothing masked."""
+    if tensor.dtype is torch.bool:
+        return False
+    return 0.0 if tensor.dtype.is_floating_point else 0
+
+
+def _couples_batch(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training

@@ -1,0 +1,251 @@
+"""From a training step to its trace."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import logging
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from msgspec.structs import replace
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from memfit.capture.fake import fake_copy, nothing_changes, real_copy
+from memfit.capture.recorder import LiveStorage, Recorder, Recording
+from memfit.errors import CaptureError, MemfitError
+from memfit.ir.trace import Category, Module, Storage, Trace
+from memfit.workload import StepProgram, Workload, batch_size_of, fingerprint, slice_batch, tensors_of
+
+BuildStep = Callable[[Workload], contextlib.AbstractContextManager[StepProgram]]
+"""Makes the step to capture from a copy of the workload; on leaving, undoes what it did to the copy."""
+
+
+def capture(
+    workload: Workload, build: BuildStep, *, precision: str = "32-true", microbatch_size: int | None = None
+) -> Trace:
+    """Return the trace of a step, run under fake tensors: no data, no memory, nothing of the user's changed.
+
+    The step runs twice, since the first makes the optimizer's state, and the second is recorded. Of
+    many equal microbatches two are run: the second repeats.
+
+    Args:
+        workload: The user's workload.
+        build: Makes the step from a copy of it.
+        precision: Goes into the trace.
+        microbatch_size: Samples in a microbatch; None for the whole batch.
+
+    Raises:
+        CaptureError: The step can't be run under fake tensors.
+        WorkloadError: The workload can't be copied, or its loss function uses the original model.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with nothing_changes(workload), _one_thread_and_no_collector():
+        copied = fake_copy(_shortened(workload, microbatch_size), mode)
+        with _explained():
+            return _record(workload, copied, build, mode, precision, microbatch_size)
+
+
+def capture_real(
+    workload: Workload, build: BuildStep, *, precision: str = "32-true", microbatch_size: int | None = None
+) -> Trace:
+    """Return the trace of a step that really runs, on a copy of the workload, through the same records."""
+    with nothing_changes(workload), _one_thread_and_no_collector():
+        copied = real_copy(_shortened(workload, microbatch_size))
+        return _record(workload, copied, build, None, precision, microbatch_size)
+
+
+def _shortened(workload: Workload, microbatch_size: int | None) -> Workload:
+    """Return the workload with at most two microbatches in its batch."""
+    size = batch_size_of(workload.batch)
+    two = min(size, 2 * (microbatch_size or size))
+    return dataclasses.replace(workload, batch=slice_batch(workload.batch, 0, two)) if two < size else workload
+
+
+@contextlib.contextmanager
+def _one_thread_and_no_collector() -> Iterator[None]:
+    """Run the backward pass in this thread, and Python's collector only at known points."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        with torch.autograd.set_multithreading_enabled(False):
+            yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Turn what fake tensors can't do into an error that names the user's line."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    try:
+        log.setLevel(logging.CRITICAL)
+        yield
+    except MemfitError:
+        raise
+    except Exception as e:
+        here = Path(torch.__file__).parent, Path(__file__).parent.parent
+        frames = [
+            f for f in traceback.extract_tb(e.__traceback__) if not any(Path(f.filename).is_relative_to(p) for p in here)
+        ]
+        line = f" at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
+        raise CaptureError(
+            f"the step can't be captured without data{line} ({type(e).__name__}: {e}). Shapes must not depend on"
+            " values: replace boolean-mask indexing or nonzero() by masking, or take such code out of loss_fn"
+        ) from e
+    finally:
+        log.setLevel(level)
+
+
+def _record(
+    workload: Workload,
+    copied: Workload,
+    build: BuildStep,
+    mode: FakeTensorMode | None,
+    precision: str,
+    microbatch_size: int | None,
+) -> Trace:
+    recorder = Recorder(mode)
+    with mode or contextlib.nullcontext(), recorder, build(copied) as step, recorder.watch(copied.model):
+        step.on_phase = recorder.enter_phase
+        for tensor in [*copied.model.parameters(), *copied.model.buffers(), *tensors_of(copied.batch)]:
+            recorder.observe(tensor, -1)
+        step(copied.batch)
+        gc.collect()
+        recorder.begin_step()
+        categories = _Categories(recorder, copied)
+        step.on_phase = categories.on_phase
+        with recorder.saving():
+            step(copied.batch)
+        categories.see_optimizer_state()
+        recording = recorder.end_step()
+        dry = _release_points(recorder, step, copied.batch)
+    return _assemble(workload, copied, recorder.modules, recording, categories, dry, precision, microbatch_size)
+
+
+class _Categories:
+    """Finds out what each storage is for, while the step runs."""
+
+    def __init__(self, recorder: Recorder, workload: Workload) -> None:
+        self.recorder, self.workload = recorder, workload
+        self.found: dict[int, Category] = {}
+        self.owners: dict[int, int] = {}
+        self.see_optimizer_state()
+        for position, (_, module) in enumerate(workload.model.named_modules()):
+            self._see(module.buffers(recurse=False), "buffers", position)
+            self._see(module.parameters(recurse=False), "parameters", position)
+        self._see(tensors_of(workload.batch), "inputs")
+
+    def _see(self, tensors: Any, category: Category, owner: int = -1) -> None:
+        for tensor in tensors:
+            index = self.recorder.observe(tensor, -1)
+            if index is not None:
+                self.found[index] = category
+                self.owners[index] = owner
+
+    def see_optimizer_state(self) -> None:
+        state = self.workload.optimizer.state.values()
+        self._see([t for values in state for t in tensors_of(values)], "optimizer state")
+
+    def see_gradients(self) -> None:
+        self._see([p.grad for p in self.workload.model.parameters() if p.grad is not None], "gradients")
+
+    def on_phase(self, phase: Any, microbatch: int) -> None:
+        self.see_gradients()
+        self.recorder.enter_phase(phase, microbatch)
+
+
+def _release_points(recorder: Recorder, step: StepProgram, batch: Any) -> list[Recording]:
+    """Run each microbatch's forward pass with nothing saved, to see when its storages die by themselves."""
+    recordings = []
+    for index, microbatch in enumerate(step.split(batch)):
+        recorder.begin_step()
+        recorder.enter_phase("forward", index)
+        with recorder.saving(keep=False):
+            loss = step.compute_loss(microbatch)
+        recordings.append(recorder.end_step())
+        del loss
+    return recordings
+
+
+def _releases(recording: Recording, dry: list[Recording]) -> dict[int, int]:
+    """Return, for storages born in the forward pass, the operator after which they die if nothing is saved."""
+    found: dict[int, int] = {}
+    for microbatch, dried in enumerate(dry):
+        forward = [i for i, op in enumerate(recording.ops) if op.phase == "forward" and op.microbatch == microbatch]
+        forward = forward[: len(dried.ops)]
+        if [recording.ops[i].name for i in forward] != [op.name for op in dried.ops]:
+            raise CaptureError(
+                "the forward pass runs other operators each time it is called, so that its memory can't be"
+                " predicted; make Workload.loss_fn do the same on every call"
+            )
+        if not forward:
+            continue
+        first, last = forward[0], forward[-1]
+        born = [i for i, s in enumerate(recording.storages) if first <= s.birth <= last]
+        again = [s for s in dried.storages if s.birth >= 0]
+        for index, storage in zip(born, again, strict=True):
+            if storage.death < len(dried.ops):
+                found[index] = storage.death + first
+    return found
+
+
+def _category(storage: LiveStorage, recording: Recording, saved: bool) -> Category:
+    """Return what a storage is for, by when it lives: activations are what waits for the backward pass."""
+    if storage.birth < 0:
+        return "inputs"
+    kept = saved or (storage.death < len(recording.ops) and recording.ops[storage.death].phase == "backward")
+    return "activations" if kept and recording.ops[storage.birth].phase in ("forward", "recompute") else "temporaries"
+
+
+def _assemble(
+    workload: Workload,
+    copied: Workload,
+    modules: list[Module],
+    recording: Recording,
+    categories: _Categories,
+    dry: list[Recording],
+    precision: str,
+    microbatch_size: int | None,
+) -> Trace:
+    n = len(recording.ops)
+    saves = [replace(s, death=n) if s.death < 0 else s for s in recording.saves]
+    last_save: dict[int, int] = {}
+    for save in saves:
+        last_save[save.storage] = max(save.death, last_save.get(save.storage, -1))
+    releases = _releases(recording, dry)
+    full, captured = batch_size_of(workload.batch), batch_size_of(copied.batch)
+    storages = []
+    for index, storage in enumerate(recording.storages):
+        category = categories.found.get(index) or _category(storage, recording, index in last_save)
+        release = releases.get(index, storage.death)
+        if storage.death > max(release, last_save.get(index, -1)):  # something else holds it
+            release = storage.death
+        nbytes = storage.nbytes * full // captured if category == "inputs" else storage.nbytes
+        owner = categories.owners.get(index, -1)
+        storages.append(Storage(nbytes, storage.birth, storage.death, release, category, owner))
+    size = microbatch_size or full
+    return Trace(
+        workload=workload.name,
+        fingerprint=fingerprint(workload),
+        torch_version=str(torch.__version__),
+        device="cpu",
+        precision=precision,
+        batch_size=full,
+        microbatch_size=size,
+        microbatches=-(-captured // size),
+        scale_microbatches=-(-full // size),
+        modules=modules,
+        calls=recording.calls,
+        ops=recording.ops,
+        storages=storages,
+        saves=saves,
+        signatures=list(recording.signatures),
+    )

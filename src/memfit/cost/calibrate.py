@@ -1,0 +1,156 @@
+"""Costs of operators, measured on the machine at hand: each distinct call once, kept in a cache."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import platformdirs
+import torch
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from memfit.devices.allocation import allocated_by_name
+from memfit.devices.host import host_name
+from memfit.ir import codec
+from memfit.ir.cost import CostTable, OpCost
+from memfit.ir.trace import Trace
+
+from memfit.signature import rebuild
+
+_MARK = "memfit-op-"
+_ENOUGH_SECONDS = 0.02
+_MOST_RUNS = 10
+
+Progress = Callable[[int, int], None]
+
+
+def calibrate(traces: Iterable[Trace], progress: Progress | None = None) -> CostTable:
+    """Return the costs of the operators of some traces on this machine's CPU.
+
+    Args:
+        traces: Their distinct operator calls are measured, unless the cache has them.
+        progress: Called with how many calls are done, of how many.
+    """
+    path = cache_path()
+    table = _cached(path)
+    wanted = dict.fromkeys(s for trace in traces for s in trace.signatures)
+    missing = [s for s in wanted if s not in table.ops]
+    if missing:
+        table = msgspec.structs.replace(table, ops={**table.ops, **measure(missing, progress)})
+        codec.write_atomic(path, codec.encode(table))
+    return table
+
+
+def cache_path() -> Path:
+    """Return where this machine's costs are kept: below MEMFIT_CACHE_DIR, or the user's cache folder."""
+    folder = os.environ.get("MEMFIT_CACHE_DIR") or platformdirs.user_cache_dir("memfit")
+    return Path(folder) / f"costs-{host_name()}-torch{torch.__version__}-{torch.get_num_threads()}threads.json"
+
+
+def _cached(path: Path) -> CostTable:
+    if path.exists():
+        try:
+            return codec.read(path, CostTable)
+        except Exception:  # a cache of another version, or a damaged one, is measured anew
+            path.unlink(missing_ok=True)
+    checkpoint_seconds, selective_op_seconds = _checkpoint_overheads()
+    return CostTable(
+        device=host_name(),
+        torch_version=str(torch.__version__),
+        threads=torch.get_num_threads(),
+        ops={},
+        checkpoint_seconds=checkpoint_seconds,
+        selective_op_seconds=selective_op_seconds,
+        peak_error=0.01,
+        time_error=0.3,
+    )
+
+
+def measure(signatures: list[str], progress: Progress | None = None) -> dict[str, OpCost]:
+    """Return the cost of each operator call: its median time, and the bytes that it allocates inside."""
+    random_state = torch.get_rng_state()
+    seconds: dict[str, float] = {}
+    workspace: dict[str, int] = {}
+    try:
+        with torch.no_grad(), allocated_by_name(_MARK) as meters:
+            for index, text in enumerate(signatures):
+                outputs = _run_marked(text, f"{_MARK}{index}")
+                if outputs is not None:
+                    workspace[text] = outputs
+        with torch.no_grad():
+            for index, text in enumerate(signatures):
+                if text in workspace:
+                    seconds[text] = _median_seconds(text)
+                if progress is not None:
+                    progress(index + 1, len(signatures))
+    finally:
+        torch.set_rng_state(random_state)
+    return {
+        text: OpCost(seconds[text], max(0, meters[f"{_MARK}{index}"].peak_bytes - workspace[text]), True)
+        if text in workspace
+        else OpCost(0.0, 0, False)
+        for index, text in enumerate(signatures)
+    }
+
+
+
+
+def _run_marked(text: str, mark: str) -> int | None:
+    """Run a call for the profiler; return the bytes of its new outputs, or None where it can't be run."""
+    try:
+        func, args, kwargs = rebuild(text, "cpu")
+        known = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        with torch.profiler.record_function(mark):
+            out = func(*args, **kwargs)
+    except (LookupError, RuntimeError, IndexError, ValueError):
+        return None
+    fresh = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tree_leaves(out) if _is_dense(t)}
+    return sum(nbytes for key, nbytes in fresh.items() if key not in known)
+
+
+def _is_dense(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
+
+
+def _median_seconds(text: str) -> float:
+    func, args, kwargs = rebuild(text, "cpu")
+    times: list[float] = []
+    func(*args, **kwargs)
+    while not times or (sum(times) < _ENOUGH_SECONDS and len(times) < _MOST_RUNS):
+        started = time.perf_counter()
+        func(*args, **kwargs)
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def _checkpoint_overheads() -> tuple[float, float]:
+    """Measure what a checkpointed call costs, and what a selective one costs for each operator, beyond the operators."""
+    x = torch.ones(8, requires_grad=True)
+
+    def chain(value: torch.Tensor) -> torch.Tensor:
+        for _ in range(16):
+            value = value.sin()
+        return value
+
+    def contexts() -> Any:
+        return create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
+
+    plain = _backward_seconds(lambda: chain(x))
+    whole = _backward_seconds(lambda: checkpoint(chain, x, use_reentrant=False))
+    selective = _backward_seconds(lambda: checkpoint(chain, x, use_reentrant=False, context_fn=contexts))
+    return max(0.0, whole - plain), max(0.0, (selective - whole) / 16)
+
+
+def _backward_seconds(forward: Callable[[], torch.Tensor]) -> float:
+    times = []
+    for _ in range(15):
+        started = time.perf_counter()
+        forward().sum().backward()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)

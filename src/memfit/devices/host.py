@@ -1,0 +1,109 @@
+"""The machine at hand."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import re
+from pathlib import Path
+
+import msgspec
+import psutil
+import torch
+
+from memfit.errors import UsageError
+
+
+class Device(msgspec.Struct, frozen=True, kw_only=True):
+    """A device that steps can run on.
+
+    Attributes:
+        name: As `device=` takes it.
+        kind: "cpu" or "cuda".
+        description: What it is.
+        memory_bytes: What it has.
+        usable_bytes: What a step may use: without what is taken, within the limits of the process.
+        cores: Threads that PyTorch uses, or multiprocessors.
+    """
+
+    name: str
+    kind: str
+    description: str
+    memory_bytes: int
+    usable_bytes: int
+    cores: int
+
+
+def devices() -> list[Device]:
+    """Return the devices of this machine: the CPU, and the GPUs that PyTorch sees."""
+    return [_cpu(), *(_gpu(i) for i in range(torch.cuda.device_count()))]
+
+
+def find_device(name: str) -> Device:
+    """Return a device by name.
+
+    Raises:
+        UsageError: This machine has no such device, or memfit can't plan for it yet.
+    """
+    known = {d.name: d for d in devices()}
+    if name == "cpu":
+        return known[name]
+    if name in known:
+        raise UsageError(f"device={name!r} is here, but this version plans for the CPU only: use device='cpu'")
+    raise UsageError(f"device={name!r} is not on this machine, which has {', '.join(known)}: use device='cpu'")
+
+
+def _cpu() -> Device:
+    memory = psutil.virtual_memory()
+    limit = cgroup_limit_bytes()
+    usable = min(memory.available, limit) if limit is not None else memory.available
+    return Device(
+        name="cpu",
+        kind="cpu",
+        description=_cpu_model(),
+        memory_bytes=memory.total,
+        usable_bytes=usable,
+        cores=torch.get_num_threads(),
+    )
+
+
+def _gpu(index: int) -> Device:
+    properties = torch.cuda.get_device_properties(index)
+    free, total = torch.cuda.mem_get_info(index)
+    return Device(
+        name=f"cuda:{index}",
+        kind="cuda",
+        description=properties.name,
+        memory_bytes=total,
+        usable_bytes=free,
+        cores=properties.multi_processor_count,
+    )
+
+
+def cgroup_limit_bytes() -> int | None:
+    """Return what the control group still allows this process, or None where nothing limits it."""
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            return max(0, int(Path(limit).read_text()) - int(Path(used).read_text()))
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+    return None
+
+
+@functools.cache
+def _cpu_model() -> str:
+    try:
+        match = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+    except OSError:
+        match = None
+    return match[1].strip() if match else platform.processor() or platform.machine()
+
+
+def host_name() -> str:
+    """Return a short name for machines of this kind, fit for a file name."""
+    slug = re.sub(r"[^a-z0-9]+", "-", _cpu_model().lower()).strip("-")
+    return f"{slug}-{os.cpu_count()}cores"

@@ -1,0 +1,124 @@
+"""What memfit raises.
+
+    MemfitError
+    ├── UsageError              wrong argument, wrong file, wrong workload   (exit status 2)
+    │   ├── BudgetError         a budget that says no number of bytes
+    │   ├── WorkloadError       no such workload, or one that is not a training step
+    │   ├── PlanError           a plan that can't be read, or is not legal
+    │   │   └── PlanMismatchError   a plan made for another workload
+    │   ├── CheckpointError     a checkpoint that can't be read
+    │   ├── OutputError         a place that can't be written, or must not be
+    │   └── MissingExtraError   an optional dependency that is not installed
+    ├── InfeasibleError         no plan fits the budget                      (exit status 3)
+    ├── CaptureError            the step can't be run under fake tensors     (exit status 2)
+    ├── VerificationError       the planned step is not what its plan says   (exit status 4)
+    └── NonFiniteError          a loss or gradient that is not finite        (exit status 5)
+
+Every message says what failed with its numbers, where, and what to do by exact argument name. The
+numbers are attributes too.
+"""
+
+from __future__ import annotations
+
+
+class MemfitError(Exception):
+    """Base of everything that memfit raises on purpose."""
+
+    exit_status = 1
+
+
+class UsageError(MemfitError):
+    """Something given to memfit is wrong; nothing was changed or written."""
+
+    exit_status = 2
+
+
+class BudgetError(UsageError):
+    """A budget that says no number of bytes."""
+
+
+class WorkloadError(UsageError):
+    """A workload that can't be found, or that is not a training step."""
+
+
+class PlanError(UsageError):
+    """A plan that can't be read, or that is not legal for the workload."""
+
+
+class PlanMismatchError(PlanError):
+    """A plan that was made for another workload."""
+
+
+class CheckpointError(UsageError):
+    """A training checkpoint that can't be read."""
+
+
+class OutputError(UsageError):
+    """A place that can't be written to, or that holds work which must not be overwritten."""
+
+
+class MissingExtraError(UsageError):
+    """An optional dependency that is not installed.
+
+    Args:
+        what: What needs it.
+        extra: The extra of memfit that brings it.
+        missing: The module that could not be imported.
+    """
+
+    def __init__(self, what: str, extra: str, missing: str) -> None:
+        self.extra = extra
+        self.missing = missing
+        super().__init__(f"{what} needs the package {missing!r}, which is not installed: pip install 'memfit[{extra}]'")
+
+
+class InfeasibleError(MemfitError):
+    """No plan fits the budget.
+
+    Args:
+        message: What failed and what to do.
+        budget_bytes: The budget.
+        lowest_peak_bytes: The lowest peak of any plan that was found.
+        where: The operator or module at which that peak occurs.
+        proven: Whether no plan of the levers searched can reach a lower peak in the model solved.
+    """
+
+    exit_status = 3
+
+    def __init__(
+        self, message: str, *, budget_bytes: int, lowest_peak_bytes: int, where: str, proven: bool = False
+    ) -> None:
+        self.budget_bytes = budget_bytes
+        self.lowest_peak_bytes = lowest_peak_bytes
+        self.where = where
+        self.proven = proven
+        super().__init__(message)
+
+
+class CaptureError(MemfitError):
+    """The step can't be run under fake tensors, or not the way memfit needs it."""
+
+    exit_status = 2
+
+
+class VerificationError(MemfitError):
+    """The planned step does not do what its plan says."""
+
+    exit_status = 4
+
+
+class NonFiniteError(MemfitError):
+    """A loss or a gradient that is not finite.
+
+    Args:
+        message: What failed and what to do.
+        step: The step at which it happened.
+        value: The value.
+    """
+
+    exit_status = 5
+
+    def __init__(self, message: str, *, step: int, value: float) -> None:
+        self.step = step
+        self.value = value
+        super().__init__(message)

@@ -1,0 +1,84 @@
+"""Versioned JSON for the records: strict when read, atomic when written. Reading executes no code."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from memfit.errors import OutputError, PlanError, UsageError
+
+T = TypeVar("T")
+
+
+def encode(record: Any) -> bytes:
+    """Return a record as indented JSON."""
+    return msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n"
+
+
+def decode(data: bytes, kind: type[T], *, source: str, error: type[UsageError] = PlanError) -> T:
+    """Return the record that JSON holds.
+
+    Args:
+        data: The JSON.
+        kind: The record's type, with a field `schema`, whose default is the only version read.
+        source: Where the JSON came from, for the message.
+        error: The error to raise.
+
+    Raises:
+        UsageError: As the type `error`, when the JSON is not such a record.
+    """
+    noun = kind.__name__.lower()
+    try:
+        found = msgspec.json.decode(data, type=dict[str, Any]).get("schema")
+    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        raise error(f"{source} is not a {noun}: not JSON of an object ({e})") from e
+    expected = next(f.default for f in msgspec.structs.fields(kind) if f.name == "schema")
+    if found != expected:
+        raise error(f"{source} is not a {noun} that this memfit reads: its schema is {found!r}, not {expected!r}")
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as e:
+        raise error(f"{source} is not a valid {noun}: {e}") from e
+
+
+def read(path: str | Path, kind: type[T], *, error: type[UsageError] = PlanError) -> T:
+    """Return the record that a file holds.
+
+    Raises:
+        UsageError: As the type `error`, when the file can't be read or holds something else.
+    """
+    try:
+        data = Path(path).read_bytes()
+    except OSError as e:
+        raise error(f"can't read {path}: {e.strerror or e}") from e
+    return decode(data, kind, source=str(path), error=error)
+
+
+def write_atomic(path: str | Path, data: bytes) -> Path:
+    """Write a file so that a reader sees the old one or the new one, never a part.
+
+    Raises:
+        OutputError: The file can't be written; what was there before is unchanged.
+    """
+    path = Path(path)
+    temporary = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp", delete=False) as f:
+            temporary = f.name
+            f.write(data)
+            f.flush()
+            os.fsync(f.fileno())
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)
+        os.replace(temporary, path)
+    except OSError as e:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
+        raise OutputError(f"can't write {path}: {e.strerror or e}") from e
+    return path

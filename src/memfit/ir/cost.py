@@ -1,0 +1,48 @@
+"""What operators cost on a device: seconds and the bytes they use inside."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class OpCost(msgspec.Struct, frozen=True, array_like=True):
+    """One operator call.
+
+    Attributes:
+        seconds: Median time of one call.
+        workspace_bytes: Peak of the bytes it allocates inside, beyond its outputs.
+        measured: Whether both were measured on the device, or are estimates.
+    """
+
+    seconds: float
+    workspace_bytes: int
+    measured: bool
+
+
+class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Costs of the operators of some traces, by signature.
+
+    Attributes:
+        checkpoint_seconds: What one checkpointed call costs beyond the operators it runs again.
+        selective_op_seconds: What each operator inside a selective region costs beyond itself, once
+            in the forward pass and once in the recomputation.
+        peak_error: Relative half-width of the interval around a predicted peak.
+        time_error: Relative half-width of the interval around a predicted step time.
+    """
+
+    schema: str = "memfit.costs/1"
+    device: str
+    torch_version: str
+    threads: int
+    ops: dict[str, OpCost]
+    checkpoint_seconds: float
+    selective_op_seconds: float
+    peak_error: float
+    time_error: float
+
+    def of(self, signature: str) -> OpCost:
+        """Return the cost of a signature; unknown ones cost nothing and are not measured."""
+        return self.ops.get(signature, _UNKNOWN)
+
+
+_UNKNOWN = OpCost(0.0, 0, False)

@@ -1,0 +1,122 @@
+"""A plan: which levers, how far, for which workload, and what they are predicted to do."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Precision = Literal["32-true", "bf16-mixed", "16-mixed"]
+Numerics = Literal["exact", "reordered", "reduced", "changed"]
+NUMERICS: tuple[Numerics, ...] = ("exact", "reordered", "reduced", "changed")
+"""Numerics classes, from the strictest to the freest."""
+
+
+class Region(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A module whose activations are recomputed.
+
+    Attributes:
+        module: Its FQN in the model.
+        keep: Operators whose outputs are kept all the same, as "overload#occurrence" within one call.
+    """
+
+    module: str
+    keep: tuple[str, ...] = ()
+
+
+class Levers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a plan sets.
+
+    Attributes:
+        precision: Of the forward pass and the gradients it leads to.
+        microbatch_size: Samples in one forward and backward pass; gradients are accumulated over them.
+        regions: Modules to checkpoint; none inside another.
+    """
+
+    precision: Precision = "32-true"
+    microbatch_size: int
+    regions: tuple[Region, ...] = ()
+
+
+class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a step is predicted to take.
+
+    Attributes:
+        peak_bytes: Peak allocated.
+        peak_upper_bytes: Upper end of the interval around it; this is held against the budget.
+        step_seconds: One optimizer update at the global batch.
+        by_category: Bytes at the peak.
+        where: What runs at the peak.
+    """
+
+    peak_bytes: int
+    peak_upper_bytes: int
+    step_seconds: float
+    by_category: dict[str, int]
+    where: str
+
+
+class Candidate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A point of the frontier, as the solver's model predicts it.
+
+    Attributes:
+        numerics: The freest class of its levers.
+        status: "optimal" where the solver proved it for its precision and microbatch size, else "feasible".
+        bound_seconds: No plan of this precision and microbatch size within `budget_bytes` is faster, in the model.
+    """
+
+    levers: Levers
+    numerics: Numerics
+    budget_bytes: int
+    peak_bytes: int
+    step_seconds: float
+    status: Literal["optimal", "feasible"]
+    bound_seconds: float
+
+
+class Solution(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a plan was found.
+
+    Attributes:
+        status: "optimal" if no faster plan fits within the model solved; "feasible" otherwise.
+        bound_seconds: A lower bound on the step time of every plan that fits, in the model solved.
+        gap: (step_seconds − bound) / step_seconds.
+        solve_seconds: What solving took.
+    """
+
+    status: Literal["optimal", "feasible"]
+    bound_seconds: float
+    gap: float
+    solve_seconds: float
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A plan, as it is written to a file. Edit it by hand if you like: `memfit verify` will say what it does.
+
+    Attributes:
+        numerics: The freest class of the levers that are used.
+        classes: For each lever that is used, its class.
+        allowed: The class that the user allowed.
+        plain: The prediction for the unchanged step.
+        predicted: The prediction for this plan, from a capture of the step with the plan applied.
+        frontier: Plans from the fastest to the leanest, so that another budget is a look-up.
+        notes: What was assumed, excluded or skipped, and why.
+    """
+
+    schema: str = "memfit.plan/1"
+    memfit_version: str
+    torch_version: str
+    workload: str
+    fingerprint: str
+    device: str
+    batch_size: int
+    budget_bytes: int
+    levers: Levers
+    numerics: Numerics
+    classes: dict[str, Numerics]
+    allowed: Numerics
+    plain: Prediction
+    predicted: Prediction
+    solution: Solution
+    frontier: list[Candidate] = []
+    notes: list[str] = []

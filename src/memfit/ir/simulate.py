@@ -1,0 +1,153 @@
+"""The one definition of a plan's peak bytes and recomputed seconds, on a trace."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from memfit.ir.cost import CostTable, OpCost
+from memfit.ir.remat import Keep, RegionCall, Regions, keepers
+from memfit.ir.timeline import TIMELINE_CATEGORIES, WORKSPACE, Timeline
+from memfit.ir.trace import Trace
+
+Selection = Mapping[str, Keep]
+"""The regions that are checkpointed, by module FQN, and what each keeps."""
+
+
+def simulate(trace: Trace, costs: CostTable, selection: Selection | None = None) -> Timeline:
+    """Return the memory and time of a step with some regions checkpointed.
+
+    Args:
+        trace: The step without them.
+        costs: Seconds and workspaces of its operators.
+        selection: Regions to checkpoint, none inside another.
+
+    Raises:
+        KeyError: A region has no forward call that could be checkpointed.
+    """
+    return _Replay(trace, costs, selection or {}).timeline()
+
+
+def repeats(trace: Trace) -> npt.NDArray[np.float64]:
+    """Return how often each operator of the trace runs in the real step: the second microbatch stands for all later."""
+    times = trace.scale_microbatches - 1 if trace.microbatches > 1 else 1
+    again = ("forward", "backward", "recompute")
+    return np.array([times if op.microbatch == 1 and op.phase in again else 1 for op in trace.ops], np.float64)
+
+
+class _Replay:
+    """A trace with recomputations inserted: its operators in their new order, and the lives of its storages."""
+
+    def __init__(self, trace: Trace, costs: CostTable, selection: Selection) -> None:
+        self.trace, self.costs = trace, costs
+        self.regions = Regions(trace)
+        self.chosen: list[RegionCall] = []
+        self.kept: dict[int, set[int]] = {}
+        self.selective: set[int] = set()
+        for fqn, keep in selection.items():
+            if fqn not in self.regions.calls:
+                raise KeyError(fqn)
+            for region in self.regions.calls[fqn]:
+                self.chosen.append(region)
+                self.kept[region.call] = self.regions.kept_ops(region, keep)
+                self.selective |= {region.call} if keep else set()
+        self.chosen.sort(key=lambda region: region.order)
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        """Number the points of the new step: its operators, with each recomputation before `recompute_at`."""
+        self.points: list[tuple[int, RegionCall | None]] = []
+        self.position: list[int] = []
+        self.segment: dict[int, int] = {}
+        pending = list(reversed(self.chosen))
+        for op in range(len(self.trace.ops)):
+            while pending and pending[-1].recompute_at <= op:
+                region = pending.pop()
+                self.segment[region.call] = len(self.points)
+                self.points += [(i, region) for i in range(region.start, region.cut)]
+            self.position.append(len(self.points))
+            self.points.append((op, None))
+        self.position.append(len(self.points))
+
+    def timeline(self) -> Timeline:
+        """Return memory and time at every point."""
+        count = len(self.points)
+        change = {name: np.zeros(count + 1, dtype=np.int64) for name in TIMELINE_CATEGORIES}
+        for index, storage in enumerate(self.trace.storages):
+            first = 0 if storage.birth < 0 else self.position[storage.birth]
+            self._add(change, index, first, self._last_point(index))
+        for region in self.chosen:
+            self._add_copies(change, region)
+        live = {name: np.cumsum(values)[:count] for name, values in change.items()}
+        cost = [self._cost(i) for i in range(count)]
+        live[WORKSPACE] = np.array([c.workspace_bytes for c in cost], np.int64)
+        seconds = np.array([c.seconds for c in cost], np.float64)
+        total = np.sum(list(live.values()), axis=0)
+        peak = int(np.argmax(total))
+        weights = repeats(self.trace)[[op for op, _ in self.points]]
+        return Timeline(
+            live_bytes={name: values.tolist() for name, values in live.items()},
+            labels=[self._label(i) for i in range(count)],
+            modules=[self.trace.fqn_of(self.trace.ops[op].call) for op, _ in self.points],
+            phases=["recompute" if region else self.trace.ops[op].phase for op, region in self.points],
+            seconds=seconds.tolist(),
+            peak_bytes=int(total[peak]),
+            peak_index=peak,
+            step_seconds=float(seconds @ weights) + self._overhead_seconds(),
+        )
+
+    def _add(self, change: dict[str, npt.NDArray[np.int64]], index: int, first: int, last: int) -> None:
+        storage = self.trace.storages[index]
+        change[storage.category][first] += storage.nbytes
+        change[storage.category][min(last, len(self.points) - 1) + 1] -= storage.nbytes
+
+    def _last_point(self, index: int) -> int:
+        """Return the last point at which the original of a storage is alive."""
+        storage = self.trace.storages[index]
+        if not self.chosen or storage.birth < 0 or self.trace.ops[storage.birth].phase != "forward":
+            return self.position[storage.death]
+        last = self.position[storage.release]
+        for keeper in keepers(self.regions, index, [r for r in self.chosen if index in r.inputs]):
+            lost = any(c in self.kept and storage.birth not in self.kept[c] for c in keeper.lost_in)
+            if not lost:
+                last = max(last, self.position[keeper.end])
+        for region in self.chosen:  # what a selective region keeps waits for its recomputation
+            if storage.birth in self.kept[region.call]:
+                last = max(last, self.segment[region.call] + min(storage.birth, region.cut - 1) - region.start)
+        return last
+
+    def _add_copies(self, change: dict[str, npt.NDArray[np.int64]], region: RegionCall) -> None:
+        base = self.segment[region.call] - region.start
+        for copy in self.regions.copies(region, self.kept[region.call]):
+            last = base + copy.released
+            if copy.death >= 0:
+                last = max(last, self.position[copy.death])
+            self._add(change, copy.storage, base + copy.born, last)
+
+    def _cost(self, point: int) -> OpCost:
+        op, region = self.points[point]
+        if region is not None and op in self.kept[region.call]:
+            return OpCost(0.0, 0, True)
+        return self.costs.of(self.trace.signatures[self.trace.ops[op].signature])
+
+    def _overhead_seconds(self) -> float:
+        return sum(
+            overhead_seconds(self.trace, self.costs, region, region.call in self.selective) for region in self.chosen
+        )
+
+    def _label(self, point: int) -> str:
+        op, region = self.points[point]
+        record = self.trace.ops[op]
+        phase = "recompute" if region else record.phase
+        return " · ".join(part for part in (phase, self.trace.fqn_of(record.call), record.name) if part)
+
+
+def overhead_seconds(trace: Trace, costs: CostTable, region: RegionCall, selective: bool) -> float:
+    """Return what checkpointing a region call costs beyond the operators that run again."""
+    call = trace.calls[region.call]
+    times = trace.scale_microbatches - 1 if trace.microbatches > 1 and call.microbatch == 1 else 1
+    per_op = costs.selective_op_seconds * (call.end - call.start) if selective else 0.0
+    return times * (costs.checkpoint_seconds + per_op)

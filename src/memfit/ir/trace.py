@@ -1,0 +1,167 @@
+"""What one steady training step does: every operator, and every storage's birth and death.
+
+Time is the index of an operator in the step. A storage with birth `i` is allocated by operator `i`;
+one with death `j` is freed after operator `j` and before operator `j + 1`. Storages that are alive
+when the step starts have birth -1; those that outlive it have death `len(ops)`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal
+
+import msgspec
+
+Phase = Literal["forward", "backward", "recompute", "optimizer"]
+Category = Literal["parameters", "buffers", "gradients", "optimizer state", "inputs", "activations", "temporaries"]
+CATEGORIES: tuple[Category, ...] = (
+    "parameters",
+    "buffers",
+    "gradients",
+    "optimizer state",
+    "inputs",
+    "activations",
+    "temporaries",
+)
+
+
+class Module(msgspec.Struct, frozen=True, array_like=True):
+    """A module of the model. `couples_batch` is true where its output for one sample depends on the others."""
+
+    fqn: str
+    kind: str
+    couples_batch: bool
+
+
+class Call(msgspec.Struct, frozen=True, array_like=True):
+    """One forward call of a module: operators `start` to `end - 1`.
+
+    Attributes:
+        module: Index into `Trace.modules`.
+        parent: Index into `Trace.calls`, or -1.
+        microbatch: Which microbatch it belongs to.
+        inputs: The storages of the tensors among its arguments.
+        phase: "recompute" for calls that happen inside the backward pass.
+    """
+
+    module: int
+    parent: int
+    microbatch: int
+    start: int
+    end: int
+    inputs: tuple[int, ...]
+    phase: Phase
+
+
+class Op(msgspec.Struct, frozen=True, array_like=True):
+    """One operator as dispatched below autograd.
+
+    Attributes:
+        name: Its overload ("aten.addmm.default").
+        call: The innermost module call it belongs to (in the backward pass: the call whose forward
+            operator it differentiates), or -1.
+        signature: Index into `Trace.signatures`.
+        mutates: Storages that it writes in place.
+        random: Whether it draws random numbers.
+        flops: Floating-point operations, where counted.
+    """
+
+    name: str
+    call: int
+    phase: Phase
+    microbatch: int
+    signature: int
+    mutates: tuple[int, ...]
+    random: bool
+    flops: int
+
+
+class Storage(msgspec.Struct, frozen=True, array_like=True):
+    """A block of memory.
+
+    Attributes:
+        release: For storages born in the forward pass: after which operator it would die if autograd
+            kept nothing. Equal to `death` elsewhere.
+        owner: For parameters and buffers, an index into `Trace.modules`; else -1.
+    """
+
+    nbytes: int
+    birth: int
+    death: int
+    release: int
+    category: Category
+    owner: int
+
+
+class Save(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor that autograd keeps for the backward pass.
+
+    Attributes:
+        storage: What is kept.
+        at: Operators that had run when it was kept (so it is kept just before operator `at`).
+        call: The innermost module call in which it was kept, or -1.
+        unpacked: Operators that had run when the backward pass first asked for it; -1 if never.
+        death: The operator after which autograd let go of it.
+    """
+
+    storage: int
+    at: int
+    call: int
+    unpacked: int
+    death: int
+
+
+class Trace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
+    """A steady step, recorded.
+
+    Attributes:
+        microbatches: How many microbatches the recorded step has (at most two; later ones repeat the second).
+        scale_microbatches: How many the real step has.
+        fingerprint: Identifies the workload: parameters, modules, batch shapes, optimizer.
+        precision: The precision the step ran in.
+        signatures: The distinct operator calls, as text that `cost` can run again.
+        notes: What a reader should know (assumptions made while capturing).
+    """
+
+    schema: str = "memfit.trace/1"
+    workload: str
+    fingerprint: str
+    torch_version: str
+    device: str
+    precision: str
+    batch_size: int
+    microbatch_size: int
+    microbatches: int
+    scale_microbatches: int
+    modules: list[Module]
+    calls: list[Call]
+    ops: list[Op]
+    storages: list[Storage]
+    saves: list[Save]
+    signatures: list[str]
+    notes: list[str] = []
+
+    @functools.cached_property
+    def ancestors(self) -> list[tuple[int, ...]]:
+        """For each call, itself and the calls around it, innermost first."""
+        chains: list[tuple[int, ...]] = []
+        for index, call in enumerate(self.calls):
+            chains.append((index, *(chains[call.parent] if call.parent >= 0 else ())))
+        return chains
+
+    def call_chain(self, call: int) -> tuple[int, ...]:
+        """Return a call and those around it, innermost first; empty for -1."""
+        return self.ancestors[call] if call >= 0 else ()
+
+    def fqn_of(self, call: int) -> str:
+        """Return the FQN of a call's module, or "" outside the model."""
+        return self.modules[self.calls[call].module].fqn if call >= 0 else ""
+
+    @functools.cached_property
+    def births(self) -> list[list[int]]:
+        """For each operator, the storages that it allocates."""
+        born: list[list[int]] = [[] for _ in self.ops]
+        for index, storage in enumerate(self.storages):
+            if storage.birth >= 0:
+                born[storage.birth].append(index)
+        return born

@@ -1,0 +1,95 @@
+"""Operator calls as text: what was called, with arguments described well enough to call it again.
+
+`signature` writes what `rebuild` reads: `capture` records calls with the one, `cost` runs them with the other.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def describe(argument: Any) -> Any:
+    """Return an argument as JSON values; tensors by dtype, shape and stride.
+
+    Raises:
+        TypeError: The argument is of a kind that has no description.
+    """
+    if isinstance(argument, torch.Tensor):
+        return {"t": [str(argument.dtype)[6:], list(argument.shape), list(argument.stride())]}
+    if argument is None or isinstance(argument, bool | int | str):
+        return argument
+    if isinstance(argument, float):
+        return float(f"{argument:.0e}") if math.isfinite(argument) else {"f": str(argument)}
+    if isinstance(argument, list | tuple):
+        return {"l": [describe(a) for a in argument]}
+    if isinstance(argument, torch.dtype):
+        return {"dtype": str(argument)[6:]}
+    if isinstance(argument, torch.device):
+        return {"device": argument.type}
+    if isinstance(argument, torch.memory_format):
+        return {"memory_format": str(argument)[6:]}
+    if isinstance(argument, torch.layout):
+        return {"layout": str(argument)[6:]}
+    if isinstance(argument, torch.Generator):
+        return None
+    raise TypeError(f"can't describe an argument of type {type(argument).__name__}")
+
+
+def signature(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Return the text of a call. Equal texts cost the same: floats are rounded to one digit.
+
+    A call whose arguments can't be described gives the operator's name alone.
+    """
+    try:
+        body = {"op": str(func), "args": [describe(a) for a in args]}
+        if kwargs:
+            body["kwargs"] = {k: describe(v) for k, v in kwargs.items()}
+    except TypeError:
+        body = {"op": str(func)}
+    return json.dumps(body, separators=(",", ":"))
+
+
+def rebuild(text: str, device: str) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
+    """Return the operator of a signature, with new arguments of the same dtypes, shapes and strides.
+
+    Floating-point tensors hold 0.5, others zeros, so that indices are in range.
+
+    Raises:
+        LookupError: The signature has no arguments, or this PyTorch has no such operator.
+    """
+    body = json.loads(text)
+    if "args" not in body:
+        raise LookupError(f"no arguments are known for {body['op']}")
+    namespace, name, overload = body["op"].split(".")
+    try:
+        func = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+    except AttributeError as e:
+        raise LookupError(f"this PyTorch has no operator {body['op']}") from e
+    args = [_rebuild(a, device) for a in body["args"]]
+    kwargs = {k: _rebuild(v, device) for k, v in body.get("kwargs", {}).items()}
+    return func, args, kwargs
+
+
+def _rebuild(value: Any, device: str) -> Any:
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "t":
+        return _tensor(*content, device)
+    if kind == "l":
+        return [_rebuild(v, device) for v in content]
+    if kind == "f":
+        return float(content)
+    return torch.device(content) if kind == "device" else getattr(torch, content)
+
+
+def _tensor(dtype: str, shape: list[int], stride: list[int], device: str) -> torch.Tensor:
+    kind = getattr(torch, dtype)
+    elements = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) if 0 not in shape else 0
+    filled = torch.full((elements,), 0.5 if kind.is_floating_point else 0, dtype=kind, device=device)
+    return filled.as_strided(shape, stride)

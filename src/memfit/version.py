@@ -1,0 +1,3 @@
+"""The version of memfit."""
+
+__version__ = "0.1.0"

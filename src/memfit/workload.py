@@ -1,0 +1,114 @@
+"""The user's own training step, as memfit takes it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from memfit.errors import WorkloadError
+
+Loss = torch.Tensor | tuple[torch.Tensor, torch.Tensor | int | float]
+"""What a `loss_fn` returns: a scalar mean, or a sum and the count it is to be divided by."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One training step, unmodified, and what is needed to run it for longer.
+
+    Args:
+        model: The model, on the CPU, in training mode.
+        batch: One global batch: tensors, or dicts, lists and tuples of them. The first dimension
+            of each tensor is the sample, and all tensors have the same number of samples.
+        loss_fn: `loss_fn(model, batch)` returns a scalar tensor that is a mean over the samples, or
+            `(sum, count)` when the loss is normalised by tokens or voxels. It must reach the
+            parameters through the model it is given.
+        optimizer: An optimizer over the model's parameters.
+        name: What reports call it.
+        batches: Training data: an iterable of batches shaped like `batch`, iterated once an epoch.
+            If it has `state_dict()` and `load_state_dict()`, resuming uses them to restore the
+            position; else resuming skips the batches that were used. None trains on `batch`.
+        evaluate: `evaluate(model)` returns named figures. It runs in evaluation mode without gradients.
+        scheduler: A learning-rate scheduler, stepped once after every optimizer update.
+        max_grad_norm: Global gradient norm to clip to (> 0), or None not to clip.
+    """
+
+    model: nn.Module
+    batch: Any
+    loss_fn: Callable[[nn.Module, Any], Loss]
+    optimizer: torch.optim.Optimizer
+    name: str = "workload"
+    batches: Iterable[Any] | None = None
+    evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
+    max_grad_norm: float | None = None
+
+
+class StepProgram(Protocol):
+    """A training step that can be run and watched: what `capture` needs of it.
+
+    Attributes:
+        on_phase: Called with the phase that begins ("forward", "backward", "optimizer") and the
+            index of the microbatch, or None.
+    """
+
+    workload: Workload
+    on_phase: Callable[[Any, int], None] | None
+
+    def __call__(self, batch: Any) -> Any:
+        """Run one optimizer update on a global batch."""
+
+    def split(self, batch: Any) -> list[Any]:
+        """Return the microbatches of a global batch."""
+
+    def compute_loss(self, microbatch: Any) -> Any:
+        """Run the forward pass as the step does."""
+
+
+def tensors_of(batch: Any) -> list[torch.Tensor]:
+    """Return the tensors of a batch, in order."""
+    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+
+
+def batch_size_of(batch: Any) -> int:
+    """Return the number of samples of a batch.
+
+    Raises:
+        WorkloadError: Its tensors disagree, or it has none.
+    """
+    sizes = {tuple(t.shape): t.shape[0] if t.dim() else 0 for t in tensors_of(batch)}
+    if not sizes or 0 in sizes.values():
+        raise WorkloadError(
+            "Workload.batch holds no samples: it must be tensors whose first dimension is the sample, not"
+            f" {type(batch).__name__} with tensors of shapes {sorted(sizes)}"
+        )
+    if len(set(sizes.values())) > 1:
+        raise WorkloadError(
+            "Workload.batch has tensors of different numbers of samples, by shape:"
+            f" {sorted(sizes)}; the first dimension of each must be the sample"
+        )
+    return next(iter(sizes.values()))
+
+
+def slice_batch(batch: Any, start: int, stop: int) -> Any:
+    """Return the samples from `start` up to `stop` of a batch, as views."""
+    return tree_map(lambda leaf: leaf[start:stop] if isinstance(leaf, torch.Tensor) else leaf, batch)
+
+
+def fingerprint(workload: Workload) -> str:
+    """Return what identifies a workload: its modules, parameters and buffers, batch shapes and optimizer.
+
+    Values play no part: a workload keeps its fingerprint while it trains.
+    """
+    model = workload.model
+    parts = [f"{name}:{type(module).__qualname__}" for name, module in model.named_modules()]
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    parts += [f"{name}:{tuple(t.shape)}:{t.dtype}:{t.requires_grad}" for name, t in named]
+    parts += [f"batch:{tuple(t.shape)}:{t.dtype}" for t in tensors_of(workload.batch)]
+    parts.append(type(workload.optimizer).__qualname__)
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

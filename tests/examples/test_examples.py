@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from memfit.workload import Workload
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+NEEDS = {"gpt2": ["transformers"], "digits_resnet": ["sklearn"], "brain": ["monai", "nilearn"], "byte_lm": []}
+
+each_example = pytest.mark.parametrize("name", sorted(NEEDS))
+
+
+@cache
+def workload_of(name: str) -> Workload:
+    for package in NEEDS[name]:
+        pytest.importorskip(package)
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    workload: Workload = module.workload()
+    return workload
+
+
+def tensors_of(batch: Any) -> list[torch.Tensor]:
+    return list(batch.values()) if isinstance(batch, dict) else list(batch)
+
+
+def test_every_example_is_tested() -> None:
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == NEEDS.keys()
+
+
+@each_example
+def test_step_is_finite_and_reaches_every_parameter(name: str) -> None:
+    workload = workload_of(name)
+    assert isinstance(workload, Workload)
+    assert workload.model.training
+    torch.manual_seed(0)
+    loss = workload.loss_fn(workload.model, workload.batch)
+    mean = loss[0] / loss[1] if isinstance(loss, tuple) else loss
+    mean.backward()
+    assert mean.isfinite() and mean.dim() == 0
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in workload.model.parameters())
+    workload.optimizer.zero_grad()
+
+
+@each_example
+def test_optimizer_has_every_parameter(name: str) -> None:
+    workload = workload_of(name)
+    optimized = {id(p) for group in workload.optimizer.param_groups for p in group["params"]}
+    assert optimized == {id(p) for p in workload.model.parameters()}
+
+
+@each_example
+def test_batches_are_shaped_like_the_batch(name: str) -> None:
+    workload = workload_of(name)
+    assert workload.batches is not None
+    batch = next(iter(workload.batches))
+    assert type(batch) is type(workload.batch)
+    for ours, given in zip(tensors_of(batch), tensors_of(workload.batch), strict=True):
+        assert (ours.shape, ours.dtype) == (given.shape, given.dtype)
+
+
+@each_example
+def test_dropout_is_on(name: str) -> None:
+    modules = workload_of(name).model.modules()
+    assert any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in modules)
+
+
+@each_example
+def test_evaluate_returns_finite_figures(name: str) -> None:
+    workload = workload_of(name)
+    assert workload.evaluate is not None
+    workload.model.eval()
+    with torch.no_grad():
+        figures = workload.evaluate(workload.model)
+    workload.model.train()
+    assert figures and all(0 <= value < 10 for value in figures.values())

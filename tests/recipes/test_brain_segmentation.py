@@ -1,0 +1,229 @@
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from memfit.errors import MissingExtraError, WorkloadError
+from memfit.recipes import brain_segmentation
+from memfit.recipes.brain_segmentation import CLASSES, dice_coefficients, load_slabs, most_probable_class, unet
+from memfit.workload import Workload
+
+pytest.importorskip("monai")
+pytest.importorskip("nilearn")
+
+SMALL: dict[str, Any] = {
+    "patch": (16, 16, 16),
+    "batch_size": 2,
+    "channels": (8, 16, 32),
+    "resolution": 4,
+    "batches_per_epoch": 5,
+}
+
+
+def small(**changes: Any) -> Workload:
+    return brain_segmentation(**(SMALL | changes))
+
+
+# Data
+
+
+def test_every_class_has_a_plausible_share_of_both_slabs() -> None:
+    for slab in load_slabs(4):
+        shares = torch.bincount(slab.label.flatten().long(), minlength=len(CLASSES)) / slab.label.numel()
+        assert len(shares) == 3
+        assert 0.6 < shares[0] < 0.95
+        assert shares[1] > shares[2] > 0.02
+
+
+def test_white_matter_is_brighter_than_grey() -> None:
+    for slab in load_slabs(4):
+        background, grey, white = (slab.image[slab.label == index].mean() for index in range(3))
+        assert background < grey < white
+
+
+def test_training_brain_is_normalised() -> None:
+    training, _ = load_slabs(4)
+    is_tissue = training.label > 0
+    assert training.image[is_tissue].mean().item() == pytest.approx(0.2, abs=0.2)
+    assert training.image[is_tissue].std().item() == pytest.approx(0.8, abs=0.2)
+    assert training.image.min() < -3
+
+
+def test_slabs_are_disjoint_from_back_to_front() -> None:
+    training, validation = load_slabs(4)
+    n_all = 59
+    assert training.image.shape[1] == 36  # voxels at -134, -130, ..., 6 mm
+    assert n_all - validation.image.shape[1] == 39  # the first one is at 22 mm
+    assert training.image.shape[::2] == validation.image.shape[::2]
+
+
+def test_template_is_mirror_symmetric_so_that_hemispheres_can_not_be_the_split() -> None:
+    training, _ = load_slabs(1)
+    assert torch.equal(training.image, training.image.flip(0))
+
+
+def test_most_probable_class() -> None:
+    grey, white = torch.tensor([0.1, 0.6, 0.2, 0.3]), torch.tensor([0.1, 0.3, 0.7, 0.3])
+    assert most_probable_class(grey, white).tolist() == [0, 1, 2, 0]
+
+
+def test_batch_is_cut_from_the_training_slab() -> None:
+    batch = small(augment=False).batch
+    assert batch["image"].shape == batch["label"].shape == (2, 1, 16, 16, 16)
+    assert batch["image"].dtype == torch.float32
+    assert batch["label"].dtype == torch.uint8
+    image = load_slabs(4)[0].image
+    places = image.unfold(0, 16, 1).unfold(1, 16, 1).unfold(2, 16, 1)
+    for patch in batch["image"][:, 0]:
+        assert (places == patch).flatten(3).all(-1).any()
+
+
+def test_augmentation_keeps_image_and_label_together() -> None:
+    plain, augmented = small(augment=False, batch_size=16), small(batch_size=16)
+    for batch in (plain.batch, augmented.batch):
+        white, grey = (batch["image"][batch["label"] == index].mean() for index in (2, 1))
+        assert white - grey > 0.5
+    levels = augmented.batch["image"].amin((1, 2, 3, 4))
+    assert len(levels.unique()) > 8
+
+
+def test_batches_are_deterministic_and_resumable() -> None:
+    one, other = small(), small()
+    expected = list(one.batches)
+    iterator = iter(other.batches)
+    next(iterator), next(iterator)
+    resumed = small()
+    resumed.batches.load_state_dict(other.batches.state_dict())
+    remaining = list(resumed.batches)
+    assert len(remaining) == 3
+    for a, b in zip(remaining, expected[2:], strict=True):
+        assert torch.equal(a["image"], b["image"])
+        assert torch.equal(a["label"], b["label"])
+
+
+# Model and loss
+
+
+@pytest.mark.parametrize("norm", ["instance", "batch", "group"])
+def test_gradient_reaches_every_weight(norm: Any) -> None:
+    workload = small(norm=norm)
+    loss = workload.loss_fn(workload.model, workload.batch)
+    loss.backward()
+    assert 0.5 < loss.item() < 3
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in workload.model.parameters())
+    assert all(p.grad.abs().sum() > 0 for p in workload.model.parameters() if p.dim() > 1)
+
+
+@pytest.mark.parametrize(("norm", "independent"), [("instance", True), ("group", True), ("batch", False)])
+def test_samples_are_independent_unless_batch_norm(norm: Any, independent: bool) -> None:
+    workload = small(norm=norm, dropout=0.0)
+    with torch.no_grad():
+        whole = workload.loss_fn(workload.model, workload.batch)
+        parts = [{name: t[i : i + 1] for name, t in workload.batch.items()} for i in range(2)]
+        mean_of_parts = sum(workload.loss_fn(workload.model, part) for part in parts) / 2
+    assert torch.allclose(whole, mean_of_parts, rtol=1e-5) is independent
+
+
+def test_dropout_is_in_the_model() -> None:
+    assert any(isinstance(m, nn.Dropout) and m.p == 0.25 for m in small(dropout=0.25).model.modules())
+
+
+# Evaluation
+
+
+class Truth(nn.Module):
+    """Looks the label up in the image, whose values it holds."""
+
+    def __init__(self, threshold: float) -> None:
+        super().__init__()
+        self.threshold = nn.Parameter(torch.tensor(threshold))
+
+    def forward(self, image: Tensor) -> Tensor:
+        return F.one_hot((image[:, 0] > self.threshold).long() * 2, 3).movedim(-1, 1).float()
+
+
+def test_dice_of_the_truth_is_one() -> None:
+    label = load_slabs(4)[1].label
+    assert dice_coefficients(label, label) == {"dice/grey": 1.0, "dice/white": 1.0, "dice/mean": 1.0}
+
+
+def test_dice_by_hand() -> None:
+    predicted, label = torch.tensor([1, 1, 2, 0]), torch.tensor([1, 2, 2, 2])
+    figures = dice_coefficients(predicted, label)
+    assert figures["dice/grey"] == pytest.approx(2 / 3)
+    assert figures["dice/white"] == pytest.approx(1 / 2)
+    assert figures["dice/mean"] == pytest.approx(7 / 12)
+
+
+def test_sliding_windows_put_every_voxel_in_its_place() -> None:
+    slab = load_slabs(4)[1]
+    figures = small().evaluate(Truth(0.3))
+    expected = dice_coefficients((slab.image > 0.3).long() * 2, slab.label)
+    assert figures == pytest.approx(expected)
+    assert figures["dice/white"] > 0.4
+    assert figures["dice/grey"] == 0
+
+
+def test_training_improves_the_validation_dice() -> None:
+    torch.manual_seed(0)
+    workload = small(batches_per_epoch=40, batch_size=4, patch=(24, 24, 24), resolution=2, learning_rate=5e-3)
+    with torch.no_grad():
+        before = workload.evaluate(workload.model.eval())
+    workload.model.train()
+    for batch in workload.batches:
+        workload.loss_fn(workload.model, batch).backward()
+        workload.optimizer.step()
+        workload.optimizer.zero_grad()
+    with torch.no_grad():
+        after = workload.evaluate(workload.model.eval())
+    assert after["dice/mean"] > before["dice/mean"] + 0.2
+    assert after["dice/mean"] > 0.6
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"patch": (16, 16, 18)}, "each must be a multiple of 4"),
+        ({"patch": (16, 16)}, "patch=.* give 3"),
+        ({"patch": (4, 4, 4)}, "leaves one voxel"),
+        ({"patch": (16, 40, 16)}, r"does not fit .* \(50, 36, 48\)"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"channels": (8,)}, "channels="),
+        ({"channels": (8, 0)}, r"channels\[1\]=0"),
+        ({"n_residual_units": 0}, "n_residual_units=0"),
+        ({"norm": "layer"}, "norm='layer' is not one of 'instance', 'batch', 'group'"),
+        ({"dropout": 1.5}, "dropout=1.5"),
+        ({"resolution": 5}, "resolution=5"),
+        ({"learning_rate": -1.0}, "learning_rate=-1.0"),
+        ({"batches_per_epoch": 0}, "batches_per_epoch=0"),
+        ({"seed": -1}, "seed=-1"),
+    ],
+)
+def test_argument_out_of_range_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(WorkloadError, match=message):
+        small(**changes)
+
+
+@pytest.mark.parametrize("package", ["monai", "nilearn", "nibabel"])
+def test_missing_package_is_named(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    load_slabs.cache_clear()
+    with pytest.raises(MissingExtraError, match=r"pip install 'memfit\[brain\]'") as raised:
+        small()
+    assert raised.value.missing == package
+    assert raised.value.extra == "brain"
+
+
+def test_unet_maps_one_channel_to_the_classes() -> None:
+    model = unet((4, 8), n_residual_units=1, norm="instance", dropout=0.0)
+    assert model(torch.zeros(1, 1, 8, 8, 8)).shape == (1, 3, 8, 8, 8)

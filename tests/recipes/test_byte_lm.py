@@ -1,0 +1,271 @@
+from __future__ import annotations
+
+import itertools
+import math
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from memfit.errors import UsageError, WorkloadError
+from memfit.recipes import byte_lm
+from memfit.recipes.byte_lm import ByteLM, even_windows, loss_sum_and_count, python_source, source_files
+from memfit.workload import Workload
+
+SMALL: dict[str, Any] = {
+    "n_layer": 2,
+    "d_model": 32,
+    "n_head": 2,
+    "context": 32,
+    "batch_size": 4,
+    "batches_per_epoch": 6,
+    "n_validation_windows": 10,
+    "max_bytes": 50_000,
+}
+
+
+def small(**changes: Any) -> Workload:
+    return byte_lm(**(SMALL | changes))
+
+
+def assert_same_batches(left: list[Any], right: list[Any]) -> None:
+    assert len(left) == len(right)
+    for a, b in zip(left, right, strict=True):
+        assert a.keys() == b.keys() == {"tokens", "targets"}
+        assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+# Data
+
+
+def test_no_file_is_in_both_parts() -> None:
+    training, validation = set(source_files("training")), set(source_files("validation"))
+    assert not training & validation
+    assert 0.05 < len(validation) / len(training | validation) < 0.2
+
+
+def test_tests_and_installed_packages_are_left_out() -> None:
+    files = source_files("training") + source_files("validation")
+    assert not {"test", "tests", "site-packages", "__pycache__", "encodings"} & {
+        part for f in files for part in f.parts
+    }
+    assert any(file.name == "argparse.py" for file in files)
+
+
+def test_source_is_the_files_in_order() -> None:
+    first = source_files("validation")[0].read_bytes()
+    source = python_source("validation", 10_000)
+    assert source.dtype == torch.uint8
+    assert bytes(source[: len(first)].tolist()) == first[:10_000]
+    assert len(source) == 10_000
+
+
+def test_targets_are_the_next_tokens() -> None:
+    batch = small().batch
+    assert batch["tokens"].shape == batch["targets"].shape == (4, 32)
+    assert batch["tokens"].dtype == batch["targets"].dtype == torch.int64
+    assert torch.equal(batch["tokens"][:, 1:], batch["targets"][:, :-1])
+
+
+def test_even_windows_stay_within_the_source() -> None:
+    source = torch.arange(12, dtype=torch.uint8)
+    windows = even_windows(source, 3, context=4)
+    assert windows["tokens"][:, 0].tolist() == [0, 2, 5]
+    assert even_windows(source, 100, context=11)["targets"][-1].tolist() == list(range(1, 12))
+
+
+def test_window_is_found_in_the_training_source() -> None:
+    source = bytes(python_source("training", SMALL["max_bytes"]).tolist())
+    assert all(bytes(window.tolist()) in source for window in small().batch["tokens"])
+
+
+# Position
+
+
+def test_batches_depend_on_seed_and_epoch_only() -> None:
+    one, other = small(), small()
+    first_epoch, second_epoch = list(one.batches), list(one.batches)
+    assert len(first_epoch) == 6
+    assert_same_batches(first_epoch + second_epoch, list(other.batches) + list(other.batches))
+    starts = {tuple(window.tolist()) for batch in first_epoch + second_epoch for window in batch["tokens"]}
+    assert len(starts) == 48
+    assert not torch.equal(small(seed=1).batch["tokens"], first_epoch[0]["tokens"])
+
+
+def test_batch_is_the_first_one_and_moves_no_position() -> None:
+    workload = small()
+    assert_same_batches([workload.batch], list(itertools.islice(workload.batches, 1)))
+
+
+@pytest.mark.parametrize("n_used", [0, 1, 5, 6, 7, 12])
+def test_resuming_gives_the_remaining_batches(n_used: int) -> None:
+    def endless(workload: Workload) -> Any:
+        return itertools.chain.from_iterable(itertools.repeat(workload.batches))
+
+    interrupted, resumed, whole = small(), small(), small()
+    list(itertools.islice(endless(interrupted), n_used))
+    resumed.batches.load_state_dict(interrupted.batches.state_dict())
+    expected = list(itertools.islice(endless(whole), n_used + 8))[n_used:]
+    assert_same_batches(list(itertools.islice(endless(resumed), 8)), expected)
+
+
+def test_resumed_epoch_is_as_long_as_what_remains() -> None:
+    workload = small()
+    workload.batches.load_state_dict({"seed": 0, "epoch": 3, "index": 4})
+    assert len(list(workload.batches)) == 2
+    assert workload.batches.state_dict() == {"seed": 0, "epoch": 3, "index": 6}
+
+
+def test_position_of_other_batches_is_refused() -> None:
+    batches = small().batches
+    with pytest.raises(UsageError, match="seed=5"):
+        batches.load_state_dict({"seed": 5, "epoch": 0, "index": 0})
+    with pytest.raises(UsageError, match="batches_per_epoch=6"):
+        batches.load_state_dict({"seed": 0, "epoch": 0, "index": 7})
+
+
+# Model and loss
+
+
+def test_module_names() -> None:
+    names = dict(small().model.named_modules())
+    assert {"embed", "positions", "blocks.1.norm1", "blocks.1.attention.qkv", "blocks.1.attention.proj"} <= names.keys()
+    assert {
+        "blocks.1.norm2",
+        "blocks.1.mlp.fc",
+        "blocks.1.mlp.act",
+        "blocks.1.mlp.proj",
+        "norm",
+        "head",
+    } <= names.keys()
+
+
+def test_embedding_is_tied_unless_told_otherwise() -> None:
+    tied, untied = small().model, small(tied_embedding=False).model
+    assert tied.head.weight is tied.embed.weight
+    n_tied, n_untied = (sum(p.numel() for p in model.parameters()) for model in (tied, untied))
+    assert n_untied - n_tied == 256 * 32
+
+
+def test_same_seed_same_weights_and_global_random_state_untouched() -> None:
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    one = small().model
+    assert torch.equal(torch.rand(3), expected)
+    other = small().model
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_later_bytes_do_not_reach_earlier_logits() -> None:
+    model = small().model.eval()
+    tokens = torch.arange(32)[None]
+    changed = tokens.clone()
+    changed[0, 20] = 200
+    with torch.no_grad():
+        difference = (model(tokens) - model(changed)).abs().amax(-1)[0]
+    assert torch.all(difference[:20] == 0)
+    assert torch.all(difference[20:] > 0)
+
+
+def test_loss_is_a_sum_over_tokens() -> None:
+    workload = small(dropout=0.0)
+    whole, count = loss_sum_and_count(workload.model, workload.batch)
+    assert count == 4 * 32
+    whole = whole.detach()
+    assert float(whole) / count == pytest.approx(math.log(256), rel=0.05)
+    halves = [{name: tensor[part] for name, tensor in workload.batch.items()} for part in (slice(2), slice(2, 4))]
+    assert sum(workload.loss_fn(workload.model, half)[0].item() for half in halves) == pytest.approx(float(whole))
+
+
+def test_gradient_reaches_every_parameter() -> None:
+    workload = small()
+    loss_sum_and_count(workload.model, workload.batch)[0].backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in workload.model.parameters())
+
+
+def test_dropout_acts_in_training_only() -> None:
+    workload = small(dropout=0.5)
+    torch.manual_seed(0)
+    model, tokens = workload.model, workload.batch["tokens"]
+    with torch.no_grad():
+        assert not torch.equal(model(tokens), model(tokens))
+        model.eval()
+        assert torch.equal(model(tokens), model(tokens))
+
+
+def test_training_lowers_both_losses() -> None:
+    torch.manual_seed(0)
+    workload = small(learning_rate=3e-3, batches_per_epoch=60, batch_size=16)
+    with torch.no_grad():
+        before = workload.evaluate(workload.model.eval())
+    workload.model.train()
+    losses = []
+    for batch in workload.batches:
+        loss_sum, count = workload.loss_fn(workload.model, batch)
+        (loss_sum / count).backward()
+        workload.optimizer.step()
+        workload.optimizer.zero_grad()
+        losses.append(loss_sum.item() / count)
+    with torch.no_grad():
+        after = workload.evaluate(workload.model.eval())
+    assert losses[0] == pytest.approx(math.log(256), rel=0.05)
+    assert losses[-1] < 3.5
+    assert after["validation_loss"] < 3.5 < before["validation_loss"]
+    assert after["bits_per_byte"] == pytest.approx(after["validation_loss"] / math.log(2))
+
+
+def test_evaluation_does_not_depend_on_the_batch_size() -> None:
+    with torch.no_grad():
+        figures = [w.evaluate(w.model.eval()) for w in (small(batch_size=3), small(batch_size=10))]
+    assert figures[0]["validation_loss"] == pytest.approx(figures[1]["validation_loss"])
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"d_model": 30, "n_head": 4}, "d_model=30 is not a multiple of n_head=4"),
+        ({"n_layer": 0}, "n_layer=0"),
+        ({"n_head": 0}, "n_head=0"),
+        ({"context": 0}, "context=0"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"dropout": 1.0}, "dropout=1.0"),
+        ({"dropout": -0.1}, "dropout=-0.1"),
+        ({"learning_rate": 0.0}, "learning_rate=0.0"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm=0.0"),
+        ({"batches_per_epoch": 0}, "batches_per_epoch=0"),
+        ({"n_validation_windows": 0}, "n_validation_windows=0"),
+        ({"max_bytes": 0}, "max_bytes=0"),
+        ({"max_bytes": 32}, r"context=32 .* \(max_bytes=32\)"),
+        ({"seed": -1}, "seed=-1"),
+    ],
+)
+def test_argument_out_of_range_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(WorkloadError, match=message):
+        small(**changes)
+
+
+def test_sequence_longer_than_the_context_is_refused() -> None:
+    with pytest.raises(UsageError, match="9 bytes is longer than context=8"):
+        ByteLM(1, 8, 1, 8)(torch.zeros(1, 9, dtype=torch.int64))
+
+
+def test_importing_the_recipes_imports_no_optional_package() -> None:
+    code = (
+        "import sys, memfit.recipes; "
+        "print(sorted({'monai', 'nilearn', 'nibabel', 'sklearn', 'transformers'} & sys.modules.keys()))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_factory_keeps_its_name_once_the_module_is_imported() -> None:
+    import memfit.recipes
+
+    assert memfit.recipes.byte_lm is byte_lm
+    assert callable(memfit.recipes.brain_segmentation)
