@@ -7,14 +7,15 @@ is wrapped on the instance, so that names, hooks and state dicts stay as they ar
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from memfit.errors import PlanMismatchError
+from memfit.errors import PlanError, PlanMismatchError
 from memfit.ir.remat import Keep
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
@@ -31,36 +32,55 @@ def checkpointed(model: nn.Module, regions: Mapping[str, Keep]) -> Iterator[None
 
     Raises:
         PlanMismatchError: The model has no module of that name.
+        PlanError: A module is checkpointed already, or lies within another region.
     """
     modules = dict(model.named_modules())
+    _check(modules, regions)
+    before = {fqn: modules[fqn].__dict__.get("forward") for fqn in regions}
+    try:
+        for fqn, keep in regions.items():
+            modules[fqn].forward = _Recomputed(modules[fqn], before[fqn], keep)
+        yield
+    finally:
+        for fqn, forward in before.items():
+            modules[fqn].__dict__.pop("forward", None)
+            if forward is not None:
+                modules[fqn].forward = forward
+
+
+def is_checkpointed(model: nn.Module) -> bool:
+    """Tell whether a model's modules are checkpointed by `checkpointed` at present."""
+    return any(isinstance(m.__dict__.get("forward"), _Recomputed) for m in model.modules())
+
+
+def _check(modules: Mapping[str, nn.Module], regions: Mapping[str, Keep]) -> None:
     for fqn in regions:
         if fqn not in modules:
             raise PlanMismatchError(
                 f"the plan checkpoints the module {fqn!r}, which the model does not have: the plan is for another model"
             )
-    wrapped = [modules[fqn] for fqn in regions]
-    try:
-        for fqn, keep in regions.items():
-            module = modules[fqn]
-            module.forward = _checkpointed_forward(module, keep)
-        yield
-    finally:
-        for module in wrapped:
-            module.__dict__.pop("forward", None)
+        outer = next((other for other in regions if fqn.startswith(other + ".") or (other == "" and fqn)), None)
+        if outer is not None:
+            raise PlanError(f"the plan checkpoints {fqn!r} and {outer!r} around it: remove one of the two from its regions")
+        if is_checkpointed(modules[fqn]):
+            raise PlanError(f"{fqn!r} is checkpointed by a plan already: call close() on the earlier step first")
 
 
-def _checkpointed_forward(module: nn.Module, keep: Keep) -> Callable[..., Any]:
-    forward = module.forward
-    normalisations = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
+class _Recomputed:
+    """A module's `forward`, run under checkpointing. Copies with the module (`copy.deepcopy`), bound to the copy."""
 
-    def contexts() -> _Contexts:
-        first, again = _selective_contexts(keep) if keep else (contextlib.nullcontext(), contextlib.nullcontext())
+    def __init__(self, module: nn.Module, forward: Callable[..., Any] | None, keep: Keep) -> None:
+        self.module, self.forward, self.keep = module, forward, keep
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward = self.forward or functools.partial(type(self.module).forward, self.module)
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
+
+    def _contexts(self) -> _Contexts:
+        selective = _selective_contexts(self.keep) if self.keep else None
+        first, again = selective or (contextlib.nullcontext(), contextlib.nullcontext())
+        normalisations = [m for m in self.module.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
         return first, _statistics_untouched(again, normalisations)
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-
-    return run
 
 
 def _selective_contexts(keep: Keep) -> _Contexts:
@@ -80,7 +100,9 @@ def _selective_contexts(keep: Keep) -> _Contexts:
 
 
 @contextlib.contextmanager
-def _statistics_untouched(inner: contextlib.AbstractContextManager[Any], normalisations: list[nn.Module]) -> Iterator[None]:
+def _statistics_untouched(
+    inner: contextlib.AbstractContextManager[Any], normalisations: Sequence[nn.Module]
+) -> Iterator[None]:
     """Recompute on copies of running statistics, so that a batch counts once; what is saved stays the same in number."""
     originals = [(m, name, m._buffers[name]) for m in normalisations for name in _STATISTICS if m.training]
     for module, name, buffer in originals:

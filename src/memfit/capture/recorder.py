@@ -209,7 +209,7 @@ class Recorder(TorchDispatchMode):
         handles: list[Any] = []
         for fqn, module in model.named_modules():
             self._module_index[id(module)] = len(self.modules)
-            self.modules.append(Module(fqn, type(module).__name__, _couples_batch(module)))
+            self.modules.append(_module(fqn, module))
             handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True))
             handles.append(module.register_forward_hook(self._leave, always_call=True))
         try:
@@ -297,5 +297,7 @@ def _neutral_value(tensor: torch.Tensor) -> bool | int | float:
     return 0.0 if tensor.dtype.is_floating_point else 0
 
 
-def _couples_batch(module: nn.Module) -> bool:
-    return isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training
+def _module(fqn: str, module: nn.Module) -> Module:
+    norms = nn.modules.batchnorm
+    couples = isinstance(module, norms._BatchNorm) and module.training
+    return Module(fqn, type(module).__name__, couples, isinstance(module, norms._NormBase))

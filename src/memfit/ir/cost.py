@@ -23,6 +23,7 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Costs of the operators of some traces, by signature.
 
     Attributes:
+        dispatch_seconds: What each operator of a step costs beyond itself: Python, autograd, modules.
         checkpoint_seconds: What one checkpointed call costs beyond the operators it runs again.
         selective_op_seconds: What each operator inside a selective region costs beyond itself, once
             in the forward pass and once in the recomputation.
@@ -35,6 +36,7 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     torch_version: str
     threads: int
     ops: dict[str, OpCost]
+    dispatch_seconds: float
     checkpoint_seconds: float
     selective_op_seconds: float
     peak_error: float
@@ -43,6 +45,10 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def of(self, signature: str) -> OpCost:
         """Return the cost of a signature; unknown ones cost nothing and are not measured."""
         return self.ops.get(signature, _UNKNOWN)
+
+    def seconds_of(self, signature: str) -> float:
+        """Return what an operator adds to a step's time, dispatch included."""
+        return self.of(signature).seconds + self.dispatch_seconds
 
 
 _UNKNOWN = OpCost(0.0, 0, False)

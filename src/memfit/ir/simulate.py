@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from memfit.ir.cost import CostTable, OpCost
+from memfit.ir.cost import CostTable
 from memfit.ir.remat import Keep, RegionCall, Regions, keepers
 from memfit.ir.timeline import TIMELINE_CATEGORIES, WORKSPACE, Timeline
 from memfit.ir.trace import Trace
@@ -82,9 +82,8 @@ class _Replay:
         for region in self.chosen:
             self._add_copies(change, region)
         live = {name: np.cumsum(values)[:count] for name, values in change.items()}
-        cost = [self._cost(i) for i in range(count)]
-        live[WORKSPACE] = np.array([c.workspace_bytes for c in cost], np.int64)
-        seconds = np.array([c.seconds for c in cost], np.float64)
+        live[WORKSPACE] = np.array([self._workspace_bytes(i) for i in range(count)], np.int64)
+        seconds = np.array([self._seconds(i) for i in range(count)], np.float64)
         total = np.sum(list(live.values()), axis=0)
         peak = int(np.argmax(total))
         weights = repeats(self.trace)[[op for op, _ in self.points]]
@@ -127,11 +126,18 @@ class _Replay:
                 last = max(last, self.position[copy.death])
             self._add(change, copy.storage, base + copy.born, last)
 
-    def _cost(self, point: int) -> OpCost:
+    def _runs(self, point: int) -> bool:
         op, region = self.points[point]
-        if region is not None and op in self.kept[region.call]:
-            return OpCost(0.0, 0, True)
-        return self.costs.of(self.trace.signatures[self.trace.ops[op].signature])
+        return region is None or op not in self.kept[region.call]
+
+    def _signature(self, point: int) -> str:
+        return self.trace.signatures[self.trace.ops[self.points[point][0]].signature]
+
+    def _workspace_bytes(self, point: int) -> int:
+        return self.costs.of(self._signature(point)).workspace_bytes if self._runs(point) else 0
+
+    def _seconds(self, point: int) -> float:
+        return self.costs.seconds_of(self._signature(point)) if self._runs(point) else 0.0
 
     def _overhead_seconds(self) -> float:
         return sum(

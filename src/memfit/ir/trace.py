@@ -26,11 +26,17 @@ CATEGORIES: tuple[Category, ...] = (
 
 
 class Module(msgspec.Struct, frozen=True, array_like=True):
-    """A module of the model. `couples_batch` is true where its output for one sample depends on the others."""
+    """A module of the model.
+
+    Attributes:
+        couples_batch: Its output for one sample depends on the other samples.
+        tracks_statistics: It is a normalisation whose running statistics are updated in the forward pass.
+    """
 
     fqn: str
     kind: str
     couples_batch: bool
+    tracks_statistics: bool
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):

@@ -1,0 +1,79 @@
+"""From levers to the step that runs them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+
+from memfit.apply.checkpoint import checkpointed, is_checkpointed
+from memfit.apply.precision import autocast, grad_scaler
+from memfit.errors import PlanError, PlanMismatchError
+from memfit.ir.plan import Levers, Plan
+from memfit.train.step import Step
+from memfit.workload import Workload, batch_size_of, fingerprint
+
+
+def apply(plan: Plan, workload: Workload) -> Step:
+    """Return the training step that runs a plan on a workload.
+
+    The workload's modules are checkpointed in place, through PyTorch's public mechanisms; `step.close()`
+    undoes it, and so does leaving the step as a context.
+
+    Args:
+        plan: A plan for this workload.
+        workload: The user's workload.
+
+    Raises:
+        PlanMismatchError: The plan was made for another workload.
+        PlanError: A plan is applied to the workload already, or its levers are not legal.
+    """
+    check_plan(plan, workload)
+    stack = contextlib.ExitStack()
+    step = stack.enter_context(applied(plan.levers, workload, predicted_peak_bytes=plan.predicted.peak_bytes))
+    step.on_close = stack.close
+    return step
+
+
+@contextlib.contextmanager
+def applied(levers: Levers, workload: Workload, *, predicted_peak_bytes: int | None = None) -> Iterator[Step]:
+    """Run levers on a workload until the context is left."""
+    with checkpointed(workload.model, {region.module: region.keep for region in levers.regions}):
+        yield Step(
+            workload,
+            microbatch_size=levers.microbatch_size,
+            autocast=functools.partial(autocast, levers.precision, "cpu"),
+            scaler=grad_scaler(levers.precision, "cpu"),
+            predicted_peak_bytes=predicted_peak_bytes,
+        )
+
+
+def check_plan(plan: Plan, workload: Workload) -> None:
+    """Check that a plan is for a workload.
+
+    Raises:
+        PlanMismatchError: It was made for another one.
+        PlanError: Its microbatch size is not one.
+    """
+    found = fingerprint(workload)
+    if found != plan.fingerprint:
+        raise PlanMismatchError(
+            f"the plan was made for the workload {plan.workload!r} with fingerprint {plan.fingerprint}, but"
+            f" {workload.name!r} has {found}: its modules, parameters, batch shapes or optimizer differ. Make a plan for it"
+        )
+    size = batch_size_of(workload.batch)
+    if not 1 <= plan.levers.microbatch_size <= size:
+        raise PlanError(
+            f"the plan's levers.microbatch_size is {plan.levers.microbatch_size}: it must be from 1 to the batch's"
+            f" {size} samples"
+        )
+
+
+def check_not_applied(workload: Workload) -> None:
+    """Check that a workload is as the user made it.
+
+    Raises:
+        PlanError: A plan is applied to it.
+    """
+    if is_checkpointed(workload.model):
+        raise PlanError("a plan is applied to Workload.model already: call close() on its step first")

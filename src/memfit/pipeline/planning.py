@@ -1,0 +1,366 @@
+"""Estimates and plans: capture, cost, solve, apply, and capture again."""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from msgspec.structs import replace
+
+from memfit.capture.step import capture
+from memfit.cost.calibrate import calibrate
+from memfit.devices.host import find_device
+from memfit.errors import CaptureError, InfeasibleError, UsageError
+from memfit.ir.cost import CostTable
+from memfit.ir.plan import NUMERICS, Candidate, Levers, Numerics, Plan, Precision, Prediction, Solution
+from memfit.ir.remat import Regions
+from memfit.ir.simulate import simulate
+from memfit.ir.timeline import Timeline
+from memfit.ir.trace import Trace
+from memfit.pipeline.applying import applied, check_not_applied
+from memfit.solve.candidates import options, refusals
+from memfit.solve.frontier import Combination, fastest, frontier
+from memfit.solve.problem import build
+from memfit.units import format_bytes, parse_budget
+from memfit.version import __version__
+from memfit.workload import Workload, batch_size_of, fingerprint
+
+PRECISIONS: tuple[Precision, ...] = ("32-true", "bf16-mixed", "16-mixed")
+_ATTEMPTS = 6
+_ROUNDING_BYTES = 64  # what floats in the solver may miss
+
+Progress = Callable[[str, int, int], None]
+"""Called with a stage's name, how much of it is done, and of how much."""
+
+
+def _silent(stage: str, done: int, total: int) -> None:
+    return None
+
+
+def capture_levers(workload: Workload, levers: Levers) -> Trace:
+    """Return the trace of a workload's step with levers applied, under fake tensors."""
+    return capture(
+        workload,
+        functools.partial(applied, levers),
+        precision=levers.precision,
+        microbatch_size=levers.microbatch_size,
+    )
+
+
+def predict(trace: Trace, costs: CostTable) -> tuple[Prediction, Timeline]:
+    """Return the prediction for a captured step, and its timeline."""
+    timeline = simulate(trace, costs)
+    prediction = Prediction(
+        peak_bytes=timeline.peak_bytes,
+        peak_upper_bytes=int(timeline.peak_bytes * (1 + costs.peak_error)),
+        step_seconds=timeline.step_seconds,
+        by_category=timeline.at_peak(),
+        where=timeline.where(),
+    )
+    return prediction, timeline
+
+
+def estimate(
+    workload: Workload,
+    *,
+    device: str = "cpu",
+    precision: Precision = "32-true",
+    microbatch_size: int | None = None,
+    progress: Progress = _silent,
+) -> Prediction:
+    """Predict the peak and the time of a step as it is, without running it.
+
+    Args:
+        workload: The user's workload; nothing of it is changed.
+        device: The device's name.
+        precision: Of the step.
+        microbatch_size: Samples in one forward and backward pass; None for the whole batch.
+        progress: Told how far it is.
+
+    Raises:
+        UsageError: No such device or precision.
+        CaptureError: The step can't be captured.
+    """
+    find_device(device)
+    check_precision(precision)
+    check_not_applied(workload)
+    progress("capture", 0, 1)
+    size = microbatch_size or batch_size_of(workload.batch)
+    trace = capture_levers(workload, Levers(precision=precision, microbatch_size=size))
+    costs = calibrate([trace], functools.partial(progress, "measure operators"))
+    return predict(trace, costs)[0]
+
+
+def check_precision(precision: str) -> None:
+    """Check the name of a precision.
+
+    Raises:
+        UsageError: There is none of that name.
+    """
+    if precision not in PRECISIONS:
+        raise UsageError(f"precision={precision!r} is unknown: use one of {', '.join(PRECISIONS)}")
+
+
+def plan(
+    workload: Workload,
+    *,
+    budget: int | float | str,
+    device: str = "cpu",
+    numerics: Numerics = "reordered",
+    precisions: Sequence[Precision] | None = None,
+    points: int = 8,
+    time_limit_seconds: float = 20.0,
+    progress: Progress = _silent,
+) -> Plan:
+    """Choose the fastest combination of levers whose predicted peak fits a budget.
+
+    Searched are precision, microbatch size (the global batch stays) and activation checkpointing of
+    any modules, whole or selective. The plan chosen is applied to a copy and captured again; what it
+    says is predicted is predicted for that step.
+
+    Args:
+        workload: The user's workload; nothing of it is changed.
+        budget: Bytes, a string with a unit ("1.5GiB"), or a share of the device's memory ("90%").
+        device: The device's name.
+        numerics: How far the numbers may change: "exact", "reordered", "reduced" or "changed".
+        precisions: Precisions to search; None for "32-true" and "bf16-mixed". Those that `numerics`
+            does not allow are solved for the frontier only.
+        points: Budgets that the frontier is solved for, for each precision and microbatch size.
+        time_limit_seconds: Of each problem solved.
+        progress: Told how far it is.
+
+    Raises:
+        BudgetError: The budget says no number of bytes.
+        InfeasibleError: No plan that `numerics` allows fits.
+        CaptureError: The step can't be captured.
+    """
+    budget_bytes = parse_budget(budget, find_device(device).usable_bytes)
+    if numerics not in NUMERICS:
+        raise UsageError(f"numerics={numerics!r} is unknown: use one of {', '.join(NUMERICS)}")
+    for precision in precisions or ():
+        check_precision(precision)
+    check_not_applied(workload)
+    return _Planner(workload, budget_bytes, device, numerics, precisions, points, time_limit_seconds, progress).plan()
+
+
+class _Planner:
+    def __init__(
+        self,
+        workload: Workload,
+        budget_bytes: int,
+        device: str,
+        numerics: Numerics,
+        precisions: Sequence[Precision] | None,
+        points: int,
+        time_limit_seconds: float,
+        progress: Progress,
+    ) -> None:
+        self.workload, self.budget_bytes, self.device, self.numerics = workload, budget_bytes, device, numerics
+        self.precisions: Sequence[Precision] = precisions or ("32-true", "bf16-mixed")
+        self.points, self.time_limit_seconds, self.progress = points, time_limit_seconds, progress
+        self.batch_size = batch_size_of(workload.batch)
+        self.notes: list[str] = []
+        self.excluded: set[str] = set()
+        self.couples_batch = False
+
+    def plan(self) -> Plan:
+        """Capture and solve; a region that can't be recomputed is left out, and the rest solved again."""
+        started = time.monotonic()
+        self._capture_all()
+        while True:
+            try:
+                self._solve_all()
+                candidate, prediction = self._choose()
+                break
+            except _NotRecomputable as e:
+                self.excluded |= e.modules
+        self.progress("solve", 1, 1)
+        points = frontier(self.combinations, self.points, functools.partial(self.progress, "frontier"))
+        gap = max(0.0, 1 - candidate.bound_seconds / candidate.step_seconds)
+        plain = self.traces["32-true", self.batch_size]
+        return Plan(
+            memfit_version=__version__,
+            torch_version=str(torch.__version__),
+            workload=self.workload.name,
+            fingerprint=fingerprint(self.workload),
+            device=self.device,
+            batch_size=self.batch_size,
+            budget_bytes=self.budget_bytes,
+            levers=candidate.levers,
+            numerics=candidate.numerics,
+            classes=lever_classes(candidate.levers, self.batch_size, self.couples_batch),
+            allowed=self.numerics,
+            plain=predict(plain, self.costs)[0],
+            predicted=prediction,
+            solution=Solution(
+                status=candidate.status,
+                bound_seconds=candidate.bound_seconds,
+                gap=gap,
+                solve_seconds=time.monotonic() - started,
+            ),
+            frontier=points,
+            notes=list(dict.fromkeys(self.notes)),
+        )
+
+    def _capture_all(self) -> None:
+        """Capture the step in every precision and microbatch size that is searched."""
+        whole = Levers(microbatch_size=self.batch_size)
+        self.progress("capture", 0, 1)
+        first = capture_levers(self.workload, whole)
+        self.couples_batch = any(module.couples_batch for module in first.modules)
+        combinations = self._combinations()
+        self.traces = {("32-true", self.batch_size): first}
+        for index, (precision, size) in enumerate(combinations):
+            if (precision, size) not in self.traces:
+                levers = Levers(precision=precision, microbatch_size=size)
+                self.traces[precision, size] = capture_levers(self.workload, levers)
+            self.progress("capture", index + 1, len(combinations))
+        self.wanted = combinations
+        self.costs = calibrate(self.traces.values(), functools.partial(self.progress, "measure operators"))
+
+    def _combinations(self) -> list[tuple[Precision, int]]:
+        """Return what is searched, the simplest first; precisions that are not allowed with the whole batch only."""
+        sizes = microbatch_sizes(self.batch_size)
+        if self.couples_batch and self.numerics != "changed":
+            sizes = [self.batch_size]
+            self.notes.append(
+                "microbatches are left out: the model normalises over the batch (BatchNorm in training mode), so that"
+                " they would change the training; numerics='changed' allows them"
+            )
+        elif self.numerics == "exact":
+            sizes = [self.batch_size]
+        found: list[tuple[Precision, int]] = []
+        for precision in self.precisions:
+            allowed = precision == "32-true" or _allows(self.numerics, "reduced")
+            found += [(precision, size) for size in (sizes if allowed else [self.batch_size])]
+        return found
+
+    def _solve_all(self) -> None:
+        self.combinations = []
+        for index, (precision, size) in enumerate(self.wanted):
+            regions = Regions(self.traces[precision, size])
+            problem = build(regions, self.costs, options(regions, self.costs, self.excluded))
+            classes = lever_classes(Levers(precision=precision, microbatch_size=size), self.batch_size, self.couples_batch)
+            combination = Combination(precision, size, _freest(classes), problem, self.time_limit_seconds)
+            self.combinations.append(combination)
+            self.progress("solve", index, len(self.wanted) + 1)
+        self.refused = refusals(Regions(self.traces["32-true", self.batch_size]))
+        self.notes += [f"{fqn} is not recomputed: it {why}" for fqn, why in self.refused.items() if fqn]
+
+    def _choose(self) -> tuple[Candidate, Prediction]:
+        """Return the fastest plan whose applied step, captured again, is predicted to fit."""
+        allowed = [c for c in self.combinations if _allows(self.numerics, c.numerics)]
+        target = int(self.budget_bytes / (1 + self.costs.peak_error))
+        for _ in range(_ATTEMPTS):
+            candidate = fastest(allowed, target)
+            if candidate is None:
+                break
+            prediction = self._confirm(candidate)
+            if prediction.peak_upper_bytes <= self.budget_bytes:
+                return candidate, prediction
+            target = int(target - (prediction.peak_upper_bytes - self.budget_bytes) / (1 + self.costs.peak_error)) - 1
+        return self._leanest(allowed)
+
+    def _confirm(self, candidate: Candidate) -> Prediction:
+        """Predict a plan from a capture of the step with the plan applied."""
+        try:
+            trace = capture_levers(self.workload, candidate.levers)
+        except CaptureError as e:
+            culprits = self._not_recomputable(candidate.levers)
+            if not culprits:
+                raise
+            self.notes += [f"{fqn} is not recomputed: {why}" for fqn, why in culprits.items()]
+            raise _NotRecomputable(set(culprits)) from e
+        self.costs = calibrate([trace])
+        return predict(trace, self.costs)[0]
+
+    def _not_recomputable(self, levers: Levers) -> dict[str, str]:
+        """Find the regions that fail when they alone are checkpointed."""
+        found: dict[str, str] = {}
+        for region in levers.regions:
+            try:
+                capture_levers(self.workload, replace(levers, regions=(region,)))
+            except CaptureError:
+                found[region.module] = (
+                    "running it again gives something else, as when it updates a cache (with transformers: set"
+                    " use_cache=False)"
+                )
+        return found
+
+    def _leanest(self, allowed: list[Combination]) -> tuple[Candidate, Prediction]:
+        """Return the plan of the lowest peak if it fits.
+
+        Raises:
+            InfeasibleError: It does not.
+        """
+        choices = [(c, c.solver.leanest()) for c in allowed]
+        combination, lowest = min(choices, key=lambda pair: pair[1].peak_bytes)
+        candidate = combination.candidate(lowest, self.budget_bytes)
+        prediction = self._confirm(candidate)
+        if prediction.peak_upper_bytes <= self.budget_bytes:
+            return replace(candidate, bound_seconds=combination.problem.plain_seconds), prediction
+        proven = all(choice.status == "optimal" for _, choice in choices)
+        raise self._infeasible(candidate, prediction, proven, [c for c in self.combinations if c not in allowed])
+
+    def _infeasible(
+        self, candidate: Candidate, prediction: Prediction, proven: bool, freer: list[Combination]
+    ) -> InfeasibleError:
+        needed = prediction.peak_upper_bytes + _ROUNDING_BYTES
+        advice = [f"raise budget= to {format_bytes(needed)} ({needed} bytes)"]
+        if any(c.solver.leanest().peak_bytes * (1 + self.costs.peak_error) <= self.budget_bytes for c in freer):
+            advice.append("allow numerics='reduced', with which a plan fits")
+        advice.append("make Workload.batch smaller, or the model")
+        message = (
+            f"no plan fits budget={format_bytes(self.budget_bytes)} ({self.budget_bytes} bytes) with"
+            f" numerics={self.numerics!r}: the lowest peak {'there is' if proven else 'found'} is"
+            f" {format_bytes(prediction.peak_bytes)} ({format_bytes(needed)} with its error bar), in {prediction.where}"
+            f" (precision {candidate.levers.precision}, microbatches of {candidate.levers.microbatch_size})."
+            f" What to do: {'; '.join(advice)}"
+        )
+        return InfeasibleError(
+            message,
+            budget_bytes=self.budget_bytes,
+            lowest_peak_bytes=needed,
+            where=prediction.where,
+            proven=proven,
+        )
+
+
+class _NotRecomputable(Exception):
+    def __init__(self, modules: set[str]) -> None:
+        self.modules = modules
+
+
+def _allows(allowed: Numerics, used: Numerics) -> bool:
+    return NUMERICS.index(used) <= NUMERICS.index(allowed)
+
+
+def _freest(classes: dict[str, Numerics]) -> Numerics:
+    return max(classes.values(), key=NUMERICS.index, default="exact")
+
+
+def microbatch_sizes(batch_size: int, most: int = 5) -> list[int]:
+    """Return microbatch sizes that divide a batch evenly, the whole first, about halving down to one sample."""
+    divisors = [d for d in range(batch_size, 0, -1) if batch_size % d == 0]
+    sizes = [batch_size]
+    for divisor in divisors[1:]:
+        if divisor * 2 <= sizes[-1] or divisor == 1:
+            sizes.append(divisor)
+    return sizes if len(sizes) <= most else [*sizes[: most - 1], 1]
+
+
+def lever_classes(levers: Levers, batch_size: int, couples_batch: bool) -> dict[str, Numerics]:
+    """Return the numerics class of each lever that is used."""
+    classes: dict[str, Numerics] = {}
+    if levers.regions:
+        classes["activation checkpointing"] = "exact"
+    if levers.microbatch_size < batch_size:
+        classes["microbatches"] = "changed" if couples_batch else "reordered"
+    if levers.precision != "32-true":
+        classes[levers.precision] = "reduced"
+    return classes
+
+

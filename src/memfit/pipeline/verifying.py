@@ -1,0 +1,190 @@
+"""Is a plan what it says? The plain step and the planned one, run side by side on copies of the workload."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import torch
+from torch import nn
+
+from memfit.capture.fake import nothing_changes, real_copy
+from memfit.capture.measure import measure_peak_bytes
+from memfit.cost.calibrate import calibrate
+from memfit.errors import CaptureError
+from memfit.ir.plan import Levers, Numerics, Plan
+from memfit.pipeline.applying import applied, check_not_applied, check_plan
+from memfit.pipeline.planning import capture_levers, lever_classes, predict
+from memfit.units import format_bytes
+from memfit.workload import Workload, batch_size_of
+
+TOLERANCE: dict[Numerics, float] = {"exact": 0.0, "reordered": 1e-3, "reduced": 0.1, "changed": math.inf}
+"""Largest relative difference of the loss, and of all gradients in the Euclidean norm, by numerics class."""
+
+PREDICTION_TOLERANCE = 0.05
+
+
+class GradientDifference(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a parameter's gradient under the plan is from the plain one.
+
+    Attributes:
+        relative: ‖planned − plain‖ / ‖plain‖.
+        equal: Bit for bit.
+    """
+
+    parameter: str
+    relative: float
+    equal: bool
+
+
+class Verification(msgspec.Struct, frozen=True, kw_only=True):
+    """What `verify` found.
+
+    Attributes:
+        failures: What the plan says and is not so; empty when it holds.
+        loss_difference: Relative.
+        gradient_difference: Relative, over all parameters together.
+        bitwise: Whether the loss and every gradient are equal bit for bit.
+        measured_peak_bytes: Of the planned step.
+        plain_measured_peak_bytes: Of the plain step.
+    """
+
+    failures: list[str]
+    numerics: Numerics
+    plain_loss: float
+    planned_loss: float
+    loss_difference: float
+    gradient_difference: float
+    bitwise: bool
+    gradients: list[GradientDifference]
+    predicted_peak_bytes: int
+    measured_peak_bytes: int
+    plain_measured_peak_bytes: int
+    budget_bytes: int
+    notes: list[str]
+
+    @property
+    def holds(self) -> bool:
+        """Whether the plan is what it says."""
+        return not self.failures
+
+
+def verify(plan: Plan, workload: Workload) -> Verification:
+    """Run the plain and the planned step on copies of a workload, and hold the plan to what it says.
+
+    Both start from the same weights and the same random state. Microbatches draw their own dropout
+    masks: where the plan has any, both steps are compared with modules in evaluation mode, apart from
+    normalisations.
+
+    Args:
+        plan: The plan.
+        workload: The workload it was made for; nothing of it is changed.
+
+    Raises:
+        PlanMismatchError: The plan was made for another workload.
+        PlanError: Its levers are not legal.
+    """
+    check_not_applied(workload)
+    check_plan(plan, workload)
+    size = batch_size_of(workload.batch)
+    plain = Levers(microbatch_size=size)
+    quiet = plan.levers.microbatch_size < size
+    with nothing_changes(workload):
+        plain_loss, plain_gradients = _gradients(workload, plain, quiet)
+        loss, gradients = _gradients(workload, plan.levers, quiet)
+        plain_peak, peak = _peak(workload, plain), _peak(workload, plan.levers)
+    each = [_difference(name, gradients.get(name), g) for name, g in plain_gradients.items()]
+    total = _relative(
+        torch.cat([gradients[n].flatten() for n in plain_gradients if n in gradients]),
+        torch.cat([plain_gradients[n].flatten() for n in plain_gradients if n in gradients]),
+    )
+    found = Verification(
+        failures=[],
+        numerics=plan.numerics,
+        plain_loss=plain_loss,
+        planned_loss=loss,
+        loss_difference=abs(loss - plain_loss) / max(abs(plain_loss), 1e-30),
+        gradient_difference=total,
+        bitwise=loss == plain_loss and all(g.equal for g in each) and gradients.keys() == plain_gradients.keys(),
+        gradients=sorted(each, key=lambda g: -g.relative),
+        predicted_peak_bytes=plan.predicted.peak_bytes,
+        measured_peak_bytes=peak,
+        plain_measured_peak_bytes=plain_peak,
+        budget_bytes=plan.budget_bytes,
+        notes=["compared in evaluation mode, since microbatches draw their own dropout masks"] if quiet else [],
+    )
+    return msgspec.structs.replace(found, failures=_failures(plan, workload, found))
+
+
+def _gradients(workload: Workload, levers: Levers, quiet: bool) -> tuple[float, dict[str, torch.Tensor]]:
+    copied = real_copy(workload)
+    if quiet:
+        for module in copied.model.modules():
+            if not isinstance(module, nn.modules.batchnorm._NormBase):
+                module.training = False
+    with torch.random.fork_rng(), applied(levers, copied) as step:
+        torch.manual_seed(0)
+        return step.gradients(copied.batch)
+
+
+def _peak(workload: Workload, levers: Levers) -> int:
+    copied = real_copy(workload)
+    with applied(levers, copied) as step:
+        step(copied.batch)
+        return measure_peak_bytes(step, copied.batch)
+
+
+def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm().clamp_min(1e-30))
+
+
+def _difference(name: str, found: torch.Tensor | None, expected: torch.Tensor) -> GradientDifference:
+    if found is None:
+        return GradientDifference(parameter=name, relative=math.inf, equal=False)
+    return GradientDifference(parameter=name, relative=_relative(found, expected), equal=torch.equal(found, expected))
+
+
+def _failures(plan: Plan, workload: Workload, found: Verification) -> list[str]:
+    """Return what the plan says and is not so."""
+    failures = _prediction_failures(plan, workload)
+    if found.measured_peak_bytes > plan.budget_bytes:
+        failures.append(
+            f"the measured peak, {format_bytes(found.measured_peak_bytes)}, is above the plan's budget_bytes,"
+            f" {format_bytes(plan.budget_bytes)}"
+        )
+    off = abs(found.measured_peak_bytes - plan.predicted.peak_bytes) / found.measured_peak_bytes
+    if off > PREDICTION_TOLERANCE:
+        failures.append(
+            f"the plan predicts a peak of {format_bytes(plan.predicted.peak_bytes)}, and"
+            f" {format_bytes(found.measured_peak_bytes)} was measured: {off:.1%} off, more than {PREDICTION_TOLERANCE:.0%}"
+        )
+    if plan.numerics == "exact" and not found.bitwise:
+        failures.append("the plan's class is exact, but the loss or a gradient is not bitwise equal to the plain step's")
+    tolerance = TOLERANCE[plan.numerics]
+    for what, difference in (("loss", found.loss_difference), ("gradients", found.gradient_difference)):
+        if not difference <= tolerance:
+            failures.append(f"the {what} differ by {difference:.2e}, more than class {plan.numerics} allows ({tolerance:g})")
+    return failures
+
+
+def _prediction_failures(plan: Plan, workload: Workload) -> list[str]:
+    """Capture the planned step again, and hold what the plan says against what is captured."""
+    try:
+        trace = capture_levers(workload, plan.levers)
+    except CaptureError as e:
+        return [f"the planned step can't be run: {e}"]
+    failures = []
+    prediction, _ = predict(trace, calibrate([trace]))
+    if prediction.peak_bytes != plan.predicted.peak_bytes and (
+        abs(prediction.peak_bytes / plan.predicted.peak_bytes - 1) > 0.001
+    ):
+        failures.append(
+            f"the plan states predicted.peak_bytes={plan.predicted.peak_bytes}, but its levers give"
+            f" {prediction.peak_bytes}: it was changed after it was made, or made with another torch"
+        )
+    classes = lever_classes(
+        plan.levers, batch_size_of(workload.batch), any(m.couples_batch for m in trace.modules)
+    )
+    if classes != plan.classes:
+        failures.append(f"the plan states the classes {plan.classes}, but its levers have {classes}")
+    return failures

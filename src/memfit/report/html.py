@@ -1,0 +1,225 @@
+"""The page: a plan, what it does to the step's memory, and what training measured, in one HTML file.
+
+The file holds everything it shows. It makes no request, and its content security policy lets it make
+none: `default-src 'none'`, and only the two scripts whose hashes it names may run.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib
+import importlib.resources
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from memfit.errors import MissingExtraError
+from memfit.ir.codec import write_atomic
+from memfit.ir.plan import Plan
+from memfit.ir.record import Comparison, RunRecord, Views
+from memfit.report.axes import MAX_POINTS, Figure, css_name, draws_budget, second_unit
+from memfit.report.figures import curve_figure, frontier_figure, shown_categories, timeline_figure
+from memfit.report.summary import (
+    MISSING,
+    change_text,
+    clean,
+    comparison_rows,
+    lever_rows,
+    loss_text,
+    microbatches,
+    offers,
+    ratio_text,
+    region_groups,
+    seconds_text,
+    share_text,
+    solver_text,
+)
+from memfit.units import format_bytes
+from memfit.version import __version__
+
+_FEW = 400
+
+
+def write(path: str | Path, plan: Plan, views: Views, run: RunRecord | None, metrics: list[dict[str, Any]]) -> Path:
+    """Write the page to a file; see `render`.
+
+    Raises:
+        MissingExtraError: plotly or jinja2 is not installed.
+        OutputError: The file can't be written.
+    """
+    return write_atomic(path, render(plan, views, run, metrics).encode())
+
+
+def render(plan: Plan, views: Views, run: RunRecord | None, metrics: list[dict[str, Any]]) -> str:
+    """Return the page.
+
+    Args:
+        plan: The plan.
+        views: Its timelines before and after, its modules, and the comparison of both steps if there is one.
+        run: The training run, if there is one.
+        metrics: A line for each step of the run, with the keys step, loss, grad_norm, skipped, loss_scale,
+            seconds and peak_bytes, of which any but step may be missing or None.
+
+    Raises:
+        MissingExtraError: plotly or jinja2 is not installed.
+    """
+    jinja2 = _require("jinja2")
+    plotly = _require("plotly.offline")
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {
+        "bytes": format_bytes,
+        "clean": clean,
+        "css_name": css_name,
+        "hash": _script_hash,
+        "number": _number_text,
+        "seconds": seconds_text,
+    }
+    template = importlib.resources.files("memfit.report").joinpath("page.html.j2").read_text(encoding="utf-8")
+    context = _context(plan, views, run, metrics)
+    figures = _figures(plan, views, metrics)
+    page = environment.from_string(template).render(
+        context, charts=figures.keys(), figures=_embedded(figures), plotly_js=plotly.get_plotlyjs()
+    )
+    return str(page)
+
+
+def _require(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as e:
+        raise MissingExtraError("memfit report", "report", module.partition(".")[0]) from e
+
+
+def _script_hash(script: str) -> str:
+    """Return the hash by which a content security policy names an inline script."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(str(script).encode()).digest()).decode()
+
+
+def _embedded(record: Any) -> str:
+    """Return JSON that can stand inside a script element: no character in it can end the element."""
+    text = json.dumps(record, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _number_text(value: float | None) -> str:
+    return MISSING if value is None or not math.isfinite(value) else f"{value:.5g}"
+
+
+def _figures(plan: Plan, views: Views, metrics: Sequence[dict[str, Any]]) -> dict[str, Figure]:
+    """Return the charts by the name of the element that each is drawn in."""
+    shared: dict[str, Any] = {
+        "categories": shown_categories(views.plain, views.planned),
+        "budget_bytes": plan.budget_bytes,
+        "peak_bytes": _tallest_bytes(views),
+    }
+    figures = {
+        "before": timeline_figure(views.plain, **shared),
+        "after": timeline_figure(views.planned, **shared),
+        "frontier": frontier_figure(plan),
+    }
+    steps = [line["step"] for line in metrics]
+    for key, name, unit in (("loss", "loss", None), ("seconds", "step time", second_unit)):
+        values = [line.get(key) for line in metrics]
+        if any(value is not None for value in values):
+            figures[key] = curve_figure(steps, values, name, unit)
+    return figures
+
+
+def _tallest_bytes(views: Views) -> int:
+    return max(views.plain.peak_bytes, views.planned.peak_bytes)
+
+
+def _context(plan: Plan, views: Views, run: RunRecord | None, metrics: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return what the template reads, besides the charts."""
+    evaluations = run.evaluations if run else []
+    return {
+        "plan": plan,
+        "run": run,
+        "version": __version__,
+        "fits": plan.predicted.peak_upper_bytes <= plan.budget_bytes,
+        "verdict": _verdict(plan),
+        "ratio": ratio_text(plan.predicted.step_seconds, plan.plain.step_seconds),
+        "change": change_text(plan.predicted.peak_bytes, plan.plain.peak_bytes),
+        "measured": _measured(views.comparison, run),
+        "bars": _bars(plan, views.comparison, run),
+        "gap": share_text(plan.solution.gap, 1),
+        "solver": solver_text(plan),
+        "levers": lever_rows(plan),
+        "regions": region_groups(plan.levers.regions),
+        "offers": offers(plan),
+        "budget_is_far": not draws_budget(plan.budget_bytes, _tallest_bytes(views)),
+        "microbatches": microbatches(plan),
+        "thinned": max(len(views.plain.labels), len(views.planned.labels)) > MAX_POINTS,
+        "categories": _category_rows(views),
+        "views": views,
+        "largest_saved": max([1, *(max(row.saved_bytes, row.planned_saved_bytes) for row in views.modules)]),
+        "comparison": comparison_rows(plan, views.comparison, run),
+        "losses": loss_text(views.comparison) if views.comparison else None,
+        "loss_rows": _loss_rows(views.comparison),
+        "evaluation_keys": sorted({key for evaluation in evaluations for key in evaluation.values}),
+        "skipped": sum(bool(line.get("skipped")) for line in metrics),
+    }
+
+
+def _verdict(plan: Plan) -> str:
+    budget, room_bytes = format_bytes(plan.budget_bytes), plan.budget_bytes - plan.predicted.peak_upper_bytes
+    if room_bytes >= 0:
+        return f"Fits the budget of {budget}, {format_bytes(room_bytes)} free at the upper end of the prediction"
+    return f"May not fit the budget of {budget}: the upper end of the prediction is {format_bytes(-room_bytes)} over"
+
+
+def _measured(comparison: Comparison | None, run: RunRecord | None) -> dict[str, str | None]:
+    """Return the measured figures of the headline: from the comparison, or else from the run."""
+    peak_bytes = comparison.planned_peak_bytes if comparison else run.measured_peak_bytes if run else None
+    ratio = comparison and ratio_text(comparison.planned_step_seconds, comparison.plain_step_seconds)
+    seconds = run.step_seconds if run else None
+    return {
+        "peak": None if peak_bytes is None else format_bytes(peak_bytes),
+        "ratio": ratio or None,
+        "step": None if seconds is None else seconds_text(seconds),
+    }
+
+
+def _bars(plan: Plan, comparison: Comparison | None, run: RunRecord | None) -> dict[str, Any]:
+    """Return the bars of the headline, in percent of a width that holds the budget where it is near."""
+    rows = [("plain, predicted", plan.plain.peak_bytes, "plain"), ("planned, predicted", plan.predicted.peak_bytes, "")]
+    if comparison:
+        rows.insert(1, ("plain, measured", comparison.plain_peak_bytes, "plain"))
+    measured = comparison.planned_peak_bytes if comparison else run.measured_peak_bytes if run else None
+    if measured is not None:
+        rows.append(("planned, measured", measured, ""))
+    largest = max(1, *(row[1] for row in rows))
+    drawn = draws_budget(plan.budget_bytes, largest)
+    whole = max(largest, plan.budget_bytes) if drawn else largest
+    return {
+        "rows": [(name, format_bytes(count), f"{100 * count / whole:.2f}", kind) for name, count, kind in rows],
+        "budget": f"{100 * plan.budget_bytes / whole:.2f}" if drawn else None,
+    }
+
+
+def _category_rows(views: Views) -> list[tuple[str, str, str, str]]:
+    """Return, for each category, its bytes at the peak before and after, and the change."""
+    before, after = (timeline.at_peak() if timeline.labels else {} for timeline in (views.plain, views.planned))
+    rows = []
+    for name in shown_categories(views.plain, views.planned):
+        old, new = before.get(name, 0), after.get(name, 0)
+        change = "unchanged" if new == old else format_bytes(new - old).replace("-", "−")
+        rows.append((name, format_bytes(old), format_bytes(new), f"+{change}" if new > old else change))
+    return rows
+
+
+def _loss_rows(comparison: Comparison | None) -> list[tuple[int, str, str, str]]:
+    """Return the losses of both steps and their difference, of the first steps."""
+    if comparison is None:
+        return []
+    pairs = zip(comparison.plain_losses, comparison.planned_losses, strict=False)
+    rows = [
+        (step, f"{plain:.7g}", f"{planned:.7g}", "0" if plain == planned else f"{planned - plain:+.1e}")
+        for step, (plain, planned) in enumerate(pairs, 1)
+    ]
+    return rows[:_FEW]

@@ -1,0 +1,253 @@
+"""What the terminal and the page both say about a plan, in words."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from memfit.ir.plan import NUMERICS, Candidate, Numerics, Plan, Region
+from memfit.ir.record import Comparison, RunRecord
+from memfit.units import format_bytes, format_seconds
+
+MISSING = "—"
+_LEVER_STEMS = {
+    "precision": ("precision",),
+    "microbatch": ("microbatch", "accumulat"),
+    "checkpointing": ("checkpoint", "region", "remat"),
+}
+
+
+class LeverRow(NamedTuple):
+    """A lever, what it is set to, and its class; the class is empty where the lever is not used."""
+
+    name: str
+    setting: str
+    numerics: str
+
+
+class RegionGroup(NamedTuple):
+    """Repeated siblings that the plan treats alike ("blocks.0…5"), how many, and what it does with them."""
+
+    name: str
+    modules: int
+    action: str
+
+
+class ComparisonRow(NamedTuple):
+    """A line of predicted against measured, for the plain step and the planned one."""
+
+    what: str
+    plain: str
+    planned: str
+    change: str
+
+
+def clean(text: str) -> str:
+    """Return text on one line, with characters that a terminal would obey replaced."""
+    return "".join(c if c.isprintable() else "\ufffd" for c in " ".join(text.split()))
+
+
+def seconds_text(seconds: float) -> str:
+    """Return seconds as people read them, or a dash where there is no such number."""
+    return format_seconds(seconds) if math.isfinite(seconds) else MISSING
+
+
+def ratio_text(new: float, old: float) -> str:
+    """Return `new / old` as "×1.18", or a dash where there is no such number."""
+    if not (math.isfinite(new) and math.isfinite(old)) or old <= 0:
+        return MISSING
+    ratio = new / old
+    return f"×{ratio:.2f}" if ratio < 10 else f"×{ratio:,.1f}" if ratio < 100 else f"×{ratio:,.0f}"
+
+
+def share_text(part: float, whole: float) -> str:
+    """Return `part / whole` in percent, or a dash where there is no such number."""
+    if not (math.isfinite(part) and math.isfinite(whole)) or whole <= 0:
+        return MISSING
+    percent = abs(part / whole) * 100
+    if 0 < percent < 0.005:
+        return "<0.01 %"
+    digits = 0 if percent >= 10 or percent == 0 else 1 if percent >= 1 else 2
+    return f"{percent:,.{digits}f} %"
+
+
+def change_text(new: float, old: float) -> str:
+    """Return the change from `old` to `new` in percent of `old`, with its sign."""
+    share = share_text(new - old, old)
+    sign = "" if share == MISSING or new == old else "+" if new > old else "−"
+    return sign + share
+
+
+def microbatches(plan: Plan) -> int:
+    """Return how many microbatches the planned step has."""
+    return -(-plan.batch_size // max(1, plan.levers.microbatch_size))
+
+
+def microbatch_text(plan: Plan) -> str:
+    """Return the microbatch setting in words."""
+    size, count = plan.levers.microbatch_size, microbatches(plan)
+    if count <= 1:
+        return f"the whole batch of {plan.batch_size:,}"
+    last = plan.batch_size - size * (count - 1)
+    uneven = f", the last of {last:,}" if last != size else ""
+    return f"{size:,} of {plan.batch_size:,} samples, {count:,} microbatches{uneven}"
+
+
+def lever_rows(plan: Plan) -> list[LeverRow]:
+    """Return the three levers of a plan with their classes, then any other that the plan gives a class."""
+    left = dict(plan.classes)
+    regions = len(plan.levers.regions)
+    settings = {
+        "precision": plan.levers.precision,
+        "microbatch": microbatch_text(plan),
+        "checkpointing": f"{regions:,} module{'s' * (regions != 1)} recomputed" if regions else "nothing recomputed",
+    }
+    rows = []
+    for name, setting in settings.items():
+        key = next((k for k in left if any(stem in k.lower() for stem in _LEVER_STEMS[name])), None)
+        rows.append(LeverRow(name, setting, left.pop(key) if key is not None else ""))
+    return rows + [LeverRow(clean(name), "used", numerics) for name, numerics in left.items()]
+
+
+def keep_text(keep: Sequence[str]) -> str:
+    """Return what checkpointing does with a module that keeps these operators."""
+    if not keep:
+        return "recomputed"
+    overloads = (clean(entry).rpartition("#")[0] or clean(entry) for entry in keep)
+    names = Counter(re.sub(r"^aten\.|\.default$", "", overload) for overload in overloads)
+    listed = ", ".join(f"{name} ×{n}" if n > 1 else name for name, n in names.items())
+    return f"recomputed, keeps {listed}"
+
+
+def region_groups(regions: Iterable[Region]) -> list[RegionGroup]:
+    """Return regions with repeated siblings folded: those alike but for a number in their FQN become one."""
+    groups: dict[tuple[tuple[str, ...], tuple[str, ...]], int] = {}
+    for region in regions:
+        groups[tuple(clean(region.module).split(".")), region.keep] = 1
+    for position in reversed(range(max((len(fqn) for fqn, _ in groups), default=0))):
+        groups = _fold(groups, position)
+    return [RegionGroup(".".join(fqn) or "(the whole model)", n, keep_text(keep)) for (fqn, keep), n in groups.items()]
+
+
+def _fold(
+    groups: dict[tuple[tuple[str, ...], tuple[str, ...]], int], position: int
+) -> dict[tuple[tuple[str, ...], tuple[str, ...]], int]:
+    """Fold the groups that differ only in a number at one position of their FQN, and hold as many modules each."""
+    families: dict[tuple[object, ...], list[tuple[tuple[str, ...], tuple[str, ...]]]] = {}
+    for (fqn, keep), count in groups.items():
+        numbered = position < len(fqn) and fqn[position].isdecimal()
+        rest = (fqn[:position], None, fqn[position + 1 :]) if numbered else (fqn,)
+        families.setdefault((rest, keep, count), []).append((fqn, keep))
+    folded = {}
+    for members in families.values():
+        fqn, keep = members[0]
+        if len(members) > 1:
+            runs = _runs(sorted(int(member[position]) for member, _ in members))
+            fqn = (*fqn[:position], runs, *fqn[position + 1 :])
+        folded[fqn, keep] = sum(groups[member] for member in members)
+    return folded
+
+
+def _runs(numbers: Sequence[int]) -> str:
+    """Return ascending numbers as runs: "0…2,5"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(f"{run[0]}…{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def is_allowed(candidate: Candidate, allowed: Numerics) -> bool:
+    """Return whether a candidate's class is within what the user allowed."""
+    return NUMERICS.index(candidate.numerics) <= NUMERICS.index(allowed)
+
+
+def chosen_index(plan: Plan) -> int | None:
+    """Return which point of the frontier the plan is: same levers, nearest in predicted peak; None if none is."""
+    same = [i for i, candidate in enumerate(plan.frontier) if candidate.levers == plan.levers]
+    distance = {i: abs(plan.frontier[i].peak_bytes - plan.predicted.peak_bytes) for i in same}
+    return min(same, key=distance.__getitem__) if same else None
+
+
+def offers(plan: Plan) -> list[str]:
+    """Return what each class beyond the allowed one would buy within the budget, where it buys time."""
+    chosen = chosen_index(plan)
+    ours = plan.predicted.step_seconds if chosen is None else plan.frontier[chosen].step_seconds
+    texts = []
+    for numerics in NUMERICS[NUMERICS.index(plan.allowed) + 1 :]:
+        times = [c.step_seconds for c in plan.frontier if c.numerics == numerics and c.peak_bytes <= plan.budget_bytes]
+        if times and min(times) < ours:
+            texts.append(
+                f'numerics="{numerics}" would buy a step of {seconds_text(min(times))} within the budget, '
+                f"{ratio_text(min(times), ours)} of this plan's"
+            )
+    return texts
+
+
+def solver_text(plan: Plan) -> str:
+    """Return the solver's status with what it means."""
+    solution = plan.solution
+    if solution.status == "optimal":
+        return "optimal: no faster plan fits, within the model solved"
+    return f"feasible: no plan that fits takes over {share_text(solution.gap, 1)} less time, within the model solved"
+
+
+def fit_text(peak_bytes: float, budget_bytes: int) -> str:
+    """Return how a peak stands to the budget."""
+    if peak_bytes <= budget_bytes:
+        return f"fits, {format_bytes(budget_bytes - peak_bytes)} free"
+    return f"{format_bytes(peak_bytes - budget_bytes)} over"
+
+
+def comparison_rows(plan: Plan, comparison: Comparison | None, run: RunRecord | None = None) -> list[ComparisonRow]:
+    """Return the lines of predicted against measured; empty if nothing was measured.
+
+    A prediction error is predicted over measured, less one.
+    """
+    run_peak_bytes = run.measured_peak_bytes if run else None
+    run_seconds = run.step_seconds if run else None
+    if comparison is None and run_peak_bytes is None and run_seconds is None:
+        return []
+    plain, planned, budget = plan.plain, plan.predicted, plan.budget_bytes
+    rows = [_both("Peak, predicted", plain.peak_bytes, planned.peak_bytes, format_bytes)]
+    if comparison:
+        measured = comparison.plain_peak_bytes, comparison.planned_peak_bytes
+        errors = change_text(plain.peak_bytes, measured[0]), change_text(planned.peak_bytes, measured[1])
+        rows.append(_both("Peak, measured", *measured, format_bytes))
+        rows.append(ComparisonRow("Prediction error", *errors, ""))
+        fits = fit_text(measured[0], budget), fit_text(measured[1], budget)
+        rows.append(ComparisonRow(f"Budget {format_bytes(budget)}", *fits, ""))
+    if run_peak_bytes is not None:
+        rows.append(ComparisonRow("Peak, training run", "", format_bytes(run_peak_bytes), ""))
+        rows.append(ComparisonRow("Prediction error", "", change_text(planned.peak_bytes, run_peak_bytes), ""))
+    rows.append(_both("Step, predicted", plain.step_seconds, planned.step_seconds, seconds_text))
+    if comparison:
+        times = comparison.plain_step_seconds, comparison.planned_step_seconds
+        rows.append(_both("Step, measured", *times, seconds_text))
+    if run_seconds is not None:
+        rows.append(ComparisonRow("Step, training run", "", seconds_text(run_seconds), ""))
+    return rows
+
+
+def _both(what: str, plain: float, planned: float, shown: Callable[[float], str]) -> ComparisonRow:
+    return ComparisonRow(what, shown(plain), shown(planned), ratio_text(planned, plain))
+
+
+def loss_text(comparison: Comparison) -> str:
+    """Return how far the losses of the planned step are from those of the plain one."""
+    pairs = list(zip(comparison.plain_losses, comparison.planned_losses, strict=False))
+    steps = f"{len(pairs):,} step{'s' * (len(pairs) != 1)}"
+    if not pairs:
+        return "no losses were compared"
+    if any(not (math.isfinite(a) and math.isfinite(b)) for a, b in pairs):
+        return f"a loss among {steps} is not finite"
+    if all(a == b for a, b in pairs):
+        return f"identical over {steps}"
+    step, (a, b) = max(enumerate(pairs), key=lambda item: abs(item[1][0] - item[1][1]))
+    relative = f", {abs(b - a) / abs(a):.1e} of the loss" if a else ""
+    return f"largest difference over {steps}: {abs(b - a):.1e}{relative}, at step {step + 1:,}"

@@ -1,0 +1,251 @@
+"""Tables for the terminal.
+
+Nothing here reads Rich's markup: names come from the user's model and may hold brackets.
+"""
+
+from __future__ import annotations
+
+import io
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from memfit.ir.plan import Candidate, Plan, Prediction
+from memfit.ir.record import Comparison
+from memfit.report.summary import (
+    MISSING,
+    change_text,
+    chosen_index,
+    clean,
+    comparison_rows,
+    fit_text,
+    is_allowed,
+    lever_rows,
+    loss_text,
+    offers,
+    ratio_text,
+    region_groups,
+    seconds_text,
+    share_text,
+    solver_text,
+)
+from memfit.units import format_bytes
+
+_BAR_CELLS = 24
+_EIGHTHS = " ▏▎▍▌▋▊▉"
+_LOSS_ROWS = 8
+_NUMERICS_STYLE = {"exact": "green", "reordered": "cyan", "reduced": "yellow", "changed": "red"}
+_CHOSEN, _NOT_ALLOWED, _OVER = "▶", "○", "▲"
+
+
+def plan_table(plan: Plan) -> Table:
+    """Return what a plan costs, what it sets, and how sure that is."""
+    table = Table(
+        box=None,
+        show_header=False,
+        pad_edge=False,
+        padding=(0, 3, 0, 0),
+        title=Text.assemble(("memfit plan", "bold"), f" for {clean(plan.workload)} on {clean(plan.device)}"),
+        title_justify="left",
+        title_style="",
+    )
+    table.add_column(no_wrap=True, style="bold")
+    table.add_column(overflow="fold")
+    blocks = (_cost_block(plan), _lever_block(plan), _solver_block(plan))
+    for block in blocks:
+        table.add_row("", "")
+        for name, value in block:
+            table.add_row(name, value)
+    return table
+
+
+def _cost_block(plan: Plan) -> list[tuple[str, RenderableType]]:
+    plain, ours = plan.plain, plan.predicted
+    fits = ours.peak_upper_bytes <= plan.budget_bytes
+    return [
+        ("Budget", Text(format_bytes(plan.budget_bytes))),
+        (
+            "Peak",
+            Text.assemble(
+                (format_bytes(ours.peak_bytes), "bold green" if fits else "bold red"),
+                f" predicted, at most {format_bytes(ours.peak_upper_bytes)}: ",
+                fit_text(ours.peak_upper_bytes, plan.budget_bytes),
+            ),
+        ),
+        ("", _dim(f"plain {format_bytes(plain.peak_bytes)}, {change_text(ours.peak_bytes, plain.peak_bytes)}")),
+        (
+            "Step",
+            Text.assemble(
+                (seconds_text(ours.step_seconds), "bold"),
+                " predicted, ",
+                (ratio_text(ours.step_seconds, plain.step_seconds), "bold"),
+                " of plain",
+            ),
+        ),
+        ("", _dim(f"plain {seconds_text(plain.step_seconds)}")),
+    ]
+
+
+def _lever_block(plan: Plan) -> list[tuple[str, RenderableType]]:
+    levers = Table.grid(padding=(0, 3, 0, 0))
+    levers.add_column(no_wrap=True)
+    levers.add_column()
+    levers.add_column(no_wrap=True)
+    for row in lever_rows(plan):
+        levers.add_row(row.name, Text(row.setting), _numerics(row.numerics))
+    block: list[tuple[str, RenderableType]] = [
+        ("Numerics", Text.assemble(_numerics(plan.numerics), f", allowed: {plan.allowed}")),
+        ("Levers", levers),
+    ]
+    groups = region_groups(plan.levers.regions)
+    if groups:
+        regions = Table.grid(padding=(0, 3, 0, 0))
+        regions.add_column(overflow="fold")
+        regions.add_column(overflow="fold")
+        for group in groups:
+            regions.add_row(Text(group.name), _dim(group.action))
+        block.append(("Regions", regions))
+    return block
+
+
+def _solver_block(plan: Plan) -> list[tuple[str, RenderableType]]:
+    solution = plan.solution
+    bound = f"bound {seconds_text(solution.bound_seconds)}, gap {share_text(solution.gap, 1)}"
+    block: list[tuple[str, RenderableType]] = [
+        ("Solver", Text(solver_text(plan))),
+        ("", _dim(f"{bound}, solved in {seconds_text(solution.solve_seconds)}")),
+    ]
+    for i, note in enumerate(plan.notes):
+        block.append(("" if i else "Notes", Text(clean(note))))
+    versions = f"memfit {plan.memfit_version}, torch {plan.torch_version}, fingerprint {plan.fingerprint[:12]}"
+    return [*block, ("Made by", _dim(clean(versions)))]
+
+
+def frontier_table(plan: Plan) -> Table | Text:
+    """Return the frontier, a row for each point from the fastest to the leanest.
+
+    The plan's own point is marked; points that need a freer class than the user allowed are grey and
+    marked too, to show what that class would buy.
+    """
+    if not plan.frontier:
+        return _dim("The plan has no frontier.")
+    table = Table(
+        box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), title=Text("Frontier", "bold"), title_justify="left"
+    )
+    right = ("peak", "step", "of\nplain", "micro\nbatch", "regions")
+    for name in ("", "peak", "step", "of\nplain", "precision", "micro\nbatch", "regions", "numerics", "status"):
+        table.add_column(name, justify="right" if name in right else "left", no_wrap=True)
+    chosen = chosen_index(plan)
+    for i, candidate in enumerate(plan.frontier):
+        cells = _frontier_cells(plan, candidate, i == chosen)
+        table.add_row(*cells, style=_frontier_style(plan, candidate, i == chosen))
+    table.caption = Text("\n".join(["", _marks(plan, chosen), *offers(plan)]))
+    table.caption_justify = "left"
+    return table
+
+
+def _frontier_cells(plan: Plan, candidate: Candidate, is_chosen: bool) -> list[RenderableType]:
+    over = candidate.peak_bytes > plan.budget_bytes
+    denied = not is_allowed(candidate, plan.allowed)
+    marks = _CHOSEN * is_chosen + _NOT_ALLOWED * denied + _OVER * over
+    return [
+        marks,
+        format_bytes(candidate.peak_bytes),
+        seconds_text(candidate.step_seconds),
+        ratio_text(candidate.step_seconds, plan.plain.step_seconds),
+        candidate.levers.precision,
+        f"{candidate.levers.microbatch_size:,}",
+        f"{len(candidate.levers.regions):,}" if candidate.levers.regions else MISSING,
+        candidate.numerics if denied else _numerics(candidate.numerics),
+        candidate.status,
+    ]
+
+
+def _frontier_style(plan: Plan, candidate: Candidate, is_chosen: bool) -> str:
+    if is_chosen:
+        return "bold"
+    return "" if is_allowed(candidate, plan.allowed) else "bright_black"
+
+
+def _marks(plan: Plan, chosen: int | None) -> str:
+    """Return what the marks in use mean."""
+    marks = [f"{_CHOSEN} this plan"] if chosen is not None else ["this plan is not a point of the frontier"]
+    if any(not is_allowed(c, plan.allowed) for c in plan.frontier):
+        marks.append(f"{_NOT_ALLOWED} not allowed by numerics={plan.allowed!r}".replace("'", '"'))
+    if any(c.peak_bytes > plan.budget_bytes for c in plan.frontier):
+        marks.append(f"{_OVER} over the budget of {format_bytes(plan.budget_bytes)}")
+    return "   ".join(marks)
+
+
+def prediction_table(prediction: Prediction, title: str) -> Table:
+    """Return a predicted peak by category, the largest first, and what runs there."""
+    table = Table(
+        box=SIMPLE_HEAD, pad_edge=False, show_footer=True, title=Text(clean(title), "bold"), title_justify="left"
+    )
+    table.add_column("at the peak", Text("peak allocated"), no_wrap=True)
+    table.add_column("bytes", Text(format_bytes(prediction.peak_bytes)), justify="right", no_wrap=True)
+    table.add_column("share", justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    largest = max(prediction.by_category.values(), default=0)
+    for name, count in sorted(prediction.by_category.items(), key=lambda item: -item[1]):
+        if count > 0:
+            share = share_text(count, prediction.peak_bytes)
+            table.add_row(Text(clean(name)), format_bytes(count), share, Text(_bar(count, largest), "cyan"))
+    where = f"at {clean(prediction.where)}" if prediction.where else "at a point that was not named"
+    table.caption = Text(
+        f"{where}\nat most {format_bytes(prediction.peak_upper_bytes)}; "
+        f"step of {seconds_text(prediction.step_seconds)} predicted"
+    )
+    table.caption_justify = "left"
+    return table
+
+
+def _bar(value: float, largest: float) -> str:
+    """Return a bar of block characters; anything above nothing is seen."""
+    eighths = max(1, round(8 * _BAR_CELLS * value / largest))
+    return "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
+
+
+def comparison_table(plan: Plan, comparison: Comparison) -> Group:
+    """Return predicted against measured, for the plain step and the planned one, and the losses of both."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, title=Text("Predicted and measured", "bold"), title_justify="left")
+    table.add_column("", no_wrap=True)
+    for name in ("plain", "planned", "ratio"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in comparison_rows(plan, comparison):
+        table.add_row(*(Text(cell) for cell in row))
+    summary = Text(f"Loss at the same data, {loss_text(comparison)}.")
+    pairs = list(zip(comparison.plain_losses, comparison.planned_losses, strict=False))
+    return Group(table, _loss_table(pairs), summary) if pairs else Group(table, summary)
+
+
+def _loss_table(pairs: list[tuple[float, float]]) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("step", "loss, plain", "loss, planned", "difference"):
+        table.add_column(name, justify="right", no_wrap=True)
+    hidden = len(pairs) - _LOSS_ROWS
+    for step, (plain, planned) in enumerate(pairs, 1):
+        if hidden <= 1 or step < _LOSS_ROWS or step == len(pairs):
+            difference = "0" if plain == planned else f"{planned - plain:+.1e}"
+            table.add_row(f"{step:,}", f"{plain:.7g}", f"{planned:.7g}", difference)
+        elif step == _LOSS_ROWS:
+            table.add_row("…", "…", "…", "…")
+    return table
+
+
+def plan_text(plan: Plan) -> str:
+    """Return a plan and its frontier as plain text, 100 wide, for `print(plan)`."""
+    console = Console(width=100, file=io.StringIO(), color_system=None, force_terminal=False, legacy_windows=False)
+    with console.capture() as captured:
+        console.print(plan_table(plan), "", frontier_table(plan), sep="\n")
+    return "\n".join(line.rstrip() for line in captured.get().splitlines()).strip("\n")
+
+
+def _numerics(numerics: str) -> Text:
+    return Text(numerics or "not used", _NUMERICS_STYLE.get(numerics, "dim"))
+
+
+def _dim(text: str) -> Text:
+    return Text(text, "dim")

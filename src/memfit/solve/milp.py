@@ -1,0 +1,154 @@
+"""The fastest choice of options within a budget, and the leanest one, by mixed-integer programming with HiGHS.
+
+Points that can't be the peak are left out: the program starts with a few rows, and rows that its
+solution violates are added until there are none. Leaving rows out only widens the feasible set, so
+every bound of the solver is a bound of the whole problem. Solutions are rounded and evaluated again;
+the solver's own floats are not believed.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_array, lil_array
+
+from memfit.solve.problem import Problem
+
+_UNIT = float(2**20)  # bytes are solved in MiB, so that coefficients stay near one
+_ROWS_A_ROUND = 24
+_OPTIMAL, _LIMIT, _INFEASIBLE = 0, 1, 2
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A choice of options.
+
+    Attributes:
+        x: 1 for each option that is chosen.
+        peak_bytes: The largest row.
+        seconds: The step's time.
+        status: "optimal" where the solver proved it.
+        bound: Lower bound on the seconds (`fastest`) or the peak bytes (`leanest`) of every choice.
+    """
+
+    x: Ints
+    peak_bytes: int
+    seconds: float
+    status: Literal["optimal", "feasible"]
+    bound: float
+
+
+class Solver:
+    """Solves one problem for many budgets; rows that were needed once are kept.
+
+    Args:
+        problem: The problem.
+        time_limit_seconds: For each call of a method, all its rounds together.
+    """
+
+    def __init__(self, problem: Problem, time_limit_seconds: float = 20.0) -> None:
+        self.problem = problem
+        self.time_limit_seconds = time_limit_seconds
+        self._n_x, self._n_z = len(problem.options), len(problem.reasons)
+        self._active: list[int] = []
+        self._structure = self._structural_constraints()
+        nothing = np.zeros(self._n_x, np.int64)
+        self._add_rows(nothing, -1)
+
+    def fastest(self, budget_bytes: int) -> Choice | None:
+        """Return the fastest choice whose peak is within a budget.
+
+        Returns:
+            None when there is none: proven, or no solution was found within the time limit.
+        """
+        cost = np.concatenate([[o.seconds for o in self.problem.options], np.zeros(self._n_z)])
+        scale = 1.0 / max(float(cost.max(initial=0.0)), 1e-12)
+        deadline = time.monotonic() + self.time_limit_seconds
+        while True:
+            rows, base = self._row_matrix()
+            limit = LinearConstraint(rows, -np.inf, (budget_bytes - base) / _UNIT)
+            result = self._run(cost * scale, [limit], deadline)
+            if result.x is None:
+                return None
+            x = np.round(result.x[: self._n_x]).astype(np.int64)
+            if not self._add_rows(x, budget_bytes):
+                bound = self.problem.plain_seconds + max(0.0, float(result.mip_dual_bound or 0.0)) / scale
+                return self._choice(x, result.status, min(float(bound), self.problem.seconds(x)))
+
+    def leanest(self) -> Choice:
+        """Return a choice of the lowest peak, the faster of two alike."""
+        n = self._n_x + self._n_z
+        seconds = np.concatenate([[o.seconds for o in self.problem.options], np.zeros(self._n_z)])
+        tie = 1e-3 / max(float(seconds.sum()), 1e-12)
+        deadline = time.monotonic() + self.time_limit_seconds
+        while True:
+            rows, base = self._row_matrix()
+            with_peak = csr_array(np.hstack([rows.toarray(), -np.ones((rows.shape[0], 1))]))
+            limit = LinearConstraint(with_peak, -np.inf, -base / _UNIT)
+            result = self._run(np.concatenate([seconds * tie, [1.0]]), [limit], deadline, peak_variable=True)
+            x = np.zeros(self._n_x, np.int64) if result.x is None else np.round(result.x[: self._n_x]).astype(np.int64)
+            reached = int(round(result.x[n] * _UNIT)) if result.x is not None else 0
+            if result.x is None or not self._add_rows(x, reached + 1024):
+                bound = max(0.0, (float(result.mip_dual_bound or 0.0) - 1e-3) * _UNIT)
+                return self._choice(x, _LIMIT if result.x is None else result.status, bound)
+
+    def _choice(self, x: Ints, status: int, bound: float) -> Choice:
+        peak = int(self.problem.row_peaks(x).max(initial=0))
+        return Choice(x, peak, self.problem.seconds(x), "optimal" if status == _OPTIMAL else "feasible", bound)
+
+    def _run(self, cost: Floats, limits: list[LinearConstraint], deadline: float, peak_variable: bool = False):  # type: ignore[no-untyped-def]
+        extra = 1 if peak_variable else 0
+        structure, low, high = self._structure
+        if extra:
+            structure = csr_array(np.hstack([structure.toarray(), np.zeros((structure.shape[0], 1))]))
+        upper = np.concatenate([np.ones(self._n_x + self._n_z), np.full(extra, np.inf)])
+        integral = np.concatenate([np.ones(self._n_x), np.zeros(self._n_z + extra)])
+        constraints = [*limits, LinearConstraint(structure, low, high)] if structure.shape[0] else limits
+        options = {"time_limit": max(0.1, deadline - time.monotonic()), "mip_rel_gap": 1e-4}
+        return milp(cost, constraints=constraints, bounds=Bounds(0, upper), integrality=integral, options=options)
+
+    def _structural_constraints(self) -> tuple[csr_array, Floats, Floats]:
+        """At most one option along each chain; each z at least each of its activities."""
+        n_rows = len(self.problem.conflicts) + sum(len(r) for r in self.problem.reasons)
+        matrix = lil_array((n_rows, self._n_x + self._n_z))
+        low, high = np.full(n_rows, -np.inf), np.full(n_rows, np.inf)
+        for row, members in enumerate(self.problem.conflicts):
+            matrix[row, sorted(members)] = 1.0
+            high[row] = 1.0
+        row = len(self.problem.conflicts)
+        for k, reasons in enumerate(self.problem.reasons):
+            for lost, members in sorted(reasons, key=lambda r: (r[0], sorted(r[1]))):
+                matrix[row, self._n_x + k] = 1.0
+                for j in members:
+                    matrix[row, j] = 1.0 if lost else -1.0
+                low[row] = 1.0 if lost else 0.0
+                row += 1
+        return matrix.tocsr(), low, high
+
+    def _row_matrix(self) -> tuple[csr_array, Floats]:
+        """Return the coefficients of the rows in use, in MiB, and their constant parts, in bytes."""
+        problem = self.problem
+        active = np.array(self._active)
+        coefficients = (problem.columns[:, problem.row_axis[active]] / _UNIT).T
+        options = problem.row_option[active]
+        with_option = np.nonzero(options >= 0)[0]
+        coefficients[with_option, options[with_option]] += problem.row_bytes[active][with_option] / _UNIT
+        return csr_array(coefficients), problem.base[problem.row_axis[active]].astype(np.float64)
+
+    def _add_rows(self, x: Ints, budget_bytes: int) -> bool:
+        """Take up the largest rows above a budget that are not in use; tell whether there were any."""
+        peaks = self.problem.row_peaks(x)
+        over = np.nonzero(peaks > budget_bytes)[0]
+        new = [int(i) for i in over[np.argsort(-peaks[over], kind="stable")] if int(i) not in set(self._active)]
+        self._active += new[:_ROWS_A_ROUND]
+        return bool(new)
+
+

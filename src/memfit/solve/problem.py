@@ -1,0 +1,251 @@
+"""The peak of a step as a linear function of which regions are checkpointed.
+
+Variables: `x[j]`, binary, for each option (a region and what it keeps); `z[k]`, for each set of
+reasons for which storages outlive their release. A storage is alive after its release while any of its
+keepers (`ir.remat.keepers`) is; with several keepers, `z` is at least each one's activity, which is
+affine in `x`. The bytes alive at each point of the step, and at the peak of each recomputation, are
+then affine in `(x, z)`, and a budget is one inequality for each point. With `x` fixed the least `z`
+gives what `ir.simulate` gives.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from memfit.ir.cost import CostTable
+from memfit.ir.remat import RegionCall, Regions, keepers
+from memfit.ir.simulate import Selection, repeats
+from memfit.ir.trace import Trace
+from memfit.solve.candidates import Option
+
+Activity = tuple[bool, frozenset[int]]
+"""(lost, options): 1 minus the sum of their x where `lost`, else the sum."""
+
+_ALWAYS: Activity = (True, frozenset())
+
+
+@dataclass(frozen=True)
+class Row:
+    """A point of the step: a place on the axis, and for a recomputation's peak, its option and bytes."""
+
+    axis: int
+    option: int = -1
+    nbytes: int = 0
+
+
+@dataclass
+class Problem:
+    """A linear model of a trace's peak.
+
+    Attributes:
+        options: The options, one for each `x`.
+        reasons: For each `z`, the activities that it is at least.
+        conflicts: Sets of options of which at most one can be chosen.
+        base: Bytes alive at each place of the axis whatever is chosen.
+        columns: For each variable (x, then z), bytes alive at each place where it is 1.
+        rows: The points whose bytes are held against the budget.
+        plain_seconds: The step's time with nothing checkpointed.
+    """
+
+    options: list[Option]
+    reasons: list[frozenset[Activity]]
+    conflicts: list[frozenset[int]]
+    base: npt.NDArray[np.int64]
+    columns: npt.NDArray[np.int64]
+    rows: list[Row]
+    plain_seconds: float
+    row_axis: npt.NDArray[np.int64] = field(init=False)
+    row_option: npt.NDArray[np.int64] = field(init=False)
+    row_bytes: npt.NDArray[np.int64] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.row_axis = np.array([r.axis for r in self.rows], np.int64)
+        self.row_option = np.array([r.option for r in self.rows], np.int64)
+        self.row_bytes = np.array([r.nbytes for r in self.rows], np.int64)
+
+    def activity(self, activity: Activity, x: npt.NDArray[np.int64]) -> int:
+        """Return the value of an activity."""
+        lost, members = activity
+        chosen = int(sum(x[j] for j in members))
+        return 1 - chosen if lost else chosen
+
+    def row_peaks(self, x: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the bytes at every row for a choice of options; a recomputation not chosen counts as its point."""
+        z = [max(self.activity(a, x) for a in reasons) for reasons in self.reasons]
+        live = self.base + np.concatenate([x, np.array(z, np.int64)]) @ self.columns
+        extra = np.where(self.row_option >= 0, self.row_bytes * x[self.row_option], 0)
+        result: npt.NDArray[np.int64] = live[self.row_axis] + extra
+        return result
+
+    def seconds(self, x: npt.NDArray[np.int64]) -> float:
+        """Return the step's time for a choice of options."""
+        return self.plain_seconds + float(sum(o.seconds for o, chosen in zip(self.options, x, strict=True) if chosen))
+
+    def selection(self, x: npt.NDArray[np.int64]) -> Selection:
+        """Return a choice of options as the selection that `ir.simulate` takes."""
+        return {o.fqn: o.keep for o, chosen in zip(self.options, x, strict=True) if chosen}
+
+
+def build(regions: Regions, costs: CostTable, options: list[Option]) -> Problem:
+    """Return the linear model of a trace under some options."""
+    return _Builder(regions, costs, options).build()
+
+
+class _Builder:
+    def __init__(self, regions: Regions, costs: CostTable, options: list[Option]) -> None:
+        self.regions, self.trace, self.costs, self.options = regions, regions.trace, costs, options
+        self.calls = {r.call: r for o in options for r in regions.calls[o.fqn]}
+        self.options_of: dict[int, list[int]] = defaultdict(list)
+        for j, option in enumerate(options):
+            for region in regions.calls[option.fqn]:
+                self.options_of[region.call].append(j)
+        self._lay_out_axis()
+        self.base = np.zeros(self.length + 1, np.int64)
+        self.x = np.zeros((len(options), self.length + 1), np.int64)
+        self.z: dict[frozenset[Activity], npt.NDArray[np.int64]] = {}
+
+    def _lay_out_axis(self) -> None:
+        """Give each operator a place, and before it one for each recomputation that it may start."""
+        orders = sorted({region.order for region in self.calls.values()})
+        starts = [at for at, _ in orders]
+        n = len(self.trace.ops)
+        self.op_axis = [op + bisect.bisect_right(starts, op) for op in range(n)]
+        self.gap_axis = {order: order[0] + i for i, order in enumerate(orders)}
+        self.length = n + len(orders)
+
+    def _place(self, op: int) -> int:
+        return self.op_axis[op] if op < len(self.op_axis) else self.length - 1
+
+    def build(self) -> Problem:
+        workspace = [self.costs.of(self.trace.signatures[op.signature]).workspace_bytes for op in self.trace.ops]
+        seconds = [self.costs.seconds_of(self.trace.signatures[op.signature]) for op in self.trace.ops]
+        takers: dict[int, list[RegionCall]] = defaultdict(list)
+        for region in self.calls.values():
+            for storage in region.inputs:
+                takers[storage].append(region)
+        for index in range(len(self.trace.storages)):
+            self._add_original(index, takers[index])
+        rows = [Row(axis) for axis in self.op_axis]
+        for j, option in enumerate(self.options):
+            for region in self.regions.calls[option.fqn]:
+                self._add_copies(j, region)
+                rows.append(Row(self.gap_axis[region.order], j, self._inner_peak(j, region, workspace)))
+        base = np.cumsum(self.base)[: self.length]
+        base[self.op_axis] += np.array(workspace, np.int64)
+        columns = np.cumsum(np.vstack([self.x, *self.z.values()]), axis=1)[:, : self.length]
+        return Problem(
+            options=self.options,
+            reasons=list(self.z),
+            conflicts=self._conflicts(),
+            base=base,
+            columns=columns,
+            rows=rows,
+            plain_seconds=float(np.dot(seconds, repeats(self.trace))),
+        )
+
+    def _conflicts(self) -> list[frozenset[int]]:
+        """Return the options along each chain of nested calls."""
+        chains = set()
+        for call in self.calls:
+            chain = frozenset(j for c in self.trace.ancestors[call] for j in self.options_of.get(c, ()))
+            chains.add(chain)
+        return [c for c in chains if len(c) > 1 and not any(c < other for other in chains)]
+
+    def _add_original(self, index: int, takers: list[RegionCall]) -> None:
+        storage = self.trace.storages[index]
+        first = 0 if storage.birth < 0 else self._place(storage.birth)
+        if storage.birth < 0 or self.trace.ops[storage.birth].phase != "forward":
+            self._mark(self.base, first, self._place(storage.death), storage.nbytes)
+            return
+        released = self._place(storage.release)
+        self._mark(self.base, first, released, storage.nbytes)
+        ends: dict[int, set[Activity]] = defaultdict(set)
+        for keeper in keepers(self.regions, index, takers):
+            ends[self._place(keeper.end)].add(self._activity(keeper.lost_in, keeper.needs, storage.birth))
+        for j, region in self._caching(storage.birth):
+            ends[self.gap_axis[region.order] - 1].add((False, frozenset({j})))
+        self._add_tail(ends, released, storage.nbytes)
+
+    def _caching(self, op: int) -> Iterable[tuple[int, RegionCall]]:
+        """Return the options that keep what an operator makes, with the region call that does."""
+        for call in self.trace.call_chain(self.trace.ops[op].call):
+            for j in self.options_of.get(call, ()):
+                if op in self.options[j].kept[call]:
+                    yield j, self.calls[call]
+
+    def _activity(self, lost_in: frozenset[int], needs: int, birth: int) -> Activity:
+        if needs >= 0:
+            return (False, frozenset(self.options_of[needs]))
+        losing = (
+            j for call in lost_in for j in self.options_of.get(call, ()) if birth not in self.options[j].kept[call]
+        )
+        return (True, frozenset(losing))
+
+    def _add_tail(self, ends: dict[int, set[Activity]], released: int, nbytes: int) -> None:
+        """Add what a storage takes after its release: between two ends, while any keeper of a later end is active."""
+        active: set[Activity] = set()
+        later = sorted((end for end in ends if end > released), reverse=True)
+        for end, before in itertools.pairwise([*later, released]):
+            active |= ends[end]
+            self._mark_active(active, before + 1, end, nbytes)
+
+    def _mark_active(self, active: set[Activity], first: int, last: int, nbytes: int) -> None:
+        reasons = _undominated(active)
+        if _ALWAYS in reasons:
+            self._mark(self.base, first, last, nbytes)
+        elif len(reasons) == 1:
+            ((lost, members),) = reasons
+            if lost:
+                self._mark(self.base, first, last, nbytes)
+            for j in members:
+                self._mark(self.x[j], first, last, -nbytes if lost else nbytes)
+        else:
+            column = self.z.setdefault(reasons, np.zeros(self.length + 1, np.int64))
+            self._mark(column, first, last, nbytes)
+
+    def _mark(self, line: npt.NDArray[np.int64], first: int, last: int, nbytes: int) -> None:
+        if last >= first:
+            line[first] += nbytes
+            line[min(last, self.length - 1) + 1] -= nbytes
+
+    def _add_copies(self, j: int, region: RegionCall) -> None:
+        gap = self.gap_axis[region.order]
+        for copy in self.regions.copies(region, self.options[j].kept[region.call]):
+            if copy.death >= region.recompute_at:
+                nbytes = self.trace.storages[copy.storage].nbytes
+                self._mark(self.x[j], gap + 1, self._place(copy.death), nbytes)
+
+    def _inner_peak(self, j: int, region: RegionCall, workspace: list[int]) -> int:
+        """Return the most bytes that a recomputation adds to what is alive when it starts."""
+        kept = self.options[j].kept[region.call]
+        change = np.zeros(region.cut - region.start + 1, np.int64)
+        for copy in self.regions.copies(region, kept):
+            nbytes = self.trace.storages[copy.storage].nbytes
+            change[copy.born - region.start] += nbytes
+            if copy.death < region.recompute_at:
+                change[copy.released - region.start + 1] -= nbytes
+        saved = {self.trace.saves[s].storage for s in region.saves}
+        for op in kept:
+            for storage in self.trace.births[op]:
+                if storage not in saved:
+                    change[0] += self.trace.storages[storage].nbytes
+                    change[min(op, region.cut - 1) - region.start + 1] -= self.trace.storages[storage].nbytes
+        inside = np.cumsum(change)[:-1]
+        runs = [0 if op in kept else workspace[op] for op in range(region.start, region.cut)]
+        return int(np.max(inside + np.array(runs, np.int64), initial=0))
+
+
+def _undominated(active: set[Activity]) -> frozenset[Activity]:
+    """Drop activities that are never larger than another."""
+    losing = {m for lost, m in active if lost}
+    gaining = {m for lost, m in active if not lost and m}
+    least_lost = {m for m in losing if not any(other < m for other in losing)}
+    most_gained = {m for m in gaining if not any(other > m for other in gaining)}
+    return frozenset({(True, m) for m in least_lost} | {(False, m) for m in most_gained})

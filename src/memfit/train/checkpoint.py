@@ -1,0 +1,329 @@
+"""Training checkpoints: folders `checkpoint-<step>` of JSON and safetensors. Loading one executes no code.
+
+A checkpoint is written beside its place and renamed, so that its folder is there whole or not at all.
+`checkpoint.json` names every file with its size and SHA-256, and is checked against them before
+anything of a training is changed.
+
+    checkpoint-1200/
+        checkpoint.json          what wrote it, the workload's fingerprint, the files
+        plan.json                the plan of the run
+        model.safetensors        the model's state dict, tied weights once; `safetensors.torch.load_model` reads it
+        optimizer.json           the optimizer's state dict, but for its tensors
+        optimizer.safetensors    these
+        training.json            scheduler, loss scaler, random states, data position
+        training.safetensors     tensors in these, if any
+
+What is no part of it: buffers that are not persistent, and generators of the workload's own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from memfit.errors import CheckpointError, OutputError, UsageError
+from memfit.ir import codec
+from memfit.ir.plan import Plan
+from memfit.train.packing import read_tensors, write_tensors
+from memfit.train.rng import check_rng_state
+from memfit.train.state import TrainingState, collect, prepare_restore
+from memfit.train.step import Step
+from memfit.version import __version__
+from memfit.workload import fingerprint
+
+MANIFEST = "checkpoint.json"
+FILES = (
+    "plan.json",
+    "model.safetensors",
+    "optimizer.json",
+    "optimizer.safetensors",
+    "training.json",
+    "training.safetensors",
+)
+_FOLDER = re.compile(r"checkpoint-([0-9]+)")
+_TEMPORARY = re.compile(r"\.checkpoint-[0-9]+\.[0-9]+\.(new|old)\.tmp")
+
+
+class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A file of a checkpoint."""
+
+    sha256: str
+    size_bytes: int
+
+
+class Checkpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What `checkpoint.json` holds.
+
+    Attributes:
+        step: Optimizer updates done.
+        files: Every other file in the folder.
+    """
+
+    schema: str = "memfit.checkpoint/1"
+    memfit_version: str
+    torch_version: str
+    workload: str
+    fingerprint: str
+    step: int
+    files: dict[str, FileEntry]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checkpoint that was read and checked against a step, which is as it was.
+
+    Attributes:
+        path: The folder.
+        step_count: Optimizer updates done.
+        plan: The plan of the run.
+        state: What it holds.
+        restore: Puts model, optimizer, scheduler, loss scaler and step count back. Random states and
+            the data position are left to the caller.
+    """
+
+    path: Path
+    step_count: int
+    plan: Plan
+    state: TrainingState
+    restore: Callable[[], None]
+
+
+def save(folder: Path, step: Step, plan: Plan, position: dict[str, Any], *, keep_checkpoints: int = 2) -> Path:
+    """Write the checkpoint of a step, and remove old ones.
+
+    Args:
+        folder: Where checkpoints are; `checkpoint-<step>` is made in it, and replaced if it is there.
+        step: The step, between two calls.
+        plan: Its plan.
+        position: The position in the data, as `BatchStream.position` gives it.
+        keep_checkpoints: How many to keep, this one included (> 0).
+
+    Raises:
+        OutputError: It can't be written; earlier checkpoints are as they were.
+        CheckpointError: Some state is neither JSON nor a tensor.
+    """
+    path = folder / f"checkpoint-{step.steps}"
+    new = folder / f".{path.name}.{os.getpid()}.new.tmp"
+    state = collect(step, position)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir()
+        _write(new, step, plan, state)
+        _move(new, path)
+        _prune(folder, step.steps, keep_checkpoints)
+    except OSError as e:
+        raise OutputError(f"can't write {path}: {e.strerror or e}. Free space there, or give another out=") from e
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+    return path
+
+
+def read(path: Path, step: Step) -> Loaded:
+    """Read a checkpoint, and check all of it against a step, which is not changed.
+
+    Raises:
+        CheckpointError: It is not there, damaged, or of another workload.
+    """
+    try:
+        manifest = codec.read(path / MANIFEST, Checkpoint, error=CheckpointError)
+        _check_files(path, manifest)
+    except CheckpointError as e:
+        raise CheckpointError(f"{e}. {_advice(path)}") from e
+    own = fingerprint(step.workload)
+    if manifest.fingerprint != own:
+        raise CheckpointError(
+            f"{path} is of another workload: its fingerprint is {manifest.fingerprint} ({manifest.workload!r}), that of"
+            f" the workload {step.workload.name!r} is {own}. The model's modules, parameters and buffers, the batch's"
+            " shapes and the kind of optimizer must be the same"
+        )
+    try:
+        plan = codec.read(path / "plan.json", Plan, error=CheckpointError)
+        state = _read_state(path)
+        check_rng_state(state.rng)
+        restore_state = prepare_restore(step, state)
+    except CheckpointError as e:
+        raise CheckpointError(f"can't resume from {path}: {e}") from e
+    except (LookupError, TypeError, ValueError, AttributeError) as e:
+        raise CheckpointError(f"{path} does not hold what memfit writes ({e!r}). {_advice(path)}") from e
+
+    def restore() -> None:
+        restore_state()
+        step.steps = manifest.step
+
+    return Loaded(path, manifest.step, plan, state, restore)
+
+
+def load(path: Path, step: Step) -> Loaded:
+    """Read a checkpoint and restore it into a step; see `read`. A failure leaves everything as it was."""
+    loaded = read(path, step)
+    loaded.restore()
+    return loaded
+
+
+def latest(folder: Path) -> Path | None:
+    """Return the newest complete checkpoint in a folder: all its files are there, in their full size."""
+    return _latest_before(folder, None)
+
+
+def step_of(path: Path) -> int | None:
+    """Return the step in the name of a checkpoint's folder, or None if it is not the name of one."""
+    match = _FOLDER.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
+def is_ours(path: Path) -> bool:
+    """Tell whether a folder is a checkpoint of memfit, complete or not, and holds nothing else."""
+    try:
+        names = {entry.name for entry in path.iterdir()}
+        schema = json.loads((path / MANIFEST).read_bytes())["schema"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
+    return str(schema).startswith("memfit.checkpoint/") and names <= {MANIFEST, *FILES}
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint at once: half of it is never seen.
+
+    Raises:
+        OSError: It can't be removed.
+    """
+    old = path.with_name(f".{path.name}.{os.getpid()}.old.tmp")
+    shutil.rmtree(old, ignore_errors=True)
+    path.rename(old)
+    shutil.rmtree(old)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what a crash in the middle of `save` or `remove` left behind."""
+    for path in folder.iterdir():
+        if _TEMPORARY.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+# Writing
+
+
+def _write(folder: Path, step: Step, plan: Plan, state: TrainingState) -> None:
+    """Write the files of a checkpoint, the manifest last."""
+    (folder / "plan.json").write_bytes(codec.encode(plan))
+    write_tensors(state.model, folder / "model.safetensors", {"format": "pt", **state.aliases})
+    (folder / "optimizer.json").write_text(json.dumps(state.optimizer, allow_nan=False))
+    write_tensors(state.optimizer_tensors, folder / "optimizer.safetensors")
+    (folder / "training.json").write_text(json.dumps(state.training, allow_nan=False))
+    write_tensors(state.training_tensors, folder / "training.safetensors")
+    mode = (folder / "plan.json").stat().st_mode
+    entries = {}
+    for name in FILES:
+        (folder / name).chmod(mode)
+        entries[name] = FileEntry(_sha256(folder / name), (folder / name).stat().st_size)
+        _sync(folder / name)
+    manifest = Checkpoint(
+        memfit_version=__version__,
+        torch_version=torch.__version__,
+        workload=step.workload.name,
+        fingerprint=fingerprint(step.workload),
+        step=step.steps,
+        files=entries,
+    )
+    codec.write_atomic(folder / MANIFEST, codec.encode(manifest))
+    _sync(folder)
+
+
+def _move(new: Path, path: Path) -> None:
+    """Move a whole checkpoint to its place. One that is there goes first, so replacing is two steps."""
+    if path.exists():
+        if not is_ours(path):
+            raise OutputError(f"{path} is in the way, with files that memfit did not write: move it, or change out=")
+        remove(path)
+    new.rename(path)
+    _sync(path.parent)
+
+
+def _prune(folder: Path, step_count: int, keep: int) -> None:
+    """Remove the oldest checkpoints up to a step, but for some; those that hold files of others stay."""
+    steps = {path: n for path in folder.iterdir() if (n := step_of(path)) is not None and n <= step_count}
+    newest_first = sorted(steps, key=lambda p: -steps[p])
+    complete = [path for path in newest_first if is_ours(path) and _is_complete(path)]
+    for path in complete[keep:]:
+        remove(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# Reading
+
+
+def _check_files(path: Path, manifest: Checkpoint) -> None:
+    """Raise CheckpointError unless the files are those that were written."""
+    if set(manifest.files) != set(FILES):
+        raise CheckpointError(f"{path / MANIFEST} names the files {sorted(manifest.files)}, not {sorted(FILES)}")
+    for name, entry in manifest.files.items():
+        file = path / name
+        try:
+            size_bytes = file.stat().st_size
+            if size_bytes != entry.size_bytes:
+                raise CheckpointError(f"{file} has {size_bytes} bytes, not the {entry.size_bytes} that were written")
+            if _sha256(file) != entry.sha256:
+                raise CheckpointError(f"{file} is not what was written: its SHA-256 differs from that in {MANIFEST}")
+        except OSError as e:
+            raise CheckpointError(f"can't read {file}: {e.strerror or e}") from e
+
+
+def _read_state(path: Path) -> TrainingState:
+    model, metadata = read_tensors(path / "model.safetensors")
+    return TrainingState(
+        model=model,
+        aliases={name: kept for name, kept in metadata.items() if name != "format"},
+        optimizer=json.loads((path / "optimizer.json").read_bytes()),
+        optimizer_tensors=read_tensors(path / "optimizer.safetensors")[0],
+        training=json.loads((path / "training.json").read_bytes()),
+        training_tensors=read_tensors(path / "training.safetensors")[0],
+    )
+
+
+def _advice(path: Path) -> str:
+    """Return what to do about a damaged checkpoint."""
+    number = step_of(path)
+    earlier = _latest_before(path.parent, number) if number is not None else None
+    if earlier is None:
+        return f"No earlier checkpoint is in {path.parent}: start again with overwrite=True"
+    return f"Remove {path} to resume from {earlier}"
+
+
+def _latest_before(folder: Path, before: int | None) -> Path | None:
+    try:
+        steps = {path: n for path in folder.iterdir() if (n := step_of(path)) is not None}
+    except OSError:
+        return None
+    newest_first = sorted((p for p, n in steps.items() if before is None or n < before), key=lambda p: -steps[p])
+    return next((path for path in newest_first if _is_complete(path)), None)
+
+
+def _is_complete(path: Path) -> bool:
+    try:
+        manifest = codec.read(path / MANIFEST, Checkpoint, error=CheckpointError)
+        return all((path / name).stat().st_size == entry.size_bytes for name, entry in manifest.files.items())
+    except (OSError, UsageError):
+        return False

@@ -1,0 +1,89 @@
+"""The folder of a run: what in it is the trainer's, and what must not be touched."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from memfit.errors import CheckpointError, OutputError, UsageError
+from memfit.train import checkpoint
+from memfit.train.log import read_lines
+
+RUN, PLAN, METRICS, TENSORBOARD = "run.json", "plan.json", "metrics.jsonl", "tensorboard"
+
+
+def check_folder(out: Path, *, overwrite: bool, resume: bool) -> None:
+    """Check that a run may be written to a folder; nothing is touched.
+
+    Raises:
+        UsageError: Both `overwrite` and `resume` are asked for.
+        OutputError: The folder can't be written, or holds what must not be overwritten.
+        CheckpointError: There is nothing to resume from.
+    """
+    if overwrite and resume:
+        raise UsageError("overwrite=True and resume=True contradict each other: give one of them")
+    _check_writable(out)
+    try:
+        names = sorted(path.name for path in out.iterdir()) if out.exists() else []
+    except OSError as e:
+        raise OutputError(f"can't read out={str(out)!r}: {e.strerror or e}") from e
+    if resume:
+        if checkpoint.latest(out) is None:
+            raise CheckpointError(f"out={str(out)!r} holds no complete checkpoint: start again with overwrite=True")
+        _check_only_own_in_the_way(out)
+    elif names and not overwrite:
+        raise OutputError(
+            f"out={str(out)!r} is not empty, it holds {', '.join(names[:3])}{' and more' if len(names) > 3 else ''}:"
+            " give another out=, overwrite=True to replace the run in it, or resume=True to go on with it"
+        )
+    elif names:
+        _check_only_own_in_the_way(out)
+
+
+def clear_folder(out: Path) -> None:
+    """Remove the run that a folder holds. Files of others stay.
+
+    Raises:
+        OutputError: Something can't be removed.
+    """
+    try:
+        for path in _checkpoints(out):
+            checkpoint.remove(path)
+        checkpoint.remove_leftovers(out)
+        for name in (METRICS, RUN, PLAN):
+            (out / name).unlink(missing_ok=True)
+        events = out / TENSORBOARD
+        for path in events.glob("events.out.tfevents.*"):
+            path.unlink()
+        if events.is_dir() and not any(events.iterdir()):
+            events.rmdir()
+    except OSError as e:
+        raise OutputError(f"can't replace the run in out={str(out)!r}: {e.strerror or e}") from e
+
+
+def _check_writable(out: Path) -> None:
+    existing = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise OutputError(f"can't write to out={str(out)!r}: {existing} is a file")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise OutputError(f"can't write to out={str(out)!r}: no permission to write to {existing}")
+
+
+def _check_only_own_in_the_way(out: Path) -> None:
+    foreign = [path for path in _checkpoints(out) if not checkpoint.is_ours(path)]
+    foreign += [out / name for name in (RUN, PLAN) if (out / name).exists() and not _is_own_json(out / name)]
+    if foreign:
+        raise OutputError(f"{foreign[0]} is in the way, and memfit did not write it: move it, or give another out=")
+    read_lines(out / METRICS)
+
+
+def _checkpoints(out: Path) -> list[Path]:
+    return [path for path in out.iterdir() if checkpoint.step_of(path) is not None]
+
+
+def _is_own_json(path: Path) -> bool:
+    try:
+        return str(json.loads(path.read_bytes())["schema"]).startswith("memfit.")
+    except (OSError, ValueError, TypeError, KeyError):
+        return False

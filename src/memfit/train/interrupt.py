@@ -1,0 +1,55 @@
+"""Ctrl-C and termination, put off until a step is complete."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+_log = logging.getLogger("memfit")
+
+
+class Interrupt:
+    """A signal that came, or none yet."""
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+
+    def check(self) -> None:
+        """Raise KeyboardInterrupt, or SystemExit for a termination, if a signal came."""
+        came, self.signal = self.signal, None
+        if came is signal.SIGTERM:
+            raise SystemExit(128 + came)
+        if came is not None:
+            raise KeyboardInterrupt
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        """Remember a signal; the second one stops at once."""
+        if self.signal is not None:
+            raise KeyboardInterrupt
+        self.signal = signal.Signals(number)
+        _log.warning("%s: stopping after this step, with a checkpoint; again to stop at once", self.signal.name)
+
+
+@contextlib.contextmanager
+def deferred_interrupts() -> Iterator[Interrupt]:
+    """Put off Ctrl-C and SIGTERM until `Interrupt.check`, or until the context is left.
+
+    Only in the main thread, and only where nobody else handles them.
+    """
+    interrupt = Interrupt()
+    ours: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    is_main = threading.current_thread() is threading.main_thread()
+    handled = [s for s, default in ours.items() if is_main and signal.getsignal(s) is default]
+    for number in handled:
+        signal.signal(number, interrupt.note)
+    try:
+        yield interrupt
+    finally:
+        for number in handled:
+            signal.signal(number, ours[number])
+    interrupt.check()

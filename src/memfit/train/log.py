@@ -1,0 +1,167 @@
+"""The log of a run: a line a step in `metrics.jsonl`, and TensorBoard scalars where they are wanted."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from memfit.errors import MissingExtraError, OutputError
+from memfit.ir import codec
+
+
+@dataclass(frozen=True)
+class Progress:
+    """One step, as a line of `metrics.jsonl` says it. What is not finite is null there.
+
+    Attributes:
+        step: The update that the step was for, from 1. One that was skipped is tried again on the next
+            batch, under the same number.
+        epoch: From 0.
+        loss: Mean loss over the global batch.
+        grad_norm: Global norm of the gradients before clipping; NaN when the update was skipped.
+        skipped: Whether the update was skipped since gradients overflowed (fp16 only).
+        loss_scale: The loss scale of the step; 1.0 without scaling.
+        seconds: Wall time of the step, without loading its batch.
+        samples_per_second: Of the global batch.
+        peak_bytes: Measured peak allocated; None where it was not measured.
+        predicted_peak_bytes: What the plan predicts.
+        learning_rate: That of the first parameter group, in this step.
+    """
+
+    step: int
+    epoch: int
+    loss: float
+    grad_norm: float
+    skipped: bool
+    loss_scale: float
+    seconds: float
+    samples_per_second: float
+    peak_bytes: int | None
+    predicted_peak_bytes: int | None
+    learning_rate: float
+
+
+class Log:
+    """Appends lines; use it as a context.
+
+    Args:
+        metrics: The file of lines.
+        tensorboard: Folder for TensorBoard's files, or None to write none.
+        step_count: Steps done before; TensorBoard hides what was written after them.
+
+    Raises:
+        OutputError: The file can't be written.
+        MissingExtraError: TensorBoard is not installed.
+    """
+
+    def __init__(self, metrics: Path, tensorboard: Path | None, step_count: int) -> None:
+        self._path = metrics
+        self._writer = None if tensorboard is None else _summary_writer()(str(tensorboard), purge_step=step_count + 1)
+        try:
+            self._file = metrics.open("a", encoding="utf-8")
+        except OSError as e:
+            raise OutputError(f"can't write {metrics}: {e.strerror or e}") from e
+
+    def __enter__(self) -> Log:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._file.close()
+        if self._writer is not None:
+            self._writer.close()
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Append a line: one of a step or of an evaluation."""
+        try:
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+        except OSError as e:
+            raise OutputError(f"can't write {self._path}: {e.strerror or e}") from e
+        if self._writer is not None:
+            for tag, value in _scalars(line).items():
+                self._writer.add_scalar(tag, value, line["step"])
+
+    def sync(self) -> None:
+        """Make sure that what was written outlives a crash of the machine."""
+        os.fsync(self._file.fileno())
+        if self._writer is not None:
+            self._writer.flush()
+
+
+def step_line(progress: Progress) -> dict[str, Any]:
+    """Return the line of a step."""
+    return {key: _finite(value) for key, value in asdict(progress).items()}
+
+
+def evaluation_line(step: int, epoch: int, values: Mapping[str, float]) -> dict[str, Any]:
+    """Return the line of an evaluation."""
+    return {"step": step, "epoch": epoch, "evaluation": {name: _finite(value) for name, value in values.items()}}
+
+
+def read_lines(metrics: Path) -> list[dict[str, Any]]:
+    """Return the lines of a log, without a last one that was not written to its end.
+
+    Raises:
+        OutputError: The file holds something else.
+    """
+    if not metrics.exists():
+        return []
+    lines = []
+    raw = metrics.read_bytes().splitlines(keepends=True)
+    for number, text in enumerate(raw):
+        try:
+            line = json.loads(text)
+            lines.append({"step": int(line["step"]), **line})
+        except (ValueError, TypeError, KeyError) as e:
+            if number == len(raw) - 1 and not text.endswith(b"\n"):
+                break
+            raise OutputError(f"{metrics} holds no metrics of memfit in line {number + 1}: move it away") from e
+    return lines
+
+
+def cut_lines(metrics: Path, step_count: int) -> list[dict[str, Any]]:
+    """Remove the lines after a step, at once, and return those that stay.
+
+    Raises:
+        OutputError: The file holds something else, or can't be written.
+    """
+    lines = [line for line in read_lines(metrics) if line["step"] <= step_count]
+    codec.write_atomic(metrics, "".join(json.dumps(line) + "\n" for line in lines).encode())
+    return lines
+
+
+def require_tensorboard() -> None:
+    """Raise MissingExtraError unless TensorBoard is installed."""
+    _summary_writer()
+
+
+def _summary_writer() -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as e:
+        raise MissingExtraError("tensorboard logging", "tensorboard", "tensorboard") from e
+    return SummaryWriter
+
+
+def _scalars(line: Mapping[str, Any]) -> dict[str, float]:
+    """Return what TensorBoard shows of a line."""
+    if "evaluation" in line:
+        return {f"evaluation/{name}": value for name, value in line["evaluation"].items() if value is not None}
+    names = ("loss", "grad_norm", "learning_rate", "loss_scale", "samples_per_second", "seconds", "epoch")
+    scalars = {f"train/{name}": line[name] for name in names}
+    for name in ("peak_bytes", "predicted_peak_bytes"):
+        gib = None if line[name] is None else line[name] / 2**30
+        scalars[f"memory/{name.removesuffix('_bytes')}(GiB)"] = gib
+    return {tag: value for tag, value in scalars.items() if value is not None}
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
