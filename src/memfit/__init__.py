@@ -1,0 +1,53 @@
+"""memfit makes a PyTorch training step fit the memory you have, at the smallest slow-down that can be found.
+
+    plan = memfit.plan(workload, budget="1.5GiB")
+    print(plan)
+    step = memfit.apply(plan, workload)
+    result = step(batch)
+"""
+
+from memfit.errors import BudgetError, CaptureError, InfeasibleError, MemfitError, PlanMismatchError, UsageError
+from memfit.ir.plan import Plan
+from memfit.pipeline import (
+    Verification,
+    apply,
+    compare,
+    devices,
+    estimate,
+    load_plan,
+    load_workload,
+    plan,
+    save_plan,
+    train,
+    verify,
+    write_report,
+)
+from memfit.train.step import Step, StepResult
+from memfit.version import __version__
+from memfit.workload import Workload
+
+__all__ = [
+    "BudgetError",
+    "CaptureError",
+    "InfeasibleError",
+    "MemfitError",
+    "Plan",
+    "PlanMismatchError",
+    "Step",
+    "StepResult",
+    "UsageError",
+    "Verification",
+    "Workload",
+    "__version__",
+    "apply",
+    "compare",
+    "devices",
+    "estimate",
+    "load_plan",
+    "load_workload",
+    "plan",
+    "save_plan",
+    "train",
+    "verify",
+    "write_report",
+]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from memfit.ir.plan import Candidate, Levers, Numerics, Plan, Precision, Prediction, Region, Solution
@@ -14,10 +16,6 @@ from memfit.ir.timeline import TIMELINE_CATEGORIES, Timeline
 MIB = 1024**2
 GIB = 1024**3
 BLOCKS = 12
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "browser: opens a page in Chromium")
 
 
 def make_timeline(recompute: bool, microbatches: int = 1) -> Timeline:
@@ -149,7 +147,7 @@ def plan(views: Views) -> Plan:
         budget_bytes=6 * GIB,
         levers=frontier[4].levers,
         numerics="reordered",
-        classes={"precision": "exact", "microbatch": "reordered", "checkpoint": "exact"},
+        classes={"activation checkpointing": "exact", "microbatches": "reordered"},
         allowed="reordered",
         plain=prediction(views.plain),
         predicted=prediction(views.planned),
@@ -192,3 +190,47 @@ def metrics() -> list[dict[str, Any]]:
         }
         for step in range(1, 301)
     ]
+
+
+def hostile_records(
+    text: str, plan: Plan, views: Views, run: RunRecord
+) -> tuple[Plan, Views, RunRecord, list[dict[str, Any]]]:
+    """Return records in which every free text is the one given."""
+
+    def timeline(of: Timeline) -> Timeline:
+        live = {**of.live_bytes, text: of.live_bytes["inputs"]}
+        several = [text] * len(of.labels)
+        return msgspec.structs.replace(of, live_bytes=live, labels=several, modules=several, phases=several)
+
+    predicted = msgspec.structs.replace(plan.predicted, where=text, by_category={text: 1})
+    plan = msgspec.structs.replace(
+        plan,
+        workload=text,
+        fingerprint=text,
+        device=text,
+        torch_version=text,
+        memfit_version=text,
+        classes={text: "exact"},
+        notes=[text],
+        levers=Levers(microbatch_size=4, regions=(Region(text, (text,)),)),
+        plain=predicted,
+        predicted=predicted,
+    )
+    candidates = [msgspec.structs.replace(c, levers=plan.levers) for c in plan.frontier]
+    run = msgspec.structs.replace(
+        run, fingerprint=text + "2", machine=text, started=text, torch_version=text, memfit_version=text, error=text
+    )
+    views = msgspec.structs.replace(
+        views,
+        plain=timeline(views.plain),
+        planned=timeline(views.planned),
+        modules=[ModuleRow(text, text, 1, 1, 1, 1.0, text)],
+    )
+    run.evaluations[0].values[text] = 1.0
+    return msgspec.structs.replace(plan, frontier=candidates), views, run, []
+
+
+@pytest.fixture
+def hostile(plan: Plan, views: Views, run: RunRecord) -> Callable[[str], Any]:
+    """Make records in which every free text is the one given."""
+    return lambda text: hostile_records(text, plan, views, run)

@@ -74,7 +74,15 @@ class _Recomputed:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = self.forward or functools.partial(type(self.module).forward, self.module)
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
+        first = {id(a): i for i, a in reversed(list(enumerate(args)))}
+        places = [first[id(a)] for a in args]
+
+        def run(*given: Any, **named: Any) -> Any:
+            # `checkpoint` hands back a new object for each argument; some modules ask whether two are the same
+            # (self-attention in nn.MultiheadAttention), so that they must be the same again.
+            return forward(*(given[place] for place in places), **named)
+
+        return checkpoint(run, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
 
     def _contexts(self) -> _Contexts:
         selective = _selective_contexts(self.keep) if self.keep else None

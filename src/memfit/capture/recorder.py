@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,11 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from memfit.signature import signature
 from memfit.ir.trace import Call, Module, Op, Phase, Save
+from memfit.signature import rebuild, signature
 
 _aten = torch.ops.aten
 _FACTORIES = {_aten.arange, _aten.full, _aten.zeros, _aten.ones, _aten.scalar_tensor, _aten.eye, _aten.linspace}
+_INCIDENTAL = ("profiler", "prim")  # marks, and questions that only fake tensors ask (`tensor.device`)
+_NORMS = {_aten.native_batch_norm.default, _aten.native_group_norm.default}
 _KNOWN_VALUES_LIMIT = 64
 _NEVER = -2
 
@@ -154,7 +157,7 @@ class Recorder(TorchDispatchMode):
         call = self._current_call(phase)
         position = len(self.now.ops)
         out = self._run(func, args, kwargs)
-        if self.recording and func.namespace != "profiler":
+        if self.recording and func.namespace not in _INCIDENTAL:
             mutated = [i for t in _mutated(func, args, kwargs) if (i := self.observe(t, -1)) is not None]
             self.now.ops.append(self._op(func, args, kwargs, out, call, phase, tuple(mutated)))
         for tensor in tree_leaves(out):
@@ -171,8 +174,10 @@ class Recorder(TorchDispatchMode):
             if func is not _aten._local_scalar_dense.default:
                 raise
             return _neutral_value(args[0])
-        if self.fake is not None and func is _aten.native_batch_norm.default:
+        if self.fake is not None and func in _NORMS:
             return _with_statistics_as_parameters(out, args)
+        if self.fake is not None and func is _aten.mkldnn_rnn_layer.default:
+            return *out[:3], out[3].new_empty(_rnn_workspace_bytes(signature(func, args, kwargs), torch.is_grad_enabled()))
         return out
 
     def _op(
@@ -280,10 +285,19 @@ def _with_known_values(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) 
 
 
 def _with_statistics_as_parameters(out: Any, args: Any) -> Any:
-    """Give the saved statistics of a batch norm the dtype of its parameters, as the kernel does; the fake one does not."""
+    """Give the saved statistics of a norm the dtype of its parameters, as the kernel does; the fake one does not."""
     normalised, mean, inverse_deviation = out
-    dtype = next((t.dtype for t in args[1:5] if t is not None), mean.dtype)
+    dtype = next((t.dtype for t in args[1:5] if isinstance(t, torch.Tensor)), mean.dtype)
     return normalised, mean.new_empty(mean.shape, dtype=dtype), inverse_deviation.new_empty(mean.shape, dtype=dtype)
+
+
+@functools.cache
+def _rnn_workspace_bytes(text: str, with_gradient: bool) -> int:
+    """Return what an RNN layer keeps for its backward pass, by running it once: the fake kernel says 0."""
+    with unset_fake_temporarily(), torch.set_grad_enabled(with_gradient):
+        func, args, kwargs = rebuild(text, "cpu")
+        workspace = func(*args, **kwargs)[3]
+        return 0 if workspace is None else workspace.numel()
 
 
 def _drop(tensor: torch.Tensor) -> None:

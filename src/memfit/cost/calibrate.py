@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import statistics
@@ -19,15 +20,15 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from memfit.devices.allocation import allocated_by_name
 from memfit.devices.host import host_name
+from memfit.errors import OutputError, PlanError
 from memfit.ir import codec
 from memfit.ir.cost import CostTable, OpCost
 from memfit.ir.trace import Trace
-
 from memfit.signature import rebuild
 
 _MARK = "memfit-op-"
 _ENOUGH_SECONDS = 0.02
-_MOST_RUNS = 10
+_LEAST_RUNS, _MOST_RUNS = 3, 10
 
 Progress = Callable[[int, int], None]
 
@@ -45,7 +46,8 @@ def calibrate(traces: Iterable[Trace], progress: Progress | None = None) -> Cost
     missing = [s for s in wanted if s not in table.ops]
     if missing:
         table = msgspec.structs.replace(table, ops={**table.ops, **measure(missing, progress)})
-        codec.write_atomic(path, codec.encode(table))
+        with contextlib.suppress(OutputError):  # without a cache, the next run measures again
+            codec.write_atomic(path, codec.encode(table))
     return table
 
 
@@ -59,8 +61,8 @@ def _cached(path: Path) -> CostTable:
     if path.exists():
         try:
             return codec.read(path, CostTable)
-        except Exception:  # a cache of another version, or a damaged one, is measured anew
-            path.unlink(missing_ok=True)
+        except PlanError:  # a cache of another version, or a damaged one, is measured anew
+            pass
     checkpoint_seconds, selective_op_seconds = _checkpoint_overheads()
     return CostTable(
         device=host_name(),
@@ -76,7 +78,7 @@ def _cached(path: Path) -> CostTable:
 
 
 def measure(signatures: list[str], progress: Progress | None = None) -> dict[str, OpCost]:
-    """Return the cost of each operator call: its median time, and the bytes that it allocates inside."""
+    """Return the cost of each operator call: its least time, and the bytes that it allocates inside."""
     random_state = torch.get_rng_state()
     seconds: dict[str, float] = {}
     workspace: dict[str, int] = {}
@@ -89,7 +91,7 @@ def measure(signatures: list[str], progress: Progress | None = None) -> dict[str
         with torch.no_grad():
             for index, text in enumerate(signatures):
                 if text in workspace:
-                    seconds[text] = _median_seconds(text)
+                    seconds[text] = _least_seconds(text)
                 if progress is not None:
                     progress(index + 1, len(signatures))
     finally:
@@ -111,7 +113,7 @@ def _run_marked(text: str, mark: str) -> int | None:
         known = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         with torch.profiler.record_function(mark):
             out = func(*args, **kwargs)
-    except (LookupError, RuntimeError, IndexError, ValueError):
+    except Exception:  # an operator may be anyone's code, which may raise anything
         return None
     fresh = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tree_leaves(out) if _is_dense(t)}
     return sum(nbytes for key, nbytes in fresh.items() if key not in known)
@@ -121,15 +123,16 @@ def _is_dense(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.layout is torch.strided
 
 
-def _median_seconds(text: str) -> float:
+def _least_seconds(text: str) -> float:
+    """Return the least time of several calls: what else runs on the machine only ever adds to it."""
     func, args, kwargs = rebuild(text, "cpu")
     times: list[float] = []
     func(*args, **kwargs)
-    while not times or (sum(times) < _ENOUGH_SECONDS and len(times) < _MOST_RUNS):
+    while len(times) < _MOST_RUNS and (sum(times) < _ENOUGH_SECONDS or len(times) < _LEAST_RUNS):
         started = time.perf_counter()
         func(*args, **kwargs)
         times.append(time.perf_counter() - started)
-    return statistics.median(times)
+    return min(times)
 
 
 class _Count(TorchDispatchMode):

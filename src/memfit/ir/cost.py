@@ -9,7 +9,7 @@ class OpCost(msgspec.Struct, frozen=True, array_like=True):
     """One operator call.
 
     Attributes:
-        seconds: Median time of one call.
+        seconds: Least time of several calls.
         workspace_bytes: Peak of the bytes it allocates inside, beyond its outputs.
         measured: Whether both were measured on the device, or are estimates.
     """

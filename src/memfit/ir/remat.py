@@ -138,9 +138,13 @@ class Regions:
             saved[save.storage].append(save.death)
         for op in self.rerun(region, kept):
             for storage in self.trace.births[op]:
-                released = min(self.trace.storages[storage].release, region.cut - 1)
-                found.append(Copy(storage, op, max(released, op), max(saved[storage], default=-1)))
+                found.append(Copy(storage, op, self.released(region, storage), max(saved[storage], default=-1)))
         return found
+
+    def released(self, region: RegionCall, storage: int) -> int:
+        """Return the last forward operator of a recomputation that holds a storage made, or kept, in the region."""
+        record = self.trace.storages[storage]
+        return min(max(record.release, record.birth), region.cut - 1)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 
 import numpy as np
@@ -113,9 +112,9 @@ class _Replay:
             lost = any(c in self.kept and storage.birth not in self.kept[c] for c in keeper.lost_in)
             if not lost:
                 last = max(last, self.position[keeper.end])
-        for region in self.chosen:  # what a selective region keeps waits for its recomputation
+        for region in self.chosen:  # what a selective region keeps waits for its recomputation, which takes it up
             if storage.birth in self.kept[region.call]:
-                last = max(last, self.segment[region.call] + min(storage.birth, region.cut - 1) - region.start)
+                last = max(last, self.segment[region.call] + self.regions.released(region, index) - region.start)
         return last
 
     def _add_copies(self, change: dict[str, npt.NDArray[np.int64]], region: RegionCall) -> None:

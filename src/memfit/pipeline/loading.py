@@ -40,9 +40,7 @@ def load_workload(name: str) -> Workload:
     make = getattr(module, function, None)
     if not callable(make):
         public = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
-        raise WorkloadError(
-            f"{place} has no function {function!r}; it has {', '.join(public) or 'none'}: {_HOW}"
-        )
+        raise WorkloadError(f"{place} has no function {function!r}; it has {', '.join(public) or 'none'}: {_HOW}")
     workload = _run(name, make)
     if not isinstance(workload, Workload):
         raise WorkloadError(f"{name} returned a {type(workload).__name__}, not a memfit.Workload: {_HOW}")

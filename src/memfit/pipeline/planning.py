@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -177,9 +176,11 @@ class _Planner:
                 break
             except _NotRecomputable as e:
                 self.excluded |= e.modules
-        self.progress("solve", 1, 1)
+        self._note_draws(candidate.levers)
         points = frontier(self.combinations, self.points, functools.partial(self.progress, "frontier"))
-        gap = max(0.0, 1 - candidate.bound_seconds / candidate.step_seconds)
+        chosen = replace(candidate, budget_bytes=self.budget_bytes)
+        points = sorted([c for c in points if c.levers != chosen.levers] + [chosen], key=lambda c: c.step_seconds)
+        bound = min(candidate.bound_seconds, prediction.step_seconds)
         plain = self.traces["32-true", self.batch_size]
         return Plan(
             memfit_version=__version__,
@@ -197,13 +198,21 @@ class _Planner:
             predicted=prediction,
             solution=Solution(
                 status=candidate.status,
-                bound_seconds=candidate.bound_seconds,
-                gap=gap,
+                bound_seconds=bound,
+                gap=1 - bound / prediction.step_seconds,
                 solve_seconds=time.monotonic() - started,
             ),
             frontier=points,
             notes=list(dict.fromkeys(self.notes)),
         )
+
+    def _note_draws(self, levers: Levers) -> None:
+        draws = any(op.random for op in self.traces["32-true", self.batch_size].ops)
+        if draws and levers.microbatch_size < self.batch_size:
+            self.notes.append(
+                "each microbatch draws its own random numbers (dropout): as many and as likely, but other ones than the"
+                " whole batch would draw"
+            )
 
     def _capture_all(self) -> None:
         """Capture the step in every precision and microbatch size that is searched."""
@@ -243,7 +252,9 @@ class _Planner:
         for index, (precision, size) in enumerate(self.wanted):
             regions = Regions(self.traces[precision, size])
             problem = build(regions, self.costs, options(regions, self.costs, self.excluded))
-            classes = lever_classes(Levers(precision=precision, microbatch_size=size), self.batch_size, self.couples_batch)
+            classes = lever_classes(
+                Levers(precision=precision, microbatch_size=size), self.batch_size, self.couples_batch
+            )
             combination = Combination(precision, size, _freest(classes), problem, self.time_limit_seconds)
             self.combinations.append(combination)
             self.progress("solve", index, len(self.wanted) + 1)
@@ -362,5 +373,3 @@ def lever_classes(levers: Levers, batch_size: int, couples_batch: bool) -> dict[
     if levers.precision != "32-true":
         classes[levers.precision] = "reduced"
     return classes
-
-

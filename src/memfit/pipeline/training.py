@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,12 +12,18 @@ import torch
 from memfit.capture.fake import nothing_changes, real_copy
 from memfit.capture.measure import measure_peak_bytes
 from memfit.cost.calibrate import calibrate
+from memfit.errors import UsageError
+from memfit.ir import codec
 from memfit.ir.modules import module_table
 from memfit.ir.plan import Levers, Plan
-from memfit.ir.record import Comparison, Views
-from memfit.pipeline.applying import applied, check_not_applied, check_plan
+from memfit.ir.record import Comparison, RunRecord, Views
+from memfit.pipeline.applying import applied, apply, check_not_applied, check_plan
 from memfit.pipeline.planning import capture_levers, predict
+from memfit.report.html import write as write_html
+from memfit.train.folder import METRICS, PLAN, REPORT, RUN, VIEWS, check_folder
+from memfit.train.log import Progress, read_lines
 from memfit.train.step import Step
+from memfit.train.trainer import Trainer
 from memfit.workload import Workload, tensors_of
 
 
@@ -57,7 +64,10 @@ def compare(
     batches = _first_batches(workload, steps)
     with nothing_changes(workload):
         both = [real_copy(workload), real_copy(workload)]
-        with applied(Levers(microbatch_size=plan.batch_size), both[0]) as plain, applied(plan.levers, both[1]) as planned:
+        with (
+            applied(Levers(microbatch_size=plan.batch_size), both[0]) as plain,
+            applied(plan.levers, both[1]) as planned,
+        ):
             losses, seconds = _interleave([plain, planned], batches, progress)
             peaks = [measure_peak_bytes(step, batches[0]) for step in (plain, planned)]
     return Comparison(
@@ -111,3 +121,91 @@ def _interleave(
         if progress is not None:
             progress(index + 1, len(batches))
     return losses, seconds
+
+
+def train(
+    plan: Plan,
+    workload: Workload,
+    *,
+    out: str | Path,
+    steps: int | None = None,
+    epochs: int | None = None,
+    evaluate_every: int | None = None,
+    checkpoint_every: int | None = None,
+    keep_checkpoints: int = 2,
+    measure_every: int | None = None,
+    compare_steps: int = 0,
+    tensorboard: bool = False,
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+    on_step: Callable[[Progress], None] | None = None,
+) -> RunRecord:
+    """Train a workload with a plan; the run's folder then holds all that `write_report` needs.
+
+    The workload's own model and optimizer are trained. For arguments not named here see `Trainer`.
+
+    Args:
+        plan: The plan.
+        workload: The workload it was made for.
+        out: Folder of the run.
+        compare_steps: Before training, steps to run side by side with the plain step, on copies (0 for none).
+        progress: Called with how many of those are done, of how many.
+
+    Raises:
+        UsageError: An argument is out of its range, or the plan does not fit the workload.
+        OutputError: `out` can't be written, or must not be overwritten.
+        NonFiniteError: The loss or a gradient is not finite.
+    """
+    folder = Path(out)
+    check_not_applied(workload)
+    check_plan(plan, workload)
+    check_folder(folder, overwrite=overwrite, resume=resume)
+    comparison = compare(plan, workload, steps=compare_steps, progress=progress) if compare_steps else None
+    drawn = codec.encode(views(plan, workload, comparison))
+    with apply(plan, workload) as step:
+        trainer = Trainer(
+            step,
+            plan,
+            out=folder,
+            steps=steps,
+            epochs=epochs,
+            evaluate_every=evaluate_every,
+            checkpoint_every=checkpoint_every,
+            keep_checkpoints=keep_checkpoints,
+            measure=measure_peak_bytes,
+            measure_every=measure_every,
+            tensorboard=tensorboard,
+            overwrite=overwrite,
+            resume=resume,
+            on_step=on_step,
+        )
+        try:
+            return trainer.fit()
+        finally:
+            if (folder / RUN).exists() and not (resume and (folder / VIEWS).exists()):
+                codec.write_atomic(folder / VIEWS, drawn)
+
+
+def write_report(run: str | Path, path: str | Path | None = None) -> Path:
+    """Write the report of a run: one HTML file that needs no network.
+
+    Args:
+        run: The run's folder.
+        path: The file; `report.html` in the folder by default.
+
+    Raises:
+        UsageError: The folder holds no run, or its files can't be read.
+        MissingExtraError: Plotly or Jinja is not installed.
+        OutputError: The file can't be written.
+    """
+    folder = Path(run)
+    if not (folder / RUN).is_file():
+        raise UsageError(f"{folder} holds no {RUN}: name the folder of a run, which `memfit train --out` makes")
+    return write_html(
+        path or folder / REPORT,
+        codec.read(folder / PLAN, Plan),
+        codec.read(folder / VIEWS, Views, error=UsageError),
+        codec.read(folder / RUN, RunRecord, error=UsageError),
+        read_lines(folder / METRICS),
+    )

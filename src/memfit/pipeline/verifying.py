@@ -13,6 +13,7 @@ from memfit.capture.measure import measure_peak_bytes
 from memfit.cost.calibrate import calibrate
 from memfit.errors import CaptureError
 from memfit.ir.plan import Levers, Numerics, Plan
+from memfit.ir.verification import GradientDifference, Verification
 from memfit.pipeline.applying import applied, check_not_applied, check_plan
 from memfit.pipeline.planning import capture_levers, lever_classes, predict
 from memfit.units import format_bytes
@@ -22,51 +23,6 @@ TOLERANCE: dict[Numerics, float] = {"exact": 0.0, "reordered": 1e-3, "reduced": 
 """Largest relative difference of the loss, and of all gradients in the Euclidean norm, by numerics class."""
 
 PREDICTION_TOLERANCE = 0.05
-
-
-class GradientDifference(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a parameter's gradient under the plan is from the plain one.
-
-    Attributes:
-        relative: ‖planned − plain‖ / ‖plain‖.
-        equal: Bit for bit.
-    """
-
-    parameter: str
-    relative: float
-    equal: bool
-
-
-class Verification(msgspec.Struct, frozen=True, kw_only=True):
-    """What `verify` found.
-
-    Attributes:
-        failures: What the plan says and is not so; empty when it holds.
-        loss_difference: Relative.
-        gradient_difference: Relative, over all parameters together.
-        bitwise: Whether the loss and every gradient are equal bit for bit.
-        measured_peak_bytes: Of the planned step.
-        plain_measured_peak_bytes: Of the plain step.
-    """
-
-    failures: list[str]
-    numerics: Numerics
-    plain_loss: float
-    planned_loss: float
-    loss_difference: float
-    gradient_difference: float
-    bitwise: bool
-    gradients: list[GradientDifference]
-    predicted_peak_bytes: int
-    measured_peak_bytes: int
-    plain_measured_peak_bytes: int
-    budget_bytes: int
-    notes: list[str]
-
-    @property
-    def holds(self) -> bool:
-        """Whether the plan is what it says."""
-        return not self.failures
 
 
 def verify(plan: Plan, workload: Workload) -> Verification:
@@ -159,11 +115,15 @@ def _failures(plan: Plan, workload: Workload, found: Verification) -> list[str]:
             f" {format_bytes(found.measured_peak_bytes)} was measured: {off:.1%} off, more than {PREDICTION_TOLERANCE:.0%}"
         )
     if plan.numerics == "exact" and not found.bitwise:
-        failures.append("the plan's class is exact, but the loss or a gradient is not bitwise equal to the plain step's")
+        failures.append(
+            "the plan's class is exact, but the loss or a gradient is not bitwise equal to the plain step's"
+        )
     tolerance = TOLERANCE[plan.numerics]
     for what, difference in (("loss", found.loss_difference), ("gradients", found.gradient_difference)):
         if not difference <= tolerance:
-            failures.append(f"the {what} differ by {difference:.2e}, more than class {plan.numerics} allows ({tolerance:g})")
+            failures.append(
+                f"the {what} differ by {difference:.2e}, more than class {plan.numerics} allows ({tolerance:g})"
+            )
     return failures
 
 
@@ -182,9 +142,7 @@ def _prediction_failures(plan: Plan, workload: Workload) -> list[str]:
             f"the plan states predicted.peak_bytes={plan.predicted.peak_bytes}, but its levers give"
             f" {prediction.peak_bytes}: it was changed after it was made, or made with another torch"
         )
-    classes = lever_classes(
-        plan.levers, batch_size_of(workload.batch), any(m.couples_batch for m in trace.modules)
-    )
+    classes = lever_classes(plan.levers, batch_size_of(workload.batch), any(m.couples_batch for m in trace.modules))
     if classes != plan.classes:
         failures.append(f"the plan states the classes {plan.classes}, but its levers have {classes}")
     return failures

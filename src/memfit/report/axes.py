@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import html
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,7 +36,7 @@ def label(text: str, width: int = 64) -> str:
 
 def css_name(category: str) -> str:
     """Return the name that a category's colour has in the style sheet."""
-    return f"--c-{category.replace(' ', '-')}"
+    return "--c-" + re.sub("[^a-z0-9]+", "-", category.lower())
 
 
 def byte_unit(largest_bytes: float) -> tuple[str, int]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from memfit.ir.plan import Candidate, Plan
+from memfit.ir.plan import Candidate, Plan, Prediction
 from memfit.ir.timeline import TIMELINE_CATEGORIES, Timeline
 from memfit.report.axes import (
     FAR_BUDGET,
@@ -59,7 +59,8 @@ def timeline_figure(timeline: Timeline, *, categories: Sequence[str], budget_byt
     shapes = _phase_shapes(timeline.phases)
     if total:
         data.append(_peak_marker(timeline, size))
-        annotations.append(_peak_label(timeline, size))
+        near = 0 <= budget_bytes - timeline.peak_bytes < top_bytes / 12
+        annotations.append(_peak_label(timeline, budget_bytes if near else timeline.peak_bytes, size))
     shape, text = _budget(budget_bytes, top_bytes, size, left=timeline.peak_index > len(total) / 2)
     return {
         "data": data,
@@ -126,12 +127,13 @@ def _peak_marker(timeline: Timeline, size: int) -> dict[str, Any]:
     }
 
 
-def _peak_label(timeline: Timeline, size: int) -> dict[str, Any]:
+def _peak_label(timeline: Timeline, at_bytes: int, size: int) -> dict[str, Any]:
+    """Return what is written by the peak, at a height at which it stands clear of the budget's line."""
     late = timeline.peak_index > len(timeline.labels) / 2
     return annotation(
         f"<b>peak {format_bytes(timeline.peak_bytes)}</b>",
         x=timeline.peak_index,
-        y=timeline.peak_bytes / size,
+        y=at_bytes / size,
         xanchor="right" if late else "left",
         xshift=-9 if late else 9,
         yanchor="bottom",
@@ -190,7 +192,7 @@ def _phase_labels(phases: Sequence[str]) -> list[dict[str, Any]]:
 def _phase_shapes(phases: Sequence[str]) -> list[dict[str, Any]]:
     """Return a hairline between passes, and a bar over the chart where operators run again."""
     hairline = {"color": "var(--ink-2)", "width": 1, "dash": "dot"}
-    spans = _pass_spans(phases)[1:]
+    spans = [span for span in _pass_spans(phases) if span[1] > len(phases) / 100]
     lines = spans if len(spans) <= 40 else []
     shapes: list[dict[str, Any]] = [
         {"type": "line", "name": "pass", "yref": "paper", "x0": x, "x1": x, "y0": 0, "y1": 1, "line": hairline}
@@ -215,44 +217,25 @@ def _joined(spans: Sequence[tuple[int, int]], gap: float) -> list[tuple[int, int
 
 def frontier_figure(plan: Plan) -> Figure:
     """Return the frontier: predicted peak against step time, with the plain step, this plan, and the budget."""
-    points = [(c.peak_bytes, c.step_seconds) for c in plan.frontier]
-    ends = [(p.peak_bytes, p.step_seconds) for p in (plan.plain, plan.predicted)]
-    largest_bytes = max(peak for peak, _ in [*points, *ends])
-    unit, size = byte_unit(max(1, largest_bytes))
-    time_unit, time_size = second_unit(max(seconds for _, seconds in [*points, *ends]))
-    chosen = chosen_index(plan)
-    allowed = [c for i, c in enumerate(plan.frontier) if i != chosen and is_allowed(c, plan.allowed)]
-    best = _staircase([c for c in plan.frontier if is_allowed(c, plan.allowed)])
-
-    def scatter(name: str, chosen_points: Sequence[tuple[float, float]], **more: Any) -> dict[str, Any]:
-        x, y = [p[0] / size for p in chosen_points], [p[1] / time_size for p in chosen_points]
-        hover = {"hovertemplate": "%{hovertext}<extra></extra>"} if "hovertext" in more else {"hoverinfo": "skip"}
-        return {"type": "scatter", "mode": "markers+text", "name": name, "x": x, "y": y, **hover, **more}
-
-    def group(name: str, members: Sequence[Candidate], marker: dict[str, Any]) -> dict[str, Any]:
-        at = [(c.peak_bytes, c.step_seconds) for c in members]
-        return scatter(name, at, marker=marker, hovertext=[_candidate_text(plan, c) for c in members])
-
-    thin = {"color": "var(--accent)", "width": 1.5, "shape": "hv", "dash": "dot"}
-    data = [scatter("", best, mode="lines", line=thin, showlegend=False)]
-    data.append(group("allowed", allowed, _marker("circle", "var(--accent)", 9)))
-    for name, members, marker in _denied_groups(plan):
-        written = {"text": [f" {members[0].numerics}"], "textposition": "middle right"}
-        data.append(group(name, members, marker) | written)
-    star = _marker("star", "var(--chosen)", 17)
-    ours = scatter("this plan", ends[1:], marker=star, hovertext=[_plan_text(plan)])
-    if chosen is not None:
-        ours = group("this plan", [plan.frontier[chosen]], star)
-    plain = _marker("square", "var(--ink)", 10)
-    data.append(scatter("plain step", ends[:1], marker=plain, hovertext=[_plain_text(plan)]))
-    data.append(ours | {"text": ["<b>this plan</b>"], "textposition": "bottom center"})
+    points: list[Candidate | Prediction] = [*plan.frontier, plan.plain, plan.predicted]
+    largest_bytes = max(point.peak_bytes for point in points)
+    unit, size = byte_unit(largest_bytes)
+    time_unit, time_size = second_unit(max(point.step_seconds for point in points))
     shapes, text = _budget(plan.budget_bytes, int(FAR_BUDGET * largest_bytes), size, left=False)
     for shape in shapes:
-        shape |= {"xref": "x", "yref": "paper", "x0": shape["y0"], "x1": shape["y1"], "y0": 0, "y1": 1}
+        shape |= {
+            "layer": "below",
+            "xref": "x",
+            "yref": "paper",
+            "x0": shape["y0"],
+            "x1": shape["y1"],
+            "y0": 0,
+            "y1": 1,
+        }
     side = {"x": plan.budget_bytes / size, "xanchor": "left", "yref": "paper", "y": 1, "yanchor": "bottom"}
     text |= {**side, "xref": "x"} if shapes else {}
     return {
-        "data": data,
+        "data": _frontier_traces(plan, size, time_size),
         "layout": base_layout(
             f"peak allocated ({unit})",
             f"step time ({time_unit})",
@@ -264,6 +247,34 @@ def frontier_figure(plan: Plan) -> Figure:
             margin={"t": 34},
         ),
     }
+
+
+def _frontier_traces(plan: Plan, size: float, time_size: float) -> list[dict[str, Any]]:
+    chosen = chosen_index(plan)
+    within = [candidate for candidate in plan.frontier if is_allowed(candidate, plan.allowed)]
+    others = [c for i, c in enumerate(plan.frontier) if i != chosen and is_allowed(c, plan.allowed)]
+    ours = plan.predicted if chosen is None else plan.frontier[chosen]
+
+    def scatter(points: Sequence[Candidate | Prediction], name: str, **more: Any) -> dict[str, Any]:
+        x = [point.peak_bytes / size for point in points]
+        y = [point.step_seconds / time_size for point in points]
+        told = [_point_text(plan, point) for point in points]
+        hover = {"hovertext": told, "hovertemplate": "%{hovertext}<extra></extra>"}
+        return {"type": "scatter", "mode": "markers+text", "name": name, "x": x, "y": y, **hover, **more}
+
+    thin = {"color": "var(--accent)", "width": 1.5, "shape": "hv", "dash": "dot"}
+    unseen = {"showlegend": False, "hoverinfo": "skip", "hovertemplate": None}
+    traces = [
+        scatter(_staircase(within), "", mode="lines", line=thin, **unseen),
+        scatter(others, "allowed", marker=_marker("circle", "var(--accent)", 9)),
+    ]
+    for name, members, marker in _denied_groups(plan):
+        written = {"text": [f" {members[0].numerics}"], "textposition": "middle right"}
+        traces.append(scatter(members, name, marker=marker, **written))
+    written = {"text": ["<b>this plan</b>"], "textposition": "bottom left"}
+    traces.append(scatter([plan.plain], "plain step", marker=_marker("square", "var(--ink)", 10)))
+    traces.append(scatter([ours], "this plan", marker=_marker("star", "var(--chosen)", 17), **written))
+    return traces
 
 
 def _denied_groups(plan: Plan) -> list[tuple[str, list[Candidate], dict[str, Any]]]:
@@ -282,41 +293,27 @@ def _marker(symbol: str, colour: str, size: int) -> dict[str, Any]:
     return {"symbol": symbol, "color": colour, "size": size, "line": {"width": 1.5, "color": edge}}
 
 
-def _staircase(candidates: Sequence[Candidate]) -> list[tuple[float, float]]:
-    """Return the points that no other beats in both peak and step time, from the leanest."""
-    best: list[tuple[float, float]] = []
+def _staircase(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return the candidates that no other beats in both peak and step time, from the leanest."""
+    best: list[Candidate] = []
     for candidate in sorted(candidates, key=lambda c: (c.peak_bytes, c.step_seconds)):
-        if not best or candidate.step_seconds < best[-1][1]:
-            best.append((candidate.peak_bytes, candidate.step_seconds))
+        if not best or candidate.step_seconds < best[-1].step_seconds:
+            best.append(candidate)
     return best
 
 
-def _point_text(plan: Plan, peak_bytes: int, step_seconds: float) -> str:
-    ratio = ratio_text(step_seconds, plan.plain.step_seconds)
-    return f"<b>{format_bytes(peak_bytes)}, {seconds_text(step_seconds)}</b> ({ratio} of plain)"
-
-
-def _candidate_text(plan: Plan, candidate: Candidate) -> str:
-    levers = candidate.levers
+def _point_text(plan: Plan, point: Candidate | Prediction) -> str:
+    """Return what the mouse is told about a point."""
+    ratio = ratio_text(point.step_seconds, plan.plain.step_seconds)
+    lines = [f"<b>{format_bytes(point.peak_bytes)}, {seconds_text(point.step_seconds)}</b> ({ratio} of plain)"]
+    if isinstance(point, Prediction):
+        return "<br>".join([*lines, "the step as it was" if point is plan.plain else "the plan, predicted"])
+    levers = point.levers
     regions = [label(group.name, 40) for group in region_groups(levers.regions)]
+    lines.append(f"{levers.precision}, microbatch {levers.microbatch_size:,}, {point.numerics}, {point.status}")
+    lines.append(f"{len(levers.regions):,} modules recomputed:" if regions else "nothing recomputed")
     more = [f"and {len(regions) - 4} more"] if len(regions) > 4 else []
-    return "<br>".join(
-        [
-            _point_text(plan, candidate.peak_bytes, candidate.step_seconds),
-            f"{levers.precision}, microbatch {levers.microbatch_size:,}, {candidate.numerics}, {candidate.status}",
-            f"{len(levers.regions):,} modules recomputed" + (":" if regions else ""),
-            *regions[:4],
-            *more,
-        ]
-    )
-
-
-def _plain_text(plan: Plan) -> str:
-    return f"{_point_text(plan, plan.plain.peak_bytes, plan.plain.step_seconds)}<br>the step as it was"
-
-
-def _plan_text(plan: Plan) -> str:
-    return f"{_point_text(plan, plan.predicted.peak_bytes, plan.predicted.step_seconds)}<br>as the plan was predicted"
+    return "<br>".join([*lines, *regions[:4], *more])
 
 
 def curve_figure(

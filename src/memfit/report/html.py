@@ -40,7 +40,7 @@ from memfit.report.summary import (
 from memfit.units import format_bytes
 from memfit.version import __version__
 
-_FEW = 400
+_MAX_LOSS_ROWS = 400
 
 
 def write(path: str | Path, plan: Plan, views: Views, run: RunRecord | None, metrics: list[dict[str, Any]]) -> Path:
@@ -61,7 +61,8 @@ def render(plan: Plan, views: Views, run: RunRecord | None, metrics: list[dict[s
         views: Its timelines before and after, its modules, and the comparison of both steps if there is one.
         run: The training run, if there is one.
         metrics: A line for each step of the run, with the keys step, loss, grad_norm, skipped, loss_scale,
-            seconds and peak_bytes, of which any but step may be missing or None.
+            seconds and peak_bytes, of which any but step may be missing or None. A line without a key, as
+            that of an evaluation, is no gap in the curve; one with None is.
 
     Raises:
         MissingExtraError: plotly or jinja2 is not installed.
@@ -122,11 +123,10 @@ def _figures(plan: Plan, views: Views, metrics: Sequence[dict[str, Any]]) -> dic
         "after": timeline_figure(views.planned, **shared),
         "frontier": frontier_figure(plan),
     }
-    steps = [line["step"] for line in metrics]
     for key, name, unit in (("loss", "loss", None), ("seconds", "step time", second_unit)):
-        values = [line.get(key) for line in metrics]
-        if any(value is not None for value in values):
-            figures[key] = curve_figure(steps, values, name, unit)
+        lines = [line for line in metrics if key in line]
+        if any(line[key] is not None for line in lines):
+            figures[key] = curve_figure([line["step"] for line in lines], [line[key] for line in lines], name, unit)
     return figures
 
 
@@ -157,6 +157,7 @@ def _context(plan: Plan, views: Views, run: RunRecord | None, metrics: Sequence[
         "thinned": max(len(views.plain.labels), len(views.planned.labels)) > MAX_POINTS,
         "categories": _category_rows(views),
         "views": views,
+        "views_change": change_text(views.planned.peak_bytes, views.plain.peak_bytes),
         "largest_saved": max([1, *(max(row.saved_bytes, row.planned_saved_bytes) for row in views.modules)]),
         "comparison": comparison_rows(plan, views.comparison, run),
         "losses": loss_text(views.comparison) if views.comparison else None,
@@ -222,4 +223,4 @@ def _loss_rows(comparison: Comparison | None) -> list[tuple[int, str, str, str]]
         (step, f"{plain:.7g}", f"{planned:.7g}", "0" if plain == planned else f"{planned - plain:+.1e}")
         for step, (plain, planned) in enumerate(pairs, 1)
     ]
-    return rows[:_FEW]
+    return rows[:_MAX_LOSS_ROWS]

@@ -14,7 +14,7 @@ from memfit.units import format_bytes, format_seconds
 
 MISSING = "—"
 _LEVER_STEMS = {
-    "precision": ("precision",),
+    "precision": ("precision", "mixed", "true"),
     "microbatch": ("microbatch", "accumulat"),
     "checkpointing": ("checkpoint", "region", "remat"),
 }

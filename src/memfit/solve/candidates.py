@@ -15,7 +15,9 @@ from memfit.ir.simulate import overhead_seconds, repeats
 from memfit.ir.trace import Trace
 
 _KEPT_SHARES = (0.3, 0.6, 0.85, 0.97)
+_EXPENSIVE_SHARE = 0.02
 _LEAST_SHARE = 0.002
+_CAST = "aten._to_copy.default"
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,9 @@ def _writes_outside(trace: Trace, region: RegionCall) -> str | None:
 def options(regions: Regions, costs: CostTable, excluded: Collection[str] = ()) -> list[Option]:
     """Return every way to checkpoint each region that may be and that holds enough to matter.
 
-    For each region: everything recomputed, and nested sets of kept operators, those with the most
-    seconds a byte first, which cover growing shares of the region's seconds.
+    For each region: everything recomputed, and nested sets of its expensive operators kept, those with
+    the most seconds a byte first, which cover growing shares of the region's seconds. Operators that
+    draw random numbers are never kept: those after them would draw others.
 
     Args:
         regions: The regions of a trace.
@@ -112,6 +115,8 @@ def _keeps(regions: Regions, region: RegionCall, seconds: npt.NDArray[np.float64
     for op in range(region.start, region.cut):
         record, born = trace.ops[op], trace.births[op]
         nbytes = sum(trace.storages[s].nbytes for s in born)
+        if record.name == _CAST and trace.precision != "32-true":
+            continue  # autocast casts a weight that several modules share once, but again in each recomputation
         if nbytes and not record.random and not record.mutates and not mutated.intersection(born):
             worth.append((seconds[op] / nbytes, op))
     ranked = [op for _, op in sorted(worth, reverse=True)]

@@ -8,7 +8,11 @@ the solver's own floats are not believed.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -113,7 +117,8 @@ class Solver:
         integral = np.concatenate([np.ones(self._n_x), np.zeros(self._n_z + extra)])
         constraints = [*limits, LinearConstraint(structure, low, high)] if structure.shape[0] else limits
         options = {"time_limit": max(0.1, deadline - time.monotonic()), "mip_rel_gap": 1e-4}
-        return milp(cost, constraints=constraints, bounds=Bounds(0, upper), integrality=integral, options=options)
+        with _silent_output():
+            return milp(cost, constraints=constraints, bounds=Bounds(0, upper), integrality=integral, options=options)
 
     def _structural_constraints(self) -> tuple[csr_array, Floats, Floats]:
         """At most one option along each chain; each z at least each of its activities."""
@@ -152,3 +157,15 @@ class Solver:
         return bool(new)
 
 
+@contextlib.contextmanager
+def _silent_output() -> Iterator[None]:
+    """Keep HiGHS from writing to the process's standard output, which it does even when told not to."""
+    sys.stdout.flush()
+    with open(os.devnull, "w") as nothing:
+        kept = os.dup(1)
+        try:
+            os.dup2(nothing.fileno(), 1)
+            yield
+        finally:
+            os.dup2(kept, 1)
+            os.close(kept)

@@ -22,7 +22,6 @@ import numpy.typing as npt
 from memfit.ir.cost import CostTable
 from memfit.ir.remat import RegionCall, Regions, keepers
 from memfit.ir.simulate import Selection, repeats
-from memfit.ir.trace import Trace
 from memfit.solve.candidates import Option
 
 Activity = tuple[bool, frozenset[int]]
@@ -236,7 +235,7 @@ class _Builder:
             for storage in self.trace.births[op]:
                 if storage not in saved:
                     change[0] += self.trace.storages[storage].nbytes
-                    change[min(op, region.cut - 1) - region.start + 1] -= self.trace.storages[storage].nbytes
+                    change[self.regions.released(region, storage) - region.start + 1] -= self.trace.storages[storage].nbytes
         inside = np.cumsum(change)[:-1]
         runs = [0 if op in kept else workspace[op] for op in range(region.start, region.cut)]
         return int(np.max(inside + np.array(runs, np.int64), initial=0))

@@ -230,7 +230,7 @@ def _write(folder: Path, step: Step, plan: Plan, state: TrainingState) -> None:
         _sync(folder / name)
     manifest = Checkpoint(
         memfit_version=__version__,
-        torch_version=torch.__version__,
+        torch_version=str(torch.__version__),
         workload=step.workload.name,
         fingerprint=fingerprint(step.workload),
         step=step.steps,

@@ -11,6 +11,7 @@ from memfit.train import checkpoint
 from memfit.train.log import read_lines
 
 RUN, PLAN, METRICS, TENSORBOARD = "run.json", "plan.json", "metrics.jsonl", "tensorboard"
+VIEWS, REPORT = "views.json", "report.html"
 
 
 def check_folder(out: Path, *, overwrite: bool, resume: bool) -> None:
@@ -29,9 +30,10 @@ def check_folder(out: Path, *, overwrite: bool, resume: bool) -> None:
     except OSError as e:
         raise OutputError(f"can't read out={str(out)!r}: {e.strerror or e}") from e
     if resume:
-        if checkpoint.latest(out) is None:
+        newest = checkpoint.latest(out)
+        if newest is None:
             raise CheckpointError(f"out={str(out)!r} holds no complete checkpoint: start again with overwrite=True")
-        _check_only_own_in_the_way(out)
+        _check_only_own_in_the_way(out, after_step=checkpoint.step_of(newest))
     elif names and not overwrite:
         raise OutputError(
             f"out={str(out)!r} is not empty, it holds {', '.join(names[:3])}{' and more' if len(names) > 3 else ''}:"
@@ -51,7 +53,7 @@ def clear_folder(out: Path) -> None:
         for path in _checkpoints(out):
             checkpoint.remove(path)
         checkpoint.remove_leftovers(out)
-        for name in (METRICS, RUN, PLAN):
+        for name in (METRICS, RUN, PLAN, VIEWS, REPORT):
             (out / name).unlink(missing_ok=True)
         events = out / TENSORBOARD
         for path in events.glob("events.out.tfevents.*"):
@@ -70,8 +72,10 @@ def _check_writable(out: Path) -> None:
         raise OutputError(f"can't write to out={str(out)!r}: no permission to write to {existing}")
 
 
-def _check_only_own_in_the_way(out: Path) -> None:
-    foreign = [path for path in _checkpoints(out) if not checkpoint.is_ours(path)]
+def _check_only_own_in_the_way(out: Path, *, after_step: int | None = None) -> None:
+    """Raise OutputError if the run would write where something foreign is; checkpoints are written after a step."""
+    first = -1 if after_step is None else after_step
+    foreign = [p for p in _checkpoints(out) if (checkpoint.step_of(p) or 0) > first and not checkpoint.is_ours(p)]
     foreign += [out / name for name in (RUN, PLAN) if (out / name).exists() and not _is_own_json(out / name)]
     if foreign:
         raise OutputError(f"{foreign[0]} is in the way, and memfit did not write it: move it, or give another out=")

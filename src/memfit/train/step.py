@@ -309,7 +309,8 @@ class _Window:
     def finish(self, gradients: list[torch.Tensor]) -> None:
         """Correct the gradients for the guessed count."""
         if self.divisor is not None and self.microbatches > 1 and gradients:
-            torch._foreach_mul_(gradients, self.divisor / self.count)
+            divisor = self.divisor.double() if isinstance(self.divisor, torch.Tensor) else self.divisor
+            torch._foreach_mul_(gradients, divisor / self.count)
 
     def mean_loss(self) -> float:
         """Return the mean loss of the window."""

@@ -1,0 +1,57 @@
+"""What the benchmarks share: arguments, result files, and the measured truth."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memfit.capture.fake import real_copy
+from memfit.devices.allocation import allocated
+from memfit.devices.host import devices, host_name
+from memfit.ir import codec
+from memfit.ir.plan import Levers
+from memfit.pipeline.applying import applied
+from memfit.version import __version__
+from memfit.workload import Workload
+
+Case = dict[str, Any]
+
+
+def main(name: str, run: Callable[[bool], tuple[list[Case], dict[str, Any]]], doc: str | None) -> None:
+    """Run a benchmark from the command line and write its result file where asked."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=doc)
+    parser.add_argument("--quick", action="store_true", help="fewer cases, about two minutes on two cores")
+    parser.add_argument("--json", type=Path, metavar="FILE", help=f"e.g. benchmarks/results/{name}-{host_name()}.json")
+    arguments = parser.parse_args()
+    cases, summary = run(arguments.quick)
+    print(json.dumps(summary, indent=2))
+    if arguments.json is not None:
+        result = {
+            "command": f"python -m benchmarks.{name}" + (" --quick" if arguments.quick else ""),
+            "machine": {"name": host_name(), "description": devices()[0].description, "threads": torch.get_num_threads()},
+            "versions": {"memfit": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
+            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+            "cases": cases,
+            "summary": summary,
+        }
+        codec.write_atomic(arguments.json, json.dumps(result, indent=1).encode() + b"\n")
+        print(f"written to {arguments.json}", file=sys.stderr)
+
+
+def whole_run_peak_bytes(workload: Workload, levers: Levers, steps: int = 2) -> int:
+    """Return the peak that the allocator reported over a whole run, the making of its copy of the workload included."""
+    with allocated() as meter:
+        copied = real_copy(workload)
+        with applied(levers, copied) as step:
+            for _ in range(steps):
+                step(copied.batch)
+        del copied, step
+    return meter.peak_bytes

@@ -1,0 +1,261 @@
+"""The command line: one command for each verb of the library."""
+
+from __future__ import annotations
+
+import enum
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from memfit.cli.output import err, out, print_error, print_json, stages
+from memfit.errors import MemfitError, UsageError, VerificationError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help=(
+        "Make a PyTorch training step fit the memory you have, at the smallest slow-down that can be found.\n\n"
+        "A WORKLOAD is file.py:function or package.module:function, where the function takes nothing and returns"
+        " a memfit.Workload.\n\n"
+        "Exit status: 0 done, 2 wrong use or a step that can't be captured, 3 no plan fits the budget,"
+        " 4 a plan is not what it says, 5 the loss is not finite."
+    ),
+)
+
+WorkloadName = Annotated[
+    str, typer.Argument(metavar="WORKLOAD", help="file.py:function or package.module:function.", show_default=False)
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
+DeviceName = Annotated[str, typer.Option(help="Device to predict for; see `memfit devices`.")]
+PlanFile = Annotated[Path, typer.Option("--plan", help="A plan that `memfit plan` wrote.", show_default=False)]
+Overwrite = Annotated[bool, typer.Option(help="Replace what is there already.")]
+
+
+class NumericsName(enum.StrEnum):
+    """How far the numbers of the training may change."""
+
+    exact = "exact"
+    reordered = "reordered"
+    reduced = "reduced"
+    changed = "changed"
+
+
+class PrecisionName(enum.StrEnum):
+    """Precisions of the step."""
+
+    fp32 = "32-true"
+    bf16 = "bf16-mixed"
+    fp16 = "16-mixed"
+
+
+def main() -> None:
+    """Run the command line; errors that memfit raises end it with their exit status, without a traceback."""
+    try:
+        app()
+    except MemfitError as e:
+        print_error(e, "--json" in sys.argv)
+        raise SystemExit(e.exit_status) from None
+    except KeyboardInterrupt:
+        err.print("interrupted")
+        raise SystemExit(130) from None
+
+
+@app.command()
+def estimate(
+    workload: WorkloadName,
+    device: DeviceName = "cpu",
+    precision: Annotated[PrecisionName, typer.Option(help="Precision of the step.")] = PrecisionName.fp32,
+    microbatch_size: Annotated[
+        int | None, typer.Option(help="Samples in one forward and backward pass; the whole batch by default.", min=1)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Predict the peak (bytes) and the time (seconds) of the step as it is, without running it."""
+    from memfit import pipeline
+    from memfit.report.tables import prediction_table
+
+    loaded = pipeline.load_workload(workload)
+    with stages() as progress:
+        found = pipeline.estimate(
+            loaded, device=device, precision=precision.value, microbatch_size=microbatch_size, progress=progress
+        )
+    if as_json:
+        print_json(found)
+    else:
+        out.print(prediction_table(found, f"{loaded.name} on {device}, {precision.value}"))
+
+
+@app.command()
+def plan(
+    workload: WorkloadName,
+    budget: Annotated[
+        str,
+        typer.Option(help="Bytes, or with a unit (1.5GiB, 22GB), or a share of the device (90%).", show_default=False),
+    ],
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan there, as JSON.")] = None,
+    device: DeviceName = "cpu",
+    numerics: Annotated[
+        NumericsName, typer.Option(help="How far the numbers of the training may change.")
+    ] = NumericsName.reordered,
+    precision: Annotated[
+        list[PrecisionName] | None,
+        typer.Option(help="Precisions to search, repeatable; 32-true and bf16-mixed by default.", show_default=False),
+    ] = None,
+    points: Annotated[int, typer.Option(help="Budgets on the frontier, per precision and microbatch size.", min=1)] = 8,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Choose the fastest combination of levers whose predicted peak fits a budget in bytes."""
+    from memfit import pipeline
+    from memfit.report.tables import frontier_table, plan_table
+
+    _check_new(output, overwrite)
+    loaded = pipeline.load_workload(workload)
+    with stages() as progress:
+        found = pipeline.plan(
+            loaded,
+            budget=budget,
+            device=device,
+            numerics=numerics.value,
+            precisions=[p.value for p in precision] if precision else None,
+            points=points,
+            progress=progress,
+        )
+    if output is not None:
+        pipeline.save_plan(found, output)
+    if as_json:
+        print_json(found)
+    else:
+        out.print(plan_table(found), frontier_table(found))
+        if output is not None:
+            out.print(f"Written to {output}", highlight=False)
+
+
+@app.command()
+def verify(workload: WorkloadName, plan: PlanFile, as_json: AsJson = False) -> None:
+    """Run the plain and the planned step side by side: numerics and peak bytes, against what the plan says."""
+    from memfit import pipeline
+    from memfit.report.listings import verification_table
+
+    loaded, read = pipeline.load_workload(workload), pipeline.load_plan(plan)
+    with stages() as progress:
+        progress("verify", 0, 1)
+        found = pipeline.verify(read, loaded)
+        progress("verify", 1, 1)
+    if as_json:
+        print_json({**msgspec.structs.asdict(found), "holds": found.holds})
+    else:
+        out.print(verification_table(found))
+    if not found.holds:
+        raise VerificationError(f"{plan} does not hold: " + "; ".join(found.failures))
+
+
+@app.command()
+def train(
+    workload: WorkloadName,
+    plan: PlanFile,
+    output: Annotated[Path, typer.Option("--out", help="The run's folder.", show_default=False)],
+    steps: Annotated[int | None, typer.Option(help="Optimizer updates; or give --epochs.", min=1)] = None,
+    epochs: Annotated[
+        int | None, typer.Option(help="Passes over the workload's batches; or give --steps.", min=1)
+    ] = None,
+    evaluate_every: Annotated[int | None, typer.Option(help="Steps between evaluations.", min=1)] = None,
+    checkpoint_every: Annotated[int | None, typer.Option(help="Steps between checkpoints.", min=1)] = None,
+    keep_checkpoints: Annotated[int, typer.Option(help="Checkpoints that are kept.", min=1)] = 2,
+    measure_every: Annotated[
+        int | None,
+        typer.Option(help="Steps between measurements of the peak; the second step is measured in any case.", min=1),
+    ] = None,
+    compare: Annotated[
+        int, typer.Option(help="Before training, steps to run side by side with the plain step; 0 for none.", min=0)
+    ] = 0,
+    tensorboard: Annotated[bool, typer.Option(help="Write TensorBoard scalars too.")] = False,
+    resume: Annotated[bool, typer.Option(help="Go on from the run's latest checkpoint.")] = False,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train with a plan: metrics, checkpoints and a report in the run's folder."""
+    from memfit import pipeline
+    from memfit.cli.training import train_with_bar
+
+    if (steps is None) == (epochs is None):
+        raise UsageError("give one of --steps and --epochs")
+    loaded, read = pipeline.load_workload(workload), pipeline.load_plan(plan)
+    record = train_with_bar(
+        read,
+        loaded,
+        out=output,
+        steps=steps,
+        epochs=epochs,
+        evaluate_every=evaluate_every,
+        checkpoint_every=checkpoint_every,
+        keep_checkpoints=keep_checkpoints,
+        measure_every=measure_every,
+        compare_steps=compare,
+        tensorboard=tensorboard,
+        resume=resume,
+        overwrite=overwrite,
+    )
+    if as_json:
+        print_json(record)
+    else:
+        out.print(
+            f"{record.steps} steps, loss {record.first_loss:.4g} → {record.last_loss:.4g}; in {output}", highlight=False
+        )
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.", show_default=False)],
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="The file; RUN/report.html by default.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a run's report: one HTML file that needs no network."""
+    from memfit import pipeline
+
+    written = pipeline.write_report(run, output)
+    if as_json:
+        print_json({"report": str(written)})
+    else:
+        out.print(f"Written to {written}", highlight=False)
+
+
+@app.command()
+def devices(as_json: AsJson = False) -> None:
+    """Show the devices of this machine, with their memory."""
+    from memfit import pipeline
+    from memfit.report.listings import device_table
+
+    found = pipeline.devices()
+    if as_json:
+        print_json(found)
+    else:
+        out.print(device_table(found))
+
+
+@app.command()
+def demo(
+    output: Annotated[Path, typer.Option("--out", help="The run's folder.")] = Path("runs/demo"),
+    steps: Annotated[int, typer.Option(help="Optimizer updates.", min=2)] = 60,
+    budget: Annotated[str, typer.Option(help="Memory budget; the plain step needs about 573 MiB.")] = "128MiB",
+    overwrite: Overwrite = False,
+) -> None:
+    """Train a byte-level GPT on Python's standard library under a budget that the plain step does not meet."""
+    from memfit.cli.demo import run_demo
+
+    run_demo(output, steps, budget, overwrite)
+
+
+def _check_new(path: Path | None, overwrite: bool) -> None:
+    """Refuse to replace a file.
+
+    Raises:
+        UsageError: It exists, and `overwrite` is false.
+    """
+    if path is not None and path.exists() and not overwrite:
+        raise UsageError(f"--output {path} exists already: name another file, or give --overwrite")

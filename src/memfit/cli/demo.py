@@ -1,0 +1,59 @@
+"""The demonstration: a byte-level GPT on Python's standard library, under a budget that the plain step does not meet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.rule import Rule
+
+from memfit import pipeline
+from memfit.cli.output import out, stages
+from memfit.cli.training import train_with_bar
+from memfit.ir import codec
+from memfit.ir.record import Views
+from memfit.recipes import byte_lm
+from memfit.report.tables import comparison_table, frontier_table, plan_table, prediction_table
+from memfit.train.folder import VIEWS, check_folder
+from memfit.units import format_bytes
+
+_COMPARED_STEPS = 6
+
+
+def run_demo(folder: Path, steps: int, budget: str, overwrite: bool) -> None:
+    """Estimate, plan, compare, train and report, showing each.
+
+    Raises:
+        OutputError: The folder can't be written, or holds something.
+        InfeasibleError: No plan fits the budget.
+    """
+    check_folder(folder, overwrite=overwrite, resume=False)
+    workload = byte_lm()
+    with stages() as progress:
+        plain = pipeline.estimate(workload, progress=progress)
+    out.print(Rule("The plain step, predicted without running it"))
+    out.print(prediction_table(plain, f"{workload.name} on cpu, 32-true"))
+    with stages() as progress:
+        plan = pipeline.plan(workload, budget=budget, progress=progress)
+    out.print(Rule(f"The frontier, and the plan for {budget}"))
+    out.print(frontier_table(plan))
+    out.print(plan_table(plan))
+    out.print(Rule("Training with the plan"))
+    record = train_with_bar(
+        plan,
+        workload,
+        out=folder,
+        steps=steps,
+        evaluate_every=max(1, steps // 3),
+        measure_every=10,
+        compare_steps=_COMPARED_STEPS,
+        overwrite=overwrite,
+    )
+    report = pipeline.write_report(folder)
+    comparison = codec.read(folder / VIEWS, Views).comparison
+    assert comparison is not None  # asked for above
+    out.print(Rule("What was predicted, and what was measured"))
+    out.print(comparison_table(plan, comparison))
+    peak = format_bytes(record.measured_peak_bytes or 0)
+    loss = f"{record.first_loss:.3f} → {record.last_loss:.3f}"
+    out.print(f"{record.steps} steps: loss {loss}, highest measured peak {peak}", highlight=False)
+    out.print(f"The report: {report}", highlight=False, soft_wrap=True)

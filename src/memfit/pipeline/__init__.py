@@ -1,0 +1,31 @@
+"""The stages, composed."""
+
+from memfit.devices.host import devices
+from memfit.ir.device import Device
+from memfit.ir.plan import print_plans_with
+from memfit.ir.verification import Verification
+from memfit.pipeline.applying import apply
+from memfit.pipeline.loading import load_workload
+from memfit.pipeline.planning import estimate, plan
+from memfit.pipeline.plans import load_plan, save_plan
+from memfit.pipeline.training import compare, train, write_report
+from memfit.pipeline.verifying import verify
+from memfit.report.tables import plan_text
+
+__all__ = [
+    "Device",
+    "Verification",
+    "apply",
+    "compare",
+    "devices",
+    "estimate",
+    "load_plan",
+    "load_workload",
+    "plan",
+    "save_plan",
+    "train",
+    "verify",
+    "write_report",
+]
+
+print_plans_with(plan_text)

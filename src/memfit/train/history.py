@@ -1,0 +1,90 @@
+"""What a run did so far, from the lines of its log."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from memfit.devices.host import host_name
+from memfit.errors import UsageError
+from memfit.ir import codec
+from memfit.ir.record import Evaluation, RunRecord
+from memfit.train.log import cut_lines
+from memfit.version import __version__
+from memfit.workload import Workload, fingerprint
+
+
+class History:
+    """Adds up lines to a record.
+
+    Args:
+        workload: What is trained.
+        started: When the run was started, in ISO 8601; None for now.
+    """
+
+    def __init__(self, workload: Workload, started: str | None = None) -> None:
+        self.started = started or datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        self.evaluations: list[Evaluation] = []
+        repeated = " (its one batch, repeated)" if workload.batches is None else ""
+        self._workload = f"{workload.name}{repeated}"
+        self._fingerprint = fingerprint(workload)
+        self._losses: tuple[float | None, float | None] = (None, None)
+        self._peak_bytes: int | None = None
+        self._seconds: list[float] = []
+        self._measured_seconds: list[float] = []
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Add a line of the log."""
+        if "evaluation" in line:
+            finite = {name: value for name, value in line["evaluation"].items() if value is not None}
+            self.evaluations.append(Evaluation(line["step"], finite))
+            return
+        first, _ = self._losses
+        self._losses = (line["loss"] if first is None else first, line["loss"])
+        peak_bytes = line["peak_bytes"]
+        if peak_bytes is not None:
+            self._peak_bytes = max(peak_bytes, self._peak_bytes or 0)
+        (self._seconds if peak_bytes is None else self._measured_seconds).append(line["seconds"])
+
+    def record(
+        self, status: Literal["running", "finished", "failed"], step_count: int, error: str | None = None
+    ) -> RunRecord:
+        """Return the record. Steps that were measured are slower, and count for its seconds only where all were."""
+        seconds = self._seconds[1:] or self._measured_seconds or self._seconds
+        return RunRecord(
+            workload=self._workload,
+            fingerprint=self._fingerprint,
+            memfit_version=__version__,
+            torch_version=str(torch.__version__),
+            machine=host_name(),
+            started=self.started,
+            status=status,
+            steps=step_count,
+            measured_peak_bytes=self._peak_bytes,
+            step_seconds=statistics.median(seconds) if seconds else None,
+            first_loss=self._losses[0],
+            last_loss=self._losses[1],
+            evaluations=list(self.evaluations),
+            error=error,
+        )
+
+
+def resumed_history(workload: Workload, run: Path, metrics: Path, step_count: int) -> History:
+    """Return the history of a run up to a step, and cut its log off there.
+
+    Raises:
+        OutputError: The log can't be read or written.
+    """
+    started = None
+    with contextlib.suppress(UsageError):
+        started = codec.read(run, RunRecord, error=UsageError).started
+    history = History(workload, started)
+    for line in cut_lines(metrics, step_count):
+        history.add(line)
+    return history

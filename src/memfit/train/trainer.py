@@ -1,0 +1,293 @@
+"""Training: a step over and over, with evaluation, a log, checkpoints, and a record of it all."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit.errors import CheckpointError, MemfitError, PlanMismatchError, UsageError, WorkloadError
+from memfit.ir import codec
+from memfit.ir.plan import Plan
+from memfit.ir.record import RunRecord
+from memfit.train import checkpoint
+from memfit.train.batches import BatchStream
+from memfit.train.folder import METRICS, PLAN, RUN, TENSORBOARD, check_folder, clear_folder
+from memfit.train.history import History, resumed_history
+from memfit.train.interrupt import Interrupt, deferred_interrupts
+from memfit.train.log import Log, Progress, evaluation_line, require_tensorboard, step_line
+from memfit.train.rng import rng_preserved, set_rng_state
+from memfit.train.step import Step, StepResult
+from memfit.workload import batch_size_of, fingerprint
+
+
+class Trainer:
+    """One run of training. A step is one optimizer update; updates that fp16 skips do not count.
+
+    An interrupted run that is resumed ends bitwise as one that was not: weights, optimizer state and
+    losses. Of the workload's batches that asks what `BatchStream` says.
+
+    Args:
+        step: The step to run.
+        plan: The plan that the step runs.
+        out: Folder of the run: `run.json`, `plan.json`, `metrics.jsonl`, `checkpoint-<step>/`, `tensorboard/`.
+        steps: Optimizer updates in all, those before resuming included (> 0). Either this or `epochs`.
+        epochs: Passes over the workload's batches in all (> 0).
+        evaluate_every: Steps between evaluations (> 0); None evaluates at the end only.
+        checkpoint_every: Steps between checkpoints (> 0); None writes one at the end only.
+        keep_checkpoints: How many checkpoints to keep (> 0).
+        measure: `measure(step, batch)` runs one step and returns its peak allocated bytes.
+        measure_every: Steps between measurements (> 0), from the second step on; None measures the second alone.
+        tensorboard: Whether to write TensorBoard scalars too.
+        overwrite: Replace the run in `out`.
+        resume: Go on from the newest checkpoint in `out`.
+        on_step: Called after every step, skipped ones included.
+
+    Raises:
+        UsageError: An argument is out of its range.
+        PlanMismatchError: The plan is for another workload.
+        OutputError: `out` can't be written, or holds something and neither `overwrite` nor `resume` is asked for.
+        CheckpointError: There is nothing to resume from.
+        MissingExtraError: TensorBoard is not installed.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        plan: Plan,
+        *,
+        out: Path,
+        steps: int | None = None,
+        epochs: int | None = None,
+        evaluate_every: int | None = None,
+        checkpoint_every: int | None = None,
+        keep_checkpoints: int = 2,
+        measure: Callable[[Step, Any], int] | None = None,
+        measure_every: int | None = None,
+        tensorboard: bool = False,
+        overwrite: bool = False,
+        resume: bool = False,
+        on_step: Callable[[Progress], None] | None = None,
+    ) -> None:
+        if (steps is None) == (epochs is None):
+            raise UsageError(f"steps={steps} and epochs={epochs}: give one of them")
+        _check_positive(steps=steps, epochs=epochs, evaluate_every=evaluate_every, checkpoint_every=checkpoint_every)
+        _check_positive(keep_checkpoints=keep_checkpoints, measure_every=measure_every)
+        _check_plan(plan, step)
+        if tensorboard:
+            require_tensorboard()
+        self.out = Path(out)
+        check_folder(self.out, overwrite=overwrite, resume=resume)
+        self.step, self.plan, self.steps, self.epochs = step, plan, steps, epochs
+        self._evaluate_every, self._checkpoint_every = evaluate_every, checkpoint_every
+        self._keep_checkpoints = keep_checkpoints
+        self._measure, self._measure_every = measure, measure_every
+        self._tensorboard, self._overwrite, self._resume = tensorboard, overwrite, resume
+        self._on_step = on_step
+        self._stream = BatchStream(step.workload)
+        self._saved_step: int | None = None
+        self._is_between_steps = True
+
+    def fit(self) -> RunRecord:
+        """Train to the end, and return the record of the run. Call it once.
+
+        On Ctrl-C or SIGTERM the step at hand is completed and a checkpoint written first.
+
+        Raises:
+            CheckpointError: The checkpoint can't be resumed from; nothing was changed.
+            NonFiniteError: The loss or a gradient is not finite. Checkpoints are as they were.
+            OutputError: Something can't be written.
+            WorkloadError: The workload's batches or its `evaluate` do not do what they should.
+        """
+        self._history = self._prepare()
+        metrics, events = self.out / METRICS, self.out / TENSORBOARD if self._tensorboard else None
+        with deferred_interrupts() as interrupt, Log(metrics, events, self.step.steps) as self._log:
+            self._write_record(self._history.record("running", self.step.steps))
+            try:
+                self._train(interrupt)
+            except BaseException as e:
+                self._fail(e)
+                raise
+            record = self._history.record("finished", self.step.steps)
+            self._write_record(record)
+        return record
+
+    # Before
+
+    def _prepare(self) -> History:
+        """Bring training and folder to where the run begins."""
+        if self._resume:
+            return self._restore()
+        if self._overwrite and self.out.exists():
+            clear_folder(self.out)
+        codec.write_atomic(self.out / PLAN, codec.encode(self.plan))
+        return History(self.step.workload)
+
+    def _restore(self) -> History:
+        path = checkpoint.latest(self.out)
+        if path is None:
+            raise CheckpointError(f"out={str(self.out)!r} holds no complete checkpoint any more")
+        loaded = checkpoint.read(path, self.step)
+        was, is_now = loaded.plan.levers.precision, self.plan.levers.precision
+        if was != is_now:
+            raise CheckpointError(
+                f"{path} was made with precision={was!r}, the plan has precision={is_now!r}: resume with {was!r}"
+            )
+        self._stream.seek(loaded.state.position)
+        loaded.restore()
+        history = resumed_history(self.step.workload, self.out / RUN, self.out / METRICS, loaded.step_count)
+        checkpoint.remove_leftovers(self.out)
+        codec.write_atomic(self.out / PLAN, codec.encode(self.plan))
+        self._saved_step = loaded.step_count
+        set_rng_state(loaded.state.rng)
+        return history
+
+    # During
+
+    def _train(self, interrupt: Interrupt) -> None:
+        if self._is_due(self._evaluate_every) and not self._is_evaluated():
+            self._evaluate()  # the run was interrupted just before
+        while self.steps is None or self.step.steps < self.steps:
+            interrupt.check()
+            self._is_between_steps = False
+            batch = self._stream.next_batch(self.epochs)
+            if batch is None:
+                break
+            progress = self._run(batch[0])
+            self._is_between_steps = True
+            self._after(progress)
+        self._is_between_steps = True
+        if not self._is_evaluated():
+            self._evaluate()
+        if self._saved_step != self.step.steps:
+            self._save()
+
+    def _run(self, batch: Any) -> Progress:
+        """Run one step."""
+        learning_rate = float(self.step.workload.optimizer.param_groups[0]["lr"])
+        epoch, number = self._stream.epoch, self.step.steps + 1
+        result, peak_bytes = self._measured(batch) if self._is_measured(number) else (self.step(batch), None)
+        predicted = result.predicted_peak_bytes
+        return Progress(
+            step=number,
+            epoch=epoch,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            skipped=result.skipped,
+            loss_scale=result.loss_scale,
+            seconds=result.seconds,
+            samples_per_second=batch_size_of(batch) / result.seconds,
+            peak_bytes=peak_bytes,
+            predicted_peak_bytes=self.plan.predicted.peak_bytes if predicted is None else predicted,
+            learning_rate=learning_rate,
+        )
+
+    def _is_measured(self, number: int) -> bool:
+        if self._measure is None or number < 2:
+            return False
+        return number == 2 if self._measure_every is None else (number - 2) % self._measure_every == 0
+
+    def _measured(self, batch: Any) -> tuple[StepResult, int]:
+        before, self.step.last = self.step.steps, None
+        peak_bytes = self._measure(self.step, batch) if self._measure is not None else 0
+        result = self.step.last
+        if result is None or self.step.steps > before + 1:
+            raise UsageError(f"measure= ran {self.step.steps - before} steps on a batch: it must run the step once")
+        return result, peak_bytes
+
+    def _after(self, progress: Progress) -> None:
+        """Log a step, and do what is due after it."""
+        self._write_line(step_line(progress))
+        if self._on_step is not None:
+            self._on_step(progress)
+        if progress.skipped:
+            return
+        if self._is_due(self._evaluate_every):
+            self._evaluate()
+        if self._is_due(self._checkpoint_every):
+            self._save()
+
+    def _is_due(self, every: int | None) -> bool:
+        return every is not None and self.step.steps > 0 and self.step.steps % every == 0
+
+    def _is_evaluated(self) -> bool:
+        evaluations = self._history.evaluations
+        return bool(evaluations) and evaluations[-1].step == self.step.steps
+
+    def _evaluate(self) -> None:
+        workload = self.step.workload
+        if workload.evaluate is None:
+            return
+        with evaluation_mode(workload.model):
+            values = workload.evaluate(workload.model)
+        self._write_line(evaluation_line(self.step.steps, self._stream.epoch, _figures(values)))
+
+    def _save(self) -> None:
+        self._log.sync()
+        position = self._stream.position()
+        checkpoint.save(self.out, self.step, self.plan, position, keep_checkpoints=self._keep_checkpoints)
+        self._saved_step = self.step.steps
+        self._write_record(self._history.record("running", self.step.steps))
+
+    def _write_line(self, line: dict[str, Any]) -> None:
+        self._log.write(line)
+        self._history.add(line)
+
+    def _write_record(self, record: RunRecord) -> None:
+        codec.write_atomic(self.out / RUN, codec.encode(record))
+
+    # After a failure
+
+    def _fail(self, error: BaseException) -> None:
+        """Write what can be written when the run ends in an exception, which goes on afterwards."""
+        is_interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
+        text = f"interrupted after step {self.step.steps}" if is_interrupted else f"{type(error).__name__}: {error}"
+        if is_interrupted and self._is_between_steps and self._saved_step != self.step.steps:
+            with contextlib.suppress(MemfitError):
+                self._save()
+        newest = checkpoint.latest(self.out)
+        advice = "no checkpoint was written" if newest is None else f"resume=True goes on from {newest}"
+        error.add_note(f"memfit: {advice}")
+        if is_interrupted:
+            text = f"{text}; {advice}"
+        with contextlib.suppress(MemfitError):
+            self._write_record(self._history.record("failed", self.step.steps, text))
+
+
+@contextlib.contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Evaluate a model without gradients; its modules' training flags and the random states are put back after."""
+    flags = [(module, module.training) for module in model.modules()]
+    with rng_preserved(), torch.no_grad():
+        try:
+            model.eval()
+            yield
+        finally:
+            for module, training in flags:
+                module.training = training
+
+
+def _figures(values: Mapping[str, float]) -> dict[str, float]:
+    if isinstance(values, Mapping):
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):
+            return {str(name): float(value) for name, value in values.items()}
+    raise WorkloadError(f"Workload.evaluate returned {str(values)[:100]}: it must return named figures, name to float")
+
+
+def _check_positive(**arguments: int | None) -> None:
+    for name, value in arguments.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise UsageError(f"{name}={value!r} is not a whole number above 0")
+
+
+def _check_plan(plan: Plan, step: Step) -> None:
+    own = fingerprint(step.workload)
+    if plan.fingerprint != own:
+        raise PlanMismatchError(
+            f"the plan is for {plan.workload!r} with the fingerprint {plan.fingerprint}, the workload"
+            f" {step.workload.name!r} has {own}: plan for this workload"
+        )

@@ -1,0 +1,216 @@
+"""The command line: every verb, its JSON, its exit status, and an error without a traceback for every bad input."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memfit.cli import main
+
+TINY = "tests.workloads:tiny"
+
+
+class Shell:
+    """Runs `memfit` in this process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+        self.monkeypatch, self.capfd = monkeypatch, capfd
+
+    def __call__(self, *arguments: str) -> tuple[int, str, str]:
+        self.monkeypatch.setattr(sys, "argv", ["memfit", *arguments])
+        self.capfd.readouterr()
+        try:
+            main()
+            status: Any = 0
+        except SystemExit as e:
+            status = e.code or 0
+        output, errors = self.capfd.readouterr()
+        return int(status), output, errors
+
+
+@pytest.fixture
+def memfit(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Shell:
+    return Shell(monkeypatch, capfd)
+
+
+@pytest.fixture(scope="module")
+def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import memfit
+
+    path = tmp_path_factory.mktemp("plans") / "plan.json"
+    from tests.workloads import tiny
+
+    return memfit.save_plan(memfit.plan(tiny(), budget="20MiB", points=2), path)
+
+
+def test_estimate(memfit: Shell) -> None:
+    status, output, _ = memfit("estimate", TINY, "--json")
+    found = json.loads(output)
+    assert status == 0
+    assert found["peak_bytes"] == sum(found["by_category"].values())
+    status, output, _ = memfit("estimate", TINY)
+    assert status == 0
+    assert "activations" in output
+
+
+def test_plan_is_written_and_never_overwritten_unasked(memfit: Shell, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    command = ("plan", TINY, "--budget", "20MiB", "--points", "1", "-o", str(path))
+    status, output, _ = memfit(*command, "--json")
+    assert status == 0
+    assert json.loads(output) == json.loads(path.read_text())
+    path.write_text("mine")
+    status, _, errors = memfit(*command)
+    assert (status, path.read_text()) == (2, "mine")
+    assert "--overwrite" in errors
+    assert memfit(*command, "--overwrite")[0] == 0
+    assert json.loads(path.read_text())["schema"] == "memfit.plan/1"
+
+
+def test_verify(memfit: Shell, plan_file: Path, tmp_path: Path) -> None:
+    status, output, _ = memfit("verify", TINY, "--plan", str(plan_file), "--json")
+    assert status == 0
+    assert json.loads(output)["holds"] is True
+    edited = json.loads(plan_file.read_text())
+    edited["predicted"]["peak_bytes"] //= 2
+    (tmp_path / "edited.json").write_text(json.dumps(edited))
+    status, output, errors = memfit("verify", TINY, "--plan", str(tmp_path / "edited.json"))
+    assert status == 4
+    assert "does not hold" in output
+    assert "Traceback" not in errors
+
+
+def test_train_report_and_resume(memfit: Shell, plan_file: Path, tmp_path: Path) -> None:
+    run = str(tmp_path / "run")
+    train = ("train", TINY, "--plan", str(plan_file), "--out", run)
+    status, output, _ = memfit(*train, "--steps", "4", "--compare", "2", "--json")
+    record = json.loads(output)
+    assert status == 0
+    assert (record["steps"], record["status"]) == (4, "finished")
+    assert record["measured_peak_bytes"] <= 20 * 2**20
+    assert len(Path(run, "metrics.jsonl").read_text().splitlines()) >= 4
+    status, _, errors = memfit(*train, "--steps", "6")
+    assert status == 2
+    assert "overwrite" in errors
+    status, output, _ = memfit(*train, "--steps", "6", "--resume", "--json")
+    assert status == 0
+    assert json.loads(output)["steps"] == 6
+    status, output, _ = memfit("report", run, "--json")
+    assert status == 0
+    assert Path(json.loads(output)["report"]).stat().st_size > 1_000_000
+
+
+def test_devices(memfit: Shell) -> None:
+    status, output, _ = memfit("devices", "--json")
+    assert status == 0
+    assert json.loads(output)[0]["name"] == "cpu"
+    assert "cpu" in memfit("devices")[1]
+
+
+@pytest.mark.parametrize("verb", ["estimate", "plan", "verify", "train", "report", "devices", "demo"])
+def test_help(memfit: Shell, verb: str) -> None:
+    status, output, _ = memfit(verb, "--help")
+    assert status == 0
+    assert verb == "demo" or "--json" in output
+
+
+def test_no_plan_fits_gives_status_3(memfit: Shell) -> None:
+    status, output, errors = memfit("plan", TINY, "--budget", "1MiB", "--points", "1", "--json")
+    found = json.loads(output)["error"]
+    assert status == 3
+    assert found["type"] == "InfeasibleError"
+    assert found["lowest_peak_bytes"] > found["budget_bytes"] == 2**20
+    assert found["where"] in errors
+    assert "raise budget=" in errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (("estimate", "nowhere.py:workload"), 2, "nowhere.py"),
+        (("estimate", "tests.nowhere:workload"), 2, "tests.nowhere"),
+        (("estimate", "tests.workloads"), 2, "file.py:function"),
+        (("estimate", "tests.workloads:huge"), 2, "tiny"),
+        (("estimate", "tests.workloads:a_number"), 2, "int"),
+        (("estimate", "tests.workloads:broken"), 2, "no such dataset"),
+        (("estimate", "tests.workloads:needs_an_extra"), 2, "memfit[brain]"),
+        (("estimate", "tests.workloads:boolean_mask"), 2, "workloads.py:"),
+        (("estimate", TINY, "--device", "rtx-9000"), 2, "rtx-9000"),
+        (("estimate", TINY, "--precision", "fp8"), 2, "fp8"),
+        (("plan", TINY), 2, "--budget"),
+        (("plan", TINY, "--budget", "a lot"), 2, "a lot"),
+        (("plan", TINY, "--budget", "0"), 2, "budget"),
+        (("plan", TINY, "--budget", "150%"), 2, "150%"),
+        (("plan", TINY, "--budget", "20MiB", "--points", "1", "-o", "/dev/null/plan.json"), 2, "/dev/null"),
+        (("verify", TINY, "--plan", "nowhere.json"), 2, "nowhere.json"),
+        (("report", "nowhere"), 2, "nowhere"),
+        (("unheard-of",), 2, "unheard-of"),
+    ],
+)
+def test_bad_input_is_named_without_a_traceback(
+    memfit: Shell, arguments: tuple[str, ...], status: int, words: str
+) -> None:
+    found, _, errors = memfit(*arguments)
+    assert found == status
+    assert words in errors.replace("\n", "")
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"\xff\xfe", b'{"schema": "memfit.plan/9"}', b'{"schema": "memfit.plan/1"}']
+)
+def test_corrupt_plans_are_named(memfit: Shell, tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "corrupt.json").write_bytes(content)
+    status, _, errors = memfit("verify", TINY, "--plan", str(tmp_path / "corrupt.json"))
+    assert status == 2
+    assert "corrupt.json" in errors.replace("\n", "")
+    assert "Traceback" not in errors
+
+
+class TestTrainRefuses:
+    def run(self, memfit: Shell, plan_file: Path, *arguments: str, workload: str = TINY) -> tuple[int, str]:
+        status, _, errors = memfit("train", workload, "--plan", str(plan_file), *arguments)
+        assert "Traceback" not in errors
+        return status, errors.replace("\n", "")
+
+    def test_a_plan_for_another_model(self, memfit: Shell, plan_file: Path, tmp_path: Path) -> None:
+        arguments = ("--steps", "2", "--out", str(tmp_path / "run"))
+        status, errors = self.run(memfit, plan_file, *arguments, workload="tests.workloads:other")
+        assert status == 2
+        assert "fingerprint" in errors
+        assert not (tmp_path / "run").exists()
+
+    def test_a_folder_that_can_not_be_written(self, memfit: Shell, plan_file: Path, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("mine")
+        status, errors = self.run(memfit, plan_file, "--steps", "2", "--out", str(tmp_path / "file" / "run"))
+        assert status == 2
+        assert "file" in errors
+        assert (tmp_path / "file").read_text() == "mine"
+
+    def test_steps_and_epochs_together(self, memfit: Shell, plan_file: Path, tmp_path: Path) -> None:
+        out = str(tmp_path / "run")
+        assert self.run(memfit, plan_file, "--steps", "2", "--epochs", "1", "--out", out)[0] == 2
+        assert self.run(memfit, plan_file, "--out", out)[0] == 2
+
+    def test_a_corrupt_checkpoint(self, memfit: Shell, plan_file: Path, tmp_path: Path) -> None:
+        out = tmp_path / "run"
+        assert self.run(memfit, plan_file, "--steps", "2", "--out", str(out))[0] == 0
+        weights = next(out.glob("checkpoint-*/model.safetensors"))
+        damaged = bytearray(weights.read_bytes())
+        damaged[-1] ^= 1
+        weights.write_bytes(damaged)
+        status, errors = self.run(memfit, plan_file, "--steps", "4", "--out", str(out), "--resume")
+        assert status == 2
+        assert "model.safetensors" in errors
+
+    def test_a_loss_that_is_not_finite(self, memfit: Shell, tmp_path: Path) -> None:
+        plan = tmp_path / "plan.json"
+        name = "tests.workloads:not_finite"
+        assert memfit("plan", name, "--budget", "1GiB", "--points", "1", "-o", str(plan))[0] == 0
+        status, errors = self.run(memfit, plan, "--steps", "2", "--out", str(tmp_path / "run"), workload=name)
+        assert status == 5
+        assert "inf" in errors

@@ -1,0 +1,27 @@
+"""What every test starts from: a cache of its own, and seeded random numbers."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    gc.collect()
+    gc.freeze()  # captures collect garbage, which is slow among all the objects of PyTorch
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEMFIT_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)

@@ -1,0 +1,130 @@
+"""`simulate` with a selection against the capture of the step with that selection applied."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from memfit.ir.plan import Precision
+from memfit.ir.remat import Regions
+from memfit.ir.simulate import repeats, simulate
+from memfit.ir.timeline import Timeline
+from memfit.solve.candidates import options
+from memfit.workload import batch_size_of
+from tests.models import BUILDERS, COSTS, LARGE, captured, plain_trace, random_selection
+
+TOLERANCE_BYTES = 4096
+"""The random state that a checkpoint keeps, and copies of running statistics."""
+
+SHARES_CASTS = ("recurrent", "twice")
+"""Autocast casts the weights of these once for several calls; the simulation then keeps a cast too long."""
+
+
+def peaks(timeline: Timeline) -> dict[str, int]:
+    """Return the peak of the forward passes, of the backward passes, and of the optimizer."""
+    totals = [sum(values) for values in zip(*timeline.live_bytes.values(), strict=True)]
+    found: dict[str, int] = {}
+    for total, phase in zip(totals, timeline.phases, strict=True):
+        name = "backward" if phase == "recompute" else phase
+        found[name] = max(total, found.get(name, 0))
+    return found
+
+
+def differs(simulated: Timeline, applied: Timeline, *, slack: float = 0.0) -> list[str]:
+    """Return the phases whose peaks differ, with how much; `slack` is a share by which the simulation may be above."""
+    one, other = peaks(simulated), peaks(applied)
+    return [
+        f"{phase}: {other[phase] - one[phase]} bytes"
+        for phase in one
+        if not -TOLERANCE_BYTES - slack * one[phase] <= other[phase] - one[phase] <= TOLERANCE_BYTES
+    ]
+
+
+def both(
+    name: str, precision: Precision, microbatches: int, seed: int, *, changed: bool = False
+) -> tuple[Timeline, Timeline]:
+    """Return the simulation of a random selection, and the simulation of the step captured with it."""
+    plain = plain_trace(name, precision, microbatches, large=True)
+    selection = random_selection(random.Random(seed), options(Regions(plain), COSTS), share=0.8)
+    assert selection
+    workload = BUILDERS[name](**LARGE[name])
+    size = batch_size_of(workload.batch) // microbatches
+    applied = captured(workload, precision=precision, microbatch_size=size, regions=selection)
+    if changed:
+        selection.popitem()
+    return simulate(plain, COSTS, selection), simulate(applied, COSTS)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("name", BUILDERS)
+def test_simulated_checkpointing_is_the_applied_one(name: str, microbatches: int) -> None:
+    for seed in range(2):
+        simulated, applied = both(name, "32-true", microbatches, seed)
+        assert not differs(simulated, applied)
+        assert abs(simulated.peak_bytes - applied.peak_bytes) <= TOLERANCE_BYTES
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("name", BUILDERS)
+def test_simulated_checkpointing_under_autocast_is_the_applied_one(name: str, microbatches: int) -> None:
+    simulated, applied = both(name, "bf16-mixed", microbatches, seed=5)
+    assert not differs(simulated, applied, slack=0.03 if name in SHARES_CASTS else 0.0)
+
+
+def test_four_microbatches_are_simulated_from_two() -> None:
+    simulated, applied = both("transformer", "32-true", 4, seed=1)
+    assert not differs(simulated, applied)
+
+
+def test_what_a_region_keeps_lives_until_its_recomputation_is_done_with_it() -> None:
+    plain = plain_trace("transformer", "32-true", 2, large=True)
+    found = [o for o in options(Regions(plain), COSTS) if o.fqn == "blocks.1"]
+    selection = {"blocks.1": max((o.keep for o in found), key=len)}
+    workload = BUILDERS["transformer"](**LARGE["transformer"])
+    applied = captured(workload, microbatch_size=4, regions=selection)
+    assert not differs(simulate(plain, COSTS, selection), simulate(applied, COSTS))
+
+
+def test_the_comparison_notices_a_region_that_is_left_out() -> None:
+    simulated, applied = both("convnet", "32-true", 1, 0, changed=True)
+    assert differs(simulated, applied)
+
+
+def test_an_unknown_region_is_refused() -> None:
+    with pytest.raises(KeyError, match="nowhere"):
+        simulate(plain_trace("twice"), COSTS, {"nowhere": ()})
+
+
+def test_nothing_selected_changes_nothing() -> None:
+    trace = plain_trace("unet")
+    assert simulate(trace, COSTS, {}) == simulate(trace, COSTS)
+
+
+def test_the_timeline_adds_up() -> None:
+    trace = plain_trace("convnet")
+    timeline = simulate(trace, COSTS)
+    totals = [sum(values) for values in zip(*timeline.live_bytes.values(), strict=True)]
+    assert timeline.peak_bytes == max(totals) == totals[timeline.peak_index] == sum(timeline.at_peak().values())
+    assert all(value >= 0 for values in timeline.live_bytes.values() for value in values)
+    by_hand = [sum(s.nbytes for s in trace.storages if s.birth <= i <= s.death) for i in range(len(trace.ops))]
+    assert totals == by_hand
+    assert timeline.step_seconds == pytest.approx(len(trace.ops) * COSTS.dispatch_seconds)
+
+
+def test_the_second_microbatch_stands_for_all_later() -> None:
+    trace = plain_trace("transformer", "32-true", 4)
+    times = repeats(trace)
+    assert trace.microbatches == 2 and trace.scale_microbatches == 4
+    for op, count in zip(trace.ops, times, strict=True):
+        assert count == (3 if op.microbatch == 1 and op.phase != "optimizer" else 1)
+
+
+def test_recomputed_seconds_are_those_of_the_operators_that_run_again() -> None:
+    trace = plain_trace("twice")
+    regions = Regions(trace)
+    plain, planned = simulate(trace, COSTS), simulate(trace, COSTS, {"shared": ()})
+    again = sum(len(regions.rerun(call, set())) for call in regions.calls["shared"])
+    extra = again * COSTS.dispatch_seconds + len(regions.calls["shared"]) * COSTS.checkpoint_seconds
+    assert len(regions.calls["shared"]) == 2
+    assert planned.step_seconds - plain.step_seconds == pytest.approx(extra)

@@ -1,0 +1,163 @@
+"""Plans fit, and are the fastest that fit; budgets that nothing fits say what would."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+import memfit
+from memfit.capture.fake import real_copy
+from memfit.capture.measure import measure_peak_bytes
+from memfit.errors import BudgetError, InfeasibleError, PlanError, PlanMismatchError, UsageError
+from memfit.ir.plan import NUMERICS, Levers, Plan, Region
+from memfit.pipeline.applying import applied
+from memfit.pipeline.planning import lever_classes, microbatch_sizes
+from memfit.workload import Workload
+from tests.workloads import other, tiny
+
+
+@pytest.fixture(scope="module")
+def plain_bytes() -> int:
+    return memfit.estimate(tiny()).peak_bytes
+
+
+@pytest.fixture(scope="module")
+def lowest() -> InfeasibleError:
+    with pytest.raises(InfeasibleError) as caught:
+        memfit.plan(tiny(), budget="1MiB", points=1)
+    return caught.value
+
+
+def measured(workload: Workload, levers: Levers) -> int:
+    copied = real_copy(workload)
+    with applied(levers, copied) as step:
+        step(copied.batch)
+        return measure_peak_bytes(step, copied.batch)
+
+
+def test_estimate_is_what_is_measured(plain_bytes: int) -> None:
+    assert plain_bytes == pytest.approx(measured(tiny(), Levers(microbatch_size=4)), rel=0.02)
+
+
+@pytest.mark.parametrize("share", [0.9, 0.6, 0.4])
+@pytest.mark.parametrize("numerics", ["exact", "reordered"])
+def test_planned_step_stays_within_its_budget(plain_bytes: int, share: float, numerics: memfit.Plan) -> None:
+    budget = int(share * plain_bytes)
+    plan = memfit.plan(tiny(), budget=budget, numerics=numerics, precisions=["32-true"], points=1)
+    peak = measured(tiny(), plan.levers)
+    assert peak <= budget
+    assert plan.predicted.peak_bytes == pytest.approx(peak, rel=0.02)
+    assert plan.predicted.peak_upper_bytes <= budget
+    assert NUMERICS.index(plan.numerics) <= NUMERICS.index(plan.allowed)
+    assert plan.solution.bound_seconds <= plan.predicted.step_seconds
+
+
+def test_lowest_budget_fits_and_the_one_below_does_not(lowest: InfeasibleError) -> None:
+    plan = memfit.plan(tiny(), budget=lowest.lowest_peak_bytes, points=1)
+    assert measured(tiny(), plan.levers) <= lowest.lowest_peak_bytes
+    with pytest.raises(InfeasibleError):
+        memfit.plan(tiny(), budget=int(lowest.lowest_peak_bytes * 0.97), points=1)
+
+
+def test_infeasible_says_what_where_and_what_to_do(lowest: InfeasibleError) -> None:
+    assert lowest.proven
+    assert lowest.budget_bytes == 2**20
+    assert lowest.where in str(lowest)
+    assert f"{lowest.lowest_peak_bytes} bytes" in str(lowest)
+    assert "raise budget=" in str(lowest)
+
+
+def test_plain_step_is_left_alone_where_it_fits(plain_bytes: int) -> None:
+    plan = memfit.plan(tiny(), budget=2 * plain_bytes, numerics="exact", points=1)
+    assert plan.levers == Levers(microbatch_size=4)
+    assert plan.classes == {}
+
+
+def test_frontier_is_undominated_and_holds_the_plan(plain_bytes: int) -> None:
+    plan = memfit.plan(tiny(), budget=int(0.5 * plain_bytes), points=4)
+    assert plan.levers in [c.levers for c in plan.frontier]
+    seconds = [c.step_seconds for c in plan.frontier]
+    assert seconds == sorted(seconds)
+    assert {c.numerics for c in plan.frontier} >= {"exact", "reduced"}
+
+
+def test_planning_changes_nothing_of_the_users() -> None:
+    workload = tiny()
+    before = {name: value.clone() for name, value in workload.model.state_dict().items()}
+    random_state = torch.get_rng_state()
+    memfit.plan(workload, budget="20MiB", points=1)
+    assert all(torch.equal(before[name], value) for name, value in workload.model.state_dict().items())
+    assert workload.optimizer.state == {}
+    assert all(p.grad is None for p in workload.model.parameters())
+    assert torch.equal(random_state, torch.get_rng_state())
+    assert not any("forward" in m.__dict__ for m in workload.model.modules())
+
+
+def test_batch_norm_is_not_microbatched_unless_allowed() -> None:
+    from examples.digits_resnet import workload
+
+    plan = memfit.plan(workload(), budget="175MiB", precisions=["32-true"], points=1)
+    assert {c.levers.microbatch_size for c in plan.frontier} == {128}
+    assert any("BatchNorm" in note for note in plan.notes)
+    assert lever_classes(Levers(microbatch_size=1), 2, couples_batch=True) == {"microbatches": "changed"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"budget": "lots"}, BudgetError),
+        ({"budget": -5}, BudgetError),
+        ({"budget": "1GiB", "numerics": "loose"}, UsageError),
+        ({"budget": "1GiB", "device": "tpu"}, UsageError),
+        ({"budget": "1GiB", "precisions": ["fp8"]}, UsageError),
+    ],
+)
+def test_wrong_arguments_are_named(arguments: dict[str, object], error: type[Exception]) -> None:
+    with pytest.raises(error, match=str(list(arguments)[-1])):
+        memfit.plan(tiny(), **arguments)  # type: ignore[arg-type]
+
+
+def test_microbatch_sizes_divide_the_batch() -> None:
+    assert microbatch_sizes(8) == [8, 4, 2, 1]
+    assert microbatch_sizes(12) == [12, 6, 3, 1]
+    assert microbatch_sizes(7) == [7, 1]
+    assert microbatch_sizes(1) == [1]
+    assert len(microbatch_sizes(4096)) <= 5
+    assert microbatch_sizes(4096)[-1] == 1
+
+
+class TestApply:
+    @pytest.fixture(scope="class")
+    def plan(self) -> Plan:
+        return memfit.plan(tiny(), budget="20MiB", numerics="exact", precisions=["32-true"], points=1)
+
+    def test_step_trains_and_close_restores(self, plan: Plan) -> None:
+        workload = tiny()
+        step = memfit.apply(plan, workload)
+        losses = [step(workload.batch).loss for _ in range(3)]
+        assert losses[-1] < losses[0]
+        assert any("forward" in m.__dict__ for m in workload.model.modules()) == bool(plan.levers.regions)
+        step.close()
+        step.close()
+        assert not any("forward" in m.__dict__ for m in workload.model.modules())
+
+    def test_another_model_is_refused(self, plan: Plan) -> None:
+        with pytest.raises(PlanMismatchError, match="fingerprint"):
+            memfit.apply(plan, other())
+
+    def test_applying_twice_is_refused(self, plan: Plan) -> None:
+        workload = tiny()
+        edited = replace(plan, levers=replace(plan.levers, regions=(Region("blocks.0"),)))
+        with memfit.apply(edited, workload):
+            with pytest.raises(PlanError, match=r"close\(\)"):
+                memfit.apply(edited, workload)
+            with pytest.raises(PlanError, match=r"close\(\)"):
+                memfit.plan(workload, budget="20MiB")
+        with memfit.apply(edited, workload):
+            pass
+
+    @pytest.mark.parametrize("size", [0, 5, -1])
+    def test_illegal_microbatch_size_is_refused(self, plan: Plan, size: int) -> None:
+        with pytest.raises(PlanError, match="microbatch_size"):
+            memfit.apply(replace(plan, levers=replace(plan.levers, microbatch_size=size)), tiny())

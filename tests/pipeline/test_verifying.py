@@ -1,0 +1,101 @@
+"""`verify` proves what a plan says, and fails on a plan that was tampered with."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import pytest
+from msgspec.structs import replace
+
+import memfit
+from examples import digits_resnet, gpt2
+from memfit.errors import PlanMismatchError
+from memfit.ir.plan import Levers, Plan, Region
+from memfit.pipeline.verifying import verify
+from memfit.recipes import brain_segmentation, byte_lm
+from memfit.workload import Workload
+from tests.workloads import other, tiny
+
+EVERY: dict[str, Callable[[], Workload]] = {
+    "byte_lm": functools.partial(byte_lm, n_layer=3, d_model=128, context=128, batch_size=4, max_bytes=500_000),
+    "brain_segmentation": functools.partial(brain_segmentation, patch=(32, 32, 32), batch_size=2),
+    "gpt2": gpt2.workload,
+    "digits_resnet": digits_resnet.workload,
+}
+
+
+def test_the_workloads_have_dropout() -> None:
+    for make in EVERY.values():
+        names = {type(m).__name__ for m in make().model.modules()}
+        assert any("Dropout" in name for name in names) or hasattr(make().model, "dropout")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EVERY)
+def test_exact_plans_are_bitwise_equal_within_budget_and_predicted(name: str) -> None:
+    workload = EVERY[name]()
+    plain = memfit.estimate(workload).peak_bytes
+    plan = memfit.plan(workload, budget=int(0.88 * plain), numerics="exact", points=1)
+    assert plan.levers.regions
+    found = verify(plan, workload)
+    assert found.failures == []
+    assert found.bitwise
+    assert found.loss_difference == found.gradient_difference == 0.0
+    assert found.plain_measured_peak_bytes == pytest.approx(plain, rel=0.05)
+    assert found.measured_peak_bytes <= plan.budget_bytes < found.plain_measured_peak_bytes
+    assert found.measured_peak_bytes == pytest.approx(plan.predicted.peak_bytes, rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EVERY)
+def test_reduced_plans_hold_in_bf16(name: str) -> None:
+    workload = EVERY[name]()
+    plain = memfit.estimate(workload, precision="bf16-mixed").peak_bytes
+    plan = memfit.plan(workload, budget=int(0.9 * plain), numerics="reduced", precisions=["bf16-mixed"], points=1)
+    found = verify(plan, workload)
+    assert found.failures == []
+    assert 0.0 < found.gradient_difference < 0.1
+    assert found.measured_peak_bytes == pytest.approx(plan.predicted.peak_bytes, rel=0.05)
+
+
+class TestTampering:
+    @pytest.fixture(scope="class")
+    def plan(self) -> Plan:
+        plain = memfit.estimate(tiny()).peak_bytes
+        return memfit.plan(tiny(), budget=int(0.7 * plain), numerics="exact", precisions=["32-true"], points=1)
+
+    def test_untouched_plan_holds(self, plan: Plan) -> None:
+        assert plan.levers.regions
+        assert verify(plan, tiny()).holds
+
+    @pytest.mark.parametrize(
+        ("edit", "word"),
+        [
+            (lambda p: replace(p, predicted=replace(p.predicted, peak_bytes=p.predicted.peak_bytes // 2)), "predicted"),
+            (lambda p: replace(p, levers=replace(p.levers, regions=())), "predicted"),
+            (lambda p: replace(p, budget_bytes=p.predicted.peak_bytes // 2), "budget_bytes"),
+            (lambda p: replace(p, levers=replace(p.levers, precision="bf16-mixed")), "classes"),
+            (lambda p: replace(p, levers=replace(p.levers, microbatch_size=1)), "exact"),
+            (lambda p: replace(p, levers=replace(p.levers, regions=(Region("blocks.0", ("aten.mm.default#7",)),))), "pred"),
+        ],
+    )
+    def test_edits_are_found(self, plan: Plan, edit: Callable[[Plan], Plan], word: str) -> None:
+        found = verify(edit(plan), tiny())
+        assert not found.holds
+        assert any(word in failure for failure in found.failures)
+
+    def test_unknown_module_and_other_workload_are_refused(self, plan: Plan) -> None:
+        with pytest.raises(PlanMismatchError, match="nowhere"):
+            verify(replace(plan, levers=Levers(microbatch_size=4, regions=(Region("nowhere"),))), tiny())
+        with pytest.raises(PlanMismatchError, match="fingerprint"):
+            verify(plan, other())
+
+
+def test_microbatches_are_equal_to_rounding() -> None:
+    plan = memfit.plan(tiny(), budget="64MiB", numerics="exact", precisions=["32-true"], points=1)
+    levers = Levers(microbatch_size=1)
+    found = verify(replace(plan, levers=levers, numerics="reordered", classes={"microbatches": "reordered"}), tiny())
+    assert found.loss_difference < 1e-5
+    assert 0.0 < found.gradient_difference < 1e-4
+    assert not found.bitwise

@@ -1,0 +1,339 @@
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console, RenderableType
+
+from memfit import report
+from memfit.ir.plan import Levers, Numerics, Plan, Prediction, Region, Solution
+from memfit.ir.record import Comparison, Views
+from memfit.report.summary import (
+    change_text,
+    chosen_index,
+    keep_text,
+    lever_rows,
+    loss_text,
+    microbatch_text,
+    offers,
+    ratio_text,
+    region_groups,
+    share_text,
+)
+from memfit.report.tables import comparison_table, frontier_table, plan_table, plan_text, prediction_table
+
+GIB = 1024**3
+
+
+def shown(renderable: RenderableType, width: int = 80) -> str:
+    console = Console(width=width, file=io.StringIO(), color_system=None, legacy_windows=False)
+    with console.capture() as captured:
+        console.print(renderable)
+    return captured.get()
+
+
+def styled(renderable: RenderableType) -> list[str]:
+    console = Console(width=100, file=io.StringIO(), color_system="standard", force_terminal=True, legacy_windows=False)
+    with console.capture() as captured:
+        console.print(renderable)
+    return captured.get().splitlines()
+
+
+def line_with(text: str, *parts: str) -> str:
+    found = [line for line in text.splitlines() if all(part in line for part in parts)]
+    assert len(found) == 1, f"{parts} is on {len(found)} lines of\n{text}"
+    return found[0]
+
+
+# Words
+
+
+@pytest.mark.parametrize(
+    ("fqns", "names"),
+    [
+        ([], []),
+        ([""], ["(the whole model)"]),
+        (["blocks.0"], ["blocks.0"]),
+        ([f"blocks.{i}" for i in range(6)], ["blocks.0…5"]),
+        ([f"blocks.{i}" for i in (0, 1, 2, 5, 9, 10)], ["blocks.0…2,5,9…10"]),
+        ([f"blocks.{i}.{part}" for i in range(3) for part in ("attn", "mlp")], ["blocks.0…2.attn", "blocks.0…2.mlp"]),
+        ([f"stages.{i}.{j}" for i in range(3) for j in range(2)], ["stages.0…2.0…1"]),
+        (["stages.0.0", "stages.0.1", "stages.1.0"], ["stages.0.0…1", "stages.1.0"]),
+        (["head", "blocks.1", "blocks.0"], ["head", "blocks.0…1"]),
+        (["a.1", "b.1"], ["a.1", "b.1"]),
+    ],
+)
+def test_repeated_siblings_are_folded(fqns: list[str], names: list[str]) -> None:
+    groups = region_groups(Region(fqn) for fqn in fqns)
+    assert [group.name for group in groups] == names
+    assert sum(group.modules for group in groups) == len(fqns)
+
+
+def test_siblings_that_keep_different_operators_are_not_folded() -> None:
+    mm = ("aten.mm.default#0",)
+    groups = region_groups([Region("b.0"), Region("b.1", mm), Region("b.2", mm), Region("b.3")])
+    assert [(g.name, g.modules, g.action) for g in groups] == [
+        ("b.0,3", 2, "recomputed"),
+        ("b.1…2", 2, "recomputed, keeps mm"),
+    ]
+
+
+def test_kept_operators_are_counted() -> None:
+    keep = ("aten.mm.default#0", "aten.mm.default#2", "aten.max.dim#0", "mine.attention.default#0")
+    assert keep_text(keep) == "recomputed, keeps mm ×2, max.dim, mine.attention"
+
+
+@pytest.mark.parametrize(
+    ("new", "old", "ratio", "change"),
+    [
+        (1.18, 1.0, "×1.18", "+18 %"),
+        (0.5, 1.0, "×0.50", "−50 %"),
+        (1.0, 1.0, "×1.00", "0 %"),
+        (1.0123, 1.0, "×1.01", "+1.2 %"),
+        (1.000001, 1.0, "×1.00", "+<0.01 %"),
+        (12_345.0, 1.0, "×12,345", "+1,234,400 %"),
+        (1.0, 0.0, "—", "—"),
+        (float("nan"), 1.0, "—", "—"),
+    ],
+)
+def test_ratio_and_change(new: float, old: float, ratio: str, change: str) -> None:
+    assert ratio_text(new, old) == ratio
+    assert change_text(new, old) == change
+
+
+def test_share_of_nothing_is_no_number() -> None:
+    assert share_text(1, 0) == "—"
+    assert share_text(0, 10) == "0 %"
+
+
+def test_microbatch_in_words(plan: Plan) -> None:
+    def words(batch_size: int, microbatch_size: int) -> str:
+        levers = Levers(microbatch_size=microbatch_size)
+        return microbatch_text(msgspec.structs.replace(plan, batch_size=batch_size, levers=levers))
+
+    assert words(16, 16) == "the whole batch of 16"
+    assert words(16, 4) == "4 of 16 samples, 4 microbatches"
+    assert words(16, 6) == "6 of 16 samples, 3 microbatches, the last of 4"
+
+
+def test_each_lever_has_its_class_and_unknown_ones_are_kept(plan: Plan) -> None:
+    classes: dict[str, Numerics] = {"activation checkpointing": "exact", "bf16-mixed": "reduced", "offload": "exact"}
+    plan = msgspec.structs.replace(plan, classes=classes)
+    assert [(row.name, row.numerics) for row in lever_rows(plan)] == [
+        ("precision", "reduced"),
+        ("microbatch", ""),
+        ("checkpointing", "exact"),
+        ("offload", "exact"),
+    ]
+
+
+def test_losses() -> None:
+    def words(plain: list[float], planned: list[float]) -> str:
+        return loss_text(comparison(plain, planned))
+
+    assert words([], []) == "no losses were compared"
+    assert words([2.0, 1.0], [2.0, 1.0]) == "identical over 2 steps"
+    assert words([2.0, 1.0], [2.0, 1.5]) == "largest difference over 2 steps: 5.0e-01, 5.0e-01 of the loss, at step 2"
+    assert "not finite" in words([1.0], [float("nan")])
+
+
+def comparison(plain: list[float], planned: list[float]) -> Comparison:
+    return Comparison(
+        plain_peak_bytes=1,
+        planned_peak_bytes=1,
+        plain_step_seconds=1.0,
+        planned_step_seconds=1.0,
+        plain_losses=plain,
+        planned_losses=planned,
+    )
+
+
+# The plan
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_tables_fit_the_terminal_and_cut_nothing(plan: Plan, views: Views, width: int) -> None:
+    assert views.comparison is not None
+    tables = (
+        plan_table(plan),
+        frontier_table(plan),
+        prediction_table(plan.plain, "Plain step"),
+        comparison_table(plan, views.comparison),
+    )
+    for table in tables:
+        text = shown(table, width)
+        assert max(len(line.rstrip()) for line in text.splitlines()) <= width
+        assert "…" not in text.replace("blocks.0…7", "").replace("blocks.8…9", "")
+
+
+def test_plan_table_says_the_figures(plan: Plan) -> None:
+    plan = msgspec.structs.replace(
+        plan,
+        budget_bytes=6 * GIB,
+        plain=msgspec.structs.replace(plan.plain, peak_bytes=10 * GIB, step_seconds=0.2),
+        predicted=msgspec.structs.replace(
+            plan.predicted, peak_bytes=4 * GIB, peak_upper_bytes=5 * GIB, step_seconds=0.25
+        ),
+    )
+    text = shown(plan_table(plan), 100)
+    assert "4.0 GiB predicted, at most 5.0 GiB: fits, 1.0 GiB free" in line_with(text, "Peak")
+    line_with(text, "plain 10.0 GiB, −60 %")
+    assert "250.0 ms predicted, ×1.25 of plain" in line_with(text, "Step")
+    line_with(text, "blocks.0…7", "recomputed")
+    line_with(text, "blocks.8…9", "recomputed, keeps mm")
+    line_with(text, "bound 196.4 ms, gap 2.8 %, solved in 1.34 s")
+    line_with(text, "microbatch", "8 of 16 samples, 2 microbatches", "reordered")
+    for note in plan.notes:
+        assert note in text
+
+
+def test_a_plan_over_the_budget_says_so(plan: Plan) -> None:
+    plan = msgspec.structs.replace(
+        plan, predicted=msgspec.structs.replace(plan.predicted, peak_upper_bytes=plan.budget_bytes + GIB)
+    )
+    assert "1.0 GiB over" in line_with(shown(plan_table(plan), 100), "Peak")
+
+
+def test_a_plan_that_changes_nothing_is_readable(plan: Plan) -> None:
+    plan = msgspec.structs.replace(
+        plan,
+        levers=Levers(microbatch_size=16),
+        classes={},
+        frontier=[],
+        notes=[],
+        predicted=plan.plain,
+        solution=Solution(status="optimal", bound_seconds=0.161, gap=0.0, solve_seconds=2e-5),
+    )
+    text = plan_text(plan)
+    assert "Regions" not in text and "Notes" not in text
+    assert "nothing recomputed" in text and "the whole batch of 16" in text
+    assert "×1.00 of plain" in text and "optimal: no faster plan fits" in text and "gap 0 %" in text
+    assert "The plan has no frontier." in text
+
+
+def test_numbers_of_every_size_are_readable(plan: Plan) -> None:
+    tiny = Prediction(peak_bytes=0, peak_upper_bytes=0, step_seconds=0.0, by_category={}, where="")
+    huge = Prediction(
+        peak_bytes=3 * 1024**5, peak_upper_bytes=4 * 1024**5, step_seconds=1e6, by_category={}, where="x" * 300
+    )
+    text = plan_text(msgspec.structs.replace(plan, plain=tiny, predicted=huge, batch_size=1, budget_bytes=1))
+    assert "3072.00 TiB" in text and "plain 0 B, —" in text and "predicted, — of plain" in text
+    for prediction in (tiny, huge):
+        assert max(len(line.rstrip()) for line in shown(prediction_table(prediction, "t")).splitlines()) <= 80
+
+
+def test_names_are_never_read_as_markup_or_control_codes(plan: Plan) -> None:
+    plan = msgspec.structs.replace(
+        plan, workload="a\x1b[31m[bold]b[/bold]", device=":smile:", notes=["[link=x]y[/link]\nz"]
+    )
+    text = plan_text(plan)
+    assert "\x1b" not in text
+    assert "[bold]b[/bold]" in text and ":smile:" in text and "[link=x]y[/link] z" in text
+
+
+def test_plan_text_is_plain_and_100_wide(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "37")
+    text = plan_text(plan)
+    assert text.isprintable() or {c for c in text if not c.isprintable()} == {"\n"}
+    assert 80 < max(map(len, text.splitlines())) <= 100
+    assert all(line == line.rstrip() for line in text.splitlines())
+    assert "memfit plan for recipes.byte_lm:byte_lm on rtx-3090" in text and "Frontier" in text
+
+
+# The frontier
+
+
+def test_the_plans_own_point_is_marked(plan: Plan) -> None:
+    assert chosen_index(plan) == 4
+    text = shown(frontier_table(plan))
+    assert "4.9 GiB" in line_with(text, "▶", "GiB") and "202.0 ms" in line_with(text, "▶", "GiB")
+    assert "×1.25" in line_with(text, "▶", "GiB")
+    elsewhere = msgspec.structs.replace(plan, levers=Levers(microbatch_size=1))
+    assert chosen_index(elsewhere) is None
+    assert "this plan is not a point of the frontier" in shown(frontier_table(elsewhere))
+
+
+def test_of_points_with_the_same_levers_the_nearest_is_the_plans(plan: Plan) -> None:
+    far = msgspec.structs.replace(plan.frontier[4], peak_bytes=1)
+    assert chosen_index(msgspec.structs.replace(plan, frontier=[far, *plan.frontier])) == 5
+
+
+def test_points_that_are_not_allowed_or_over_the_budget_are_marked(plan: Plan) -> None:
+    text = shown(frontier_table(plan))
+    rows = [line for line in text.splitlines() if "GiB" in line and ("32-true" in line or "bf16" in line)]
+    assert [row[:2].strip() for row in rows] == ["▲", "▲", "▲", "▲", "▶", "", "○▲", "○", "○"]
+    assert '○ not allowed by numerics="reordered"' in text
+    grey = [line for line in styled(frontier_table(plan)) if "bf16-mixed" in line]
+    assert len(grey) == 3 and all("\x1b[90m" in line for line in grey)
+    allowed = msgspec.structs.replace(plan, allowed="reduced")
+    assert "○" not in shown(frontier_table(allowed))
+
+
+def test_what_a_freer_class_would_buy(plan: Plan) -> None:
+    assert offers(plan) == ['numerics="reduced" would buy a step of 103.0 ms within the budget, ×0.51 of this plan\'s']
+    assert offers(msgspec.structs.replace(plan, allowed="reduced")) == []
+    assert offers(msgspec.structs.replace(plan, budget_bytes=3 * GIB)) == []
+
+
+# Predictions and comparisons
+
+
+def test_a_peak_by_category_has_shares_and_bars() -> None:
+    prediction = Prediction(
+        peak_bytes=4 * GIB,
+        peak_upper_bytes=5 * GIB,
+        step_seconds=0.5,
+        by_category={"parameters": GIB, "activations": 3 * GIB, "buffers": 0, "inputs": 1024},
+        where="forward · head · aten.mm.default",
+    )
+    text = shown(prediction_table(prediction, "Planned step"))
+    rows = [line for line in text.splitlines() if "%" in line]
+    assert [row.split()[0] for row in rows] == ["activations", "parameters", "inputs"]
+    assert "75 %" in rows[0] and "25 %" in rows[1] and "<0.01 %" in rows[2]
+    assert rows[0].count("█") == 24 and rows[1].count("█") == 8
+    assert "4.0 GiB" in line_with(text, "peak allocated", "GiB")
+    assert "at forward · head · aten.mm.default" in text and "at most 5.0 GiB" in text
+
+
+def test_predicted_against_measured(plan: Plan, views: Views) -> None:
+    assert views.comparison is not None
+    measured = msgspec.structs.replace(
+        views.comparison,
+        plain_peak_bytes=plan.plain.peak_bytes * 2,
+        planned_peak_bytes=plan.predicted.peak_bytes,
+        plain_step_seconds=0.2,
+        planned_step_seconds=0.3,
+    )
+    text = shown(comparison_table(plan, measured))
+    assert line_with(text, "Prediction error").split()[-4:] == ["−50", "%", "0", "%"]
+    assert line_with(text, "Step, measured").split()[-5:] == ["200.0", "ms", "300.0", "ms", "×1.50"]
+    assert "over" in line_with(text, "Budget 6.0 GiB") and "free" in line_with(text, "Budget 6.0 GiB")
+    assert line_with(text, "5.1 ").split() == ["2", "5.1", "5.1", "+4.0e-07"]
+    assert "largest difference over 4 steps: 1.0e-06" in text
+
+
+def test_many_losses_are_shortened(plan: Plan) -> None:
+    losses = [float(i) for i in range(1, 101)]
+    text = shown(comparison_table(plan, comparison(losses, losses)))
+    steps = [line.split()[0] for line in text.splitlines() if line.strip().endswith(" 0") or "…" in line]
+    assert steps == ["1", "2", "3", "4", "5", "6", "7", "…", "100"]
+
+
+def test_the_report_imports_no_torch_and_no_other_stage() -> None:
+    """The package's own `__init__`, which brings the public API, is left out."""
+    code = (
+        "import sys, types\n"
+        "sys.modules['memfit'] = package = types.ModuleType('memfit')\n"
+        f"package.__path__ = [{str(Path(report.__file__).parents[1])!r}]\n"
+        "import memfit.report.html, memfit.report.tables, memfit.report.figures, memfit.report.axes\n"
+        "mine = {'errors', 'ir', 'report', 'units', 'version'}\n"
+        "print([m for m in sys.modules if m.split('.')[0] in ('torch', 'plotly', 'jinja2')])\n"
+        "print([m for m in sys.modules if m.startswith('memfit.') and m.split('.')[1] not in mine])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[:2] == ["[]", "[]"]

@@ -1,0 +1,58 @@
+"""Workloads that tests name on the command line."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from memfit import Workload
+from memfit.recipes import byte_lm
+
+
+def tiny() -> Workload:
+    """A byte-level GPT that plans and trains in seconds."""
+    return byte_lm(n_layer=2, d_model=64, n_head=4, context=64, batch_size=4, max_bytes=200_000)
+
+
+def other() -> Workload:
+    """The same with another width."""
+    return byte_lm(n_layer=2, d_model=32, n_head=4, context=64, batch_size=4, max_bytes=200_000)
+
+
+def not_finite() -> Workload:
+    """A step whose loss is infinite."""
+    model = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 1))
+    return Workload(
+        model=model,
+        batch=torch.ones(16, 8),
+        loss_fn=lambda model, batch: model(batch).mean() / 0.0,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        name="not_finite",
+    )
+
+
+def a_number() -> int:
+    """Not a workload."""
+    return 3
+
+
+def broken() -> Workload:
+    """Raises."""
+    raise ValueError("no such dataset")
+
+
+def needs_an_extra() -> Workload:
+    """Imports a package that an extra brings, as if it were not installed."""
+    raise ModuleNotFoundError("No module named 'monai'", name="monai")
+
+
+def boolean_mask() -> Workload:
+    """A step whose shapes depend on values."""
+    model = nn.Linear(8, 1)
+    return Workload(
+        model=model,
+        batch=torch.randn(16, 8),
+        loss_fn=lambda model, batch: model(batch[batch[:, 0] > 0]).mean(),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        name="boolean_mask",
+    )
