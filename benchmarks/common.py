@@ -36,7 +36,11 @@ def main(name: str, run: Callable[[bool], tuple[list[Case], dict[str, Any]]], do
     if arguments.json is not None:
         result = {
             "command": f"python -m benchmarks.{name}" + (" --quick" if arguments.quick else ""),
-            "machine": {"name": host_name(), "description": devices()[0].description, "threads": torch.get_num_threads()},
+            "machine": {
+                "name": host_name(),
+                "description": devices()[0].description,
+                "threads": torch.get_num_threads(),
+            },
             "versions": {"memfit": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
             "cases": cases,

@@ -33,9 +33,8 @@ def run(quick: bool) -> tuple[list[Case], dict[str, Any]]:
         for precision, classes in NUMERICS.items():
             cases.append(_report(plain_case(name, make(), precision)))
             for numerics in classes[-1:] if quick else classes:
-                cases += [
-                    _report(case) for case in planned_cases(name, make(), precision, numerics, cases, (0.5,) if quick else SHARES)
-                ]
+                shares = (0.5,) if quick else SHARES
+                cases += map(_report, planned_cases(name, make(), precision, numerics, cases, shares))
     planned = [case for case in cases if case["budget_bytes"] is not None]
     summary = {
         "cases": len(cases),
@@ -105,7 +104,7 @@ def _case(name: str, precision: str, numerics: str, budget: int | None, predicte
 
 def _report(case: Case) -> Case:
     budget = "      plain" if case["budget_bytes"] is None else f"{case['budget_bytes'] / 2**20:7.1f} MiB"
-    within = "" if case["budget_bytes"] is None or case["measured_peak_bytes"] <= case["budget_bytes"] else "  OVER BUDGET"
+    within = "" if case["measured_peak_bytes"] <= (case["budget_bytes"] or sys.maxsize) else "  OVER BUDGET"
     print(
         f"{case['workload']:<20}{case['precision']:<12}{case['numerics']:<11}budget {budget}"
         f"  predicted {case['predicted_peak_bytes'] / 2**20:7.1f}  measured {case['measured_peak_bytes'] / 2**20:7.1f}"

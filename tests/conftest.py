@@ -14,6 +14,7 @@ import torch
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     gc.collect()
+    torch.set_num_threads(1)  # threads that wait for a busy machine are slower than one
     gc.freeze()  # captures collect garbage, which is slow among all the objects of PyTorch
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEMFIT_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))

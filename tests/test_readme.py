@@ -26,11 +26,17 @@ def test_readme_examples_run(tmp_path: Path) -> None:
     script = f"{library}\nmine = workload(){use}"
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "60.0 MiB" in done.stdout
+    assert "160.0 MiB" in done.stdout
     assert "checkpointing" in done.stdout
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", shell], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
+    command = ["bash", "-euo", "pipefail", "-c", shell]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "The plan is what it says." in done.stdout
     assert (tmp_path / "runs/mine/report.html").stat().st_size > 1_000_000
+
+
+def test_readme_figures_are_those_of_the_result_files() -> None:
+    from benchmarks.tables import with_tables
+
+    assert with_tables(README) == README
+    assert with_tables(README.replace("| byte_lm |", "| other_lm |")) == README

@@ -40,6 +40,8 @@ def parse_budget(budget: int | float | str, device_bytes: int) -> int:
         if unit == "%" and float(match[1]) > 100:
             raise BudgetError(f"budget={budget!r} is more than the device has: a share is at most 100%")
         value = float(match[1]) * scale
+    elif isinstance(budget, int) and budget.bit_length() > 63:
+        raise BudgetError(f"budget= is an integer of {budget.bit_length()} bits: {hint}")
     else:
         value = float(budget)
     if not math.isfinite(value) or value < 1:

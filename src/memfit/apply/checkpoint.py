@@ -50,20 +50,32 @@ def checkpointed(model: nn.Module, regions: Mapping[str, Keep]) -> Iterator[None
 
 def is_checkpointed(model: nn.Module) -> bool:
     """Tell whether a model's modules are checkpointed by `checkpointed` at present."""
-    return any(isinstance(m.__dict__.get("forward"), _Recomputed) for m in model.modules())
+    return any(_is_recomputed(module) for module in model.modules())
+
+
+def _is_recomputed(module: nn.Module) -> bool:
+    return isinstance(module.__dict__.get("forward"), _Recomputed)
+
+
+def _within(inner: str, outer: str) -> bool:
+    return outer == "" or inner == outer or inner.startswith(outer + ".")
 
 
 def _check(modules: Mapping[str, nn.Module], regions: Mapping[str, Keep]) -> None:
+    active = [fqn for fqn, module in modules.items() if _is_recomputed(module)]
     for fqn in regions:
         if fqn not in modules:
             raise PlanMismatchError(
                 f"the plan checkpoints the module {fqn!r}, which the model does not have: the plan is for another model"
             )
-        outer = next((other for other in regions if fqn.startswith(other + ".") or (other == "" and fqn)), None)
+        outer = next((other for other in regions if other != fqn and _within(fqn, other)), None)
         if outer is not None:
-            raise PlanError(f"the plan checkpoints {fqn!r} and {outer!r} around it: remove one of the two from its regions")
-        if is_checkpointed(modules[fqn]):
-            raise PlanError(f"{fqn!r} is checkpointed by a plan already: call close() on the earlier step first")
+            raise PlanError(
+                f"the plan checkpoints {fqn!r} and {outer!r} around it: remove one of the two from its regions"
+            )
+        earlier = next((other for other in active if _within(fqn, other) or _within(other, fqn)), None)
+        if earlier is not None:
+            raise PlanError(f"{earlier!r} is checkpointed by a plan already: call close() on the earlier step first")
 
 
 class _Recomputed:

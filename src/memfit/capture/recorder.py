@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -23,7 +24,8 @@ from memfit.signature import rebuild, signature
 _aten = torch.ops.aten
 _FACTORIES = {_aten.arange, _aten.full, _aten.zeros, _aten.ones, _aten.scalar_tensor, _aten.eye, _aten.linspace}
 _INCIDENTAL = ("profiler", "prim")  # marks, and questions that only fake tensors ask (`tensor.device`)
-_NORMS = {_aten.native_batch_norm.default, _aten.native_group_norm.default}
+_NORMS = {_aten.native_batch_norm.default, _aten.native_group_norm.default, _aten.native_layer_norm.default}
+_LOSSES = {_aten.mse_loss, _aten.smooth_l1_loss, _aten.soft_margin_loss, _aten.binary_cross_entropy}
 _KNOWN_VALUES_LIMIT = 64
 _NEVER = -2
 
@@ -174,11 +176,7 @@ class Recorder(TorchDispatchMode):
             if func is not _aten._local_scalar_dense.default:
                 raise
             return _neutral_value(args[0])
-        if self.fake is not None and func in _NORMS:
-            return _with_statistics_as_parameters(out, args)
-        if self.fake is not None and func is _aten.mkldnn_rnn_layer.default:
-            return *out[:3], out[3].new_empty(_rnn_workspace_bytes(signature(func, args, kwargs), torch.is_grad_enabled()))
-        return out
+        return out if self.fake is None else _as_the_kernel(out, func, args, kwargs)
 
     def _op(
         self, func: Any, args: Any, kwargs: Any, out: Any, call: int, phase: Phase, mutated: tuple[int, ...]
@@ -204,8 +202,8 @@ class Recorder(TorchDispatchMode):
             return -1 if node is None else self._call_of_sequence.get(node._sequence_nr(), -1)
         call = self._stack[-1] if self._stack else -1
         if phase == "forward":
-            # The node of this operator was made just before it was dispatched.
-            self._call_of_sequence[torch.autograd._get_sequence_nr() - 1] = call
+            # The node of this operator was made just before it was dispatched; operators that make none come later.
+            self._call_of_sequence.setdefault(torch.autograd._get_sequence_nr() - 1, call)
         return call
 
     @contextlib.contextmanager
@@ -282,6 +280,21 @@ def _with_known_values(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) 
     with unset_fake_temporarily():
         values = func(*args, **kwargs)
     return mode.fake_tensor_converter.from_real_tensor(mode, values, make_constant=True)
+
+
+def _as_the_kernel(out: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """Give the outputs of a fake operator the storages that the CPU's kernel gives them, where they differ."""
+    if func in _NORMS:
+        return _with_statistics_as_parameters(out, args)
+    if func is _aten.native_group_norm_backward.default and out[0] is not None:
+        return torch.empty_like(out[0], dtype=args[1].dtype), *out[1:]
+    if func is _aten.mkldnn_rnn_layer.default:
+        nbytes = _rnn_workspace_bytes(signature(func, args, kwargs), torch.is_grad_enabled())
+        return *out[:3], out[3].new_empty(nbytes)
+    if func._overloadpacket in _LOSSES and out.dim() == 0:  # reduced in place, in the storage of the terms
+        terms = torch.broadcast_shapes(args[0].shape, args[1].shape)
+        return out.new_empty(terms).as_strided((), ()) if math.prod(terms) else out
+    return out
 
 
 def _with_statistics_as_parameters(out: Any, args: Any) -> Any:

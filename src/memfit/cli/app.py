@@ -60,8 +60,8 @@ def main() -> None:
     except MemfitError as e:
         print_error(e, "--json" in sys.argv)
         raise SystemExit(e.exit_status) from None
-    except KeyboardInterrupt:
-        err.print("interrupted")
+    except KeyboardInterrupt as e:
+        err.print("; ".join(["interrupted", *getattr(e, "__notes__", [])]), highlight=False, soft_wrap=True)
         raise SystemExit(130) from None
 
 

@@ -1,4 +1,4 @@
-"""The demonstration: a byte-level GPT on Python's standard library, under a budget that the plain step does not meet."""
+"""The demonstration: a byte-level GPT on the standard library, under a budget that the plain step does not meet."""
 
 from __future__ import annotations
 

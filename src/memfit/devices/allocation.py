@@ -60,7 +60,7 @@ def allocated_by_name(prefix: str) -> Iterator[dict[str, PeakMeter]]:
         first = bisect.bisect_left(moments, event.start_ns())
         last = bisect.bisect_right(moments, event.start_ns() + event.duration_ns())
         running = list(itertools.accumulate(nbytes for _, nbytes in changes[first:last]))
-        meters[event.name()] = PeakMeter(max(running, default=0), running[-1] if running else 0)
+        meters[event.name()] = PeakMeter(max([0, *running]), running[-1] if running else 0)
 
 
 def _profile() -> Any:

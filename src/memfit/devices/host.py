@@ -62,16 +62,29 @@ def _gpu(index: int) -> Device:
 
 
 def cgroup_limit_bytes() -> int | None:
-    """Return what the control group still allows this process, or None where nothing limits it."""
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    """Return what the control group still allows this process, or None where nothing limits it.
+
+    Cached files that can be dropped count as free.
+    """
+    for folder, limit, used, cached in (
+        ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ):
         try:
-            return max(0, int(Path(limit).read_text()) - int(Path(used).read_text()))
+            free = int(Path(folder, limit).read_text()) - int(Path(folder, used).read_text())
         except (OSError, ValueError):  # no such file, or "max"
             continue
+        return max(0, free + _statistic(Path(folder, "memory.stat"), cached))
     return None
+
+
+def _statistic(path: Path, name: str) -> int:
+    """Return a line of a control group's statistics, 0 where there is none."""
+    try:
+        match = re.search(rf"^{name} (\d+)$", path.read_text(), re.MULTILINE)
+    except OSError:
+        return 0
+    return int(match[1]) if match else 0
 
 
 @functools.cache

@@ -34,7 +34,7 @@ def decode(data: bytes, kind: type[T], *, source: str, error: type[UsageError] =
     noun = kind.__name__.lower()
     try:
         found = msgspec.json.decode(data, type=dict[str, Any]).get("schema")
-    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise error(f"{source} is not a {noun}: not JSON of an object ({e})") from e
     expected = next(f.default for f in msgspec.structs.fields(kind) if f.name == "schema")
     if found != expected:
@@ -65,11 +65,11 @@ def write_atomic(path: str | Path, data: bytes) -> Path:
         OutputError: The file can't be written; what was there before is unchanged.
     """
     path = Path(path)
-    temporary = None
+    temporary: Path | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp", delete=False) as f:
-            temporary = f.name
+            temporary = Path(f.name)
             f.write(data)
             f.flush()
             os.fsync(f.fileno())
@@ -77,8 +77,10 @@ def write_atomic(path: str | Path, data: bytes) -> Path:
         os.umask(umask)
         os.chmod(temporary, 0o666 & ~umask)
         os.replace(temporary, path)
+        temporary = None
     except OSError as e:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
         raise OutputError(f"can't write {path}: {e.strerror or e}") from e
+    finally:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
     return path

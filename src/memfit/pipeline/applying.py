@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from memfit.apply.checkpoint import checkpointed, is_checkpointed
 from memfit.apply.precision import autocast, grad_scaler
-from memfit.errors import PlanError, PlanMismatchError
+from memfit.errors import PlanError, PlanMismatchError, WorkloadError
 from memfit.ir.plan import Levers, Plan
 from memfit.train.step import Step
 from memfit.workload import Workload, batch_size_of, fingerprint
@@ -59,7 +59,7 @@ def check_plan(plan: Plan, workload: Workload) -> None:
     if found != plan.fingerprint:
         raise PlanMismatchError(
             f"the plan was made for the workload {plan.workload!r} with fingerprint {plan.fingerprint}, but"
-            f" {workload.name!r} has {found}: its modules, parameters, batch shapes or optimizer differ. Make a plan for it"
+            f" {workload.name!r} has {found}: modules, parameters, batch shapes or optimizer differ. Make a plan for it"
         )
     size = batch_size_of(workload.batch)
     if not 1 <= plan.levers.microbatch_size <= size:
@@ -69,11 +69,17 @@ def check_plan(plan: Plan, workload: Workload) -> None:
         )
 
 
-def check_not_applied(workload: Workload) -> None:
-    """Check that a workload is as the user made it.
+def check_workload(workload: Workload) -> None:
+    """Check that a workload is as the user made it, and where this version can run it.
 
     Raises:
         PlanError: A plan is applied to it.
+        WorkloadError: Its model is not on the CPU.
     """
+    elsewhere = {str(p.device) for p in workload.model.parameters()} - {"cpu"}
+    if elsewhere:
+        raise WorkloadError(
+            f"Workload.model is on {', '.join(sorted(elsewhere))}: this version plans for the CPU; move it with .cpu()"
+        )
     if is_checkpointed(workload.model):
         raise PlanError("a plan is applied to Workload.model already: call close() on its step first")

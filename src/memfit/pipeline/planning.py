@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from msgspec.structs import replace
@@ -19,7 +20,7 @@ from memfit.ir.remat import Regions
 from memfit.ir.simulate import simulate
 from memfit.ir.timeline import Timeline
 from memfit.ir.trace import Trace
-from memfit.pipeline.applying import applied, check_not_applied
+from memfit.pipeline.applying import applied, check_workload
 from memfit.solve.candidates import options, refusals
 from memfit.solve.frontier import Combination, fastest, frontier
 from memfit.solve.problem import build
@@ -28,6 +29,8 @@ from memfit.version import __version__
 from memfit.workload import Workload, batch_size_of, fingerprint
 
 PRECISIONS: tuple[Precision, ...] = ("32-true", "bf16-mixed", "16-mixed")
+DEFAULT_PRECISIONS: tuple[Precision, ...] = ("32-true", "bf16-mixed")
+"""What is searched unless said otherwise: CPUs run fp16 in software."""
 _ATTEMPTS = 6
 _ROUNDING_BYTES = 64  # what floats in the solver may miss
 
@@ -84,8 +87,8 @@ def estimate(
         CaptureError: The step can't be captured.
     """
     find_device(device)
-    check_precision(precision)
-    check_not_applied(workload)
+    check_precision(precision, "precision")
+    check_workload(workload)
     progress("capture", 0, 1)
     size = microbatch_size or batch_size_of(workload.batch)
     trace = capture_levers(workload, Levers(precision=precision, microbatch_size=size))
@@ -93,14 +96,14 @@ def estimate(
     return predict(trace, costs)[0]
 
 
-def check_precision(precision: str) -> None:
-    """Check the name of a precision.
+def check_precision(precision: str, argument: str) -> None:
+    """Check the name of a precision that an argument holds.
 
     Raises:
         UsageError: There is none of that name.
     """
     if precision not in PRECISIONS:
-        raise UsageError(f"precision={precision!r} is unknown: use one of {', '.join(PRECISIONS)}")
+        raise UsageError(f"{argument}={precision!r} is unknown: use one of {', '.join(PRECISIONS)}")
 
 
 def plan(
@@ -140,30 +143,32 @@ def plan(
     if numerics not in NUMERICS:
         raise UsageError(f"numerics={numerics!r} is unknown: use one of {', '.join(NUMERICS)}")
     for precision in precisions or ():
-        check_precision(precision)
-    check_not_applied(workload)
-    return _Planner(workload, budget_bytes, device, numerics, precisions, points, time_limit_seconds, progress).plan()
+        check_precision(precision, "precisions")
+    check_workload(workload)
+    searched = tuple(precisions or DEFAULT_PRECISIONS)
+    if "32-true" not in searched and not _allows(numerics, "reduced"):
+        raise UsageError(
+            f"precisions={list(searched)} are not allowed by numerics={numerics!r}: allow numerics='reduced'"
+        )
+    return _Planner(workload, budget_bytes, device, numerics, searched, points, time_limit_seconds, progress).plan()
 
 
+@dataclass
 class _Planner:
-    def __init__(
-        self,
-        workload: Workload,
-        budget_bytes: int,
-        device: str,
-        numerics: Numerics,
-        precisions: Sequence[Precision] | None,
-        points: int,
-        time_limit_seconds: float,
-        progress: Progress,
-    ) -> None:
-        self.workload, self.budget_bytes, self.device, self.numerics = workload, budget_bytes, device, numerics
-        self.precisions: Sequence[Precision] = precisions or ("32-true", "bf16-mixed")
-        self.points, self.time_limit_seconds, self.progress = points, time_limit_seconds, progress
-        self.batch_size = batch_size_of(workload.batch)
-        self.notes: list[str] = []
-        self.excluded: set[str] = set()
-        self.couples_batch = False
+    workload: Workload
+    budget_bytes: int
+    device: str
+    numerics: Numerics
+    precisions: Sequence[Precision]
+    points: int
+    time_limit_seconds: float
+    progress: Progress
+    notes: list[str] = field(default_factory=list)
+    excluded: set[str] = field(default_factory=set)
+    couples_batch: bool = False
+
+    def __post_init__(self) -> None:
+        self.batch_size = batch_size_of(self.workload.batch)
 
     def plan(self) -> Plan:
         """Capture and solve; a region that can't be recomputed is left out, and the rest solved again."""
@@ -312,7 +317,8 @@ class _Planner:
         candidate = combination.candidate(lowest, self.budget_bytes)
         prediction = self._confirm(candidate)
         if prediction.peak_upper_bytes <= self.budget_bytes:
-            return replace(candidate, bound_seconds=combination.problem.plain_seconds), prediction
+            bound = min(c.problem.plain_seconds for c in allowed)
+            return replace(candidate, status="feasible", bound_seconds=bound), prediction
         proven = all(choice.status == "optimal" for _, choice in choices)
         raise self._infeasible(candidate, prediction, proven, [c for c in self.combinations if c not in allowed])
 

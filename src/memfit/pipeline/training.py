@@ -17,7 +17,7 @@ from memfit.ir import codec
 from memfit.ir.modules import module_table
 from memfit.ir.plan import Levers, Plan
 from memfit.ir.record import Comparison, RunRecord, Views
-from memfit.pipeline.applying import applied, apply, check_not_applied, check_plan
+from memfit.pipeline.applying import applied, apply, check_plan, check_workload
 from memfit.pipeline.planning import capture_levers, predict
 from memfit.report.html import write as write_html
 from memfit.train.folder import METRICS, PLAN, REPORT, RUN, VIEWS, check_folder
@@ -59,7 +59,7 @@ def compare(
         steps: Steps of each (≥ 2).
         progress: Called with how many steps are done, of how many.
     """
-    check_not_applied(workload)
+    check_workload(workload)
     check_plan(plan, workload)
     batches = _first_batches(workload, steps)
     with nothing_changes(workload):
@@ -158,7 +158,7 @@ def train(
         NonFiniteError: The loss or a gradient is not finite.
     """
     folder = Path(out)
-    check_not_applied(workload)
+    check_workload(workload)
     check_plan(plan, workload)
     check_folder(folder, overwrite=overwrite, resume=resume)
     comparison = compare(plan, workload, steps=compare_steps, progress=progress) if compare_steps else None

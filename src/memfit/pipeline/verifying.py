@@ -14,13 +14,17 @@ from memfit.cost.calibrate import calibrate
 from memfit.errors import CaptureError
 from memfit.ir.plan import Levers, Numerics, Plan
 from memfit.ir.verification import GradientDifference, Verification
-from memfit.pipeline.applying import applied, check_not_applied, check_plan
+from memfit.pipeline.applying import applied, check_plan, check_workload
 from memfit.pipeline.planning import capture_levers, lever_classes, predict
 from memfit.units import format_bytes
 from memfit.workload import Workload, batch_size_of
 
-TOLERANCE: dict[Numerics, float] = {"exact": 0.0, "reordered": 1e-3, "reduced": 0.1, "changed": math.inf}
-"""Largest relative difference of the loss, and of all gradients in the Euclidean norm, by numerics class."""
+TOLERANCE: dict[Numerics, float] = {"exact": 0.0, "reordered": 1e-3, "reduced": 0.25, "changed": math.inf}
+"""Largest relative difference of the loss, and of all gradients in the Euclidean norm, by numerics class.
+
+For `reduced` it tells a wrong step from a rounded one, no more: with bf16's 8 bits, 14 % was seen on a
+BatchNorm ResNet with random weights, 2 % on a 3-D U-Net, and under 1 % on Transformers.
+"""
 
 PREDICTION_TOLERANCE = 0.05
 
@@ -40,7 +44,7 @@ def verify(plan: Plan, workload: Workload) -> Verification:
         PlanMismatchError: The plan was made for another workload.
         PlanError: Its levers are not legal.
     """
-    check_not_applied(workload)
+    check_workload(workload)
     check_plan(plan, workload)
     size = batch_size_of(workload.batch)
     plain = Levers(microbatch_size=size)
@@ -112,12 +116,11 @@ def _failures(plan: Plan, workload: Workload, found: Verification) -> list[str]:
     if off > PREDICTION_TOLERANCE:
         failures.append(
             f"the plan predicts a peak of {format_bytes(plan.predicted.peak_bytes)}, and"
-            f" {format_bytes(found.measured_peak_bytes)} was measured: {off:.1%} off, more than {PREDICTION_TOLERANCE:.0%}"
+            f" {format_bytes(found.measured_peak_bytes)} was measured: {off:.1%} off, and {PREDICTION_TOLERANCE:.0%} is"
+            " allowed"
         )
     if plan.numerics == "exact" and not found.bitwise:
-        failures.append(
-            "the plan's class is exact, but the loss or a gradient is not bitwise equal to the plain step's"
-        )
+        failures.append("the plan is of class exact, but the loss or a gradient is not bitwise equal to the plain one")
     tolerance = TOLERANCE[plan.numerics]
     for what, difference in (("loss", found.loss_difference), ("gradients", found.gradient_difference)):
         if not difference <= tolerance:

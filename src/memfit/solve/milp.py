@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -25,6 +25,7 @@ from memfit.solve.problem import Problem
 
 _UNIT = float(2**20)  # bytes are solved in MiB, so that coefficients stay near one
 _ROWS_A_ROUND = 24
+_LEAST_SECONDS = 0.1
 _OPTIMAL, _LIMIT, _INFEASIBLE = 0, 1, 2
 
 Ints = npt.NDArray[np.int64]
@@ -73,22 +74,34 @@ class Solver:
         Returns:
             None when there is none: proven, or no solution was found within the time limit.
         """
+        if not self._n_x:
+            nothing = self._nothing_to_choose()
+            return nothing if nothing.peak_bytes <= budget_bytes else None
         cost = np.concatenate([[o.seconds for o in self.problem.options], np.zeros(self._n_z)])
         scale = 1.0 / max(float(cost.max(initial=0.0)), 1e-12)
         deadline = time.monotonic() + self.time_limit_seconds
+        margin, proven = 0, 0.0
         while True:
             rows, base = self._row_matrix()
-            limit = LinearConstraint(rows, -np.inf, (budget_bytes - base) / _UNIT)
+            limit = LinearConstraint(rows, -np.inf, (budget_bytes - margin - base) / _UNIT)
             result = self._run(cost * scale, [limit], deadline)
             if result.x is None:
                 return None
             x = np.round(result.x[: self._n_x]).astype(np.int64)
-            if not self._add_rows(x, budget_bytes):
-                bound = self.problem.plain_seconds + max(0.0, float(result.mip_dual_bound or 0.0)) / scale
-                return self._choice(x, result.status, min(float(bound), self.problem.seconds(x)))
+            if margin == 0:
+                proven = self.problem.plain_seconds + max(0.0, float(result.mip_dual_bound or 0.0)) / scale
+            if self._add_rows(x, budget_bytes):
+                continue
+            excess = int(self.problem.row_peaks(x).max(initial=0)) - budget_bytes
+            if excess <= 0:
+                status = result.status if margin == 0 else _LIMIT
+                return self._choice(x, status, min(proven, self.problem.seconds(x)))
+            margin = max(2 * margin, excess)  # the solver's tolerance let through what does not fit
 
     def leanest(self) -> Choice:
         """Return a choice of the lowest peak, the faster of two alike."""
+        if not self._n_x:
+            return replace(self._nothing_to_choose(), bound=float(self._nothing_to_choose().peak_bytes))
         n = self._n_x + self._n_z
         seconds = np.concatenate([[o.seconds for o in self.problem.options], np.zeros(self._n_z)])
         tie = 1e-3 / max(float(seconds.sum()), 1e-12)
@@ -104,6 +117,9 @@ class Solver:
                 bound = max(0.0, (float(result.mip_dual_bound or 0.0) - 1e-3) * _UNIT)
                 return self._choice(x, _LIMIT if result.x is None else result.status, bound)
 
+    def _nothing_to_choose(self) -> Choice:
+        return self._choice(np.zeros(0, np.int64), _OPTIMAL, self.problem.plain_seconds)
+
     def _choice(self, x: Ints, status: int, bound: float) -> Choice:
         peak = int(self.problem.row_peaks(x).max(initial=0))
         return Choice(x, peak, self.problem.seconds(x), "optimal" if status == _OPTIMAL else "feasible", bound)
@@ -116,7 +132,7 @@ class Solver:
         upper = np.concatenate([np.ones(self._n_x + self._n_z), np.full(extra, np.inf)])
         integral = np.concatenate([np.ones(self._n_x), np.zeros(self._n_z + extra)])
         constraints = [*limits, LinearConstraint(structure, low, high)] if structure.shape[0] else limits
-        options = {"time_limit": max(0.1, deadline - time.monotonic()), "mip_rel_gap": 1e-4}
+        options = {"time_limit": max(_LEAST_SECONDS, deadline - time.monotonic()), "mip_rel_gap": 1e-4}
         with _silent_output():
             return milp(cost, constraints=constraints, bounds=Bounds(0, upper), integrality=integral, options=options)
 

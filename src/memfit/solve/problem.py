@@ -79,7 +79,8 @@ class Problem:
         """Return the bytes at every row for a choice of options; a recomputation not chosen counts as its point."""
         z = [max(self.activity(a, x) for a in reasons) for reasons in self.reasons]
         live = self.base + np.concatenate([x, np.array(z, np.int64)]) @ self.columns
-        extra = np.where(self.row_option >= 0, self.row_bytes * x[self.row_option], 0)
+        chosen = np.append(x, 0)[self.row_option]  # -1, no option, takes the last
+        extra = np.where(self.row_option >= 0, self.row_bytes * chosen, 0)
         result: npt.NDArray[np.int64] = live[self.row_axis] + extra
         return result
 

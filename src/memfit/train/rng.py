@@ -18,7 +18,7 @@ RngState = dict[str, Any]
 
 def rng_state() -> RngState:
     """Return the state of the global generators; of GPUs, only once PyTorch has used one."""
-    is_gpu_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    is_gpu_used = torch.cuda.is_initialized()
     gpus = range(torch.cuda.device_count() if is_gpu_used else 0)
     version, internal, gauss_next = random.getstate()
     return {

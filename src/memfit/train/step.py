@@ -180,7 +180,7 @@ class Step:
             loss = window.weigh(loss, count, batch_size_of(microbatch))
             scaled = loss if self.scaler is None else self.scaler.scale(loss)
             self._phase("backward", index)
-            scaled.backward()  # type: ignore[no-untyped-call]
+            scaled.backward()
             del loss, scaled
         window.finish(self._all_gradients())
         mean = window.mean_loss()

@@ -1,0 +1,319 @@
+"""Captures leave everything of the user's as it was, and say what they can't do."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import gc
+import logging
+import warnings
+from collections import Counter, namedtuple
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from memfit.capture.fake import real_copy
+from memfit.errors import CaptureError, WorkloadError
+from memfit.ir.simulate import simulate
+from memfit.workload import Workload
+from tests.models import BUILDERS, COSTS, captured, convnet, plain_trace, squared_error, step_of, transformer, twice
+
+
+def state_of(workload: Workload) -> dict[str, Any]:
+    """Return everything of a workload that a capture could change, and of the process."""
+    model = workload.model
+    tensors = {f"state {k}": v.clone() for k, v in model.state_dict().items()}
+    for index, (parameter, values) in enumerate(workload.optimizer.state.items()):
+        tensors |= {f"optimizer {index} {k}": v.clone() for k, v in values.items() if isinstance(v, torch.Tensor)}
+        tensors[f"of {index}"] = torch.tensor(id(parameter))
+    hooks = [
+        tuple(len(d) for d in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._state_dict_hooks))
+        for m in model.modules()
+    ]
+    return tensors | {
+        "random state": torch.get_rng_state(),
+        "identities": [(id(p), p.data_ptr(), p.requires_grad, p._version) for p in model.parameters()],
+        "gradients": [(id(p.grad), None if p.grad is None else p.grad.clone()) for p in model.parameters()],
+        "training": [m.training for m in model.modules()],
+        "hooks": hooks,
+        "attributes": [sorted(m.__dict__) for m in model.modules()],
+        "groups": copy.deepcopy([{k: v for k, v in g.items() if k != "params"} for g in workload.optimizer.param_groups]),
+        "collector": (gc.isenabled(), gc.get_freeze_count() > 0),
+        "gradients on": torch.is_grad_enabled(),
+        "multithreading": torch.autograd.is_multithreading_enabled(),
+        "log level": logging.getLogger("torch._subclasses.fake_tensor").level,
+        "filters": list(warnings.filters),
+        "scheduler": None if workload.scheduler is None else workload.scheduler.state_dict(),
+    }
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(same(a, b) for a, b in zip(one, other, strict=True))
+    return bool(one == other)
+
+
+def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Return the names of what is not the same."""
+    return [name for name in before.keys() | after.keys() if not same(before.get(name), after.get(name))]
+
+
+def trained(build: Callable[[], Workload]) -> Workload:
+    """Return a workload after a step, with a left-over gradient and a frozen, evaluating part."""
+    workload = build()
+    scheduler = torch.optim.lr_scheduler.StepLR(workload.optimizer, 1)
+    workload = dataclasses.replace(workload, scheduler=scheduler)
+    with step_of(workload) as step:
+        step(workload.batch)
+    first = next(workload.model.parameters())
+    first.grad = torch.ones_like(first)
+    list(workload.model.children())[-1].eval()
+    return workload
+
+
+@pytest.mark.parametrize("real", [False, True])
+@pytest.mark.parametrize("name", BUILDERS)
+def test_nothing_of_the_users_changes(name: str, real: bool) -> None:
+    workload = trained(BUILDERS[name])
+    before = state_of(workload)
+    captured(workload, real=real, regions={"head": ()}, precision="bf16-mixed", microbatch_size=1)
+    assert not changes(before, state_of(workload))
+
+
+def test_the_comparison_notices_each_change() -> None:
+    workload = trained(convnet)
+    before = state_of(workload)
+    with torch.no_grad():
+        workload.model.head.bias[0] += 1
+    workload.model.stem[1].num_batches_tracked += 1
+    workload.model.stem[0].weight.grad = None
+    workload.model.pool.train()
+    workload.model.head.train()
+    workload.model.register_forward_hook(lambda *args: None)
+    torch.rand(1)
+    workload.optimizer.state[workload.model.head.bias]["momentum_buffer"] += 1
+    found = changes(before, state_of(workload))
+    assert {"state head.bias", "state stem.1.num_batches_tracked", "gradients", "training", "hooks"} <= set(found)
+    assert {"random state", "identities"} <= set(found) and any(n.startswith("optimizer") for n in found)
+
+
+def raising(model: nn.Module, batch: Any) -> torch.Tensor:
+    loss = squared_error(model, batch)
+    torch.rand(3)
+    raise KeyError("the user's own mistake")
+    return loss
+
+
+@pytest.mark.parametrize("collecting", [True, False])
+def test_nothing_changes_when_the_step_fails(collecting: bool) -> None:
+    workload = dataclasses.replace(trained(twice), loss_fn=raising)
+    if not collecting:
+        gc.disable()
+    try:
+        before = state_of(workload)
+        with pytest.raises(CaptureError, match="the user's own mistake"):
+            captured(workload, regions={"shared": ()})
+        with pytest.raises(KeyError):
+            captured(workload, real=True, regions={"shared": ()})
+        assert not changes(before, state_of(workload))
+    finally:
+        gc.enable()
+
+
+@contextlib.contextmanager
+def unfrozen() -> Iterator[None]:
+    gc.unfreeze()
+    try:
+        yield
+    finally:
+        gc.collect()
+        gc.freeze()
+
+
+def test_objects_that_the_user_set_aside_stay_aside() -> None:
+    with unfrozen():
+        captured(twice())
+        assert gc.get_freeze_count() == 0
+    assert gc.get_freeze_count() > 0
+    captured(twice())
+    assert gc.get_freeze_count() > 0
+
+
+def test_a_loss_that_uses_the_model_from_outside_is_refused() -> None:
+    workload = trained(twice)
+    outside = workload.model
+    workload = dataclasses.replace(workload, loss_fn=lambda model, batch: squared_error(outside, batch))
+    before = state_of(workload)
+    with pytest.raises((WorkloadError, CaptureError), match=r"loss_fn|no parameter"):
+        captured(workload)
+    assert not changes(before, state_of(workload))
+
+
+def test_a_loss_that_uses_the_outside_model_as_well_is_refused() -> None:
+    workload = trained(twice)
+    outside = workload.model.head
+
+    def both(model: nn.Module, batch: Any) -> torch.Tensor:
+        return squared_error(model, batch) + outside.weight.square().sum()
+
+    workload = dataclasses.replace(workload, loss_fn=both)
+    before = state_of(workload)
+    with pytest.raises(WorkloadError, match="2 parameters|1 parameters"):
+        captured(workload, real=True)
+    assert not changes(before, state_of(workload))
+    with pytest.raises(WorkloadError, match="must use the model that it is given"):
+        captured(workload)
+    assert not changes(before, state_of(workload))
+
+
+def masked(model: nn.Module, batch: Any) -> torch.Tensor:
+    x, y = batch
+    out = model(x)
+    return out[y > 0].sum()  # the line of the mask
+
+
+def test_shapes_that_depend_on_values_are_refused_with_the_line() -> None:
+    workload = dataclasses.replace(twice(), loss_fn=masked)
+    with pytest.raises(CaptureError, match="must not depend on values") as caught:
+        captured(workload)
+    line = next(i for i, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "# the line of the mask" in text)
+    assert f"{__file__}:{line}: return out[y > 0].sum()" in str(caught.value)
+
+
+def test_a_module_that_does_something_else_each_time_is_refused() -> None:
+    calls = iter(range(100))
+
+    def fickle(model: nn.Module, batch: Any) -> torch.Tensor:
+        loss = squared_error(model, batch)
+        return loss if next(calls) % 2 else loss * 2
+
+    with pytest.raises(CaptureError, match="other operators each time"):
+        captured(dataclasses.replace(twice(), loss_fn=fickle))
+
+
+class Locked(nn.Linear):
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise RuntimeError("there can be only one")
+
+
+def test_a_model_that_cannot_be_copied_is_refused() -> None:
+    model = nn.Sequential(Locked(4, 4))
+    batch = (torch.randn(2, 4), torch.randn(2, 4))
+    workload = Workload(model, batch, squared_error, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(WorkloadError, match="there can be only one"):
+        captured(workload)
+
+
+class Asks(nn.Module):
+    """Reads values in its forward pass, as gradient scalers and position counters do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for split in torch.arange(3).tolist():
+            x = x + split
+        if self.seen.item() > 10**6 or torch.isnan(x).any().item():
+            raise ValueError("never")
+        self.seen += 1
+        out: torch.Tensor = self.inner(x) * float(torch.tensor(2.0).item())
+        return out
+
+
+def test_code_that_reads_values_is_captured() -> None:
+    model = nn.Sequential(Asks())
+    batch = (torch.randn(2, 4), torch.randn(2, 4))
+    workload = Workload(model, batch, squared_error, torch.optim.Adam(model.parameters()))
+    fake, real = captured(workload), captured(workload, real=True)
+    forward = [Counter(op.name for op in t.ops if op.phase == "forward") for t in (fake, real)]
+    assert forward[1] <= forward[0]
+    assert set(forward[0] - forward[1]) <= {"aten.unbind.int", "aten._local_scalar_dense.default"}
+    assert model[0].seen.item() == 0
+
+
+Pair = namedtuple("Pair", "x y")
+
+BATCHES: dict[str, tuple[Any, Callable[[Any], tuple[torch.Tensor, torch.Tensor]]]] = {
+    "tuple": ((torch.ones(6, 4), torch.ones(6, 4)), lambda b: b),
+    "list": ([torch.ones(6, 4), torch.ones(6, 4)], lambda b: (b[0], b[1])),
+    "dict": ({"x": torch.ones(6, 4), "y": torch.ones(6, 4), "id": "abc"}, lambda b: (b["x"], b["y"])),
+    "named tuple": (Pair(torch.ones(6, 4), torch.ones(6, 4)), lambda b: (b.x, b.y)),
+    "nested": ({"in": [{"x": torch.ones(6, 4)}], "out": (torch.ones(6, 4),)}, lambda b: (b["in"][0]["x"], b["out"][0])),
+    "a tensor": (torch.ones(6, 4), lambda b: (b, b)),
+}
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_batches_of_any_kind_are_captured(kind: str) -> None:
+    batch, take = BATCHES[kind]
+    model = nn.Linear(4, 4)
+    workload = Workload(
+        model, batch, lambda m, b: squared_error(m, take(b)), torch.optim.SGD(model.parameters(), lr=0.1)
+    )
+    for size in (None, 2):
+        fake, real = (captured(workload, real=really, microbatch_size=size) for really in (False, True))
+        inputs = [sum(s.nbytes for s in t.storages if s.category == "inputs") for t in (fake, real)]
+        expected = 6 * 4 * 4 * (1 if kind == "a tensor" else 2)
+        assert inputs == [expected, expected]
+        assert fake.scale_microbatches == (1 if size is None else 3) and fake.batch_size == 6
+
+
+def test_a_left_over_gradient_changes_nothing_in_the_trace() -> None:
+    workload = transformer()
+    for parameter in workload.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    trace, plain = captured(workload), plain_trace("transformer")
+    assert simulate(trace, COSTS).peak_bytes == simulate(plain, COSTS).peak_bytes
+    assert [op.name for op in trace.ops] == [op.name for op in plain.ops]
+
+
+def test_a_large_model_is_captured_without_its_memory() -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    big = (torch.zeros(1).expand(1 << 16, 8), torch.zeros(1).expand(1 << 16, 8))
+    workload = Workload(model, big, squared_error, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert simulate(captured(workload), COSTS).peak_bytes > (1 << 16) * 8 * 4
+
+
+def test_a_real_copy_is_equal_independent_and_shares_what_was_shared() -> None:
+    workload = trained(lambda: BUILDERS["tied"]())
+    copied = real_copy(workload)
+    assert copied.model.head.weight is copied.model.embed.weight
+    for one, other in zip(workload.model.parameters(), copied.model.parameters(), strict=True):
+        assert torch.equal(one, other) and one.data_ptr() != other.data_ptr()
+        assert one.requires_grad == other.requires_grad
+    parameters = [p for g in copied.optimizer.param_groups for p in g["params"]]
+    assert [id(p) for p in parameters] == [id(p) for p in copied.model.parameters()]
+    assert set(copied.optimizer.state) <= set(parameters)
+    for one, other in zip(workload.optimizer.state.values(), copied.optimizer.state.values(), strict=True):
+        assert all(same(one[k], other[k]) for k in one) and one.keys() == other.keys()
+    before = state_of(workload)
+    with step_of(copied) as step:
+        step(copied.batch)
+    torch.set_rng_state(before["random state"])
+    assert not changes(before, state_of(workload))
+
+
+def test_views_of_one_storage_stay_views_of_one() -> None:
+    model = nn.Linear(4, 4)
+    whole = torch.arange(16.0).view(2, 8)
+    batch = (whole[:, :4], whole[:, 4:])
+    workload = Workload(model, batch, squared_error, torch.optim.SGD(model.parameters(), lr=0.1))
+    copied = real_copy(workload)
+    assert copied.batch[0].untyped_storage().data_ptr() == copied.batch[1].untyped_storage().data_ptr()
+    assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(batch, copied.batch, strict=True))
+    trace = captured(workload)
+    assert [s.nbytes for s in trace.storages if s.category == "inputs"] == [64]
+
+
+def test_captures_are_repeatable() -> None:
+    assert captured(twice()) == captured(twice())
+    assert captured(convnet(), microbatch_size=2) == captured(convnet(), microbatch_size=2)

@@ -1,0 +1,295 @@
+"""Captures under fake tensors against captures of the same step really run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from memfit.ir.plan import Precision
+from memfit.ir.simulate import simulate
+from memfit.ir.trace import Trace
+from memfit.workload import Workload, batch_size_of
+from tests.models import BUILDERS, COSTS, captured, convnet, plain_trace, squared_error, step_of, transformer, twice
+
+NORMS = {"aten.linalg_vector_norm.default", "aten._foreach_norm.Scalar"}
+CLIPS = {"aten.mul_.Tensor", "aten._foreach_mul_.Tensor"}
+"""The gradient norm and its clipping are one operator for real tensors, and one for each gradient for fake ones."""
+
+
+def operators(trace: Trace) -> list[tuple[str, str, str, int]]:
+    """Return what runs where, in order, but for the gradient norm and clipping."""
+    return [
+        (op.name, op.phase, trace.fqn_of(op.call), op.microbatch)
+        for op in trace.ops
+        if op.phase != "optimizer" or op.name not in NORMS | CLIPS
+    ]
+
+
+def lives(trace: Trace) -> Counter[tuple[Any, ...]]:
+    """Return every storage that is born in a forward or backward pass, by what it is and when it is born and dies."""
+    return Counter(
+        (s.nbytes, s.birth, min(s.death, end), min(s.release, end), s.category)
+        for end in [sum(op.phase != "optimizer" for op in trace.ops)]
+        for s in trace.storages
+        if s.birth >= 0 and trace.ops[s.birth].phase != "optimizer"
+    )
+
+
+def resident(trace: Trace) -> Counter[tuple[int, str]]:
+    """Return the storages that are alive when the step starts."""
+    return Counter((s.nbytes, s.category) for s in trace.storages if s.birth < 0)
+
+
+def saves(trace: Trace) -> list[tuple[int, int, str, int, int]]:
+    """Return what autograd saves, in order."""
+    return [
+        (trace.storages[s.storage].nbytes, s.at, trace.fqn_of(s.call), s.unpacked, min(s.death, len(trace.ops) - 1))
+        for s in trace.saves
+    ]
+
+
+def differences(fake: Trace, real: Trace) -> list[str]:
+    """Return in what two traces differ."""
+    found = [
+        name
+        for name, view in [("operators", operators), ("lives", lives), ("resident", resident), ("saves", saves)]
+        if view(fake) != view(real)  # type: ignore[operator]
+    ]
+    one, other = simulate(fake, COSTS).peak_bytes, simulate(real, COSTS).peak_bytes
+    return found + ([f"peak {one} {other}"] if abs(one - other) > 1024 else [])
+
+
+@pytest.mark.parametrize(
+    ("precision", "microbatches"), [("32-true", 1), ("32-true", 2), ("bf16-mixed", 1), ("bf16-mixed", 2)]
+)
+@pytest.mark.parametrize("name", BUILDERS)
+def test_the_fake_step_is_the_real_one(name: str, precision: Precision, microbatches: int) -> None:
+    workload = BUILDERS[name]()
+    size = batch_size_of(workload.batch) // microbatches
+    real = captured(workload, real=True, precision=precision, microbatch_size=size)
+    assert not differences(plain_trace(name, precision, microbatches), real)
+
+
+def test_the_comparison_notices_another_step() -> None:
+    fake = plain_trace("convnet")
+    assert len(differences(fake, plain_trace("convnet", "bf16-mixed"))) == 4
+    assert len(differences(fake, captured(convnet(channels=9)))) >= 3
+
+
+def one_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    return LOSSES[batch["kind"]](model(batch["x"]).sigmoid(), batch["y"])
+
+
+LOSSES: dict[str, Any] = {
+    name: getattr(nn.functional, name)
+    for name in (
+        "mse_loss",
+        "smooth_l1_loss",
+        "huber_loss",
+        "l1_loss",
+        "soft_margin_loss",
+        "binary_cross_entropy",
+        "binary_cross_entropy_with_logits",
+    )
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_losses_that_keep_their_terms_are_captured_with_them(loss: str) -> None:
+    model = nn.Sequential(nn.Linear(16, 512))
+    batch = {"kind": loss, "x": torch.randn(64, 16), "y": torch.rand(64, 512)}
+    workload = Workload(model, batch, one_loss, torch.optim.SGD(model.parameters(), lr=0.1))
+    fake, real = captured(workload), captured(workload, real=True)
+    assert not differences(fake, real)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("affine", [True, False])
+def test_norms_are_captured_with_the_statistics_that_their_kernels_keep(affine: bool, precision: Precision) -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3),
+        nn.BatchNorm2d(8, affine=affine),
+        nn.GroupNorm(2, 8, affine=affine),
+        nn.InstanceNorm2d(8, affine=affine),
+        nn.Conv2d(8, 4, 3),
+        nn.LayerNorm([4, 6, 6], elementwise_affine=affine),
+    )
+    batch = (torch.randn(2, 3, 10, 10), torch.randn(2, 4, 6, 6))
+    workload = Workload(model, batch, squared_error, torch.optim.SGD(model.parameters(), lr=0.1))
+    fake, real = (captured(workload, real=really, precision=precision) for really in (False, True))
+    assert not differences(fake, real)
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_a_checkpointed_step_is_the_real_one_too(name: str) -> None:
+    regions = {"transformer": "blocks.0", "tied": "blocks.1", "convnet": "stages", "unet": "unet.inner"}
+    region = {regions.get(name, "head"): ()}
+    workload = BUILDERS[name]()
+    fake, real = (captured(workload, real=really, regions=region) for really in (False, True))
+    assert not differences(fake, real)
+    assert any(op.phase == "recompute" for op in fake.ops) or name in ("recurrent", "twice")
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "adam foreach": lambda p: torch.optim.Adam(p, foreach=True),
+    "adamw foreach": lambda p: torch.optim.AdamW(p, foreach=True),
+    "adamw fused": lambda p: torch.optim.AdamW(p, fused=True),
+    "adam amsgrad": lambda p: torch.optim.Adam(p, amsgrad=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer_is_captured_whether_it_has_a_state_or_not(optimizer: str, steps: int) -> None:
+    workload = twice()
+    workload = dataclasses.replace(workload, optimizer=OPTIMIZERS[optimizer](list(workload.model.parameters())))
+    with step_of(workload) as step:
+        for _ in range(steps):
+            step(workload.batch)
+    state = str(workload.optimizer.state_dict())
+    fake, real = captured(workload), captured(workload, real=True)
+    assert str(workload.optimizer.state_dict()) == state
+    assert resident(fake) == resident(real)
+    assert abs(simulate(fake, COSTS).peak_bytes - simulate(real, COSTS).peak_bytes) <= 1024
+    parameter_bytes = sum(p.numel() * 4 for p in workload.model.parameters())
+    state_bytes = sum(s.nbytes for s in fake.storages if s.category == "optimizer state" and s.birth < 0)
+    copies = {"sgd": 0, "momentum": 1, "adam amsgrad": 3, "adagrad": 1}.get(optimizer, 2)
+    assert copies * parameter_bytes <= state_bytes <= copies * parameter_bytes + 4 * 16
+
+
+def test_frozen_parameters_have_no_gradients_and_no_state() -> None:
+    workload = transformer()
+    for parameter in workload.model.blocks[0].parameters():
+        parameter.requires_grad_(False)
+    free = [p for p in workload.model.parameters() if p.requires_grad]
+    workload = dataclasses.replace(workload, optimizer=torch.optim.SGD(free, lr=0.1, momentum=0.9))
+    fake, real = captured(workload), captured(workload, real=True)
+    assert not differences(fake, real)
+    gradients = sum(s.nbytes for s in fake.storages if s.category == "gradients")
+    assert gradients == sum(p.numel() * 4 for p in free)
+
+
+def test_tied_weights_are_one_parameter() -> None:
+    untied, shared = plain_trace("transformer"), plain_trace("tied")
+    weight = 40 * 32 * 4
+
+    def parameters(trace: Trace) -> int:
+        return sum(s.nbytes for s in trace.storages if s.category == "parameters")
+
+    assert parameters(untied) - parameters(shared) == weight
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_bytes_born_are_bytes_dead_or_alive(name: str) -> None:
+    trace = plain_trace(name, "bf16-mixed", 2)
+    end = len(trace.ops)
+    for storage in trace.storages:
+        assert -1 <= storage.birth < end and storage.birth <= storage.death <= end
+        assert storage.release <= storage.death
+        assert storage.release >= storage.birth
+    born = sum(s.nbytes for s in trace.storages)
+    dead = sum(s.nbytes for s in trace.storages if s.death < end)
+    alive = sum(s.nbytes for s in trace.storages if s.death == end)
+    assert born == dead + alive
+    start = sum(s.nbytes for s in trace.storages if s.birth < 0)
+    assert start == alive  # a steady step leaves as much as it finds
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_categories_are_what_the_workload_holds(name: str) -> None:
+    workload, trace = BUILDERS[name](), plain_trace(name)
+
+    def total(category: str) -> int:
+        return sum(s.nbytes for s in trace.storages if s.category == category)
+
+    def held(tensors: Any) -> int:
+        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+    assert total("parameters") == held(workload.model.parameters())
+    assert total("buffers") == held(workload.model.buffers())
+    assert total("gradients") == held(workload.model.parameters())
+    batch = workload.batch.values() if isinstance(workload.batch, dict) else workload.batch
+    assert total("inputs") == held(batch)
+
+
+def test_saves_are_attributed_to_the_module_that_made_them() -> None:
+    trace = plain_trace("convnet")
+    found = {trace.fqn_of(s.call) for s in trace.saves}
+    assert {"stem.0", "stem.1", "stages.0.conv1", "stages.1.bn2", "stages.0", "pool", "head", ""} <= found
+    for save in trace.saves:
+        assert trace.ops[save.unpacked].phase == "backward" or save.unpacked < 0
+        assert save.at <= save.unpacked <= save.death or save.unpacked < 0
+        if save.call >= 0:
+            assert trace.calls[save.call].start <= save.at <= trace.calls[save.call].end
+
+
+def test_backward_operators_belong_to_the_call_that_they_differentiate() -> None:
+    trace = plain_trace("convnet")
+    backward = [trace.fqn_of(op.call) for op in trace.ops if op.name == "aten.convolution_backward.default"]
+    forward = [trace.fqn_of(op.call) for op in trace.ops if op.name == "aten.convolution.default"]
+    assert backward == forward[::-1] and len(forward) == 5
+    shared = plain_trace("twice")
+    calls = [op.call for op in shared.ops if op.name == "aten.tanh.default"]
+    assert [op.call for op in shared.ops if op.name == "aten.tanh_backward.default"] == calls[::-1]
+
+
+def test_phases_and_microbatches_follow_each_other() -> None:
+    trace = plain_trace("transformer", "32-true", 2)
+    cut = next(i for i, op in enumerate(trace.ops) if op.phase == "forward")
+    assert {op.name for op in trace.ops[:cut]} == {"aten.slice.Tensor"}
+    order = list(dict.fromkeys((op.phase, op.microbatch) for op in trace.ops[cut:]))
+    assert order == [("forward", 0), ("backward", 0), ("forward", 1), ("backward", 1), ("optimizer", 0)]
+
+
+def test_calls_nest_and_contain_their_operators() -> None:
+    trace = plain_trace("unet")
+    for index, call in enumerate(trace.calls):
+        if call.parent >= 0:
+            parent = trace.calls[call.parent]
+            assert call.parent < index and parent.start <= call.start <= call.end <= parent.end
+            inner, outer = trace.modules[call.module].fqn, trace.modules[parent.module].fqn
+            assert outer == "" or inner.startswith(f"{outer}.")
+        for op in trace.ops[call.start : call.end]:
+            assert index in trace.call_chain(op.call)
+
+
+def test_matrix_products_have_flops_and_dropout_is_random() -> None:
+    trace = plain_trace("transformer")
+    linear = [op for op in trace.ops if op.name == "aten.addmm.default" and trace.fqn_of(op.call) == "blocks.0.qkv"]
+    assert [op.flops for op in linear] == [2 * 4 * 12 * 32 * 96]
+    assert {op.name for op in trace.ops if op.random} == {"aten.native_dropout.default"} or {
+        op.name for op in trace.ops if op.random
+    } == {"aten.bernoulli_.float"}
+
+
+def test_what_the_trace_says_of_itself() -> None:
+    trace = plain_trace("convnet", "bf16-mixed", 2)
+    assert (trace.workload, trace.precision, trace.device) == ("convnet", "bf16-mixed", "cpu")
+    assert (trace.batch_size, trace.microbatch_size, trace.microbatches, trace.scale_microbatches) == (4, 2, 2, 2)
+    norms = [m.fqn for m in trace.modules if m.couples_batch]
+    assert norms == [m.fqn for m in trace.modules if m.tracks_statistics] and len(norms) == 5
+
+
+def test_evaluation_mode_does_not_couple_the_batch() -> None:
+    workload = convnet()
+    for module in workload.model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.eval()
+    trace = captured(workload)
+    assert not any(m.couples_batch for m in trace.modules) and any(m.tracks_statistics for m in trace.modules)
+
+
+def test_an_uneven_last_microbatch_is_captured() -> None:
+    workload = twice(batch=8)
+    trace = captured(workload, microbatch_size=5)
+    assert (trace.microbatches, trace.scale_microbatches) == (2, 2)
+    assert squared_error(workload.model, workload.batch).isfinite()

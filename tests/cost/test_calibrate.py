@@ -1,0 +1,181 @@
+"""Costs measured on this machine, and the cache that keeps them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from memfit.cost import calibrate as module
+from memfit.cost.calibrate import cache_path, calibrate, measure
+from memfit.ir import codec
+from memfit.ir.cost import CostTable
+from memfit.signature import signature
+from tests.models import plain_trace
+
+aten = torch.ops.aten
+
+
+def text_of(func: Any, *args: Any, **kwargs: Any) -> str:
+    return signature(func, args, kwargs)
+
+
+ADD = text_of(aten.add.Tensor, torch.zeros(64, 64), torch.zeros(64, 64))
+TRACE = plain_trace("twice")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return an empty cache folder that is in use."""
+    monkeypatch.setenv("MEMFIT_CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that grows by how many calls are measured at a time."""
+    counts: list[int] = []
+
+    def counted(signatures: list[str], *args: Any) -> Any:
+        counts.append(len(signatures))
+        return measure(signatures, *args)
+
+    monkeypatch.setattr(module, "measure", counted)
+    monkeypatch.setattr(module, "_dispatch_seconds", lambda: 1e-6)
+    monkeypatch.setattr(module, "_checkpoint_overheads", lambda: (1e-5, 1e-6))
+    return counts
+
+
+def test_an_operator_without_buffers_has_no_workspace() -> None:
+    cost = measure([ADD])[ADD]
+    assert cost.measured and cost.workspace_bytes == 0 and 0 < cost.seconds < 0.1
+
+
+def test_the_workspace_is_what_is_allocated_beyond_the_outputs() -> None:
+    x = torch.zeros(1000, 64)
+    text = text_of(aten.mean.dim, x.bfloat16(), [0], False, dtype=torch.float64)
+    whole = text_of(aten.mse_loss.default, x, x)
+    found = measure([text, whole])
+    assert found[whole].measured
+    assert 1000 * 64 * 4 <= found[whole].workspace_bytes <= 1000 * 64 * 4 + 64
+    assert found[text].measured
+
+
+def test_outputs_in_place_are_no_workspace() -> None:
+    text = text_of(aten.relu_.default, torch.zeros(256, 256))
+    assert measure([text])[text].workspace_bytes == 0
+
+
+def test_larger_products_take_longer() -> None:
+    small, large = (text_of(aten.mm.default, torch.zeros(n, n), torch.zeros(n, n)) for n in (8, 512))
+    found = measure([small, large])
+    assert found[large].seconds > 10 * found[small].seconds
+
+
+def fails() -> None:
+    raise AssertionError("an operator of somebody's own")
+
+
+UNRUNNABLE: dict[str, str] = {
+    "no such operator": '{"op":"aten.no_such_operator.default","args":[]}',
+    "no arguments known": '{"op":"aten.add.Tensor"}',
+    "shapes that do not fit": text_of(aten.mm.default, torch.zeros(2, 3), torch.zeros(2, 3)),
+    "an argument too many": text_of(aten.neg.default, torch.zeros(2), torch.zeros(2), 3),
+    "a wrong type": text_of(aten.neg.default, "text"),
+}
+
+
+@pytest.mark.parametrize("name", UNRUNNABLE)
+def test_what_cannot_be_run_is_not_measured(name: str) -> None:
+    found = measure([ADD, UNRUNNABLE[name]])
+    assert found[ADD].measured
+    cost = found[UNRUNNABLE[name]]
+    assert (cost.measured, cost.seconds, cost.workspace_bytes) == (False, 0.0, 0)
+
+
+def test_unknown_signatures_cost_nothing_and_are_not_measured(cache: Path, measured: list[int]) -> None:
+    table = calibrate([TRACE])
+    assert not table.of("unheard of").measured and table.of("unheard of").workspace_bytes == 0
+    assert table.seconds_of("unheard of") == table.dispatch_seconds == 1e-6
+
+
+def test_every_call_of_a_trace_is_measured(cache: Path, measured: list[int]) -> None:
+    done: list[tuple[int, int]] = []
+    table = calibrate([TRACE], lambda *at: done.append(at))
+    assert table.ops.keys() == set(TRACE.signatures)
+    assert all(cost.measured for cost in table.ops.values())
+    n = len(TRACE.signatures)
+    assert done == [(i, n) for i in range(1, n + 1)]
+
+
+def test_the_cache_is_used_again(cache: Path, measured: list[int]) -> None:
+    first = calibrate([TRACE])
+    assert cache_path().parent == cache and [p.name for p in cache.iterdir()] == [cache_path().name]
+    assert calibrate([TRACE]) == first
+    assert measured == [len(TRACE.signatures)]
+    other = plain_trace("convnet")
+    both = calibrate([TRACE, other])
+    new = set(other.signatures) - set(TRACE.signatures)
+    assert measured == [len(TRACE.signatures), len(new)]
+    assert both.ops.keys() == set(TRACE.signatures) | set(other.signatures)
+    assert all(both.ops[s] == first.ops[s] for s in TRACE.signatures)
+
+
+def another_schema(data: bytes) -> bytes:
+    return msgspec.json.encode({**json.loads(data), "schema": "memfit.costs/0"})
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "truncated": lambda data: data[: len(data) // 2],
+    "empty": lambda data: b"",
+    "binary": lambda data: bytes(range(256)) * 10,
+    "another schema": another_schema,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_cache_is_measured_anew_and_written_again(damage: str, cache: Path, measured: list[int]) -> None:
+    calibrate([TRACE])
+    path = cache_path()
+    path.write_bytes(DAMAGES[damage](path.read_bytes()))
+    table = calibrate([TRACE])
+    assert measured == [len(TRACE.signatures)] * 2
+    assert codec.read(path, CostTable) == table
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: list[int]
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MEMFIT_CACHE_DIR", str(tmp_path / "file"))
+    assert calibrate([TRACE]).ops.keys() == set(TRACE.signatures)
+    assert (tmp_path / "file").read_text() == ""
+
+
+def test_measuring_draws_no_random_numbers_and_leaves_gradients_on(cache: Path) -> None:
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    random = text_of(aten.bernoulli_.float, torch.zeros(100), 0.5)
+    assert measure([random])[random].measured
+    table = calibrate([TRACE])
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.is_grad_enabled()
+    assert table.dispatch_seconds >= 0 and table.checkpoint_seconds >= 0 and table.selective_op_seconds >= 0
+
+
+def test_the_cache_is_for_this_machine_this_torch_and_these_threads(cache: Path) -> None:
+    name = cache_path().name
+    assert torch.__version__ in name and f"{torch.get_num_threads()}threads" in name
+
+
+def test_rnn_layers_are_run_with_the_workspace_that_they_need() -> None:
+    trace = plain_trace("recurrent")
+    layers = [s for s in trace.signatures if "mkldnn_rnn_layer" in s]
+    assert len(layers) >= 2
+    assert '"uint8",[0]' not in "".join(layers)
+    assert all(cost.measured for cost in measure(layers).values())

@@ -1,0 +1,199 @@
+"""Records as files: round trips, refusals, and atomic writes."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memfit.errors import OutputError, PlanError, UsageError
+from memfit.ir import codec
+from memfit.ir.plan import Levers, Plan, Prediction, Region, Solution
+from memfit.ir.simulate import simulate
+from memfit.ir.trace import Trace
+from tests.models import COSTS, plain_trace
+
+PREDICTION = Prediction(
+    peak_bytes=100, peak_upper_bytes=101, step_seconds=0.5, by_category={"activations": 60}, where="here"
+)
+
+
+def plan_of(levers: Levers, notes: list[str] | None = None) -> Plan:
+    return Plan(
+        memfit_version="0",
+        torch_version="0",
+        workload="w",
+        fingerprint="f",
+        device="cpu",
+        batch_size=8,
+        budget_bytes=200,
+        levers=levers,
+        numerics="exact",
+        classes={"activation checkpointing": "exact"},
+        allowed="reordered",
+        plain=PREDICTION,
+        predicted=PREDICTION,
+        solution=Solution(status="optimal", bound_seconds=0.5, gap=0.0, solve_seconds=1.0),
+        notes=notes or [],
+    )
+
+
+PLAN = plan_of(Levers(microbatch_size=8, regions=(Region("a.b", ("aten.mm.default#0",)), Region("c"))))
+
+regions = st.builds(Region, st.text(max_size=8), st.lists(st.text(max_size=8), max_size=3).map(tuple))
+levers = st.builds(
+    Levers,
+    precision=st.sampled_from(["32-true", "bf16-mixed", "16-mixed"]),
+    microbatch_size=st.integers(1, 1 << 40),
+    regions=st.lists(regions, max_size=3).map(tuple),
+)
+
+
+@given(levers, st.lists(st.text(), max_size=3))
+@settings(max_examples=60, derandomize=True, deadline=None)
+def test_a_plan_survives_the_round_trip(levers: Levers, notes: list[str]) -> None:
+    plan = plan_of(levers, notes)
+    assert codec.decode(codec.encode(plan), Plan, source="x") == plan
+
+
+def test_a_trace_survives_the_round_trip(tmp_path: Path) -> None:
+    trace = plain_trace("twice")
+    codec.write_atomic(tmp_path / "trace.json", codec.encode(trace))
+    again = codec.read(tmp_path / "trace.json", Trace)
+    assert again == trace
+    assert simulate(again, COSTS, {"shared": ()}) == simulate(trace, COSTS, {"shared": ()})
+
+
+def test_a_plan_prints_as_its_json_without_a_printer() -> None:
+    assert codec.decode(codec.encode(PLAN), Plan, source="x") == PLAN
+    assert codec.encode(PLAN).startswith(b'{\n "schema": "memfit.plan/1"')
+
+
+def changed(**values: object) -> bytes:
+    return msgspec.json.encode({**msgspec.to_builtins(PLAN), **values})
+
+
+def without(field: str) -> bytes:
+    return msgspec.json.encode({k: v for k, v in msgspec.to_builtins(PLAN).items() if k != field})
+
+
+BROKEN = {
+    "empty": (b"", "not JSON"),
+    "truncated": (codec.encode(PLAN)[:-40], "not JSON"),
+    "binary": (bytes(range(256)), "not JSON"),
+    "not utf-8": (b'{"schema": "\xff\xfe"}', "not JSON"),
+    "a list": (b"[1, 2]", "not JSON of an object"),
+    "deeply nested": (b"[" * 100_000, "not JSON"),
+    "a number": (b"3", "not JSON of an object"),
+    "another schema": (changed(schema="memfit.plan/2"), "its schema is 'memfit.plan/2', not 'memfit.plan/1'"),
+    "a trace": (codec.encode(plain_trace("twice")), "its schema is 'memfit.trace/1'"),
+    "no schema": (without("schema"), "its schema is None"),
+    "unknown field": (changed(colour="red"), "colour"),
+    "wrong type": (changed(budget_bytes="much"), r"\$\.budget_bytes"),
+    "missing field": (without("levers"), "levers"),
+    "unknown precision": (changed(levers={"precision": "int4", "microbatch_size": 1}), r"\$\.levers\.precision"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_no_plan_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    data, message = BROKEN[name]
+    path = tmp_path / "my-plan.json"
+    path.write_bytes(data)
+    with pytest.raises(PlanError, match=message) as caught:
+        codec.read(path, Plan)
+    assert str(path) in str(caught.value)
+
+
+@given(st.integers(0, len(codec.encode(PLAN)) - 1), st.integers(0, 255))
+@settings(max_examples=200, derandomize=True, deadline=None)
+def test_any_damaged_byte_gives_a_plan_or_a_plan_error(position: int, byte: int) -> None:
+    data = bytearray(codec.encode(PLAN))
+    data[position] = byte
+    try:
+        assert isinstance(codec.decode(bytes(data), Plan, source="x"), Plan)
+    except PlanError:
+        pass
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="No such file") as caught:
+        codec.read(tmp_path / "nowhere.json", Plan)
+    assert "nowhere.json" in str(caught.value)
+
+
+def test_a_folder_is_no_plan(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="can't read"):
+        codec.read(tmp_path, Plan)
+
+
+def test_the_error_is_of_the_type_asked_for() -> None:
+    class Mine(UsageError):
+        pass
+
+    with pytest.raises(Mine):
+        codec.decode(b"", Plan, source="x", error=Mine)
+
+
+def test_writing_makes_folders_and_ordinary_permissions(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        path = codec.write_atomic(tmp_path / "a" / "b.json", b"data")
+    finally:
+        os.umask(before)
+    assert path.read_bytes() == b"data"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644
+    assert [p.name for p in path.parent.iterdir()] == ["b.json"]
+
+
+@pytest.mark.parametrize("failing", ["replace", "fsync", "chmod"])
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(
+    failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "plan.json"
+    path.write_bytes(b"old")
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, failing, fail)
+    with pytest.raises(OutputError, match="No space left on device") as caught:
+        codec.write_atomic(path, b"new")
+    assert str(path) in str(caught.value)
+    assert path.read_bytes() == b"old"
+    assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_an_interrupted_write_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "plan.json"
+    path.write_bytes(b"old")
+
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        codec.write_atomic(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_a_place_that_cannot_be_is_an_output_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(OutputError, match="can't write") as caught:
+        codec.write_atomic(tmp_path / "file" / "plan.json", b"new")
+    assert str(tmp_path / "file") in str(caught.value)
+
+
+def test_a_folder_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").mkdir()
+    with pytest.raises(OutputError):
+        codec.write_atomic(tmp_path / "plan.json", b"new")
+    assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]

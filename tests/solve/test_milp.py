@@ -1,0 +1,137 @@
+"""The solver against every feasible choice of small problems."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import numpy as np
+import pytest
+
+from memfit.ir.remat import Regions
+from memfit.solve import milp as module
+from memfit.solve.candidates import options
+from memfit.solve.milp import Choice, Ints, Solver
+from memfit.solve.problem import Problem, build
+from tests.models import plain_trace
+from tests.solve.test_problem import with_workspaces
+
+MOST_OPTIONS = 11
+
+
+@functools.cache
+def small(name: str, seed: int) -> Problem:
+    """Return a problem of a few options, with random seconds and workspaces."""
+    trace = plain_trace(name, large=True)
+    costs = with_workspaces(trace, seed)
+    regions = Regions(trace)
+    found = options(regions, costs)
+    picked = np.random.default_rng(seed).permutation(len(found))[:MOST_OPTIONS]
+    return build(regions, costs, [found[i] for i in sorted(picked)])
+
+
+@functools.cache
+def every(name: str, seed: int) -> tuple[tuple[int, float], ...]:
+    """Return the peak and seconds of every choice without conflicts."""
+    problem = small(name, seed)
+    found = []
+    for bits in itertools.product((0, 1), repeat=len(problem.options)):
+        x = np.array(bits, np.int64)
+        if legal(problem, x):
+            found.append((int(problem.row_peaks(x).max()), problem.seconds(x)))
+    return tuple(found)
+
+
+def legal(problem: Problem, x: Ints) -> bool:
+    return set(x.tolist()) <= {0, 1} and all(sum(x[j] for j in members) <= 1 for members in problem.conflicts)
+
+
+def check(problem: Problem, choice: Choice) -> None:
+    """Check that a choice is legal, and that its figures are those of its options."""
+    assert legal(problem, choice.x)
+    assert choice.peak_bytes == int(problem.row_peaks(choice.x).max())
+    assert choice.seconds == problem.seconds(choice.x)
+
+
+CASES = [(name, seed) for name in ("transformer", "convnet", "unet", "twice") for seed in range(2)]
+
+
+@pytest.mark.parametrize(("name", "seed"), CASES)
+def test_the_fastest_is_the_fastest_of_all(name: str, seed: int) -> None:
+    problem = small(name, seed)
+    solver = Solver(problem)
+    peaks = sorted({peak for peak, _ in every(name, seed)})
+    budgets = [peaks[0] - 1, peaks[0], *peaks[1 : -1 : max(1, len(peaks) // 6)], peaks[-1]]
+    before = np.inf
+    for budget in budgets:
+        best = min((seconds for peak, seconds in every(name, seed) if peak <= budget), default=None)
+        choice = solver.fastest(budget)
+        if best is None:
+            assert choice is None
+            continue
+        assert choice is not None
+        check(problem, choice)
+        assert choice.peak_bytes <= budget
+        assert choice.seconds == pytest.approx(best, rel=2e-4)
+        assert choice.bound <= best * (1 + 1e-9) and choice.bound <= choice.seconds
+        assert choice.seconds <= before * (1 + 2e-4)
+        assert choice.status == "optimal"
+        before = choice.seconds
+
+
+@pytest.mark.parametrize(("name", "seed"), CASES)
+def test_the_leanest_is_the_leanest_of_all(name: str, seed: int) -> None:
+    problem = small(name, seed)
+    choice = Solver(problem).leanest()
+    lowest = min(peak for peak, _ in every(name, seed))
+    check(problem, choice)
+    assert lowest <= choice.peak_bytes <= lowest + 2048
+    assert choice.bound <= lowest
+    assert choice.status == "optimal"
+
+
+def test_time_never_grows_with_the_budget() -> None:
+    trace = plain_trace("unet", "bf16-mixed", 2, large=True)
+    costs = with_workspaces(trace)
+    problem = build(Regions(trace), costs, options(Regions(trace), costs))
+    solver = Solver(problem)
+    low, high = solver.leanest().peak_bytes, int(problem.row_peaks(np.zeros(len(problem.options), np.int64)).max())
+    seconds = [c.seconds for b in np.linspace(low, high, 9) if (c := solver.fastest(int(b))) is not None]
+    assert len(seconds) >= 8
+    assert all(later <= earlier * (1 + 2e-4) for earlier, later in itertools.pairwise(seconds))
+    assert seconds[-1] == problem.plain_seconds
+
+
+def test_a_budget_above_the_plain_peak_costs_nothing() -> None:
+    problem = small("convnet", 0)
+    choice = Solver(problem).fastest(10**12)
+    assert choice is not None and not choice.x.any() and choice.seconds == problem.plain_seconds == choice.bound
+
+
+@pytest.mark.parametrize("limit", [0.0, 1e-9, 0.02])
+def test_a_short_time_limit_gives_a_legal_choice_or_none(limit: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LEAST_SECONDS", limit)
+    trace = plain_trace("unet", "bf16-mixed", 2, large=True)
+    costs = with_workspaces(trace)
+    problem = build(Regions(trace), costs, options(Regions(trace), costs))
+    solver = Solver(problem, time_limit_seconds=limit)
+    plain = int(problem.row_peaks(np.zeros(len(problem.options), np.int64)).max())
+    for budget in (plain // 10, plain // 2, plain * 3 // 4, plain):
+        choice = solver.fastest(budget)
+        if choice is not None:
+            check(problem, choice)
+            assert choice.peak_bytes <= budget and choice.bound <= choice.seconds
+    leanest = solver.leanest()
+    check(problem, leanest)
+    assert leanest.bound <= leanest.peak_bytes
+
+
+def test_no_options_leave_the_plain_step() -> None:
+    trace = plain_trace("twice")
+    problem = build(Regions(trace), with_workspaces(trace), [])
+    plain = int(problem.row_peaks(np.zeros(0, np.int64)).max())
+    solver = Solver(problem)
+    assert solver.leanest().peak_bytes == plain
+    choice = solver.fastest(plain)
+    assert choice is not None and choice.seconds == problem.plain_seconds
+    assert solver.fastest(plain - 1) is None

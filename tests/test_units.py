@@ -1,0 +1,133 @@
+"""Bytes and seconds, read and written."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from memfit.errors import BudgetError, UsageError
+from memfit.units import format_bytes, format_seconds, parse_budget
+
+UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+DEVICE = 64 * 2**30
+
+
+@given(st.integers(1, 10**15))
+def test_whole_bytes_are_themselves(nbytes: int) -> None:
+    assert parse_budget(nbytes, DEVICE) == nbytes
+    assert parse_budget(str(nbytes), DEVICE) == nbytes
+    assert parse_budget(f"{nbytes} B", DEVICE) == nbytes
+
+
+@given(st.integers(1, 9999), st.sampled_from(sorted(UNITS)), st.sampled_from(["", " ", "  "]), st.booleans())
+def test_units_multiply_whatever_their_case(value: int, unit: str, space: str, lower: bool) -> None:
+    text = f"{value}{space}{unit.lower() if lower else unit}"
+    assert parse_budget(text, DEVICE) == value * UNITS[unit]
+
+
+@given(st.integers(1, 100))
+def test_a_share_is_of_the_device(percent: int) -> None:
+    assert parse_budget(f"{percent}%", DEVICE) == int(percent * DEVICE / 100)
+
+
+def test_fractions_are_cut_to_whole_bytes() -> None:
+    assert parse_budget("1.5GiB", DEVICE) == 3 * 2**29
+    assert parse_budget("0.5 KiB", DEVICE) == 512
+    assert parse_budget(10.9, DEVICE) == 10
+
+
+@given(st.floats(1, 1e15), st.sampled_from(["B", "KiB", "MiB", "GiB", "TiB"]))
+@settings(max_examples=200, derandomize=True)
+def test_what_is_written_can_be_read(value: float, unit: str) -> None:
+    nbytes = min(value * UNITS[unit], 2.0**50)
+    assert parse_budget(format_bytes(nbytes), DEVICE) == pytest.approx(nbytes, rel=0.06, abs=1)
+
+
+NONSENSE = [
+    "",
+    " ",
+    "lots",
+    "GiB",
+    "12 parsecs",
+    "1,5GiB",
+    "1.5.2GiB",
+    "-1GiB",
+    "+1GiB",
+    "1e9",
+    "0",
+    "0GiB",
+    "0%",
+    "101%",
+    "nan",
+    "inf",
+    "NaN GiB",
+    "1 GiB extra",
+    "0.5",
+    "0.0001KiB",
+    "0x10",
+    "١GiB",
+    "9" * 400,
+    0,
+    -1,
+    0.5,
+    float("nan"),
+    float("inf"),
+    -float("inf"),
+    True,
+    False,
+    None,
+    [1],
+    b"1GiB",
+    1j,
+    10**400,
+]
+
+
+@pytest.mark.parametrize("budget", NONSENSE, ids=lambda b: repr(b)[:20])
+def test_nonsense_is_a_budget_error_that_says_what_to_give(budget: object) -> None:
+    with pytest.raises(BudgetError, match="budget=") as caught:
+        parse_budget(budget, DEVICE)  # type: ignore[arg-type]
+    assert isinstance(caught.value, UsageError)
+    assert caught.value.exit_status == 2
+
+
+@given(st.one_of(st.text(max_size=12), st.floats(), st.integers(), st.none(), st.booleans()))
+@example("1GİB")
+@settings(max_examples=300, derandomize=True)
+def test_anything_gives_positive_bytes_or_a_budget_error(budget: object) -> None:
+    try:
+        assert parse_budget(budget, DEVICE) >= 1  # type: ignore[arg-type]
+    except BudgetError:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (713.2 * 2**20, "713.2 MiB"),
+        (-3 * 2**30, "-3.0 GiB"),
+        (2**40, "1.00 TiB"),
+        (2048 * 2**40, "2048.00 TiB"),
+    ],
+)
+def test_bytes_are_written_in_binary_units(nbytes: float, text: str) -> None:
+    assert format_bytes(nbytes) == text
+
+
+@given(st.integers(0, 10**15), st.integers(0, 10**15))
+def test_written_bytes_never_have_more_than_four_digits_before_the_point(one: int, other: int) -> None:
+    for nbytes in (one, other):
+        assert re.fullmatch(r"\d{1,4}(\.\d{1,2})? ([KMGT]i)?B", format_bytes(nbytes))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0.0 µs"), (2e-5, "20.0 µs"), (0.0123, "12.3 ms"), (1.5, "1.50 s"), (180, "3.0 min")]
+)
+def test_seconds_are_written_for_people(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text

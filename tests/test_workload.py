@@ -1,0 +1,152 @@
+"""Batches, and what identifies a workload."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict, namedtuple
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from memfit.errors import WorkloadError
+from memfit.workload import Workload, batch_size_of, fingerprint, slice_batch, tensors_of
+from tests.models import BUILDERS, convnet, step_of, twice
+
+Pair = namedtuple("Pair", "x y")
+
+
+def batches(n: int) -> dict[str, Any]:
+    one, two = torch.arange(n), torch.arange(3 * n).view(n, 3)
+    return {
+        "a tensor": one,
+        "a dict": {"x": one, "y": two},
+        "a tuple": (one, two),
+        "a list": [one, two],
+        "a named tuple": Pair(one, two),
+        "nested": {"a": [one, (two, {"b": one})], "name": "text", "weight": 0.5, "none": None},
+        "ordered": OrderedDict(x=one),
+    }
+
+
+@pytest.mark.parametrize("kind", batches(1))
+def test_slices_are_the_samples_in_order(kind: str) -> None:
+    batch = batches(6)[kind]
+    assert batch_size_of(batch) == 6
+    pieces = [slice_batch(batch, start, start + 2) for start in (0, 2, 4)]
+    assert all(type(piece) is type(batch) and batch_size_of(piece) == 2 for piece in pieces)
+    for index, whole in enumerate(tensors_of(batch)):
+        joined = torch.cat([tensors_of(piece)[index] for piece in pieces])
+        assert torch.equal(joined, whole)
+        assert tensors_of(pieces[0])[index].untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+
+
+def test_what_is_no_tensor_is_kept_by_slices() -> None:
+    piece = slice_batch(batches(4)["nested"], 0, 1)
+    assert (piece["name"], piece["weight"], piece["none"]) == ("text", 0.5, None)
+
+
+@given(st.integers(1, 20), st.integers(0, 20), st.integers(0, 20))
+@settings(max_examples=50, derandomize=True, deadline=None)
+def test_a_slice_has_as_many_samples_as_fit(n: int, start: int, stop: int) -> None:
+    piece = slice_batch({"x": torch.arange(n)}, start, stop)
+    assert piece["x"].tolist() == list(range(n))[start:stop]
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({}, "holds no samples"),
+        ("text", "holds no samples"),
+        (None, "holds no samples"),
+        (torch.tensor(3.0), "holds no samples"),
+        ({"x": torch.zeros(0, 4)}, "holds no samples"),
+        ({"x": torch.zeros(4), "y": torch.tensor(1.0)}, "holds no samples"),
+        ((torch.zeros(4), torch.zeros(3)), "different numbers of samples"),
+    ],
+)
+def test_batches_without_one_number_of_samples_are_refused(batch: Any, message: str) -> None:
+    with pytest.raises(WorkloadError, match=message):
+        batch_size_of(batch)
+
+
+def test_every_workload_has_its_own_fingerprint_and_keeps_it() -> None:
+    found = {name: fingerprint(build()) for name, build in BUILDERS.items()}
+    assert len(set(found.values())) == len(found)
+    assert found == {name: fingerprint(build()) for name, build in BUILDERS.items()}
+
+
+def test_training_keeps_the_fingerprint() -> None:
+    workload = convnet()
+    before = fingerprint(workload)
+    with step_of(workload) as step:
+        for _ in range(2):
+            step(workload.batch)
+    workload.model.eval()
+    assert fingerprint(workload) == before
+
+
+def test_a_checkpointed_model_keeps_the_fingerprint() -> None:
+    workload = twice()
+    before = fingerprint(workload)
+    with step_of(workload, regions={"shared": ()}):
+        assert fingerprint(workload) == before
+
+
+def frozen(workload: Workload) -> Workload:
+    next(workload.model.parameters()).requires_grad_(False)
+    return workload
+
+
+def renamed(workload: Workload) -> Workload:
+    workload.model.tail = workload.model.head
+    del workload.model.head
+    return workload
+
+
+def with_buffer(workload: Workload) -> Workload:
+    workload.model.register_buffer("more", torch.zeros(3))
+    return workload
+
+
+def with_sigmoid(workload: Workload) -> Workload:
+    workload.model.shared[1] = nn.Sigmoid()
+    return workload
+
+
+def tied_to_itself(workload: Workload) -> Workload:
+    workload.model.head.weight = workload.model.between[1].weight
+    return workload
+
+
+CHANGES = {
+    "a shared weight": tied_to_itself,
+    "a frozen parameter": frozen,
+    "another name": renamed,
+    "another buffer": with_buffer,
+    "another module of the same shape": with_sigmoid,
+    "another dtype": lambda w: dataclasses.replace(w, model=w.model.double()),
+    "another batch size": lambda w: dataclasses.replace(w, batch=slice_batch(w.batch, 0, 4)),
+    "another batch dtype": lambda w: dataclasses.replace(w, batch=tuple(t.double() for t in w.batch)),
+    "another optimizer": lambda w: dataclasses.replace(w, optimizer=torch.optim.Adam(w.model.parameters())),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_of_the_workload_changes_the_fingerprint(change: str) -> None:
+    assert fingerprint(CHANGES[change](twice())) != fingerprint(twice())
+
+
+@pytest.mark.parametrize(
+    "same",
+    [
+        lambda w: dataclasses.replace(w, name="other", max_grad_norm=3.0),
+        lambda w: dataclasses.replace(w, batch=tuple(torch.zeros_like(t) for t in w.batch)),
+        lambda w: dataclasses.replace(w, optimizer=torch.optim.SGD(w.model.parameters(), lr=9.0)),
+    ],
+)
+def test_values_play_no_part_in_the_fingerprint(same: Any) -> None:
+    assert fingerprint(same(twice())) == fingerprint(twice())
