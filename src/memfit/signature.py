@@ -46,7 +46,7 @@ def signature(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     A call whose arguments can't be described gives the operator's name alone.
     """
     try:
-        body = {"op": str(func), "args": [describe(a) for a in args]}
+        body: dict[str, Any] = {"op": str(func), "args": [describe(a) for a in args]}
         if kwargs:
             body["kwargs"] = {k: describe(v) for k, v in kwargs.items()}
     except TypeError:
@@ -80,7 +80,8 @@ def _rebuild(value: Any, device: str) -> Any:
         return value
     ((kind, content),) = value.items()
     if kind == "t":
-        return _tensor(*content, device)
+        dtype, shape, stride = content
+        return _tensor(dtype, shape, stride, device)
     if kind == "l":
         return [_rebuild(v, device) for v in content]
     if kind == "f":

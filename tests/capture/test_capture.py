@@ -42,7 +42,9 @@ def state_of(workload: Workload) -> dict[str, Any]:
         "training": [m.training for m in model.modules()],
         "hooks": hooks,
         "attributes": [sorted(m.__dict__) for m in model.modules()],
-        "groups": copy.deepcopy([{k: v for k, v in g.items() if k != "params"} for g in workload.optimizer.param_groups]),
+        "groups": copy.deepcopy(
+            [{k: v for k, v in g.items() if k != "params"} for g in workload.optimizer.param_groups]
+        ),
         "collector": (gc.isenabled(), gc.get_freeze_count() > 0),
         "gradients on": torch.is_grad_enabled(),
         "multithreading": torch.autograd.is_multithreading_enabled(),
@@ -183,7 +185,9 @@ def test_shapes_that_depend_on_values_are_refused_with_the_line() -> None:
     workload = dataclasses.replace(twice(), loss_fn=masked)
     with pytest.raises(CaptureError, match="must not depend on values") as caught:
         captured(workload)
-    line = next(i for i, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "# the line of the mask" in text)
+    line = next(
+        i for i, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "# the line of the mask" in text
+    )
     assert f"{__file__}:{line}: return out[y > 0].sum()" in str(caught.value)
 
 

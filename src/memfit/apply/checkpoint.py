@@ -123,7 +123,7 @@ def _selective_contexts(keep: Keep) -> _Contexts:
 def _statistics_untouched(
     inner: contextlib.AbstractContextManager[Any], normalisations: Sequence[nn.Module]
 ) -> Iterator[None]:
-    """Recompute on copies of running statistics, so that a batch counts once; what is saved stays the same in number."""
+    """Recompute on copies of running statistics: a batch counts once, and as many tensors are saved as before."""
     originals = [(m, name, m._buffers[name]) for m in normalisations for name in _STATISTICS if m.training]
     for module, name, buffer in originals:
         module._buffers[name] = None if buffer is None else buffer.clone()

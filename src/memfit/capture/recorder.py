@@ -26,6 +26,7 @@ _FACTORIES = {_aten.arange, _aten.full, _aten.zeros, _aten.ones, _aten.scalar_te
 _INCIDENTAL = ("profiler", "prim")  # marks, and questions that only fake tensors ask (`tensor.device`)
 _NORMS = {_aten.native_batch_norm.default, _aten.native_group_norm.default, _aten.native_layer_norm.default}
 _LOSSES = {_aten.mse_loss, _aten.smooth_l1_loss, _aten.soft_margin_loss, _aten.binary_cross_entropy}
+_CONTIGUOUS = {_aten.mse_loss_backward, _aten.smooth_l1_loss_backward, _aten.huber_loss_backward}
 _KNOWN_VALUES_LIMIT = 64
 _NEVER = -2
 
@@ -97,7 +98,7 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(self, fake: FakeTensorMode | None = None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.fake = fake
         self.now = Recording()
         self.recording = False
@@ -178,9 +179,7 @@ class Recorder(TorchDispatchMode):
             return _neutral_value(args[0])
         return out if self.fake is None else _as_the_kernel(out, func, args, kwargs)
 
-    def _op(
-        self, func: Any, args: Any, kwargs: Any, out: Any, call: int, phase: Phase, mutated: tuple[int, ...]
-    ) -> Op:
+    def _op(self, func: Any, args: Any, kwargs: Any, out: Any, call: int, phase: Phase, mutated: tuple[int, ...]) -> Op:
         text = signature(func, args, kwargs)
         index = self.now.signatures.setdefault(text, len(self.now.signatures))
         count = flop_registry.get(func._overloadpacket)
@@ -203,7 +202,7 @@ class Recorder(TorchDispatchMode):
         call = self._stack[-1] if self._stack else -1
         if phase == "forward":
             # The node of this operator was made just before it was dispatched; operators that make none come later.
-            self._call_of_sequence.setdefault(torch.autograd._get_sequence_nr() - 1, call)
+            self._call_of_sequence.setdefault(torch._C._autograd._get_sequence_nr() - 1, call)
         return call
 
     @contextlib.contextmanager
@@ -273,7 +272,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _with_known_values(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """Return a factory's output; small ones on the CPU keep their values, which code may read (`arange(..).tolist()`)."""
+    """Return a factory's output; small ones on the CPU keep their values, for code to read (`arange(3).tolist()`)."""
     out = func(*args, **kwargs)
     if out.numel() > _KNOWN_VALUES_LIMIT or out.device.type != "cpu":
         return out
@@ -294,6 +293,8 @@ def _as_the_kernel(out: Any, func: Any, args: Any, kwargs: Any) -> Any:
     if func._overloadpacket in _LOSSES and out.dim() == 0:  # reduced in place, in the storage of the terms
         terms = torch.broadcast_shapes(args[0].shape, args[1].shape)
         return out.new_empty(terms).as_strided((), ()) if math.prod(terms) else out
+    if func._overloadpacket in _CONTIGUOUS:
+        return out.contiguous()
     return out
 
 

@@ -101,7 +101,9 @@ def _explained() -> Iterator[None]:
     except Exception as e:
         here = Path(torch.__file__).parent, Path(__file__).parent.parent
         frames = [
-            f for f in traceback.extract_tb(e.__traceback__) if not any(Path(f.filename).is_relative_to(p) for p in here)
+            f
+            for f in traceback.extract_tb(e.__traceback__)
+            if not any(Path(f.filename).is_relative_to(p) for p in here)
         ]
         line = f" at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
         raise CaptureError(

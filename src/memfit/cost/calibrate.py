@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import statistics
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -29,6 +28,7 @@ from memfit.signature import rebuild
 _MARK = "memfit-op-"
 _ENOUGH_SECONDS = 0.02
 _LEAST_RUNS, _MOST_RUNS = 3, 10
+_OVERHEAD_RUNS = 40
 
 Progress = Callable[[int, int], None]
 
@@ -63,13 +63,15 @@ def _cached(path: Path) -> CostTable:
             return codec.read(path, CostTable)
         except PlanError:  # a cache of another version, or a damaged one, is measured anew
             pass
-    checkpoint_seconds, selective_op_seconds = _checkpoint_overheads()
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        dispatch_seconds = _dispatch_seconds()
+        checkpoint_seconds, selective_op_seconds = _checkpoint_overheads()
     return CostTable(
         device=host_name(),
         torch_version=str(torch.__version__),
         threads=torch.get_num_threads(),
         ops={},
-        dispatch_seconds=_dispatch_seconds(),
+        dispatch_seconds=dispatch_seconds,
         checkpoint_seconds=checkpoint_seconds,
         selective_op_seconds=selective_op_seconds,
         peak_error=0.01,
@@ -104,8 +106,6 @@ def measure(signatures: list[str], progress: Progress | None = None) -> dict[str
     }
 
 
-
-
 def _run_marked(text: str, mark: str) -> int | None:
     """Run a call for the profiler; return the bytes of its new outputs, or None where it can't be run."""
     try:
@@ -116,7 +116,7 @@ def _run_marked(text: str, mark: str) -> int | None:
     except Exception:  # an operator may be anyone's code, which may raise anything
         return None
     fresh = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tree_leaves(out) if _is_dense(t)}
-    return sum(nbytes for key, nbytes in fresh.items() if key not in known)
+    return int(sum(nbytes for key, nbytes in fresh.items() if key not in known))
 
 
 def _is_dense(value: Any) -> bool:
@@ -150,15 +150,15 @@ def _dispatch_seconds() -> float:
     layers = [torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(8)]
     model = torch.nn.Sequential(*layers)
     x = torch.ones(4, 8)
-    with _Count() as count:
+    with _Count() as count:  # type: ignore[no-untyped-call]
         model(x).sum().backward()
     step = _backward_seconds(lambda: model(x)) / count.operators
     bare = measure([json.dumps({"op": "aten.add.Tensor", "args": [{"t": ["float32", [4, 8], [8, 1]]}] * 2})])
-    return max(0.0, step - next(iter(bare.values())).seconds)
+    return float(max(0.0, step - next(iter(bare.values())).seconds))
 
 
 def _checkpoint_overheads() -> tuple[float, float]:
-    """Measure what a checkpointed call costs, and what a selective one costs for each operator, beyond the operators."""
+    """Measure what a checkpointed call costs beyond its operators, and what a selective one does for each of them."""
     x = torch.ones(8, requires_grad=True)
 
     def chain(value: torch.Tensor) -> torch.Tensor:
@@ -177,8 +177,8 @@ def _checkpoint_overheads() -> tuple[float, float]:
 
 def _backward_seconds(forward: Callable[[], torch.Tensor]) -> float:
     times = []
-    for _ in range(15):
+    for _ in range(_OVERHEAD_RUNS):
         started = time.perf_counter()
-        forward().sum().backward()
+        forward().sum().backward()  # type: ignore[no-untyped-call]
         times.append(time.perf_counter() - started)
-    return statistics.median(times)
+    return min(times)

@@ -36,7 +36,7 @@ def decode(data: bytes, kind: type[T], *, source: str, error: type[UsageError] =
         found = msgspec.json.decode(data, type=dict[str, Any]).get("schema")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise error(f"{source} is not a {noun}: not JSON of an object ({e})") from e
-    expected = next(f.default for f in msgspec.structs.fields(kind) if f.name == "schema")
+    expected = next(f.default for f in msgspec.structs.fields(kind) if f.name == "schema")  # type: ignore[arg-type]
     if found != expected:
         raise error(f"{source} is not a {noun} that this memfit reads: its schema is {found!r}, not {expected!r}")
     try:

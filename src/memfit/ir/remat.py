@@ -76,8 +76,8 @@ class Regions:
         self.trace = trace
         self.saves_of: dict[int, list[int]] = defaultdict(list)
         for index, save in enumerate(trace.saves):
-            for call in trace.call_chain(save.call):
-                self.saves_of[call].append(index)
+            for around in trace.call_chain(save.call):
+                self.saves_of[around].append(index)
         self.saves_of_storage: dict[int, list[int]] = defaultdict(list)
         for index, save in enumerate(trace.saves):
             self.saves_of_storage[save.storage].append(index)

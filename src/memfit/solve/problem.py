@@ -78,7 +78,8 @@ class Problem:
     def row_peaks(self, x: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the bytes at every row for a choice of options; a recomputation not chosen counts as its point."""
         z = [max(self.activity(a, x) for a in reasons) for reasons in self.reasons]
-        live = self.base + np.concatenate([x, np.array(z, np.int64)]) @ self.columns
+        variables = np.concatenate([x, np.array(z, np.int64)])
+        live = self.base + np.asarray(variables @ self.columns, np.int64)
         chosen = np.append(x, 0)[self.row_option]  # -1, no option, takes the last
         extra = np.where(self.row_option >= 0, self.row_bytes * chosen, 0)
         result: npt.NDArray[np.int64] = live[self.row_axis] + extra
@@ -236,7 +237,9 @@ class _Builder:
             for storage in self.trace.births[op]:
                 if storage not in saved:
                     change[0] += self.trace.storages[storage].nbytes
-                    change[self.regions.released(region, storage) - region.start + 1] -= self.trace.storages[storage].nbytes
+                    change[self.regions.released(region, storage) - region.start + 1] -= self.trace.storages[
+                        storage
+                    ].nbytes
         inside = np.cumsum(change)[:-1]
         runs = [0 if op in kept else workspace[op] for op in range(region.start, region.cut)]
         return int(np.max(inside + np.array(runs, np.int64), initial=0))
