@@ -22,7 +22,7 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "gpt2": gpt2.workload,
     "digits_resnet": digits_resnet.workload,
 }
-SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
+SHARES = (0.9, 0.75, 0.6, 0.45, 0.3)
 NUMERICS: dict[Precision, tuple[Numerics, ...]] = {"32-true": ("exact", "reordered"), "bf16-mixed": ("reduced",)}
 
 

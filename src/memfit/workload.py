@@ -101,17 +101,14 @@ def slice_batch(batch: Any, start: int, stop: int) -> Any:
 
 
 def fingerprint(workload: Workload) -> str:
-    """Return what identifies a workload: its modules, parameters and buffers, what is shared, batch shapes, optimizer.
+    """Return what identifies a workload: its modules, parameters and buffers, batch shapes and optimizer.
 
     Values play no part: a workload keeps its fingerprint while it trains.
     """
     model = workload.model
     parts = [f"{name}:{type(module).__qualname__}" for name, module in model.named_modules()]
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    first: dict[int, str] = {}
-    for name, t in named:
-        shared = first.setdefault(id(t), name)
-        parts.append(f"{name}:{tuple(t.shape)}:{t.dtype}:{t.requires_grad}" + (f"={shared}" if shared != name else ""))
+    parts += [f"{name}:{tuple(t.shape)}:{t.dtype}:{t.requires_grad}" for name, t in named]
     parts += [f"batch:{tuple(t.shape)}:{t.dtype}" for t in tensors_of(workload.batch)]
     parts.append(type(workload.optimizer).__qualname__)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

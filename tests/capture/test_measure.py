@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 from memfit.capture.measure import measure_peak_bytes, resident_bytes
 from memfit.cost.calibrate import calibrate
@@ -13,7 +14,7 @@ from memfit.devices.allocation import allocated
 from memfit.ir.plan import Precision
 from memfit.ir.simulate import simulate
 from memfit.workload import Workload, batch_size_of
-from tests.models import BUILDERS, LARGE, captured, plain_trace, step_of, tied
+from tests.models import BUILDERS, LARGE, captured, plain_trace, squared_error, step_of, tied
 
 BIGGER: dict[str, dict[str, int]] = {
     "transformer": {"batch": 8, "tokens": 64, "dim": 128},
@@ -78,6 +79,16 @@ def test_the_measured_peak_is_that_of_a_session_that_builds_everything(name: str
             step(workload.batch)
     again = BUILDERS[name](**sizes)
     assert measured(again) == pytest.approx(meter.peak_bytes, rel=0.01)
+
+
+def test_a_prediction_knows_the_memory_format() -> None:
+    layers = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.GroupNorm(2, 8), nn.MaxPool2d(2))
+    model = nn.Sequential(*layers).to(memory_format=torch.channels_last)
+    images = torch.randn(16, 3, 66, 66).contiguous(memory_format=torch.channels_last)
+    batch = (images, torch.randn(16, 8, 32, 32))
+    workload = Workload(model, batch, squared_error, torch.optim.SGD(model.parameters(), lr=0.1))
+    trace = captured(workload)
+    assert simulate(trace, calibrate([trace])).peak_bytes == pytest.approx(measured(workload), rel=0.02)
 
 
 def test_resident_bytes_count_each_storage_once() -> None:

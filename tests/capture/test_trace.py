@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,9 +23,9 @@ CLIPS = {"aten.mul_.Tensor", "aten._foreach_mul_.Tensor"}
 
 
 def operators(trace: Trace) -> list[tuple[str, str, str, int]]:
-    """Return what runs where, in order, but for the gradient norm and clipping."""
+    """Return what runs where on what, in order, but for the gradient norm and clipping."""
     return [
-        (op.name, op.phase, trace.fqn_of(op.call), op.microbatch)
+        (trace.signatures[op.signature], op.phase, trace.fqn_of(op.call), op.microbatch)
         for op in trace.ops
         if op.phase != "optimizer" or op.name not in NORMS | CLIPS
     ]
@@ -104,6 +105,45 @@ def test_losses_that_keep_their_terms_are_captured_with_them(loss: str) -> None:
     model = nn.Sequential(nn.Linear(16, 512))
     batch = {"kind": loss, "x": torch.randn(64, 16), "y": torch.rand(64, 512)}
     workload = Workload(model, batch, one_loss, torch.optim.SGD(model.parameters(), lr=0.1))
+    fake, real = captured(workload), captured(workload, real=True)
+    assert not differences(fake, real)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_losses_are_captured_in_the_memory_format_of_their_kernels(loss: str) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.MaxPool2d(2)).to(memory_format=torch.channels_last)
+    images = torch.randn(2, 3, 18, 18).contiguous(memory_format=torch.channels_last)
+    batch = {"kind": loss, "x": images, "y": torch.rand(2, 8, 8, 8)}
+    workload = Workload(model, batch, one_loss, torch.optim.SGD(model.parameters(), lr=0.1))
+    fake, real = captured(workload), captured(workload, real=True)
+    assert not differences(fake, real)
+
+
+class First(nn.Module):
+    """A module of which only the first output is used."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.inner(x)[0]
+        return out
+
+
+SEQUENCES: dict[str, Callable[[], nn.Module]] = {
+    "gru": lambda: First(nn.GRU(16, 16, batch_first=True)),
+    "rnn": lambda: First(nn.RNN(16, 16)),
+    "bidirectional lstm": lambda: First(nn.LSTM(16, 8, num_layers=2, dropout=0.1, bidirectional=True)),
+    "encoder layer": lambda: nn.TransformerEncoderLayer(16, 4, 32, batch_first=True),
+}
+
+
+@pytest.mark.parametrize("kind", SEQUENCES)
+def test_modules_over_sequences_are_captured(kind: str) -> None:
+    model = SEQUENCES[kind]()
+    batch = (torch.randn(6, 5, 16), torch.randn(6, 5, 16))
+    workload = Workload(model, batch, squared_error, torch.optim.SGD(model.parameters(), lr=0.1))
     fake, real = captured(workload), captured(workload, real=True)
     assert not differences(fake, real)
 

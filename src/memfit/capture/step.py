@@ -13,13 +13,24 @@ from typing import Any
 
 import torch
 from msgspec.structs import replace
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 
 from memfit.capture.fake import fake_copy, nothing_changes, real_copy
 from memfit.capture.recorder import LiveStorage, Recorder, Recording
 from memfit.errors import CaptureError, MemfitError
 from memfit.ir.trace import Category, Module, Storage, Trace
 from memfit.workload import StepProgram, Workload, batch_size_of, fingerprint, slice_batch, tensors_of
+
+_NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+_VALUES_HINT = (
+    "Shapes must not depend on values: replace boolean-mask indexing or nonzero() by masking, or take such code out of"
+    " Workload.loss_fn"
+)
+_OTHER_HINT = "See whether Workload.loss_fn(model, batch) and backward() run with data"
 
 BuildStep = Callable[[Workload], contextlib.AbstractContextManager[StepProgram]]
 """Makes the step to capture from a copy of the workload; on leaving, undoes what it did to the copy."""
@@ -106,10 +117,8 @@ def _explained() -> Iterator[None]:
             if not any(Path(f.filename).is_relative_to(p) for p in here)
         ]
         line = f" at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
-        raise CaptureError(
-            f"the step can't be captured without data{line} ({type(e).__name__}: {e}). Shapes must not depend on"
-            " values: replace boolean-mask indexing or nonzero() by masking, or take such code out of loss_fn"
-        ) from e
+        hint = _VALUES_HINT if isinstance(e, _NEEDS_VALUES) else _OTHER_HINT
+        raise CaptureError(f"the step can't be captured without data{line} ({type(e).__name__}: {e}). {hint}") from e
     finally:
         log.setLevel(level)
 

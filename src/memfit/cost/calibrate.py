@@ -179,6 +179,6 @@ def _backward_seconds(forward: Callable[[], torch.Tensor]) -> float:
     times = []
     for _ in range(_OVERHEAD_RUNS):
         started = time.perf_counter()
-        forward().sum().backward()  # type: ignore[no-untyped-call]
+        forward().sum().backward()
         times.append(time.perf_counter() - started)
     return min(times)

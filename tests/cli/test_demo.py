@@ -1,0 +1,33 @@
+"""The demonstration that `make demo` runs, with fewer steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from memfit.cli.demo import run_demo
+from memfit.ir import codec
+from memfit.ir.plan import Plan
+from memfit.ir.record import RunRecord, Views
+
+
+@pytest.mark.slow
+def test_demo_trains_under_a_budget_that_the_plain_step_does_not_meet(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_demo(tmp_path / "demo", steps=4, budget="128MiB", overwrite=False)
+    shown = capsys.readouterr().out
+    for part in ("predicted without running it", "Frontier", "Budget", "Peak, measured", "report.html"):
+        assert part in shown
+    plan = codec.read(tmp_path / "demo" / "plan.json", Plan)
+    record = codec.read(tmp_path / "demo" / "run.json", RunRecord)
+    comparison = codec.read(tmp_path / "demo" / "views.json", Views).comparison
+    assert comparison is not None
+    assert plan.plain.peak_bytes > plan.budget_bytes == 128 * 2**20
+    assert comparison.plain_peak_bytes > plan.budget_bytes >= comparison.planned_peak_bytes
+    assert record.measured_peak_bytes is not None
+    assert record.measured_peak_bytes <= plan.budget_bytes
+    assert record.last_loss is not None
+    assert record.first_loss is not None
+    assert record.last_loss < record.first_loss
