@@ -1,9 +1,9 @@
 """memfit makes a PyTorch training step fit the memory you have, at the smallest slow-down that can be found.
 
-    plan = memfit.plan(workload, budget="1.5GiB")
-    print(plan)
-    step = memfit.apply(plan, workload)
-    result = step(batch)
+plan = memfit.plan(workload, budget="1.5GiB")
+print(plan)
+step = memfit.apply(plan, workload)
+result = step(batch)
 """
 
 from memfit.errors import BudgetError, CaptureError, InfeasibleError, MemfitError, PlanMismatchError, UsageError
