@@ -1,4 +1,4 @@
-"""The README's examples run as they are written, from top to bottom."""
+"""The examples of the README and the docs run as they are written, and their figures are measured ones."""
 
 from __future__ import annotations
 
@@ -10,16 +10,28 @@ from pathlib import Path
 
 import pytest
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+import memfit
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def test_library_examples_run(tmp_path: Path) -> None:
+    program = "\n".join(blocks((ROOT / "docs" / "library.md").read_text(), "python"))
+    missing = [name for name in memfit.__all__ if name[0].islower() and f"memfit.{name}" not in program]
+    assert missing == []
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "runs/small/report.html").exists()
 
 
 @pytest.mark.slow
 def test_readme_examples_run(tmp_path: Path) -> None:
-    (python,), (shell,) = blocks("python"), blocks("sh")
+    (python,), (shell,) = blocks(README, "python"), blocks(README, "sh")
     library, _, use = python.partition("mine = workload()")
     (tmp_path / "mine.py").write_text(library)
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
