@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from memfit.errors import WorkloadError
+from memfit.recipes import byte_lm
 from memfit.workload import Workload, batch_size_of, fingerprint, slice_batch, tensors_of
 from tests.models import BUILDERS, convnet, step_of, twice
 
@@ -145,3 +146,13 @@ def test_a_change_of_the_workload_changes_the_fingerprint(change: str) -> None:
 )
 def test_values_play_no_part_in_the_fingerprint(same: Any) -> None:
     assert fingerprint(same(twice())) == fingerprint(twice())
+
+
+def test_the_fingerprint_tells_tied_weights_from_equal_ones() -> None:
+    tied, untied = (
+        byte_lm(n_layer=1, d_model=16, n_head=2, context=8, max_bytes=50_000, tied_embedding=t) for t in (True, False)
+    )
+    assert fingerprint(tied) != fingerprint(untied)
+    model = untied.model
+    model.head.weight = model.embed.weight  # type: ignore[union-attr, assignment]
+    assert fingerprint(untied) == fingerprint(tied)

@@ -101,14 +101,17 @@ def slice_batch(batch: Any, start: int, stop: int) -> Any:
 
 
 def fingerprint(workload: Workload) -> str:
-    """Return what identifies a workload: its modules, parameters and buffers, batch shapes and optimizer.
+    """Return what identifies a workload: modules, parameters and buffers with their ties, batch shapes, optimizer.
 
     Values play no part: a workload keeps its fingerprint while it trains.
     """
     model = workload.model
     parts = [f"{name}:{type(module).__qualname__}" for name, module in model.named_modules()]
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    parts += [f"{name}:{tuple(t.shape)}:{t.dtype}:{t.requires_grad}" for name, t in named]
+    first: dict[int, str] = {}
+    parts += [
+        f"{name}={first.setdefault(id(t), name)}:{tuple(t.shape)}:{t.dtype}:{t.requires_grad}" for name, t in named
+    ]
     parts += [f"batch:{tuple(t.shape)}:{t.dtype}" for t in tensors_of(workload.batch)]
     parts.append(type(workload.optimizer).__qualname__)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

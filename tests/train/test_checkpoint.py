@@ -526,7 +526,7 @@ def other_ties(workload: Workload) -> dict[str, Any]:
         (other_order, "build the optimizer as it was"),
         (other_scheduler, "Workload.scheduler is ExponentialLR, in the checkpoint StepLR"),
         (lambda workload: {"scheduler": None}, "Workload.scheduler is None"),
-        (other_ties, "the model ties no weights"),
+        (other_ties, "fingerprint"),
     ],
 )
 def test_another_training_of_the_same_fingerprint_is_refused(

@@ -204,9 +204,8 @@ def train(
     if as_json:
         print_json(record)
     else:
-        out.print(
-            f"{record.steps} steps, loss {record.first_loss:.4g} → {record.last_loss:.4g}; in {output}", highlight=False
-        )
+        losses = f"{record.first_loss:.4g} → {record.last_loss:.4g}"
+        out.print(f"{record.steps} steps, loss {losses}. `memfit report {output}` draws the run", highlight=False)
 
 
 @app.command()
