@@ -33,7 +33,6 @@ COSTS = CostTable(
     checkpoint_seconds=2e-5,
     selective_op_seconds=3e-6,
     peak_error=0.01,
-    time_error=0.3,
 )
 """Costs that say nothing about the machine: every operator takes a microsecond and no workspace."""
 

@@ -144,11 +144,6 @@ class Recorder(TorchDispatchMode):
         weakref.finalize(storage, self._died, key).atexit = False
         return index
 
-    def index_of(self, tensor: torch.Tensor) -> int | None:
-        """Return the index of a tensor's storage, or None if it was never seen."""
-        key = _storage_key(tensor)
-        return None if key is None else self._index.get(key)
-
     def _died(self, key: int) -> None:
         index = self._index.pop(key, None)
         if index is not None:

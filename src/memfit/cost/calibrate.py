@@ -26,6 +26,7 @@ from memfit.ir.trace import Trace
 from memfit.signature import rebuild
 
 _MARK = "memfit-op-"
+_PEAK_ERROR = 0.01  # about twice the largest error in benchmarks/results/prediction-*.json
 _ENOUGH_SECONDS = 0.02
 _LEAST_RUNS, _MOST_RUNS = 3, 10
 _OVERHEAD_RUNS = 40
@@ -74,8 +75,7 @@ def _cached(path: Path) -> CostTable:
         dispatch_seconds=dispatch_seconds,
         checkpoint_seconds=checkpoint_seconds,
         selective_op_seconds=selective_op_seconds,
-        peak_error=0.01,
-        time_error=0.3,
+        peak_error=_PEAK_ERROR,
     )
 
 

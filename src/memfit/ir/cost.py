@@ -28,7 +28,6 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         selective_op_seconds: What each operator inside a selective region costs beyond itself, once
             in the forward pass and once in the recomputation.
         peak_error: Relative half-width of the interval around a predicted peak.
-        time_error: Relative half-width of the interval around a predicted step time.
     """
 
     schema: str = "memfit.costs/1"
@@ -40,7 +39,6 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     checkpoint_seconds: float
     selective_op_seconds: float
     peak_error: float
-    time_error: float
 
     def of(self, signature: str) -> OpCost:
         """Return the cost of a signature; unknown ones cost nothing and are not measured."""

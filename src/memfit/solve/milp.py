@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,7 @@ from memfit.solve.problem import Problem
 _UNIT = float(2**20)  # bytes are solved in MiB, so that coefficients stay near one
 _ROWS_A_ROUND = 24
 _LEAST_SECONDS = 0.1
-_OPTIMAL, _LIMIT, _INFEASIBLE = 0, 1, 2
+_OPTIMAL, _LIMIT = 0, 1
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -124,7 +124,7 @@ class Solver:
         peak = int(self.problem.row_peaks(x).max(initial=0))
         return Choice(x, peak, self.problem.seconds(x), "optimal" if status == _OPTIMAL else "feasible", bound)
 
-    def _run(self, cost: Floats, limits: list[LinearConstraint], deadline: float, peak_variable: bool = False):  # type: ignore[no-untyped-def]
+    def _run(self, cost: Floats, limits: list[LinearConstraint], deadline: float, peak_variable: bool = False) -> Any:
         extra = 1 if peak_variable else 0
         structure, low, high = self._structure
         if extra:
