@@ -285,6 +285,8 @@ def _as_the_kernel(out: Any, func: Any, args: Any, kwargs: Any) -> Any:
     if func is _aten.mkldnn_rnn_layer.default:
         nbytes = _rnn_workspace_bytes(signature(func, args, kwargs), torch.is_grad_enabled())
         return *out[:3], out[3].new_empty(nbytes)
+    if func is _aten.mkldnn_rnn_layer_backward.default:  # before torch 2.13 the fake one gave the input's dtype
+        return tuple(t if t is None else t.new_empty(t.shape, dtype=torch.float32) for t in out)
     if func._overloadpacket in _LOSSES and out.dim() == 0:  # reduced in place, in the storage of the terms
         terms = torch.broadcast_shapes(args[0].shape, args[1].shape)
         return out.new_empty(terms).as_strided((), ()) if math.prod(terms) else out
