@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import random
+
+import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
@@ -13,6 +17,7 @@ from memfit.errors import BudgetError, InfeasibleError, PlanError, PlanMismatchE
 from memfit.ir.plan import NUMERICS, Levers, Plan, Region
 from memfit.pipeline.applying import applied
 from memfit.pipeline.planning import lever_classes, microbatch_sizes
+from memfit.rng import rng_state
 from memfit.workload import Workload
 from tests.workloads import other, tiny
 
@@ -85,13 +90,30 @@ def test_frontier_is_undominated_and_holds_the_plan(plain_bytes: int) -> None:
 def test_planning_changes_nothing_of_the_users() -> None:
     workload = tiny()
     before = {name: value.clone() for name, value in workload.model.state_dict().items()}
-    random_state = torch.get_rng_state()
+    random_state = rng_state()
     memfit.plan(workload, budget="20MiB", points=1)
     assert all(torch.equal(before[name], value) for name, value in workload.model.state_dict().items())
     assert workload.optimizer.state == {}
     assert all(p.grad is None for p in workload.model.parameters())
-    assert torch.equal(random_state, torch.get_rng_state())
+    assert rng_state() == random_state
     assert not any("forward" in m.__dict__ for m in workload.model.modules())
+
+
+def test_random_numbers_of_the_users_own_code_are_drawn_anew() -> None:
+    workload = tiny()
+    loss_fn = workload.loss_fn
+
+    def drawing(model: torch.nn.Module, batch: object) -> object:
+        random.random()
+        np.random.rand()
+        torch.rand(1)
+        return loss_fn(model, batch)
+
+    before = rng_state()
+    memfit.estimate(dataclasses.replace(workload, loss_fn=drawing))  # type: ignore[arg-type]
+    assert rng_state() == before
+    random.random()
+    assert rng_state() != before
 
 
 def test_batch_norm_is_not_microbatched_unless_allowed() -> None:
@@ -110,6 +132,7 @@ def test_batch_norm_is_not_microbatched_unless_allowed() -> None:
         ({"budget": -5}, BudgetError),
         ({"budget": "1GiB", "numerics": "loose"}, UsageError),
         ({"budget": "1GiB", "device": "tpu"}, UsageError),
+        ({"budget": "1GiB", "points": 0}, UsageError),
         ({"budget": "1GiB", "precisions": ["fp8"]}, UsageError),
         ({"budget": "1GiB", "precisions": ["bf16-mixed"]}, UsageError),
     ],

@@ -6,12 +6,14 @@ import functools
 from collections.abc import Callable
 
 import pytest
+import torch
 from msgspec.structs import replace
 
 import memfit
 from examples import digits_resnet, gpt2
 from memfit.errors import PlanMismatchError
 from memfit.ir.plan import Levers, Plan, Region
+from memfit.pipeline import verifying
 from memfit.pipeline.verifying import verify
 from memfit.recipes import brain_segmentation, byte_lm
 from memfit.workload import Workload
@@ -78,6 +80,7 @@ class TestTampering:
             (lambda p: replace(p, budget_bytes=p.predicted.peak_bytes // 2), "budget_bytes"),
             (lambda p: replace(p, levers=replace(p.levers, precision="bf16-mixed")), "classes"),
             (lambda p: replace(p, levers=replace(p.levers, microbatch_size=1)), "exact"),
+            (lambda p: replace(p, numerics="reduced"), "numerics"),
             (
                 lambda p: replace(p, levers=replace(p.levers, regions=(Region("blocks.0", ("aten.mm#7",)),))),
                 "predicted",
@@ -94,6 +97,22 @@ class TestTampering:
             verify(replace(plan, levers=Levers(microbatch_size=4, regions=(Region("nowhere"),))), tiny())
         with pytest.raises(PlanMismatchError, match="fingerprint"):
             verify(plan, other())
+
+
+def test_a_gradient_that_goes_missing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = memfit.plan(tiny(), budget="64MiB", numerics="exact", precisions=["32-true"], points=1)
+    whole = verifying._gradients
+
+    def without_one(workload: Workload, levers: Levers, quiet: bool) -> tuple[float, dict[str, torch.Tensor]]:
+        loss, gradients = whole(workload, levers, quiet)
+        if levers.precision == "bf16-mixed":
+            del gradients["norm.weight"]
+        return loss, gradients
+
+    monkeypatch.setattr(verifying, "_gradients", without_one)
+    in_bf16 = replace(plan, levers=replace(plan.levers, precision="bf16-mixed"), numerics="reduced")
+    found = verify(in_bf16, tiny())
+    assert "the planned step gives no gradient to norm.weight" in found.failures
 
 
 def test_microbatches_are_equal_to_rounding() -> None:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from memfit.ir.plan import Levers, Plan, Prediction, Solution
 from memfit.recipes.byte_lm import SeededBatches
+from memfit.train import checkpoint
 from memfit.train.step import Step
 from memfit.workload import Workload, fingerprint
 
@@ -185,3 +186,10 @@ def cases() -> SimpleNamespace:
         Tied=Tied,
         width=WIDTH,
     )
+
+
+def restored(path: Path, step: Step) -> checkpoint.Loaded:
+    """Read a checkpoint into a step, as resuming does."""
+    loaded = checkpoint.read(path, step)
+    loaded.restore()
+    return loaded

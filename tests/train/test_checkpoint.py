@@ -20,12 +20,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from memfit.errors import CheckpointError, OutputError
+from memfit.rng import check_rng_state, rng_preserved, rng_state, set_rng_state
 from memfit.train import checkpoint
 from memfit.train.batches import BatchStream
 from memfit.train.packing import pack, read_tensors, unpack, write_tensors
-from memfit.train.rng import check_rng_state, rng_preserved, rng_state, set_rng_state
 from memfit.train.step import Step
 from memfit.workload import Workload
+from tests.train.conftest import restored
 
 
 @pytest.fixture
@@ -251,7 +252,7 @@ def test_optimizers_come_back_bitwise_and_go_on_bitwise(
     expected = cases.training_state(step)
     other = convolutional(cases, optimizer, dtype, 1)
     assert cases.training_state(other) != expected
-    loaded = checkpoint.load(path, other)
+    loaded = restored(path, other)
     assert loaded.step_count == other.steps == done
     assert cases.training_state(other) == expected
     assert_go_on_equally(step, other, loaded.state.rng, cases)
@@ -279,7 +280,7 @@ def test_schedulers_and_the_loss_scale_come_back(scheduler: str, cases: SimpleNa
     path = save(tmp_path, step, cases)
     assert step.scaler is not None and step.scaler.get_scale() == 512.0
     other = make(1)
-    loaded = checkpoint.load(path, other)
+    loaded = restored(path, other)
     assert_go_on_equally(step, other, loaded.state.rng, cases)
 
 
@@ -319,7 +320,7 @@ def test_extra_state_of_modules_comes_back(extra: Any, cases: SimpleNamespace, t
         return Step(Workload(model, torch.randn(2, 2), lambda m, b: m(b).mean(), optimizer))
 
     other = make({} if isinstance(extra, dict) else torch.zeros(3, dtype=torch.int64))
-    checkpoint.load(save(tmp_path, make(extra), cases), other)
+    restored(save(tmp_path, make(extra), cases), other)
     assert cases.describe(other.workload.model.extra) == cases.describe(extra)
 
 
@@ -358,7 +359,7 @@ def test_a_checkpoint_of_the_same_step_is_replaced(trained: Step, cases: SimpleN
     advanced(trained).steps = 3
     path = save(tmp_path, trained, cases)
     expected = cases.training_state(trained)
-    checkpoint.load(path, advanced(trained))
+    restored(path, advanced(trained))
     assert cases.training_state(trained) == expected
     (path / "notes.txt").write_text("mine")
     with pytest.raises(OutputError, match="did not write"):
@@ -414,7 +415,7 @@ def test_a_crash_anywhere_leaves_the_earlier_checkpoint(
     checkpoint.remove_leftovers(tmp_path)
     assert {p.name for p in tmp_path.iterdir()} <= {"checkpoint-3", "checkpoint-6"}
     if found == first:
-        checkpoint.load(found, trained)
+        restored(found, trained)
         assert cases.training_state(trained) == expected
 
 
@@ -431,7 +432,7 @@ def assert_refused(path: Path, step: Step, cases: SimpleNamespace, *texts: str) 
     advanced(step, 1)
     before, rng = cases.training_state(step), rng_state()
     with pytest.raises(CheckpointError) as caught:
-        checkpoint.load(path, step)
+        restored(path, step)
     assert all(text in str(caught.value) for text in texts), str(caught.value)
     assert cases.training_state(step) == before and rng_state() == rng
 
@@ -556,7 +557,7 @@ def test_a_tensor_of_another_shape_is_refused(trained: Step, cases: SimpleNamesp
         forged(path, name, (tmp_path / name).read_bytes())
         assert_refused(path, trained, cases, key.rpartition(".")[2], "(2,)" if "norm" in key else "")
         forged(path, name, original)
-    checkpoint.load(path, trained)
+    restored(path, trained)
 
 
 def test_a_place_that_cannot_be_written_is_an_output_error(

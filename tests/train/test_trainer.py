@@ -26,12 +26,13 @@ from memfit.errors import (
 from memfit.ir import codec
 from memfit.ir.plan import Plan
 from memfit.ir.record import RunRecord
+from memfit.rng import rng_state
 from memfit.train import checkpoint
 from memfit.train import trainer as trainer_module
-from memfit.train.rng import rng_state
 from memfit.train.step import Step
 from memfit.train.trainer import Trainer
 from memfit.workload import Workload
+from tests.train.conftest import restored
 
 BATCH_KINDS = ("seeded", "ends empty", "none", "list", "shuffled", "shuffled by a generator")
 KEYS = "step epoch loss grad_norm skipped loss_scale seconds samples_per_second peak_bytes"
@@ -464,7 +465,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(run: Run, cases: SimpleNamespac
         "NonFiniteError: the loss is nan at step 5"
     )
     assert run.record.steps == 5 and [line["step"] for line in run.lines] == [1, 2, 3, 4, 5]
-    checkpoint.load(run.out / "checkpoint-4", trainer.step)
+    restored(run.out / "checkpoint-4", trainer.step)
 
 
 def test_a_full_disk_is_an_output_error(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from memfit.errors import WorkloadError
+from memfit.rng import rng_preserved
 from memfit.workload import Workload
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
@@ -89,19 +89,17 @@ def fake_copy(workload: Workload, mode: FakeTensorMode) -> Workload:
 
 @contextlib.contextmanager
 def nothing_changes(workload: Workload) -> Iterator[None]:
-    """Restore the random state on leaving, and refuse a step that reached the original parameters.
+    """Set PyTorch's, Python's and NumPy's generators back on leaving; refuse a step that reached the original parameters.
 
     Raises:
         WorkloadError: The loss function used the original model rather than the one it was given.
     """
     parameters = list(workload.model.parameters())
     gradients = [p.grad for p in parameters]
-    random_state = torch.get_rng_state()
     try:
-        with warnings.catch_warnings():
+        with rng_preserved():
             yield
     finally:
-        torch.set_rng_state(random_state)
         touched = [p for p, g in zip(parameters, gradients, strict=True) if p.grad is not g]
         for parameter, gradient in zip(parameters, gradients, strict=True):
             if parameter.grad is not gradient:

@@ -30,7 +30,7 @@ from memfit.workload import Workload, batch_size_of, fingerprint
 
 PRECISIONS: tuple[Precision, ...] = ("32-true", "bf16-mixed", "16-mixed")
 DEFAULT_PRECISIONS: tuple[Precision, ...] = ("32-true", "bf16-mixed")
-"""What is searched unless said otherwise: CPUs run fp16 in software."""
+"""What is searched unless said otherwise: few CPUs are fast in fp16."""
 _ATTEMPTS = 6
 _ROUNDING_BYTES = 64  # what floats in the solver may miss
 
@@ -142,6 +142,8 @@ def plan(
     budget_bytes = parse_budget(budget, find_device(device).usable_bytes)
     if numerics not in NUMERICS:
         raise UsageError(f"numerics={numerics!r} is unknown: use one of {', '.join(NUMERICS)}")
+    if points < 1:
+        raise UsageError(f"points={points} is not above 0: give the budgets to solve the frontier for")
     for precision in precisions or ():
         check_precision(precision, "precisions")
     check_workload(workload)
@@ -260,11 +262,11 @@ class _Planner:
             classes = lever_classes(
                 Levers(precision=precision, microbatch_size=size), self.batch_size, self.couples_batch
             )
-            combination = Combination(precision, size, _freest(classes), problem, self.time_limit_seconds)
+            combination = Combination(precision, size, freest(classes), problem, self.time_limit_seconds)
             self.combinations.append(combination)
             self.progress("solve", index, len(self.wanted) + 1)
-        self.refused = refusals(Regions(self.traces["32-true", self.batch_size]))
-        self.notes += [f"{fqn} is not recomputed: it {why}" for fqn, why in self.refused.items() if fqn]
+        refused = refusals(Regions(self.traces["32-true", self.batch_size]))
+        self.notes += [f"{fqn} is not recomputed: it {why}" for fqn, why in refused.items() if fqn]
 
     def _choose(self) -> tuple[Candidate, Prediction]:
         """Return the fastest plan whose applied step, captured again, is predicted to fit."""
@@ -355,7 +357,9 @@ def _allows(allowed: Numerics, used: Numerics) -> bool:
     return NUMERICS.index(used) <= NUMERICS.index(allowed)
 
 
-def _freest(classes: dict[str, Numerics]) -> Numerics:
+def freest(classes: dict[str, Numerics]) -> Numerics:
+    """Return the freest class of some levers; "exact" where there are none."""
+    """Return the freest class of some levers; "exact" where there are none."""
     return max(classes.values(), key=NUMERICS.index, default="exact")
 
 

@@ -20,6 +20,7 @@ from memfit.ir.record import Comparison, RunRecord, Views
 from memfit.pipeline.applying import applied, apply, check_plan, check_workload
 from memfit.pipeline.planning import capture_levers, predict
 from memfit.report.html import write as write_html
+from memfit.rng import rng_preserved
 from memfit.train.folder import METRICS, PLAN, REPORT, RUN, VIEWS, check_folder
 from memfit.train.log import Progress, read_lines
 from memfit.train.step import Step
@@ -85,21 +86,20 @@ def _first_batches(workload: Workload, count: int) -> list[Any]:
     if workload.batches is None:
         return [workload.batch] * count
     state = workload.batches.state_dict() if hasattr(workload.batches, "state_dict") else None
-    random_state = torch.get_rng_state()
     found: list[Any] = []
     shapes = [tuple(t.shape) for t in tensors_of(workload.batch)]
     try:
-        while len(found) < count:
-            before = len(found)
-            for batch in workload.batches:
-                if [tuple(t.shape) for t in tensors_of(batch)] == shapes:
-                    found.append(batch)
-                if len(found) == count:
-                    break
-            if len(found) == before:
-                return [workload.batch] * count
+        with rng_preserved():
+            while len(found) < count:
+                before = len(found)
+                for batch in workload.batches:
+                    if [tuple(t.shape) for t in tensors_of(batch)] == shapes:
+                        found.append(batch)
+                    if len(found) == count:
+                        break
+                if len(found) == before:
+                    return [workload.batch] * count
     finally:
-        torch.set_rng_state(random_state)
         if state is not None:
             workload.batches.load_state_dict(state)  # type: ignore[attr-defined]
     return found

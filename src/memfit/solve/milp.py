@@ -64,6 +64,7 @@ class Solver:
         self.time_limit_seconds = time_limit_seconds
         self._n_x, self._n_z = len(problem.options), len(problem.reasons)
         self._active: list[int] = []
+        self._lowest: Choice | None = None
         self._structure = self._structural_constraints()
         nothing = np.zeros(self._n_x, np.int64)
         self._add_rows(nothing, -1)
@@ -99,9 +100,15 @@ class Solver:
             margin = max(2 * margin, excess)  # the solver's tolerance let through what does not fit
 
     def leanest(self) -> Choice:
-        """Return a choice of the lowest peak, the faster of two alike."""
+        """Return a choice of the lowest peak, the faster of two alike; solved once."""
+        if self._lowest is None:
+            self._lowest = self._solve_leanest()
+        return self._lowest
+
+    def _solve_leanest(self) -> Choice:
         if not self._n_x:
-            return replace(self._nothing_to_choose(), bound=float(self._nothing_to_choose().peak_bytes))
+            nothing = self._nothing_to_choose()
+            return replace(nothing, bound=float(nothing.peak_bytes))
         n = self._n_x + self._n_z
         seconds = np.concatenate([[o.seconds for o in self.problem.options], np.zeros(self._n_z)])
         tie = 1e-3 / max(float(seconds.sum()), 1e-12)

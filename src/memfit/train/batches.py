@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from memfit.errors import CheckpointError, MemfitError, WorkloadError
-from memfit.train.rng import bytes_tensor, generator_state, rng_preserved, rng_state, set_rng_state
+from memfit.rng import bytes_tensor, generator_state, rng_preserved, rng_state, set_rng_state
 from memfit.workload import Workload
 
 

@@ -34,8 +34,8 @@ import torch
 from memfit.errors import CheckpointError, OutputError, UsageError
 from memfit.ir import codec
 from memfit.ir.plan import Plan
+from memfit.rng import check_rng_state
 from memfit.train.packing import read_tensors, write_tensors
-from memfit.train.rng import check_rng_state
 from memfit.train.state import TrainingState, collect, prepare_restore
 from memfit.train.step import Step
 from memfit.version import __version__
@@ -162,13 +162,6 @@ def read(path: Path, step: Step) -> Loaded:
         step.steps = manifest.step
 
     return Loaded(path, manifest.step, plan, state, restore)
-
-
-def load(path: Path, step: Step) -> Loaded:
-    """Read a checkpoint and restore it into a step; see `read`. A failure leaves everything as it was."""
-    loaded = read(path, step)
-    loaded.restore()
-    return loaded
 
 
 def latest(folder: Path) -> Path | None:

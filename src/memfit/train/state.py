@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from memfit.errors import CheckpointError
+from memfit.rng import RngState, rng_state
 from memfit.train.packing import pack, unpack
-from memfit.train.rng import RngState, rng_state
 from memfit.train.step import Step
 
 Tensors = dict[str, torch.Tensor]

@@ -14,13 +14,13 @@ from memfit.errors import CheckpointError, MemfitError, PlanMismatchError, Usage
 from memfit.ir import codec
 from memfit.ir.plan import Plan
 from memfit.ir.record import RunRecord
+from memfit.rng import rng_preserved, set_rng_state
 from memfit.train import checkpoint
 from memfit.train.batches import BatchStream
 from memfit.train.folder import METRICS, PLAN, RUN, TENSORBOARD, check_folder, clear_folder
 from memfit.train.history import History, resumed_history
 from memfit.train.interrupt import Interrupt, deferred_interrupts
 from memfit.train.log import Log, Progress, evaluation_line, require_tensorboard, step_line
-from memfit.train.rng import rng_preserved, set_rng_state
 from memfit.train.step import Step, StepResult
 from memfit.workload import batch_size_of, fingerprint
 
