@@ -89,7 +89,7 @@ def fake_copy(workload: Workload, mode: FakeTensorMode) -> Workload:
 
 @contextlib.contextmanager
 def nothing_changes(workload: Workload) -> Iterator[None]:
-    """Set PyTorch's, Python's and NumPy's generators back on leaving; refuse a step that reached the original parameters.
+    """Set all random generators back on leaving; refuse a step that reached the original parameters.
 
     Raises:
         WorkloadError: The loss function used the original model rather than the one it was given.
