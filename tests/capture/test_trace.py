@@ -305,7 +305,7 @@ def test_calls_nest_and_contain_their_operators() -> None:
 def test_matrix_products_have_flops_and_dropout_is_random() -> None:
     trace = plain_trace("transformer")
     linear = [op for op in trace.ops if op.name == "aten.addmm.default" and trace.fqn_of(op.call) == "blocks.0.qkv"]
-    assert [op.flops for op in linear] == [2 * 4 * 12 * 32 * 96]
+    assert [trace.works[op.signature].flops for op in linear] == [2 * 4 * 12 * 32 * 96]
     assert {op.name for op in trace.ops if op.random} == {"aten.native_dropout.default"} or {
         op.name for op in trace.ops if op.random
     } == {"aten.bernoulli_.float"}

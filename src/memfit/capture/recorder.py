@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from memfit.ir.trace import Call, Module, Op, Phase, Save
+from memfit.ir.trace import Call, Module, Op, Phase, Save, Work
 from memfit.signature import rebuild, signature
 
 _aten = torch.ops.aten
@@ -58,6 +58,7 @@ class Recording:
     storages: list[LiveStorage] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     signatures: dict[str, int] = field(default_factory=dict)
+    works: list[Work] = field(default_factory=list)
 
 
 def _storage_key(tensor: torch.Tensor) -> int | None:
@@ -85,6 +86,29 @@ def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
         if argument.alias_info is not None and argument.alias_info.is_write:
             found.append(args[position] if position < len(args) else kwargs.get(argument.name))
     return [t for t in tree_leaves(found) if isinstance(t, torch.Tensor)]
+
+
+def _work(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Work:
+    """Return what a call does: counted once for each signature."""
+    given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    made = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+    held = {_storage_key(t) for t in given}
+    written = [*(t for t in made if _storage_key(t) not in held), *_mutated(func, args, kwargs)]
+    floating = [t for t in (*given, *made) if t.is_floating_point()]
+    dtype = str((floating or given or made)[0].dtype)[6:] if given or made else ""
+    count = flop_registry.get(func._overloadpacket)
+    flops = int(count(*args, **kwargs, out_val=out)) if count is not None else 0
+    write_bytes = sum(map(_covered_bytes, written))
+    read_bytes = sum(map(_covered_bytes, given)) if written else 0
+    return Work(flops, read_bytes, write_bytes, dtype, bool(written))
+
+
+def _covered_bytes(tensor: torch.Tensor) -> int:
+    """Return the distinct bytes that a tensor covers: an expanded one covers less than it has elements."""
+    if tensor.layout is not torch.strided or tensor.numel() == 0:
+        return 0
+    elements = math.prod(n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+    return elements * tensor.itemsize
 
 
 class Recorder(TorchDispatchMode):
@@ -176,11 +200,12 @@ class Recorder(TorchDispatchMode):
 
     def _op(self, func: Any, args: Any, kwargs: Any, out: Any, call: int, phase: Phase, mutated: tuple[int, ...]) -> Op:
         text = signature(func, args, kwargs)
-        index = self.now.signatures.setdefault(text, len(self.now.signatures))
-        count = flop_registry.get(func._overloadpacket)
-        flops = int(count(*args, **kwargs, out_val=out)) if count is not None else 0
+        index = self.now.signatures.get(text)
+        if index is None:
+            index = self.now.signatures[text] = len(self.now.works)
+            self.now.works.append(_work(func, args, kwargs, out))
         random = _draws_random_numbers(func, args, kwargs)
-        return Op(str(func), call, phase, self.microbatch, index, mutated, random, flops)
+        return Op(str(func), call, phase, self.microbatch, index, mutated, random)
 
     def _phase(self) -> Phase:
         again = self.phase == "backward" and torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()

@@ -266,4 +266,5 @@ def _assemble(
         storages=storages,
         saves=saves,
         signatures=list(recording.signatures),
+        works=recording.works,
     )

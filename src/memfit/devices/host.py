@@ -41,6 +41,7 @@ def _cpu() -> Device:
     return Device(
         name="cpu",
         kind="cpu",
+        vendor="cpu",
         description=_cpu_model(),
         memory_bytes=memory.total,
         usable_bytes=usable,
@@ -54,6 +55,7 @@ def _gpu(index: int) -> Device:
     return Device(
         name=f"cuda:{index}",
         kind="cuda",
+        vendor="amd" if torch.version.hip else "nvidia",
         description=properties.name,
         memory_bytes=total,
         usable_bytes=free,

@@ -69,7 +69,6 @@ class Op(msgspec.Struct, frozen=True, array_like=True):
         signature: Index into `Trace.signatures`.
         mutates: Storages that it writes in place.
         random: Whether it draws random numbers.
-        flops: Floating-point operations, where counted.
     """
 
     name: str
@@ -79,7 +78,24 @@ class Op(msgspec.Struct, frozen=True, array_like=True):
     signature: int
     mutates: tuple[int, ...]
     random: bool
+
+
+class Work(msgspec.Struct, frozen=True, array_like=True):
+    """What calls of one signature do, whatever the device.
+
+    Attributes:
+        flops: Floating-point operations of matrix products and convolutions, as `torch.utils.flop_counter` counts.
+        read_bytes: Of the distinct memory that its tensor arguments cover.
+        write_bytes: Of the memory that it fills: outputs that are no views, and arguments written in place.
+        dtype: Of the first floating-point tensor argument, else of the first tensor, else of the output.
+        kernel: Whether it runs a kernel; views and questions do not.
+    """
+
     flops: int
+    read_bytes: int
+    write_bytes: int
+    dtype: str
+    kernel: bool
 
 
 class Storage(msgspec.Struct, frozen=True, array_like=True):
@@ -126,6 +142,7 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         fingerprint: Identifies the workload: parameters, modules, batch shapes, optimizer.
         precision: The precision the step ran in.
         signatures: The distinct operator calls, as text that `cost` can run again.
+        works: What a call of each signature does.
         notes: What a reader should know (assumptions made while capturing).
     """
 
@@ -145,6 +162,7 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     storages: list[Storage]
     saves: list[Save]
     signatures: list[str]
+    works: list[Work]
     notes: list[str] = []
 
     @functools.cached_property
