@@ -13,9 +13,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
+from memfit.capture.values import KnownValues
 from memfit.errors import WorkloadError
 from memfit.rng import rng_preserved
-from memfit.workload import Workload
+from memfit.workload import Workload, tensors_of
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
 
@@ -72,19 +73,58 @@ def real_copy(workload: Workload) -> Workload:
     return _convert_workload(workload, convert)
 
 
-def fake_copy(workload: Workload, mode: FakeTensorMode) -> Workload:
-    """Return a copy of a workload under a fake tensor mode; it allocates nothing."""
+class _Faker:
+    """Makes fake tensors of tensors: real, on the meta device or fake; storages that are shared stay shared."""
 
-    def convert(tensor: torch.Tensor) -> torch.Tensor:
+    def __init__(self, mode: FakeTensorMode, device: torch.device | None, values: KnownValues) -> None:
+        self.mode, self.device, self.values = mode, device, values
+        self.storages: dict[int, torch.UntypedStorage] = {}
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout is not torch.strided:
+            return self.mode.from_tensor(tensor)
+        if tensor.dim() == 0 and not tensor.requires_grad and tensor.device.type == "cpu":
+            return self._scalar(tensor)
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.storages:
+            self.storages[storage._cdata] = torch.UntypedStorage(storage.nbytes(), device="meta")
+        shape = torch.empty(0, dtype=tensor.dtype, device="meta")
+        shape.set_(self.storages[storage._cdata], tensor.storage_offset(), tensor.size(), tensor.stride())
+        fake = FakeTensor(self.mode, shape, self.device or _device_of(tensor))
+        self.values.know(fake, tensor)
+        return fake.requires_grad_(tensor.requires_grad)
+
+    def _scalar(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Step counters are read by optimizers: a constant keeps its value, and stays on the CPU."""
         if isinstance(tensor, FakeTensor):
             return tensor
-        if tensor.numel() == 1 and not tensor.requires_grad and tensor.dim() == 0:
-            value = tensor.item()
-            with mode:  # step counters are read by optimizers: a constant keeps its value
-                return torch.tensor(value, dtype=tensor.dtype)
-        return mode.from_tensor(tensor)
+        value = tensor.item()
+        with self.mode:
+            return torch.tensor(value, dtype=tensor.dtype)
 
-    return _convert_workload(workload, convert)
+
+def _device_of(tensor: torch.Tensor) -> torch.device:
+    """A model may be built on the meta device, which takes no memory: it stands for the CPU."""
+    return torch.device("cpu") if tensor.device.type == "meta" else tensor.device
+
+
+def mode_of(workload: Workload) -> FakeTensorMode:
+    """Return the mode of the fake tensors that a workload is made of, or a new one."""
+    for tensor in [*workload.model.parameters(), *tensors_of(workload.batch)]:
+        if isinstance(tensor, FakeTensor):
+            return tensor.fake_mode
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_copy(workload: Workload, values: KnownValues, device: torch.device | None = None) -> Workload:
+    """Return a copy of a workload under a fake tensor mode; it allocates nothing.
+
+    Args:
+        workload: With tensors that are real, fake, or on the meta device.
+        values: Takes over the values of its integers; its mode is the copy's.
+        device: Where the copy's tensors are; None for where they were.
+    """
+    return _convert_workload(workload, _Faker(values.fake, device, values))
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -22,12 +22,10 @@ from memfit.ir.trace import Call, Module, Op, Phase, Save, Work
 from memfit.signature import rebuild, signature
 
 _aten = torch.ops.aten
-_FACTORIES = {_aten.arange, _aten.full, _aten.zeros, _aten.ones, _aten.scalar_tensor, _aten.eye, _aten.linspace}
 _INCIDENTAL = ("profiler", "prim")  # marks, and questions that only fake tensors ask (`tensor.device`)
 _NORMS = {_aten.native_batch_norm.default, _aten.native_group_norm.default, _aten.native_layer_norm.default}
 _LOSSES = {_aten.mse_loss, _aten.smooth_l1_loss, _aten.soft_margin_loss, _aten.binary_cross_entropy}
 _CONTIGUOUS = {_aten.mse_loss_backward, _aten.smooth_l1_loss_backward, _aten.huber_loss_backward}
-_KNOWN_VALUES_LIMIT = 64
 _NEVER = -2
 
 
@@ -88,12 +86,17 @@ def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
     return [t for t in tree_leaves(found) if isinstance(t, torch.Tensor)]
 
 
-def _work(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Work:
-    """Return what a call does: counted once for each signature."""
-    given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-    made = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+def _work(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, device_type: str) -> Work:
+    """Return what a call does on the device: counted once for each signature."""
+    given, made = (
+        [t for t in tree_leaves(tensors) if isinstance(t, torch.Tensor) and t.device.type == device_type]
+        for tensors in ((args, kwargs), out)
+    )
     held = {_storage_key(t) for t in given}
-    written = [*(t for t in made if _storage_key(t) not in held), *_mutated(func, args, kwargs)]
+    written = [
+        *(t for t in made if _storage_key(t) not in held),
+        *(t for t in _mutated(func, args, kwargs) if t.device.type == device_type),
+    ]
     floating = [t for t in (*given, *made) if t.is_floating_point()]
     dtype = str((floating or given or made)[0].dtype)[6:] if given or made else ""
     count = flop_registry.get(func._overloadpacket)
@@ -119,11 +122,13 @@ class Recorder(TorchDispatchMode):
 
     Args:
         fake: The fake tensor mode it is entered in, or None.
+        device_type: The device whose memory is followed: "cpu" or "cuda".
     """
 
-    def __init__(self, fake: FakeTensorMode | None = None) -> None:
+    def __init__(self, fake: FakeTensorMode | None = None, device_type: str = "cpu") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.fake = fake
+        self.device_type = device_type
         self.now = Recording()
         self.recording = False
         self.phase: Phase = "optimizer"
@@ -153,9 +158,12 @@ class Recorder(TorchDispatchMode):
         return done
 
     def observe(self, tensor: torch.Tensor, birth: int) -> int | None:
-        """Return the index of a tensor's storage, following its life from now on if it is new."""
+        """Return the index of a tensor's storage, following its life from now on if it is new.
+
+        None for what takes no memory of the device.
+        """
         key = _storage_key(tensor)
-        if key is None:
+        if key is None or tensor.device.type != self.device_type:
             return None
         known = self._index.get(key)
         if known is not None:
@@ -188,22 +196,15 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if self.fake is not None and func._overloadpacket in _FACTORIES:
-            return _with_known_values(self.fake, func, args, kwargs)
-        try:
-            out = func(*args, **kwargs)
-        except DataDependentOutputException:
-            if func is not _aten._local_scalar_dense.default:
-                raise
-            return _neutral_value(args[0])
-        return out if self.fake is None else _as_the_kernel(out, func, args, kwargs)
+        out = func(*args, **kwargs)
+        return out if self.fake is None else _as_the_kernel(out, func, args, kwargs, self.device_type)
 
     def _op(self, func: Any, args: Any, kwargs: Any, out: Any, call: int, phase: Phase, mutated: tuple[int, ...]) -> Op:
         text = signature(func, args, kwargs)
         index = self.now.signatures.get(text)
         if index is None:
             index = self.now.signatures[text] = len(self.now.works)
-            self.now.works.append(_work(func, args, kwargs, out))
+            self.now.works.append(_work(func, args, kwargs, out, self.device_type))
         random = _draws_random_numbers(func, args, kwargs)
         return Op(str(func), call, phase, self.microbatch, index, mutated, random)
 
@@ -291,18 +292,19 @@ class Recorder(TorchDispatchMode):
         recording.saves[index] = replace(recording.saves[index], death=len(recording.ops) - 1)
 
 
-def _with_known_values(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """Return a factory's output; small ones on the CPU keep their values, for code to read (`arange(3).tolist()`)."""
-    out = func(*args, **kwargs)
-    if out.numel() > _KNOWN_VALUES_LIMIT or out.device.type != "cpu":
-        return out
-    with unset_fake_temporarily():
-        values = func(*args, **kwargs)
-    return mode.fake_tensor_converter.from_real_tensor(mode, values, make_constant=True)
+def _as_the_kernel(out: Any, func: Any, args: Any, kwargs: Any, device_type: str) -> Any:
+    """Give the outputs of a fake operator the storages that the device's kernel gives them, where they differ."""
+    if device_type == "cpu":
+        out = _as_on_cpu(out, func, args, kwargs)
+    if func._overloadpacket in _LOSSES and out.dim() == 0:  # reduced in place, in the storage of the terms
+        terms = torch.broadcast_shapes(args[0].shape, args[1].shape)
+        return out.new_empty(terms).as_strided((), ()) if math.prod(terms) else out
+    if func._overloadpacket in _CONTIGUOUS:
+        return out.contiguous()
+    return out
 
 
-def _as_the_kernel(out: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    """Give the outputs of a fake operator the storages that the CPU's kernel gives them, where they differ."""
+def _as_on_cpu(out: Any, func: Any, args: Any, kwargs: Any) -> Any:
     if func in _NORMS:
         return _with_statistics_as_parameters(out, args)
     if func is _aten.native_group_norm_backward.default and out[0] is not None:
@@ -312,11 +314,6 @@ def _as_the_kernel(out: Any, func: Any, args: Any, kwargs: Any) -> Any:
         return *out[:3], out[3].new_empty(nbytes)
     if func is _aten.mkldnn_rnn_layer_backward.default:  # before torch 2.13 the fake one gave the input's dtype
         return tuple(t if t is None else t.new_empty(t.shape, dtype=torch.float32) for t in out)
-    if func._overloadpacket in _LOSSES and out.dim() == 0:  # reduced in place, in the storage of the terms
-        terms = torch.broadcast_shapes(args[0].shape, args[1].shape)
-        return out.new_empty(terms).as_strided((), ()) if math.prod(terms) else out
-    if func._overloadpacket in _CONTIGUOUS:
-        return out.contiguous()
     return out
 
 
@@ -338,13 +335,6 @@ def _rnn_workspace_bytes(text: str, with_gradient: bool) -> int:
 
 def _drop(tensor: torch.Tensor) -> None:
     return None
-
-
-def _neutral_value(tensor: torch.Tensor) -> bool | int | float:
-    """Answer `.item()` on a fake tensor: no overflow found, nothing masked."""
-    if tensor.dtype is torch.bool:
-        return False
-    return 0.0 if tensor.dtype.is_floating_point else 0
 
 
 def _module(fqn: str, module: nn.Module) -> Module:

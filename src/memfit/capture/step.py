@@ -16,12 +16,14 @@ from msgspec.structs import replace
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensorMode,
 )
 
-from memfit.capture.fake import fake_copy, nothing_changes, real_copy
+from memfit.capture.attention import Attention, fake_attention
+from memfit.capture.fake import fake_copy, mode_of, nothing_changes, real_copy
 from memfit.capture.recorder import LiveStorage, Recorder, Recording
+from memfit.capture.values import KnownValues, libraries_run_as_with_data
 from memfit.errors import CaptureError, MemfitError
+from memfit.ir.device import Device
 from memfit.ir.trace import Category, Module, Storage, Trace
 from memfit.workload import StepProgram, Workload, batch_size_of, fingerprint, slice_batch, tensors_of
 
@@ -37,7 +39,12 @@ BuildStep = Callable[[Workload], contextlib.AbstractContextManager[StepProgram]]
 
 
 def capture(
-    workload: Workload, build: BuildStep, *, precision: str = "32-true", microbatch_size: int | None = None
+    workload: Workload,
+    build: BuildStep,
+    *,
+    device: Device | None = None,
+    precision: str = "32-true",
+    microbatch_size: int | None = None,
 ) -> Trace:
     """Return the trace of a step, run under fake tensors: no data, no memory, nothing of the user's changed.
 
@@ -47,6 +54,8 @@ def capture(
     Args:
         workload: The user's workload.
         build: Makes the step from a copy of it.
+        device: The device that the copy runs on; None for the CPU. A GPU stands for one of its kind, and
+            needs fake CUDA in this process (`memfit.devices.fake_cuda`).
         precision: Goes into the trace.
         microbatch_size: Samples in a microbatch; None for the whole batch.
 
@@ -54,11 +63,14 @@ def capture(
         CaptureError: The step can't be run under fake tensors.
         WorkloadError: The workload can't be copied, or its loss function uses the original model.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    values = KnownValues(mode_of(workload))
+    attention = fake_attention(device) if device is not None and device.kind == "cuda" else None
+    place = torch.device("cuda", 0) if attention else None
     with nothing_changes(workload), _one_thread_and_no_collector():
-        copied = fake_copy(_shortened(workload, microbatch_size), mode)
-        with _explained():
-            return _record(workload, copied, build, mode, precision, microbatch_size)
+        copied = fake_copy(_shortened(workload, microbatch_size), values, place)
+        with _explained(), torch.compiler.set_stance("force_eager"), libraries_run_as_with_data():
+            trace = _record(workload, copied, build, values, precision, microbatch_size, attention)
+    return trace if device is None else replace(trace, device=device.name)
 
 
 def capture_real(
@@ -123,30 +135,44 @@ def _explained() -> Iterator[None]:
         log.setLevel(level)
 
 
+@contextlib.contextmanager
+def _faked(values: KnownValues | None) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        if values is not None:
+            stack.enter_context(values.fake)
+            stack.enter_context(values)
+        yield
+
+
 def _record(
     workload: Workload,
     copied: Workload,
     build: BuildStep,
-    mode: FakeTensorMode | None,
+    values: KnownValues | None,
     precision: str,
     microbatch_size: int | None,
+    attention: Attention | None = None,
 ) -> Trace:
-    recorder = Recorder(mode)
-    with mode or contextlib.nullcontext(), recorder, build(copied) as step, recorder.watch(copied.model):
+    recorder = Recorder(values.fake if values else None, "cuda" if attention else "cpu")
+    with _faked(values), recorder, build(copied) as step, recorder.watch(copied.model):
         step.on_phase = recorder.enter_phase
         for tensor in [*copied.model.parameters(), *copied.model.buffers(), *tensors_of(copied.batch)]:
             recorder.observe(tensor, -1)
         step(copied.batch)
         gc.collect()
         recorder.begin_step()
+        if attention is not None:
+            attention.chosen.clear()
         categories = _Categories(recorder, copied)
         step.on_phase = categories.on_phase
         with recorder.saving():
             step(copied.batch)
         categories.see_optimizer_state()
         recording = recorder.end_step()
+        notes = attention.notes() if attention is not None else []
         dry = _release_points(recorder, step, copied.batch)
-    return _assemble(workload, copied, recorder.modules, recording, categories, dry, precision, microbatch_size)
+    trace = _assemble(workload, copied, recorder.modules, recording, categories, dry, precision, microbatch_size)
+    return replace(trace, notes=notes)
 
 
 class _Categories:

@@ -37,13 +37,14 @@ def apply(plan: Plan, workload: Workload) -> Step:
 
 @contextlib.contextmanager
 def applied(levers: Levers, workload: Workload, *, predicted_peak_bytes: int | None = None) -> Iterator[Step]:
-    """Run levers on a workload until the context is left."""
+    """Run levers on a workload, on the device of its parameters, until the context is left."""
+    device = next((p.device.type for p in workload.model.parameters()), "cpu")
     with checkpointed(workload.model, {region.module: region.keep for region in levers.regions}):
         yield Step(
             workload,
             microbatch_size=levers.microbatch_size,
-            autocast=functools.partial(autocast, levers.precision, "cpu"),
-            scaler=grad_scaler(levers.precision, "cpu"),
+            autocast=functools.partial(autocast, levers.precision, device),
+            scaler=grad_scaler(levers.precision, device),
             predicted_peak_bytes=predicted_peak_bytes,
         )
 

@@ -1,0 +1,301 @@
+"""Which kernel `scaled_dot_product_attention` runs on a device, and how to make fake CUDA tensors take it.
+
+The rule is that of PyTorch 2.11 to 2.13, `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`
+(`select_sdp_backend` and the `can_use_*_attention` functions): kernels are tried in order of priority, and
+the first whose constraints hold is run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch.nn import functional as F
+
+from memfit.devices.standins import pretend
+from memfit.ir.device import Device
+
+Kernel = Literal["cudnn", "flash", "efficient", "math"]
+_HALF = (torch.float16, torch.bfloat16)
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of `scaled_dot_product_attention`, as far as the choice depends on it.
+
+    Attributes:
+        query: Shape [batch, heads, length, head size].
+        key: Shape, likewise.
+        value: Shape, likewise.
+        dtype: Of the query.
+        masked: Whether it has an explicit mask.
+        same_dtypes: Whether key and value have the query's.
+        last_strides_are_1: Whether the head dimension of all three is contiguous.
+        needs_gradient: Whether a gradient will be asked for.
+    """
+
+    query: tuple[int, ...]
+    key: tuple[int, ...]
+    value: tuple[int, ...]
+    dtype: torch.dtype
+    dropout: float = 0.0
+    is_causal: bool = False
+    masked: bool = False
+    same_dtypes: bool = True
+    last_strides_are_1: bool = True
+    enable_gqa: bool = False
+    needs_gradient: bool = True
+
+
+def choose(call: Call, device: Device) -> tuple[Kernel, dict[Kernel, str]]:
+    """Return the kernel that runs, and why those of a higher priority do not."""
+    reasons: dict[Kernel, str] = {}
+    for kernel in _order(device):
+        why = next(_CHECKS[kernel](call, device), None)
+        if why is None:
+            return kernel, reasons
+        reasons[kernel] = why
+    return "math", reasons
+
+
+def _order(device: Device) -> tuple[Kernel, ...]:
+    """Return the fused kernels by priority: cuDNN comes first on Hopper and Blackwell data-centre GPUs."""
+    if device.capability in ((9, 0), (10, 0)):
+        return ("cudnn", "flash", "efficient")
+    return ("flash", "efficient", "cudnn")
+
+
+def _common(call: Call) -> Iterator[str]:
+    shapes = (call.query, call.key, call.value)
+    if any(len(shape) != 4 for shape in shapes):
+        yield f"it takes four dimensions, not {'/'.join(str(len(shape)) for shape in shapes)}"
+    elif any(0 in shape for shape in shapes):
+        yield "it takes no empty sequences"
+    if not call.last_strides_are_1:
+        yield "it takes a contiguous head dimension"
+
+
+def _heads(call: Call, grouped: bool) -> Iterator[str]:
+    if len(call.query) != 4 or (call.query[1] == call.key[1] == call.value[1]):
+        return
+    if not (grouped and call.enable_gqa):
+        yield f"it takes as many heads of keys ({call.key[1]}) as of queries ({call.query[1]})"
+
+
+def _flash(call: Call, device: Device) -> Iterator[str]:
+    yield from _common(call)
+    if not torch.backends.cuda.flash_sdp_enabled():
+        yield "it is switched off"
+    if device.vendor == "nvidia" and not _is_between(device, (8, 0), (12, 1)):
+        yield "it takes an Ampere GPU (sm_80) or newer"
+    if call.masked:
+        yield "it takes no mask"
+    sizes = {call.query[-1], call.key[-1], call.value[-1]}
+    limit = 512 if device.vendor == "amd" else 256
+    if len(sizes) > 1 or max(sizes) > limit:
+        yield f"it takes one head size of at most {limit}, not {sorted(sizes)}"
+    if call.dtype not in _HALF or not call.same_dtypes:
+        yield f"it takes float16 or bfloat16, not {str(call.dtype)[6:]}"
+    if call.is_causal and call.query[-2] != call.key[-2]:
+        yield "it takes is_causal=True with equal lengths of queries and keys only"
+    if call.needs_gradient and device.capability in ((8, 6), (8, 9), (12, 0), (12, 1)) and _is_large(call):
+        yield f"its backward pass takes no head size of {call.query[-1]} on this GPU"
+    yield from _heads(call, grouped=True)
+
+
+def _is_large(call: Call) -> bool:
+    size = call.query[-1]
+    return 192 < size <= 224 or (size > 224 and call.dropout > 0)
+
+
+def _efficient(call: Call, device: Device) -> Iterator[str]:
+    yield from _common(call)
+    if not torch.backends.cuda.mem_efficient_sdp_enabled():
+        yield "it is switched off"
+    ampere = device.vendor == "amd" or _is_between(device, (8, 0), (99, 0))
+    allowed = (torch.float16, torch.float32, torch.bfloat16) if ampere else (torch.float16, torch.float32)
+    if call.dtype not in allowed or not call.same_dtypes:
+        yield f"it takes no {str(call.dtype)[6:]} on this GPU"
+    alignment = _alignment(call.dtype, device)
+    if call.query[-1] != call.key[-1] or call.query[-1] % alignment or call.value[-1] % alignment:
+        yield f"it takes head sizes that are multiples of {alignment}, not {call.query[-1]} and {call.value[-1]}"
+    yield from _heads(call, grouped=False)
+
+
+def _alignment(dtype: torch.dtype, device: Device) -> int:
+    """`minimum_gemm_alignment`: 16 bytes where tensor cores are used."""
+    half = dtype in _HALF
+    if device.vendor == "amd" or _is_between(device, (8, 0), (99, 0)):
+        return 8 if half else 4
+    return 8 if half and _is_between(device, (7, 0), (99, 0)) else 1
+
+
+def _cudnn(call: Call, device: Device) -> Iterator[str]:
+    yield from _common(call)
+    if not torch.backends.cuda.cudnn_sdp_enabled():
+        yield "it is switched off"
+    if device.vendor != "nvidia" or not _is_between(device, (8, 0), (12, 1)):
+        yield "it takes an NVIDIA GPU of sm_80 or newer"
+    if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
+        yield "it is not deterministic"
+    if call.dtype not in _HALF or not call.same_dtypes:
+        yield f"it takes float16 or bfloat16, not {str(call.dtype)[6:]}"
+    limit = 256 if device.capability == (9, 0) else 128
+    sizes = {call.query[-1], call.value[-1]}
+    if max(sizes) > limit or any(size % 8 for size in sizes):
+        yield f"it takes head sizes that are multiples of 8 up to {limit}, not {sorted(sizes)}"
+    if call.key[-2] == 1 or (call.query[-2] == 1 and call.dropout > 0):
+        yield "it takes no sequence of length 1"
+    yield from _heads(call, grouped=True)
+
+
+_CHECKS: dict[Kernel, Callable[[Call, Device], Iterator[str]]] = {
+    "cudnn": _cudnn,
+    "flash": _flash,
+    "efficient": _efficient,
+}
+
+
+def _is_between(device: Device, low: tuple[int, int], high: tuple[int, int]) -> bool:
+    return device.capability is not None and low <= device.capability <= high
+
+
+class Attention:
+    """`scaled_dot_product_attention` for fake CUDA tensors: calls the kernel's own operator, and keeps count.
+
+    Fake tensors alone would take the math path always, which allocates the whole matrix of scores. It is
+    registered below autocast and above autograd, so that recomputation takes the same way.
+
+    Attributes:
+        chosen: How often each kernel was taken, and why not a faster one.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.chosen: Counter[tuple[Kernel, str]] = Counter()
+        self._library = torch.library.Library("aten", "IMPL")  # lives as long as the process
+
+    def register(self) -> None:
+        """Answer every call on CUDA tensors from now on."""
+        self._library.impl("scaled_dot_product_attention", self._run, "AutogradCUDA")
+
+    def notes(self) -> list[str]:
+        """Return what was assumed, for people."""
+        return [
+            f"attention on {self.device.name}: {count} calls take the {_NAMES[kernel]} kernel{why and ': '}{why}"
+            for (kernel, why), count in self.chosen.items()
+        ]
+
+    def _run(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        tensors = (query, key, value)
+        call = Call(
+            query=tuple(query.shape),
+            key=tuple(key.shape),
+            value=tuple(value.shape),
+            dtype=query.dtype,
+            dropout=dropout_p,
+            is_causal=is_causal,
+            masked=attn_mask is not None,
+            same_dtypes=len({t.dtype for t in tensors}) == 1,
+            last_strides_are_1=all(t.stride(-1) == 1 for t in tensors),
+            enable_gqa=enable_gqa,
+            needs_gradient=torch.is_grad_enabled() and any(t.requires_grad for t in tensors),
+        )
+        kernel, reasons = choose(call, self.device)
+        self.chosen[kernel, _why(kernel, reasons)] += 1
+        if attn_mask is not None and attn_mask.dtype is torch.bool:
+            zero = torch.zeros((), dtype=query.dtype, device=query.device)
+            attn_mask = torch.where(attn_mask, zero, zero - math.inf)
+        options = (dropout_p, is_causal)
+        if kernel == "flash":
+            return _run_flash(query, key, value, *options, scale)
+        if kernel == "math":
+            return _aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
+                *tensors, attn_mask, *options, None, scale=scale, enable_gqa=enable_gqa
+            )[0]
+        if kernel == "efficient":
+            mask = _aligned(attn_mask, query, key)
+            out = _aten._scaled_dot_product_efficient_attention(
+                *tensors, mask, call.needs_gradient, *options, scale=scale
+            )
+        else:
+            mask = attn_mask if attn_mask is None else attn_mask.expand(*query.shape[:3], key.shape[-2])
+            out = _aten._scaled_dot_product_cudnn_attention(
+                *tensors, mask, call.needs_gradient, *options, False, scale=scale
+            )
+        return out[0]  # type: ignore[no-any-return]
+
+
+def fake_attention(device: Device) -> Attention:
+    """Make this process look as if it had a GPU, attention included.
+
+    Raises:
+        RuntimeError: Fake CUDA is not loaded in this process.
+    """
+    global _registered
+    if _registered is None:
+        _registered = Attention(device)
+        _registered.register()
+    pretend(device)
+    _registered.device = device
+    return _registered
+
+
+_registered: Attention | None = None
+
+_NAMES: dict[Kernel, str] = {
+    "cudnn": "cuDNN",
+    "flash": "flash",
+    "efficient": "memory-efficient",
+    "math": "math",
+}
+
+
+def _why(kernel: Kernel, reasons: dict[Kernel, str]) -> str:
+    """Return why the kernel is not a leaner one, where that is worth knowing."""
+    if kernel == "math":
+        return "; ".join(f"not {_NAMES[k]} since {why}" for k, why in reasons.items()) + (
+            "; it allocates the whole matrix of scores"
+        )
+    return f"not flash since {reasons['flash']}" if kernel == "efficient" else ""
+
+
+def _run_flash(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float, is_causal: bool, scale: float | None
+) -> torch.Tensor:
+    """The kernel takes head sizes that are multiples of 8: others are padded, as the dispatcher does."""
+    size = query.shape[-1]
+    padding = -size % 8
+    if padding:
+        query, key, value = (F.pad(t, (0, padding)) for t in (query, key, value))
+    scale = 1 / math.sqrt(size) if scale is None else scale
+    out: torch.Tensor = _aten._scaled_dot_product_flash_attention(
+        query, key, value, dropout, is_causal, False, scale=scale
+    )[0]
+    return out[..., :size] if padding else out
+
+
+def _aligned(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
+    """Pad the rows of a mask to 16 elements, as the memory-efficient kernel wants them, and expand it."""
+    if mask is None:
+        return None
+    length = mask.shape[-1]
+    if length % 16:
+        mask = F.pad(mask, (0, -length % 16))[..., :length]
+    return mask.expand(*query.shape[:3], key.shape[-2])

@@ -1,0 +1,173 @@
+"""Values that are known although the tensors are fake: of small integers and masks, and what follows from them.
+
+A training step reads few values: whether a mask masks anything, how many labels count, the step
+counter. They come from the batch's integers and from constants through integer operators, so they are
+computed beside the fake tensors. What depends on activations stays unknown.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakIdKeyDictionary
+
+_aten = torch.ops.aten
+_CONSTANTS = {
+    _aten.arange,
+    _aten.eye,
+    _aten.full,
+    _aten.linspace,
+    _aten.ones,
+    _aten.scalar_tensor,
+    _aten.zeros,
+}
+_LIMIT = 2**20  # elements; masks of a batch have fewer
+_Unknown = object()
+
+
+class KnownValues(TorchDispatchMode):
+    """Follows the values of integer and boolean tensors under a fake tensor mode. Enter it inside that mode."""
+
+    def __init__(self, fake: FakeTensorMode) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.fake = fake
+        self._real = WeakIdKeyDictionary()
+
+    def know(self, fake: torch.Tensor, real: torch.Tensor) -> None:
+        """Take over the values of a real tensor for a fake one, if they are of the kind that steps read."""
+        if _is_followed(real) and not isinstance(real, FakeTensor) and real.device.type != "meta":
+            with unset_fake_temporarily():
+                self._real[fake] = real.detach().to("cpu", copy=True)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        known = self._known_arguments(func, args, kwargs)
+        if func is _aten._local_scalar_dense.default:
+            return self._read(func, args, known)
+        try:
+            out = func(*args, **kwargs)
+        except DynamicOutputShapeException:
+            return self._run_with_shape(func, args, kwargs, known)
+        if known is not None and all(_is_followed(t) for t in _tensors(out)):
+            self._remember(out, _compute(func, *known))
+        elif func._schema.is_mutable:
+            self._forget(func, args, kwargs)
+        return out
+
+    def _known_arguments(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Return the arguments with real tensors, None unless the values of all are known."""
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return None
+        tensors = _tensors((args, kwargs))
+        if not tensors and func._overloadpacket not in _CONSTANTS:
+            return None
+        real: tuple[Any, Any] = tree_map(self._value, (args, kwargs))
+        return None if any(leaf is _Unknown for leaf in tree_leaves(real)) else real
+
+    def _value(self, argument: Any) -> Any:
+        if isinstance(argument, torch.device):
+            return torch.device("cpu")
+        if not isinstance(argument, torch.Tensor):
+            return argument
+        if not isinstance(argument, FakeTensor):
+            return argument if argument.device.type == "cpu" and _is_followed(argument) else _Unknown
+        if argument in self._real:
+            return self._real[argument]
+        return argument.constant if argument.constant is not None and argument.is_cpu else _Unknown
+
+    def _read(self, func: Any, args: Any, known: tuple[Any, Any] | None) -> bool | int | float:
+        """Answer `.item()`: what is known, else a neutral value (no overflow found, nothing masked)."""
+        if known is not None:
+            return _compute(func, *known)  # type: ignore[no-any-return]
+        try:
+            return func(*args)  # type: ignore[no-any-return]
+        except DataDependentOutputException:
+            dtype = args[0].dtype
+            return False if dtype is torch.bool else 0.0 if dtype.is_floating_point else 0
+
+    def _run_with_shape(self, func: Any, args: Any, kwargs: Any, known: tuple[Any, Any] | None) -> Any:
+        """Run an operator whose output's shape depends on values that are known.
+
+        Raises:
+            DynamicOutputShapeException: They are not.
+        """
+        if known is not None:
+            real = _compute(func, *known)
+            out = tree_map(lambda t: self._like(t, _tensors((args, kwargs))[0].device), real)
+            self._remember(out, real)
+            return out
+        if func is _aten.masked_select.default:
+            source, mask = torch.broadcast_tensors(*args)
+            func, args = _aten.index.Tensor, (source, [mask])
+        if func is _aten.index.Tensor:
+            return func(args[0], [p for index in args[1] for p in self._positions(func, index)])
+        raise DynamicOutputShapeException(func)
+
+    def _positions(self, func: Any, index: torch.Tensor | None) -> list[torch.Tensor | None]:
+        """Return a mask as the positions that it selects; other indices as they are."""
+        if index is None or index.dtype is not torch.bool:
+            return [index]
+        if index not in self._real:
+            raise DynamicOutputShapeException(func)
+        with unset_fake_temporarily():
+            positions = self._real[index].nonzero(as_tuple=True)
+        return [self._like(p, index.device) for p in positions]
+
+    def _like(self, real: torch.Tensor, device: torch.device) -> torch.Tensor:
+        return torch.empty_strided(real.size(), real.stride(), dtype=real.dtype, device=device)
+
+    def _remember(self, out: Any, real: Any) -> None:
+        for fake, value in zip(_tensors(out), _tensors(real), strict=True):
+            if isinstance(fake, FakeTensor):
+                self._real[fake] = value
+
+    def _forget(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Something unknown was written: forget what shares its memory."""
+        written: list[Any] = []
+        for position, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                written.append(args[position] if position < len(args) else kwargs.get(argument.name))
+        storages = {t.untyped_storage()._cdata for t in _tensors(written) if t.layout is torch.strided}
+        for fake in [t for t in self._real if t.untyped_storage()._cdata in storages]:
+            del self._real[fake]
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def _is_followed(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() <= _LIMIT
+
+
+def _compute(func: Any, args: Any, kwargs: Any) -> Any:
+    with unset_fake_temporarily():
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def libraries_run_as_with_data() -> Iterator[None]:
+    """Keep transformers from its tracing paths for fake tensors: there it builds masks that it skips with data."""
+    module: Any = sys.modules.get("transformers.utils.import_utils")
+    asked = getattr(module, "is_fake_tensor", None)
+    if asked is None:
+        yield
+        return
+    module.is_fake_tensor = lambda _: False
+    try:
+        yield
+    finally:
+        module.is_fake_tensor = asked

@@ -1,0 +1,173 @@
+"""What `torch.cuda` answers where fake CUDA tensors stand for a named GPU: the catalogue's figures, and no-ops."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim.optimizer import _foreach_supported_types
+
+from memfit.devices.fake_cuda import is_loaded
+from memfit.ir.device import Device
+
+
+def pretend(device: Device) -> None:
+    """Make this process look, to the user's code and to PyTorch's own, as if it had one GPU of this kind.
+
+    It holds until the process ends, which belongs to memfit (`fake_cuda.command`): the user's own
+    process keeps saying the truth.
+
+    Raises:
+        RuntimeError: The shim is not loaded in this process.
+    """
+    if not is_loaded():
+        raise RuntimeError("fake CUDA is not loaded in this process")
+    for name, answer in _answers(device).items():
+        setattr(torch.cuda, name, answer)
+    torch._C._cuda_getDeviceCount = lambda: 1
+    for name in ("pin_memory", "is_pinned"):
+        setattr(torch.Tensor, name, _PINNING[name])
+    if device.vendor == "nvidia" and torch.version.cuda is None:
+        torch.version.cuda = "13.0"
+    # Optimizers choose their multi-tensor kernels by the exact type of the parameters.
+    if FakeTensor not in _foreach_supported_types:
+        _foreach_supported_types.append(FakeTensor)
+
+
+def _answers(device: Device) -> dict[str, Callable[..., Any]]:
+    properties = _properties(device)
+    zero = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+    nothing = (
+        "_lazy_init",
+        "init",
+        "empty_cache",
+        "ipc_collect",
+        "manual_seed",
+        "manual_seed_all",
+        "reset_max_memory_allocated",
+        "reset_peak_memory_stats",
+        "seed",
+        "set_device",
+        "set_per_process_memory_fraction",
+        "set_rng_state",
+        "set_rng_state_all",
+        "set_stream",
+        "synchronize",
+    )
+    return {
+        **{name: _constant(0) for name in zero},
+        **{name: _constant(None) for name in nothing},
+        "_is_compiled": _constant(True),
+        "_exchange_device": _constant(0),
+        "_maybe_exchange_device": _constant(0),
+        "is_available": _constant(True),
+        "is_bf16_supported": _constant(device.capability is None or device.capability >= (8, 0)),
+        "device_count": _constant(1),
+        "current_device": _constant(0),
+        "get_device_capability": _constant(device.capability or (9, 0)),
+        "get_device_name": _constant(device.description),
+        "get_device_properties": _constant(properties),
+        "get_arch_list": _constant([f"sm_{properties.major}{properties.minor}"]),
+        "get_rng_state": _rng_state,
+        "get_rng_state_all": lambda: [_rng_state()],
+        "mem_get_info": _constant((device.usable_bytes, device.memory_bytes)),
+        "memory_stats": lambda *_, **__: {},
+        "current_stream": lambda *_: _Stream(),
+        "default_stream": lambda *_: _Stream(),
+        "stream": lambda *_: contextlib.nullcontext(),
+        "Stream": _Stream,
+        "Event": _Event,
+    }
+
+
+def _constant(value: Any) -> Callable[..., Any]:
+    def answer(*_: Any, **__: Any) -> Any:
+        return value
+
+    return answer
+
+
+def _properties(device: Device) -> types.SimpleNamespace:
+    major, minor = device.capability or (9, 0)
+    return types.SimpleNamespace(
+        name=device.description,
+        major=major,
+        minor=minor,
+        total_memory=device.memory_bytes,
+        multi_processor_count=device.cores,
+        warp_size=64 if device.vendor == "amd" else 32,
+        max_threads_per_multi_processor=2048,
+        regs_per_multiprocessor=65536,
+        shared_memory_per_block=49152,
+        L2_cache_size=device.cache_bytes,
+        gcnArchName=device.name,
+        is_integrated=0,
+        is_multi_gpu_board=0,
+    )
+
+
+def _rng_state(*_: Any) -> torch.Tensor:
+    return torch.zeros(16, dtype=torch.uint8, device="cpu")
+
+
+class _Event:
+    """An event that has always happened."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def record(self, *_: Any) -> None:
+        pass
+
+    def wait(self, *_: Any) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: Any) -> float:
+        return 0.0
+
+
+class _Stream(_Event):
+    """A stream whose work is always done."""
+
+    cuda_stream = 0
+    device_index = 0
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", 0)
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or _Event()
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+
+def _pin_memory(tensor: torch.Tensor, *_: Any) -> torch.Tensor:
+    return tensor
+
+
+def _is_pinned(tensor: torch.Tensor, *_: Any) -> bool:
+    return False
+
+
+_PINNING = {"pin_memory": _pin_memory, "is_pinned": _is_pinned}
