@@ -28,6 +28,8 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         selective_op_seconds: What each operator inside a selective region costs beyond itself, once
             in the forward pass and once in the recomputation.
         peak_error: Relative half-width of the interval around a predicted peak.
+        step_error: The same around a predicted step time.
+        resident_workspace_bytes: What libraries keep in the allocator for as long as the program runs.
     """
 
     schema: str = "memfit.costs/1"
@@ -39,6 +41,8 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     checkpoint_seconds: float
     selective_op_seconds: float
     peak_error: float
+    step_error: float = 0.2
+    resident_workspace_bytes: int = 0
 
     def of(self, signature: str) -> OpCost:
         """Return the cost of a signature; unknown ones cost nothing and are not measured."""

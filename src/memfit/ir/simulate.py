@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +28,7 @@ def simulate(trace: Trace, costs: CostTable, selection: Selection | None = None)
     Raises:
         KeyError: A region has no forward call that could be checkpointed.
     """
-    return _Replay(trace, costs, selection or {}).timeline()
+    return Replay(trace, costs, selection or {}).timeline()
 
 
 def repeats(trace: Trace) -> npt.NDArray[np.float64]:
@@ -37,7 +38,18 @@ def repeats(trace: Trace) -> npt.NDArray[np.float64]:
     return np.array([times if op.microbatch == 1 and op.phase in again else 1 for op in trace.ops], np.float64)
 
 
-class _Replay:
+@dataclass(frozen=True)
+class Life:
+    """A storage, alive from point `first` (-1: before the step) through point `last`."""
+
+    name: int
+    nbytes: int
+    category: str
+    first: int
+    last: int
+
+
+class Replay:
     """A trace with recomputations inserted: its operators in their new order, and the lives of its storages."""
 
     def __init__(self, trace: Trace, costs: CostTable, selection: Selection) -> None:
@@ -71,24 +83,34 @@ class _Replay:
             self.points.append((op, None))
         self.position.append(len(self.points))
 
+    def lives(self) -> Iterator[Life]:
+        """Return when each storage is alive, those that are born again last."""
+        for index, storage in enumerate(self.trace.storages):
+            first = -1 if storage.birth < 0 else self.position[storage.birth]
+            yield Life(index, storage.nbytes, storage.category, first, self._last_point(index))
+        again = len(self.trace.storages)
+        for region in self.chosen:
+            for copy in self._copies(region):
+                yield replace(copy, name=again)
+                again += 1
+
     def timeline(self) -> Timeline:
         """Return memory and time at every point."""
         count = len(self.points)
         change = {name: np.zeros(count + 1, dtype=np.int64) for name in TIMELINE_CATEGORIES}
-        for index, storage in enumerate(self.trace.storages):
-            first = 0 if storage.birth < 0 else self.position[storage.birth]
-            self._add(change, index, first, self._last_point(index))
-        for region in self.chosen:
-            self._add_copies(change, region)
+        for life in self.lives():
+            change[life.category][max(life.first, 0)] += life.nbytes
+            change[life.category][min(life.last, count - 1) + 1] -= life.nbytes
         live = {name: np.cumsum(values)[:count] for name, values in change.items()}
-        live[WORKSPACE] = np.array([self._workspace_bytes(i) for i in range(count)], np.int64)
+        live[WORKSPACE] = np.array([self.workspace_bytes(i) for i in range(count)], np.int64)
+        live[WORKSPACE] += self.costs.resident_workspace_bytes
         seconds = np.array([self._seconds(i) for i in range(count)], np.float64)
         total = np.sum(list(live.values()), axis=0)
         peak = int(np.argmax(total))
         weights = repeats(self.trace)[[op for op, _ in self.points]]
         return Timeline(
             live_bytes={name: values.tolist() for name, values in live.items()},
-            labels=[self._label(i) for i in range(count)],
+            labels=[self.label(i) for i in range(count)],
             modules=[self.trace.fqn_of(self.trace.ops[op].call) for op, _ in self.points],
             phases=["recompute" if region else self.trace.ops[op].phase for op, region in self.points],
             seconds=seconds.tolist(),
@@ -96,11 +118,6 @@ class _Replay:
             peak_index=peak,
             step_seconds=float(seconds @ weights) + self._overhead_seconds(),
         )
-
-    def _add(self, change: dict[str, npt.NDArray[np.int64]], index: int, first: int, last: int) -> None:
-        storage = self.trace.storages[index]
-        change[storage.category][first] += storage.nbytes
-        change[storage.category][min(last, len(self.points) - 1) + 1] -= storage.nbytes
 
     def _last_point(self, index: int) -> int:
         """Return the last point at which the original of a storage is alive."""
@@ -117,13 +134,14 @@ class _Replay:
                 last = max(last, self.segment[region.call] + self.regions.released(region, index) - region.start)
         return last
 
-    def _add_copies(self, change: dict[str, npt.NDArray[np.int64]], region: RegionCall) -> None:
+    def _copies(self, region: RegionCall) -> Iterator[Life]:
         base = self.segment[region.call] - region.start
         for copy in self.regions.copies(region, self.kept[region.call]):
             last = base + copy.released
             if copy.death >= 0:
                 last = max(last, self.position[copy.death])
-            self._add(change, copy.storage, base + copy.born, last)
+            storage = self.trace.storages[copy.storage]
+            yield Life(copy.storage, storage.nbytes, storage.category, base + copy.born, last)
 
     def _runs(self, point: int) -> bool:
         op, region = self.points[point]
@@ -132,7 +150,8 @@ class _Replay:
     def _signature(self, point: int) -> str:
         return self.trace.signatures[self.trace.ops[self.points[point][0]].signature]
 
-    def _workspace_bytes(self, point: int) -> int:
+    def workspace_bytes(self, point: int) -> int:
+        """Return what the operator at a point allocates inside."""
         return self.costs.of(self._signature(point)).workspace_bytes if self._runs(point) else 0
 
     def _seconds(self, point: int) -> float:
@@ -143,7 +162,8 @@ class _Replay:
             overhead_seconds(self.trace, self.costs, region, region.call in self.selective) for region in self.chosen
         )
 
-    def _label(self, point: int) -> str:
+    def label(self, point: int) -> str:
+        """Return what runs at a point."""
         op, region = self.points[point]
         record = self.trace.ops[op]
         phase = "recompute" if region else record.phase

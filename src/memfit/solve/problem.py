@@ -138,7 +138,7 @@ class _Builder:
             for region in self.regions.calls[option.fqn]:
                 self._add_copies(j, region)
                 rows.append(Row(self.gap_axis[region.order], j, self._inner_peak(j, region, workspace)))
-        base = np.cumsum(self.base)[: self.length]
+        base = np.cumsum(self.base)[: self.length] + self.costs.resident_workspace_bytes
         base[self.op_axis] += np.array(workspace, np.int64)
         columns = np.cumsum(np.vstack([self.x, *self.z.values()]), axis=1)[:, : self.length]
         return Problem(
