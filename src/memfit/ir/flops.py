@@ -1,0 +1,159 @@
+"""Floating-point operations of calls, and the peak rates that a device has for them.
+
+Two counts are kept. *Model* operations are what the model asks for: the convention of model FLOPs
+utilisation (Chowdhery et al. 2022, *PaLM: Scaling Language Modeling with Pathways*, appendix B), where
+attention counts the whole matrix of scores, causal or not, and its backward pass is twice its forward
+pass. *Hardware* operations are what kernels do: fused causal attention skips the blocks that are masked,
+and its backward pass computes the scores again (Dao 2023, *FlashAttention-2*, section 3.1).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Literal
+
+import msgspec
+
+from memfit.ir.arguments import Arguments, Tensor, arguments
+from memfit.ir.device import Device
+from memfit.ir.operators import ATTENTION, CONVOLUTIONS, RECURRENT, operator_class
+from memfit.ir.trace import Work
+
+_BLOCK = 128  # of queries and of keys: what fused attention kernels skip is whole blocks of about this size
+_CAUSAL: dict[str, int] = {
+    "_scaled_dot_product_flash_attention": 4,
+    "_scaled_dot_product_flash_attention_backward": 11,
+    "_scaled_dot_product_efficient_attention": 6,
+    "_scaled_dot_product_efficient_attention_backward": 11,
+    "_scaled_dot_product_cudnn_attention": 6,
+    "_scaled_dot_product_cudnn_attention_backward": 14,
+    "_scaled_dot_product_flash_attention_for_cpu": 4,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": 7,
+    "_flash_attention_forward": 8,
+    "_flash_attention_backward": 11,
+    "_efficient_attention_forward": 9,
+    "_efficient_attention_backward": 14,
+}
+"""Fused attention operators, and where in their schema is_causal (or custom_mask_type) stands."""
+_TOKENS_FIRST = ("_flash_attention_", "_efficient_attention_")  # [batch, tokens, heads, head dim]
+
+TF32 = "tf32"
+Matmul = Literal["highest", "high"]
+"""As `torch.set_float32_matmul_precision` takes it: float32 matrix products without and with TF32."""
+
+
+class Flops(msgspec.Struct, frozen=True, array_like=True):
+    """Operations of one call: see the module's docstring."""
+
+    model: int
+    hardware: int
+
+
+@functools.lru_cache(maxsize=65536)
+def call_flops(name: str, signature: str, work: Work) -> Flops:
+    """Return the operations of a call.
+
+    Args:
+        name: The operator's overload.
+        signature: The call.
+        work: What it does; its count is taken for all but fused attention and recurrent layers.
+    """
+    base = base_name(name)
+    if base in _CAUSAL:
+        shape = attention_shape(name, arguments(signature))
+        if shape is not None:
+            return _attention_flops(shape, "backward" in base)
+    if operator_class(name) == RECURRENT and "cell" not in base:
+        count = _recurrent_flops(arguments(signature)) * (2 if "backward" in base else 1)
+        return Flops(count, count)
+    return Flops(work.flops, work.flops)
+
+
+def base_name(name: str) -> str:
+    """Return an operator's name without namespace and overload."""
+    parts = name.split(".")
+    return parts[1] if len(parts) > 1 else name
+
+
+class AttentionShape(msgspec.Struct, frozen=True):
+    """The sizes of a fused attention call."""
+
+    batch: int
+    heads: int
+    key_heads: int
+    queries: int
+    keys: int
+    dim: int
+    value_dim: int
+    causal: bool
+    dtype: str
+
+
+def attention_shape(name: str, given: Arguments) -> AttentionShape | None:
+    """Return the sizes of a fused attention call, or None where its arguments are not known."""
+    base = base_name(name)
+    first = 1 if "backward" in base else 0
+    q, k, v = (given.get(first + i, "") for i in range(3))
+    if not all(isinstance(t, Tensor) and len(t.shape) == 4 for t in (q, k, v)):
+        return None
+    heads, tokens = (2, 1) if base.startswith(_TOKENS_FIRST) else (1, 2)
+    causal = bool(given.get(_CAUSAL[base], "is_causal", given.named.get("custom_mask_type", False)))
+    return AttentionShape(
+        q.shape[0],
+        q.shape[heads],
+        k.shape[heads],
+        q.shape[tokens],
+        k.shape[tokens],
+        q.shape[3],
+        v.shape[3],
+        causal,
+        q.dtype,
+    )
+
+
+def _attention_flops(shape: AttentionShape, backward: bool) -> Flops:
+    scores = shape.batch * shape.heads * shape.queries * shape.keys
+    forward = 2 * scores * (shape.dim + shape.value_dim)
+    again = 2 * scores * shape.dim if backward else 0
+    model = 2 * forward if backward else forward
+    return Flops(model, int((model + again) * visible_share(shape)))
+
+
+def visible_share(shape: AttentionShape) -> float:
+    """Return the share of the blocks of the score matrix that the kernel visits."""
+    if not shape.causal:
+        return 1.0
+    rows, columns = math.ceil(shape.queries / _BLOCK), math.ceil(shape.keys / _BLOCK)
+    return sum(min(row + 1, columns) for row in range(rows)) / max(1, rows * columns)
+
+
+def _recurrent_flops(given: Arguments) -> int:
+    """Count the products of every token (the first argument, features last) with every matrix of weights."""
+    if len(given.values) < 3 or not isinstance(given.values[0], Tensor):
+        return 0
+    tokens = given.values[0].elements // max(1, given.values[0].shape[-1])
+    weights = given.values[1] if isinstance(given.values[1], list) else given.values[1:3]  # cuDNN's list, oneDNN's two
+    return 2 * tokens * sum(t.elements for t in weights if isinstance(t, Tensor) and len(t.shape) == 2)
+
+
+def peak_flops(device: Device, dtype: str, kind: str, matmul: Matmul = "highest") -> float:
+    """Return the device's peak rate for operators of a class, in operations a second; 0 where it is not known.
+
+    Sixteen-bit floats use matrix units where the device has them for that dtype, and are computed in
+    float32 otherwise. float32 uses TF32 as PyTorch's defaults do: cuDNN's convolutions and recurrent layers
+    from compute capability 8.0 on (`torch.backends.cudnn.allow_tf32`), matrix products only with `matmul="high"`.
+    """
+    matrix, vector = device.matrix_flops, device.vector_flops
+    single = vector.get("float32", 0.0)
+    if dtype != "float32":
+        return matrix.get(dtype) or max(vector.get(dtype, 0.0), single if dtype != "float64" else 0.0)
+    single = max(single, matrix.get("float32", 0.0))
+    if device.vendor != "nvidia":
+        return single
+    reduced = matrix.get(TF32, 0.0)
+    if kind in (CONVOLUTIONS, RECURRENT) or matmul == "high" and kind != ATTENTION:
+        return max(single, reduced)
+    if kind == ATTENTION:  # CUTLASS's memory-efficient kernels make a float32 product of three in TF32
+        return max(single, reduced / 3)
+    return single
