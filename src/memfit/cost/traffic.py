@@ -1,0 +1,66 @@
+"""Bytes that an operator's kernels move, where that is not what its arguments cover."""
+
+from __future__ import annotations
+
+from memfit.ir.arguments import Tensor, arguments
+from memfit.ir.flops import base_name
+from memfit.ir.trace import Work
+
+_OVERWRITES = {
+    *("copy_", "zero_", "fill_", "bernoulli_", "uniform_", "normal_", "exponential_", "random_", "_foreach_copy_"),
+    *("_foreach_zero_", "cauchy_", "geometric_", "log_normal_"),
+}
+_READS_TWICE = {
+    "native_batch_norm",
+    "_native_batch_norm_legit",
+    "_native_batch_norm_legit_functional",
+    "_batch_norm_with_update",
+    "native_group_norm",
+    "native_batch_norm_backward",
+    "batch_norm_backward",
+    "native_group_norm_backward",
+    "native_layer_norm_backward",
+    "_fused_rms_norm_backward",
+}
+"""Kernels that pass over their input once for the statistics or the parameters' gradients, and once more."""
+_GATHERS = {"embedding", "index", "index_select", "gather", "_unsafe_index"}
+_SHAPE_ONLY = {"nll_loss_backward", "nll_loss2d_backward"}
+_SECTOR_BYTES = 32  # the least that a GPU reads from memory
+
+
+def traffic_bytes(name: str, signature: str, work: Work) -> int:
+    """Return the bytes read and written by a call.
+
+    Args:
+        name: Its overload.
+        signature: The call.
+        work: What its arguments and outputs cover.
+    """
+    return _read_bytes(base_name(name), signature, work) + work.write_bytes
+
+
+def _read_bytes(base: str, signature: str, work: Work) -> int:
+    if base in _OVERWRITES:  # what is written was given as an argument, but is not read
+        return max(0, work.read_bytes - work.write_bytes)
+    if base in _READS_TWICE:
+        return 2 * work.read_bytes
+    if base in _GATHERS:  # rows that are looked up, not the whole table
+        return min(work.read_bytes, work.write_bytes + _integer_bytes(signature))
+    if base in _SHAPE_ONLY:
+        return _integer_bytes(signature)
+    if base in ("nll_loss_forward", "nll_loss2d_forward"):  # one score for each target
+        targets = _integer_bytes(signature)
+        return min(work.read_bytes, targets + targets // 8 * _SECTOR_BYTES)
+    if base == "embedding_dense_backward":
+        return work.read_bytes + _gradient_bytes(signature)
+    return work.read_bytes
+
+
+def _integer_bytes(signature: str) -> int:
+    return sum(t.nbytes for t in arguments(signature).tensors if t.dtype in ("int64", "int32"))
+
+
+def _gradient_bytes(signature: str) -> int:
+    """Return what the scattered rows read and write once more in the table's gradient."""
+    gradient = arguments(signature).get(0, "grad_output")
+    return 2 * gradient.nbytes if isinstance(gradient, Tensor) else 0

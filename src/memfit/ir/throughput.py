@@ -1,0 +1,130 @@
+"""How fast a predicted step is, in the units that people compare."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import msgspec
+
+from memfit.ir.cost import CostTable
+from memfit.ir.device import Device
+from memfit.ir.flops import Matmul, call_flops, peak_flops
+from memfit.ir.operators import ATTENTION, CONVOLUTIONS, MATRIX, OPTIMIZER, RECURRENT, operator_class
+from memfit.ir.simulate import repeats
+from memfit.ir.trace import Trace
+
+_COUNTED = (MATRIX, CONVOLUTIONS, RECURRENT, ATTENTION)
+
+
+class Throughput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A step's speed.
+
+    Attributes:
+        step_seconds: Predicted, with every microbatch.
+        step_error: Relative half-width of the interval around it; an estimate unless the costs were measured.
+        measured: Whether every operator's time was measured on the device.
+        samples_per_second: Of the whole batch.
+        tokens_per_second: None where the samples are no tokens.
+        seconds_by_class: By class of operator, the most first; the optimizer's operators are one class.
+        model_flops: Of a step's forward and backward pass, nothing counted twice that is computed again.
+        hardware_flops: What the kernels do, recomputation included.
+        peak_dtype: The dtype that most of the model's operations are in ("tf32" where the device uses that).
+        peak_flops: The device's peak rate for them; 0 where it is not known.
+        model_utilisation: MFU: model operations a second, over the peak; None where that is not known.
+        hardware_utilisation: HFU: hardware operations a second, over the peak.
+    """
+
+    step_seconds: float
+    step_error: float
+    measured: bool
+    samples_per_second: float
+    tokens_per_second: float | None
+    seconds_by_class: dict[str, float]
+    model_flops: int
+    hardware_flops: int
+    peak_dtype: str
+    peak_flops: float
+    model_utilisation: float | None
+    hardware_utilisation: float | None
+
+    @property
+    def share_by_class(self) -> dict[str, float]:
+        """Return the share of the step's time by class of operator."""
+        total = sum(self.seconds_by_class.values())
+        return {name: seconds / total if total else 0.0 for name, seconds in self.seconds_by_class.items()}
+
+
+def throughput(
+    trace: Trace,
+    costs: CostTable,
+    device: Device,
+    *,
+    step_seconds: float | None = None,
+    tokens_per_sample: int | None = None,
+    matmul: Matmul = "highest",
+) -> Throughput:
+    """Return how fast a captured step is.
+
+    Utilisation follows Chowdhery et al. 2022 (PaLM, appendix B): model operations count attention in full, causal or
+    not, and nothing that is computed again; hardware operations count what kernels do, with causal blocks skipped.
+    See `ir.flops`.
+
+    Args:
+        trace: The step as it runs, recomputation included.
+        costs: Of its operators.
+        device: What it runs on, for the peak rates.
+        step_seconds: Predicted for the step; None to add up its operators.
+        tokens_per_sample: Tokens in a sample; None where there are none.
+        matmul: Whether float32 products may use TF32.
+    """
+    by_class = seconds_by_class(trace, costs)
+    seconds = step_seconds if step_seconds is not None else sum(by_class.values())
+    model, hardware, dtype, kind = _flops(trace)
+    peak = peak_flops(device, dtype, kind, matmul)
+    samples = trace.batch_size / seconds if seconds else 0.0
+    known = bool(peak and seconds)
+    return Throughput(
+        step_seconds=seconds,
+        step_error=costs.step_error,
+        measured=all(costs.of(trace.signatures[op.signature]).measured for op in trace.ops),
+        samples_per_second=samples,
+        tokens_per_second=samples * tokens_per_sample if tokens_per_sample else None,
+        seconds_by_class=by_class,
+        model_flops=model,
+        hardware_flops=hardware,
+        peak_dtype=_peak_name(device, dtype, peak),
+        peak_flops=peak,
+        model_utilisation=model / seconds / peak if known else None,
+        hardware_utilisation=hardware / seconds / peak if known else None,
+    )
+
+
+def seconds_by_class(trace: Trace, costs: CostTable) -> dict[str, float]:
+    """Return a step's seconds by class of operator, the most first; the optimizer's operators are one class."""
+    total: dict[str, float] = defaultdict(float)
+    for op, times in zip(trace.ops, repeats(trace), strict=True):
+        kind = OPTIMIZER if op.phase == "optimizer" else operator_class(op.name)
+        total[kind] += float(times) * costs.seconds_of(trace.signatures[op.signature])
+    return dict(sorted(total.items(), key=lambda item: -item[1]))
+
+
+def _flops(trace: Trace) -> tuple[int, int, str, str]:
+    """Return a step's model and hardware operations, and the dtype and class that most of the former are in."""
+    model = hardware = 0
+    by_kind: dict[tuple[str, str], int] = defaultdict(int)
+    for op, times in zip(trace.ops, repeats(trace), strict=True):
+        kind = operator_class(op.name)
+        if op.phase == "optimizer" or kind not in _COUNTED:
+            continue
+        work = trace.works[op.signature]
+        count = call_flops(op.name, trace.signatures[op.signature], work)
+        hardware += int(times) * count.hardware
+        if op.phase != "recompute":
+            model += int(times) * count.model
+            by_kind[work.dtype, kind] += int(times) * count.model
+    dtype, kind = max(by_kind, key=lambda k: by_kind[k], default=("float32", MATRIX))
+    return model, hardware, dtype, kind
+
+
+def _peak_name(device: Device, dtype: str, peak: float) -> str:
+    return "tf32" if dtype == "float32" and peak and peak == device.matrix_flops.get("tf32") else dtype

@@ -1,0 +1,219 @@
+"""Times on paper: limits, monotony, and what eager mode cannot go below."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from memfit.cost.roofline import STEP_ERROR, figures, kernel_seconds, roofline, runs_kernel
+from memfit.errors import UsageError
+from memfit.ir.flops import call_flops
+from memfit.ir.operators import _NAMES
+from memfit.ir.simulate import simulate
+from memfit.ir.stream import stream_seconds
+from memfit.ir.trace import Work
+from tests.gpus import AMPERE
+from tests.ir.test_flops import call, tensor
+from tests.models import plain_trace
+
+MM, ADD, VIEW = "aten.mm.default", "aten.add.Tensor", "aten.view.default"
+NOTHING = '{"op":"x","args":[]}'
+
+
+def product(n: int, dtype: str = "bfloat16") -> Work:
+    item = 2 if dtype == "bfloat16" else 4
+    return Work(2 * n**3, 2 * n * n * item, n * n * item, dtype, True)
+
+
+def add(nbytes: int) -> Work:
+    return Work(0, 2 * nbytes, nbytes, "float32", True)
+
+
+def seconds(name: str, work: Work, device: Any = AMPERE, **options: Any) -> float:
+    return kernel_seconds(name, NOTHING, work, device, **options)
+
+
+def test_a_huge_product_reaches_the_stated_share_of_its_peak() -> None:
+    for dtype, peak, kind in (("bfloat16", 300e12, "matrix"), ("float32", 20e12, "vector")):
+        reached = 2 * 16384**3 / seconds(MM, product(16384, dtype)) / peak
+        stated = figures()["matrix products"][kind]
+        assert 0.98 * stated < reached <= stated
+
+
+def test_the_figure_measured_elsewhere_is_met() -> None:
+    """An 8192-cubed bf16 product on an H200 ran at 770 to 800 TFLOP/s, a copy at 4.3 TB/s."""
+    h200 = replace(
+        AMPERE, cores=132, bandwidth_bytes_per_second=4.8e12, matrix_flops={"bfloat16": 989e12}, capability=(9, 0)
+    )
+    assert 770e12 <= 2 * 8192**3 / seconds(MM, product(8192), h200) <= 800e12
+    copied = Work(0, 2**33, 2**33, "float32", True)
+    assert 2**34 / seconds("aten.clone.default", copied, h200) == pytest.approx(4.3e12, rel=0.06)
+
+
+def test_small_products_reach_less_and_take_no_less_than_a_kernel() -> None:
+    shares = [2 * n**3 / seconds(MM, product(n)) / 300e12 for n in (64, 512, 1024, 2048, 8192)]
+    assert shares == sorted(shares) and shares[0] < 0.01 and shares[-1] > 0.7
+    assert seconds(MM, product(1)) >= figures()["device"]["kernel_seconds"]
+
+
+def test_tf32_is_for_convolutions_and_for_who_asks() -> None:
+    strict, allowed = seconds(MM, product(8192, "float32")), seconds(MM, product(8192, "float32"), matmul="high")
+    assert strict / allowed == pytest.approx(150e12 * 0.80 / (20e12 * 0.85), rel=0.02)
+
+
+def test_a_large_sum_is_bound_by_traffic() -> None:
+    stated = figures()["elementwise"]["traffic"] * AMPERE.bandwidth_bytes_per_second
+    assert 3 * 2**30 / seconds(ADD, add(2**30)) == pytest.approx(stated, rel=0.01)
+
+
+def test_what_fits_the_cache_moves_faster() -> None:
+    assert seconds(ADD, add(2**23)) < 2**23 * 3 / (0.88 * AMPERE.bandwidth_bytes_per_second)
+
+
+@pytest.mark.parametrize("name", ["flash_attention", "efficient_attention", "cudnn_attention"])
+@pytest.mark.parametrize("backward", [False, True])
+def test_causal_attention_takes_about_half_the_time(name: str, backward: bool) -> None:
+    whole = f"aten._scaled_dot_product_{name}{'_backward' if backward else ''}.default"
+    first = [tensor(4, 16, 8192, 64)] * (4 if backward else 3)
+    work = Work(0, 4 * 2**26, 2**26, "bfloat16", True)
+    times = [kernel_seconds(whole, call(whole, first, causal), work, AMPERE) for causal in (False, True)]
+    assert times[1] / times[0] == pytest.approx(0.5, abs=0.02)
+
+
+def test_flash_reaches_less_of_hopper_and_backward_less_than_forward() -> None:
+    hopper = replace(AMPERE, capability=(9, 0))
+    forward = "aten._scaled_dot_product_flash_attention.default"
+    text = call(forward, [tensor(4, 16, 8192, 64)] * 3, False)
+    work = Work(0, 1, 1, "bfloat16", True)
+    times = [kernel_seconds(forward, text, work, device) for device in (AMPERE, hopper)]
+    flops = call_flops(forward, text, work).hardware
+    assert [flops / t / 300e12 for t in times] == pytest.approx([0.60, 0.35], rel=0.01)
+
+
+def test_depthwise_convolutions_use_no_matrix_units() -> None:
+    name = "aten.convolution.default"
+    spatial = [{"l": [1, 1]}, {"l": [1, 1]}, {"l": [1, 1]}, False, {"l": [0, 0]}]
+    work = Work(10**12, 2**20, 2**20, "bfloat16", True)
+    times = []
+    for channels, groups in ((64, 1), (1, 64)):
+        args = [tensor(8, 64, 32, 32), tensor(64, channels, 3, 3), None, *spatial, groups]
+        times.append(kernel_seconds(name, json.dumps({"op": name, "args": args}), work, AMPERE))
+    assert times[1] > 5 * times[0]
+
+
+works = st.builds(
+    Work,
+    st.integers(0, 10**14),
+    st.integers(0, 10**10),
+    st.integers(0, 10**10),
+    st.sampled_from(["float32", "bfloat16"]),
+    st.just(True),
+)
+names = st.sampled_from([MM, ADD, "aten.convolution.default", "aten.native_layer_norm.default", "aten.sum.default"])
+
+
+@given(names, works, st.integers(0, 10**13), st.integers(0, 10**10))
+def test_more_work_is_never_faster(name: str, work: Work, flops: int, nbytes: int) -> None:
+    before = seconds(name, work)
+    assert seconds(name, replace(work, read_bytes=work.read_bytes + nbytes)) >= before
+    if name not in (MM, "aten.convolution.default"):
+        assert seconds(name, replace(work, write_bytes=work.write_bytes + nbytes)) >= before
+    if work.flops:  # a product of the same output that is deeper
+        assert seconds(name, replace(work, flops=work.flops + flops)) >= before
+
+
+@given(names, works, st.floats(1, 10), st.sampled_from(["flops", "bandwidth", "cache", "launch"]))
+def test_a_better_device_is_never_slower(name: str, work: Work, factor: float, what: str) -> None:
+    better = {
+        "flops": {
+            "matrix_flops": {k: v * factor for k, v in AMPERE.matrix_flops.items()},
+            "vector_flops": {k: v * factor for k, v in AMPERE.vector_flops.items()},
+        },
+        "bandwidth": {"bandwidth_bytes_per_second": AMPERE.bandwidth_bytes_per_second * factor},
+        "cache": {"cache_bytes": int(AMPERE.cache_bytes * factor)},
+        "launch": {"launch_seconds": AMPERE.launch_seconds / factor},
+    }
+    device = replace(AMPERE, **better[what])  # type: ignore[arg-type]
+    assert seconds(name, work, device) <= seconds(name, work) * (1 + 1e-12)
+
+
+def test_tiny_operators_cost_the_launch_floor_and_views_less() -> None:
+    trace = plain_trace("twice")
+    table = roofline([trace], AMPERE)
+    for op in trace.ops:
+        cost = table.of(trace.signatures[op.signature])
+        kernel = runs_kernel(op.name, trace.works[op.signature])
+        floor = AMPERE.launch_seconds * (1 if kernel else figures()["device"]["view_share"])
+        assert cost.seconds >= floor and not cost.measured
+    tiny = [trace.signatures[o.signature] for o in trace.ops if o.name == ADD]
+    assert tiny and all(table.seconds_of(s) == AMPERE.launch_seconds for s in tiny)
+
+
+def test_every_call_has_a_cost_and_the_simulator_takes_the_table() -> None:
+    trace = plain_trace("transformer")
+    table = roofline([trace], AMPERE)
+    assert table.ops.keys() == {trace.signatures[o.signature] for o in trace.ops}
+    assert (table.device, table.step_error) == ("ampere", STEP_ERROR)
+    assert table.resident_workspace_bytes == 2 * 8_519_680
+    timeline = simulate(trace, table)
+    assert timeline.step_seconds == pytest.approx(
+        sum(table.seconds_of(trace.signatures[o.signature]) for o in trace.ops)
+    )
+
+
+def test_adding_up_costs_at_least_what_the_stream_takes() -> None:
+    """For a small step, bound by the host, both agree; nothing that adds can be less by more than one launch."""
+    trace = plain_trace("transformer")
+    table = roofline([trace], AMPERE)
+    texts = [(o.name, trace.signatures[o.signature], trace.works[o.signature]) for o in trace.ops]
+    kernels = [kernel_seconds(*text, AMPERE) for text in texts if runs_kernel(text[0], text[2])]
+    stream = stream_seconds(kernels, AMPERE.launch_seconds)
+    added = sum(table.seconds_of(text) for name, text, work in texts if runs_kernel(name, work))
+    assert stream - AMPERE.launch_seconds <= added == pytest.approx(stream, rel=0.05)
+
+
+def test_wider_errors_where_cudnn_chooses() -> None:
+    plain, convolved = (roofline([plain_trace(n)], AMPERE).peak_error for n in ("transformer", "convnet"))
+    assert plain < convolved
+
+
+@pytest.mark.parametrize(
+    "missing", [{"bandwidth_bytes_per_second": 0.0}, {"vector_flops": {"float16": 1.0}}, {"cores": 0}]
+)
+def test_a_device_without_figures_is_refused_by_name(missing: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=next(iter(missing))):
+        roofline([plain_trace("twice")], replace(AMPERE, **missing))
+
+
+def test_every_class_has_figures_with_a_source() -> None:
+    table = figures()
+    assert {name for name in _NAMES if name != "views"} | {"other", "optimizer", "attention", "device"} == set(table)
+    for name, own in table.items():
+        if name == "device":
+            assert all(f"{key}_source" in own for key in own if not key.endswith("_source"))
+            continue
+        parts = [own, *(v for v in own.values() if isinstance(v, dict))]
+        assert all(part["source"] for part in parts)
+        shares = [v for part in parts for v in part.values() if isinstance(v, float)]
+        assert shares and all(0 < v < 1 for v in shares)
+
+
+def test_it_needs_no_torch() -> None:
+    source = Path(__file__).parents[2] / "src" / "memfit"
+    program = (
+        "import sys, types; p = types.ModuleType('memfit')\n"
+        f"p.__path__ = [{str(source)!r}]; sys.modules['memfit'] = p\n"
+        "import memfit.ir.throughput\n"
+        "from memfit.cost.roofline import figures\n"
+        "assert figures() and 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
