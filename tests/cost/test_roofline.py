@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from memfit.cost.roofline import STEP_ERROR, figures, kernel_seconds, roofline, runs_kernel
+from memfit.cost.roofline import STEP_ERROR, figures, kernel_seconds, narrowest, roofline, runs_kernel
 from memfit.errors import UsageError
 from memfit.ir.flops import call_flops
 from memfit.ir.operators import _NAMES
@@ -107,6 +107,23 @@ def test_depthwise_convolutions_use_no_matrix_units() -> None:
         args = [tensor(8, 64, 32, 32), tensor(64, channels, 3, 3), None, *spatial, groups]
         times.append(kernel_seconds(name, json.dumps({"op": name, "args": args}), work, AMPERE))
     assert times[1] > 5 * times[0]
+
+
+def test_narrow_products_reach_less() -> None:
+    """The same work: square, and with 16 columns, where half of the rate is reached."""
+
+    def rate(m: int, n: int, k: int) -> float:
+        text = json.dumps({"op": MM, "args": [tensor(m, k), tensor(k, n)]})
+        work = Work(2 * m * n * k, 2 * (m * k + k * n), 2 * m * n, "bfloat16", True)
+        device = replace(AMPERE, bandwidth_bytes_per_second=1e15)  # so that traffic plays no part
+        return 2 * m * n * k / kernel_seconds(MM, text, work, device)
+
+    assert rate(2**19, 16, 2**16) / rate(2**13, 2**13, 2**13) == pytest.approx(0.5, rel=0.05)
+    assert [narrowest(MM, json.dumps({"op": MM, "args": [tensor(7, 9), tensor(9, 8)]}))] == [7]
+    assert narrowest(ADD, json.dumps({"op": ADD, "args": [tensor(7, 9), tensor(7, 9)]})) == float("inf")
+    backward = "aten.convolution_backward.default"
+    args = [tensor(1, 8, 9, 9), tensor(1, 3, 9, 9), tensor(8, 3, 3, 3)]
+    assert narrowest(backward, json.dumps({"op": backward, "args": args})) == 3
 
 
 works = st.builds(

@@ -13,6 +13,7 @@ Not yet measured on CUDA. `benchmarks/roofline.py` fits the same form to this CP
 from __future__ import annotations
 
 import functools
+import math
 import tomllib
 from collections.abc import Iterable
 from importlib import resources
@@ -43,15 +44,23 @@ class Reach(msgspec.Struct, frozen=True):
         flops_per_second: Of large calls.
         bytes_per_second: Of large calls.
         fixed_seconds: What a call takes beyond its work.
+        half_width: The narrowest dimension of a product at which half of the rate is reached.
     """
 
     flops_per_second: float
     bytes_per_second: float
     fixed_seconds: float
+    half_width: float = 0.0
 
-    def seconds(self, flops: float, nbytes: float) -> float:
-        """Return the time of a call that does so much arithmetic and moves so many bytes."""
-        arithmetic = flops / self.flops_per_second if flops else 0.0
+    def seconds(self, flops: float, nbytes: float, width: float = math.inf) -> float:
+        """Return the time of a call.
+
+        Args:
+            flops: That it does.
+            nbytes: That it moves.
+            width: The narrowest dimension of its product; see `narrowest`.
+        """
+        arithmetic = flops / self.flops_per_second * (1 + self.half_width / width)
         return max(arithmetic, nbytes / self.bytes_per_second) + self.fixed_seconds
 
 
@@ -158,7 +167,7 @@ def kernel_seconds(name: str, signature: str, work: Work, device: Device, matmul
     reached = reach(name, signature, work, device, matmul)
     if work.read_bytes + work.write_bytes <= device.cache_bytes:
         nbytes = nbytes / figures()["device"]["cache_speedup"]
-    return reached.seconds(flops, nbytes)
+    return reached.seconds(flops, nbytes, narrowest(name, signature))
 
 
 def reach(name: str, signature: str, work: Work, device: Device, matmul: Matmul = "highest") -> Reach:
@@ -171,7 +180,21 @@ def reach(name: str, signature: str, work: Work, device: Device, matmul: Matmul 
         depth = min(work.flops * _item_bytes(work) / (2 * max(1, work.write_bytes)), shared["block_depth"])
         block = 2 * min(shared["block_elements"], work.write_bytes / _item_bytes(work)) * depth
         fixed += 0.5 * block * device.cores / flops_per_second
-    return Reach(flops_per_second, own["traffic"] * device.bandwidth_bytes_per_second, fixed)
+    half_width = float(shared["half_width"]) if kind in (MATRIX, CONVOLUTIONS) else 0.0
+    return Reach(flops_per_second, own["traffic"] * device.bandwidth_bytes_per_second, fixed, half_width)
+
+
+def narrowest(name: str, signature: str) -> float:
+    """Return the narrowest dimension of a product, or the fewer of a convolution's channels; infinite for others.
+
+    Tiles are computed whole, however little of them is used.
+    """
+    kind, given = operator_class(name), arguments(signature)
+    if kind == CONVOLUTIONS:
+        weight = given.get(2 if "backward" in base_name(name) else 1, "weight")
+        return max(1, min(weight.shape[:2])) if isinstance(weight, Tensor) else math.inf
+    factors = [t.shape[-2:] for t in given.tensors[-2:] if len(t.shape) > 1]
+    return max(1, min(map(min, factors))) if kind == MATRIX and len(factors) == 2 else math.inf
 
 
 def _item_bytes(work: Work) -> int:
