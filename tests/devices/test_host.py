@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from memfit.devices import host
+from memfit.devices.probe import _entry, keep
 from memfit.errors import UsageError
 
 
@@ -40,22 +41,71 @@ def test_the_cpu_is_here_and_usable() -> None:
     assert host.devices()[0].name == "cpu"
 
 
-@pytest.mark.parametrize("name", ["", "CPU", "cuda:99", "h200", "nonsense"])
-def test_unknown_devices_are_refused_with_what_there_is(name: str) -> None:
-    with pytest.raises(UsageError, match="which has cpu.*use device='cpu'") as caught:
+@pytest.mark.parametrize("name", ["cuda", "cuda:99", "CUDA:1"])
+def test_gpus_that_are_not_here_are_refused_with_what_there_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(UsageError, match="which has cpu.*catalogue") as caught:
         host.find_device(name)
     assert repr(name) in str(caught.value)
 
 
-def test_a_gpu_that_is_here_is_refused_for_now(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["", "nonsense", "cuda:x", "cpu:0"])
+def test_what_is_no_device_is_refused(name: str) -> None:
+    with pytest.raises(UsageError, match="not in the catalogue"):
+        host.find_device(name)
+
+
+def test_names_of_the_catalogue_are_devices() -> None:
+    assert host.find_device("RTX 3090").capability == (8, 6)
+
+
+GIB = 2**30
+RTX_3090 = SimpleNamespace(
+    name="NVIDIA GeForce RTX 3090", multi_processor_count=82, major=8, minor=6, L2_cache_size=6 * 2**20
+)
+
+
+def present(monkeypatch: pytest.MonkeyPatch, properties: SimpleNamespace) -> None:
+    """Let PyTorch see one GPU with 23.7 GiB, of which 20 are free and one is the allocator's."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    properties = SimpleNamespace(name="Some GPU", multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (30, 40))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (20 * GIB, int(23.7 * GIB)))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: GIB)
+
+
+def test_a_gpu_that_is_here_has_the_catalogues_rates_and_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    present(monkeypatch, RTX_3090)
+    known = host.find_device("rtx-3090")
+    for name in ("cuda", "cuda:0"):
+        gpu = host.find_device(name)
+        assert (gpu.name, gpu.kind, gpu.vendor, gpu.cores) == ("cuda:0", "cuda", "nvidia", 82)
+        assert (gpu.memory_bytes, gpu.usable_bytes) == (int(23.7 * GIB), 21 * GIB)
+        assert (gpu.matrix_flops, gpu.bandwidth_bytes_per_second) == (known.matrix_flops, 936.2e9)
+        assert gpu.sources["memory_bytes"].startswith("this machine")
+        assert gpu.sources["matrix_flops"] == known.sources["matrix_flops"]
+
+
+def test_a_gpu_of_an_unknown_product_is_listed_and_refused(monkeypatch: pytest.MonkeyPatch, own_file: Path) -> None:
+    present(monkeypatch, SimpleNamespace(**{**vars(RTX_3090), "name": "NVIDIA Mystery"}))
     gpu = host.devices()[1]
-    assert (gpu.name, gpu.kind, gpu.usable_bytes, gpu.memory_bytes, gpu.cores) == ("cuda:0", "cuda", 30, 40, 132)
-    with pytest.raises(UsageError, match="plans for the CPU only"):
-        host.find_device("cuda:0")
+    assert (gpu.description, gpu.capability, gpu.cache_bytes) == ("NVIDIA Mystery", (8, 6), 6 * 2**20)
+    assert (gpu.cublas_workspace_bytes, gpu.bandwidth_bytes_per_second) == (8_519_680, 0)
+    with pytest.raises(UsageError, match="NVIDIA Mystery.*--probe"):
+        host.find_device("cuda")
+
+
+def test_a_gpu_that_was_probed_is_known(monkeypatch: pytest.MonkeyPatch, own_file: Path) -> None:
+    present(monkeypatch, SimpleNamespace(**{**vars(RTX_3090), "name": "NVIDIA Mystery"}))
+    rates = {"vector_flops": {"float32": 1e13}, "bandwidth_bytes_per_second": 5e11, "launch_seconds": 4e-6}
+    keep([_entry(host.devices()[1], rates)])
+    gpu = host.find_device("cuda")
+    assert (gpu.name, gpu.bandwidth_bytes_per_second, gpu.usable_bytes) == ("cuda:0", 5e11, 21 * GIB)
+
+
+def test_amds_have_no_compute_capability() -> None:
+    properties = SimpleNamespace(name="AMD Instinct MI250X", multi_processor_count=110, major=9, minor=0)
+    gpu = host.present_gpu(3, properties, "amd", 60 * GIB, int(63.98 * GIB), host.catalogue().values())
+    assert (gpu.name, gpu.capability, gpu.matrix_flops["bfloat16"]) == ("cuda:3", None, 191.5e12)
 
 
 def test_a_group_of_version_two_leaves_the_difference(cgroup: Path) -> None:

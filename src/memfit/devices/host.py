@@ -6,60 +6,117 @@ import functools
 import os
 import platform
 import re
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import psutil
-import torch
+from msgspec.structs import replace
 
+from memfit.devices.catalogue import catalogue, how_to_add, look_up, match, workspace_bytes
 from memfit.errors import UsageError
-from memfit.ir.device import Device
+from memfit.ir.device import Device, Vendor
+
+_GPU = re.compile(r"cuda(?::(\d+))?")
+_HERE = "this machine, as PyTorch shows it"
 
 
 def devices() -> list[Device]:
-    """Return the devices of this machine: the CPU, and the GPUs that PyTorch sees."""
-    return [_cpu(), *(_gpu(i) for i in range(torch.cuda.device_count()))]
+    """Return the devices of this machine: the CPU, and the GPUs that PyTorch sees.
+
+    Their figures are those of the catalogue, where a GPU is in it, or those of the last probe.
+
+    Raises:
+        UsageError: The user's file of devices is not valid.
+    """
+    import torch
+
+    known = list(catalogue().values())
+    return [_cpu(known), *(_gpu(index, known) for index in range(torch.cuda.device_count()))]
 
 
 def find_device(name: str) -> Device:
-    """Return a device by name.
+    """Return a device by name: "cpu", "cuda" or "cuda:0" (which is here), or a name of the catalogue.
 
     Raises:
-        UsageError: This machine has no such device, or memfit can't plan for it yet.
+        UsageError: No such device is here or in the catalogue, or nothing is known of the rates of one that is here.
     """
-    known = {d.name: d for d in devices()}
-    if name == "cpu":
-        return known[name]
-    if name in known:
-        raise UsageError(f"device={name!r} is here, but this version plans for the CPU only: use device='cpu'")
-    raise UsageError(f"device={name!r} is not on this machine, which has {', '.join(known)}: use device='cpu'")
+    wanted = name.strip().lower()
+    gpu = _GPU.fullmatch(wanted)
+    if gpu is None and wanted != "cpu":
+        return look_up(name)
+    here = {device.name: device for device in devices()}
+    found = here.get(f"cuda:{gpu[1] or 0}" if gpu else "cpu")
+    if found is None:
+        raise UsageError(
+            f"device={name!r} is not on this machine, which has {', '.join(here)}:"
+            " name one of these, or a device of the catalogue (`memfit devices`)"
+        )
+    if gpu and not found.bandwidth_bytes_per_second:
+        raise UsageError(f"device={name!r} is a {found.description}, which is not in the catalogue. {how_to_add()}")
+    return found
 
 
-def _cpu() -> Device:
+def _cpu(known: Iterable[Device]) -> Device:
+    """Return this machine's CPU, with the figures of a probe that ran with as many threads."""
+    import torch
+
     memory = psutil.virtual_memory()
     limit = cgroup_limit_bytes()
-    usable = min(memory.available, limit) if limit is not None else memory.available
-    return Device(
-        name="cpu",
-        kind="cpu",
-        vendor="cpu",
-        description=_cpu_model(),
-        memory_bytes=memory.total,
-        usable_bytes=usable,
-        cores=torch.get_num_threads(),
-    )
+    now = {
+        "name": "cpu",
+        "memory_bytes": memory.total,
+        "usable_bytes": min(memory.available, limit) if limit is not None else memory.available,
+    }
+    threads = torch.get_num_threads()
+    for device in known:
+        if device.kind == "cpu" and device.cores == threads and cpu_model() in device.products:
+            return replace(device, **now)
+    return Device(kind="cpu", vendor="cpu", description=cpu_model(), cores=threads, **now)
 
 
-def _gpu(index: int) -> Device:
-    properties = torch.cuda.get_device_properties(index)
+def _gpu(index: int, known: Iterable[Device]) -> Device:
+    import torch
+
+    vendor: Vendor = "amd" if torch.version.hip else "nvidia"
     free, total = torch.cuda.mem_get_info(index)
+    free += torch.cuda.memory_reserved(index)  # what this process's allocator holds already
+    return present_gpu(index, torch.cuda.get_device_properties(index), vendor, free, total, known)
+
+
+def present_gpu(
+    index: int, properties: Any, vendor: Vendor, free_bytes: int, total_bytes: int, known: Iterable[Device]
+) -> Device:
+    """Return a GPU that is here, with the catalogue's rates where its product is there.
+
+    Args:
+        index: PyTorch's number for it.
+        properties: What `torch.cuda.get_device_properties` says.
+        vendor: Of the build of PyTorch.
+        free_bytes: What PyTorch's allocator may take now.
+        total_bytes: What it has.
+        known: The catalogue.
+    """
+    capability = (properties.major, properties.minor) if vendor == "nvidia" else None
+    seen: dict[str, Any] = {
+        "name": f"cuda:{index}",
+        "description": properties.name,
+        "memory_bytes": total_bytes,
+        "usable_bytes": free_bytes,
+        "cores": properties.multi_processor_count,
+        "capability": capability,
+    }
+    found = match(properties.name, total_bytes, known)
+    if found is not None:
+        return replace(found, **seen, sources={**found.sources, **dict.fromkeys(seen.keys() - {"name"}, _HERE)})
     return Device(
-        name=f"cuda:{index}",
         kind="cuda",
-        vendor="amd" if torch.version.hip else "nvidia",
-        description=properties.name,
-        memory_bytes=total,
-        usable_bytes=free,
-        cores=properties.multi_processor_count,
+        vendor=vendor,
+        products=(properties.name,),
+        cache_bytes=getattr(properties, "L2_cache_size", 0),
+        cublas_workspace_bytes=workspace_bytes(vendor, capability),
+        sources=dict.fromkeys([*seen.keys() - {"name"}, "cache_bytes"], _HERE),
+        **seen,
     )
 
 
@@ -90,7 +147,8 @@ def _statistic(path: Path, name: str) -> int:
 
 
 @functools.cache
-def _cpu_model() -> str:
+def cpu_model() -> str:
+    """Return the name of this machine's CPU."""
     try:
         match = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
     except OSError:
@@ -100,5 +158,5 @@ def _cpu_model() -> str:
 
 def host_name() -> str:
     """Return a short name for machines of this kind, fit for a file name."""
-    slug = re.sub(r"[^a-z0-9]+", "-", _cpu_model().lower()).strip("-")
+    slug = re.sub(r"[^a-z0-9]+", "-", cpu_model().lower()).strip("-")
     return f"{slug}-{os.cpu_count()}cores"

@@ -1,0 +1,273 @@
+"""Measures the devices at hand, and keeps what was found in the user's file of devices.
+
+Every figure is the best of several: what else runs on the machine only ever makes it worse.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from msgspec.structs import replace
+
+from memfit.devices.catalogue import parse, read_text, user_file
+from memfit.devices.host import cpu_model, devices, host_name
+from memfit.errors import UsageError
+from memfit.ir import codec
+from memfit.ir.device import Device
+
+_SECONDS = 0.3  # how long one thing is timed, unless one call takes longer
+_LONGEST_CALL_SECONDS = 0.5
+_MIB = 2**20
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+_MATRIX_SIZES = (512, 1024, 2048, 4096, 8192)
+_VECTOR_KIB = (64, 128, 512, 4096)
+_CHAIN = 8
+_DISPATCHES = 500
+
+Progress = Callable[[str, int, int], None]
+
+
+def _silent(stage: str, done: int, total: int) -> None:
+    return None
+
+
+def probe_all(progress: Progress = _silent) -> list[Device]:
+    """Measure this machine's CPU and its GPUs, of GPUs of one product the first.
+
+    Args:
+        progress: Told how far it is.
+    """
+    products: dict[tuple[str, str], Device] = {}
+    for device in devices():
+        products.setdefault((device.kind, device.description), device)
+    return [probe(device, progress) for device in products.values()]
+
+
+def probe(device: Device, progress: Progress = _silent) -> Device:
+    """Return a device of this machine with the figures measured, and named as a catalogue can keep it.
+
+    Args:
+        device: One of `devices()`.
+        progress: Told how far it is.
+    """
+    at = torch.device(device.name)
+    found: dict[str, Any] = {"launch_seconds": _rounded(_launch_seconds(at))}
+    if at.type == "cpu":
+        found["cache_bytes"] = _cpu_cache_bytes()
+    for done, (attribute, measure) in enumerate(steps := _steps(at, device, found)):
+        progress(f"probe {device.name}", done, len(steps))
+        with _float32_precision("highest"):
+            found[attribute] = measure()
+    progress(f"probe {device.name}", len(steps), len(steps))
+    if at.type == "cuda":  # a GPU's eager elementwise kernels never reach what its vector units do; products do
+        found["vector_flops"] = {"float32": found["matrix_flops"]["float32"]}
+    return _entry(device, found)
+
+
+def _steps(at: torch.device, device: Device, found: dict[str, Any]) -> list[tuple[str, Callable[[], Any]]]:
+    """Return what is measured, by attribute."""
+    cache_bytes = found.get("cache_bytes", device.cache_bytes)
+    steps: list[tuple[str, Callable[[], Any]]] = [
+        ("bandwidth_bytes_per_second", lambda: _bandwidth(at, cache_bytes, device.usable_bytes)),
+        ("matrix_flops", lambda: _each_dtype(lambda dtype: _matrix_flops(at, dtype)) | _tf32(at)),
+    ]
+    if at.type == "cuda":
+        return [*steps, ("link_bytes_per_second", lambda: _link(at))]
+    return [*steps, ("vector_flops", lambda: _each_dtype(lambda dtype: _vector_flops(at, dtype)))]
+
+
+def _entry(device: Device, found: dict[str, Any]) -> Device:
+    """Return the device as an entry of a catalogue."""
+    known: dict[str, Any]
+    if device.kind == "cpu":
+        name = host_name() if device.cores == os.cpu_count() else f"{host_name()}-{device.cores}threads"
+        known = {"name": name, "products": (cpu_model(),)}
+    else:
+        slug = re.sub(r"[^a-z0-9]+", "-", device.description.lower()).strip("-")
+        taken = max(0, device.memory_bytes - device.usable_bytes)
+        known = {"name": slug, "products": (device.description,), "context_bytes": taken}
+    measured = f"measured by memfit devices --probe, {datetime.date.today()}, torch {torch.__version__}"
+    attributes = [*found, *(known.keys() - {"name", "products"}), "memory_bytes", "usable_bytes", "cores"]
+    return replace(device, **known, **found, sources={**device.sources, **dict.fromkeys(attributes, measured)})
+
+
+def _each_dtype(measure: Callable[[torch.dtype], float]) -> dict[str, float]:
+    rates = {name: measure(dtype) for name, dtype in _DTYPES.items()}
+    return {name: rate for name, rate in rates.items() if rate}
+
+
+def _rounded(figure: float) -> float:
+    """Return four digits of a figure: more were not measured."""
+    return float(f"{figure:.4g}")
+
+
+def _least_seconds(at: torch.device, call: Callable[[], Any]) -> float:
+    """Return the least time of several calls, the first of which warms up."""
+    least, started = math.inf, time.perf_counter()
+    while time.perf_counter() - started < _SECONDS or least == math.inf:
+        _wait(at)
+        before = time.perf_counter()
+        call()
+        _wait(at)
+        least = min(least, time.perf_counter() - before)
+    return least
+
+
+def _wait(at: torch.device) -> None:
+    if at.type == "cuda":
+        torch.cuda.synchronize(at)
+
+
+def _bandwidth(at: torch.device, cache_bytes: int, usable_bytes: int) -> float:
+    """Return the rate of a copy or of a triad (J. D. McCalpin, STREAM, 1995), whichever is higher."""
+    each = min(max(256 * _MIB, 8 * cache_bytes), usable_bytes // 8)
+    a, b, c = (torch.ones(each // 4, device=at) for _ in range(3))
+    copied = 2 * a.nbytes / _least_seconds(at, lambda: c.copy_(a))
+    added = 3 * a.nbytes / _least_seconds(at, lambda: torch.add(a, b, alpha=2.0, out=c))
+    return _rounded(max(copied, added))
+
+
+def _matrix_flops(at: torch.device, dtype: torch.dtype) -> float:
+    """Return the best rate of `torch.mm` over sizes that take no more than half a second; 0 without a kernel."""
+    best = seconds = 0.0
+    for size in _MATRIX_SIZES:
+        if 8 * seconds > _LONGEST_CALL_SECONDS:
+            break
+        generator = torch.Generator().manual_seed(size)  # random, for power and with it clocks depend on the values
+        try:
+            a, b = (torch.rand(size, size, generator=generator).to(at, dtype) for _ in range(2))
+            seconds = _least_seconds(at, functools.partial(torch.mm, a, b))
+        except RuntimeError:  # no kernel, or no memory
+            break
+        best = max(best, 2 * size**3 / seconds)
+    return _rounded(best)
+
+
+def _tf32(at: torch.device) -> dict[str, float]:
+    """Return the rate of float32 products in TF32 where the GPU has it."""
+    if at.type == "cpu" or torch.version.hip or torch.cuda.get_device_capability(at) < (8, 0):
+        return {}
+    with _float32_precision("high"):
+        return {"tf32": _matrix_flops(at, torch.float32)}
+
+
+@contextlib.contextmanager
+def _float32_precision(precision: str) -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _vector_flops(at: torch.device, dtype: torch.dtype) -> float:
+    """Return the best rate of a chain of x + a·b on tensors that fit into caches."""
+    best = 0.0
+    for kib in _VECTOR_KIB:
+        x, a, b = (torch.full((kib * 1024 // dtype.itemsize,), 0.5, dtype=dtype, device=at) for _ in range(3))
+        seconds = _least_seconds(at, functools.partial(_chain, x, a, b)) / _CHAIN
+        best = max(best, 3 * x.numel() / seconds)
+    return _rounded(best)
+
+
+def _chain(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    for _ in range(_CHAIN):
+        torch.addcmul(x, a, b, out=x)
+
+
+def _launch_seconds(at: torch.device) -> float:
+    """Return the least time from one tiny operator to the next."""
+    x = torch.zeros(4, device=at)
+
+    def tiny() -> None:
+        for _ in range(_DISPATCHES):
+            x.add_(1)
+
+    return _least_seconds(at, tiny) / _DISPATCHES
+
+
+def _link(at: torch.device) -> float:
+    """Return the rate of a copy of pinned memory to the device."""
+    host = torch.ones(256 * _MIB, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(host.shape, dtype=host.dtype, device=at)
+    return _rounded(host.nbytes / _least_seconds(at, lambda: there.copy_(host, non_blocking=True)))
+
+
+def _cpu_cache_bytes() -> int:
+    """Return the size of the last-level cache, 0 where Linux doesn't tell."""
+    sizes = [
+        int(path.read_text().strip().removesuffix("K")) * 1024
+        for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+        if re.fullmatch(r"\d+K", path.read_text().strip())
+    ]
+    return max(sizes, default=0)
+
+
+def keep(found: list[Device], path: Path | None = None) -> Path:
+    """Write devices to a file of devices, in place of what an earlier probe wrote there for them; nothing else changes.
+
+    Args:
+        found: The devices.
+        path: The file; the user's by default.
+
+    Raises:
+        UsageError: The file is not valid, or has an entry of that name that no probe wrote.
+        OutputError: It can't be written.
+    """
+    path = path or user_file()
+    text = read_text(path)
+    parse(text, str(path))
+    for device in found:
+        text = _without_block(text, device.name)
+    for name in (device.name for device in found if device.name in parse(text, str(path))):
+        raise UsageError(f"{path} has an entry [{name}] that no probe wrote: rename it, or give --output another file")
+    text = "\n".join([*([text.rstrip("\n") + "\n"] if text.strip() else []), *map(_block, found)])
+    parse(text, str(path))
+    return codec.write_atomic(path, text.encode())
+
+
+def _marks(name: str) -> tuple[str, str]:
+    return f"# memfit devices --probe wrote [{name}]", f"# end of [{name}]"
+
+
+def _without_block(text: str, name: str) -> str:
+    first, last = map(re.escape, _marks(name))
+    return re.sub(rf"^{first}$.*?^{last}$\n*", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def _block(device: Device) -> str:
+    """Return a device as TOML, between two marks by which the next probe finds it."""
+    values = msgspec.to_builtins(device)
+    defaults = {f.name: f.default for f in msgspec.structs.fields(Device)}
+    kept = {
+        k: v for k, v in values.items() if k != "name" and v is not None and getattr(device, k) not in (defaults[k], {})
+    }
+    tables = {k: v for k, v in kept.items() if isinstance(v, dict)}
+    first, last = _marks(device.name)
+    lines = [first, f"[{device.name}]", *(f"{k} = {_toml(v)}" for k, v in kept.items() if k not in tables)]
+    for key, table in tables.items():
+        lines += ["", f"[{device.name}.{key}]", *(f"{k} = {_toml(v)}" for k, v in table.items() if v is not None)]
+    return "\n".join([*lines, last, ""])
+
+
+def _toml(value: Any) -> str:
+    """Return a string, a number, or a list of them as TOML, which writes them as JSON does."""
+    return json.dumps(value, ensure_ascii=False)
