@@ -30,6 +30,25 @@ def test_library_examples_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_device_examples_run(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "devices.md").read_text()
+    (entry,) = blocks(text, "toml")
+    (tmp_path / "mine.toml").write_text(entry)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "MEMFIT_DEVICES": str(tmp_path / "mine.toml"), "COLUMNS": "200"}
+    more = ['MEMFIT_DEVICES="$PWD/machine.toml" memfit devices cpu', "memfit devices 4070"]
+    script = "\n".join([*blocks(text, "sh"), *more])
+    command = ["bash", "-euo", "pipefail", "-c", script]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "NVIDIA A100 SXM4, 80 GB" in done.stdout and "58.3 TFLOP/s" in done.stdout
+    assert "measured by memfit devices --probe" in done.stdout
+    program = [sys.executable, "-c", "\n".join(blocks(text, "python"))]
+    done = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
 def test_readme_examples_run(tmp_path: Path) -> None:
     (python,), (shell,) = blocks(README, "python"), blocks(README, "sh")
     library, _, use = python.partition("mine = workload()")

@@ -106,9 +106,38 @@ def test_train_report_and_resume(memfit: Shell, plan_file: Path, tmp_path: Path)
 
 def test_devices(memfit: Shell) -> None:
     status, output, _ = memfit("devices", "--json")
+    found = json.loads(output)
     assert status == 0
-    assert json.loads(output)[0]["name"] == "cpu"
-    assert "cpu" in memfit("devices")[1]
+    assert found["machine"][0]["name"] == "cpu"
+    assert {"h100", "rtx-3090"} <= {device["name"] for device in found["catalogue"]}
+    status, output, _ = memfit("devices")
+    assert status == 0
+    assert "cpu" in output and "rtx-3090" in output
+
+
+def test_one_device(memfit: Shell) -> None:
+    status, output, _ = memfit("devices", "T4", "--json")
+    found = json.loads(output)
+    assert (status, found["name"], found["precisions"]) == (0, "t4", ["32-true", "16-mixed"])
+    assert found["sources"]["matrix_flops"] and found["advice"]
+    status, output, _ = memfit("devices", "t4")
+    assert status == 0
+    assert "65 TFLOP/s" in output and "datasheet" in output and "Use 16-mixed" in output
+    assert memfit("devices", "cpu")[0] == 0
+
+
+def test_devices_are_measured(memfit: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from memfit.devices import probe
+
+    monkeypatch.setattr(probe, "_SECONDS", 0.01)
+    monkeypatch.setattr(probe, "_MATRIX_SIZES", (256,))
+    path = tmp_path / "devices.toml"
+    status, output, _ = memfit("devices", "--probe", "--output", str(path), "--json")
+    found = json.loads(output)
+    assert (status, found["written"]) == (0, str(path))
+    monkeypatch.setenv("MEMFIT_DEVICES", str(path))
+    status, output, _ = memfit("devices", "cpu", "--json")
+    assert json.loads(output)["matrix_flops"] == found["devices"][0]["matrix_flops"]
 
 
 @pytest.mark.parametrize("verb", ["estimate", "plan", "verify", "train", "report", "devices", "demo"])
@@ -140,6 +169,10 @@ def test_no_plan_fits_gives_status_3(memfit: Shell) -> None:
         (("estimate", "tests.workloads:needs_an_extra"), 2, "memfit[brain]"),
         (("estimate", "tests.workloads:boolean_mask"), 2, "workloads.py:"),
         (("estimate", TINY, "--device", "rtx-9000"), 2, "rtx-9000"),
+        (("devices", "rtx-9000"), 2, "rtx-5090"),
+        (("devices", "cpu", "--probe"), 2, "leave out 'cpu'"),
+        (("devices", "--output", "devices.toml"), 2, "--probe"),
+        (("devices", "--probe", "--output", "/dev/null/devices.toml"), 2, "/dev/null"),
         (("estimate", TINY, "--precision", "fp8"), 2, "fp8"),
         (("plan", TINY), 2, "--budget"),
         (("plan", TINY, "--budget", "a lot"), 2, "a lot"),

@@ -225,16 +225,31 @@ def report(
 
 
 @app.command()
-def devices(as_json: AsJson = False) -> None:
-    """Show the devices of this machine, with their memory."""
-    from memfit import pipeline
-    from memfit.report.listings import device_table
+def devices(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="Show all of one device.", show_default=False)
+    ] = None,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Measure this machine's devices and keep the figures.")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="With --probe, the file of devices to write to.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show this machine's devices and the catalogue of others, or measure this machine's."""
+    from memfit.cli.devices import list_devices, probe_devices, show_device
 
-    found = pipeline.devices()
-    if as_json:
-        print_json(found)
+    if probe and name is not None:
+        raise UsageError(f"--probe measures this machine's devices: leave out {name!r}")
+    if output is not None and not probe:
+        raise UsageError("--output is where --probe writes: give --probe too")
+    if probe:
+        probe_devices(output, as_json)
+    elif name is not None:
+        show_device(name, as_json)
     else:
-        out.print(device_table(found))
+        list_devices(as_json)
 
 
 @app.command()

@@ -2,28 +2,92 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from memfit.ir.device import Device
 from memfit.ir.verification import Verification
-from memfit.units import format_bytes
+from memfit.units import format_bytes, format_seconds
 
 _GRADIENTS_SHOWN = 5
+_DTYPES_SHOWN = ("bfloat16", "float32")
+_NO_FIGURE = "–"
 
 
-def device_table(devices: Sequence[Device]) -> Table:
-    """Return the devices of a machine."""
-    table = Table(title="Devices of this machine", title_justify="left")
-    for heading in ("name", "description", "memory", "usable", "cores"):
-        table.add_column(heading, justify="right" if heading in ("memory", "usable", "cores") else "left")
+def device_table(devices: Sequence[Device], title: str = "Devices of this machine") -> Table:
+    """Return devices, one in each row: memory, and peak rates where they are known."""
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("\nname", min_width=11, max_width=24, overflow="fold")
+    table.add_column("\ndescription")
+    for heading in ("memory\nGiB", "usable\nGiB", "memory\nGB/s", "bf16\nTFLOP/s", "fp32\nTFLOP/s", "capa-\nbility"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for device in devices:
-        memory, usable = format_bytes(device.memory_bytes), format_bytes(device.usable_bytes)
-        table.add_row(device.name, device.description, memory, usable, str(device.cores))
+        table.add_row(
+            device.name,
+            Text(device.description),
+            f"{device.memory_bytes / 2**30:.1f}",
+            f"{device.usable_bytes / 2**30:.1f}",
+            _number(device.bandwidth_bytes_per_second / 1e9),
+            *(_number(_product_flops(device, dtype) / 1e12) for dtype in _DTYPES_SHOWN),
+            _capability(device),
+        )
     return table
+
+
+def _number(figure: float) -> str:
+    return f"{figure:.4g}" if figure else _NO_FIGURE
+
+
+def device_page(device: Device, advice: Sequence[str]) -> Group:
+    """Return every figure of a device with its source, and what to make of it."""
+    table = Table(title=f"{device.name}: {device.description}", title_justify="left")
+    table.add_column("figure", style="bold", no_wrap=True)
+    table.add_column("value", justify="right", no_wrap=True)
+    table.add_column("source", style="dim")
+    for name, value, attribute in _figures(device):
+        table.add_row(name, value, Text(device.sources.get(attribute, "")))
+    return Group(table, *(Text(f"• {sentence}") for sentence in advice))
+
+
+def _figures(device: Device) -> Iterator[tuple[str, str, str]]:
+    """Return (what it is, its value, its attribute) of what is known."""
+    yield "memory", format_bytes(device.memory_bytes), "memory_bytes"
+    yield "usable", format_bytes(device.usable_bytes), "usable_bytes"
+    yield "threads" if device.kind == "cpu" else "multiprocessors", str(device.cores), "cores"
+    yield "bandwidth", _rate(device.bandwidth_bytes_per_second, "B/s"), "bandwidth_bytes_per_second"
+    yield "cache", format_bytes(device.cache_bytes) if device.cache_bytes else _NO_FIGURE, "cache_bytes"
+    for dtype, flops in device.matrix_flops.items():
+        yield f"{dtype}, matrix", _rate(flops, "FLOP/s"), "matrix_flops"
+    for dtype, flops in device.vector_flops.items():
+        yield f"{dtype}, vector", _rate(flops, "FLOP/s"), "vector_flops"
+    yield "launch", format_seconds(device.launch_seconds) if device.launch_seconds else _NO_FIGURE, "launch_seconds"
+    if device.kind == "cuda":
+        yield "capability", _capability(device), "capability"
+        yield "host link", _rate(device.link_bytes_per_second, "B/s"), "link_bytes_per_second"
+        yield "context", format_bytes(device.context_bytes), "context_bytes"
+        yield "cuBLAS workspace", format_bytes(device.cublas_workspace_bytes), "cublas_workspace_bytes"
+
+
+def _product_flops(device: Device, dtype: str) -> float:
+    """Return the best rate for products of a dtype; bfloat16 needs units of its own."""
+    vector = device.vector_flops.get(dtype, 0.0) if dtype == "float32" else 0.0
+    return max(device.matrix_flops.get(dtype, 0.0), vector)
+
+
+def _capability(device: Device) -> str:
+    return ".".join(map(str, device.capability)) if device.capability else _NO_FIGURE
+
+
+def _rate(figure: float, unit: str) -> str:
+    """Return a rate as people read it, in decimal units ("936.2 GB/s")."""
+    if not figure:
+        return _NO_FIGURE
+    prefix, scale = next(((p, s) for p, s in (("T", 1e12), ("G", 1e9)) if figure >= s), ("M", 1e6))
+    return f"{figure / scale:.4g} {prefix}{unit}"
 
 
 def verification_table(found: Verification) -> Group:
