@@ -3,6 +3,7 @@
     MemfitError
     ├── UsageError              wrong argument, wrong file, wrong workload   (exit status 2)
     │   ├── BudgetError         a budget that says no number of bytes
+    │   ├── AllocatorSettingsError  allocator settings that PyTorch would refuse
     │   ├── WorkloadError       no such workload, or one that is not a training step
     │   ├── PlanError           a plan that can't be read, or is not legal
     │   │   └── PlanMismatchError   a plan made for another workload
@@ -10,6 +11,7 @@
     │   ├── OutputError         a place that can't be written, or must not be
     │   └── MissingExtraError   an optional dependency that is not installed
     ├── InfeasibleError         no plan fits the budget                      (exit status 3)
+    ├── SimulatedOutOfMemoryError   a simulated device is full               (exit status 3)
     ├── CaptureError            the step can't be run under fake tensors     (exit status 2)
     ├── VerificationError       the planned step is not what its plan says   (exit status 4)
     └── NonFiniteError          a loss or gradient that is not finite        (exit status 5)
@@ -35,6 +37,10 @@ class UsageError(MemfitError):
 
 class BudgetError(UsageError):
     """A budget that says no number of bytes."""
+
+
+class AllocatorSettingsError(UsageError, ValueError):
+    """Settings of the caching allocator that PyTorch would refuse, or that are not simulated."""
 
 
 class WorkloadError(UsageError):
@@ -92,6 +98,29 @@ class InfeasibleError(MemfitError):
         self.lowest_peak_bytes = lowest_peak_bytes
         self.where = where
         self.proven = proven
+        super().__init__(message)
+
+
+class SimulatedOutOfMemoryError(MemfitError):
+    """A simulated device has no room for a request, not even without what the allocator caches.
+
+    Args:
+        message: What failed and what to do.
+        requested_bytes: What was asked for.
+        allocated_bytes: What tensors held then.
+        reserved_bytes: What the allocator held of the device then.
+        capacity_bytes: What it may hold.
+    """
+
+    exit_status = 3
+
+    def __init__(
+        self, message: str, *, requested_bytes: int, allocated_bytes: int, reserved_bytes: int, capacity_bytes: int
+    ) -> None:
+        self.requested_bytes = requested_bytes
+        self.allocated_bytes = allocated_bytes
+        self.reserved_bytes = reserved_bytes
+        self.capacity_bytes = capacity_bytes
         super().__init__(message)
 
 
