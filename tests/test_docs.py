@@ -29,6 +29,34 @@ def test_library_examples_run(tmp_path: Path) -> None:
     assert (tmp_path / "runs/small/report.html").exists()
 
 
+def test_allocator_examples_run(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "allocator.md").read_text()
+    program, (shell,) = "\n".join(blocks(text, "python")), blocks(text, "sh")
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("41 42 66\n41 41 80\n")
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    command = ["bash", "-euo", "pipefail", "-c", shell]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "total_reserved: 66.0MiB" in done.stdout
+
+
+def test_allocator_figures_are_those_of_the_result_file() -> None:
+    from benchmarks.tables import results
+
+    summary, text = results("allocator")["summary"], (ROOT / "docs" / "allocator.md").read_text()
+    words = " ".join(text.split())
+    said = re.search(
+        r"Over ([\d,]+) sequences of ([\d,]+) random requests in all \(([\d,]+) retries, ([\d,]+) out of", words
+    )
+    assert said is not None
+    figures = [int(figure.replace(",", "")) for figure in said.groups()]
+    assert figures == [summary[key] for key in ("sequences", "requests", "retries", "out_of_memory")]
+    assert summary["differ"] == 0
+    assert " 0 sequences differed" in words
+
+
 @pytest.mark.slow
 def test_device_examples_run(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "devices.md").read_text()
