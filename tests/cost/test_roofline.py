@@ -126,6 +126,18 @@ def test_narrow_products_reach_less() -> None:
     assert narrowest(backward, json.dumps({"op": backward, "args": args})) == 3
 
 
+def test_convolutions_that_are_not_channels_last_are_copied_first() -> None:
+    name, work = "aten.convolution.default", Work(10**9, 2**26, 2**26, "bfloat16", True)
+    x, last = tensor(64, 64, 64, 64), tensor(64, 64, 64, 64)
+    last["t"][2] = [64 * 64 * 64, 1, 64 * 64, 64]
+    times = [
+        kernel_seconds(name, json.dumps({"op": name, "args": [t, tensor(64, 64, 3, 3)]}), work, AMPERE)
+        for t in (last, x)
+    ]
+    nbytes = 2 * (64 * 64 * 64 * 64 * 2 + 64 * 64 * 9 * 2 + 2**26)
+    assert times[1] - times[0] == pytest.approx(nbytes / (0.85 * AMPERE.bandwidth_bytes_per_second))
+
+
 works = st.builds(
     Work,
     st.integers(0, 10**14),

@@ -246,6 +246,13 @@ def _convolution(name: str, given: Arguments, work: Work, device: Device) -> int
     return x.nbytes + weight.nbytes + other
 
 
+def layout_bytes(name: str, signature: str, work: Work, device: Device) -> int:
+    """Return the bytes that a convolution copies to and from channels-last: one product's forward, two's backward."""
+    if operator_class(name) != CONVOLUTIONS or any(t.channels_last for t in arguments(signature).tensors):
+        return 0
+    return workspace_bytes(name, signature, work, device) * (2 if "backward" in name else 1)
+
+
 _RULES: dict[str, Rule] = {
     "_scaled_dot_product_flash_attention_backward": _flash_backward,
     "_flash_attention_backward": _flash_backward,

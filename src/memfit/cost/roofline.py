@@ -21,14 +21,14 @@ from typing import Any
 
 import msgspec
 
-from memfit.cost.hidden import resident_bytes, workspace_bytes
+from memfit.cost.hidden import layout_bytes, resident_bytes, workspace_bytes
 from memfit.cost.traffic import traffic_bytes
 from memfit.errors import UsageError
 from memfit.ir.arguments import ITEM_BYTES, Tensor, arguments
 from memfit.ir.cost import CostTable, OpCost
 from memfit.ir.device import Device
 from memfit.ir.flops import Matmul, base_name, call_flops, peak_flops
-from memfit.ir.operators import ATTENTION, CONVOLUTIONS, MATRIX, RECURRENT, VIEWS, operator_class
+from memfit.ir.operators import ATTENTION, CONVOLUTIONS, COPIES, MATRIX, RECURRENT, VIEWS, operator_class
 from memfit.ir.trace import Trace, Work
 
 STEP_ERROR = 0.30  # an estimate, not measured: see `CostTable.step_error`
@@ -167,7 +167,9 @@ def kernel_seconds(name: str, signature: str, work: Work, device: Device, matmul
     reached = reach(name, signature, work, device, matmul)
     if work.read_bytes + work.write_bytes <= device.cache_bytes:
         nbytes = nbytes / figures()["device"]["cache_speedup"]
-    return reached.seconds(flops, nbytes, narrowest(name, signature))
+    copied = 2 * layout_bytes(name, signature, work, device)  # read and written, by kernels of their own
+    copies = copied / (figures()[COPIES]["traffic"] * device.bandwidth_bytes_per_second)
+    return reached.seconds(flops, nbytes, narrowest(name, signature)) + copies
 
 
 def reach(name: str, signature: str, work: Work, device: Device, matmul: Matmul = "highest") -> Reach:
@@ -212,7 +214,9 @@ def _arithmetic_rate(name: str, signature: str, work: Work, device: Device, matm
     peak = peak_flops(device, work.dtype, kind, matmul) or vector
     if peak <= device.vector_flops.get(work.dtype, vector):
         return float(own["vector"] * peak)
-    return float(peak * (_attention_share(name, device) if kind == ATTENTION else own["matrix"]))
+    if kind == ATTENTION:
+        return peak * _attention_share(name, device)
+    return float(peak * own.get("tf32" if work.dtype == "float32" else "matrix", own["matrix"]))
 
 
 def _attention_share(name: str, device: Device) -> float:
