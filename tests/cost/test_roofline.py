@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from memfit.cost.roofline import STEP_ERROR, figures, kernel_seconds, narrowest, roofline, runs_kernel
+from memfit.devices.catalogue import catalogue
 from memfit.errors import UsageError
 from memfit.ir.flops import call_flops
 from memfit.ir.operators import _NAMES
 from memfit.ir.simulate import simulate
 from memfit.ir.stream import stream_seconds
+from memfit.ir.throughput import throughput
 from memfit.ir.trace import Work
 from tests.gpus import AMPERE
 from tests.ir.test_flops import call, tensor
@@ -220,6 +222,18 @@ def test_wider_errors_where_cudnn_chooses() -> None:
 def test_a_device_without_figures_is_refused_by_name(missing: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(missing))):
         roofline([plain_trace("twice")], replace(AMPERE, **missing))
+
+
+GPUS = {name: device for name, device in catalogue().items() if device.kind == "cuda"}
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_every_gpu_of_the_catalogue_has_times(name: str) -> None:
+    trace = plain_trace("transformer", "bf16-mixed")
+    table = roofline([trace], GPUS[name])
+    assert all(0 < cost.seconds < 1 for cost in table.ops.values())
+    speed = throughput(trace, table, GPUS[name])
+    assert speed.model_utilisation is not None and 0 < speed.model_utilisation < 1
 
 
 def test_every_class_has_figures_with_a_source() -> None:

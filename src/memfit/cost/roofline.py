@@ -168,7 +168,7 @@ def kernel_seconds(name: str, signature: str, work: Work, device: Device, matmul
     if work.read_bytes + work.write_bytes <= device.cache_bytes:
         nbytes = nbytes / figures()["device"]["cache_speedup"]
     copied = 2 * layout_bytes(name, signature, work, device)  # read and written, by kernels of their own
-    copies = copied / (figures()[COPIES]["traffic"] * device.bandwidth_bytes_per_second)
+    copies = copied / float(figures()[COPIES]["traffic"] * device.bandwidth_bytes_per_second)
     return reached.seconds(flops, nbytes, narrowest(name, signature)) + copies
 
 
