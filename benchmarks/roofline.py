@@ -33,10 +33,11 @@ from memfit import Workload
 from memfit.cost.calibrate import calibrate
 from memfit.cost.roofline import Reach, narrowest, runs_kernel
 from memfit.cost.traffic import traffic_bytes
+from memfit.devices.host import find_device
 from memfit.ir.flops import call_flops
 from memfit.ir.operators import operator_class
 from memfit.ir.plan import Levers, Precision
-from memfit.pipeline.planning import capture_levers
+from memfit.pipeline.predicting import capture_levers
 from memfit.workload import batch_size_of
 
 
@@ -112,7 +113,7 @@ def measured(make: Callable[[], Workload], precision: Precision) -> list[Measure
     """Return the operators of a workload's step that run a kernel, with their times on this CPU."""
     workload = make()
     levers = Levers(precision=precision, microbatch_size=batch_size_of(workload.batch))
-    trace = capture_levers(workload, levers)
+    trace = capture_levers(workload, levers, find_device("cpu"))
     table = calibrate([trace])
     calls: dict[int, int] = defaultdict(int)
     for op in trace.ops:

@@ -22,11 +22,16 @@ numbers are attributes too.
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class MemfitError(Exception):
-    """Base of everything that memfit raises on purpose."""
+    """Base of everything that memfit raises on purpose. Its numbers are attributes, and travel between processes."""
 
     exit_status = 1
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuilt, (type(self), self.args), self.__dict__
 
 
 class UsageError(MemfitError):
@@ -151,3 +156,10 @@ class NonFiniteError(MemfitError):
         self.step = step
         self.value = value
         super().__init__(message)
+
+
+def _rebuilt(kind: type[MemfitError], args: tuple[Any, ...]) -> MemfitError:
+    """Return an error of a kind without calling its constructor, which takes other arguments than the message."""
+    error = kind.__new__(kind)
+    error.args = args
+    return error

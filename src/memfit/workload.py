@@ -95,6 +95,12 @@ def batch_size_of(batch: Any) -> int:
     return next(iter(sizes.values()))
 
 
+def tokens_per_sample(batch: Any) -> int | None:
+    """Return the length of a batch's sequences: of its first tensor of integers with two dimensions; None without."""
+    found = [t for t in tensors_of(batch) if t.dim() == 2 and not t.is_floating_point() and t.dtype is not torch.bool]
+    return int(found[0].shape[1]) if found else None
+
+
 def slice_batch(batch: Any, start: int, stop: int) -> Any:
     """Return the samples from `start` up to `stop` of a batch, as views."""
     return tree_map(lambda leaf: leaf[start:stop] if isinstance(leaf, torch.Tensor) else leaf, batch)

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from memfit.capture.values import device_of, tensors_in
 from memfit.ir.trace import Call, Module, Op, Phase, Save, Work
 from memfit.signature import rebuild, signature
 
@@ -83,19 +84,18 @@ def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             found.append(args[position] if position < len(args) else kwargs.get(argument.name))
-    return [t for t in tree_leaves(found) if isinstance(t, torch.Tensor)]
+    return tensors_in(found)
 
 
 def _work(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, device_type: str) -> Work:
     """Return what a call does on the device: counted once for each signature."""
     given, made = (
-        [t for t in tree_leaves(tensors) if isinstance(t, torch.Tensor) and t.device.type == device_type]
-        for tensors in ((args, kwargs), out)
+        [t for t in tensors_in(tensors) if device_of(t).type == device_type] for tensors in ((args, kwargs), out)
     )
     held = {_storage_key(t) for t in given}
     written = [
         *(t for t in made if _storage_key(t) not in held),
-        *(t for t in _mutated(func, args, kwargs) if t.device.type == device_type),
+        *(t for t in _mutated(func, args, kwargs) if device_of(t).type == device_type),
     ]
     floating = [t for t in (*given, *made) if t.is_floating_point()]
     dtype = str((floating or given or made)[0].dtype)[6:] if given or made else ""
@@ -163,7 +163,7 @@ class Recorder(TorchDispatchMode):
         None for what takes no memory of the device.
         """
         key = _storage_key(tensor)
-        if key is None or tensor.device.type != self.device_type:
+        if key is None or device_of(tensor).type != self.device_type:
             return None
         known = self._index.get(key)
         if known is not None:
@@ -183,16 +183,17 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.namespace in _INCIDENTAL:
+            return func(*args, **kwargs)
         phase = self._phase()
         call = self._current_call(phase)
         position = len(self.now.ops)
         out = self._run(func, args, kwargs)
-        if self.recording and func.namespace not in _INCIDENTAL:
+        if self.recording:
             mutated = [i for t in _mutated(func, args, kwargs) if (i := self.observe(t, -1)) is not None]
             self.now.ops.append(self._op(func, args, kwargs, out, call, phase, tuple(mutated)))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                self.observe(tensor, position if self.recording else -1)
+        for tensor in tensors_in(out):
+            self.observe(tensor, position if self.recording else -1)
         return out
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -63,7 +63,7 @@ def capture(
         CaptureError: The step can't be run under fake tensors.
         WorkloadError: The workload can't be copied, or its loss function uses the original model.
     """
-    values = KnownValues(mode_of(workload))
+    values = KnownValues.of(mode_of(workload))
     attention = fake_attention(device) if device is not None and device.kind == "cuda" else None
     place = torch.device("cuda", 0) if attention else None
     with nothing_changes(workload), _one_thread_and_no_collector():
@@ -158,7 +158,7 @@ def _record(
         step.on_phase = recorder.enter_phase
         for tensor in [*copied.model.parameters(), *copied.model.buffers(), *tensors_of(copied.batch)]:
             recorder.observe(tensor, -1)
-        step(copied.batch)
+        step(step.split(copied.batch)[0])  # makes the optimizer's state
         gc.collect()
         recorder.begin_step()
         if attention is not None:

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 _aten = torch.ops.aten
@@ -35,6 +35,7 @@ _CONSTANTS = {
     _aten.zeros,
 }
 _LIMIT = 2**20  # elements; masks of a batch have fewer
+_ATTRIBUTE = "_memfit_known_values"
 _Unknown = object()
 
 
@@ -46,14 +47,26 @@ class KnownValues(TorchDispatchMode):
         self.fake = fake
         self._real = WeakIdKeyDictionary()
 
-    def know(self, fake: torch.Tensor, real: torch.Tensor) -> None:
-        """Take over the values of a real tensor for a fake one, if they are of the kind that steps read."""
-        if _is_followed(real) and not isinstance(real, FakeTensor) and real.device.type != "meta":
+    @classmethod
+    def of(cls, mode: FakeTensorMode) -> KnownValues:
+        """Return the values known under a mode: one object for each."""
+        known: KnownValues | None = getattr(mode, _ATTRIBUTE, None)
+        if known is None:
+            known = cls(mode)
+            setattr(mode, _ATTRIBUTE, known)
+        return known
+
+    def know(self, fake: torch.Tensor, source: torch.Tensor) -> None:
+        """Take over the values of another tensor for a fake one, if they are known and of the kind that steps read."""
+        real = self._real.get(source) if isinstance(source, FakeTensor) else source
+        if real is not None and is_followed(real) and real.device.type != "meta":
             with unset_fake_temporarily():
                 self._real[fake] = real.detach().to("cpu", copy=True)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.namespace == "prim":  # questions about a tensor, such as its device, are most of all calls
+            return func(*args, **kwargs)
         known = self._known_arguments(func, args, kwargs)
         if func is _aten._local_scalar_dense.default:
             return self._read(func, args, known)
@@ -61,7 +74,7 @@ class KnownValues(TorchDispatchMode):
             out = func(*args, **kwargs)
         except DynamicOutputShapeException:
             return self._run_with_shape(func, args, kwargs, known)
-        if known is not None and all(_is_followed(t) for t in _tensors(out)):
+        if known is not None and all(is_followed(t) for t in tensors_in(out)):
             self._remember(out, _compute(func, *known))
         elif func._schema.is_mutable:
             self._forget(func, args, kwargs)
@@ -71,11 +84,13 @@ class KnownValues(TorchDispatchMode):
         """Return the arguments with real tensors, None unless the values of all are known."""
         if torch.Tag.nondeterministic_seeded in func.tags:
             return None
-        tensors = _tensors((args, kwargs))
+        tensors = tensors_in((args, kwargs))
         if not tensors and func._overloadpacket not in _CONSTANTS:
             return None
+        if any(self._value(t) is _Unknown for t in tensors):
+            return None
         real: tuple[Any, Any] = tree_map(self._value, (args, kwargs))
-        return None if any(leaf is _Unknown for leaf in tree_leaves(real)) else real
+        return real
 
     def _value(self, argument: Any) -> Any:
         if isinstance(argument, torch.device):
@@ -83,10 +98,10 @@ class KnownValues(TorchDispatchMode):
         if not isinstance(argument, torch.Tensor):
             return argument
         if not isinstance(argument, FakeTensor):
-            return argument if argument.device.type == "cpu" and _is_followed(argument) else _Unknown
+            return argument if argument.device.type == "cpu" and is_followed(argument) else _Unknown
         if argument in self._real:
             return self._real[argument]
-        return argument.constant if argument.constant is not None and argument.is_cpu else _Unknown
+        return argument.constant if argument.constant is not None and device_of(argument).type == "cpu" else _Unknown
 
     def _read(self, func: Any, args: Any, known: tuple[Any, Any] | None) -> bool | int | float:
         """Answer `.item()`: what is known, else a neutral value (no overflow found, nothing masked)."""
@@ -106,7 +121,7 @@ class KnownValues(TorchDispatchMode):
         """
         if known is not None:
             real = _compute(func, *known)
-            out = tree_map(lambda t: self._like(t, _tensors((args, kwargs))[0].device), real)
+            out = tree_map(lambda t: self._like(t, device_of(tensors_in((args, kwargs))[0])), real)
             self._remember(out, real)
             return out
         if func is _aten.masked_select.default:
@@ -124,13 +139,13 @@ class KnownValues(TorchDispatchMode):
             raise DynamicOutputShapeException(func)
         with unset_fake_temporarily():
             positions = self._real[index].nonzero(as_tuple=True)
-        return [self._like(p, index.device) for p in positions]
+        return [self._like(p, device_of(index)) for p in positions]
 
     def _like(self, real: torch.Tensor, device: torch.device) -> torch.Tensor:
         return torch.empty_strided(real.size(), real.stride(), dtype=real.dtype, device=device)
 
     def _remember(self, out: Any, real: Any) -> None:
-        for fake, value in zip(_tensors(out), _tensors(real), strict=True):
+        for fake, value in zip(tensors_in(out), tensors_in(real), strict=True):
             if isinstance(fake, FakeTensor):
                 self._real[fake] = value
 
@@ -140,16 +155,35 @@ class KnownValues(TorchDispatchMode):
         for position, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 written.append(args[position] if position < len(args) else kwargs.get(argument.name))
-        storages = {t.untyped_storage()._cdata for t in _tensors(written) if t.layout is torch.strided}
+        storages = {t.untyped_storage()._cdata for t in tensors_in(written) if t.layout is torch.strided}
         for fake in [t for t in self._real if t.untyped_storage()._cdata in storages]:
             del self._real[fake]
 
 
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+def tensors_in(values: Any) -> list[torch.Tensor]:
+    """Return the tensors among an operator's arguments or outputs: quicker than pytrees, which know more containers."""
+    if isinstance(values, torch.Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, list | tuple):
+        return []
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple | dict):
+            found += tensors_in(value)
+    return found
 
 
-def _is_followed(tensor: torch.Tensor) -> bool:
+def device_of(tensor: torch.Tensor) -> torch.device:
+    """Return a tensor's device; of a fake one without a dispatched question."""
+    return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+
+
+def is_followed(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor's values are of the kind that steps read."""
     return not (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() <= _LIMIT
 
 

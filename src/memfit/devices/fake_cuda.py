@@ -1,7 +1,7 @@
 """Makes PyTorch run fake CUDA tensors in a process on a machine without a GPU.
 
-It must happen before torch is imported, so this file also runs as a script, with the standard library
-alone: `python fake_cuda.py MODULE [ARGUMENT ...]` loads the shim, then runs the module. A process that
+It must happen before torch is imported, so this file also runs as a script, without the rest of memfit:
+`python fake_cuda.py MODULE [ARGUMENT ...]` loads the shim, then runs the module. A process that
 has torch already starts another (`command`).
 """
 
@@ -18,6 +18,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+import platformdirs
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _TORCH_LIBRARIES = ("libtorch_global_deps.so", "libc10.so", "libtorch_cpu.so", "libc10_cuda.so", "libtorch_cuda.so")
@@ -50,7 +52,18 @@ def compiler() -> str | None:
     return shutil.which(os.environ.get(_COMPILER, "g++"))
 
 
-def library(cache: Path) -> Path:
+def why_not() -> str | None:
+    """Return why no process here could have fake CUDA tensors, None where one can. Builds the shim on first use."""
+    if is_loaded() or has_gpu():
+        return None
+    try:
+        library()
+    except OSError as e:
+        return str(e)
+    return None
+
+
+def library() -> Path:
     """Return the shim for the installed torch, building it where the cache has none.
 
     Raises:
@@ -59,7 +72,7 @@ def library(cache: Path) -> Path:
     torch_folder = _torch_folder()
     version = (torch_folder / "version.py").read_bytes()
     key = hashlib.sha256(_SOURCE.read_bytes() + version + str(torch_folder).encode()).hexdigest()[:16]
-    built = cache / f"fake_cuda-{key}.so"
+    built = Path(os.environ.get("MEMFIT_CACHE_DIR") or platformdirs.user_cache_dir("memfit"), f"fake_cuda-{key}.so")
     if not built.exists():
         _build(torch_folder, built)
     return built
@@ -84,11 +97,11 @@ def _build(torch_folder: Path, built: Path) -> None:
         line = [found, "-std=c++20", "-O0", "-fPIC", "-shared", f"-I{include}", str(_SOURCE), "-o", str(made)]
         done = subprocess.run(line, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise OSError(f"{' '.join(line)} failed: {done.stderr.strip()[-2000:]}")
+            raise OSError(f"{found} could not build {_SOURCE.name}: {done.stderr.strip()[-2000:]}")
         made.rename(built)
 
 
-def load(cache: Path) -> None:
+def load() -> None:
     """Load the shim after torch's own libraries and before torch.
 
     Raises:
@@ -97,24 +110,21 @@ def load(cache: Path) -> None:
     """
     if "torch" in sys.modules:
         raise RuntimeError("torch is imported already: fake CUDA must be loaded before it")
-    built = library(cache)
+    built = library()
     folder = _torch_folder() / "lib"
     for path in [folder / name for name in _TORCH_LIBRARIES if (folder / name).exists()] + [built]:
         ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
-    os.environ[_MARK] = str(os.getpid())
 
 
 def main() -> None:
     """Run a module with fake CUDA; where a GPU is present, without the shim."""
     module, *sys.argv[1:] = sys.argv[1:]
-    sys.path.pop(0)  # this file's folder: its neighbours are no top-level modules
-    import platformdirs
-
-    cache = os.environ.get("MEMFIT_CACHE_DIR") or platformdirs.user_cache_dir("memfit")
     if not has_gpu():
-        load(Path(cache))
+        load()
+    os.environ[_MARK] = str(os.getpid())
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":
+    sys.path.pop(0)  # this file's folder: its neighbours are no top-level modules
     main()

@@ -39,7 +39,7 @@ class _Program:
         count = len(replay.points)
         phases = [replay.trace.ops[op].phase for op, _ in replay.points]
         self.labels = [replay.label(i) for i in range(count)]
-        self.first = {phase: phases.index(phase) for phase in ("forward", "backward") if phase in phases}
+        self.first: dict[str, int] = {phase: phases.index(phase) for phase in dict.fromkeys(phases)}
         last = max((i for i, phase in enumerate(phases) if phase == "backward"), default=-1)
         self.makes_state = min(last + 1, count - 1)
         self.before: list[Life] = []

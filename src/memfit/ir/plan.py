@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from memfit.ir import codec
+from memfit.ir.throughput import Throughput
 
 Precision = Literal["32-true", "bf16-mixed", "16-mixed"]
 Numerics = Literal["exact", "reordered", "reduced", "changed"]
@@ -46,10 +47,15 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     Attributes:
         peak_bytes: Peak allocated.
-        peak_upper_bytes: Upper end of the interval around it; this is held against the budget.
+        peak_upper_bytes: Upper end of the interval around what the step takes: on a GPU around what
+            the allocator reserves, elsewhere around the peak. This is held against the budget.
         step_seconds: One optimizer update at the global batch.
         by_category: Bytes at the peak.
         where: What runs at the peak.
+        peak_reserved_bytes: What PyTorch's allocator takes from a GPU; None elsewhere.
+        device_bytes: What the device has for a step; None where that was not recorded.
+        throughput: How fast the step is; None where that was not recorded.
+        notes: What was assumed.
     """
 
     peak_bytes: int
@@ -57,6 +63,10 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     step_seconds: float
     by_category: dict[str, int]
     where: str
+    peak_reserved_bytes: int | None = None
+    device_bytes: int | None = None
+    throughput: Throughput | None = None
+    notes: list[str] = []
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

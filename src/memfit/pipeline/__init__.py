@@ -6,8 +6,9 @@ from memfit.ir.plan import print_plans_with
 from memfit.ir.verification import Verification
 from memfit.pipeline.applying import apply
 from memfit.pipeline.loading import load_workload
-from memfit.pipeline.planning import estimate, plan
+from memfit.pipeline.planning import plan
 from memfit.pipeline.plans import load_plan, save_plan
+from memfit.pipeline.predicting import estimate
 from memfit.pipeline.training import compare, train, write_report
 from memfit.pipeline.verifying import verify
 from memfit.report.tables import plan_text

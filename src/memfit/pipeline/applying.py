@@ -8,7 +8,9 @@ from collections.abc import Iterator
 
 from memfit.apply.checkpoint import checkpointed, is_checkpointed
 from memfit.apply.precision import autocast, grad_scaler
+from memfit.devices.host import find_device
 from memfit.errors import PlanError, PlanMismatchError, WorkloadError
+from memfit.ir.device import Device
 from memfit.ir.plan import Levers, Plan
 from memfit.train.step import Step
 from memfit.workload import Workload, batch_size_of, fingerprint
@@ -70,17 +72,39 @@ def check_plan(plan: Plan, workload: Workload) -> None:
         )
 
 
-def check_workload(workload: Workload) -> None:
-    """Check that a workload is as the user made it, and where this version can run it.
+def check_workload(workload: Workload, device: Device) -> None:
+    """Check that a workload is as the user made it, and where it can be predicted for a device.
 
     Raises:
         PlanError: A plan is applied to it.
-        WorkloadError: Its model is not on the CPU.
+        WorkloadError: Its model is elsewhere.
     """
-    elsewhere = {str(p.device) for p in workload.model.parameters()} - {"cpu"}
+    elsewhere = {p.device.type for p in workload.model.parameters()} - {"cpu", "meta", device.kind}
     if elsewhere:
         raise WorkloadError(
-            f"Workload.model is on {', '.join(sorted(elsewhere))}: this version plans for the CPU; move it with .cpu()"
+            f"Workload.model is on {', '.join(sorted(elsewhere))}, which device={device.name!r} is not: build it on"
+            ' the CPU or under torch.device("meta")'
         )
     if is_checkpointed(workload.model):
         raise PlanError("a plan is applied to Workload.model already: call close() on its step first")
+
+
+def check_runs_here(plan: Plan, workload: Workload) -> Device:
+    """Check that a plan is for a workload, and that this version can run and measure both here; return the device.
+
+    Raises:
+        PlanMismatchError: The plan was made for another workload.
+        PlanError: It was made for another device, or a plan is applied to the workload.
+        WorkloadError: The model is not on the CPU, or holds no data.
+    """
+    device = find_device("cpu")
+    if plan.device != device.name:
+        raise PlanError(
+            f"the plan was made for device={plan.device!r}: this version runs and measures plans on the CPU only. Make"
+            " one with device='cpu', or apply this one there with memfit.apply(plan, workload)"
+        )
+    if any(p.device.type == "meta" for p in workload.model.parameters()):
+        raise WorkloadError("Workload.model holds no data: it was built under torch.device('meta'); build it without")
+    check_workload(workload, device)
+    check_plan(plan, workload)
+    return device

@@ -10,7 +10,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from memfit.capture.values import KnownValues
 from memfit.errors import MemfitError, MissingExtraError, WorkloadError
+from memfit.rng import rng_preserved
 from memfit.workload import Workload, batch_size_of
 
 _HOW = "name it as file.py:function or package.module:function, where the function takes nothing and returns a Workload"
@@ -21,6 +25,28 @@ _EXTRAS = {
     "nilearn": "brain",
     "nibabel": "brain",
 }
+
+
+def load_fake_workload(name: str) -> Workload:
+    """Return the workload that a function makes, run under fake tensors: its model takes no memory.
+
+    A function that can't run so, since it computes with data, is run as it is.
+
+    Args:
+        name: `file.py:function` or `package.module:function`.
+
+    Raises:
+        WorkloadError: No such file, module or function, or it returns something else than a Workload.
+        MissingExtraError: It imports a package that an extra of memfit brings.
+    """
+    values = KnownValues.of(FakeTensorMode(allow_non_fake_inputs=True))
+    try:
+        with rng_preserved(), values.fake, values:
+            return load_workload(name)
+    except WorkloadError as e:
+        if e.__cause__ is None:
+            raise
+    return load_workload(name)
 
 
 def load_workload(name: str) -> Workload:

@@ -4,106 +4,39 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from msgspec.structs import replace
 
-from memfit.capture.step import capture
-from memfit.cost.calibrate import calibrate
+from memfit.devices.advice import precisions as precisions_of
 from memfit.devices.host import find_device
 from memfit.errors import CaptureError, InfeasibleError, UsageError
-from memfit.ir.cost import CostTable
+from memfit.ir.device import Device
 from memfit.ir.plan import NUMERICS, Candidate, Levers, Numerics, Plan, Precision, Prediction, Solution
 from memfit.ir.remat import Regions
-from memfit.ir.simulate import simulate
-from memfit.ir.timeline import Timeline
 from memfit.ir.trace import Trace
-from memfit.pipeline.applying import applied, check_workload
+from memfit.pipeline import remote
+from memfit.pipeline.applying import check_workload
+from memfit.pipeline.predicting import (
+    Progress,
+    capture_levers,
+    check_precision,
+    costs_of,
+    is_elsewhere,
+    predict,
+    silent,
+)
 from memfit.solve.candidates import options, refusals
 from memfit.solve.frontier import Combination, fastest, frontier
 from memfit.solve.problem import build
 from memfit.units import format_bytes, parse_budget
 from memfit.version import __version__
-from memfit.workload import Workload, batch_size_of, fingerprint
+from memfit.workload import Workload, batch_size_of, fingerprint, tokens_per_sample
 
-PRECISIONS: tuple[Precision, ...] = ("32-true", "bf16-mixed", "16-mixed")
-DEFAULT_PRECISIONS: tuple[Precision, ...] = ("32-true", "bf16-mixed")
-"""What is searched unless said otherwise: few CPUs are fast in fp16."""
 _ATTEMPTS = 6
 _ROUNDING_BYTES = 64  # what floats in the solver may miss
-
-Progress = Callable[[str, int, int], None]
-"""Called with a stage's name, how much of it is done, and of how much."""
-
-
-def _silent(stage: str, done: int, total: int) -> None:
-    return None
-
-
-def capture_levers(workload: Workload, levers: Levers) -> Trace:
-    """Return the trace of a workload's step with levers applied, under fake tensors."""
-    return capture(
-        workload,
-        functools.partial(applied, levers),
-        precision=levers.precision,
-        microbatch_size=levers.microbatch_size,
-    )
-
-
-def predict(trace: Trace, costs: CostTable) -> tuple[Prediction, Timeline]:
-    """Return the prediction for a captured step, and its timeline."""
-    timeline = simulate(trace, costs)
-    prediction = Prediction(
-        peak_bytes=timeline.peak_bytes,
-        peak_upper_bytes=int(timeline.peak_bytes * (1 + costs.peak_error)),
-        step_seconds=timeline.step_seconds,
-        by_category=timeline.at_peak(),
-        where=timeline.where(),
-    )
-    return prediction, timeline
-
-
-def estimate(
-    workload: Workload,
-    *,
-    device: str = "cpu",
-    precision: Precision = "32-true",
-    microbatch_size: int | None = None,
-    progress: Progress = _silent,
-) -> Prediction:
-    """Predict the peak and the time of a step as it is, without running it.
-
-    Args:
-        workload: The user's workload; nothing of it is changed.
-        device: The device's name.
-        precision: Of the step.
-        microbatch_size: Samples in one forward and backward pass; None for the whole batch.
-        progress: Told how far it is.
-
-    Raises:
-        UsageError: No such device or precision.
-        CaptureError: The step can't be captured.
-    """
-    find_device(device)
-    check_precision(precision, "precision")
-    check_workload(workload)
-    progress("capture", 0, 1)
-    size = microbatch_size or batch_size_of(workload.batch)
-    trace = capture_levers(workload, Levers(precision=precision, microbatch_size=size))
-    costs = calibrate([trace], functools.partial(progress, "measure operators"))
-    return predict(trace, costs)[0]
-
-
-def check_precision(precision: str, argument: str) -> None:
-    """Check the name of a precision that an argument holds.
-
-    Raises:
-        UsageError: There is none of that name.
-    """
-    if precision not in PRECISIONS:
-        raise UsageError(f"{argument}={precision!r} is unknown: use one of {', '.join(PRECISIONS)}")
 
 
 def plan(
@@ -114,8 +47,8 @@ def plan(
     numerics: Numerics = "reordered",
     precisions: Sequence[Precision] | None = None,
     points: int = 8,
-    time_limit_seconds: float = 20.0,
-    progress: Progress = _silent,
+    time_limit_seconds: float = 10.0,
+    progress: Progress = silent,
 ) -> Plan:
     """Choose the fastest combination of levers whose predicted peak fits a budget.
 
@@ -126,10 +59,11 @@ def plan(
     Args:
         workload: The user's workload; nothing of it is changed.
         budget: Bytes, a string with a unit ("1.5GiB"), or a share of the device's memory ("90%").
-        device: The device's name.
+        device: The device's name: "cpu", "cuda", or one of the catalogue. For a GPU the budget is held
+            against what the allocator reserves, and the frontier's peaks are live bytes.
         numerics: How far the numbers may change: "exact", "reordered", "reduced" or "changed".
-        precisions: Precisions to search; None for "32-true" and "bf16-mixed". Those that `numerics`
-            does not allow are solved for the frontier only.
+        precisions: Precisions to search; None for "32-true" and the mixed one that the device is made
+            for. Those that `numerics` does not allow are solved for the frontier only.
         points: Budgets that the frontier is solved for, for each precision and microbatch size.
         time_limit_seconds: Of each problem solved.
         progress: Told how far it is.
@@ -139,27 +73,39 @@ def plan(
         InfeasibleError: No plan that `numerics` allows fits.
         CaptureError: The step can't be captured.
     """
-    budget_bytes = parse_budget(budget, find_device(device).usable_bytes)
+    found = find_device(device)
+    budget_bytes = parse_budget(budget, found.usable_bytes)
     if numerics not in NUMERICS:
         raise UsageError(f"numerics={numerics!r} is unknown: use one of {', '.join(NUMERICS)}")
     if points < 1:
         raise UsageError(f"points={points} is not above 0: give the budgets to solve the frontier for")
     for precision in precisions or ():
         check_precision(precision, "precisions")
-    check_workload(workload)
-    searched = tuple(precisions or DEFAULT_PRECISIONS)
+    searched = tuple(precisions or precisions_of(found))
     if "32-true" not in searched and not _allows(numerics, "reduced"):
         raise UsageError(
             f"precisions={list(searched)} are not allowed by numerics={numerics!r}: allow numerics='reduced'"
         )
-    return _Planner(workload, budget_bytes, device, numerics, searched, points, time_limit_seconds, progress).plan()
+    if is_elsewhere(found):
+        options = {
+            "budget": budget,
+            "device": device,
+            "numerics": numerics,
+            "precisions": precisions,
+            "points": points,
+            "time_limit_seconds": time_limit_seconds,
+        }
+        made: Plan = remote.call(plan, workload, options, progress)
+        return made
+    check_workload(workload, found)
+    return _Planner(workload, budget_bytes, found, numerics, searched, points, time_limit_seconds, progress).plan()
 
 
 @dataclass
 class _Planner:
     workload: Workload
     budget_bytes: int
-    device: str
+    device: Device
     numerics: Numerics
     precisions: Sequence[Precision]
     points: int
@@ -194,14 +140,14 @@ class _Planner:
             torch_version=str(torch.__version__),
             workload=self.workload.name,
             fingerprint=fingerprint(self.workload),
-            device=self.device,
+            device=self.device.name,
             batch_size=self.batch_size,
             budget_bytes=self.budget_bytes,
             levers=candidate.levers,
             numerics=candidate.numerics,
             classes=lever_classes(candidate.levers, self.batch_size, self.couples_batch),
             allowed=self.numerics,
-            plain=predict(plain, self.costs)[0],
+            plain=self._predict(plain),
             predicted=prediction,
             solution=Solution(
                 status=candidate.status,
@@ -210,8 +156,11 @@ class _Planner:
                 solve_seconds=time.monotonic() - started,
             ),
             frontier=points,
-            notes=list(dict.fromkeys(self.notes)),
+            notes=list(dict.fromkeys([*plain.notes, *self.notes])),
         )
+
+    def _predict(self, trace: Trace) -> Prediction:
+        return predict(trace, self.costs, self.device, tokens_per_sample(self.workload.batch))[0]
 
     def _note_draws(self, levers: Levers) -> None:
         draws = any(op.random for op in self.traces["32-true", self.batch_size].ops)
@@ -225,17 +174,18 @@ class _Planner:
         """Capture the step in every precision and microbatch size that is searched."""
         whole = Levers(microbatch_size=self.batch_size)
         self.progress("capture", 0, 1)
-        first = capture_levers(self.workload, whole)
+        first = capture_levers(self.workload, whole, self.device)
         self.couples_batch = any(module.couples_batch for module in first.modules)
         combinations = self._combinations()
         self.traces = {("32-true", self.batch_size): first}
         for index, (precision, size) in enumerate(combinations):
             if (precision, size) not in self.traces:
                 levers = Levers(precision=precision, microbatch_size=size)
-                self.traces[precision, size] = capture_levers(self.workload, levers)
+                self.traces[precision, size] = capture_levers(self.workload, levers, self.device)
             self.progress("capture", index + 1, len(combinations))
         self.wanted = combinations
-        self.costs = calibrate(self.traces.values(), functools.partial(self.progress, "measure operators"))
+        measuring = functools.partial(self.progress, "measure operators")
+        self.costs = costs_of(self.traces.values(), self.device, measuring)
 
     def _combinations(self) -> list[tuple[Precision, int]]:
         """Return what is searched, the simplest first; precisions that are not allowed with the whole batch only."""
@@ -285,22 +235,22 @@ class _Planner:
     def _confirm(self, candidate: Candidate) -> Prediction:
         """Predict a plan from a capture of the step with the plan applied."""
         try:
-            trace = capture_levers(self.workload, candidate.levers)
+            trace = capture_levers(self.workload, candidate.levers, self.device)
         except CaptureError as e:
             culprits = self._not_recomputable(candidate.levers)
             if not culprits:
                 raise
             self.notes += [f"{fqn} is not recomputed: {why}" for fqn, why in culprits.items()]
             raise _NotRecomputable(set(culprits)) from e
-        self.costs = calibrate([trace])
-        return predict(trace, self.costs)[0]
+        self.costs = costs_of([trace], self.device)
+        return self._predict(trace)
 
     def _not_recomputable(self, levers: Levers) -> dict[str, str]:
         """Find the regions that fail when they alone are checkpointed."""
         found: dict[str, str] = {}
         for region in levers.regions:
             try:
-                capture_levers(self.workload, replace(levers, regions=(region,)))
+                capture_levers(self.workload, replace(levers, regions=(region,)), self.device)
             except CaptureError:
                 found[region.module] = (
                     "running it again gives something else, as when it updates a cache (with transformers: set"

@@ -11,14 +11,15 @@ import torch
 
 from memfit.capture.fake import nothing_changes, real_copy
 from memfit.capture.measure import measure_peak_bytes
-from memfit.cost.calibrate import calibrate
+from memfit.devices.host import find_device
 from memfit.errors import UsageError
 from memfit.ir import codec
 from memfit.ir.modules import module_table
 from memfit.ir.plan import Levers, Plan
 from memfit.ir.record import Comparison, RunRecord, Views
-from memfit.pipeline.applying import applied, apply, check_plan, check_workload
-from memfit.pipeline.planning import capture_levers, predict
+from memfit.ir.simulate import simulate
+from memfit.pipeline.applying import applied, apply, check_plan, check_runs_here
+from memfit.pipeline.predicting import capture_levers, costs_of
 from memfit.report.html import write as write_html
 from memfit.rng import rng_preserved
 from memfit.train.folder import METRICS, PLAN, REPORT, RUN, VIEWS, check_folder
@@ -31,12 +32,13 @@ from memfit.workload import Workload, tensors_of
 def views(plan: Plan, workload: Workload, comparison: Comparison | None = None) -> Views:
     """Return what a report draws: the predicted timelines of the plain and the planned step, and the modules."""
     check_plan(plan, workload)
-    plain = capture_levers(workload, Levers(microbatch_size=plan.batch_size))
-    planned = capture_levers(workload, plan.levers)
-    costs = calibrate([plain, planned])
+    device = find_device(plan.device)
+    plain = capture_levers(workload, Levers(microbatch_size=plan.batch_size), device)
+    planned = capture_levers(workload, plan.levers, device)
+    costs = costs_of([plain, planned], device)
     return Views(
-        plain=predict(plain, costs)[1],
-        planned=predict(planned, costs)[1],
+        plain=simulate(plain, costs),
+        planned=simulate(planned, costs),
         modules=module_table(plain, planned, costs, plan.levers.regions),
         comparison=comparison,
     )
@@ -60,8 +62,7 @@ def compare(
         steps: Steps of each (≥ 2).
         progress: Called with how many steps are done, of how many.
     """
-    check_workload(workload)
-    check_plan(plan, workload)
+    check_runs_here(plan, workload)
     batches = _first_batches(workload, steps)
     with nothing_changes(workload):
         both = [real_copy(workload), real_copy(workload)]
@@ -158,8 +159,7 @@ def train(
         NonFiniteError: The loss or a gradient is not finite.
     """
     folder = Path(out)
-    check_workload(workload)
-    check_plan(plan, workload)
+    check_runs_here(plan, workload)
     check_folder(folder, overwrite=overwrite, resume=resume)
     comparison = compare(plan, workload, steps=compare_steps, progress=progress) if compare_steps else None
     drawn = codec.encode(views(plan, workload, comparison))

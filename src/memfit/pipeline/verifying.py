@@ -10,12 +10,13 @@ from torch import nn
 
 from memfit.capture.fake import nothing_changes, real_copy
 from memfit.capture.measure import measure_peak_bytes
-from memfit.cost.calibrate import calibrate
 from memfit.errors import CaptureError
+from memfit.ir.device import Device
 from memfit.ir.plan import Levers, Numerics, Plan
 from memfit.ir.verification import GradientDifference, Verification
-from memfit.pipeline.applying import applied, check_plan, check_workload
-from memfit.pipeline.planning import capture_levers, freest, lever_classes, predict
+from memfit.pipeline.applying import applied, check_runs_here
+from memfit.pipeline.planning import freest, lever_classes
+from memfit.pipeline.predicting import capture_levers, costs_of, predict
 from memfit.units import format_bytes
 from memfit.workload import Workload, batch_size_of
 
@@ -44,8 +45,7 @@ def verify(plan: Plan, workload: Workload) -> Verification:
         PlanMismatchError: The plan was made for another workload.
         PlanError: Its levers are not legal.
     """
-    check_workload(workload)
-    check_plan(plan, workload)
+    device = check_runs_here(plan, workload)
     size = batch_size_of(workload.batch)
     plain = Levers(microbatch_size=size)
     quiet = plan.levers.microbatch_size < size
@@ -73,7 +73,7 @@ def verify(plan: Plan, workload: Workload) -> Verification:
         budget_bytes=plan.budget_bytes,
         notes=["compared in evaluation mode, since microbatches draw their own dropout masks"] if quiet else [],
     )
-    return msgspec.structs.replace(found, failures=_failures(plan, workload, found))
+    return msgspec.structs.replace(found, failures=_failures(plan, workload, device, found))
 
 
 def _gradients(workload: Workload, levers: Levers, quiet: bool) -> tuple[float, dict[str, torch.Tensor]]:
@@ -104,9 +104,9 @@ def _difference(name: str, found: torch.Tensor | None, expected: torch.Tensor) -
     return GradientDifference(parameter=name, relative=_relative(found, expected), equal=torch.equal(found, expected))
 
 
-def _failures(plan: Plan, workload: Workload, found: Verification) -> list[str]:
+def _failures(plan: Plan, workload: Workload, device: Device, found: Verification) -> list[str]:
     """Return what the plan says and is not so."""
-    failures = _prediction_failures(plan, workload)
+    failures = _prediction_failures(plan, workload, device)
     if found.measured_peak_bytes > plan.budget_bytes:
         failures.append(
             f"the measured peak, {format_bytes(found.measured_peak_bytes)}, is above the plan's budget_bytes,"
@@ -133,14 +133,14 @@ def _failures(plan: Plan, workload: Workload, found: Verification) -> list[str]:
     return failures
 
 
-def _prediction_failures(plan: Plan, workload: Workload) -> list[str]:
+def _prediction_failures(plan: Plan, workload: Workload, device: Device) -> list[str]:
     """Capture the planned step again, and hold what the plan says against what is captured."""
     try:
-        trace = capture_levers(workload, plan.levers)
+        trace = capture_levers(workload, plan.levers, device)
     except CaptureError as e:
         return [f"the planned step can't be run: {e}"]
     failures = []
-    prediction, _ = predict(trace, calibrate([trace]))
+    prediction, _ = predict(trace, costs_of([trace], device), device)
     if prediction.peak_bytes != plan.predicted.peak_bytes and (
         abs(prediction.peak_bytes / plan.predicted.peak_bytes - 1) > 0.001
     ):

@@ -27,6 +27,8 @@ _UNIT = float(2**20)  # bytes are solved in MiB, so that coefficients stay near 
 _ROWS_A_ROUND = 24
 _LEAST_SECONDS = 0.1
 _OPTIMAL, _LIMIT = 0, 1
+FINE, COARSE = 1e-4, 2e-3
+"""How near to its bound the solver stops, as a share of the step's time: the last tenths of a percent take longest."""
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -69,8 +71,12 @@ class Solver:
         nothing = np.zeros(self._n_x, np.int64)
         self._add_rows(nothing, -1)
 
-    def fastest(self, budget_bytes: int) -> Choice | None:
+    def fastest(self, budget_bytes: int, tolerance: float = FINE) -> Choice | None:
         """Return the fastest choice whose peak is within a budget.
+
+        Args:
+            budget_bytes: The budget.
+            tolerance: How much slower than the bound it may be, as a share of the step's time.
 
         Returns:
             None when there is none: proven, or no solution was found within the time limit.
@@ -78,25 +84,28 @@ class Solver:
         if not self._n_x:
             nothing = self._nothing_to_choose()
             return nothing if nothing.peak_bytes <= budget_bytes else None
-        cost = np.concatenate([[o.seconds for o in self.problem.options], np.zeros(self._n_z)])
-        scale = 1.0 / max(float(cost.max(initial=0.0)), 1e-12)
+        slower = [o.seconds for o in self.problem.options]
+        # The last variable is always 1: with the plain step's time in it, the objective is the step's time.
+        cost = np.concatenate([slower, np.zeros(self._n_z), [self.problem.plain_seconds]])
+        scale = 1.0 / max(max(slower), 1e-12)
         deadline = time.monotonic() + self.time_limit_seconds
         margin, proven = 0, 0.0
         while True:
             rows, base = self._row_matrix()
-            limit = LinearConstraint(rows, -np.inf, (budget_bytes - margin - base) / _UNIT)
-            result = self._run(cost * scale, [limit], deadline)
+            limit = LinearConstraint(_with_column(rows, 0.0), -np.inf, (budget_bytes - margin - base) / _UNIT)
+            result = self._run(cost * scale, limit, deadline, (1.0, 1.0), tolerance)
             if result.x is None:
                 return None
             x = np.round(result.x[: self._n_x]).astype(np.int64)
             if margin == 0:
-                proven = self.problem.plain_seconds + max(0.0, float(result.mip_dual_bound or 0.0)) / scale
+                proven = max(self.problem.plain_seconds, float(result.mip_dual_bound or 0.0) / scale)
             if self._add_rows(x, budget_bytes):
                 continue
             excess = int(self.problem.row_peaks(x).max(initial=0)) - budget_bytes
             if excess <= 0:
-                status = result.status if margin == 0 else _LIMIT
-                return self._choice(x, status, min(proven, self.problem.seconds(x)))
+                bound = min(proven, self.problem.seconds(x))
+                near = margin == 0 and bound >= self.problem.seconds(x) * (1 - FINE)
+                return self._choice(x, _OPTIMAL if near else _LIMIT, bound)
             margin = max(2 * margin, excess)  # the solver's tolerance let through what does not fit
 
     def leanest(self) -> Choice:
@@ -115,9 +124,8 @@ class Solver:
         deadline = time.monotonic() + self.time_limit_seconds
         while True:
             rows, base = self._row_matrix()
-            with_peak = csr_array(np.hstack([rows.toarray(), -np.ones((rows.shape[0], 1))]))
-            limit = LinearConstraint(with_peak, -np.inf, -base / _UNIT)
-            result = self._run(np.concatenate([seconds * tie, [1.0]]), [limit], deadline, peak_variable=True)
+            limit = LinearConstraint(_with_column(rows, -1.0), -np.inf, -base / _UNIT)
+            result = self._run(np.append(seconds * tie, 1.0), limit, deadline, (0.0, np.inf), FINE)
             x = np.zeros(self._n_x, np.int64) if result.x is None else np.round(result.x[: self._n_x]).astype(np.int64)
             reached = int(round(result.x[n] * _UNIT)) if result.x is not None else 0
             if result.x is None or not self._add_rows(x, reached + 1024):
@@ -131,17 +139,20 @@ class Solver:
         peak = int(self.problem.row_peaks(x).max(initial=0))
         return Choice(x, peak, self.problem.seconds(x), "optimal" if status == _OPTIMAL else "feasible", bound)
 
-    def _run(self, cost: Floats, limits: list[LinearConstraint], deadline: float, peak_variable: bool = False) -> Any:
-        extra = 1 if peak_variable else 0
+    def _run(
+        self, cost: Floats, limit: LinearConstraint, deadline: float, last: tuple[float, float], tolerance: float
+    ) -> Any:
+        """Run HiGHS over the options, the keepers and one more variable, which is continuous within `last`."""
         structure, low, high = self._structure
-        if extra:
-            structure = csr_array(np.hstack([structure.toarray(), np.zeros((structure.shape[0], 1))]))
-        upper = np.concatenate([np.ones(self._n_x + self._n_z), np.full(extra, np.inf)])
-        integral = np.concatenate([np.ones(self._n_x), np.zeros(self._n_z + extra)])
-        constraints = [*limits, LinearConstraint(structure, low, high)] if structure.shape[0] else limits
-        options = {"time_limit": max(_LEAST_SECONDS, deadline - time.monotonic()), "mip_rel_gap": 1e-4}
+        count = self._n_x + self._n_z
+        bounds = Bounds(np.append(np.zeros(count), last[0]), np.append(np.ones(count), last[1]))
+        integral = np.concatenate([np.ones(self._n_x), np.zeros(self._n_z + 1)])
+        constraints = [limit]
+        if structure.shape[0]:
+            constraints.append(LinearConstraint(_with_column(structure, 0.0), low, high))
+        options = {"time_limit": max(_LEAST_SECONDS, deadline - time.monotonic()), "mip_rel_gap": tolerance}
         with _silent_output():
-            return milp(cost, constraints=constraints, bounds=Bounds(0, upper), integrality=integral, options=options)
+            return milp(cost, constraints=constraints, bounds=bounds, integrality=integral, options=options)
 
     def _structural_constraints(self) -> tuple[csr_array, Floats, Floats]:
         """At most one option along each chain; each z at least each of its activities."""
@@ -178,6 +189,10 @@ class Solver:
         new = [int(i) for i in over[np.argsort(-peaks[over], kind="stable")] if int(i) not in set(self._active)]
         self._active += new[:_ROWS_A_ROUND]
         return bool(new)
+
+
+def _with_column(rows: csr_array, value: float) -> csr_array:
+    return csr_array(np.hstack([rows.toarray(), np.full((rows.shape[0], 1), value)]))
 
 
 @contextlib.contextmanager
