@@ -29,7 +29,7 @@ def pretend(device: Device) -> None:
     for name, answer in _answers(device).items():
         setattr(torch.cuda, name, answer)
     torch._C._cuda_getDeviceCount = lambda: 1
-    torch._C._cuda_getCurrentRawStream = lambda _: 0  # Triton's drivers look for it when they are imported
+    torch._C._cuda_getCurrentRawStream = lambda device: 0  # Triton's drivers look for it when they are imported
     for name in ("pin_memory", "is_pinned"):
         setattr(torch.Tensor, name, _PINNING[name])
     if device.vendor == "nvidia" and torch.version.cuda is None:

@@ -160,7 +160,8 @@ class _Planner:
         )
 
     def _predict(self, trace: Trace) -> Prediction:
-        return predict(trace, self.costs, self.device, tokens_per_sample(self.workload.batch))[0]
+        costs = costs_of([trace], self.device)
+        return predict(trace, costs, self.device, tokens_per_sample(self.workload.batch))[0]
 
     def _note_draws(self, levers: Levers) -> None:
         draws = any(op.random for op in self.traces["32-true", self.batch_size].ops)
@@ -242,7 +243,6 @@ class _Planner:
                 raise
             self.notes += [f"{fqn} is not recomputed: {why}" for fqn, why in culprits.items()]
             raise _NotRecomputable(set(culprits)) from e
-        self.costs = costs_of([trace], self.device)
         return self._predict(trace)
 
     def _not_recomputable(self, levers: Levers) -> dict[str, str]:
