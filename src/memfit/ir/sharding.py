@@ -437,10 +437,10 @@ class _FullyShard:
         if not unit.parameters or unit.full:
             return
         self._gather(each, position, position)
-        if self.held is not None:
+        self._copy_out(each, position, position)
+        if self.held is not None:  # a local of `wait_for_unshard` keeps it until that returns
             self.held.death = self.insertion.before(position)
         self.held, unit.pending = unit.pending, None
-        self._copy_out(each, position, position)
 
     def _post_forward(self, each: _Pass, position: int) -> None:
         if each.unit.parameters:
