@@ -20,7 +20,7 @@ from torch import nn
 from memfit.capture.fake import real_copy
 from memfit.errors import CaptureError, WorkloadError
 from memfit.ir.simulate import simulate
-from memfit.workload import Workload
+from memfit.workload import Workload, batch_size_of
 from tests.models import BUILDERS, COSTS, captured, convnet, plain_trace, squared_error, step_of, transformer, twice
 
 
@@ -321,3 +321,21 @@ def test_views_of_one_storage_stay_views_of_one() -> None:
 def test_captures_are_repeatable() -> None:
     assert captured(twice()) == captured(twice())
     assert captured(convnet(), microbatch_size=2) == captured(convnet(), microbatch_size=2)
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_gradients_and_state_are_linked_to_their_parameters(name: str) -> None:
+    workload = BUILDERS[name]()
+    trace = captured(workload, microbatch_size=batch_size_of(workload.batch) // 2)
+    named = dict(workload.model.named_parameters())
+    assert [(p.fqn, p.shape) for p in trace.parameters] == [(n, tuple(p.shape)) for n, p in named.items()]
+    linked = {(s.category, s.parameter) for s in trace.storages if s.parameter >= 0}
+    adam = isinstance(workload.optimizer, torch.optim.Adam | torch.optim.AdamW)
+    for index, parameter in enumerate(trace.parameters):
+        assert ("parameters", index) in linked and ("gradients", index) in linked
+        assert (("optimizer state", index) in linked) == (adam or name == "convnet")
+        assert all(
+            s.nbytes == parameter.nbytes
+            for s in trace.storages
+            if s.parameter == index and s.category in ("parameters", "gradients")
+        )

@@ -24,7 +24,7 @@ from memfit.capture.recorder import LiveStorage, Recorder, Recording
 from memfit.capture.values import KnownValues, libraries_run_as_with_data
 from memfit.errors import CaptureError, MemfitError
 from memfit.ir.device import Device
-from memfit.ir.trace import Category, Module, Storage, Trace
+from memfit.ir.trace import Category, Module, Parameter, Storage, Trace
 from memfit.workload import StepProgram, Workload, batch_size_of, fingerprint, slice_batch, tensors_of
 
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
@@ -182,25 +182,31 @@ class _Categories:
         self.recorder, self.workload = recorder, workload
         self.found: dict[int, Category] = {}
         self.owners: dict[int, int] = {}
+        self.parameters: dict[int, int] = {}
+        self.position = {id(p): i for i, p in enumerate(workload.model.parameters())}
         self.see_optimizer_state()
         for position, (_, module) in enumerate(workload.model.named_modules()):
             self._see(module.buffers(recurse=False), "buffers", position)
-            self._see(module.parameters(recurse=False), "parameters", position)
+            for parameter in module.parameters(recurse=False):
+                self._see([parameter], "parameters", position, parameter)
         self._see(tensors_of(workload.batch), "inputs")
 
-    def _see(self, tensors: Any, category: Category, owner: int = -1) -> None:
+    def _see(self, tensors: Any, category: Category, owner: int = -1, parameter: Any = None) -> None:
         for tensor in tensors:
             index = self.recorder.observe(tensor, -1)
             if index is not None:
                 self.found[index] = category
                 self.owners[index] = owner
+                self.parameters[index] = self.position.get(id(parameter), -1)
 
     def see_optimizer_state(self) -> None:
-        state = self.workload.optimizer.state.values()
-        self._see([t for values in state for t in tensors_of(values)], "optimizer state")
+        for parameter, values in self.workload.optimizer.state.items():
+            self._see(tensors_of(values), "optimizer state", parameter=parameter)
 
     def see_gradients(self) -> None:
-        self._see([p.grad for p in self.workload.model.parameters() if p.grad is not None], "gradients")
+        for parameter in self.workload.model.parameters():
+            if parameter.grad is not None:
+                self._see([parameter.grad], "gradients", parameter=parameter)
 
     def on_phase(self, phase: Any, microbatch: int) -> None:
         self.see_gradients()
@@ -242,6 +248,15 @@ def _releases(recording: Recording, dry: list[Recording]) -> dict[int, int]:
     return found
 
 
+def _parameters(workload: Workload) -> list[Parameter]:
+    """Return the model's parameters, in the order of `named_parameters()`."""
+    groups = {id(p): i for i, group in enumerate(workload.optimizer.param_groups) for p in group["params"]}
+    return [
+        Parameter(name, tuple(p.shape), p.itemsize, p.requires_grad, groups.get(id(p), -1))
+        for name, p in workload.model.named_parameters()
+    ]
+
+
 def _category(storage: LiveStorage, recording: Recording, saved: bool) -> Category:
     """Return what a storage is for, by when it lives: activations are what waits for the backward pass."""
     if storage.birth < 0:
@@ -274,7 +289,8 @@ def _assemble(
         if storage.death > max(release, last_save.get(index, -1)):  # something else holds it
             release = storage.death
         owner = categories.owners.get(index, -1)
-        storages.append(Storage(storage.nbytes, storage.birth, storage.death, release, category, owner))
+        parameter = categories.parameters.get(index, -1)
+        storages.append(Storage(storage.nbytes, storage.birth, storage.death, release, category, owner, parameter))
     size = microbatch_size or full
     return Trace(
         workload=workload.name,
@@ -293,4 +309,5 @@ def _assemble(
         saves=saves,
         signatures=list(recording.signatures),
         works=recording.works,
+        parameters=_parameters(copied),
     )

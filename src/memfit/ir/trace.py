@@ -8,6 +8,7 @@ when the step starts have birth -1; those that outlive it have death `len(ops)`.
 from __future__ import annotations
 
 import functools
+import math
 from typing import Literal
 
 import msgspec
@@ -37,6 +38,26 @@ class Module(msgspec.Struct, frozen=True, array_like=True):
     kind: str
     couples_batch: bool
     tracks_statistics: bool
+
+
+class Parameter(msgspec.Struct, frozen=True, array_like=True):
+    """A parameter of the model; one that modules share is listed once, by its first name.
+
+    Attributes:
+        itemsize: Bytes of one element.
+        group: The optimizer's parameter group that it is in, or -1.
+    """
+
+    fqn: str
+    shape: tuple[int, ...]
+    itemsize: int
+    trainable: bool
+    group: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole parameter."""
+        return math.prod(self.shape) * self.itemsize
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):
@@ -105,6 +126,7 @@ class Storage(msgspec.Struct, frozen=True, array_like=True):
         release: For storages born in the forward pass: after which operator it would die if autograd
             kept nothing. Equal to `death` elsewhere.
         owner: For parameters and buffers, an index into `Trace.modules`; else -1.
+        parameter: For parameters, their gradients and their optimizer state, an index into `Trace.parameters`; else -1.
     """
 
     nbytes: int
@@ -113,6 +135,7 @@ class Storage(msgspec.Struct, frozen=True, array_like=True):
     release: int
     category: Category
     owner: int
+    parameter: int = -1
 
 
 class Save(msgspec.Struct, frozen=True, array_like=True):
@@ -163,6 +186,7 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     saves: list[Save]
     signatures: list[str]
     works: list[Work]
+    parameters: list[Parameter] = []
     notes: list[str] = []
 
     @functools.cached_property

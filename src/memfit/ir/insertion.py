@@ -1,0 +1,144 @@
+"""Operators and storages put into a recorded step.
+
+A moment is an operator of the original step, or one that was put in. Storages live through their moment
+of birth and their moment of death, as those of a trace do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from memfit.ir.trace import Call, Category, Op, Save, Storage, Trace, Work
+
+
+@dataclass(eq=False)
+class Inserted:
+    """An operator that is put in just before operator `before` of the original step."""
+
+    before: int
+    op: Op
+
+
+Moment = int | Inserted
+"""An operator of the original step, by its index, or one that was put in."""
+
+
+@dataclass
+class Block:
+    """A storage that is put in. `death` None: it outlives the step, as `birth` -1 is from before it."""
+
+    nbytes: int
+    birth: Moment
+    category: Category
+    owner: int
+    parameter: int = -1
+    death: Moment | None = None
+
+
+class Insertion:
+    """Collects what is to be put into a step, in the order of the step.
+
+    Args:
+        trace: The original step.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.storages: list[Storage | Block] = list(trace.storages)
+        self._inserted: list[Inserted] = []
+        self._signatures: dict[str, int] = {}
+        self._works: list[Work] = []
+
+    def op(self, name: str, nbytes: int, before: int, *, like: int, call: int) -> Inserted:
+        """Put in an operator that moves some bytes.
+
+        Args:
+            name: What it is called.
+            nbytes: What it moves.
+            before: The operator of the original step that it comes before; `len(ops)` for the end.
+            like: An operator whose phase and microbatch it has.
+            call: The module call it belongs to, or -1.
+        """
+        text = f"{name} {nbytes}"
+        if text not in self._signatures:
+            self._signatures[text] = len(self.trace.signatures) + len(self._works)
+            self._works.append(Work(0, nbytes, nbytes, "", True))
+        other = self.trace.ops[like]
+        op = Op(name, call, other.phase, other.microbatch, self._signatures[text], (), False)
+        self._inserted.append(Inserted(before, op))
+        return self._inserted[-1]
+
+    def before(self, position: int) -> Moment:
+        """Return the last moment before an operator of the original step, of what was put in so far."""
+        last = self._inserted[-1] if self._inserted else None
+        return last if last is not None and last.before == position else position - 1
+
+    def allocate(self, nbytes: int, birth: Moment, category: Category, owner: int, parameter: int = -1) -> Block:
+        """Put in a storage; set its `death` when it is freed."""
+        block = Block(nbytes, birth, category, owner, parameter)
+        self.storages.append(block)
+        return block
+
+    def free(self, index: int, death: Moment) -> None:
+        """Let a storage of the original step die at another moment."""
+        old = self.storages[index]
+        assert isinstance(old, Storage)
+        self.storages[index] = Block(old.nbytes, old.birth, old.category, old.owner, old.parameter, death)
+
+    def result(self) -> Trace:
+        """Return the step with everything in place."""
+        order = sorted(range(len(self._inserted)), key=lambda i: self._inserted[i].before)
+        return _Renumbered(self.trace, [self._inserted[i] for i in order]).trace(
+            self.storages, [*self.trace.signatures, *self._signatures], [*self.trace.works, *self._works]
+        )
+
+
+class _Renumbered:
+    """Operators in their new order, and where each moment went."""
+
+    def __init__(self, trace: Trace, inserted: list[Inserted]) -> None:
+        self.old = trace
+        self.ops: list[Op] = []
+        self.position: list[int] = []
+        self.of: dict[Inserted, int] = {}
+        pending = list(reversed(inserted))
+        for index in range(len(trace.ops) + 1):
+            while pending and pending[-1].before == index:
+                event = pending.pop()
+                self.of[event] = len(self.ops)
+                self.ops.append(event.op)
+            self.position.append(len(self.ops))
+            self.ops += trace.ops[index : index + 1]
+
+    def at(self, moment: Moment | None) -> int:
+        """Return where a moment went: the start and the end of the step stay what they are."""
+        if moment is None:
+            return len(self.ops)
+        if isinstance(moment, Inserted):
+            return self.of[moment]
+        return moment if moment < 0 else self.position[moment]
+
+    def trace(self, storages: list[Storage | Block], signatures: list[str], works: list[Work]) -> Trace:
+        return replace(
+            self.old,
+            calls=[self._call(call) for call in self.old.calls],
+            ops=self.ops,
+            storages=[self._storage(storage) for storage in storages],
+            saves=[self._save(save) for save in self.old.saves],
+            signatures=signatures,
+            works=works,
+        )
+
+    def _call(self, call: Call) -> Call:
+        end = self.at(call.end - 1) + 1 if call.end > call.start else self.at(call.start)
+        return replace(call, start=self.at(call.start), end=end)
+
+    def _storage(self, old: Storage | Block) -> Storage:
+        death = self.at(old.death)
+        release = self.at(old.release) if isinstance(old, Storage) else death
+        return Storage(old.nbytes, self.at(old.birth), death, release, old.category, old.owner, old.parameter)
+
+    def _save(self, save: Save) -> Save:
+        return replace(save, at=self.at(save.at), unpacked=self.at(save.unpacked), death=self.at(save.death))
