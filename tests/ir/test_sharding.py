@@ -14,9 +14,10 @@ from msgspec.structs import replace
 from torch import nn
 
 from memfit.errors import UsageError
+from memfit.ir.data_parallel import buckets, partition
 from memfit.ir.insertion import Insertion
 from memfit.ir.remat import Regions
-from memfit.ir.sharding import Mode, Sharding, buckets, communication, partition, repeated_blocks, shard
+from memfit.ir.sharding import Mode, Sharding, communication, repeated_blocks, shard
 from memfit.ir.simulate import simulate
 from memfit.ir.trace import Parameter, Trace
 from memfit.solve.candidates import options
@@ -88,9 +89,8 @@ def test_zero3_gathers_one_layer_while_it_computes_another(world_size: int) -> N
 
 @pytest.mark.parametrize("world_size", [2, 4, 16])
 def test_zero2_keeps_what_it_gathered_until_the_backward_pass(world_size: int) -> None:
-    """In the last but one layer's backward pass: all weights but the last, a gradient, the last one's reduction."""
-    share = WEIGHT // world_size
-    by_hand = LAYERS * share + share + (LAYERS + 1) * WEIGHT
+    """When the last layer's weight is copied out: all weights, its gather, and the one before that waits for it."""
+    by_hand = LAYERS * WEIGHT // world_size + (LAYERS + 2) * WEIGHT
     assert 0 <= peak(mlp(), "zero2", world_size) - by_hand <= ACTIVATIONS
 
 

@@ -21,7 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from memfit.apply.checkpoint import checkpointed
 from memfit.cost.calibrate import measure as measure_operators
 from memfit.devices.allocation import allocated
-from memfit.ir.sharding import Mode, Sharding, buckets, repeated_blocks, shard
+from memfit.ir.data_parallel import buckets
+from memfit.ir.sharding import Mode, Sharding, repeated_blocks, shard
 from memfit.ir.simulate import simulate
 from memfit.ir.trace import Trace
 from memfit.train.step import Step
