@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import enum
+import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
 from memfit.cli.output import err, out, print_error, print_json, stages
+from memfit.devices import fake_cuda
 from memfit.errors import MemfitError, UsageError, VerificationError
+
+if TYPE_CHECKING:
+    from memfit.workload import Workload
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -53,6 +58,15 @@ class PrecisionName(enum.StrEnum):
     fp16 = "16-mixed"
 
 
+class ShardingName(enum.StrEnum):
+    """How ranks share the training."""
+
+    ddp = "ddp"
+    zero1 = "zero1"
+    zero2 = "zero2"
+    zero3 = "zero3"
+
+
 def main() -> None:
     """Run the command line; errors that memfit raises end it with their exit status, without a traceback."""
     try:
@@ -73,21 +87,47 @@ def estimate(
     microbatch_size: Annotated[
         int | None, typer.Option(help="Samples in one forward and backward pass; the whole batch by default.", min=1)
     ] = None,
+    world_size: Annotated[int, typer.Option(help="Ranks that share the training; the batch is one rank's.", min=1)] = 1,
+    sharding: Annotated[
+        ShardingName | None, typer.Option(help="How they share it; ddp by default.", show_default=False)
+    ] = None,
+    snapshot: Annotated[
+        Path | None,
+        typer.Option(help="Write the allocator's simulated history there, for pytorch.org/memory_viz; GPUs only."),
+    ] = None,
+    chrome_trace: Annotated[Path | None, typer.Option(help="Write the step's timeline there, for Perfetto.")] = None,
+    overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
-    """Predict the peak (bytes) and the time (seconds) of the step as it is, without running it."""
+    """Predict the memory (bytes) and the time (seconds) of the step as it is, without running it."""
     from memfit import pipeline
-    from memfit.report.tables import prediction_table
+    from memfit.report.estimates import estimate_page
 
-    loaded = pipeline.load_workload(workload)
+    _check_new("--snapshot", snapshot, overwrite)
+    _check_new("--chrome-trace", chrome_trace, overwrite)
+    if sharding is not None and world_size == 1:
+        raise UsageError(f"--sharding {sharding.value} needs ranks to share the training: give --world-size")
+    loaded = _load_for(workload, device)
     with stages() as progress:
         found = pipeline.estimate(
-            loaded, device=device, precision=precision.value, microbatch_size=microbatch_size, progress=progress
+            loaded,
+            device=device,
+            precision=precision.value,
+            microbatch_size=microbatch_size,
+            world_size=world_size,
+            sharding=sharding.value if sharding else "ddp",
+            snapshot=snapshot,
+            chrome_trace=chrome_trace,
+            progress=progress,
         )
     if as_json:
         print_json(found)
     else:
-        out.print(prediction_table(found, f"{loaded.name} on {device}, {precision.value}"))
+        ranks = f", one of {world_size} ranks" if world_size > 1 else ""
+        out.print(estimate_page(found, f"{loaded.name} on {device}, {precision.value}{ranks}"))
+    for written in (snapshot, chrome_trace):
+        if written is not None and not as_json:
+            out.print(f"Written to {written}", highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -104,7 +144,10 @@ def plan(
     ] = NumericsName.reordered,
     precision: Annotated[
         list[PrecisionName] | None,
-        typer.Option(help="Precisions to search, repeatable; 32-true and bf16-mixed by default.", show_default=False),
+        typer.Option(
+            help="Precisions to search, repeatable; by default 32-true and the mixed one that suits the device.",
+            show_default=False,
+        ),
     ] = None,
     points: Annotated[int, typer.Option(help="Budgets on the frontier, per precision and microbatch size.", min=1)] = 8,
     overwrite: Overwrite = False,
@@ -114,8 +157,8 @@ def plan(
     from memfit import pipeline
     from memfit.report.tables import frontier_table, plan_table
 
-    _check_new(output, overwrite)
-    loaded = pipeline.load_workload(workload)
+    _check_new("--output", output, overwrite)
+    loaded = _load_for(workload, device)
     with stages() as progress:
         found = pipeline.plan(
             loaded,
@@ -265,11 +308,26 @@ def demo(
     run_demo(output, steps, budget, overwrite)
 
 
-def _check_new(path: Path | None, overwrite: bool) -> None:
+def _load_for(workload: str, device: str) -> Workload:
+    """Return a workload to predict for a device; for a GPU, start over in a process where fake CUDA tensors work.
+
+    There the workload is built under fake tensors, so that a model of any size takes no memory.
+    """
+    from memfit import pipeline
+
+    found = pipeline.find_device(device)
+    if pipeline.is_elsewhere(found):
+        line = fake_cuda.command("memfit", *sys.argv[1:])
+        sys.stdout.flush()
+        os.execv(line[0], line)
+    return pipeline.load_fake_workload(workload) if found.kind == "cuda" else pipeline.load_workload(workload)
+
+
+def _check_new(option: str, path: Path | None, overwrite: bool) -> None:
     """Refuse to replace a file.
 
     Raises:
         UsageError: It exists, and `overwrite` is false.
     """
     if path is not None and path.exists() and not overwrite:
-        raise UsageError(f"--output {path} exists already: name another file, or give --overwrite")
+        raise UsageError(f"{option} {path} exists already: name another file, or give --overwrite")

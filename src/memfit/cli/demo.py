@@ -12,7 +12,8 @@ from memfit.cli.training import train_with_bar
 from memfit.ir import codec
 from memfit.ir.record import Views
 from memfit.recipes import byte_lm
-from memfit.report.tables import comparison_table, frontier_table, plan_table, prediction_table
+from memfit.report.estimates import estimate_page
+from memfit.report.tables import comparison_table, frontier_table, plan_table
 from memfit.train.folder import VIEWS, check_folder
 from memfit.units import format_bytes
 
@@ -31,7 +32,7 @@ def run_demo(folder: Path, steps: int, budget: str, overwrite: bool) -> None:
     with stages() as progress:
         plain = pipeline.estimate(workload, progress=progress)
     out.print(Rule("The plain step, predicted without running it"))
-    out.print(prediction_table(plain, f"{workload.name} on cpu, 32-true"))
+    out.print(estimate_page(plain, f"{workload.name} on cpu, 32-true"))
     with stages() as progress:
         plan = pipeline.plan(workload, budget=budget, progress=progress)
     out.print(Rule(f"The frontier, and the plan for {budget}"))

@@ -6,6 +6,7 @@ of birth and their moment of death, as those of a trace do.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -61,7 +62,7 @@ class Insertion:
             like: An operator whose phase and microbatch it has.
             call: The module call it belongs to, or -1.
         """
-        text = f"{name} {nbytes}"
+        text = json.dumps({"op": name, "args": [nbytes]}, separators=(",", ":"))
         if text not in self._signatures:
             self._signatures[text] = len(self.trace.signatures) + len(self._works)
             self._works.append(Work(0, nbytes, nbytes, "", True))

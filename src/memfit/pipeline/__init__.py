@@ -1,14 +1,14 @@
 """The stages, composed."""
 
-from memfit.devices.host import devices
+from memfit.devices.host import devices, find_device
 from memfit.ir.device import Device
 from memfit.ir.plan import print_plans_with
 from memfit.ir.verification import Verification
 from memfit.pipeline.applying import apply
-from memfit.pipeline.loading import load_workload
+from memfit.pipeline.loading import load_fake_workload, load_workload
 from memfit.pipeline.planning import plan
 from memfit.pipeline.plans import load_plan, save_plan
-from memfit.pipeline.predicting import estimate
+from memfit.pipeline.predicting import estimate, is_elsewhere
 from memfit.pipeline.training import compare, train, write_report
 from memfit.pipeline.verifying import verify
 from memfit.report.tables import plan_text
@@ -20,6 +20,9 @@ __all__ = [
     "compare",
     "devices",
     "estimate",
+    "find_device",
+    "is_elsewhere",
+    "load_fake_workload",
     "load_plan",
     "load_workload",
     "plan",

@@ -19,6 +19,7 @@ from memfit.ir.cost import CostTable
 from memfit.ir.device import Device
 from memfit.ir.plan import Levers, Precision, Prediction
 from memfit.ir.replay import replay
+from memfit.ir.sharding import Mode, Sharding, communication, shard
 from memfit.ir.simulate import simulate
 from memfit.ir.throughput import throughput
 from memfit.ir.timeline import Timeline
@@ -27,6 +28,7 @@ from memfit.pipeline import remote
 from memfit.pipeline.applying import applied, check_workload
 from memfit.report.chrome_trace import write_chrome_trace
 from memfit.report.snapshot import write_snapshot
+from memfit.units import format_bytes, format_seconds
 from memfit.workload import Workload, batch_size_of, tokens_per_sample
 
 PRECISIONS: tuple[Precision, ...] = ("32-true", "bf16-mixed", "16-mixed")
@@ -46,6 +48,8 @@ def estimate(
     device: str = "cpu",
     precision: Precision = "32-true",
     microbatch_size: int | None = None,
+    world_size: int = 1,
+    sharding: Mode = "ddp",
     snapshot: Path | str | None = None,
     chrome_trace: Path | str | None = None,
     progress: Progress = silent,
@@ -60,6 +64,8 @@ def estimate(
         device: The device's name: "cpu", "cuda", or one of the catalogue (`memfit.devices()`).
         precision: Of the step.
         microbatch_size: Samples in one forward and backward pass; None for the whole batch.
+        world_size: Ranks that train together (≥ 1); the batch is that of one of them, and so is the prediction.
+        sharding: How they share it, where they are more than one: "ddp", "zero1", "zero2" or "zero3" (`ir.sharding`).
         snapshot: Where to write the allocator's simulated history, for pytorch.org/memory_viz; GPUs only.
         chrome_trace: Where to write the step's timeline, for Perfetto.
         progress: Told how far it is.
@@ -75,6 +81,8 @@ def estimate(
             "device": device,
             "precision": precision,
             "microbatch_size": microbatch_size,
+            "world_size": world_size,
+            "sharding": sharding,
             "snapshot": snapshot and Path(snapshot).resolve(),
             "chrome_trace": chrome_trace and Path(chrome_trace).resolve(),
         }
@@ -84,6 +92,9 @@ def estimate(
     progress("capture", 0, 1)
     size = microbatch_size or batch_size_of(workload.batch)
     trace = capture_levers(workload, Levers(precision=precision, microbatch_size=size), found)
+    progress("capture", 1, 1)
+    if world_size > 1:
+        trace = _sharded(trace, Sharding(world_size=world_size, mode=sharding), found)
     costs = costs_of([trace], found, functools.partial(progress, "measure operators"))
     prediction, timeline = predict(trace, costs, found, tokens_per_sample(workload.batch))
     if snapshot is not None:
@@ -98,6 +109,20 @@ def estimate(
     if chrome_trace is not None:
         write_chrome_trace(timeline, chrome_trace)
     return prediction
+
+
+def _sharded(trace: Trace, sharding: Sharding, device: Device) -> Trace:
+    """Return the step of one rank, with a note on what it sends."""
+    note = f"{sharding.mode} over {sharding.world_size} ranks, on paper: the batch is one rank's"
+    if device.link_bytes_per_second:
+        sent = communication(trace, sharding, device.link_bytes_per_second)
+        total = sent.all_gather_bytes + sent.reduce_scatter_bytes + sent.all_reduce_bytes
+        note += (
+            f". A rank sends {format_bytes(total)} a step, {format_seconds(sent.seconds)} over the device's host link"
+            " alone; the step's time does not count it"
+        )
+    sharded = shard(trace, sharding)
+    return replace(sharded, notes=[*sharded.notes, note])
 
 
 def is_elsewhere(device: Device) -> bool:

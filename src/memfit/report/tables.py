@@ -194,10 +194,7 @@ def prediction_table(prediction: Prediction, title: str) -> Table:
             share = share_text(count, prediction.peak_bytes)
             table.add_row(Text(clean(name)), format_bytes(count), share, Text(_bar(count, largest), "cyan"))
     where = f"at {clean(prediction.where)}" if prediction.where else "at a point that was not named"
-    table.caption = Text(
-        f"{where}\nat most {format_bytes(prediction.peak_upper_bytes)}; "
-        f"step of {seconds_text(prediction.step_seconds)} predicted"
-    )
+    table.caption = Text(where)
     table.caption_justify = "left"
     return table
 

@@ -1,0 +1,76 @@
+"""What an estimate says, for the terminal: memory, whether it fits, time and where it goes, and what was assumed."""
+
+from __future__ import annotations
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from memfit.ir.plan import Prediction
+from memfit.ir.throughput import Throughput
+from memfit.report.summary import clean, fit_text, seconds_text, share_text
+from memfit.report.tables import prediction_table
+from memfit.units import format_bytes
+
+_CLASSES_SHOWN = 6
+
+
+def estimate_page(prediction: Prediction, title: str) -> Group:
+    """Return a prediction: bytes at the peak, the device's share of them, speed, and notes."""
+    facts = Table.grid(padding=(0, 3, 0, 0))
+    facts.add_column(no_wrap=True, style="bold")
+    facts.add_column(overflow="fold")
+    for name, value in [*_memory(prediction), *_speed(prediction.throughput, prediction.step_seconds)]:
+        facts.add_row(name, value)
+    parts: list[RenderableType] = [prediction_table(prediction, title), facts]
+    if prediction.throughput is not None:
+        parts += [Text(), _classes(prediction.throughput)]
+    parts += [Text(clean(note), "dim") for note in prediction.notes]
+    return Group(*parts)
+
+
+def _memory(prediction: Prediction) -> list[tuple[str, Text]]:
+    upper = format_bytes(prediction.peak_upper_bytes)
+    if prediction.peak_reserved_bytes is None:
+        lines = [("Peak", Text(f"{format_bytes(prediction.peak_bytes)}, at most {upper}"))]
+    else:
+        reserved = format_bytes(prediction.peak_reserved_bytes)
+        lines = [("Reserved", Text(f"{reserved} by PyTorch's allocator, at most {upper}"))]
+    if prediction.device_bytes is not None:
+        fits = prediction.peak_upper_bytes <= prediction.device_bytes
+        text = f"{format_bytes(prediction.device_bytes)} for a step: "
+        verdict = (fit_text(prediction.peak_upper_bytes, prediction.device_bytes), "green" if fits else "bold red")
+        lines.append(("Device", Text.assemble(text, verdict)))
+    return lines
+
+
+def _speed(speed: Throughput | None, step_seconds: float) -> list[tuple[str, Text]]:
+    if speed is None:
+        return [("Step", Text(f"{seconds_text(step_seconds)} predicted"))]
+    kind = "measured operators" if speed.measured else "estimated, nothing was measured on the device"
+    step = f"{seconds_text(speed.step_seconds)} ± {speed.step_error:.0%} ({kind})"
+    rate = f"{speed.samples_per_second:,.4g} samples/s"
+    if speed.tokens_per_second is not None:
+        rate += f", {speed.tokens_per_second:,.0f} tokens/s"
+    lines = [("Step", Text(step)), ("Throughput", Text(rate))]
+    if speed.model_utilisation is not None:
+        peak = f"{speed.peak_flops / 1e12:,.4g} TFLOP/s in {speed.peak_dtype}"
+        lines.append(("MFU", Text(f"{share_text(speed.model_utilisation, 1)} of {peak}")))
+    return lines
+
+
+def _classes(speed: Throughput) -> Table:
+    """Return where the time goes, by class of operator."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("time goes to", no_wrap=True)
+    table.add_column("seconds", justify="right", no_wrap=True)
+    table.add_column("share", justify="right", no_wrap=True)
+    total = sum(speed.seconds_by_class.values())
+    rows = list(speed.seconds_by_class.items())
+    shown, rest = rows[:_CLASSES_SHOWN], rows[_CLASSES_SHOWN:]
+    if rest:
+        shown.append((f"{len(rest)} other classes", sum(seconds for _, seconds in rest)))
+    for name, seconds in shown:
+        table.add_row(name, seconds_text(seconds), share_text(seconds, total))
+    return table
