@@ -339,3 +339,46 @@ def test_gradients_and_state_are_linked_to_their_parameters(name: str) -> None:
             for s in trace.storages
             if s.parameter == index and s.category in ("parameters", "gradients")
         )
+
+
+class KeepsWhatTorchLeavesOut(torch.optim.SGD):
+    """An optimizer with an attribute of its own, which `torch.optim.Optimizer` leaves out of copies."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.scales = {"all": 1.0}
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["lr"] *= self.scales["all"]
+        return super().step(closure)
+
+
+def test_an_optimizer_is_copied_with_attributes_of_its_own_but_not_with_a_schedulers_functions() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = KeepsWhatTorchLeavesOut(model.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert "step" in vars(optimizer)
+    workload = Workload(model, (torch.ones(2, 4), torch.ones(2, 4)), squared_error, optimizer)
+    copied = real_copy(workload).optimizer
+    assert copied.scales == {"all": 1.0} and copied.scales is not optimizer.scales  # type: ignore[attr-defined]
+    assert "step" not in vars(copied)
+    assert any(op.phase == "optimizer" and op.mutates for op in captured(workload).ops)
+
+
+def test_a_norm_hands_on_a_contiguous_gradient_whatever_it_gets() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    workload = Workload(
+        model,
+        torch.randn(2, 6, 8),
+        lambda model, batch: model(batch).transpose(1, 2).contiguous().square().mean(),
+        torch.optim.SGD(model.parameters()),
+    )
+    fake, real = captured(workload), captured(workload, real=True)
+    assert [op.name for op in fake.ops] == [op.name for op in real.ops]
+    assert fake.signatures == real.signatures
+
+
+def test_gradients_are_normed_and_clipped_as_a_list_as_with_data() -> None:
+    names = [{op.name for op in captured(transformer(), real=real).ops} for real in (False, True)]
+    assert names[0] == names[1] and {"aten._foreach_norm.Scalar", "aten._foreach_mul_.Tensor"} <= names[0]

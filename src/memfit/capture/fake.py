@@ -48,7 +48,7 @@ def _convert_workload(workload: Workload, convert: Convert) -> Workload:
     with _ConvertTensors(convert):
         try:
             model = copy.deepcopy(workload.model, memo)
-            optimizer = copy.deepcopy(workload.optimizer, memo)
+            optimizer = _copy_of_optimizer(workload.optimizer, memo)
             batch = copy.deepcopy(workload.batch, memo)
         except Exception as e:
             raise WorkloadError(
@@ -56,6 +56,18 @@ def _convert_workload(workload: Workload, convert: Convert) -> Workload:
                 " as it is; make Workload.model, .optimizer and .batch work with copy.deepcopy"
             ) from e
     return dataclasses.replace(workload, model=model, optimizer=optimizer, batch=batch, scheduler=None)
+
+
+def _copy_of_optimizer(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:
+    """Return a deep copy, with the attributes of its class that `torch.optim.Optimizer` leaves out of copies.
+
+    Not with functions: those that learning-rate schedulers put there are bound to the original.
+    """
+    copied = copy.deepcopy(optimizer, memo)
+    for name, value in vars(optimizer).items():
+        if name not in vars(copied) and not callable(value):
+            setattr(copied, name, copy.deepcopy(value, memo))
+    return copied
 
 
 def real_copy(workload: Workload) -> Workload:

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from memfit.capture.accumulation import Accumulation
 from memfit.capture.values import device_of, tensors_in
 from memfit.ir.trace import Call, Module, Op, Phase, Save, Work
 from memfit.signature import rebuild, signature
@@ -128,6 +129,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, fake: FakeTensorMode | None = None, device_type: str = "cpu") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.fake = fake
+        self.accumulation = Accumulation()
         self.device_type = device_type
         self.now = Recording()
         self.recording = False
@@ -188,6 +190,7 @@ class Recorder(TorchDispatchMode):
         phase = self._phase()
         call = self._current_call(phase)
         position = len(self.now.ops)
+        func, args = self.accumulation.as_the_engine(func, args, kwargs)
         out = self._run(func, args, kwargs)
         if self.recording:
             mutated = [i for t in _mutated(func, args, kwargs) if (i := self.observe(t, -1)) is not None]
@@ -302,6 +305,8 @@ def _as_the_kernel(out: Any, func: Any, args: Any, kwargs: Any, device_type: str
         return out.new_empty(terms).as_strided((), ()) if math.prod(terms) else out
     if func._overloadpacket in _CONTIGUOUS:
         return out.contiguous()
+    if func is _aten.native_layer_norm_backward.default and out[0] is not None:  # whatever the gradient's strides are
+        return out[0].contiguous(), *out[1:]
     return out
 
 

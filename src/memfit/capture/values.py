@@ -20,6 +20,8 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
+from torch.optim import optimizer
+from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
@@ -194,14 +196,23 @@ def _compute(func: Any, args: Any, kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def libraries_run_as_with_data() -> Iterator[None]:
-    """Keep transformers from its tracing paths for fake tensors: there it builds masks that it skips with data."""
+    """Keep libraries from the paths that they take for fake tensors.
+
+    There transformers builds masks that it skips with data, and PyTorch goes one by one through gradients that it
+    norms and clips as a list.
+    """
     module: Any = sys.modules.get("transformers.utils.import_utils")
     asked = getattr(module, "is_fake_tensor", None)
-    if asked is None:
-        yield
-        return
-    module.is_fake_tensor = lambda _: False
+    both = (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types)
+    lists = [types for types in both if FakeTensor not in types]
+    for types in lists:
+        types.append(FakeTensor)
+    if asked is not None:
+        module.is_fake_tensor = lambda _: False
     try:
         yield
     finally:
-        module.is_fake_tensor = asked
+        for types in lists:
+            types.remove(FakeTensor)
+        if asked is not None:
+            module.is_fake_tensor = asked
