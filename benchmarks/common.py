@@ -7,7 +7,7 @@ import datetime
 import json
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,26 @@ from memfit.workload import Workload
 Case = dict[str, Any]
 
 
-def main(name: str, run: Callable[[bool], tuple[list[Case], dict[str, Any]]], doc: str | None) -> None:
-    """Run a benchmark from the command line and write its result file where asked."""
+def main(
+    name: str,
+    run: Callable[..., tuple[list[Case], dict[str, Any]]],
+    doc: str | None,
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+) -> None:
+    """Run a benchmark from the command line and write its result file where asked.
+
+    Args:
+        name: Of the benchmark.
+        run: Called with whether to be quick, and with the options by name; returns cases and their summary.
+        doc: For `--help`.
+        options: Further options of the command, with the arguments of `ArgumentParser.add_argument`.
+    """
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=doc)
     parser.add_argument("--quick", action="store_true", help="fewer cases, about two minutes on two cores")
     parser.add_argument("--json", type=Path, metavar="FILE", help=f"e.g. benchmarks/results/{name}-{host_name()}.json")
+    added = [parser.add_argument(flag, **settings).dest for flag, settings in (options or {}).items()]
     arguments = parser.parse_args()
-    cases, summary = run(arguments.quick)
+    cases, summary = run(arguments.quick, **{name: getattr(arguments, name) for name in added})
     print(json.dumps(summary, indent=2))
     if arguments.json is not None:
         result = {
