@@ -42,6 +42,14 @@ def test_allocator_examples_run(tmp_path: Path) -> None:
     assert "total_reserved: 66.0MiB" in done.stdout
 
 
+def test_sharding_examples_run(tmp_path: Path) -> None:
+    program = "\n".join(blocks((ROOT / "docs" / "sharding.md").read_text(), "python"))
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    peaks = [int(line.split()[1]) for line in done.stdout.splitlines()]
+    assert len(peaks) == 5 and peaks == sorted(peaks, reverse=True)
+
+
 def test_allocator_figures_are_those_of_the_result_file() -> None:
     from benchmarks.tables import results
 

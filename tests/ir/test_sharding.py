@@ -16,13 +16,14 @@ from torch import nn
 from memfit.errors import UsageError
 from memfit.ir.data_parallel import buckets, partition
 from memfit.ir.insertion import Insertion
+from memfit.ir.plan import Precision
 from memfit.ir.remat import Regions
 from memfit.ir.sharding import Mode, Sharding, communication, repeated_blocks, shard
 from memfit.ir.simulate import simulate
 from memfit.ir.trace import Parameter, Trace
 from memfit.solve.candidates import options
 from memfit.workload import Workload
-from tests.models import BUILDERS, COSTS, captured, plain_trace, random_selection, transformer
+from tests.models import BUILDERS, COSTS, LARGE, captured, plain_trace, random_selection, transformer
 
 MODES: tuple[Mode, ...] = ("ddp", "zero1", "zero2", "zero3")
 LAYERS, WIDTH = 6, 64
@@ -185,9 +186,9 @@ shardings = st.builds(
 
 
 @settings(deadline=None, max_examples=60)
-@given(names, shardings, st.sampled_from([1, 2]))
-def test_a_sharded_step_is_a_step(name: str, given: Sharding, microbatches: int) -> None:
-    trace = plain_trace(name, "32-true", microbatches)
+@given(names, shardings, st.sampled_from([1, 2]), st.sampled_from(["32-true", "bf16-mixed"]))
+def test_a_sharded_step_is_a_step(name: str, given: Sharding, microbatches: int, precision: Precision) -> None:
+    trace = plain_trace(name, precision, microbatches)
     sharded = shard(trace, given)
     own = [op for op in sharded.ops if op.signature < len(trace.signatures)]
     assert own == trace.ops
@@ -299,3 +300,17 @@ def test_a_trace_without_parameters_is_refused() -> None:
 def test_a_link_without_a_rate_is_refused() -> None:
     with pytest.raises(UsageError, match="link_bytes_per_second=0"):
         communication(mlp(), Sharding(world_size=2, mode="ddp"), 0.0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_step_captured_with_checkpointing_is_sharded_as_one_simulated_with_it(mode: Mode, microbatches: int) -> None:
+    given = Sharding(world_size=4, mode=mode)
+    selection = {"blocks.0": (), "blocks.1": ()}
+    plain = plain_trace("transformer", "32-true", microbatches, large=True)
+    workload = transformer(**LARGE["transformer"])
+    applied = captured(workload, microbatch_size=8 // microbatches, regions=selection)
+    simulated = simulate(shard(plain, given), COSTS, selection)
+    again = simulate(shard(applied, given), COSTS)
+    assert abs(simulated.peak_bytes - again.peak_bytes) <= 4096
+    assert communication(plain, given, 1e9) == communication(applied, given, 1e9)

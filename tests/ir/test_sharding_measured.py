@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,9 +20,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.nn.parallel import DistributedDataParallel
 
 from memfit.apply.checkpoint import checkpointed
+from memfit.apply.precision import autocast
 from memfit.cost.calibrate import measure as measure_operators
 from memfit.devices.allocation import allocated
 from memfit.ir.data_parallel import buckets
+from memfit.ir.plan import Precision
 from memfit.ir.sharding import Mode, Sharding, repeated_blocks, shard
 from memfit.ir.simulate import simulate
 from memfit.ir.trace import Trace
@@ -47,6 +50,7 @@ class Case:
     microbatch_size: int | None = None
     regions: bool = False
     mixed: bool = False
+    precision: Precision = "32-true"
 
 
 CASES = {
@@ -62,6 +66,8 @@ CASES = {
     "zero3, microbatches": Case("zero3", microbatch_size=4),
     "zero3, checkpointed": Case("zero3", regions=True),
     "zero3, mixed precision": Case("zero3", mixed=True),
+    "zero3, autocast": Case("zero3", precision="bf16-mixed"),
+    "zero3, autocast, checkpointed": Case("zero3", precision="bf16-mixed", regions=True),
 }
 
 
@@ -134,7 +140,8 @@ def measure(case: Case) -> tuple[int, list[int]]:
     with checkpointed(plain.model, blocks(case)):
         model, optimizer = spread(case, plain)
         spread_workload = Workload(model, plain.batch, plain.loss_fn, optimizer, max_grad_norm=plain.max_grad_norm)
-        step = Step(spread_workload, microbatch_size=case.microbatch_size)
+        cast = partial(autocast, case.precision, "cpu")
+        step = Step(spread_workload, microbatch_size=case.microbatch_size, autocast=cast)
         for _ in range(2):
             step(plain.batch)
         found = []
@@ -180,14 +187,16 @@ def trace_of(case: Case) -> Trace:
     if case.mixed:
         plain.model.bfloat16()
     given = {} if case.microbatch_size is None else {"microbatch_size": case.microbatch_size}
-    return captured(plain, **given)
+    return captured(plain, precision=case.precision, **given)
 
 
 def predicted(case: Case) -> int:
     given = {"shard_itemsize": 4, "reduce_itemsize": 4} if case.mixed else {}
     sharding = Sharding(world_size=WORLD_SIZE, mode=case.mode, gradient_as_bucket_view=case.views, **given)
     trace = trace_of(case)
-    buffers = measure_operators(trace.signatures) if case.mixed else {}  # which products in bf16 use
+    buffers = (
+        measure_operators(trace.signatures) if case.mixed or case.precision != "32-true" else {}
+    )  # which products in bf16 use
     return simulate(shard(trace, sharding), replace(COSTS, ops=buffers), blocks(case)).peak_bytes
 
 
