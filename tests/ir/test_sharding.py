@@ -18,7 +18,7 @@ from memfit.ir.data_parallel import buckets, partition
 from memfit.ir.insertion import Insertion
 from memfit.ir.plan import Precision
 from memfit.ir.remat import Regions
-from memfit.ir.sharding import Mode, Sharding, communication, repeated_blocks, shard
+from memfit.ir.sharding import Mode, Sharding, communication, repeated_blocks, shard, with_share_of_update
 from memfit.ir.simulate import simulate
 from memfit.ir.trace import Parameter, Trace
 from memfit.solve.candidates import options
@@ -314,3 +314,19 @@ def test_a_step_captured_with_checkpointing_is_sharded_as_one_simulated_with_it(
     again = simulate(shard(applied, given), COSTS)
     assert abs(simulated.peak_bytes - again.peak_bytes) <= 4096
     assert communication(plain, given, 1e9) == communication(applied, given, 1e9)
+
+
+def test_the_update_of_a_rank_is_its_share_of_the_work() -> None:
+    trace = plain_trace("transformer")
+    for mode, share in (("ddp", 1.0), ("zero1", 0.25), ("zero3", 0.25)):
+        sharding = Sharding(world_size=4, mode=mode)  # type: ignore[arg-type]
+        sharded = with_share_of_update(shard(trace, sharding), sharding)
+        done, whole = (
+            sum(
+                t.works[op.signature].write_bytes
+                for op in t.ops
+                if op.phase == "optimizer" and op.name.startswith("aten.")
+            )
+            for t in (sharded, trace)
+        )
+        assert done == pytest.approx(share * whole, rel=0.01)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import types
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
+from torch import nn
 
 import memfit
 from memfit.capture.fake import real_copy
@@ -142,11 +145,22 @@ def test_wrong_arguments_are_named(arguments: dict[str, object], error: type[Exc
         memfit.plan(tiny(), **arguments)  # type: ignore[arg-type]
 
 
+def test_a_model_without_data_is_estimated_alike_and_not_run() -> None:
+    with torch.device("meta"):
+        empty = tiny()
+    assert memfit.estimate(empty).peak_bytes == memfit.estimate(tiny()).peak_bytes
+    plan = memfit.plan(tiny(), budget="1GiB")
+    with pytest.raises(WorkloadError, match="holds no data"):
+        memfit.verify(plan, empty)
+
+
 def test_model_elsewhere_is_refused() -> None:
-    workload = tiny()
-    workload.model.to("meta")
-    with pytest.raises(WorkloadError, match="meta"):
-        memfit.estimate(workload)
+    class Elsewhere(nn.Module):
+        def parameters(self, recurse: bool = True) -> Any:
+            return iter([types.SimpleNamespace(device=torch.device("xpu", 0))])
+
+    with pytest.raises(WorkloadError, match="is on xpu, which device='cpu' is not"):
+        memfit.estimate(dataclasses.replace(tiny(), model=Elsewhere()))
 
 
 def test_microbatch_sizes_divide_the_batch() -> None:

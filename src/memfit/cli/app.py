@@ -319,7 +319,7 @@ def _load_for(workload: str, device: str) -> Workload:
     if pipeline.is_elsewhere(found):
         line = fake_cuda.command("memfit", *sys.argv[1:])
         sys.stdout.flush()
-        os.execv(line[0], line)
+        os.execve(line[0], line, {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
     return pipeline.load_fake_workload(workload) if found.kind == "cuda" else pipeline.load_workload(workload)
 
 

@@ -20,16 +20,28 @@ the rank that holds most: rank 0 for FSDP2.
 
 from __future__ import annotations
 
+import json
+
 import msgspec
+from msgspec.structs import replace
 
 from memfit.errors import UsageError
 from memfit.ir.data_parallel import data_parallel, with_state_of_one_rank
 from memfit.ir.fully_shard import GATHER, SCATTER, FullyShard
 from memfit.ir.ranks import MODES, Mode, Sharding, gradients_by_parameter, repeated_blocks
 from memfit.ir.simulate import repeats
-from memfit.ir.trace import Trace
+from memfit.ir.trace import Trace, Work
 
-__all__ = ["MODES", "Communication", "Mode", "Sharding", "communication", "repeated_blocks", "shard"]
+__all__ = [
+    "MODES",
+    "Communication",
+    "Mode",
+    "Sharding",
+    "communication",
+    "repeated_blocks",
+    "shard",
+    "with_share_of_update",
+]
 
 
 class Communication(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,6 +79,33 @@ def shard(trace: Trace, sharding: Sharding) -> Trace:
         return FullyShard(trace, sharding).result()
     replicated = data_parallel(trace, sharding)
     return with_state_of_one_rank(replicated, sharding.world_size) if sharding.mode == "zero1" else replicated
+
+
+def with_share_of_update(trace: Trace, sharding: Sharding) -> Trace:
+    """Return a sharded step whose optimizer does one rank's share of the work: for its time, not its memory.
+
+    Args:
+        trace: What `shard` returns.
+        sharding: How it is spread; under "ddp" every rank does all of it.
+    """
+    if sharding.mode == "ddp":
+        return trace
+    ops, signatures, works = list(trace.ops), list(trace.signatures), list(trace.works)
+    of_share: dict[int, int] = {}
+    for index, op in enumerate(ops):
+        if op.phase != "optimizer":
+            continue
+        if op.signature not in of_share:
+            of_share[op.signature] = len(signatures)
+            signatures.append(json.dumps({"op": op.name, "kwargs": {"share_of": op.signature}}))
+            works.append(_share(works[op.signature], sharding.world_size))
+        ops[index] = replace(op, signature=of_share[op.signature])
+    return replace(trace, ops=ops, signatures=signatures, works=works)
+
+
+def _share(work: Work, ranks: int) -> Work:
+    flops, read_bytes, write_bytes = (-(-n // ranks) for n in (work.flops, work.read_bytes, work.write_bytes))
+    return Work(flops, read_bytes, write_bytes, work.dtype, work.kernel)
 
 
 def communication(trace: Trace, sharding: Sharding, link_bytes_per_second: float) -> Communication:

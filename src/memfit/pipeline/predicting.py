@@ -19,7 +19,7 @@ from memfit.ir.cost import CostTable
 from memfit.ir.device import Device
 from memfit.ir.plan import Levers, Precision, Prediction
 from memfit.ir.replay import replay
-from memfit.ir.sharding import Mode, Sharding, communication, shard
+from memfit.ir.sharding import Mode, Sharding, communication, shard, with_share_of_update
 from memfit.ir.simulate import simulate
 from memfit.ir.throughput import throughput
 from memfit.ir.timeline import Timeline
@@ -76,6 +76,8 @@ def estimate(
     """
     found = find_device(device)
     check_precision(precision, "precision")
+    if snapshot is not None and found.kind != "cuda":
+        raise UsageError(f"snapshot= shows the allocator of a GPU, and device={device!r} has none: name a GPU")
     if is_elsewhere(found):
         options = {
             "device": device,
@@ -93,9 +95,10 @@ def estimate(
     size = microbatch_size or batch_size_of(workload.batch)
     trace = capture_levers(workload, Levers(precision=precision, microbatch_size=size), found)
     progress("capture", 1, 1)
+    costs = costs_of([trace], found, functools.partial(progress, "measure operators"))
     if world_size > 1:
         trace = _sharded(trace, Sharding(world_size=world_size, mode=sharding), found)
-    costs = costs_of([trace], found, functools.partial(progress, "measure operators"))
+        costs = costs_of([trace], found) if found.kind == "cuda" else costs
     prediction, timeline = predict(trace, costs, found, tokens_per_sample(workload.batch))
     if snapshot is not None:
         write_snapshot(
@@ -121,7 +124,7 @@ def _sharded(trace: Trace, sharding: Sharding, device: Device) -> Trace:
             f". A rank sends {format_bytes(total)} a step, {format_seconds(sent.seconds)} over the device's host link"
             " alone; the step's time does not count it"
         )
-    sharded = shard(trace, sharding)
+    sharded = with_share_of_update(shard(trace, sharding), sharding)
     return replace(sharded, notes=[*sharded.notes, note])
 
 

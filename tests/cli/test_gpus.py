@@ -1,0 +1,79 @@
+"""Estimates and plans for GPUs that are not here, on the command line: a process with fake CUDA of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+TINY = "tests.workloads:tiny"
+LARGE = "examples/large_gpt.py:gpt_7b"
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "memfit", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def answer(*arguments: str) -> dict[str, Any]:
+    done = run(*arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_an_estimate_and_what_it_writes(tmp_path: Path) -> None:
+    snapshot, timeline = tmp_path / "step.pickle", tmp_path / "step.json"
+    command = ("estimate", TINY, "--device", "RTX 3090", "--precision", "bf16-mixed")
+    written = ("--snapshot", str(snapshot), "--chrome-trace", str(timeline))
+    found = answer(*command, *written)
+    assert found["peak_bytes"] == sum(found["by_category"].values())
+    assert found["peak_bytes"] <= found["peak_reserved_bytes"] < found["peak_upper_bytes"] < found["device_bytes"]
+    assert found["throughput"]["tokens_per_second"] > 0 and not found["throughput"]["measured"]
+    assert found["notes"] == ["attention on rtx-3090: 3 calls take the flash kernel"]
+    page = tmp_path / "step.html"
+    viewer = [sys.executable, "-m", "torch.cuda._memory_viz", "trace_plot", str(snapshot), "-o", str(page)]
+    shown = subprocess.run(viewer, capture_output=True, text=True, check=False)
+    assert shown.returncode == 0 and page.stat().st_size > 10_000, shown.stderr
+    assert {event["ph"] for event in json.loads(timeline.read_text())["traceEvents"]} >= {"X", "C"}
+    again = run(*command, *written)
+    assert again.returncode == 2 and "--snapshot" in again.stderr and "--overwrite" in again.stderr
+
+
+@pytest.mark.slow
+def test_a_model_larger_than_this_machine_and_its_shards() -> None:
+    whole = answer("estimate", LARGE, "--device", "a100-80gb", "--precision", "bf16-mixed")
+    assert whole["by_category"]["parameters"] == pytest.approx(6.66e9 * 4, rel=0.01)
+    assert whole["peak_upper_bytes"] > whole["device_bytes"]
+    shares = ("--world-size", "8", "--sharding", "zero3")
+    sharded = answer("estimate", LARGE, "--device", "a100-80gb", "--precision", "bf16-mixed", *shares)
+    assert sharded["peak_bytes"] < 0.7 * whole["peak_bytes"]
+    state = [found["by_category"]["optimizer state"] for found in (sharded, whole)]
+    assert state[0] == pytest.approx(state[1] / 8, rel=0.01)
+
+
+@pytest.mark.slow
+def test_a_plan_for_a_gpu_is_not_run_on_a_cpu(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    done = run("plan", TINY, "--device", "t4", "--budget", "32MiB", "--numerics", "reduced", "-o", str(path))
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(path.read_text())
+    assert plan["device"] == "t4" and plan["predicted"]["peak_upper_bytes"] <= 32 * 2**20
+    assert "bf16-mixed" not in {point["levers"]["precision"] for point in plan["frontier"]}  # Turing has no bfloat16
+    refused = run("verify", TINY, "--plan", str(path))
+    assert refused.returncode == 2 and "device='t4'" in refused.stderr and "Traceback" not in refused.stderr
+
+
+def test_wrong_use_is_said_without_a_traceback() -> None:
+    for arguments, words in (
+        (("--device", "rtx-3099"), "rtx-3090"),
+        (("--sharding", "zero3"), "--world-size"),
+        (("--device", "cpu", "--snapshot", "x.pickle"), "snapshot"),
+    ):
+        done = run("estimate", TINY, *arguments)
+        assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr
