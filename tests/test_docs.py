@@ -66,6 +66,21 @@ def test_allocator_figures_are_those_of_the_result_file() -> None:
 
 
 @pytest.mark.slow
+def test_gpu_examples_run(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "gpus.md").read_text()
+    (python,), (shell,) = blocks(text, "python"), blocks(text, "sh")
+    done = subprocess.run([sys.executable, "-c", python], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    command = ["bash", "-euo", "pipefail", "-c", shell]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "24 calls take the flash kernel" in done.stdout
+    assert memfit.load_plan(tmp_path / "t4.json").device == "t4"
+
+
+@pytest.mark.slow
 def test_device_examples_run(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "devices.md").read_text()
     (entry,) = blocks(text, "toml")

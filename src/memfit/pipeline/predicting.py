@@ -12,6 +12,7 @@ from memfit.capture.step import capture
 from memfit.cost.calibrate import calibrate
 from memfit.cost.roofline import roofline
 from memfit.devices import fake_cuda
+from memfit.devices.advice import supports_bfloat16
 from memfit.devices.host import find_device
 from memfit.errors import UsageError
 from memfit.ir.allocations import allocations
@@ -182,9 +183,15 @@ def predict(
         throughput=throughput(
             trace, costs, device, step_seconds=timeline.step_seconds, tokens_per_sample=tokens_per_sample
         ),
-        notes=trace.notes,
+        notes=[*trace.notes, *_advice(trace, device)],
     )
     return prediction, timeline
+
+
+def _advice(trace: Trace, device: Device) -> list[str]:
+    if trace.precision == "bf16-mixed" and not supports_bfloat16(device):
+        return [f"{device.name} has no bfloat16 units: PyTorch emulates them, slowly; use precision='16-mixed'"]
+    return []
 
 
 def check_precision(precision: str, argument: str) -> None:
