@@ -185,26 +185,26 @@ def _translation_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def mixtral() -> Workload:
     """A Mixtral-like mixture of 4 experts, 2 for each token.
 
-    With `experts_implementation="batched_mm"`: the default loops over the experts that were chosen, so that its
-    shapes depend on values.
+    With `experts_implementation="grouped_mm"`, which transformers chooses itself where it can: "eager" loops over the
+    experts that were chosen, so that its shapes depend on values.
     """
     torch.manual_seed(18)
     config = MixtralConfig(
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=3,
+        num_attention_heads=8,
         num_key_value_heads=2,
         num_local_experts=4,
         num_experts_per_tok=2,
         vocab_size=VOCABULARY,
-        max_position_embeddings=128,
+        max_position_embeddings=192,
         use_cache=False,
-        experts_implementation="batched_mm",
+        experts_implementation="grouped_mm",
     )
     model = MixtralForCausalLM(config).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    return Workload(model, tokens(2, 96), next_token_loss, optimizer, name="mixtral")
+    return Workload(model, tokens(4, 192), next_token_loss, optimizer, name="mixtral")
 
 
 def mamba() -> Workload:

@@ -382,3 +382,30 @@ def test_a_norm_hands_on_a_contiguous_gradient_whatever_it_gets() -> None:
 def test_gradients_are_normed_and_clipped_as_a_list_as_with_data() -> None:
     names = [{op.name for op in captured(transformer(), real=real).ops} for real in (False, True)]
     assert names[0] == names[1] and {"aten._foreach_norm.Scalar", "aten._foreach_mul_.Tensor"} <= names[0]
+
+
+class Experts(nn.Module):
+    """Four experts, each with a quarter of the rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.weight = nn.Parameter(torch.randn(4, 16, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ends = torch.arange(1, 5, dtype=torch.int32) * (len(x) // 4)
+        out: torch.Tensor = torch.nn.functional.grouped_mm(self.first(x).to(self.weight.dtype), self.weight, offs=ends)
+        return out
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_grouped_products_of_any_dtype_are_captured(precision: str) -> None:
+    model = Experts()
+    batch = (torch.randn(64, 16), torch.randn(64, 32))
+    workload = Workload(model, batch, squared_error, torch.optim.SGD(model.parameters(), lr=0.1))
+    fake, real = (captured(workload, real=real, precision=precision) for real in (False, True))
+    assert fake.signatures == real.signatures
+    assert sum("_grouped_mm" in op.name for op in fake.ops) == 3
+    assert [(s.nbytes, s.birth, s.death) for s in fake.storages] == [
+        (s.nbytes, s.birth, s.death) for s in real.storages
+    ]

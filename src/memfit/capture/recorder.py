@@ -200,8 +200,11 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        out = func(*args, **kwargs)
-        return out if self.fake is None else _as_the_kernel(out, func, args, kwargs, self.device_type)
+        if self.fake is None:
+            return func(*args, **kwargs)
+        if func is _aten._grouped_mm.default and args[0].dtype == args[1].dtype:
+            return _grouped_product(func, args, kwargs)
+        return _as_the_kernel(func(*args, **kwargs), func, args, kwargs, self.device_type)
 
     def _op(self, func: Any, args: Any, kwargs: Any, out: Any, call: int, phase: Phase, mutated: tuple[int, ...]) -> Op:
         text = signature(func, args, kwargs)
@@ -294,6 +297,12 @@ class Recorder(TorchDispatchMode):
 
     def _let_go(self, recording: Recording, index: int) -> None:
         recording.saves[index] = replace(recording.saves[index], death=len(recording.ops) - 1)
+
+
+def _grouped_product(func: Any, args: Any, kwargs: Any) -> Any:
+    """Multiply groups of fake rows: the kernels take any dtype, the fake one bfloat16 only."""
+    left, right, *rest = args
+    return func(left.bfloat16(), right.bfloat16(), *rest, **kwargs).to(kwargs.get("out_dtype") or left.dtype)
 
 
 def _as_the_kernel(out: Any, func: Any, args: Any, kwargs: Any, device_type: str) -> Any:

@@ -30,7 +30,7 @@ from memfit.workload import StepProgram, Workload, batch_size_of, fingerprint, s
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 _VALUES_HINT = (
     "Shapes must not depend on values: replace boolean-mask indexing or nonzero() by masking, or take such code out of"
-    " Workload.loss_fn"
+    " Workload.loss_fn; mixtures of experts of transformers take experts_implementation='grouped_mm'"
 )
 _OTHER_HINT = "See whether Workload.loss_fn(model, batch) and backward() run with data"
 
