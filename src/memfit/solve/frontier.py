@@ -14,6 +14,7 @@ from memfit.solve.problem import Problem
 
 SIMPLER_WITHIN = 0.02
 """A plan with fewer levers is preferred to a faster one where the difference is below this share."""
+_POINT_SHARE = 5  # a point of the frontier may take one fifth of the time that the chosen plan may
 
 
 @dataclass
@@ -53,9 +54,11 @@ class Combination:
             bound_seconds=choice.bound,
         )
 
-    def fastest(self, budget_bytes: int, tolerance: float = FINE) -> Candidate | None:
+    def fastest(
+        self, budget_bytes: int, tolerance: float = FINE, time_limit_seconds: float | None = None
+    ) -> Candidate | None:
         """Return the fastest point within a budget, or None."""
-        choice = self.solver.fastest(budget_bytes, tolerance)
+        choice = self.solver.fastest(budget_bytes, tolerance, time_limit_seconds)
         return None if choice is None else self.candidate(choice, budget_bytes)
 
 
@@ -98,7 +101,7 @@ def frontier(
         plain, leanest = combination.plain(), combination.solver.leanest()
         found.append(combination.candidate(plain, plain.peak_bytes))
         for step, budget in enumerate(np.linspace(plain.peak_bytes, leanest.peak_bytes, points + 1)[1:]):
-            candidate = combination.fastest(int(budget), COARSE)
+            candidate = combination.fastest(int(budget), COARSE, combination.time_limit_seconds / _POINT_SHARE)
             found += [candidate] if candidate is not None else []
             if progress is not None:
                 progress(index * points + step + 1, total)

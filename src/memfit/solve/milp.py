@@ -71,12 +71,15 @@ class Solver:
         nothing = np.zeros(self._n_x, np.int64)
         self._add_rows(nothing, -1)
 
-    def fastest(self, budget_bytes: int, tolerance: float = FINE) -> Choice | None:
+    def fastest(
+        self, budget_bytes: int, tolerance: float = FINE, time_limit_seconds: float | None = None
+    ) -> Choice | None:
         """Return the fastest choice whose peak is within a budget.
 
         Args:
             budget_bytes: The budget.
             tolerance: How much slower than the bound it may be, as a share of the step's time.
+            time_limit_seconds: None for the solver's own.
 
         Returns:
             None when there is none: proven, or no solution was found within the time limit.
@@ -88,7 +91,8 @@ class Solver:
         # The last variable is always 1: with the plain step's time in it, the objective is the step's time.
         cost = np.concatenate([slower, np.zeros(self._n_z), [self.problem.plain_seconds]])
         scale = 1.0 / max(max(slower), 1e-12)
-        deadline = time.monotonic() + self.time_limit_seconds
+        limit_seconds = self.time_limit_seconds if time_limit_seconds is None else time_limit_seconds
+        deadline = time.monotonic() + limit_seconds
         margin, proven = 0, 0.0
         while True:
             rows, base = self._row_matrix()
