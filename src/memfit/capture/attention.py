@@ -8,6 +8,7 @@ the first whose constraints hold is run.
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,11 +17,12 @@ from typing import Literal
 import torch
 from torch.nn import functional as F
 
-from memfit.devices.standins import pretend
 from memfit.ir.device import Device
 
 Kernel = Literal["cudnn", "flash", "efficient", "math"]
+_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 _HALF = (torch.float16, torch.bfloat16)
+_DIMENSION = 65535  # what cuDNN takes at most of samples and of heads
 _aten = torch.ops.aten
 
 
@@ -33,9 +35,10 @@ class Call:
         key: Shape, likewise.
         value: Shape, likewise.
         dtype: Of the query.
-        masked: Whether it has an explicit mask.
+        mask: Shape of the explicit mask, None without.
+        mask_needs_gradient: Whether a gradient of the mask will be asked for.
         same_dtypes: Whether key and value have the query's.
-        last_strides_are_1: Whether the head dimension of all three is contiguous.
+        last_strides_are_1: Whether the last dimension of all, the mask's too, is contiguous.
         needs_gradient: Whether a gradient will be asked for.
     """
 
@@ -45,7 +48,8 @@ class Call:
     dtype: torch.dtype
     dropout: float = 0.0
     is_causal: bool = False
-    masked: bool = False
+    mask: tuple[int, ...] | None = None
+    mask_needs_gradient: bool = False
     same_dtypes: bool = True
     last_strides_are_1: bool = True
     enable_gqa: bool = False
@@ -53,59 +57,76 @@ class Call:
 
 
 def choose(call: Call, device: Device) -> tuple[Kernel, dict[Kernel, str]]:
-    """Return the kernel that runs, and why those of a higher priority do not."""
+    """Return the kernel that runs, and why those of a higher priority do not.
+
+    Raises:
+        RuntimeError: None can run, since the math path is switched off.
+    """
     reasons: dict[Kernel, str] = {}
     for kernel in _order(device):
         why = next(_CHECKS[kernel](call, device), None)
         if why is None:
             return kernel, reasons
         reasons[kernel] = why
-    return "math", reasons
+    said = "; ".join(f"{_NAMES[kernel]}: {why}" for kernel, why in reasons.items())
+    raise RuntimeError(f"no attention kernel of {device.name} takes this call ({said})")
 
 
 def _order(device: Device) -> tuple[Kernel, ...]:
-    """Return the fused kernels by priority: cuDNN comes first on Hopper and Blackwell data-centre GPUs."""
-    if device.capability in ((9, 0), (10, 0)):
-        return ("cudnn", "flash", "efficient")
-    return ("flash", "efficient", "cudnn")
+    """Return the kernels by priority: cuDNN (above 9.15) is first on Hopper and data-centre Blackwell, else last."""
+    unwanted = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1"
+    if device.capability in ((9, 0), (10, 0), (10, 3)) and not unwanted:
+        return ("cudnn", "flash", "efficient", "math")
+    return ("flash", "efficient", "math", "cudnn")
 
 
 def _common(call: Call) -> Iterator[str]:
     shapes = (call.query, call.key, call.value)
     if any(len(shape) != 4 for shape in shapes):
         yield f"it takes four dimensions, not {'/'.join(str(len(shape)) for shape in shapes)}"
-    elif any(0 in shape for shape in shapes):
+        return
+    if call.query[-2] == 0 or call.key[-2] == 0:
         yield "it takes no empty sequences"
     if not call.last_strides_are_1:
-        yield "it takes a contiguous head dimension"
+        yield "it takes a contiguous last dimension"
+    if len({shape[0] for shape in shapes}) > 1:
+        yield "it takes as many samples of keys as of queries"
 
 
-def _heads(call: Call, grouped: bool) -> Iterator[str]:
-    if len(call.query) != 4 or (call.query[1] == call.key[1] == call.value[1]):
-        return
-    if not (grouped and call.enable_gqa):
-        yield f"it takes as many heads of keys ({call.key[1]}) as of queries ({call.query[1]})"
+def _heads(call: Call, grouped: bool, same: bool = True) -> Iterator[str]:
+    """Of 4-dimensional calls; `same`: grouped queries need as many heads of values as of keys."""
+    queries, keys, values = call.query[1], call.key[1], call.value[1]
+    if grouped and call.enable_gqa:
+        if (same and keys != values) or queries % keys or queries % values:
+            yield f"its heads of keys ({keys}) and values ({values}) must divide those of queries ({queries})"
+    elif not queries == keys == values:
+        yield f"it takes as many heads of keys ({keys}) as of queries ({queries})"
 
 
 def _flash(call: Call, device: Device) -> Iterator[str]:
-    yield from _common(call)
     if not torch.backends.cuda.flash_sdp_enabled():
         yield "it is switched off"
+    yield from _common(call)
     if device.vendor == "nvidia" and not _is_between(device, (8, 0), (12, 1)):
         yield "it takes an Ampere GPU (sm_80) or newer"
-    if call.masked:
+    if call.mask is not None:
         yield "it takes no mask"
-    sizes = {call.query[-1], call.key[-1], call.value[-1]}
-    limit = 512 if device.vendor == "amd" else 256
-    if len(sizes) > 1 or max(sizes) > limit:
-        yield f"it takes one head size of at most {limit}, not {sorted(sizes)}"
+    yield from _one_head_size(call, device)
     if call.dtype not in _HALF or not call.same_dtypes:
         yield f"it takes float16 or bfloat16, not {str(call.dtype)[6:]}"
     if call.is_causal and call.query[-2] != call.key[-2]:
         yield "it takes is_causal=True with equal lengths of queries and keys only"
-    if call.needs_gradient and device.capability in ((8, 6), (8, 9), (12, 0), (12, 1)) and _is_large(call):
+    consumer = _is_between(device, (8, 6), (8, 9)) or _is_between(device, (12, 0), (12, 1))
+    if call.needs_gradient and consumer and _is_large(call):
         yield f"its backward pass takes no head size of {call.query[-1]} on this GPU"
     yield from _heads(call, grouped=True)
+
+
+def _one_head_size(call: Call, device: Device) -> Iterator[str]:
+    sizes = {call.query[-1], call.key[-1], call.value[-1]}
+    limit = 512 if device.vendor == "amd" else 256
+    if len(sizes) > 1 or max(sizes) > limit:
+        yield f"it takes one head size of at most {limit}, not {sorted(sizes)}"
 
 
 def _is_large(call: Call) -> bool:
@@ -114,50 +135,79 @@ def _is_large(call: Call) -> bool:
 
 
 def _efficient(call: Call, device: Device) -> Iterator[str]:
-    yield from _common(call)
     if not torch.backends.cuda.mem_efficient_sdp_enabled():
         yield "it is switched off"
-    ampere = device.vendor == "amd" or _is_between(device, (8, 0), (99, 0))
-    allowed = (torch.float16, torch.float32, torch.bfloat16) if ampere else (torch.float16, torch.float32)
+    yield from _common(call)
+    if device.vendor == "amd":  # the same library as flash
+        yield from _one_head_size(call, device)
+    else:
+        yield from _aligned_head_sizes(call, device)
+    newer = device.vendor == "amd" or _is_between(device, (8, 0), (99, 0))
+    allowed = (torch.float16, torch.float32, torch.bfloat16) if newer else (torch.float16, torch.float32)
     if call.dtype not in allowed or not call.same_dtypes:
         yield f"it takes no {str(call.dtype)[6:]} on this GPU"
-    alignment = _alignment(call.dtype, device)
-    if call.query[-1] != call.key[-1] or call.query[-1] % alignment or call.value[-1] % alignment:
-        yield f"it takes head sizes that are multiples of {alignment}, not {call.query[-1]} and {call.value[-1]}"
     yield from _heads(call, grouped=False)
 
 
-def _alignment(dtype: torch.dtype, device: Device) -> int:
+def _aligned_head_sizes(call: Call, device: Device) -> Iterator[str]:
     """`minimum_gemm_alignment`: 16 bytes where tensor cores are used."""
-    half = dtype in _HALF
-    if device.vendor == "amd" or _is_between(device, (8, 0), (99, 0)):
-        return 8 if half else 4
-    return 8 if half and _is_between(device, (7, 0), (99, 0)) else 1
+    half = call.dtype in _HALF
+    alignment = (8 if half else 4) if _is_between(device, (8, 0), (99, 0)) else 8 if half else 1
+    if call.query[-1] != call.key[-1] or call.query[-1] % alignment or call.value[-1] % alignment:
+        yield f"it takes head sizes that are multiples of {alignment}, not {call.query[-1]} and {call.value[-1]}"
+
+
+def _math(call: Call, device: Device) -> Iterator[str]:
+    if not torch.backends.cuda.math_sdp_enabled():
+        yield "it is switched off"
 
 
 def _cudnn(call: Call, device: Device) -> Iterator[str]:
-    yield from _common(call)
     if not torch.backends.cuda.cudnn_sdp_enabled():
         yield "it is switched off"
     if device.vendor != "nvidia" or not _is_between(device, (8, 0), (12, 1)):
         yield "it takes an NVIDIA GPU of sm_80 or newer"
+    yield from _common(call)
     if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
         yield "it is not deterministic"
     if call.dtype not in _HALF or not call.same_dtypes:
         yield f"it takes float16 or bfloat16, not {str(call.dtype)[6:]}"
-    limit = 256 if device.capability == (9, 0) else 128
-    sizes = {call.query[-1], call.value[-1]}
+    if not _fits(call):
+        yield f"it takes no mask of shape {list(call.mask or ())}, nor one that needs a gradient"
+    if _VERSION >= (2, 12) and (call.dropout * 16) % 1:
+        yield f"it takes a dropout that is a multiple of 1/16, not {call.dropout:g}"
+    yield from _heads(call, grouped=True, same=False)
+    yield from _cudnn_sizes(call, device)
+
+
+def _fits(call: Call) -> bool:
+    """`check_attn_mask_shape`: two or four dimensions that broadcast to the scores."""
+    if call.mask is None:
+        return True
+    scores = (*call.query[:3], call.key[2])
+    places = zip(reversed(call.mask), reversed(scores), strict=False)
+    return len(call.mask) in (2, 4) and not call.mask_needs_gradient and all(m in (1, n) for m, n in places)
+
+
+def _cudnn_sizes(call: Call, device: Device) -> Iterator[str]:
+    if max(call.query[:2]) > _DIMENSION:
+        yield f"it takes at most {_DIMENSION} samples and heads"
+    deepseek = (
+        device.capability is not None and device.capability[0] == 10 and (call.query[3], call.value[3]) == (192, 128)
+    )
+    limit = 256 if device.capability == (9, 0) else 192 if deepseek else 128
+    sizes = {call.query[3], call.value[3]}
     if max(sizes) > limit or any(size % 8 for size in sizes):
         yield f"it takes head sizes that are multiples of 8 up to {limit}, not {sorted(sizes)}"
-    if call.key[-2] == 1 or (call.query[-2] == 1 and call.dropout > 0):
+    if call.key[2] == 1 or (call.query[2] == 1 and call.dropout > 0):
         yield "it takes no sequence of length 1"
-    yield from _heads(call, grouped=True)
 
 
 _CHECKS: dict[Kernel, Callable[[Call, Device], Iterator[str]]] = {
     "cudnn": _cudnn,
     "flash": _flash,
     "efficient": _efficient,
+    "math": _math,
 }
 
 
@@ -178,11 +228,10 @@ class Attention:
     def __init__(self, device: Device) -> None:
         self.device = device
         self.chosen: Counter[tuple[Kernel, str]] = Counter()
-        self._library = torch.library.Library("aten", "IMPL")  # lives as long as the process
 
-    def register(self) -> None:
+    def register(self, library: torch.library.Library) -> None:
         """Answer every call on CUDA tensors from now on."""
-        self._library.impl("scaled_dot_product_attention", self._run, "AutogradCUDA")
+        library.impl("scaled_dot_product_attention", self._run, "AutogradCUDA")
 
     def notes(self) -> list[str]:
         """Return what was assumed, for people."""
@@ -211,9 +260,10 @@ class Attention:
             dtype=query.dtype,
             dropout=dropout_p,
             is_causal=is_causal,
-            masked=attn_mask is not None,
+            mask=None if attn_mask is None else tuple(attn_mask.shape),
+            mask_needs_gradient=attn_mask is not None and attn_mask.requires_grad,
             same_dtypes=len({t.dtype for t in tensors}) == 1,
-            last_strides_are_1=all(t.stride(-1) == 1 for t in tensors),
+            last_strides_are_1=all(t.stride(-1) == 1 for t in (*tensors, attn_mask) if t is not None),
             enable_gqa=enable_gqa,
             needs_gradient=torch.is_grad_enabled() and any(t.requires_grad for t in tensors),
         )
@@ -242,23 +292,6 @@ class Attention:
         return out[0]  # type: ignore[no-any-return]
 
 
-def fake_attention(device: Device) -> Attention:
-    """Make this process look as if it had a GPU, attention included.
-
-    Raises:
-        RuntimeError: Fake CUDA is not loaded in this process.
-    """
-    global _registered
-    if _registered is None:
-        _registered = Attention(device)
-        _registered.register()
-    pretend(device)
-    _registered.device = device
-    return _registered
-
-
-_registered: Attention | None = None
-
 _NAMES: dict[Kernel, str] = {
     "cudnn": "cuDNN",
     "flash": "flash",
@@ -270,9 +303,8 @@ _NAMES: dict[Kernel, str] = {
 def _why(kernel: Kernel, reasons: dict[Kernel, str]) -> str:
     """Return why the kernel is not a leaner one, where that is worth knowing."""
     if kernel == "math":
-        return "; ".join(f"not {_NAMES[k]} since {why}" for k, why in reasons.items()) + (
-            "; it allocates the whole matrix of scores"
-        )
+        said = "; ".join(f"not {_NAMES[k]} since {why}" for k, why in reasons.items())
+        return f"{said}; it allocates the whole matrix of scores"
     return f"not flash since {reasons['flash']}" if kernel == "efficient" else ""
 
 

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from memfit.capture.accumulation import Accumulation
+from memfit.capture.recurrent import with_reserve
 from memfit.capture.values import device_of, tensors_in
 from memfit.ir.trace import Call, Module, Op, Phase, Save, Work
 from memfit.signature import rebuild, signature
@@ -309,6 +310,8 @@ def _as_the_kernel(out: Any, func: Any, args: Any, kwargs: Any, device_type: str
     """Give the outputs of a fake operator the storages that the device's kernel gives them, where they differ."""
     if device_type == "cpu":
         out = _as_on_cpu(out, func, args, kwargs)
+    elif func is _aten._cudnn_rnn.default:
+        return with_reserve(out, args)
     if func._overloadpacket in _LOSSES and out.dim() == 0:  # reduced in place, in the storage of the terms
         terms = torch.broadcast_shapes(args[0].shape, args[1].shape)
         return out.new_empty(terms).as_strided((), ()) if math.prod(terms) else out

@@ -18,8 +18,9 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
 )
 
-from memfit.capture.attention import Attention, fake_attention
+from memfit.capture.attention import Attention
 from memfit.capture.fake import fake_copy, mode_of, nothing_changes, real_copy
+from memfit.capture.gpu import fake_gpu
 from memfit.capture.recorder import LiveStorage, Recorder, Recording
 from memfit.capture.values import KnownValues, libraries_run_as_with_data
 from memfit.errors import CaptureError, MemfitError
@@ -64,7 +65,7 @@ def capture(
         WorkloadError: The workload can't be copied, or its loss function uses the original model.
     """
     values = KnownValues.of(mode_of(workload))
-    attention = fake_attention(device) if device is not None and device.kind == "cuda" else None
+    attention = fake_gpu(device) if device is not None and device.kind == "cuda" else None
     place = torch.device("cuda", 0) if attention else None
     with nothing_changes(workload), _one_thread_and_no_collector():
         copied = fake_copy(_shortened(workload, microbatch_size), values, place)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import _foreach_supported_types
 
@@ -28,6 +29,7 @@ def pretend(device: Device) -> None:
         raise RuntimeError("fake CUDA is not loaded in this process")
     for name, answer in _answers(device).items():
         setattr(torch.cuda, name, answer)
+    fake_tensor.init_gpu_context = _constant(None)  # type: ignore[assignment]  # it would ask the driver
     torch._C._cuda_getDeviceCount = lambda: 1
     torch._C._cuda_getCurrentRawStream = lambda device: 0  # Triton's drivers look for it when they are imported
     for name in ("pin_memory", "is_pinned"):
@@ -66,6 +68,8 @@ def _answers(device: Device) -> dict[str, Callable[..., Any]]:
         "_exchange_device": _constant(0),
         "_maybe_exchange_device": _constant(0),
         "is_available": _constant(True),
+        "is_current_stream_capturing": _constant(False),
+        "is_initialized": _constant(True),
         "is_bf16_supported": _constant(device.capability is None or device.capability >= (8, 0)),
         "device_count": _constant(1),
         "current_device": _constant(0),

@@ -1,0 +1,41 @@
+"""What must be registered with PyTorch for fake CUDA tensors to run the operators that a GPU runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from memfit.capture import recurrent
+from memfit.capture.attention import Attention
+from memfit.devices.standins import pretend
+from memfit.ir.device import Device
+
+_HAVE_KERNELS = ("_fused_rms_norm", "mish_backward", "silu_backward")
+"""Operators with a CUDA kernel that are decomposed where there is none, as in the CPU wheel of PyTorch."""
+
+_library: torch.library.Library | None = None  # lives as long as the process
+_attention: Attention | None = None
+
+
+def fake_gpu(device: Device) -> Attention:
+    """Make this process look as if it had a GPU, kernels included; return its attention.
+
+    Raises:
+        RuntimeError: Fake CUDA is not loaded in this process.
+    """
+    global _library, _attention
+    pretend(device)
+    if _library is None or _attention is None:
+        _library, _attention = torch.library.Library("aten", "IMPL"), Attention(device)
+        _attention.register(_library)
+        recurrent.register(_library)
+        for name in _HAVE_KERNELS:
+            if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
+                _library.impl(name, _no_data, "CUDA")
+    _attention.device = device
+    return _attention
+
+
+def _no_data(*_: Any, **__: Any) -> None:
+    raise RuntimeError("fake tensors have no data to run a kernel on")
