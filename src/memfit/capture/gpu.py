@@ -8,11 +8,21 @@ import torch
 
 from memfit.capture import recurrent
 from memfit.capture.attention import Attention
-from memfit.devices.standins import pretend
+from memfit.devices.standins import constant, pretend
 from memfit.ir.device import Device
 
 _HAVE_KERNELS = ("_fused_rms_norm", "mish_backward", "silu_backward")
 """Operators with a CUDA kernel that are decomposed where there is none, as in the CPU wheel of PyTorch."""
+
+_WITHOUT_OUTPUT: dict[str, Any] = {
+    "_fused_sgd_": None,
+    "_fused_sgd_.tensor_lr": None,
+    "_use_cudnn_ctc_loss": False,
+    "_use_cudnn_ctc_loss.Tensor": False,
+    "_use_miopen_ctc_loss": False,
+    "_use_miopen_ctc_loss.Tensor": False,
+}
+"""What operators return that allocate nothing, and of which PyTorch has no kernel for fake tensors."""
 
 _library: torch.library.Library | None = None  # lives as long as the process
 _attention: Attention | None = None
@@ -33,6 +43,9 @@ def fake_gpu(device: Device) -> Attention:
         for name in _HAVE_KERNELS:
             if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
                 _library.impl(name, _no_data, "CUDA")
+        for name, value in _WITHOUT_OUTPUT.items():
+            if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):
+                _library.impl(name, constant(value), "Meta")
     _attention.device = device
     return _attention
 

@@ -16,13 +16,14 @@ from msgspec.structs import replace
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    UnsupportedOperatorException,
 )
 
 from memfit.capture.attention import Attention
 from memfit.capture.fake import fake_copy, mode_of, nothing_changes, real_copy
 from memfit.capture.gpu import fake_gpu
 from memfit.capture.recorder import LiveStorage, Recorder, Recording
-from memfit.capture.values import KnownValues, libraries_run_as_with_data
+from memfit.capture.values import KnownValues, code_runs_as_with_data
 from memfit.errors import CaptureError, MemfitError
 from memfit.ir.device import Device
 from memfit.ir.trace import Category, Module, Parameter, Storage, Trace
@@ -33,6 +34,7 @@ _VALUES_HINT = (
     "Shapes must not depend on values: replace boolean-mask indexing or nonzero() by masking, or take such code out of"
     " Workload.loss_fn; mixtures of experts of transformers take experts_implementation='grouped_mm'"
 )
+_OPERATOR_HINT = "PyTorch can't run this operator without data: take it out of Workload.loss_fn, or estimate without it"
 _OTHER_HINT = "See whether Workload.loss_fn(model, batch) and backward() run with data"
 
 BuildStep = Callable[[Workload], contextlib.AbstractContextManager[StepProgram]]
@@ -67,9 +69,10 @@ def capture(
     values = KnownValues.of(mode_of(workload))
     attention = fake_gpu(device) if device is not None and device.kind == "cuda" else None
     place = torch.device("cuda", 0) if attention else None
+    values.fake.allow_fallback_kernels = attention is None  # which run operators on real zeros
     with nothing_changes(workload), _one_thread_and_no_collector():
         copied = fake_copy(_shortened(workload, microbatch_size), values, place)
-        with _explained(), torch.compiler.set_stance("force_eager"), libraries_run_as_with_data():
+        with _explained(), torch.compiler.set_stance("force_eager"), code_runs_as_with_data():
             trace = _record(workload, copied, build, values, precision, microbatch_size, attention)
     return trace if device is None else replace(trace, device=device.name)
 
@@ -130,10 +133,18 @@ def _explained() -> Iterator[None]:
             if not any(Path(f.filename).is_relative_to(p) for p in here)
         ]
         line = f" at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
-        hint = _VALUES_HINT if isinstance(e, _NEEDS_VALUES) else _OTHER_HINT
-        raise CaptureError(f"the step can't be captured without data{line} ({type(e).__name__}: {e}). {hint}") from e
+        said = (str(e).strip() or type(e).__name__).splitlines()[0]
+        raise CaptureError(
+            f"the step can't be captured without data{line} ({type(e).__name__}: {said}). {_hint(e)}"
+        ) from e
     finally:
         log.setLevel(level)
+
+
+def _hint(error: Exception) -> str:
+    if isinstance(error, UnsupportedOperatorException):
+        return _OPERATOR_HINT
+    return _VALUES_HINT if isinstance(error, _NEEDS_VALUES) or ".numpy()" in str(error) else _OTHER_HINT
 
 
 @contextlib.contextmanager

@@ -8,7 +8,9 @@ computed beside the fake tensors. What depends on activations stays unknown.
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,6 +38,8 @@ _CONSTANTS = {
     _aten.scalar_tensor,
     _aten.zeros,
 }
+_FINITE = {_aten.isfinite: True, _aten.isnan: False, _aten.isinf: False, _aten.isposinf: False, _aten.isneginf: False}
+_SAME = {_aten.eq: True, _aten.ne: False}  # of a number and itself; the opposite of any number and infinity
 _LIMIT = 2**20  # elements; masks of a batch have fewer
 _ATTRIBUTE = "_memfit_known_values"
 _Unknown = object()
@@ -78,6 +82,8 @@ class KnownValues(TorchDispatchMode):
             return self._run_with_shape(func, args, kwargs, known)
         if known is not None and all(is_followed(t) for t in tensors_in(out)):
             self._remember(out, _compute(func, *known))
+        elif (answer := _if_finite(func, args)) is not None and is_followed(out):
+            self._remember(out, _compute(torch.full, (tuple(out.shape), answer), {}))
         elif func._schema.is_mutable:
             self._forget(func, args, kwargs)
         return out
@@ -189,30 +195,35 @@ def is_followed(tensor: torch.Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() <= _LIMIT
 
 
+def _if_finite(func: Any, args: Any) -> bool | None:
+    """Return what a question whether numbers are finite is answered with: they are. None for other operators."""
+    name = func._overloadpacket
+    if name not in _SAME or len(args) < 2 or not isinstance(args[0], torch.Tensor) or not args[0].is_floating_point():
+        return _FINITE.get(name)
+    if args[0] is args[1]:
+        return _SAME[name]
+    infinite = isinstance(args[1], float) and math.isinf(args[1])
+    return not _SAME[name] if infinite else None
+
+
 def _compute(func: Any, args: Any, kwargs: Any) -> Any:
     with unset_fake_temporarily():
         return func(*args, **kwargs)
 
 
 @contextlib.contextmanager
-def libraries_run_as_with_data() -> Iterator[None]:
-    """Keep libraries from the paths that they take for fake tensors.
-
-    There transformers builds masks that it skips with data, and PyTorch goes one by one through gradients that it
-    norms and clips as a list.
-    """
-    module: Any = sys.modules.get("transformers.utils.import_utils")
+def code_runs_as_with_data() -> Iterator[None]:
+    """Let fake scalars be formatted as numbers, and keep transformers from building masks that it skips with data."""
+    module: Any = sys.modules.get("transformers.utils.import_utils", types.SimpleNamespace())
     asked = getattr(module, "is_fake_tensor", None)
-    both = (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types)
-    lists = [types for types in both if FakeTensor not in types]
-    for types in lists:
-        types.append(FakeTensor)
-    if asked is not None:
-        module.is_fake_tensor = lambda _: False
+    module.is_fake_tensor = lambda _: False
+    FakeTensor.__format__ = _format  # type: ignore[method-assign]
     try:
         yield
     finally:
-        for types in lists:
-            types.remove(FakeTensor)
-        if asked is not None:
-            module.is_fake_tensor = asked
+        del FakeTensor.__format__
+        module.is_fake_tensor = asked
+
+
+def _format(tensor: torch.Tensor, spec: str) -> str:
+    return format(tensor.item(), spec) if tensor.dim() == 0 else object.__format__(tensor, spec)

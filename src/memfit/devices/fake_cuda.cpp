@@ -1,6 +1,7 @@
 // Lets PyTorch run fake CUDA tensors on a machine without a GPU: a device guard that does nothing, and
 // hooks that say CUDA is built but has no context. Without them autograd aborts on a fake CUDA tensor.
 // Loaded before torch is imported (fake_cuda.py), since torch looks its hooks up once.
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -47,6 +48,10 @@ struct Hooks final : at::CUDAHooksInterface {
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override { return 0; }
   int getNumGPUs() const override { return 1; }
   void deviceSynchronize(c10::DeviceIndex) const override {}
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
+    return at::detail::getDefaultCPUGenerator();
+  }
+  at::Generator getNewGenerator(c10::DeviceIndex) const override { return at::detail::createCPUGenerator(); }
   // cuDNN decides which RNN and normalisation operators are dispatched.
   bool hasCuDNN() const override { return true; }
   bool compiledWithCuDNN() const override { return true; }

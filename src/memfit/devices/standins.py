@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import types
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim.optimizer import _foreach_supported_types
 
 from memfit.devices.fake_cuda import is_loaded
@@ -29,7 +30,10 @@ def pretend(device: Device) -> None:
         raise RuntimeError("fake CUDA is not loaded in this process")
     for name, answer in _answers(device).items():
         setattr(torch.cuda, name, answer)
-    fake_tensor.init_gpu_context = _constant(None)  # type: ignore[assignment]  # it would ask the driver
+    fake_tensor.init_gpu_context = constant(None)  # type: ignore[assignment]  # it would ask the driver
+    FakeTensorMode.avoid_device_init = property(constant(True))  # type: ignore[method-assign]  # torch.tensor would, too
+    for name in ("mark", "range_push", "range_pop", "range_start", "range_end"):
+        setattr(torch.cuda.nvtx, name, constant(None))
     torch._C._cuda_getDeviceCount = lambda: 1
     torch._C._cuda_getCurrentRawStream = lambda device: 0  # Triton's drivers look for it when they are imported
     for name in ("pin_memory", "is_pinned"):
@@ -62,25 +66,26 @@ def _answers(device: Device) -> dict[str, Callable[..., Any]]:
         "synchronize",
     )
     return {
-        **{name: _constant(0) for name in zero},
-        **{name: _constant(None) for name in nothing},
-        "_is_compiled": _constant(True),
-        "_exchange_device": _constant(0),
-        "_maybe_exchange_device": _constant(0),
-        "is_available": _constant(True),
-        "is_current_stream_capturing": _constant(False),
-        "is_initialized": _constant(True),
-        "is_bf16_supported": _constant(device.capability is None or device.capability >= (8, 0)),
-        "device_count": _constant(1),
-        "current_device": _constant(0),
-        "get_device_capability": _constant(device.capability or (9, 0)),
-        "get_device_name": _constant(device.description),
-        "get_device_properties": _constant(properties),
-        "get_arch_list": _constant([f"sm_{properties.major}{properties.minor}"]),
+        **{name: constant(0) for name in zero},
+        **{name: constant(None) for name in nothing},
+        "_is_compiled": constant(True),
+        "_exchange_device": constant(0),
+        "_maybe_exchange_device": constant(0),
+        "is_available": constant(True),
+        "is_current_stream_capturing": constant(False),
+        "is_initialized": constant(True),
+        "is_bf16_supported": constant(device.capability is None or device.capability >= (8, 0)),
+        "device_count": constant(1),
+        "current_device": constant(0),
+        "get_device_capability": constant(device.capability or (9, 0)),
+        "get_device_name": constant(device.description),
+        "get_device_properties": constant(properties),
+        "get_arch_list": constant([f"sm_{properties.major}{properties.minor}"]),
         "get_rng_state": _rng_state,
         "get_rng_state_all": lambda: [_rng_state()],
-        "mem_get_info": _constant((device.usable_bytes, device.memory_bytes)),
-        "memory_stats": lambda *_, **__: {},
+        "mem_get_info": constant((device.usable_bytes, device.memory_bytes)),
+        "memory_stats": lambda *_, **__: collections.defaultdict(int),
+        "memory_summary": constant(""),
         "current_stream": lambda *_: _Stream(),
         "default_stream": lambda *_: _Stream(),
         "stream": lambda *_: contextlib.nullcontext(),
@@ -89,7 +94,9 @@ def _answers(device: Device) -> dict[str, Callable[..., Any]]:
     }
 
 
-def _constant(value: Any) -> Callable[..., Any]:
+def constant(value: Any) -> Callable[..., Any]:
+    """Return a function that takes anything and returns the value."""
+
     def answer(*_: Any, **__: Any) -> Any:
         return value
 

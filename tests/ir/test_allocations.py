@@ -1,0 +1,87 @@
+"""What a program allocates, against the simulation of its memory."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from msgspec.structs import replace
+
+from memfit.ir.allocations import allocations
+from memfit.ir.allocator_settings import AllocatorSettings
+from memfit.ir.cost import CostTable, OpCost
+from memfit.ir.remat import Regions
+from memfit.ir.replay import AllocationEvent, replay
+from memfit.ir.simulate import Selection, simulate
+from memfit.ir.trace import Trace
+from memfit.solve.candidates import options
+from tests.models import BUILDERS, COSTS, plain_trace, random_selection
+
+
+def costly(trace: Trace) -> CostTable:
+    """Costs under which every operator has a workspace of another size, and libraries keep some."""
+    ops = {text: OpCost(1e-6, 512 * (i % 7), False) for i, text in enumerate(trace.signatures)}
+    return replace(COSTS, ops=ops, resident_workspace_bytes=2 * 8_519_680)
+
+
+def peak_bytes(events: list[AllocationEvent]) -> int:
+    """The most that is asked for at once; a birth of what is alive, or a death of what is not, raises."""
+    return replay(events, AllocatorSettings()).peak_requested_bytes
+
+
+def selections(trace: Trace) -> list[Selection]:
+    found = options(Regions(trace), COSTS)
+    return [{}, *(random_selection(random.Random(seed), found, share=0.8) for seed in range(3))]
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("name", BUILDERS)
+def test_the_replay_asks_for_what_the_simulation_counts(name: str, microbatches: int) -> None:
+    trace = plain_trace(name, "32-true", microbatches)
+    for selection in selections(trace):
+        events = allocations(trace, COSTS, selection)
+        assert peak_bytes(events) == simulate(trace, COSTS, selection).peak_bytes
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_workspaces_are_in_both(name: str) -> None:
+    trace = plain_trace(name)
+    costs = costly(trace)
+    for selection in selections(trace):
+        found, simulated = peak_bytes(allocations(trace, costs, selection)), simulate(trace, costs, selection)
+        assert found == simulated.peak_bytes > simulate(trace, COSTS, selection).peak_bytes
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_the_second_step_repeats_in_the_third(name: str) -> None:
+    trace = plain_trace(name)
+    for selection in selections(trace):
+        two, three = (allocations(trace, costly(trace), selection, steps) for steps in (2, 3))
+        one = allocations(trace, costly(trace), selection, 1)
+        assert two[: len(one)] == one and three[: len(two)] == two
+        assert three[len(two) :] == two[len(one) :]
+        reports = [replay(events, AllocatorSettings(), history=True) for events in (one, two, three)]
+        assert reports[0].end_allocated_bytes == reports[1].end_allocated_bytes == reports[2].end_allocated_bytes
+        assert reports[1].peak_requested_bytes == reports[2].peak_requested_bytes
+
+
+def test_state_is_made_by_the_first_optimizer_step_and_stays() -> None:
+    trace = plain_trace("transformer")
+    events = allocations(trace, COSTS, steps=2)
+    born = [i for i, e in enumerate(events) if e.category == "optimizer state" and e.alloc]
+    state = [s for s in trace.storages if s.category == "optimizer state"]
+    assert len(born) == len(state) > 0
+    assert all(trace.ops[events[i].point].phase == "optimizer" for i in born)
+    assert not any(e.category == "optimizer state" and not e.alloc for e in events)
+
+
+def test_an_unknown_region_is_refused() -> None:
+    with pytest.raises(KeyError, match="nowhere"):
+        allocations(plain_trace("twice"), COSTS, {"nowhere": ()})
+
+
+def test_the_comparison_notices_a_storage_left_out() -> None:
+    trace = plain_trace("convnet")
+    most = max(range(len(trace.storages)), key=lambda i: trace.storages[i].nbytes * (trace.storages[i].birth < 0))
+    events = [e for e in allocations(trace, COSTS) if e.storage != most]
+    assert peak_bytes(events) != simulate(trace, COSTS).peak_bytes
