@@ -23,7 +23,7 @@ from memfit.capture.attention import Attention
 from memfit.capture.fake import fake_copy, mode_of, nothing_changes, real_copy
 from memfit.capture.gpu import fake_gpu
 from memfit.capture.recorder import LiveStorage, Recorder, Recording
-from memfit.capture.values import KnownValues, code_runs_as_with_data
+from memfit.capture.values import KnownValues, libraries_run_as_with_data
 from memfit.errors import CaptureError, MemfitError
 from memfit.ir.device import Device
 from memfit.ir.trace import Category, Module, Parameter, Storage, Trace
@@ -72,7 +72,7 @@ def capture(
     values.fake.allow_fallback_kernels = attention is None  # which run operators on real zeros
     with nothing_changes(workload), _one_thread_and_no_collector():
         copied = fake_copy(_shortened(workload, microbatch_size), values, place)
-        with _explained(), torch.compiler.set_stance("force_eager"), code_runs_as_with_data():
+        with _explained(), torch.compiler.set_stance("force_eager"), libraries_run_as_with_data():
             trace = _record(workload, copied, build, values, precision, microbatch_size, attention)
     return trace if device is None else replace(trace, device=device.name)
 

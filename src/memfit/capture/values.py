@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -212,17 +211,29 @@ def _compute(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @contextlib.contextmanager
-def code_runs_as_with_data() -> Iterator[None]:
-    """Let fake scalars be formatted as numbers, and keep transformers from building masks that it skips with data."""
-    module: Any = sys.modules.get("transformers.utils.import_utils", types.SimpleNamespace())
+def libraries_run_as_with_data() -> Iterator[None]:
+    """Keep libraries from the paths that they take for fake tensors.
+
+    There transformers builds masks that it skips with data, PyTorch goes one by one through gradients that it
+    norms and clips as a list, and a loss can't be formatted.
+    """
+    module: Any = sys.modules.get("transformers.utils.import_utils")
     asked = getattr(module, "is_fake_tensor", None)
-    module.is_fake_tensor = lambda _: False
+    both = (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types)
+    lists = [types for types in both if FakeTensor not in types]
+    for types in lists:
+        types.append(FakeTensor)
+    if asked is not None:
+        module.is_fake_tensor = lambda _: False
     FakeTensor.__format__ = _format  # type: ignore[method-assign]
     try:
         yield
     finally:
-        del FakeTensor.__format__
-        module.is_fake_tensor = asked
+        FakeTensor.__format__ = torch.Tensor.__format__  # type: ignore[method-assign]
+        for types in lists:
+            types.remove(FakeTensor)
+        if asked is not None:
+            module.is_fake_tensor = asked
 
 
 def _format(tensor: torch.Tensor, spec: str) -> str:

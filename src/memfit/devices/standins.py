@@ -31,7 +31,7 @@ def pretend(device: Device) -> None:
     for name, answer in _answers(device).items():
         setattr(torch.cuda, name, answer)
     fake_tensor.init_gpu_context = constant(None)  # type: ignore[assignment]  # it would ask the driver
-    FakeTensorMode.avoid_device_init = property(constant(True))  # type: ignore[method-assign]  # torch.tensor would, too
+    FakeTensorMode.avoid_device_init = property(constant(True))  # type: ignore[assignment]  # torch.tensor, too
     for name in ("mark", "range_push", "range_pop", "range_start", "range_end"):
         setattr(torch.cuda.nvtx, name, constant(None))
     torch._C._cuda_getDeviceCount = lambda: 1
