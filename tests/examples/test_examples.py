@@ -33,7 +33,20 @@ def tensors_of(batch: Any) -> list[torch.Tensor]:
 
 
 def test_every_example_is_tested() -> None:
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == NEEDS.keys()
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*NEEDS, "large_gpt"}
+
+
+def test_large_gpts_have_their_sizes_and_a_step_that_runs() -> None:
+    pytest.importorskip("transformers")
+    from examples import large_gpt
+
+    with torch.device("meta"):
+        made = {name: getattr(large_gpt, name)().model for name in ("gpt_1b", "gpt_7b", "gpt_175b")}
+    billions = {name: sum(p.numel() for p in model.parameters()) / 1e9 for name, model in made.items()}
+    assert billions == pytest.approx({"gpt_1b": 1.02, "gpt_7b": 6.66, "gpt_175b": 174.6}, rel=0.01)
+    small = large_gpt.gpt("small", n_layer=1, width=64, n_head=2, batch_size=1)
+    small.loss_fn(small.model, small.batch).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in small.model.parameters())
 
 
 @each_example
