@@ -70,15 +70,24 @@ def _copy_of_optimizer(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -
     return copied
 
 
-def real_copy(workload: Workload) -> Workload:
-    """Return an independent copy of a workload, with storages that were shared still shared."""
+def real_copy(workload: Workload, device: torch.device | None = None) -> Workload:
+    """Return an independent copy of a workload, with storages that were shared still shared.
+
+    Args:
+        workload: With data.
+        device: Where the copy's tensors are, scalars without gradients aside (step counters stay where they
+            were); None for where they were.
+    """
     storages: dict[int, torch.UntypedStorage] = {}
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
+        counter = tensor.dim() == 0 and not tensor.requires_grad
+        place = tensor.device if device is None or counter else device
         storage = tensor.untyped_storage()
         if storage._cdata not in storages:
-            storages[storage._cdata] = storage.clone()
-        clone = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+            storages[storage._cdata] = source.to(place, copy=True).untyped_storage()
+        clone = torch.empty(0, dtype=tensor.dtype, device=place)
         clone.set_(storages[storage._cdata], tensor.storage_offset(), tensor.size(), tensor.stride())
         return clone.requires_grad_(tensor.requires_grad)
 
