@@ -7,6 +7,7 @@ import itertools
 
 import numpy as np
 import pytest
+from scipy.optimize import OptimizeResult
 
 from memfit.ir.remat import Regions
 from memfit.solve import milp as module
@@ -124,6 +125,22 @@ def test_a_short_time_limit_gives_a_legal_choice_or_none(limit: float, monkeypat
     leanest = solver.leanest()
     check(problem, leanest)
     assert leanest.bound <= leanest.peak_bytes
+
+
+def test_the_leanest_without_time_is_the_best_of_whole_levels(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = plain_trace("transformer", large=True)
+    costs = with_workspaces(trace)
+    problem = build(Regions(trace), costs, options(Regions(trace), costs))
+    solver = Solver(problem)
+    monkeypatch.setattr(solver, "_run", lambda *_: OptimizeResult(x=None, status=1, mip_dual_bound=None))
+    leanest = solver.leanest()
+    check(problem, leanest)
+    blocks = {o.fqn: i for i, o in enumerate(problem.options) if not o.keep and o.fqn.rpartition(".")[2].isdigit()}
+    outermost = [i for fqn, i in blocks.items() if not any(fqn.startswith(f"{other}.") for other in blocks)]
+    x = np.zeros(len(problem.options), np.int64)
+    x[outermost] = 1
+    assert leanest.peak_bytes <= int(problem.row_peaks(x).max()) < int(problem.row_peaks(0 * x).max())
+    assert leanest.status == "feasible" and leanest.bound == 0
 
 
 def test_no_options_leave_the_plain_step() -> None:

@@ -105,7 +105,7 @@ class Solver:
                 proven = max(self.problem.plain_seconds, float(result.mip_dual_bound or 0.0) / scale)
             if self._add_rows(x, budget_bytes):
                 continue
-            excess = int(self.problem.row_peaks(x).max(initial=0)) - budget_bytes
+            excess = self._peak_bytes(x) - budget_bytes
             if excess <= 0:
                 bound = min(proven, self.problem.seconds(x))
                 near = margin == 0 and bound >= self.problem.seconds(x) * (1 - FINE)
@@ -126,22 +126,44 @@ class Solver:
         seconds = np.concatenate([[o.seconds for o in self.problem.options], np.zeros(self._n_z)])
         tie = 1e-3 / max(float(seconds.sum()), 1e-12)
         deadline = time.monotonic() + self.time_limit_seconds
+        lowest = min(self._levels(), key=self._peak_bytes)
         while True:
             rows, base = self._row_matrix()
             limit = LinearConstraint(_with_column(rows, -1.0), -np.inf, -base / _UNIT)
             result = self._run(np.append(seconds * tie, 1.0), limit, deadline, (0.0, np.inf), FINE)
-            x = np.zeros(self._n_x, np.int64) if result.x is None else np.round(result.x[: self._n_x]).astype(np.int64)
+            x = lowest if result.x is None else np.round(result.x[: self._n_x]).astype(np.int64)
+            lowest = min(x, lowest, key=self._peak_bytes)
             reached = int(round(result.x[n] * _UNIT)) if result.x is not None else 0
             if result.x is None or not self._add_rows(x, reached + 1024):
                 bound = max(0.0, (float(result.mip_dual_bound or 0.0) - 1e-3) * _UNIT)
-                return self._choice(x, _LIMIT if result.x is None else result.status, bound)
+                if result.x is not None and result.status == _OPTIMAL:
+                    return self._choice(x, _OPTIMAL, bound)
+                return self._choice(lowest, _LIMIT, bound)
+
+    def _levels(self) -> list[Ints]:
+        """Return nothing, and for each depth all of its modules computed again whole: where little time is, a start."""
+        whole = {option.fqn: index for index, option in enumerate(self.problem.options) if not option.keep}
+        around = {fqn: [o for o in _prefixes(fqn) if o in whole] for fqn in whole}
+        parents = {outer for outers in around.values() for outer in outers}
+        found = [np.zeros(self._n_x, np.int64)]
+        for level in sorted({len(outers) for outers in around.values()}):
+            x = np.zeros(self._n_x, np.int64)
+            for fqn, index in whole.items():
+                x[index] = len(around[fqn]) == level or (len(around[fqn]) < level and fqn not in parents)
+            if all(x[list(members)].sum() <= 1 for members in self.problem.conflicts):
+                found.append(x)
+        return found
+
+    def _peak_bytes(self, x: Ints) -> int:
+        return int(self.problem.row_peaks(x).max(initial=0))
 
     def _nothing_to_choose(self) -> Choice:
         return self._choice(np.zeros(0, np.int64), _OPTIMAL, self.problem.plain_seconds)
 
     def _choice(self, x: Ints, status: int, bound: float) -> Choice:
-        peak = int(self.problem.row_peaks(x).max(initial=0))
-        return Choice(x, peak, self.problem.seconds(x), "optimal" if status == _OPTIMAL else "feasible", bound)
+        return Choice(
+            x, self._peak_bytes(x), self.problem.seconds(x), "optimal" if status == _OPTIMAL else "feasible", bound
+        )
 
     def _run(
         self, cost: Floats, limit: LinearConstraint, deadline: float, last: tuple[float, float], tolerance: float
@@ -193,6 +215,12 @@ class Solver:
         new = [int(i) for i in over[np.argsort(-peaks[over], kind="stable")] if int(i) not in set(self._active)]
         self._active += new[:_ROWS_A_ROUND]
         return bool(new)
+
+
+def _prefixes(fqn: str) -> list[str]:
+    """Return the FQNs of the modules around a module."""
+    parts = fqn.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]
 
 
 def _with_column(rows: csr_array, value: float) -> csr_array:
