@@ -12,6 +12,7 @@ from memfit.capture.measure import measure_peak_bytes, resident_bytes
 from memfit.cost.calibrate import calibrate
 from memfit.devices.allocation import allocated
 from memfit.ir.plan import Precision
+from memfit.ir.remat import Regions
 from memfit.ir.simulate import simulate
 from memfit.workload import Workload, batch_size_of
 from tests.models import BUILDERS, LARGE, captured, plain_trace, squared_error, step_of, tied
@@ -122,3 +123,17 @@ def test_the_trace_of_the_plain_step_says_what_stays() -> None:
     with step_of(workload) as step:
         step(workload.batch)
         assert sum(s.nbytes for s in trace.storages if s.birth < 0) == resident_bytes(step)
+
+
+@pytest.mark.parametrize("name", ["twice", "transformer"])
+def test_small_peaks_with_checkpointing_are_right_to_the_generator_states(name: str) -> None:
+    workload = BUILDERS[name]()
+    regions = {"shared": ()} if name == "twice" else {"blocks.0": (), "blocks.1": ()}
+    trace, plain = captured(workload, regions=regions), captured(workload)
+    with step_of(workload, regions=regions) as step:
+        step(workload.batch)
+        peak = measure_peak_bytes(step, workload.batch)
+    state_bytes = torch.get_rng_state().nbytes
+    assert Regions(plain).generator_state_bytes == state_bytes == 5056
+    assert abs(simulate(trace, calibrate([trace])).peak_bytes - peak) < state_bytes / 2
+    assert abs(simulate(plain, calibrate([plain]), regions).peak_bytes - peak) < state_bytes / 2

@@ -156,6 +156,7 @@ class Recorder(TorchDispatchMode):
         self.recording = False
         done = self.now
         for storage in done.storages:
+            storage.birth = min(storage.birth, len(done.ops) - 1)
             if storage.death == _NEVER:
                 storage.death = len(done.ops)
         return done
@@ -273,6 +274,25 @@ class Recorder(TorchDispatchMode):
         """Record what autograd saves. With `keep` false, nothing is saved, as under activation checkpointing."""
         with torch.autograd.graph.saved_tensors_hooks(self._pack if keep else _drop, self._unpack):
             yield
+
+    @contextlib.contextmanager
+    def generator_states(self) -> Iterator[None]:
+        """Follow the states of the CPU's generator that code takes; checkpointing keeps one for each call.
+
+        No mode sees them, and where activations are few they count: 5 KB each.
+        """
+        original = torch.get_rng_state
+
+        def observed() -> torch.Tensor:
+            state = original()
+            self.observe(state, len(self.now.ops) if self.recording else -1)
+            return state
+
+        torch.get_rng_state = observed
+        try:
+            yield
+        finally:
+            torch.get_rng_state = original
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         if not self.recording:

@@ -166,7 +166,7 @@ def _record(
     attention: Attention | None = None,
 ) -> Trace:
     recorder = Recorder(values.fake if values else None, "cuda" if attention else "cpu")
-    with _faked(values), recorder, build(copied) as step, recorder.watch(copied.model):
+    with _faked(values), recorder, build(copied) as step, recorder.watch(copied.model), recorder.generator_states():
         step.on_phase = recorder.enter_phase
         for tensor in [*copied.model.parameters(), *copied.model.buffers(), *tensors_of(copied.batch)]:
             recorder.observe(tensor, -1)

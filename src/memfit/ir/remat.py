@@ -8,6 +8,8 @@ For each forward call of a region:
 3. When the backward pass first unpacks a save of the call, its operators run again up to the last
    save, without those in `keep`; what they allocate lives until the forward pass would have released
    it, or, where saved, until the backward pass lets go of that save.
+4. The state of the CPU's random generator is kept from the call until its last save dies, and another
+   one while its operators run again.
 """
 
 from __future__ import annotations
@@ -22,6 +24,9 @@ from memfit.ir.trace import Trace
 
 Keep = tuple[str, ...]
 """Operators whose outputs a region keeps, each as "overload#occurrence" within one call of the region."""
+
+
+_GENERATOR_STATE_BYTES = 5056
 
 
 @dataclass(frozen=True)
@@ -70,10 +75,15 @@ class Copy:
 
 
 class Regions:
-    """The regions of a trace, each a module FQN that is called in the forward pass."""
+    """The regions of a trace, each a module FQN that is called in the forward pass.
+
+    Attributes:
+        generator_state_bytes: What the state of the CPU's generator takes of the device's memory.
+    """
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
+        self.generator_state_bytes = _GENERATOR_STATE_BYTES if trace.device == "cpu" else 0
         self.saves_of: dict[int, list[int]] = defaultdict(list)
         for index, save in enumerate(trace.saves):
             for around in trace.call_chain(save.call):

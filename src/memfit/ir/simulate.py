@@ -90,9 +90,19 @@ class Replay:
             yield Life(index, storage.nbytes, storage.category, first, self._last_point(index))
         again = len(self.trace.storages)
         for region in self.chosen:
-            for copy in self._copies(region):
-                yield replace(copy, name=again)
+            for life in (*self._copies(region), *self._generator_states(region)):
+                yield replace(life, name=again)
                 again += 1
+
+    def _generator_states(self, region: RegionCall) -> Iterator[Life]:
+        """Return the generator's states that checkpointing keeps: until the last save dies, and while it recomputes."""
+        nbytes, again = self.regions.generator_state_bytes, self.segment[region.call]
+        for first, last in (
+            (self.position[region.start], self.position[region.end]),
+            (again, again + region.cut - region.start - 1),
+        ):
+            if nbytes:
+                yield Life(-1, nbytes, "activations", first, last)
 
     def timeline(self) -> Timeline:
         """Return memory and time at every point."""

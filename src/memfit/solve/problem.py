@@ -218,6 +218,8 @@ class _Builder:
 
     def _add_copies(self, j: int, region: RegionCall) -> None:
         gap = self.gap_axis[region.order]
+        first, last = self._place(region.start), self._place(region.end)
+        self._mark(self.x[j], first, last, self.regions.generator_state_bytes)
         for copy in self.regions.copies(region, self.options[j].kept[region.call]):
             if copy.death >= region.recompute_at:
                 nbytes = self.trace.storages[copy.storage].nbytes
@@ -242,7 +244,8 @@ class _Builder:
                     ].nbytes
         inside = np.cumsum(change)[:-1]
         runs = [0 if op in kept else workspace[op] for op in range(region.start, region.cut)]
-        return int(np.max(inside + np.array(runs, np.int64), initial=0))
+        peak = int(np.max(inside + np.array(runs, np.int64), initial=0))
+        return peak + self.regions.generator_state_bytes
 
 
 def _undominated(active: set[Activity]) -> frozenset[Activity]:
