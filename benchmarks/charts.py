@@ -1,0 +1,135 @@
+"""Line charts as small SVG files, for the docs: logarithmic axes, each line named at its end."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+# Readable on white and on dark pages alike: the chart brings its own background.
+INK, MUTED, GRID, GROUND = "#1f2328", "#59636e", "#e4e7eb", "#ffffff"
+COLOURS = ("#c2410c", "#1d4ed8", "#15803d", "#7e22ce")
+FONT = "system-ui, -apple-system, 'Segoe UI', sans-serif"
+
+PANEL_WIDTH, PANEL_HEIGHT = 280, 250
+LEFT, TOP, BOTTOM, BETWEEN, RIGHT = 62, 74, 56, 192, 150
+
+_DASH = ' stroke-dasharray="6 5"'
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a chart; its label stands at its last point.
+
+    Attributes:
+        points: (x, y), both above 0, by rising x.
+        shift: Pixels by which the label is moved down, where two would meet.
+        dashed: For a line that runs on top of another.
+    """
+
+    label: str
+    points: Sequence[tuple[float, float]]
+    colour: str
+    shift: float = 0.0
+    dashed: bool = False
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes.
+
+    Attributes:
+        limit: A height to mark, and its label.
+    """
+
+    title: str
+    lines: Sequence[Line]
+    limit: tuple[float, str] | None = None
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A logarithmic axis.
+
+    Attributes:
+        ticks: From the lowest to the highest value that is shown.
+        text: Writes a tick.
+    """
+
+    title: str
+    ticks: Sequence[float]
+    text: Callable[[float], str]
+
+    def place(self, value: float) -> float:
+        """Return where a value lies, from 0 to 1."""
+        return math.log(value / self.ticks[0]) / math.log(self.ticks[-1] / self.ticks[0])
+
+
+def chart(title: str, subtitle: str, panels: Sequence[Panel], x: Axis, y: Axis) -> str:
+    """Return an SVG of panels side by side, on the same axes."""
+    width = LEFT + len(panels) * PANEL_WIDTH + (len(panels) - 1) * BETWEEN + RIGHT
+    height = TOP + PANEL_HEIGHT + BOTTOM
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+        f' font-family="{FONT}" font-size="12" role="img" aria-label="{_escape(title)}">',
+        f'<rect width="{width}" height="{height}" rx="6" fill="{GROUND}"/>',
+        _text(16, 24, title, size=15, weight=600),
+        _text(16, 42, subtitle, colour=MUTED),
+    ]
+    for index, panel in enumerate(panels):
+        parts += _panel(panel, LEFT + index * (PANEL_WIDTH + BETWEEN), x, y, y_title=index == 0)
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _panel(panel: Panel, left: float, x: Axis, y: Axis, *, y_title: bool) -> list[str]:
+    bottom = TOP + PANEL_HEIGHT
+    parts = [_text(left, TOP - 10, panel.title, weight=600)]
+    for tick in y.ticks:
+        height = bottom - y.place(tick) * PANEL_HEIGHT
+        parts.append(_rule(left, height, left + PANEL_WIDTH, height, GRID))
+        parts.append(_text(left - 8, height + 4, y.text(tick), colour=MUTED, anchor="end", size=11))
+    for tick in x.ticks:
+        across = left + x.place(tick) * PANEL_WIDTH
+        parts.append(_rule(across, bottom, across, bottom + 4, MUTED))
+        parts.append(_text(across, bottom + 18, x.text(tick), colour=MUTED, anchor="middle", size=11))
+    parts.append(_rule(left, bottom, left + PANEL_WIDTH, bottom, MUTED))
+    parts.append(_text(left + PANEL_WIDTH / 2, bottom + 40, x.title, colour=MUTED, anchor="middle"))
+    if y_title:
+        parts.append(_text(16, TOP - 10, y.title, colour=MUTED))
+    if panel.limit is not None:
+        height = bottom - y.place(panel.limit[0]) * PANEL_HEIGHT
+        parts.append(_rule(left, height, left + PANEL_WIDTH, height, INK, dashed=True))
+        parts.append(_text(left + 4, height - 5, panel.limit[1], size=11))
+    for line in panel.lines:
+        parts += _line(line, left, x, y)
+    return parts
+
+
+def _line(line: Line, left: float, x: Axis, y: Axis) -> list[str]:
+    bottom = TOP + PANEL_HEIGHT
+    places = [(left + x.place(a) * PANEL_WIDTH, bottom - y.place(b) * PANEL_HEIGHT) for a, b in line.points]
+    path = " ".join(f"{a:.1f},{b:.1f}" for a, b in places)
+    dots = [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3" fill="{line.colour}"/>' for a, b in places]
+    last, dash = places[-1], _DASH if line.dashed else ""
+    return [
+        f'<polyline points="{path}" fill="none" stroke="{line.colour}" stroke-width="2.5"{dash}/>',
+        *([] if line.dashed else dots),
+        _text(last[0] + 9, last[1] + 4 + line.shift, line.label, colour=line.colour, weight=600),
+    ]
+
+
+def _rule(x1: float, y1: float, x2: float, y2: float, colour: str, dashed: bool = False) -> str:
+    dash = _DASH if dashed else ""
+    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{colour}"{dash}/>'
+
+
+def _text(
+    x: float, y: float, text: str, *, colour: str = INK, anchor: str = "start", size: int = 12, weight: int = 400
+) -> str:
+    style = f'fill="{colour}" text-anchor="{anchor}" font-size="{size}" font-weight="{weight}"'
+    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{_escape(text)}</text>'
+
+
+def _escape(text: str) -> str:
+    return html.escape(text)

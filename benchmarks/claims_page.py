@@ -1,0 +1,112 @@
+"""Makes `docs/claims.md` and its charts from the committed result of `benchmarks.claims`.
+
+`python -m benchmarks.claims_page [--check]`. The words are those of `claims_template.md`; where a verdict no longer
+follows from the figures, making the page fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.charts import COLOURS, Axis, Line, Panel, chart
+from benchmarks.claims_figures import GIB, SECTIONS, Cases, depth_series, every
+from benchmarks.tables import ROOT, results
+from memfit.devices.host import find_device
+from memfit.ir.codec import write_atomic
+from memfit.units import format_bytes
+
+DOCS = ROOT / "docs"
+TEMPLATE = Path(__file__).with_name("claims_template.md")
+
+
+def page(result: dict[str, Any]) -> str:
+    """Return the page for a result of `benchmarks.claims`.
+
+    Raises:
+        UnsupportedVerdict: Its words do not follow from the figures.
+    """
+    words = {
+        "steps": str(result["summary"]["measured"]),
+        "largest_error": f"{result['summary']['largest_peak_error']:.1%}".replace("%", " %"),
+        "command": result["command"],
+        "machine": result["machine"]["description"],
+        "threads": "one thread" if result["machine"]["threads"] == 1 else f"{result['machine']['threads']} threads",
+        "torch": result["versions"]["torch"],
+        "date": result["date"],
+    }
+    for figures in SECTIONS:
+        words |= figures(result["cases"])
+    return TEMPLATE.read_text().format_map(words)
+
+
+def depth_chart(cases: Cases) -> str:
+    """Return the chart of activations over depth."""
+    shifts = {"layers": (-8, 8, 0), "blocks": (0, 8, -8)}
+    panels = []
+    for kind, title in (("layers", "Linear layers"), ("blocks", "Transformer blocks")):
+        lines = []
+        for index, (how, found) in enumerate(depth_series(cases, kind).items()):
+            points = [(case["depth"], case["activation_bytes"] / GIB) for case in found]
+            dashed = (kind, how) == ("layers", "each checkpointed")  # it is the plain line
+            lines.append(Line(how, points, COLOURS[index], shifts[kind][index], dashed))
+        panels.append(Panel(title, lines))
+    return chart(
+        "Activations over depth",
+        "Predicted for an A100, fp32: the most that activations and temporaries take",
+        panels,
+        Axis("N, members of the chain", (4, 16, 64, 256), lambda value: f"{value:.0f}"),
+        Axis("GiB", (0.25, 1, 4, 16, 64), lambda value: f"{value:g}"),
+    )
+
+
+def attention_chart(cases: Cases) -> str:
+    """Return the chart of peaks over sequence length."""
+    card = find_device("a100-80gb").memory_bytes
+    ours = every(cases, claim="attention", device="a100-80gb")
+    names = {"math": ("math", 0), "efficient": ("memory-efficient", -8), "flash": ("flash", 8)}
+    lines = []
+    for index, (kernel, (label, shift)) in enumerate(names.items()):
+        points = [(case["length"], case["peak_bytes"] / GIB) for case in every(ours, setting=kernel)]
+        lines.append(Line(label, points, COLOURS[index], shift, dashed=kernel == "flash"))
+    return chart(
+        "Peak over sequence length",
+        "Predicted for an A100 80 GB: GPT-2, one sequence",
+        [Panel("", lines, limit=(card / GIB, f"the card: {format_bytes(card)}"))],
+        Axis("N, tokens", (512, 2048, 8192, 32768), lambda value: f"{value:,.0f}"),
+        Axis("GiB", (1, 4, 16, 64, 256, 1024), lambda value: f"{value:g}"),
+    )
+
+
+def files(result: dict[str, Any]) -> dict[Path, str]:
+    """Return the page and its charts."""
+    cases = result["cases"]
+    return {
+        DOCS / "claims.md": page(result),
+        DOCS / "figures" / "depth.svg": depth_chart(cases),
+        DOCS / "figures" / "attention.svg": attention_chart(cases),
+    }
+
+
+def stale(made: dict[Path, str]) -> list[str]:
+    """Return the names of files that are not as they would be made."""
+    return [path.name for path, text in made.items() if not path.exists() or path.read_text() != text]
+
+
+def main() -> None:
+    """Write the page, or check that it is that of the result file."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.claims_page", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="exit with 1 where the page has other figures")
+    made = files(results("claims"))
+    if parser.parse_args().check:
+        found = stale(made)
+        sys.exit(f"other than benchmarks/results: {', '.join(found)}; run benchmarks.claims_page" if found else 0)
+    for path, text in made.items():
+        path.parent.mkdir(exist_ok=True)
+        write_atomic(path, text.encode())
+
+
+if __name__ == "__main__":
+    main()
