@@ -37,6 +37,7 @@ _CONSTANTS = {
     _aten.scalar_tensor,
     _aten.zeros,
 }
+_UNSET = {_aten.empty_like, _aten.new_empty, _aten.new_empty_strided}
 _FINITE = {_aten.isfinite: True, _aten.isnan: False, _aten.isinf: False, _aten.isposinf: False, _aten.isneginf: False}
 _SAME = {_aten.eq: True, _aten.ne: False}  # of a number and itself; the opposite of any number and infinity
 _LIMIT = 2**20  # elements; masks of a batch have fewer
@@ -89,7 +90,7 @@ class KnownValues(TorchDispatchMode):
 
     def _known_arguments(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Return the arguments with real tensors, None unless the values of all are known."""
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if torch.Tag.nondeterministic_seeded in func.tags or func._overloadpacket in _UNSET:
             return None
         tensors = tensors_in((args, kwargs))
         if not tensors and func._overloadpacket not in _CONSTANTS:
@@ -108,7 +109,9 @@ class KnownValues(TorchDispatchMode):
             return argument if argument.device.type == "cpu" and is_followed(argument) else _Unknown
         if argument in self._real:
             return self._real[argument]
-        return argument.constant if argument.constant is not None and device_of(argument).type == "cpu" else _Unknown
+        if argument.constant is None or device_of(argument).type != "cpu":
+            return _Unknown
+        return argument.constant.clone()  # the fake tensor mode itself writes to it
 
     def _read(self, func: Any, args: Any, known: tuple[Any, Any] | None) -> bool | int | float:
         """Answer `.item()`: what is known, else a neutral value (no overflow found, nothing masked)."""
