@@ -97,14 +97,14 @@ def real_copy(workload: Workload, device: torch.device | None = None) -> Workloa
 class _Faker:
     """Makes fake tensors of tensors: real, on the meta device or fake; storages that are shared stay shared."""
 
-    def __init__(self, mode: FakeTensorMode, device: torch.device | None, values: KnownValues) -> None:
-        self.mode, self.device, self.values = mode, device, values
+    def __init__(self, values: KnownValues, device: torch.device | None, scalars: set[int]) -> None:
+        self.mode, self.values, self.device, self.scalars = values.fake, values, device, scalars
         self.storages: dict[int, torch.UntypedStorage] = {}
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.layout is not torch.strided:
             return self.mode.from_tensor(tensor)
-        if tensor.dim() == 0 and not tensor.requires_grad and tensor.device.type == "cpu":
+        if id(tensor) in self.scalars and tensor.device.type == "cpu":
             return self._scalar(tensor)
         storage = tensor.untyped_storage()
         if storage._cdata not in self.storages:
@@ -116,7 +116,7 @@ class _Faker:
         return fake.requires_grad_(tensor.requires_grad)
 
     def _scalar(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Step counters are read by optimizers: a constant keeps its value, and stays on the CPU."""
+        """Step counters and tensor learning rates are read by optimizers: a constant keeps its value, on the CPU."""
         if isinstance(tensor, FakeTensor):
             return tensor
         value = tensor.item()
@@ -145,7 +145,9 @@ def fake_copy(workload: Workload, values: KnownValues, device: torch.device | No
         values: Takes over the values of its integers; its mode is the copy's.
         device: Where the copy's tensors are; None for where they were.
     """
-    return _convert_workload(workload, _Faker(values.fake, device, values))
+    held = tensors_of([list(workload.optimizer.state.values()), workload.optimizer.param_groups])
+    scalars = {id(t) for t in held if t.dim() == 0 and not t.requires_grad}
+    return _convert_workload(workload, _Faker(values, device, scalars))
 
 
 @contextlib.contextmanager

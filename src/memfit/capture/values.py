@@ -63,9 +63,9 @@ class KnownValues(TorchDispatchMode):
         return known
 
     def know(self, fake: torch.Tensor, source: torch.Tensor) -> None:
-        """Take over the values of another tensor for a fake one, if they are known and of the kind that steps read."""
+        """Take over the values of another tensor for a fake one, if they are known: of integers, and of scalars."""
         real = self._real.get(source) if isinstance(source, FakeTensor) else source
-        if real is not None and is_followed(real) and real.device.type != "meta":
+        if real is not None and (is_followed(real) or real.dim() == 0) and real.device.type != "meta":
             with unset_fake_temporarily():
                 self._real[fake] = real.detach().to("cpu", copy=True)
 
@@ -136,6 +136,8 @@ class KnownValues(TorchDispatchMode):
             return out
         if func is _aten.masked_select.default:
             source, mask = torch.broadcast_tensors(*args)
+            if args[1] in self._real:
+                self._remember(mask, _compute(torch.Tensor.expand, (self._real[args[1]], mask.shape), {}))
             func, args = _aten.index.Tensor, (source, [mask])
         if func is _aten.index.Tensor:
             return func(args[0], [p for index in args[1] for p in self._positions(func, index)])

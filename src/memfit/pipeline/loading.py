@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 from memfit.capture.values import KnownValues
 from memfit.errors import MemfitError, MissingExtraError, WorkloadError
@@ -27,10 +30,41 @@ _EXTRAS = {
 }
 
 
+class _StayOnCpu(TorchFunctionMode):
+    """Lets code that moves its model or batch to a GPU run where there is none: memfit moves them itself."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.cuda:
+            return args[0]
+        named = {name: _on_cpu(value) for name, value in (kwargs or {}).items()}
+        return func(*map(_on_cpu, args), **named) if func is torch.Tensor.to else func(*args, **named)
+
+
+@contextlib.contextmanager
+def _parameters_convert() -> Iterator[None]:
+    """Let modules convert fake parameters (`nn.Module.to`): PyTorch swaps them, and can't where it refers to them."""
+    swap = torch.utils.swap_tensors
+
+    def assign(old: torch.Tensor, new: torch.Tensor) -> None:
+        old.data = new.data
+
+    torch.utils.swap_tensors = assign
+    try:
+        yield
+    finally:
+        torch.utils.swap_tensors = swap
+
+
+def _on_cpu(value: Any) -> Any:
+    is_gpu = isinstance(value, str | torch.device) and str(value).startswith("cuda")
+    return torch.device("cpu") if is_gpu else value
+
+
 def load_fake_workload(name: str) -> Workload:
     """Return the workload that a function makes, run under fake tensors: its model takes no memory.
 
-    A function that can't run so, since it computes with data, is run as it is.
+    Moves to a GPU, which need not be here, are left out. A function that can't run so, since it computes with data,
+    is run as it is.
 
     Args:
         name: `file.py:function` or `package.module:function`.
@@ -41,7 +75,7 @@ def load_fake_workload(name: str) -> Workload:
     """
     values = KnownValues.of(FakeTensorMode(allow_non_fake_inputs=True))
     try:
-        with rng_preserved(), values.fake, values:
+        with rng_preserved(), values.fake, values, _StayOnCpu(), _parameters_convert():
             return load_workload(name)
     except WorkloadError as e:
         if e.__cause__ is None:

@@ -51,7 +51,7 @@ def call(function: Callable[..., Any], workload: Workload, options: dict[str, An
         request.write_bytes(_request(function, workload, options))
         reading, writing = os.pipe()
         line = fake_cuda.command("memfit.pipeline.worker", str(request), str(reply), str(writing))
-        with subprocess.Popen(line, pass_fds=(writing,), stdout=sys.stderr) as process:
+        with subprocess.Popen(line, pass_fds=(writing,), stdout=2) as process:
             os.close(writing)
             with open(reading) as told:
                 for stage in told:
@@ -64,6 +64,20 @@ def call(function: Callable[..., Any], workload: Workload, options: dict[str, An
     if isinstance(found, BaseException):
         raise found
     return found
+
+
+def _settings() -> list[tuple[Callable[..., Any], Any]]:
+    """Return how PyTorch is set here, as calls that set it so elsewhere."""
+    kernels = torch.backends.cuda
+    return [
+        (torch.set_default_dtype, torch.get_default_dtype()),
+        (torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode()),
+        (kernels.enable_flash_sdp, kernels.flash_sdp_enabled()),
+        (kernels.enable_mem_efficient_sdp, kernels.mem_efficient_sdp_enabled()),
+        (kernels.enable_cudnn_sdp, kernels.cudnn_sdp_enabled()),
+        (kernels.enable_math_sdp, kernels.math_sdp_enabled()),
+        (torch._C._set_cudnn_enabled, torch._C._get_cudnn_enabled()),
+    ]
 
 
 def _request(function: Callable[..., Any], workload: Workload, options: dict[str, Any]) -> bytes:
@@ -83,7 +97,7 @@ def _request(function: Callable[..., Any], workload: Workload, options: dict[str
     finally:
         for module in loaded:
             cloudpickle.unregister_pickle_by_value(module)
-    return pickle.dumps((sys.path, body.getvalue()))
+    return pickle.dumps((sys.path, pickle.dumps(_settings()), body.getvalue()))
 
 
 class _Storage:
@@ -142,7 +156,7 @@ def _receive(stands: _Storage, form: Any, is_parameter: bool, requires_grad: boo
 def main(request: str, reply: str, told: str) -> None:
     """Answer one call."""
     global _receiving
-    paths, body = pickle.loads(Path(request).read_bytes())
+    paths, settings, body = pickle.loads(Path(request).read_bytes())
     sys.path[:] = [*paths, *(p for p in sys.path if p not in paths)]
     found: Any
     with open(int(told), "w", buffering=1) as out:
@@ -151,6 +165,8 @@ def main(request: str, reply: str, told: str) -> None:
             print(json.dumps([stage, done, total]), file=out)
 
         try:
+            for apply, value in pickle.loads(settings):
+                apply(value)
             _receiving = KnownValues.of(FakeTensorMode(allow_non_fake_inputs=True))
             function, workload, options = pickle.loads(body)
             found = function(workload, **options, progress=progress)
