@@ -47,6 +47,7 @@ def pretend(device: Device) -> None:
 
 def _answers(device: Device) -> dict[str, Callable[..., Any]]:
     properties = _properties(device)
+    newer = device.capability is None or device.capability >= (8, 0)
     zero = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
     nothing = (
         "_lazy_init",
@@ -74,7 +75,7 @@ def _answers(device: Device) -> dict[str, Callable[..., Any]]:
         "is_available": constant(True),
         "is_current_stream_capturing": constant(False),
         "is_initialized": constant(True),
-        "is_bf16_supported": constant(device.capability is None or device.capability >= (8, 0)),
+        "is_bf16_supported": lambda including_emulation=True: including_emulation or newer,
         "device_count": constant(1),
         "current_device": constant(0),
         "get_device_capability": constant(device.capability or (9, 0)),

@@ -7,6 +7,7 @@ memory. Functions of modules that can be imported travel by name, others as they
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import io
 import json
 import os
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -116,6 +118,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self.storages: dict[int, _Storage] = {}
 
     def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, types.ModuleType) and sys.modules.get(value.__name__) is value:
+            if type(value) is not types.ModuleType:  # such as `torch.backends`, which cloudpickle takes apart
+                return importlib.import_module, (value.__name__,)
         if not isinstance(value, torch.Tensor):
             return super().reducer_override(value)
         if value.layout is not torch.strided:
