@@ -141,6 +141,11 @@ def test_the_leanest_without_time_is_the_best_of_whole_levels(monkeypatch: pytes
     x[outermost] = 1
     assert leanest.peak_bytes <= int(problem.row_peaks(x).max()) < int(problem.row_peaks(0 * x).max())
     assert leanest.status == "feasible" and leanest.bound == 0
+    within = solver.fastest(leanest.peak_bytes)
+    assert within is not None and within.status == "feasible"
+    check(problem, within)
+    assert problem.plain_seconds == within.bound <= within.seconds and within.peak_bytes <= leanest.peak_bytes
+    assert solver.fastest(leanest.peak_bytes - 1) is None
 
 
 def test_no_options_leave_the_plain_step() -> None:

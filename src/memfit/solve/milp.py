@@ -82,7 +82,8 @@ class Solver:
             time_limit_seconds: None for the solver's own.
 
         Returns:
-            None when there is none: proven, or no solution was found within the time limit.
+            None when there is none: proven, or neither the solver found one within its time limit nor does a
+            whole level of modules fit.
         """
         if not self._n_x:
             nothing = self._nothing_to_choose()
@@ -99,7 +100,7 @@ class Solver:
             limit = LinearConstraint(_with_column(rows, 0.0), -np.inf, (budget_bytes - margin - base) / _UNIT)
             result = self._run(cost * scale, limit, deadline, (1.0, 1.0), tolerance)
             if result.x is None:
-                return None
+                return self._first_level_within(budget_bytes) if result.status == _LIMIT else None
             x = np.round(result.x[: self._n_x]).astype(np.int64)
             if margin == 0:
                 proven = max(self.problem.plain_seconds, float(result.mip_dual_bound or 0.0) / scale)
@@ -139,6 +140,13 @@ class Solver:
                 if result.x is not None and result.status == _OPTIMAL:
                     return self._choice(x, _OPTIMAL, bound)
                 return self._choice(lowest, _LIMIT, bound)
+
+    def _first_level_within(self, budget_bytes: int) -> Choice | None:
+        """Return the fastest level that fits, for want of anything better."""
+        fitting = [x for x in self._levels() if self._peak_bytes(x) <= budget_bytes]
+        if not fitting:
+            return None
+        return self._choice(min(fitting, key=self.problem.seconds), _LIMIT, self.problem.plain_seconds)
 
     def _levels(self) -> list[Ints]:
         """Return nothing, and for each depth all of its modules computed again whole: where little time is, a start."""
