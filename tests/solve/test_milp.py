@@ -139,7 +139,8 @@ def test_the_leanest_without_time_is_the_best_of_whole_levels(monkeypatch: pytes
     outermost = [i for fqn, i in blocks.items() if not any(fqn.startswith(f"{other}.") for other in blocks)]
     x = np.zeros(len(problem.options), np.int64)
     x[outermost] = 1
-    assert leanest.peak_bytes <= int(problem.row_peaks(x).max()) < int(problem.row_peaks(0 * x).max())
+    states = 2 * 5056  # what the modules beside the blocks keep of the generator's state
+    assert leanest.peak_bytes <= int(problem.row_peaks(x).max()) + states < int(problem.row_peaks(0 * x).max())
     assert leanest.status == "feasible" and leanest.bound == 0
     within = solver.fastest(leanest.peak_bytes)
     assert within is not None and within.status == "feasible"
