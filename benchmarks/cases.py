@@ -16,6 +16,7 @@ from typing import Any
 from benchmarks.common import Case, whole_run_peak_bytes
 from memfit import InfeasibleError, Plan, Workload, estimate, plan
 from memfit.ir.plan import Levers, Numerics, Precision, Prediction
+from memfit.ir.timeline import WORKSPACE
 from memfit.workload import batch_size_of
 
 NUMERICS: dict[Precision, Numerics] = {"32-true": "reordered", "bf16-mixed": "reduced"}
@@ -43,7 +44,7 @@ def plain_case(workload: Workload, device: str, precision: Precision) -> Case:
     """Return the plain step, predicted and measured, and what others say of it."""
     predicted = estimate(workload, device=device, precision=precision)
     levers = Levers(precision=precision, microbatch_size=batch_size_of(workload.batch))
-    from benchmarks.rivals import RIVALS
+    from benchmarks.rivals import RIVALS  # what only benchmarks need is imported where they run
 
     return {
         **_compared(predicted, MEASURED[device](workload, levers)),
@@ -75,6 +76,7 @@ def _compared(predicted: Prediction, measured_bytes: int) -> Case:
         "peak_upper_bytes": predicted.peak_upper_bytes,
         "measured_peak_bytes": measured_bytes,
         "error": predicted.peak_bytes / measured_bytes - 1,
+        "workspace_bytes": predicted.by_category.get(WORKSPACE, 0),
         "where": predicted.where,
     }
 

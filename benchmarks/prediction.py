@@ -18,7 +18,7 @@ from benchmarks.cases import NUMERICS
 from benchmarks.common import Case, main
 from memfit.errors import UsageError
 
-QUICK = ("gpt2", "bert", "mobilenet", "monai_unet", "lstm", "vgg")
+QUICK = ("gpt2", "mobilenet", "monai_unet", "lstm", "vgg")
 _TIMEOUT_SECONDS = 600
 
 

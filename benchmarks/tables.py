@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,55 +18,73 @@ README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 
 
+def newest(name: str) -> Path:
+    """Return the file of the newest committed result of a benchmark."""
+    return max(RESULTS.glob(f"{name}-*.json"), key=lambda path: (str(json.loads(path.read_text())["date"]), path.name))
+
+
 def results(name: str) -> dict[str, Any]:
     """Return the newest committed result of a benchmark."""
-    found = [json.loads(path.read_text()) for path in sorted(RESULTS.glob(f"{name}-*.json"))]
-    newest: dict[str, Any] = max(found, key=lambda result: str(result["date"]))
-    return newest
+    result: dict[str, Any] = json.loads(newest(name).read_text())
+    return result
 
 
 def prediction_table(result: dict[str, Any]) -> str:
-    """Return predicted against measured peaks: for each workload, the plain step and its lowest plan."""
-    headings = (
-        "workload",
-        "precision",
-        "class",
-        "plain, measured",
-        "lowest, predicted",
-        "measured",
-        "budgets",
-        "largest error",
-    )
-    lines = [f"| {' | '.join(headings)} |", "|" + " --- |" * len(headings)]
-    plain = {(c["workload"], c["precision"]): c for c in result["cases"] if c["numerics"] == "plain"}
-    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
-    for case in result["cases"]:
-        if case["numerics"] != "plain":
-            groups.setdefault((case["workload"], case["precision"], case["numerics"]), []).append(case)
-    for (workload, precision, numerics), cases in groups.items():
-        lowest = min(cases, key=lambda c: int(c["budget_bytes"]))
-        worst = max(abs(c["error"]) for c in [*cases, plain[workload, precision]])
-        cells = [
-            workload,
-            precision,
-            numerics,
-            format_bytes(plain[workload, precision]["measured_peak_bytes"]),
-            format_bytes(lowest["predicted_peak_bytes"]),
-            format_bytes(lowest["measured_peak_bytes"]),
-            str(len(cases)),
-            f"{worst:.2%}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
+    """Return predicted against measured peaks, for each workload and precision, and what others say of the same."""
+    cases = {(c["workload"], c["precision"], c["kind"]): c for c in result["cases"]}
+    precisions = list(dict.fromkeys(c["precision"] for c in result["cases"]))
+    headings = ["workload"]
+    for precision in precisions:
+        headings += [f"{precision}: plain, measured", "error", "planned, measured", "error"]
+    lines = [_row(headings), _row(["---"] * len(headings))]
+    for workload in dict.fromkeys(c["workload"] for c in result["cases"]):
+        cells = [workload]
+        for precision in precisions:
+            for kind in ("plain", "planned"):
+                cells += _compared(cases[workload, precision, kind])
+        lines.append(_row(cells))
+    return "\n".join([*lines, "", _rivals(result), "", _sources(result)])
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _compared(case: dict[str, Any]) -> list[str]:
+    if "error_message" in case:
+        return ["failed", case["error_message"].partition(":")[0]]
+    return [format_bytes(case["measured_peak_bytes"]), f"{round(case['error'], 4) + 0.0:.2%}"]
+
+
+def _rivals(result: dict[str, Any]) -> str:
+    """Return how far each prediction of the plain steps is off, ours among them."""
     summary = result["summary"]
-    lines += [
-        "",
-        f"{summary['cases']} steps, plain and planned, over budgets from 90 % of the plain peak down to the lowest that"
-        f" memfit says fits: predicted peaks were at most {summary['largest_error']:.2%} off"
-        f" ({summary['mean_error']:.2%} on average), and {summary['over_budget']} of {summary['planned']} planned steps"
-        f" went over their budget. `{result['command']}`, {result['machine']['description']},"
-        f" {result['machine']['threads']} threads, torch {result['versions']['torch']}, {result['date']}.",
-    ]
+    headings = ("prediction", "steps", "failed", "median error", "95th percentile", "largest", "too low")
+    lines = [_row(headings), _row(["---"] * len(headings))]
+    rows = {
+        "memfit, plain and planned": summary,
+        **{f"{name}, plain": figures for name, figures in summary["rivals"].items()},
+    }
+    for name, figures in rows.items():
+        if not figures["cases"]:
+            lines.append(_row([name, "0", str(figures["failed"]), "", "", "", ""]))
+            continue
+        errors = [f"{figures[key]:.2%}" for key in ("median_abs_error", "p95_abs_error", "largest_abs_error")]
+        lines.append(
+            _row([name, str(figures["cases"]), str(figures["failed"]), *errors, f"{figures['underestimate_rate']:.1%}"])
+        )
     return "\n".join(lines)
+
+
+def _sources(result: dict[str, Any]) -> str:
+    summary = result["summary"]
+    return (
+        f"{summary['cases']} steps of {len({c['workload'] for c in result['cases']})} workloads ({summary['failed']}"
+        f' failed); "too low" is how often the measured peak was above the stated upper end (for the others: above'
+        f" their figure). {summary['over_budget']} of {summary['planned']} planned steps went over their budget."
+        f" `{result['command']}`, {result['machine']['description']}, {result['machine']['threads']} threads, torch"
+        f" {result['versions']['torch']}, {result['date']}."
+    )
 
 
 def with_tables(text: str) -> str:

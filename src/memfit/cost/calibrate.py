@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from memfit.cost.error_bars import calibration
 from memfit.devices.allocation import allocated_by_name
 from memfit.devices.host import host_name
 from memfit.errors import OutputError, PlanError
@@ -26,7 +27,6 @@ from memfit.ir.trace import Trace
 from memfit.signature import rebuild
 
 _MARK = "memfit-op-"
-_PEAK_ERROR = 0.01  # about twice the largest error in benchmarks/results/prediction-*.json
 _ENOUGH_SECONDS = 0.02
 _LEAST_RUNS, _MOST_RUNS = 3, 10
 _OVERHEAD_RUNS = 40
@@ -36,6 +36,8 @@ Progress = Callable[[int, int], None]
 
 def calibrate(traces: Iterable[Trace], progress: Progress | None = None) -> CostTable:
     """Return the costs of the operators of some traces on this machine's CPU.
+
+    The error bar is wider where an operator could not be run, so that what it allocates inside is unknown.
 
     Args:
         traces: Their distinct operator calls are measured, unless the cache has them.
@@ -49,7 +51,9 @@ def calibrate(traces: Iterable[Trace], progress: Progress | None = None) -> Cost
         table = msgspec.structs.replace(table, ops={**table.ops, **measure(missing, progress)})
         with contextlib.suppress(OutputError):  # without a cache, the next run measures again
             codec.write_atomic(path, codec.encode(table))
-    return table
+    bars = calibration()
+    known = all(table.of(s).measured for s in wanted)
+    return msgspec.structs.replace(table, peak_error=bars.peak_error if known else bars.unmeasured_peak_error)
 
 
 def cache_path() -> Path:
@@ -75,7 +79,7 @@ def _cached(path: Path) -> CostTable:
         dispatch_seconds=dispatch_seconds,
         checkpoint_seconds=checkpoint_seconds,
         selective_op_seconds=selective_op_seconds,
-        peak_error=_PEAK_ERROR,
+        peak_error=calibration().peak_error,
     )
 
 

@@ -27,7 +27,7 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         checkpoint_seconds: What one checkpointed call costs beyond the operators it runs again.
         selective_op_seconds: What each operator inside a selective region costs beyond itself, once
             in the forward pass and once in the recomputation.
-        peak_error: Relative half-width of the interval around a predicted peak.
+        peak_error: Share of a predicted peak by which the upper end of its interval lies above it.
         step_error: The same around a predicted step time.
         resident_workspace_bytes: What libraries keep in the allocator for as long as the program runs.
     """
