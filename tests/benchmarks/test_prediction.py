@@ -71,7 +71,7 @@ def test_failures_are_counted_and_rivals_are_held_to_the_plain_steps() -> None:
 def test_the_table_has_every_workload_its_failures_and_the_rivals() -> None:
     table = prediction_table(RESULT)
     assert "| a | 103.0 MiB | -2.91% | 61.0 MiB | -1.64% |" in table
-    assert "| b | 80.0 MiB | +25.00% | failed | CaptureError |" in table
+    assert "| b | 80.0 MiB | 25.00% | failed | CaptureError |" in table
     assert "| a rule, plain | 2 | 0 |" in table and "1 of 1 planned steps went over" in table
     assert "| one that fails, plain | 0 | 2 |" in table
 
