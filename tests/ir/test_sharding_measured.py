@@ -33,14 +33,12 @@ from memfit.workload import Workload, tensors_of
 from tests.models import COSTS, captured, transformer
 
 WORLD_SIZE = 2
-TOLERANCE_BYTES = 256
-"""What the profiler sees besides: scalars of autograd."""
+TOLERANCE_BYTES = 512
+"""Scalars of autograd, which the profiler sees besides, and when exactly the generator's states are let go."""
 SETTLE_SECONDS = 0.003
 STEPS = 3
 """gloo's threads hold what was sent for a moment longer, and much longer where processors are few: it is given
 time, and the least of some steps counts."""
-RANDOM_STATE_BYTES = 5056
-"""What each checkpointed call keeps besides; simulations do not count it."""
 
 
 @dataclass(frozen=True)
@@ -207,8 +205,7 @@ def test_the_predicted_peak_of_a_rank_is_the_measured_one(
 ) -> None:
     assert len(measured[name]) == WORLD_SIZE
     largest = max(peak for peak, _ in measured[name])
-    missing = largest - predicted(CASES[name])
-    assert 0 <= missing <= TOLERANCE_BYTES + RANDOM_STATE_BYTES * len(blocks(CASES[name]))
+    assert abs(largest - predicted(CASES[name])) <= TOLERANCE_BYTES
 
 
 @pytest.mark.slow
