@@ -13,7 +13,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from benchmarks.common import Case, whole_run_peak_bytes
+from benchmarks import on_cuda
+from benchmarks.common import Case, Measured, whole_run_peak_bytes
 from memfit import InfeasibleError, Plan, Workload, estimate, plan
 from memfit.ir.plan import Levers, Numerics, Precision, Prediction
 from memfit.ir.timeline import WORKSPACE
@@ -23,7 +24,10 @@ NUMERICS: dict[Precision, Numerics] = {"32-true": "reordered", "bf16-mixed": "re
 """For each precision, how far its plan may go."""
 SHARE = 0.6
 """Of the plain peak: the budget of the planned step, or else the lowest that fits."""
-MEASURED: dict[str, Callable[[Workload, Levers], int]] = {"cpu": whole_run_peak_bytes}
+MEASURED: dict[str, Callable[[Workload, Levers], Measured]] = {
+    "cpu": lambda workload, levers: Measured(whole_run_peak_bytes(workload, levers)),
+    "cuda": on_cuda.measure,
+}
 """For each device, the truth."""
 
 
@@ -70,15 +74,23 @@ def planned_case(workload: Workload, device: str, precision: Precision, numerics
     }
 
 
-def _compared(predicted: Prediction, measured_bytes: int) -> Case:
-    return {
+def _compared(predicted: Prediction, measured: Measured) -> Case:
+    """Return what was predicted beside what was measured."""
+    case = {
         "predicted_peak_bytes": predicted.peak_bytes,
         "peak_upper_bytes": predicted.peak_upper_bytes,
-        "measured_peak_bytes": measured_bytes,
-        "error": predicted.peak_bytes / measured_bytes - 1,
+        "measured_peak_bytes": measured.peak_bytes,
+        "error": predicted.peak_bytes / measured.peak_bytes - 1,
         "workspace_bytes": predicted.by_category.get(WORKSPACE, 0),
         "where": predicted.where,
     }
+    if measured.peak_reserved_bytes is not None and predicted.peak_reserved_bytes is not None:
+        case["measured_reserved_bytes"] = measured.peak_reserved_bytes
+        case["reserved_error"] = predicted.peak_reserved_bytes / measured.peak_reserved_bytes - 1
+    if measured.step_seconds is not None:
+        case["measured_step_seconds"] = measured.step_seconds
+        case["step_error"] = predicted.step_seconds / measured.step_seconds - 1
+    return case
 
 
 def _attempt(make: Callable[[], Case]) -> Case:

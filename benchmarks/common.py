@@ -8,6 +8,7 @@ import json
 import platform
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,21 @@ from memfit.version import __version__
 from memfit.workload import Workload
 
 Case = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A step that ran.
+
+    Attributes:
+        peak_bytes: Peak allocated.
+        peak_reserved_bytes: What the allocator took from a GPU; None elsewhere.
+        step_seconds: Median of single steps; None where they were not timed.
+    """
+
+    peak_bytes: int
+    peak_reserved_bytes: int | None = None
+    step_seconds: float | None = None
 
 
 def main(
@@ -53,6 +69,7 @@ def main(
                 "name": host_name(),
                 "description": devices()[0].description,
                 "threads": torch.get_num_threads(),
+                "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
             },
             "versions": {"memfit": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),

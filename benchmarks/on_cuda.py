@@ -5,31 +5,16 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from dataclasses import dataclass
 
 import torch
 
+from benchmarks.common import Measured
 from memfit.capture.fake import real_copy
 from memfit.ir.plan import Levers
 from memfit.pipeline.applying import applied
 from memfit.workload import Workload
 
 _WARM_UP, _TIMED = 3, 7
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A run of several steps.
-
-    Attributes:
-        peak_bytes: `torch.cuda.max_memory_allocated`.
-        peak_reserved_bytes: `torch.cuda.max_memory_reserved`.
-        step_seconds: Median of single steps, each waited for.
-    """
-
-    peak_bytes: int
-    peak_reserved_bytes: int
-    step_seconds: float
 
 
 def measure(workload: Workload, levers: Levers) -> Measured:

@@ -65,6 +65,20 @@ def test_allocator_figures_are_those_of_the_result_file() -> None:
     assert " 0 sequences differed" in words
 
 
+def test_figures_of_large_models_are_those_of_the_result_file() -> None:
+    from benchmarks.tables import results
+
+    cases = {case["case"]: case for case in results("large")["cases"]}
+    one, seven, plan = (
+        cases[f"{what}, A100{more}"]
+        for what, more in (("estimate 1 B", ""), ("estimate 7 B", ""), ("plan 1 B", ", 40 GiB"))
+    )
+    words = " ".join((ROOT / "docs" / "gpus.md").read_text().split())
+    assert round(one["seconds"]) == round(seven["seconds"])
+    assert f"takes {one['seconds']:.0f} seconds and {one['resident_bytes'] / 2**20:.0f} MiB of memory" in words
+    assert f"a plan with its whole frontier takes {plan['seconds']:.0f} seconds" in words
+
+
 @pytest.mark.slow
 def test_gpu_examples_run(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "gpus.md").read_text()

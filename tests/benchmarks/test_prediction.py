@@ -79,7 +79,7 @@ def test_the_table_has_every_workload_its_failures_and_the_rivals() -> None:
 def test_a_workload_whose_process_dies_gives_a_failure_for_each_of_its_cases(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    rows = list(_isolated("no such workload"))
+    rows = list(_isolated("no such workload", "cpu"))
     assert len(rows) == 4 and {row["workload"] for row in rows} == {"no such workload"}
     assert all(row["error_message"] == "exit status 1" for row in rows)
     assert "Error" in capsys.readouterr().err
