@@ -1,4 +1,4 @@
-"""Makes the README's tables from the committed result files: `python -m benchmarks.tables [--check]`."""
+"""Makes the tables of predictions in the README and the docs: `python -m benchmarks.tables [--check]`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from memfit.ir.codec import write_atomic
 from memfit.units import format_bytes
 
 ROOT = Path(__file__).parent.parent
-README = ROOT / "README.md"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "accuracy.md")
 RESULTS = ROOT / "benchmarks" / "results"
 
 
@@ -29,8 +29,13 @@ def results(name: str) -> dict[str, Any]:
     return result
 
 
-def prediction_table(result: dict[str, Any]) -> str:
-    """Return predicted against measured peaks, for each workload and precision, and what others say of the same."""
+def summary_table(result: dict[str, Any]) -> str:
+    """Return how far predictions are off, ours and others'."""
+    return f"{_rivals(result)}\n\n{_sources(result)}"
+
+
+def cases_table(result: dict[str, Any]) -> str:
+    """Return predicted against measured peaks, for each workload and precision."""
     cases = {(c["workload"], c["precision"], c["kind"]): c for c in result["cases"]}
     precisions = list(dict.fromkeys(c["precision"] for c in result["cases"]))
     headings = ["workload"]
@@ -43,7 +48,7 @@ def prediction_table(result: dict[str, Any]) -> str:
             for kind in ("plain", "planned"):
                 cells += _compared(cases[workload, precision, kind])
         lines.append(_row(cells))
-    return "\n".join([*lines, "", _rivals(result), "", _sources(result)])
+    return "\n".join([*lines, "", _sources(result)])
 
 
 def _row(cells: Sequence[str]) -> str:
@@ -88,21 +93,27 @@ def _sources(result: dict[str, Any]) -> str:
 
 
 def with_tables(text: str) -> str:
-    """Return the README with its tables made anew."""
-    table = prediction_table(results("prediction"))
-    pattern = r"(<!-- prediction: [^>]*-->\n).*?(<!-- /prediction -->)"
-    return re.sub(pattern, lambda match: f"{match[1]}{table}\n{match[2]}", text, flags=re.DOTALL)
+    """Return a page with its tables made anew."""
+    result = results("prediction")
+    for mark, table in (("prediction", summary_table), ("cases", cases_table)):
+        pattern = rf"(<!-- {mark}: [^>]*-->\n).*?(<!-- /{mark} -->)"
+        made = table(result)
+        text = re.sub(pattern, lambda match, made=made: f"{match[1]}{made}\n{match[2]}", text, flags=re.DOTALL)  # type: ignore[misc]
+    return text
 
 
 def main() -> None:
-    """Write the README's tables, or check that they are those of the result files."""
+    """Write the tables, or check that they are those of the result files."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="exit with 1 where the README has other figures")
-    text = README.read_text()
-    made = with_tables(text)
-    if parser.parse_args().check:
-        sys.exit(0 if made == text else "README.md has other figures than benchmarks/results: run benchmarks.tables")
-    write_atomic(README, made.encode())
+    parser.add_argument("--check", action="store_true", help="exit with 1 where a page has other figures")
+    check = parser.parse_args().check
+    for page in PAGES:
+        text = page.read_text()
+        made = with_tables(text)
+        if check and made != text:
+            sys.exit(f"{page.name} has other figures than benchmarks/results: run benchmarks.tables")
+        if not check:
+            write_atomic(page, made.encode())
 
 
 if __name__ == "__main__":

@@ -131,8 +131,10 @@ def test_readme_examples_run(tmp_path: Path) -> None:
     assert (tmp_path / "runs/mine/report.html").stat().st_size > 1_000_000
 
 
-def test_readme_figures_are_those_of_the_result_files() -> None:
-    from benchmarks.tables import with_tables
+def test_tables_of_predictions_are_those_of_the_result_file() -> None:
+    from benchmarks.tables import PAGES, with_tables
 
-    assert with_tables(README) == README
-    assert with_tables(README.replace("| byte_lm |", "| other_lm |")) == README
+    for page, true, wrong in zip(PAGES, ("| memfit, plain", "| gpt2 |"), ("| memwit, plain", "| gpt3 |"), strict=True):
+        text = page.read_text()
+        assert with_tables(text) == text
+        assert true in text and with_tables(text.replace(true, wrong)) == text

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.calibration import calibrated, leave_one_out
 from benchmarks.prediction import _isolated, accuracy, summarised
-from benchmarks.tables import prediction_table
+from benchmarks.tables import cases_table, summary_table
 
 MIB = 2**20
 
@@ -69,7 +69,7 @@ def test_failures_are_counted_and_rivals_are_held_to_the_plain_steps() -> None:
 
 
 def test_the_table_has_every_workload_its_failures_and_the_rivals() -> None:
-    table = prediction_table(RESULT)
+    table = f"{cases_table(RESULT)}\n{summary_table(RESULT)}"
     assert "| a | 103.0 MiB | -2.91% | 61.0 MiB | -1.64% |" in table
     assert "| b | 80.0 MiB | 25.00% | failed | CaptureError |" in table
     assert "| a rule, plain | 2 | 0 |" in table and "1 of 1 planned steps went over" in table

@@ -75,6 +75,7 @@ def difference_bytes(name: str, *, real: bool = False) -> int:
     mine = workload(name)
     with step_of(mine) as step:
         step(mine.batch)
+        KEPT.clear()  # memory from before the measurement would be freed in it
         measured = measure_peak_bytes(step, mine.batch)
     return simulate(trace, calibrate([trace])).peak_bytes - measured
 
