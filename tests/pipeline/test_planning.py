@@ -154,6 +154,15 @@ def test_a_model_without_data_is_estimated_alike_and_not_run() -> None:
         memfit.verify(plan, empty)
 
 
+def test_ranks_and_snapshots_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(UsageError, match="world_size=0"):
+        memfit.estimate(tiny(), world_size=0)
+    with pytest.raises(UsageError, match="mode='zero4'"):
+        memfit.estimate(tiny(), world_size=2, sharding="zero4")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="snapshot="):
+        memfit.estimate(tiny(), snapshot="never-written.pickle")
+
+
 def test_model_elsewhere_is_refused() -> None:
     class Elsewhere(nn.Module):
         def parameters(self, recurse: bool = True) -> Any:

@@ -62,7 +62,7 @@ def estimate(
 
     Args:
         workload: The user's workload; nothing of it is changed.
-        device: The device's name: "cpu", "cuda", or one of the catalogue (`memfit.devices()`).
+        device: The device's name: "cpu", "cuda", or one of the catalogue (`memfit devices` shows it).
         precision: Of the step.
         microbatch_size: Samples in one forward and backward pass; None for the whole batch.
         world_size: Ranks that train together (≥ 1); the batch is that of one of them, and so is the prediction.
@@ -72,11 +72,13 @@ def estimate(
         progress: Told how far it is.
 
     Raises:
-        UsageError: No such device or precision.
+        UsageError: No such device, precision or sharding.
         CaptureError: The step can't be captured.
     """
     found = find_device(device)
     check_precision(precision, "precision")
+    if world_size < 1:
+        raise UsageError(f"world_size={world_size} is not above 0: give the number of ranks")
     if snapshot is not None and found.kind != "cuda":
         raise UsageError(f"snapshot= shows the allocator of a GPU, and device={device!r} has none: name a GPU")
     if is_elsewhere(found):
