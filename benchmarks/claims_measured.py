@@ -21,7 +21,8 @@ from benchmarks.common import whole_run_peak_bytes
 from memfit.capture.fake import real_copy
 from memfit.capture.measure import measure_peak_bytes
 from memfit.devices.host import find_device
-from memfit.ir.plan import Levers, Precision, Region
+from memfit.ir.plan import Levers, Precision
+from memfit.ir.remat import Region
 from memfit.ir.simulate import simulate
 from memfit.pipeline.applying import applied
 from memfit.pipeline.predicting import capture_levers, costs_of
@@ -107,7 +108,7 @@ def mixed_precision(quick: bool) -> list[Case]:
 def checkpointing(quick: bool) -> list[Case]:
     """A BERT of 4 layers."""
     workload = workloads.bert(4, 128 if quick else 256, attention="eager", width=256, layers=4, vocabulary=4096)
-    every = [Region(f"bert.encoder.layer.{i}") for i in range(4)]
+    every = [Region((f"bert.encoder.layer.{i}",)) for i in range(4)]
     return compare("checkpointing", [Variant("plain", workload), Variant("every layer", workload, every)], 5)
 
 
@@ -136,7 +137,7 @@ def small_chain(kind: str, depth: int, groups: Sequence[int]) -> Workload:
 def spaced(made: Workload, kind: str, depth: int, size: int) -> Variant:
     """Return a chain with its groups of a size checkpointed; none for 0."""
     names = workloads.groups_of(made.model, size) if size else []
-    return Variant(kind, made, [Region(name) for name in names], more={"depth": depth, "group": size})
+    return Variant(kind, made, [Region((name,)) for name in names], more={"depth": depth, "group": size})
 
 
 def sequence_length(quick: bool) -> list[Case]:
@@ -154,7 +155,7 @@ def mri(quick: bool) -> list[Case]:
     """The UNet of 16 channels on a smaller volume."""
     made = workloads.unet((64, 64, 32) if quick else (128, 128, 64), (16, 32, 64, 128, 256))
     stages = workloads.outermost(made.model, UNET_STAGES)
-    whole = [Region(name) for name in stages]
+    whole = [Region((name,)) for name in stages]
     variants = []
     precisions: tuple[Precision, ...] = ("32-true",) if quick else ("32-true", "bf16-mixed")
     for precision in precisions:

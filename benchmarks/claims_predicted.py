@@ -22,10 +22,10 @@ from memfit.capture.values import KnownValues
 from memfit.devices.host import find_device
 from memfit.ir.cost import CostTable
 from memfit.ir.device import Device
-from memfit.ir.plan import Levers, Precision, Prediction, Region
-from memfit.ir.remat import Regions
+from memfit.ir.plan import Levers, Precision, Prediction
+from memfit.ir.remat import Region, Regions
 from memfit.ir.sharding import MODES, Sharding, shard
-from memfit.ir.simulate import Selection, simulate
+from memfit.ir.simulate import simulate
 from memfit.ir.timeline import Timeline
 from memfit.ir.trace import Trace
 from memfit.pipeline.predicting import capture_levers, costs_of, predict
@@ -43,8 +43,8 @@ KERNELS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
 }
-BERT_LAYERS = tuple(Region(f"bert.encoder.layer.{i}") for i in range(24))
-GPT_BLOCKS = tuple(Region(f"transformer.h.{i}") for i in range(24))
+BERT_LAYERS = tuple(Region((f"bert.encoder.layer.{i}",)) for i in range(24))
+GPT_BLOCKS = tuple(Region((f"transformer.h.{i}",)) for i in range(24))
 UNET_STAGES = ("ResidualUnit", "Convolution", "UnetBasicBlock", "UnetUpBlock", "UnetOutBlock")
 MRI = (512, 512, 128)
 RANKS = 8
@@ -146,19 +146,19 @@ def chain_cases(claim: str, kind: str, depth: int, groups: Sequence[int], sizes:
     row = {"claim": claim, "setting": kind, "device": device.name, "depth": depth}
     for size in sizes:
         names = workloads.groups_of(workload.model, size) if size else []
-        yield {**row, "group": size, **simulated(trace, costs, dict.fromkeys(names, ()))}
+        yield {**row, "group": size, **simulated(trace, costs, [Region((name,)) for name in names])}
     if claim == "depth" and depth <= PROVABLE[kind]:
         regions = Regions(trace)
         problem = build(regions, costs, options(regions, costs, set()))
         choice = Solver(problem, 10.0).leanest()
-        found = simulated(trace, costs, problem.selection(choice.x))
+        found = simulated(trace, costs, problem.regions(choice.x))
         yield {**row, "group": "solver", "status": choice.status, **found}
     print(f"{claim} · {kind} · {depth}", file=sys.stderr)
 
 
-def simulated(trace: Trace, costs: CostTable, selection: Selection) -> Case:
+def simulated(trace: Trace, costs: CostTable, regions: Sequence[Region]) -> Case:
     """Return the figures of a step with some regions checkpointed."""
-    timeline = simulate(trace, costs, selection)
+    timeline = simulate(trace, costs, regions)
     return {
         "peak_bytes": timeline.peak_bytes,
         "activation_bytes": activation_bytes(timeline),
@@ -207,7 +207,7 @@ def kept_convolutions(trace: Trace, names: Sequence[str]) -> tuple[Region, ...]:
         region = regions.calls[name][0]
         inside = range(region.start, trace.calls[region.call].end)
         kept = [regions.op_key(region, op) for op in inside if trace.ops[op].name == "aten.convolution.default"]
-        found.append(Region(name, tuple(kept)))
+        found.append(Region((name,), tuple(kept)))
     return tuple(found)
 
 
@@ -233,7 +233,7 @@ def unet_cases(net: str, workload: Workload, device: Device, precision: Precisio
     yield case("mri", "plain", plain, device, net=net)
     lean = capture_step(workload, device, precision, kept_convolutions(plain, stages))
     yield case("mri", "lean norms", lean, device, net=net)
-    whole = capture_step(workload, device, precision, [Region(name) for name in stages])
+    whole = capture_step(workload, device, precision, [Region((name,)) for name in stages])
     yield case("mri", "checkpointed", whole, device, net=net)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from memfit.apply.precision import autocast, grad_scaler
 from memfit.capture.step import capture, capture_real
 from memfit.ir.cost import CostTable
 from memfit.ir.plan import Precision
-from memfit.ir.remat import Keep
+from memfit.ir.remat import Keep, Region
 from memfit.ir.trace import Trace
 from memfit.solve.candidates import Option
 from memfit.train.step import Step
@@ -266,10 +266,10 @@ def step_of(
     *,
     precision: Precision = "32-true",
     microbatch_size: int | None = None,
-    regions: dict[str, Keep] | None = None,
+    regions: Mapping[str, Keep] | Sequence[Region] = (),
 ) -> Iterator[Step]:
     """Run a workload as a step with levers, until the context is left."""
-    with checkpointed(workload.model, regions or {}):
+    with checkpointed(workload.model, regions_of(regions)):
         yield Step(
             workload,
             microbatch_size=microbatch_size,
@@ -293,8 +293,8 @@ def plain_trace(name: str, precision: Precision = "32-true", microbatches: int =
     return captured(workload, precision=precision, microbatch_size=size // microbatches)
 
 
-def random_selection(rng: random.Random, options: Iterable[Option], share: float = 0.6) -> dict[str, Keep]:
-    """Return some options, none inside another, as the selection that `simulate` takes."""
+def random_selection(rng: random.Random, options: Iterable[Option], share: float = 0.6) -> Sequence[Region]:
+    """Return some options, none inside another, as regions."""
     shuffled = list(options)
     rng.shuffle(shuffled)
     chosen: dict[str, Keep] = {}
@@ -302,4 +302,9 @@ def random_selection(rng: random.Random, options: Iterable[Option], share: float
         related = any(f"{a}.".startswith(f"{b}.") for c in chosen for a, b in ((c, option.fqn), (option.fqn, c)))
         if not related and rng.random() < share:
             chosen[option.fqn] = option.keep
-    return chosen
+    return regions_of(chosen)
+
+
+def regions_of(given: Mapping[str, Keep] | Sequence[Region]) -> Sequence[Region]:
+    """Return a region for each module of a mapping to what it keeps; regions as they are."""
+    return [Region((fqn,), keep) for fqn, keep in given.items()] if isinstance(given, Mapping) else given

@@ -19,7 +19,7 @@ from memfit.ir.plan import Precision
 from memfit.ir.remat import Keep, Regions
 from memfit.solve.candidates import options
 from memfit.workload import Workload
-from tests.models import BUILDERS, COSTS, convnet, plain_trace, recurrent, step_of, transformer, twice, unet
+from tests.models import BUILDERS, COSTS, convnet, plain_trace, recurrent, regions_of, step_of, transformer, twice, unet
 
 ALL_REGIONS: dict[str, dict[str, Keep]] = {
     "transformer": {"blocks.0": (), "blocks.1.mlp": (), "drop": ()},
@@ -157,7 +157,7 @@ def test_arguments_and_outputs_of_any_kind_pass_through() -> None:
         return out["y"].detach(), *torch.autograd.grad(out["y"].sum(), [x, z, scale, *model.parameters()])
 
     plain = run()
-    with checkpointed(model, {"loud": ()}):
+    with checkpointed(model, regions_of({"loud": ()})):
         planned = run()
     assert all(torch.equal(a, b) for a, b in zip(plain, planned, strict=True))
 
@@ -171,7 +171,7 @@ def test_leaving_undoes_it(fails: bool) -> None:
     workload = transformer()
     before, keys = forwards(workload.model), list(workload.model.state_dict())
     try:
-        with checkpointed(workload.model, {"blocks.0": (), "head": ()}):
+        with checkpointed(workload.model, regions_of({"blocks.0": (), "head": ()})):
             assert is_checkpointed(workload.model)
             assert list(workload.model.state_dict()) == keys
             assert [n for n, _ in workload.model.named_modules()] == list(before)
@@ -218,7 +218,7 @@ def test_an_exception_in_the_forward_pass_leaves_no_trace() -> None:
         raise ValueError("broken")
 
     handle = workload.model.between[1].register_forward_hook(fail)
-    with pytest.raises(ValueError, match="broken"), checkpointed(workload.model, {"between": ()}):
+    with pytest.raises(ValueError, match="broken"), checkpointed(workload.model, regions_of({"between": ()})):
         workload.model(workload.batch[0])
     handle.remove()
     assert not differing(trained(workload, {}), trained(twice(), {}))
@@ -228,7 +228,7 @@ def test_a_copy_of_a_checkpointed_model_is_bound_to_itself() -> None:
     workload = twice()
     x = workload.batch[0]
     workload.model.eval()
-    with checkpointed(workload.model, {"shared": ()}):
+    with checkpointed(workload.model, regions_of({"shared": ()})):
         copied = copy.deepcopy(workload.model)
         original = workload.model(x).detach()
         assert torch.equal(copied(x), original)
@@ -244,7 +244,7 @@ def test_a_copy_of_a_checkpointed_model_is_bound_to_itself() -> None:
 
 @contextmanager
 def entered(model: nn.Module, regions: dict[str, Keep]) -> Iterator[None]:
-    with checkpointed(model, regions):
+    with checkpointed(model, regions_of(regions)):
         yield
 
 
@@ -257,7 +257,7 @@ def test_regions_that_cannot_be_are_refused() -> None:
             pass
     with pytest.raises(PlanError, match="around it"), entered(model, {"": (), "head": ()}):
         pass
-    with checkpointed(model, {"blocks.0": ()}):
+    with checkpointed(model, regions_of({"blocks.0": ()})):
         with pytest.raises(PlanError, match="already"), entered(model, {"blocks.0": ()}):
             pass
         with pytest.raises(PlanError, match="already"), entered(model, {"blocks.0.mlp": ()}):
@@ -270,7 +270,7 @@ def test_regions_that_cannot_be_are_refused() -> None:
 
 def test_names_that_only_begin_alike_are_not_nested() -> None:
     model = nn.ModuleDict({"layer": nn.Linear(2, 2), "layer1": nn.Linear(2, 2)})
-    with checkpointed(model, {"layer": (), "layer1": ()}):
+    with checkpointed(model, regions_of({"layer": (), "layer1": ()})):
         assert is_checkpointed(model)
 
 
@@ -281,7 +281,10 @@ def test_passes_without_gradients_are_unaffected() -> None:
     before = copy.deepcopy(workload.model.state_dict())
     with torch.no_grad():
         plain = workload.model(x)
-        with checkpointed(workload.model, {"stages": (), "stem": ("aten.convolution.default#0",)}), Executed() as mode:
+        with (
+            checkpointed(workload.model, regions_of({"stages": (), "stem": ("aten.convolution.default#0",)})),
+            Executed() as mode,
+        ):
             assert torch.equal(workload.model(x), plain)
         assert mode.counts["aten.convolution.default"] == 5
         assert torch.equal(workload.model(x), plain)

@@ -88,7 +88,7 @@ def test_lean_norms_keep_convolutions_and_save_memory() -> None:
     ran = [op for op in plain.ops if op.name == "aten.convolution.default"]
     assert len(kept) == len(ran) and all(name.startswith("aten.convolution.default#") for name in kept)
     costs = costs_of([plain], cpu)
-    lean = simulate(plain, costs, {region.module: region.keep for region in regions})
+    lean = simulate(plain, costs, regions)
     assert activation_bytes(lean) < activation_bytes(simulate(plain, costs))
 
 

@@ -19,7 +19,7 @@ from memfit.capture.fake import fake_copy, mode_of
 from memfit.capture.step import capture
 from memfit.capture.values import KnownValues
 from memfit.devices.catalogue import catalogue
-from memfit.ir.plan import Levers, Region
+from memfit.ir.plan import Levers
 from memfit.ir.remat import Regions
 from memfit.ir.simulate import simulate
 from memfit.ir.trace import Trace
@@ -88,14 +88,13 @@ for _name in BUILDERS:
             workload = BUILDERS[name](**LARGE[name])
             levers = {"precision": precision, "microbatch_size": batch_size_of(workload.batch) // microbatches}
             plain = traced(workload, **levers)
-            selection = random_selection(random.Random(3), options(Regions(plain), COSTS), share=0.8)
-            regions = [Region(module, keep) for module, keep in selection.items()]
+            regions = random_selection(random.Random(3), options(Regions(plain), COSTS), share=0.8)
             there = traced(workload, **levers, regions=regions)
             run = simulate(there, COSTS)
             slack = 0.03 if precision != "32-true" and name in SHARES_CASTS else 0.0
             return {
                 "regions": len(regions),
-                "differs": differs(simulate(plain, COSTS, selection), run, slack=slack),
+                "differs": differs(simulate(plain, COSTS, regions), run, slack=slack),
                 "notices": differs(simulate(plain, COSTS), run),
                 "recomputed": any(op.phase == "recompute" for op in there.ops),
             }

@@ -136,4 +136,4 @@ def test_small_peaks_with_checkpointing_are_right_to_the_generator_states(name: 
     state_bytes = torch.get_rng_state().nbytes
     assert Regions(plain).generator_state_bytes == state_bytes == 5056
     assert abs(simulate(trace, calibrate([trace])).peak_bytes - peak) < state_bytes / 2
-    assert abs(simulate(plain, calibrate([plain]), regions).peak_bytes - peak) < state_bytes / 2
+    assert abs(simulate(plain, calibrate([plain]), regions_of(regions)).peak_bytes - peak) < state_bytes / 2

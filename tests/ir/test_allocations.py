@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 from msgspec.structs import replace
@@ -10,12 +11,12 @@ from msgspec.structs import replace
 from memfit.ir.allocations import allocations
 from memfit.ir.allocator_settings import AllocatorSettings
 from memfit.ir.cost import CostTable, OpCost
-from memfit.ir.remat import Regions
+from memfit.ir.remat import Region, Regions
 from memfit.ir.replay import AllocationEvent, replay
-from memfit.ir.simulate import Selection, simulate
+from memfit.ir.simulate import simulate
 from memfit.ir.trace import Trace
 from memfit.solve.candidates import options
-from tests.models import BUILDERS, COSTS, plain_trace, random_selection
+from tests.models import BUILDERS, COSTS, plain_trace, random_selection, regions_of
 
 
 def costly(trace: Trace) -> CostTable:
@@ -29,9 +30,9 @@ def peak_bytes(events: list[AllocationEvent]) -> int:
     return replay(events, AllocatorSettings()).peak_requested_bytes
 
 
-def selections(trace: Trace) -> list[Selection]:
+def selections(trace: Trace) -> list[Sequence[Region]]:
     found = options(Regions(trace), COSTS)
-    return [{}, *(random_selection(random.Random(seed), found, share=0.8) for seed in range(3))]
+    return [[], *(random_selection(random.Random(seed), found, share=0.8) for seed in range(3))]
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
@@ -77,7 +78,7 @@ def test_state_is_made_by_the_first_optimizer_step_and_stays() -> None:
 
 def test_an_unknown_region_is_refused() -> None:
     with pytest.raises(KeyError, match="nowhere"):
-        allocations(plain_trace("twice"), COSTS, {"nowhere": ()})
+        allocations(plain_trace("twice"), COSTS, regions_of({"nowhere": ()}))
 
 
 def test_the_comparison_notices_a_storage_left_out() -> None:

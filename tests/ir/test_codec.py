@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from memfit.errors import OutputError, PlanError, UsageError
 from memfit.ir import codec
-from memfit.ir.plan import Levers, Plan, Prediction, Region, Solution
+from memfit.ir.plan import Levers, Plan, Prediction, Solution
+from memfit.ir.remat import Region
 from memfit.ir.simulate import simulate
 from memfit.ir.trace import Trace
-from tests.models import COSTS, plain_trace
+from tests.models import COSTS, plain_trace, regions_of
 
 PREDICTION = Prediction(
     peak_bytes=100, peak_upper_bytes=101, step_seconds=0.5, by_category={"activations": 60}, where="here"
@@ -43,9 +44,11 @@ def plan_of(levers: Levers, notes: list[str] | None = None) -> Plan:
     )
 
 
-PLAN = plan_of(Levers(microbatch_size=8, regions=(Region("a.b", ("aten.mm.default#0",)), Region("c"))))
+PLAN = plan_of(Levers(microbatch_size=8, regions=(Region(("a.b",), ("aten.mm.default#0",)), Region(("c",)))))
 
-regions = st.builds(Region, st.text(max_size=8), st.lists(st.text(max_size=8), max_size=3).map(tuple))
+regions = st.builds(
+    Region, st.lists(st.text(max_size=8), max_size=3).map(tuple), st.lists(st.text(max_size=8), max_size=3).map(tuple)
+)
 levers = st.builds(
     Levers,
     precision=st.sampled_from(["32-true", "bf16-mixed", "16-mixed"]),
@@ -66,7 +69,7 @@ def test_a_trace_survives_the_round_trip(tmp_path: Path) -> None:
     codec.write_atomic(tmp_path / "trace.json", codec.encode(trace))
     again = codec.read(tmp_path / "trace.json", Trace)
     assert again == trace
-    assert simulate(again, COSTS, {"shared": ()}) == simulate(trace, COSTS, {"shared": ()})
+    assert simulate(again, COSTS, regions_of({"shared": ()})) == simulate(trace, COSTS, regions_of({"shared": ()}))
 
 
 def test_a_plan_prints_as_its_json_without_a_printer() -> None:

@@ -23,7 +23,7 @@ from memfit.ir.simulate import simulate
 from memfit.ir.trace import Parameter, Trace
 from memfit.solve.candidates import options
 from memfit.workload import Workload
-from tests.models import BUILDERS, COSTS, LARGE, captured, plain_trace, random_selection, transformer
+from tests.models import BUILDERS, COSTS, LARGE, captured, plain_trace, random_selection, regions_of, transformer
 
 MODES: tuple[Mode, ...] = ("ddp", "zero1", "zero2", "zero3")
 LAYERS, WIDTH = 6, 64
@@ -269,7 +269,7 @@ def test_operators_put_in_move_calls_and_saves_along() -> None:
     for position in range(0, len(trace.ops) + 1, 3):
         insertion.op("pause", 0, position, like=0, call=-1)
     moved = insertion.result()
-    selection = {"blocks.0": (), "blocks.1": ()}
+    selection = regions_of({"blocks.0": (), "blocks.1": ()})
     assert simulate(moved, COSTS, selection).peak_bytes == simulate(trace, COSTS, selection).peak_bytes
     assert [moved.ops[c.start].name for c in moved.calls] == [trace.ops[c.start].name for c in trace.calls]
     assert [moved.ops[c.end - 1].name for c in moved.calls] == [trace.ops[c.end - 1].name for c in trace.calls]
@@ -306,7 +306,7 @@ def test_a_link_without_a_rate_is_refused() -> None:
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_a_step_captured_with_checkpointing_is_sharded_as_one_simulated_with_it(mode: Mode, microbatches: int) -> None:
     given = Sharding(world_size=4, mode=mode)
-    selection = {"blocks.0": (), "blocks.1": ()}
+    selection = regions_of({"blocks.0": (), "blocks.1": ()})
     plain = plain_trace("transformer", "32-true", microbatches, large=True)
     workload = transformer(**LARGE["transformer"])
     applied = captured(workload, microbatch_size=8 // microbatches, regions=selection)

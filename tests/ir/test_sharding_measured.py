@@ -30,7 +30,7 @@ from memfit.ir.simulate import simulate
 from memfit.ir.trace import Trace
 from memfit.train.step import Step
 from memfit.workload import Workload, tensors_of
-from tests.models import COSTS, captured, transformer
+from tests.models import COSTS, captured, regions_of, transformer
 
 WORLD_SIZE = 2
 TOLERANCE_BYTES = 512
@@ -135,7 +135,7 @@ def bucket_sizes(model: nn.Module) -> list[int]:
 def measure(case: Case) -> tuple[int, list[int]]:
     """Return a rank's peak of a steady step, and the sizes of its buckets."""
     plain = workload()
-    with checkpointed(plain.model, blocks(case)):
+    with checkpointed(plain.model, regions_of(blocks(case))):
         model, optimizer = spread(case, plain)
         spread_workload = Workload(model, plain.batch, plain.loss_fn, optimizer, max_grad_norm=plain.max_grad_norm)
         cast = partial(autocast, case.precision, "cpu")
@@ -195,7 +195,7 @@ def predicted(case: Case) -> int:
     buffers = (
         measure_operators(trace.signatures) if case.mixed or case.precision != "32-true" else {}
     )  # which products in bf16 use
-    return simulate(shard(trace, sharding), replace(COSTS, ops=buffers), blocks(case)).peak_bytes
+    return simulate(shard(trace, sharding), replace(COSTS, ops=buffers), regions_of(blocks(case))).peak_bytes
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from memfit.ir.simulate import repeats, simulate
 from memfit.ir.timeline import Timeline
 from memfit.solve.candidates import options
 from memfit.workload import batch_size_of
-from tests.models import BUILDERS, COSTS, LARGE, captured, plain_trace, random_selection
+from tests.models import BUILDERS, COSTS, LARGE, captured, plain_trace, random_selection, regions_of
 
 TOLERANCE_BYTES = 4096
 """The random state that a checkpoint keeps, and copies of running statistics."""
@@ -76,7 +76,7 @@ def test_four_microbatches_are_simulated_from_two() -> None:
 def test_what_a_region_keeps_lives_until_its_recomputation_is_done_with_it() -> None:
     plain = plain_trace("transformer", "32-true", 2, large=True)
     found = [o for o in options(Regions(plain), COSTS) if o.fqn == "blocks.1"]
-    selection = {"blocks.1": max((o.keep for o in found), key=len)}
+    selection = regions_of({"blocks.1": max((o.keep for o in found), key=len)})
     workload = BUILDERS["transformer"](**LARGE["transformer"])
     applied = captured(workload, microbatch_size=4, regions=selection)
     assert not differs(simulate(plain, COSTS, selection), simulate(applied, COSTS))
@@ -91,12 +91,12 @@ def test_the_comparison_notices_checkpointing_that_is_not_applied() -> None:
 
 def test_an_unknown_region_is_refused() -> None:
     with pytest.raises(KeyError, match="nowhere"):
-        simulate(plain_trace("twice"), COSTS, {"nowhere": ()})
+        simulate(plain_trace("twice"), COSTS, regions_of({"nowhere": ()}))
 
 
 def test_nothing_selected_changes_nothing() -> None:
     trace = plain_trace("unet")
-    assert simulate(trace, COSTS, {}) == simulate(trace, COSTS)
+    assert simulate(trace, COSTS, regions_of({})) == simulate(trace, COSTS)
 
 
 def test_the_timeline_adds_up() -> None:
@@ -121,7 +121,7 @@ def test_the_second_microbatch_stands_for_all_later() -> None:
 def test_recomputed_seconds_are_those_of_the_operators_that_run_again() -> None:
     trace = plain_trace("twice")
     regions = Regions(trace)
-    plain, planned = simulate(trace, COSTS), simulate(trace, COSTS, {"shared": ()})
+    plain, planned = simulate(trace, COSTS), simulate(trace, COSTS, regions_of({"shared": ()}))
     again = sum(len(regions.rerun(call, set())) for call in regions.calls["shared"])
     extra = again * COSTS.dispatch_seconds + len(regions.calls["shared"]) * COSTS.checkpoint_seconds
     assert len(regions.calls["shared"]) == 2

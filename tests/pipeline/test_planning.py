@@ -17,7 +17,8 @@ import memfit
 from memfit.capture.fake import real_copy
 from memfit.capture.measure import measure_peak_bytes
 from memfit.errors import BudgetError, InfeasibleError, PlanError, PlanMismatchError, UsageError, WorkloadError
-from memfit.ir.plan import NUMERICS, Levers, Plan, Region
+from memfit.ir.plan import NUMERICS, Levers, Plan
+from memfit.ir.remat import Region
 from memfit.pipeline.applying import applied
 from memfit.pipeline.planning import lever_classes, microbatch_sizes
 from memfit.rng import rng_state
@@ -203,7 +204,7 @@ class TestApply:
 
     def test_applying_twice_is_refused(self, plan: Plan) -> None:
         workload = tiny()
-        edited = replace(plan, levers=replace(plan.levers, regions=(Region("blocks.0"),)))
+        edited = replace(plan, levers=replace(plan.levers, regions=(Region(("blocks.0",)),)))
         with memfit.apply(edited, workload):
             with pytest.raises(PlanError, match=r"close\(\)"):
                 memfit.apply(edited, workload)

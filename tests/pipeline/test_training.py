@@ -48,7 +48,7 @@ def test_views_hold_both_timelines_and_the_modules(plan: Plan) -> None:
     assert found.planned.peak_bytes == plan.predicted.peak_bytes
     rows = {row.fqn: row for row in found.modules}
     recomputed = [fqn for fqn, row in rows.items() if row.action]
-    assert recomputed == sorted((r.module for r in plan.levers.regions), key=list(rows).index)
+    assert recomputed == sorted((fqn for r in plan.levers.regions for fqn in r.modules), key=list(rows).index)
     whole = rows["(model)"]
     assert whole.planned_saved_bytes < whole.saved_bytes
     assert whole.parameter_bytes == sum(p.nbytes for p in tiny().model.parameters())

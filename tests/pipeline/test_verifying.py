@@ -12,7 +12,8 @@ from msgspec.structs import replace
 import memfit
 from examples import digits_resnet, gpt2
 from memfit.errors import PlanMismatchError
-from memfit.ir.plan import Levers, Plan, Region
+from memfit.ir.plan import Levers, Plan
+from memfit.ir.remat import Region
 from memfit.pipeline import verifying
 from memfit.pipeline.verifying import verify
 from memfit.recipes import brain_segmentation, byte_lm
@@ -82,7 +83,7 @@ class TestTampering:
             (lambda p: replace(p, levers=replace(p.levers, microbatch_size=1)), "exact"),
             (lambda p: replace(p, numerics="reduced"), "numerics"),
             (
-                lambda p: replace(p, levers=replace(p.levers, regions=(Region("blocks.0", ("aten.mm#7",)),))),
+                lambda p: replace(p, levers=replace(p.levers, regions=(Region(("blocks.0",), ("aten.mm#7",)),))),
                 "predicted",
             ),
         ],
@@ -94,7 +95,7 @@ class TestTampering:
 
     def test_unknown_module_and_other_workload_are_refused(self, plan: Plan) -> None:
         with pytest.raises(PlanMismatchError, match="nowhere"):
-            verify(replace(plan, levers=Levers(microbatch_size=4, regions=(Region("nowhere"),))), tiny())
+            verify(replace(plan, levers=Levers(microbatch_size=4, regions=(Region(("nowhere",)),))), tiny())
         with pytest.raises(PlanMismatchError, match="fingerprint"):
             verify(plan, other())
 

@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from memfit.ir.plan import Candidate, Levers, Numerics, Plan, Precision, Prediction, Region, Solution
+from memfit.ir.plan import Candidate, Levers, Numerics, Plan, Precision, Prediction, Solution
 from memfit.ir.record import Comparison, Evaluation, ModuleRow, RunRecord, Views
+from memfit.ir.remat import Region
 from memfit.ir.timeline import TIMELINE_CATEGORIES, Timeline
 
 MIB = 1024**2
@@ -90,7 +91,7 @@ def candidate(
     levers = Levers(
         precision=precision,
         microbatch_size=microbatch_size,
-        regions=tuple(Region(f"blocks.{i}", ("aten.mm.default#0",) if i > 7 else ()) for i in range(regions)),
+        regions=tuple(Region((f"blocks.{i}",), ("aten.mm.default#0",) if i > 7 else ()) for i in range(regions)),
     )
     return Candidate(
         levers=levers,
@@ -212,7 +213,7 @@ def hostile_records(
         memfit_version=text,
         classes={text: "exact"},
         notes=[text],
-        levers=Levers(microbatch_size=4, regions=(Region(text, (text,)),)),
+        levers=Levers(microbatch_size=4, regions=(Region((text,), (text,)),)),
         plain=predicted,
         predicted=predicted,
     )

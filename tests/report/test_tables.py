@@ -10,8 +10,9 @@ import pytest
 from rich.console import Console, RenderableType
 
 from memfit import report
-from memfit.ir.plan import Levers, Numerics, Plan, Prediction, Region, Solution
+from memfit.ir.plan import Levers, Numerics, Plan, Prediction, Solution
 from memfit.ir.record import Comparison, Views
+from memfit.ir.remat import Region
 from memfit.report.summary import (
     change_text,
     chosen_index,
@@ -68,14 +69,14 @@ def line_with(text: str, *parts: str) -> str:
     ],
 )
 def test_repeated_siblings_are_folded(fqns: list[str], names: list[str]) -> None:
-    groups = region_groups(Region(fqn) for fqn in fqns)
+    groups = region_groups(Region((fqn,)) for fqn in fqns)
     assert [group.name for group in groups] == names
     assert sum(group.modules for group in groups) == len(fqns)
 
 
 def test_siblings_that_keep_different_operators_are_not_folded() -> None:
     mm = ("aten.mm.default#0",)
-    groups = region_groups([Region("b.0"), Region("b.1", mm), Region("b.2", mm), Region("b.3")])
+    groups = region_groups([Region(("b.0",)), Region(("b.1",), mm), Region(("b.2",), mm), Region(("b.3",))])
     assert [(g.name, g.modules, g.action) for g in groups] == [
         ("b.0,3", 2, "recomputed"),
         ("b.1…2", 2, "recomputed, keeps mm"),

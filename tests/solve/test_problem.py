@@ -42,7 +42,7 @@ def disagreements(problem: Problem, trace: Trace, costs: CostTable, seeds: int) 
     rng = random.Random(0)
     for _ in range(seeds):
         x = feasible(problem, rng)
-        timeline = simulate(trace, costs, problem.selection(x))
+        timeline = simulate(trace, costs, problem.regions(x))
         bytes_off = int(problem.row_peaks(x).max()) - timeline.peak_bytes
         seconds_off = problem.seconds(x) / timeline.step_seconds - 1
         if bytes_off or abs(seconds_off) > 1e-9:

@@ -16,29 +16,30 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from memfit.errors import PlanError, PlanMismatchError
-from memfit.ir.remat import Keep
+from memfit.ir.remat import Keep, Region
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
 
 
 @contextlib.contextmanager
-def checkpointed(model: nn.Module, regions: Mapping[str, Keep]) -> Iterator[None]:
+def checkpointed(model: nn.Module, regions: Sequence[Region]) -> Iterator[None]:
     """Checkpoint the modules of a model that `regions` names, until the context is left.
 
     Args:
         model: The model.
-        regions: For each module FQN, the operators whose outputs are kept.
+        regions: Which modules, and the operators whose outputs are kept.
 
     Raises:
         PlanMismatchError: The model has no module of that name.
         PlanError: A module is checkpointed already, or lies within another region.
     """
     modules = dict(model.named_modules())
-    _check(modules, regions)
-    before = {fqn: modules[fqn].__dict__.get("forward") for fqn in regions}
+    keeps = {fqn: region.keep for region in regions for fqn in region.modules}
+    _check(modules, keeps)
+    before = {fqn: modules[fqn].__dict__.get("forward") for fqn in keeps}
     try:
-        for fqn, keep in regions.items():
+        for fqn, keep in keeps.items():
             modules[fqn].forward = _Recomputed(modules[fqn], before[fqn], keep)
         yield
     finally:

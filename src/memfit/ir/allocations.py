@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from memfit.ir.cost import CostTable
+from memfit.ir.remat import Region
 from memfit.ir.replay import AllocationEvent
-from memfit.ir.simulate import Life, Replay, Selection
+from memfit.ir.simulate import Life, Replay
 from memfit.ir.timeline import WORKSPACE
 from memfit.ir.trace import Trace
 
@@ -13,22 +16,22 @@ _RESIDENT = -2
 
 
 def allocations(
-    trace: Trace, costs: CostTable, selection: Selection | None = None, steps: int = 2
+    trace: Trace, costs: CostTable, regions: Sequence[Region] = (), steps: int = 2
 ) -> list[AllocationEvent]:
     """Return what a program that runs steps allocates and frees, in order, for `ir.replay`.
 
     Parameters, buffers and the batch come first; the optimizer makes its state in the first step.
 
     Args:
-        trace: A steady step, without the regions of `selection`.
+        trace: A steady step, without `regions`.
         costs: Workspaces of its operators.
-        selection: Regions to checkpoint, none inside another.
+        regions: Regions to checkpoint, none inside another.
         steps: How many steps run.
 
     Raises:
         KeyError: A region has no forward call that could be checkpointed.
     """
-    return _Program(Replay(trace, costs, selection or {})).events(steps)
+    return _Program(Replay(trace, costs, regions)).events(steps)
 
 
 class _Program:

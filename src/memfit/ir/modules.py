@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from memfit.ir.cost import CostTable
-from memfit.ir.plan import Region
 from memfit.ir.record import ModuleRow
+from memfit.ir.remat import Region
 from memfit.ir.simulate import repeats
 from memfit.ir.trace import Trace
 
@@ -17,7 +17,11 @@ def module_table(plain: Trace, planned: Trace, costs: CostTable, regions: Iterab
     before, after = kept_bytes(plain), kept_bytes(planned)
     parameters = _parameter_bytes(plain)
     seconds = _forward_seconds(plain, costs)
-    actions = {r.module: f"recomputed, keeps {len(r.keep)} operators" if r.keep else "recomputed" for r in regions}
+    actions = {
+        module: f"recomputed, keeps {len(r.keep)} operators" if r.keep else "recomputed"
+        for r in regions
+        for module in r.modules
+    }
     rows = []
     for module in plain.modules:
         fqn = module.fqn

@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from memfit.ir import codec
+from memfit.ir.remat import Region
 from memfit.ir.throughput import Throughput
 
 Precision = Literal["32-true", "bf16-mixed", "16-mixed"]
@@ -16,25 +17,13 @@ NUMERICS: tuple[Numerics, ...] = ("exact", "reordered", "reduced", "changed")
 """Numerics classes, from the strictest to the freest."""
 
 
-class Region(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A module whose activations are recomputed.
-
-    Attributes:
-        module: Its FQN in the model.
-        keep: Operators whose outputs are kept all the same, as "overload#occurrence" within one call.
-    """
-
-    module: str
-    keep: tuple[str, ...] = ()
-
-
 class Levers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a plan sets.
 
     Attributes:
         precision: Of the forward pass and the gradients it leads to.
         microbatch_size: Samples in one forward and backward pass; gradients are accumulated over them.
-        regions: Modules to checkpoint; none inside another.
+        regions: Modules to checkpoint. One inside another is checkpointed again while the outer one is recomputed.
     """
 
     precision: Precision = "32-true"

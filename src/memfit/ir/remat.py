@@ -20,10 +20,24 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import msgspec
+
 from memfit.ir.trace import Trace
 
 Keep = tuple[str, ...]
 """Operators whose outputs a region keeps, each as "overload#occurrence" within one call of the region."""
+
+
+class Region(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Modules whose activations are recomputed together.
+
+    Attributes:
+        modules: Their FQNs in the model: one, or several that are called one after the other.
+        keep: Operators whose outputs are kept all the same, as "overload#occurrence" within one call.
+    """
+
+    modules: tuple[str, ...]
+    keep: Keep = ()
 
 
 _GENERATOR_STATE_BYTES = 5056
@@ -96,6 +110,17 @@ class Regions:
             region = self._region_call(index) if call.phase == "forward" else None
             if region is not None:
                 self.calls[trace.modules[call.module].fqn].append(region)
+
+    def calls_of(self, modules: tuple[str, ...]) -> list[RegionCall]:
+        """Return the calls of a region.
+
+        Raises:
+            KeyError: It has none that could be checkpointed.
+        """
+        (fqn,) = modules
+        if fqn not in self.calls:
+            raise KeyError(fqn)
+        return self.calls[fqn]
 
     def _region_call(self, index: int) -> RegionCall | None:
         call = self.trace.calls[index]

@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from memfit.ir.cost import CostTable
-from memfit.ir.remat import Keep, RegionCall, Regions, keepers
+from memfit.ir.remat import Region, RegionCall, Regions, keepers
 from memfit.ir.timeline import TIMELINE_CATEGORIES, WORKSPACE, Timeline
 from memfit.ir.trace import Trace
 
-Selection = Mapping[str, Keep]
-"""The regions that are checkpointed, by module FQN, and what each keeps."""
 
-
-def simulate(trace: Trace, costs: CostTable, selection: Selection | None = None) -> Timeline:
+def simulate(trace: Trace, costs: CostTable, regions: Sequence[Region] = ()) -> Timeline:
     """Return the memory and time of a step with some regions checkpointed.
 
     Args:
         trace: The step without them.
         costs: Seconds and workspaces of its operators.
-        selection: Regions to checkpoint, none inside another.
+        regions: Regions to checkpoint, none inside another.
 
     Raises:
         KeyError: A region has no forward call that could be checkpointed.
     """
-    return Replay(trace, costs, selection or {}).timeline()
+    return Replay(trace, costs, regions).timeline()
 
 
 def repeats(trace: Trace) -> npt.NDArray[np.float64]:
@@ -52,19 +49,17 @@ class Life:
 class Replay:
     """A trace with recomputations inserted: its operators in their new order, and the lives of its storages."""
 
-    def __init__(self, trace: Trace, costs: CostTable, selection: Selection) -> None:
+    def __init__(self, trace: Trace, costs: CostTable, regions: Sequence[Region]) -> None:
         self.trace, self.costs = trace, costs
         self.regions = Regions(trace)
         self.chosen: list[RegionCall] = []
         self.kept: dict[int, set[int]] = {}
         self.selective: set[int] = set()
-        for fqn, keep in selection.items():
-            if fqn not in self.regions.calls:
-                raise KeyError(fqn)
-            for region in self.regions.calls[fqn]:
+        for chosen in regions:
+            for region in self.regions.calls_of(chosen.modules):
                 self.chosen.append(region)
-                self.kept[region.call] = self.regions.kept_ops(region, keep)
-                self.selective |= {region.call} if keep else set()
+                self.kept[region.call] = self.regions.kept_ops(region, chosen.keep)
+                self.selective |= {region.call} if chosen.keep else set()
         self.chosen.sort(key=lambda region: region.order)
         self._lay_out()
 

@@ -41,7 +41,7 @@ def apply(plan: Plan, workload: Workload) -> Step:
 def applied(levers: Levers, workload: Workload, *, predicted_peak_bytes: int | None = None) -> Iterator[Step]:
     """Run levers on a workload, on the device of its parameters, until the context is left."""
     device = next((p.device.type for p in workload.model.parameters()), "cpu")
-    with checkpointed(workload.model, {region.module: region.keep for region in levers.regions}):
+    with checkpointed(workload.model, levers.regions):
         yield Step(
             workload,
             microbatch_size=levers.microbatch_size,

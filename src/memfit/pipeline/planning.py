@@ -252,7 +252,7 @@ class _Planner:
             try:
                 capture_levers(self.workload, replace(levers, regions=(region,)), self.device)
             except CaptureError:
-                found[region.module] = (
+                found[" to ".join(dict.fromkeys((region.modules[0], region.modules[-1])))] = (
                     "running it again gives something else, as when it updates a cache (with transformers: set"
                     " use_cache=False)"
                 )

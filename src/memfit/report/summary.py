@@ -8,8 +8,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from memfit.ir.plan import NUMERICS, Candidate, Numerics, Plan, Region
+from memfit.ir.plan import NUMERICS, Candidate, Numerics, Plan
 from memfit.ir.record import Comparison, RunRecord
+from memfit.ir.remat import Region
 from memfit.units import format_bytes, format_seconds
 
 MISSING = "—"
@@ -126,10 +127,18 @@ def region_groups(regions: Iterable[Region]) -> list[RegionGroup]:
     """Return regions with repeated siblings folded: those alike but for a number in their FQN become one."""
     groups: dict[tuple[tuple[str, ...], tuple[str, ...]], int] = {}
     for region in regions:
-        groups[tuple(clean(region.module).split(".")), region.keep] = 1
+        groups[_path(region), region.keep] = 1
     for position in reversed(range(max((len(fqn) for fqn, _ in groups), default=0))):
         groups = _fold(groups, position)
     return [RegionGroup(".".join(fqn) or "(the whole model)", n, keep_text(keep)) for (fqn, keep), n in groups.items()]
+
+
+def _path(region: Region) -> tuple[str, ...]:
+    """Return the parts of a region's FQN; where modules are recomputed together, from the first to the last."""
+    first, last = (clean(fqn).split(".") for fqn in (region.modules[0], region.modules[-1]))
+    if len(region.modules) == 1 or len(first) != len(last):
+        return tuple(first)
+    return tuple(a if a == b else f"{a}→{b}" for a, b in zip(first, last, strict=True))
 
 
 def _fold(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from msgspec.structs import replace
 
-from memfit.ir.plan import NUMERICS, Candidate, Levers, Numerics, Precision, Region
+from memfit.ir.plan import NUMERICS, Candidate, Levers, Numerics, Precision
 from memfit.solve.milp import COARSE, FINE, Choice, Solver
 from memfit.solve.problem import Problem
 
@@ -43,7 +43,7 @@ class Combination:
 
     def candidate(self, choice: Choice, budget_bytes: int) -> Candidate:
         """Return a choice as a point of the frontier."""
-        regions = tuple(Region(fqn, keep) for fqn, keep in self.problem.selection(choice.x).items())
+        regions = self.problem.regions(choice.x)
         return Candidate(
             levers=Levers(precision=self.precision, microbatch_size=self.microbatch_size, regions=regions),
             numerics=self.numerics,

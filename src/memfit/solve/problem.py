@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.ir.cost import CostTable
-from memfit.ir.remat import RegionCall, Regions, keepers
-from memfit.ir.simulate import Selection, repeats
+from memfit.ir.remat import Region, RegionCall, Regions, keepers
+from memfit.ir.simulate import repeats
 from memfit.solve.candidates import Option
 
 Activity = tuple[bool, frozenset[int]]
@@ -89,9 +89,9 @@ class Problem:
         """Return the step's time for a choice of options."""
         return self.plain_seconds + float(sum(o.seconds for o, chosen in zip(self.options, x, strict=True) if chosen))
 
-    def selection(self, x: npt.NDArray[np.int64]) -> Selection:
-        """Return a choice of options as the selection that `ir.simulate` takes."""
-        return {o.fqn: o.keep for o, chosen in zip(self.options, x, strict=True) if chosen}
+    def regions(self, x: npt.NDArray[np.int64]) -> tuple[Region, ...]:
+        """Return a choice of options as the regions that a plan names."""
+        return tuple(Region((o.fqn,), o.keep) for o, chosen in zip(self.options, x, strict=True) if chosen)
 
 
 def build(regions: Regions, costs: CostTable, options: list[Option]) -> Problem:
