@@ -15,7 +15,7 @@ from memfit.ir.plan import Precision
 from memfit.ir.remat import Regions
 from memfit.ir.simulate import simulate
 from memfit.workload import Workload, batch_size_of
-from tests.models import BUILDERS, LARGE, captured, plain_trace, squared_error, step_of, tied
+from tests.models import BUILDERS, LARGE, captured, plain_trace, regions_of, squared_error, step_of, tied
 
 BIGGER: dict[str, dict[str, int]] = {
     "transformer": {"batch": 8, "tokens": 64, "dim": 128},
