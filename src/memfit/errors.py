@@ -13,6 +13,7 @@
     ├── InfeasibleError         no plan fits the budget                      (exit status 3)
     ├── SimulatedOutOfMemoryError   a simulated device is full               (exit status 3)
     ├── CaptureError            the step can't be run under fake tensors     (exit status 2)
+    ├── RecomputationError      a checkpointed region that runs differently again (exit status 4)
     ├── VerificationError       the planned step is not what its plan says   (exit status 4)
     └── NonFiniteError          a loss or gradient that is not finite        (exit status 5)
 
@@ -133,6 +134,30 @@ class CaptureError(MemfitError):
     """The step can't be run under fake tensors, or not the way memfit needs it."""
 
     exit_status = 2
+
+
+class RecomputationError(MemfitError):
+    """A checkpointed region that does something else when it runs again in the backward pass.
+
+    Args:
+        modules: The FQNs of the region's modules.
+        module: The one that ran when it was noticed.
+        how: What differs.
+    """
+
+    exit_status = 4
+
+    def __init__(self, modules: tuple[str, ...], module: str, how: str) -> None:
+        self.modules = modules
+        self.module = module
+        self.how = how
+        run = "" if len(modules) == 1 else f" with the run {modules[0]!r} to {modules[-1]!r}"
+        super().__init__(
+            f"the module {module!r} can't be recomputed{run}: run again in the backward pass, it does something else"
+            f" ({how}), as when it updates a cache (with transformers: set use_cache=False), counts its calls, draws"
+            " from Python's or NumPy's generator, or when what it was given is changed before the backward pass. Take"
+            " it out of the plan's levers.regions"
+        )
 
 
 class VerificationError(MemfitError):

@@ -1,30 +1,35 @@
-"""Activation checkpointing as a lever: modules whose forward pass runs again in the backward pass.
+"""Activation checkpointing as a lever: regions whose forward pass runs again in the backward pass.
 
-Through `torch.utils.checkpoint`, non-reentrant, on the user's unmodified modules: `module.forward`
-is wrapped on the instance, so that names, hooks and state dicts stay as they are.
+A region is a module, or a run of modules that their parent calls one after the other. `module.forward` is wrapped on
+the instance, so that names, hooks and state dicts stay as they are; `memfit.apply.frame` says what then happens.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from memfit.apply.frame import Context, Frame
 from memfit.errors import PlanError, PlanMismatchError
 from memfit.ir.remat import Keep, Region
-
-_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-_Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
 
 
 @contextlib.contextmanager
 def checkpointed(model: nn.Module, regions: Sequence[Region]) -> Iterator[None]:
-    """Checkpoint the modules of a model that `regions` names, until the context is left.
+    """Checkpoint regions of a model, until the context is left.
+
+    The modules of a run share one pass as long as each is called after those before it in the run; a call
+    that does not follow on begins another pass, so that whatever the parent does, the gradients are right.
+    Regions may lie in one another.
 
     Args:
         model: The model.
@@ -32,15 +37,17 @@ def checkpointed(model: nn.Module, regions: Sequence[Region]) -> Iterator[None]:
 
     Raises:
         PlanMismatchError: The model has no module of that name.
-        PlanError: A module is checkpointed already, or lies within another region.
+        PlanError: A module is checkpointed already, or is in two regions, or lies within a region that keeps
+            operators.
     """
     modules = dict(model.named_modules())
-    keeps = {fqn: region.keep for region in regions for fqn in region.modules}
-    _check(modules, keeps)
-    before = {fqn: modules[fqn].__dict__.get("forward") for fqn in keeps}
+    _check(modules, regions)
+    before = {fqn: modules[fqn].__dict__.get("forward") for region in regions for fqn in region.modules}
     try:
-        for fqn, keep in keeps.items():
-            modules[fqn].forward = _Recomputed(modules[fqn], before[fqn], keep)
+        for region in regions:
+            passes = _Passes(region, [modules[fqn] for fqn in region.modules])
+            for position, fqn in enumerate(region.modules):
+                modules[fqn].forward = _Recomputed(modules[fqn], before[fqn], passes, position)
         yield
     finally:
         for fqn, forward in before.items():
@@ -62,49 +69,88 @@ def _within(inner: str, outer: str) -> bool:
     return outer == "" or inner == outer or inner.startswith(outer + ".")
 
 
-def _check(modules: Mapping[str, nn.Module], regions: Mapping[str, Keep]) -> None:
+def _check(modules: Mapping[str, nn.Module], regions: Sequence[Region]) -> None:
     active = [fqn for fqn, module in modules.items() if _is_recomputed(module)]
-    for fqn in regions:
+    named = [(fqn, region) for region in regions for fqn in region.modules]
+    for fqn, _ in named:
         if fqn not in modules:
             raise PlanMismatchError(
                 f"the plan checkpoints the module {fqn!r}, which the model does not have: the plan is for another model"
             )
-        outer = next((other for other in regions if other != fqn and _within(fqn, other)), None)
-        if outer is not None:
-            raise PlanError(
-                f"the plan checkpoints {fqn!r} and {outer!r} around it: remove one of the two from its regions"
-            )
         earlier = next((other for other in active if _within(fqn, other) or _within(other, fqn)), None)
         if earlier is not None:
             raise PlanError(f"{earlier!r} is checkpointed by a plan already: call close() on the earlier step first")
+    for (inner, region), (outer, around) in itertools.permutations(named, 2):
+        if _within(inner, outer):
+            _check_nested(inner, region, outer, around)
+
+
+def _check_nested(inner: str, region: Region, outer: str, around: Region) -> None:
+    if inner == outer:
+        raise PlanError(f"the plan checkpoints {inner!r} twice: remove it from one of its levers.regions")
+    if region is around:
+        raise PlanError(
+            f"the plan checkpoints {inner!r} and {outer!r} around it as modules of one run: a run's modules are called"
+            " one after the other; remove one of the two from it"
+        )
+    if around.keep:
+        raise PlanError(
+            f"the plan checkpoints {inner!r} within {outer!r}, which keeps operators of its own: set the keep of the"
+            " region of the latter to (), or remove one of the two from levers.regions"
+        )
+
+
+class _Passes:
+    """The passes through a region. Copies with its modules (`copy.deepcopy`), with no pass open."""
+
+    def __init__(self, region: Region, modules: Sequence[nn.Module]) -> None:
+        self.region = region
+        inside = {id(m): m for module in modules for m in module.modules()}
+        self.normalisations = [m for m in inside.values() if isinstance(m, nn.modules.batchnorm._NormBase)]
+        self._open: Callable[[], Frame | None] = _nothing
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_open": _nothing}
+
+    def call(self, position: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a module's forward pass, as part of the pass that is open where it follows on."""
+        frame = self._open()
+        if frame is None or not frame.takes(position):
+            frame = Frame(self.region.modules, self.normalisations, self._contexts())
+        self._open = _nothing
+        out = frame.call(position, forward, args, kwargs)
+        if not frame.closed:
+            # Autograd's hooks hold the frame; where nothing was saved yet, there are none.
+            self._open = weakref.ref(frame) if frame.holders else functools.partial(_itself, frame)
+        return out
+
+    def _contexts(self) -> tuple[Context, Context]:
+        keep = self.region.keep
+        return _selective_contexts(keep) if keep else (contextlib.nullcontext(), contextlib.nullcontext())
+
+
+def _nothing() -> None:
+    return None
+
+
+def _itself(frame: Frame) -> Frame:
+    return frame
 
 
 class _Recomputed:
     """A module's `forward`, run under checkpointing. Copies with the module (`copy.deepcopy`), bound to the copy."""
 
-    def __init__(self, module: nn.Module, forward: Callable[..., Any] | None, keep: Keep) -> None:
-        self.module, self.forward, self.keep = module, forward, keep
+    def __init__(self, module: nn.Module, forward: Callable[..., Any] | None, passes: _Passes, position: int) -> None:
+        self.module, self.forward, self.passes, self.position = module, forward, passes, position
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = self.forward or functools.partial(type(self.module).forward, self.module)
-        first = {id(a): i for i, a in reversed(list(enumerate(args)))}
-        places = [first[id(a)] for a in args]
-
-        def run(*given: Any, **named: Any) -> Any:
-            # `checkpoint` hands back a new object for each argument; some modules ask whether two are the same
-            # (self-attention in nn.MultiheadAttention), so that they must be the same again.
-            return forward(*(given[place] for place in places), **named)
-
-        return checkpoint(run, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
-
-    def _contexts(self) -> _Contexts:
-        selective = _selective_contexts(self.keep) if self.keep else None
-        first, again = selective or (contextlib.nullcontext(), contextlib.nullcontext())
-        normalisations = [m for m in self.module.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
-        return first, _statistics_untouched(again, normalisations)
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return self.passes.call(self.position, forward, args, kwargs)
 
 
-def _selective_contexts(keep: Keep) -> _Contexts:
+def _selective_contexts(keep: Keep) -> tuple[Context, Context]:
     """Return contexts that keep the outputs of operators named "overload#occurrence"."""
     wanted = frozenset(keep)
     seen: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
@@ -118,19 +164,3 @@ def _selective_contexts(keep: Keep) -> _Contexts:
 
     first, again = create_selective_checkpoint_contexts(policy)
     return first, again
-
-
-@contextlib.contextmanager
-def _statistics_untouched(
-    inner: contextlib.AbstractContextManager[Any], normalisations: Sequence[nn.Module]
-) -> Iterator[None]:
-    """Recompute on copies of running statistics: a batch counts once, and as many tensors are saved as before."""
-    originals = [(m, name, m._buffers[name]) for m in normalisations for name in _STATISTICS if m.training]
-    for module, name, buffer in originals:
-        module._buffers[name] = None if buffer is None else buffer.clone()
-    try:
-        with inner:
-            yield
-    finally:
-        for module, name, buffer in originals:
-            module._buffers[name] = buffer

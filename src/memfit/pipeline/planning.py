@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from memfit.devices.advice import precisions as precisions_of
 from memfit.devices.host import find_device
-from memfit.errors import CaptureError, InfeasibleError, UsageError
+from memfit.errors import InfeasibleError, RecomputationError, UsageError
 from memfit.ir.device import Device
 from memfit.ir.plan import NUMERICS, Candidate, Levers, Numerics, Plan, Precision, Prediction, Solution
 from memfit.ir.remat import Regions
@@ -237,26 +237,10 @@ class _Planner:
         """Predict a plan from a capture of the step with the plan applied."""
         try:
             trace = capture_levers(self.workload, candidate.levers, self.device)
-        except CaptureError as e:
-            culprits = self._not_recomputable(candidate.levers)
-            if not culprits:
-                raise
-            self.notes += [f"{fqn} is not recomputed: {why}" for fqn, why in culprits.items()]
-            raise _NotRecomputable(set(culprits)) from e
+        except RecomputationError as e:
+            self.notes.append(f"{e.module} is not recomputed: run again, it does something else ({e.how})")
+            raise _NotRecomputable(_around(e.module)) from e
         return self._predict(trace)
-
-    def _not_recomputable(self, levers: Levers) -> dict[str, str]:
-        """Find the regions that fail when they alone are checkpointed."""
-        found: dict[str, str] = {}
-        for region in levers.regions:
-            try:
-                capture_levers(self.workload, replace(levers, regions=(region,)), self.device)
-            except CaptureError:
-                found[" to ".join(dict.fromkeys((region.modules[0], region.modules[-1])))] = (
-                    "running it again gives something else, as when it updates a cache (with transformers: set"
-                    " use_cache=False)"
-                )
-        return found
 
     def _leanest(self, allowed: list[Combination]) -> tuple[Candidate, Prediction]:
         """Return the plan of the lowest peak if it fits.
@@ -301,6 +285,12 @@ class _Planner:
 class _NotRecomputable(Exception):
     def __init__(self, modules: set[str]) -> None:
         self.modules = modules
+
+
+def _around(fqn: str) -> set[str]:
+    """Return a module and those around it: a region with it inside can't be recomputed either."""
+    parts = fqn.split(".")
+    return {".".join(parts[: n + 1]) for n in range(len(parts))}
 
 
 def _allows(allowed: Numerics, used: Numerics) -> bool:

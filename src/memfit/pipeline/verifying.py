@@ -10,7 +10,7 @@ from torch import nn
 
 from memfit.capture.fake import nothing_changes, real_copy
 from memfit.capture.measure import measure_peak_bytes
-from memfit.errors import CaptureError
+from memfit.errors import CaptureError, RecomputationError
 from memfit.ir.device import Device
 from memfit.ir.plan import Levers, Numerics, Plan
 from memfit.ir.verification import GradientDifference, Verification
@@ -137,7 +137,7 @@ def _prediction_failures(plan: Plan, workload: Workload, device: Device) -> list
     """Capture the planned step again, and hold what the plan says against what is captured."""
     try:
         trace = capture_levers(workload, plan.levers, device)
-    except CaptureError as e:
+    except (CaptureError, RecomputationError) as e:
         return [f"the planned step can't be run: {e}"]
     failures = []
     prediction, _ = predict(trace, costs_of([trace], device), device)

@@ -1,0 +1,338 @@
+"""One pass through a region: what autograd saved in it is computed again when the backward pass asks for it.
+
+The rules are those of non-reentrant `torch.utils.checkpoint` (see the notes there), for the calls of several modules
+as for one:
+
+1. Inside the calls, autograd gets a `Holder` in place of each tensor that it saves. The parent's code between the
+   calls is not touched.
+2. A tensor argument that is an output of an earlier call is not kept; it is wired to that output. Every other one is
+   saved through autograd, by `_Save`, so that the hooks of a region around this one get it.
+3. When the first holder is unpacked, the calls run again, in their order, with the generators' states, autocast and
+   device they had, and stop at the last tensor that a holder waits for. Regions within are checkpointed again.
+4. What was recomputed belongs to one backward pass, and is let go of as it is unpacked.
+5. A backward pass within the recomputation works: its graph holds its own tensors.
+
+A frame is alive as long as autograd's hooks are, and nothing in it refers to the graph that it belongs to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils.checkpoint import get_device_states, set_device_states
+
+from memfit.apply.containers import Value, mapped, tensors_in
+from memfit.errors import MemfitError, RecomputationError
+
+Context = contextlib.AbstractContextManager[Any]
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+_outside_of_backward = itertools.count(-2, -1)
+
+
+class Holder:
+    """What autograd holds in place of a tensor; `recomputed` has it again, by the backward pass that needs it."""
+
+    __slots__ = ("__weakref__", "device", "dtype", "recomputed", "shape")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
+        self.recomputed: dict[int, torch.Tensor] = {}
+
+
+class _Save(torch.autograd.Function):
+    """Saves tensors through autograd, so that its hooks get them."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        ctx.save_for_backward(*tensors)
+        return torch.empty(0)
+
+
+class _Stop(BaseException):
+    """The last tensor that a recomputation is for was made. No `except Exception` of the user's catches it."""
+
+    def __init__(self, filling: _Filling) -> None:
+        self.filling = filling
+
+
+@dataclasses.dataclass(frozen=True)
+class _Generators:
+    """The states of the random number generators of the CPU and of the devices of some tensors."""
+
+    cpu: torch.Tensor
+    kind: str
+    devices: list[int]
+    states: list[torch.Tensor]
+
+    @classmethod
+    def of(cls, tensors: Iterable[torch.Tensor]) -> _Generators:
+        places = {t.device: t for t in tensors if t.device.type not in ("cpu", "meta")}
+        kind = next((device.type for device in places), "cpu")
+        devices: list[int] = []
+        states: list[torch.Tensor] = []
+        if kind != "cpu" and getattr(torch.get_device_module(kind), "_initialized", False):
+            devices, states = get_device_states(*places.values())
+        return cls(torch.get_rng_state(), kind, devices, states)
+
+    def contents(self) -> list[Any]:
+        """Return the states as bytes: comparing tensors would be an operator of the user's step."""
+        return [self.devices, *(ctypes.string_at(s.data_ptr(), s.numel()) for s in (self.cpu, *self.states))]
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.cpu)
+        if self.devices:
+            set_device_states(self.devices, self.states, device_type=self.kind)
+
+
+@dataclasses.dataclass
+class _Call:
+    """One call of a module; `generators` where they are not as the call before left them."""
+
+    module: str
+    forward: Callable[..., Any]
+    given: Any
+    generators: _Generators | None
+    outputs: Sequence[int] = ()
+
+
+@dataclasses.dataclass
+class _Known:
+    """A tensor object of the parent's, as it was when it went into a call or came out of one."""
+
+    tensor: weakref.ref[torch.Tensor]
+    version: int
+    number: int
+
+
+class Frame:
+    """One pass through a region.
+
+    Args:
+        modules: The FQNs of the region.
+        normalisations: Modules within that track statistics.
+        contexts: Around the forward pass, and around its recomputation.
+
+    Attributes:
+        last: The position in the region of the module called last.
+        closed: Whether no further call belongs to it.
+    """
+
+    def __init__(
+        self,
+        modules: tuple[str, ...],
+        normalisations: Sequence[nn.Module],
+        contexts: tuple[Context, Context],
+    ) -> None:
+        self.modules, self.normalisations = modules, normalisations
+        self.first_context, self.again_context = contexts
+        self.last = -1
+        self.closed = False
+        self.holders: list[weakref.ref[Holder]] = []
+        self._thread = threading.get_ident()
+        self._autocast = autocast_state()
+        self._device = next(
+            (mode for mode in reversed(_get_current_function_mode_stack()) if isinstance(mode, DeviceContext)), None
+        )
+        self._calls: list[_Call] = []
+        self._saved: list[tuple[torch.Tensor, list[tuple[int, bool]]]] = []
+        self._known: dict[int, _Known] = {}
+        self._last_use: list[int] = []
+        self._left: list[Any] = []
+        self._running = modules[0]
+
+    def takes(self, position: int) -> bool:
+        """Tell whether a call of the module at a position follows on."""
+        return (
+            not self.closed
+            and position > self.last
+            and self._thread == threading.get_ident()
+            and self._autocast == autocast_state()
+        )
+
+    def call(self, position: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a module's forward pass; autograd saves nothing of it."""
+        self.last = position
+        self.closed |= position == len(self.modules) - 1
+        self._calls.append(self._noted(position, forward, args, kwargs))
+        with saved_tensors_hooks(self._pack, self._unpack), self.first_context:
+            out = forward(*args, **kwargs)
+        if not self.closed:
+            self._calls[-1].outputs = [self._know(t) for t in tensors_in(out)]
+            self._left = _Generators.of(tensors_in((args, kwargs))).contents()
+        return out
+
+    def _noted(self, position: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> _Call:
+        """Return a call to be run again; save the tensors that it takes from outside."""
+        tensors: list[torch.Tensor] = []
+        fresh: dict[int, torch.Tensor] = {}
+
+        def number(tensor: torch.Tensor) -> Any:
+            if tensor.is_inference():  # autograd does not save them, nor do they change
+                return tensor
+            tensors.append(tensor)
+            known = self._known.get(id(tensor))
+            if known is None or known.tensor() is not tensor or known.version != tensor._version:
+                fresh[self._know(tensor)] = tensor
+            found = self._known[id(tensor)].number
+            self._last_use[found] = len(self._calls)
+            return Value(found)
+
+        given = mapped((args, kwargs), torch.Tensor, number)
+        if fresh:
+            # Detached: with their history they would hold the graph that holds this frame.
+            held = [t if t.is_leaf else t.detach() for t in fresh.values()]
+            history = [(n, t.requires_grad and not t.is_leaf) for n, t in fresh.items()]
+            anchor = torch.empty(0, requires_grad=True)
+            self._saved.append((_Save.apply(anchor, held), history))  # type: ignore[no-untyped-call]
+        generators = _Generators.of(tensors)
+        changed = generators.contents() != self._left
+        return _Call(self.modules[position], forward, given, generators if changed else None)
+
+    def _know(self, tensor: torch.Tensor) -> int:
+        number = len(self._last_use)
+        self._last_use.append(-1)
+        if not tensor.is_inference():
+            self._known[id(tensor)] = _Known(weakref.ref(tensor), tensor._version, number)
+        return number
+
+    def _pack(self, tensor: torch.Tensor) -> Holder:
+        holder = Holder(tensor)
+        self.holders.append(weakref.ref(holder))
+        return holder
+
+    def _unpack(self, holder: Holder) -> torch.Tensor:
+        task = torch._C._current_graph_task_id()
+        if task == -1:
+            task = next(_outside_of_backward)
+        if task not in holder.recomputed:
+            self._recompute(task)
+        if task not in holder.recomputed:
+            raise self._differs("fewer tensors were saved than before")
+        return holder.recomputed.pop(task)
+
+    def _recompute(self, task: int) -> None:
+        """Run the calls again up to the last tensor that a holder waits for.
+
+        Raises:
+            RecomputationError: They do something else this time.
+        """
+        self.closed = True
+        filling = _Filling(self, task)
+        try:
+            values = self._inputs()
+            with saved_tensors_hooks(filling.pack, _as_it_is), torch.enable_grad(), self._as_before():
+                self._run_again(values)
+        except _Stop as stop:
+            if stop.filling is not filling:
+                raise
+        except (MemfitError, torch.OutOfMemoryError):
+            raise
+        except Exception as e:
+            raise self._differs(f"{type(e).__name__}: {e}") from e
+
+    def _run_again(self, values: dict[int, torch.Tensor]) -> None:
+        """Run the calls; a value is let go of after the last call that takes it."""
+        for index, call in enumerate(self._calls):
+            self._running = call.module
+            if call.generators is not None:
+                call.generators.restore()
+            args, kwargs = mapped(call.given, Value, lambda value: values[value.number])
+            for number in [n for n in values if self._last_use[n] <= index]:
+                del values[number]
+            out = call.forward(*args, **kwargs)
+            del args, kwargs
+            made = zip(call.outputs, tensors_in(out), strict=False)
+            values.update((number, tensor) for number, tensor in made if self._last_use[number] > index)
+            del out, made
+
+    def _inputs(self) -> dict[int, torch.Tensor]:
+        values: dict[int, torch.Tensor] = {}
+        for saved, history in self._saved:
+            node: Any = saved.grad_fn
+            for (number, requires_grad), tensor in zip(history, node.saved_tensors, strict=True):
+                values[number] = tensor.detach().requires_grad_() if requires_grad else tensor
+        return values
+
+    @contextlib.contextmanager
+    def _as_before(self) -> Iterator[None]:
+        """Set back what the calls depend on besides their arguments, until the context is left."""
+        generators = [call.generators for call in self._calls if call.generators is not None]
+        kind = generators[0].kind
+        devices = {d for g in generators if g.kind == kind for d in g.devices}
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(sorted(devices), device_type=kind if devices else "cuda"))
+            for device, (enabled, dtype, cache) in self._autocast.items():
+                stack.enter_context(torch.autocast(device, dtype, enabled, cache))
+            stack.enter_context(statistics_untouched(self.normalisations))
+            stack.enter_context(self.again_context)
+            if self._device is not None:
+                stack.enter_context(self._device)
+            yield
+
+    def _differs(self, how: str) -> RecomputationError:
+        return RecomputationError(self.modules, self._running, how)
+
+
+class _Filling:
+    """Gives the holders of a frame the tensors that autograd saves while the frame's calls run again."""
+
+    def __init__(self, frame: Frame, task: int) -> None:
+        self.frame, self.task = frame, task
+        self.holders = [holder() for holder in frame.holders]
+        self.end = max((i for i, holder in enumerate(self.holders) if holder is not None), default=-1)
+        self.count = 0
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        plain = tensor.detach() if tensor.requires_grad else tensor
+        index = self.count
+        self.count += 1
+        holder = self.holders[index] if index <= self.end else None
+        if holder is not None:
+            found, expected = (plain.shape, plain.dtype, plain.device), (holder.shape, holder.dtype, holder.device)
+            if found != expected:
+                raise self.frame._differs(f"{_described(*found)} was saved where {_described(*expected)} was before")
+            holder.recomputed[self.task] = plain
+        if index >= self.end:
+            raise _Stop(self)
+        return plain
+
+
+def _described(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> str:
+    return f"a tensor of shape {list(shape)} and {str(dtype)[6:]} on {device}"
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def autocast_state() -> dict[str, tuple[bool, torch.dtype, bool]]:
+    """Return whether autocast is on, its dtype and its cache, for the CPU and the accelerator."""
+    accelerator = torch.accelerator.current_accelerator()
+    kinds = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+    cache = torch.is_autocast_cache_enabled()
+    return {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), cache) for kind in kinds}
+
+
+@contextlib.contextmanager
+def statistics_untouched(normalisations: Sequence[nn.Module]) -> Iterator[None]:
+    """Recompute on copies of running statistics: a batch counts once, and as many tensors are saved as before."""
+    originals = [(m, name, m._buffers[name]) for m in normalisations for name in _STATISTICS if m.training]
+    for module, name, buffer in originals:
+        module._buffers[name] = None if buffer is None else buffer.clone()
+    try:
+        yield
+    finally:
+        for module, name, buffer in originals:
+            module._buffers[name] = buffer
