@@ -1,0 +1,94 @@
+"""What runs under torch.compile: the plain step, its memory budget, checkpoints inside, and memfit's back end."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+import memfit
+from benchmarks.frontier.checkpointing import checkpointing, segment_sizes, segmented, whole
+from benchmarks.frontier.methods import LOWEST, OURS, PLAIN, Apply, Method, Prepared, Task, Unsupported
+from memfit.train.step import Step
+from memfit.workload import Workload
+
+ACTIVATION_BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.0)
+Backend = Callable[..., Any]
+Around = Callable[[nn.Module], contextlib.AbstractContextManager[Any]]
+
+
+def inductor(**functorch: Any) -> Backend:
+    """Return the default back end under settings of `torch._functorch.config`, without its caches on disk.
+
+    Each call returns another function: Dynamo keeps what it compiled by back end.
+    """
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        from torch._functorch import config
+        from torch._inductor import config as inductor_config
+        from torch._inductor.compile_fx import compile_fx
+
+        with config.patch(**functorch), inductor_config.patch(force_disable_caches=True):
+            return compile_fx(graph, inputs)
+
+    return backend
+
+
+def compiling(backend: Backend, around: Around = lambda model: contextlib.nullcontext()) -> Apply:
+    """Return how to run a step whose model is compiled as a whole; compiled when it first runs.
+
+    The loss is outside, as in a user's step; `around` changes the model before.
+    """
+    made: dict[int, Any] = {}
+
+    @contextlib.contextmanager
+    def apply(workload: Workload) -> Iterator[Step]:
+        model = workload.model
+        with around(model):
+            if id(model) not in made:
+                made[id(model)] = torch.compile(model._call_impl, backend=backend)
+            model._compiled_call_impl = made[id(model)]
+            try:
+                yield Step(workload)
+            finally:
+                model._compiled_call_impl = None
+
+    return apply
+
+
+def _plain(task: Task, studied: None, setting: str) -> Prepared:
+    return Prepared(compiling(inductor()))
+
+
+def _budget(task: Task, studied: None, budget: float) -> Prepared:
+    return Prepared(compiling(inductor(activation_memory_budget=budget)))
+
+
+def _blocks(task: Task, studied: None, every: int) -> Prepared:
+    regions = whole(task.subject.blocks[::every])
+    return Prepared(compiling(inductor(), lambda model: checkpointing(model, regions)))
+
+
+def _segments(task: Task, studied: None, size: int) -> Prepared:
+    return Prepared(compiling(inductor(), lambda model: segmented(model, task.subject.chains, size)))
+
+
+def _ours(task: Task, studied: None, share: float | str) -> Prepared:
+    """Compile with memfit's back end for a budget of the whole step."""
+    make = getattr(memfit, "compile_backend", None)
+    if make is None:
+        raise Unsupported("this memfit has no compile_backend")
+    budget = 0 if share == LOWEST else task.budget_bytes(float(share))
+    return Prepared(compiling(make(budget=budget)), {"budget_bytes": budget} if share != LOWEST else {})
+
+
+COMPILED = (
+    Method(PLAIN, "compiled", lambda task: [""], _plain),
+    Method("activation_memory_budget", "compiled", lambda task: ACTIVATION_BUDGETS, _budget),
+    Method("checkpoint every K-th block", "compiled", lambda task: [1, 2], _blocks),
+    Method("segments of K blocks", "compiled", lambda task: segment_sizes(task)[:1], _segments),
+    Method(OURS, "compiled", lambda task: [*task.shares, LOWEST], _ours),
+)

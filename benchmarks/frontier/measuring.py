@@ -1,0 +1,142 @@
+"""The measured truth of a step: its peak, its gradients, and its time beside others'."""
+
+from __future__ import annotations
+
+import gc
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.frontier.methods import Apply
+from memfit.capture.measure import measure_peak_bytes
+from memfit.train.step import Step
+from memfit.workload import Workload
+
+FIRST_ROUNDS = 3
+LEAST_ROUNDS, MOST_ROUNDS = 6, 16
+
+Times = list[float | None]
+"""Seconds of a step in each round; None in rounds that it did not take part in."""
+
+
+def peak_bytes(apply: Apply, workload: Workload, warm: bool = False) -> int:
+    """Return the peak of a step that is not the first, parameters and optimizer state included.
+
+    Args:
+        warm: The optimizer has its state, and what compiles has compiled.
+    """
+    with apply(workload) as step:
+        if not warm:
+            step(workload.batch)
+        return measure_peak_bytes(step, workload.batch)
+
+
+@dataclass
+class Gradients:
+    """The gradients of a workload's parameters as they were when this was made, under one random state.
+
+    Args:
+        workload: Measured on, and set back each time.
+    """
+
+    workload: Workload
+
+    def __post_init__(self) -> None:
+        self.names = {id(p): name for name, p in self.workload.model.named_parameters()}
+        self.values = {name: p.detach().clone() for name, p in self.workload.model.named_parameters()}
+
+    def of(self, apply: Apply) -> tuple[float, dict[str, torch.Tensor]]:
+        """Return the loss, and the gradients by the parameters' own names, whatever a method calls them."""
+        with torch.no_grad():
+            for name, parameter in self.workload.model.named_parameters():
+                parameter.copy_(self.values[name])
+        torch.manual_seed(0)
+        with apply(self.workload) as step:
+            now = {name: self.names[id(p)] for name, p in step.workload.model.named_parameters()}
+            loss, found = step.gradients(self.workload.batch)
+        return loss, {now[name]: gradient for name, gradient in found.items()}
+
+
+def difference(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> tuple[float, bool]:
+    """Return how far gradients are off, relative to the largest of their parameter, and whether bitwise equal."""
+    if found.keys() != expected.keys():
+        return float("inf"), False
+    off = [float((found[n] - g).abs().max() / g.abs().max().clamp_min(1e-30)) for n, g in expected.items()]
+    return max(off), all(torch.equal(found[n], g) for n, g in expected.items())
+
+
+def interleaved(
+    applies: Mapping[str, Apply],
+    workload: Workload,
+    seconds: float,
+    contenders: Callable[[Mapping[str, Times]], set[str]],
+) -> dict[str, Times]:
+    """Return the times of steps that are run in turns, in another order each round.
+
+    Args:
+        applies: Each by its name.
+        seconds: To be spent after the first rounds, in which all take part; some rounds are run in any case.
+        contenders: Given the times of the first rounds, which go on.
+    """
+    order = random.Random(0)
+    times: dict[str, Times] = {name: [] for name in applies}
+    taking_part, started = set(applies), time.perf_counter()
+    for number in range(MOST_ROUNDS):
+        if number == FIRST_ROUNDS:
+            taking_part, started = contenders(times), time.perf_counter()
+        if number >= LEAST_ROUNDS and time.perf_counter() - started > seconds:
+            break
+        for name in order.sample(sorted(applies), len(applies)):
+            times[name].append(step_seconds(applies[name], workload) if name in taking_part else None)
+    return times
+
+
+def step_seconds(apply: Apply, workload: Workload) -> float:
+    """Return the time of one step, without garbage collection in it.
+
+    With one thread it is the process's time on the CPU, which other programs on the machine add little to.
+    """
+    with apply(workload) as step:
+        return _timed(step, workload)
+
+
+def _timed(step: Step, workload: Workload) -> float:
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    gc.collect()
+    gc.disable()
+    try:
+        started = clock()
+        step(workload.batch)
+        return clock() - started
+    finally:
+        gc.enable()
+
+
+def ratios(times: Times, others: Times) -> list[float]:
+    """Return how much longer a step took than another one, in each round that both took part in."""
+    return [a / b for a, b in zip(times, others, strict=True) if a is not None and b is not None]
+
+
+def median_ratio(times: Times, others: Times) -> float:
+    """Return the median of the ratios."""
+    return statistics.median(ratios(times, others))
+
+
+def least_ratio(times: Times, others: Times) -> float:
+    """Return the ratio of the least times: what else runs on the machine only ever adds to them."""
+    return min(t for t in times if t is not None) / min(t for t in others if t is not None)
+
+
+def spread(values: list[float]) -> float:
+    """Return the standard error of a median of values, from their median absolute deviation.
+
+    A normal distribution is assumed: the deviation is 1.4826 median absolute deviations, and the median's standard
+    error 1.2533 deviations over √n.
+    """
+    centre = statistics.median(values)
+    deviation = 1.4826 * statistics.median([abs(v - centre) for v in values])
+    return float(1.2533 * deviation / len(values) ** 0.5)

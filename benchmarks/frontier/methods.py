@@ -1,0 +1,105 @@
+"""What a method is: something that makes a training step take less memory, and the settings it is measured at."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from benchmarks.frontier.models import Subject
+from memfit.train.step import Step
+from memfit.workload import Workload
+
+Kind = Literal["eager", "compiled", "joint"]
+KINDS: tuple[Kind, ...] = ("eager", "compiled", "joint")
+PLAIN = "plain"
+OURS = "memfit"
+LOWEST = "lowest"
+
+
+@dataclass(frozen=True)
+class Task:
+    """What methods are compared on.
+
+    Attributes:
+        workload: Nothing of it is changed, outside of the contexts of methods.
+        plain_peak_bytes: What the plain eager step was measured to allocate, parameters included.
+        shares: Budgets, as shares of that.
+    """
+
+    subject: Subject
+    workload: Workload
+    plain_peak_bytes: int
+    shares: Sequence[float]
+
+    def budget_bytes(self, share: float) -> int:
+        """Return the budget that is a share of the plain peak."""
+        return int(share * self.plain_peak_bytes)
+
+
+Apply = Callable[[Workload], contextlib.AbstractContextManager[Step]]
+"""Turns a workload into the step that is measured, until the context is left; can be entered again."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A method at one setting, ready to run.
+
+    Attributes:
+        facts: Goes into its row: what the method itself says.
+    """
+
+    apply: Apply
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to make a step take less memory.
+
+    Attributes:
+        kind: Which methods it is held against.
+        settings: What it is measured at; a share of the plain peak or `LOWEST` for those that take a budget in bytes.
+        make: `make(task, studied, setting)`.
+        study: Done once for each model and handed to `make`.
+    """
+
+    name: str
+    kind: Kind
+    settings: Callable[[Task], Sequence[Any]]
+    make: Callable[[Task, Any, Any], Prepared]
+    study: Callable[[Task], Any] = lambda task: None
+
+
+class Unsupported(Exception):
+    """A method can't run a model, or can't run here. The message says why."""
+
+
+def stepping(around: Callable[[Workload], contextlib.AbstractContextManager[Any]]) -> Apply:
+    """Return how to run the plain step within a context."""
+
+    @contextlib.contextmanager
+    def apply(workload: Workload) -> Iterator[Step]:
+        with around(workload):
+            yield Step(workload)
+
+    return apply
+
+
+def accumulating(apply: Apply, microbatch_size: int) -> Apply:
+    """Return how to run a step on microbatches, of the same global batch."""
+
+    @contextlib.contextmanager
+    def applied(workload: Workload) -> Iterator[Step]:
+        with apply(workload) as step:
+            step.microbatch_size = microbatch_size
+            yield step
+
+    return applied
+
+
+def without_batches(workload: Workload) -> Workload:
+    """Return a workload without what only longer training needs."""
+    return dataclasses.replace(workload, batches=None, evaluate=None)

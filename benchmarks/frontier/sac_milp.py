@@ -1,0 +1,137 @@
+"""PyTorch's `sac_milp` (torch.distributed._tools), on the CPU: its statistics, its program, its greedy order applied.
+
+Its estimators time operators with CUDA events; here they are given the times that the operators take on this machine.
+Everything else is PyTorch's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from benchmarks.frontier.checkpointing import Contexts, checkpointing
+from benchmarks.frontier.methods import Method, Prepared, Task, Unsupported, stepping
+from benchmarks.frontier.selective import contexts_of
+from memfit.capture.fake import fake_copy
+from memfit.capture.values import KnownValues, libraries_run_as_with_data
+from memfit.cost.calibrate import measure
+from memfit.signature import signature
+from memfit.train.step import Step
+from memfit.workload import tensors_of
+
+SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.45, 0.4, 0.35, 0.3)
+"""Of the peak that PyTorch's own statistics give: the budgets it is asked for."""
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What `sac_milp` takes.
+
+    Attributes:
+        graph: The tree of modules with their statistics.
+        estimator: The `SACEstimator`, which knows the greedy order of each module.
+        peak_bytes: Its baseline.
+    """
+
+    graph: Any
+    estimator: Any
+    peak_bytes: int
+
+
+@functools.cache
+def _milliseconds(text: str) -> float:
+    return measure([text])[text].seconds * 1000
+
+
+def timed(func: Any, args: Any, kwargs: Any) -> tuple[Any, float]:
+    """Run an operator on fake tensors, and say how many milliseconds it takes on this machine."""
+    out = func(*args, **(kwargs or {}))
+    text = signature(func, args, kwargs or {})
+    with torch.utils._python_dispatch._disable_current_modes():
+        return out, _milliseconds(text)
+
+
+def study(task: Task) -> Statistics:
+    """Collect the statistics as PyTorch's tests of `sac_milp` do: two steps tracked, two timed, one forward pass."""
+    from torch.distributed._tools.ilp_utils import (
+        aggregate_stats,
+        get_peak_memory_runtime_baseline,
+        parse_module_info,
+    )
+    from torch.distributed._tools.mem_tracker import MemTracker
+    from torch.distributed._tools.runtime_estimator import RuntimeEstimator
+    from torch.distributed._tools.sac_estimator import SACEstimator
+
+    values = KnownValues(FakeTensorMode(allow_non_fake_inputs=True))
+    copied = fake_copy(task.workload, values)
+    with values.fake, values, libraries_run_as_with_data(), contextlib.redirect_stdout(io.StringIO()):
+        step = Step(copied)
+        tracker, runtime, estimator = MemTracker(), RuntimeEstimator(), SACEstimator()
+        tracker.track_external(copied.model, copied.optimizer, *tensors_of(copied.batch))
+        with tracker:
+            step(copied.batch)
+            tracker.reset_mod_stats()
+            step(copied.batch)
+        runtime("operator-level-benchmark")._estimate = timed
+        with runtime:
+            step(copied.batch)
+        estimator("operator-level-benchmark")._estimate_runtime = timed
+        with estimator:
+            loss, _ = step.compute_loss(copied.batch)
+        loss.backward()
+        for fqn in [fqn for fqn, stats in estimator.sac_mod_stats.items() if not sum(stats.memory)]:
+            del estimator.sac_mod_stats[fqn]  # it divides by these bytes; a module that has none is as good as a leaf
+        info = aggregate_stats(copied.model, tracker, runtime, estimator, torch.device("cpu"))
+    graph = parse_module_info(info)
+    return Statistics(graph, estimator, get_peak_memory_runtime_baseline(graph)[0])
+
+
+def _make(task: Task, found: Statistics, share: float) -> Prepared:
+    from torch.distributed._tools.sac_ilp import sac_milp
+
+    logging.disable(logging.WARNING)
+    discarded, _, predicted = sac_milp(found.graph, share * found.peak_bytes / 2**30)
+    logging.disable(logging.NOTSET)
+    if predicted == -1:
+        raise Unsupported(f"sac_milp finds no solution within {share:.0%} of its estimated peak")
+    root = task.workload.model.__class__.__name__
+    regions = {fqn.removeprefix(root).lstrip("."): greedy(found.estimator, fqn, r) for fqn, r in discarded.items()}
+    if "" in regions:
+        raise Unsupported("sac_milp checkpoints the whole model, so that nothing is saved")
+    return Prepared(
+        stepping(lambda workload: checkpointing(workload.model, regions)),
+        {"predicted_peak_bytes": predicted, "regions": len(regions)},
+    )
+
+
+def greedy(estimator: Any, fqn: str, ratio: float) -> Contexts | None:
+    """Return contexts that discard a share of a module's bytes, by the estimator's order: most bytes a second first."""
+    from torch.distributed._tools.sac_estimator import OPS_TO_ALWAYS_SKIP
+
+    stats, order = estimator.sac_mod_stats[fqn], estimator.sac_mod_greedy_order_meta[fqn]
+    wanted = ratio * sum(stats.memory)
+    again = _group(order, order.recomputed_ops)
+    for candidate in order.msps_meta:
+        if sum(stats.memory[i] for i in again) >= wanted:
+            break
+        again |= _group(order, {candidate.op_idx})
+    kept = set(range(len(stats.memory))) - again
+    return contexts_of(lambda index, func: index in kept, lambda func: func not in OPS_TO_ALWAYS_SKIP, mutation=True)
+
+
+def _group(order: Any, heads: set[int]) -> set[int]:
+    """Return operators with those that are recomputed together with them: in place on their outputs, random."""
+    found = set(heads)
+    for head in heads:
+        found |= order.inplace_op_groups.get(head, set()) | order.random_ops_group.get(head, set())
+    return found
+
+
+SAC_MILP = (Method("torch sac_milp", "eager", lambda task: SHARES, _make, study),)

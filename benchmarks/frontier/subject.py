@@ -1,0 +1,226 @@
+"""One model of the frontier: `python -m benchmarks.frontier.subject NAME`, one JSON row for each line printed.
+
+It runs by itself, so that one model's failure or crash leaves the others alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import functools
+import gc
+import json
+import os
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.common import Case
+from benchmarks.frontier import cells
+from benchmarks.frontier.measuring import (
+    Gradients,
+    Times,
+    difference,
+    interleaved,
+    least_ratio,
+    median_ratio,
+    ratios,
+    spread,
+)
+from benchmarks.frontier.measuring import peak_bytes as measured_peak
+from benchmarks.frontier.methods import KINDS, LOWEST, OURS, PLAIN, Apply, Kind, Method, Task, Unsupported
+from benchmarks.frontier.models import QUICK, SUBJECTS, Subject
+from memfit.capture.fake import real_copy
+from memfit.errors import MemfitError
+
+SECONDS = 120.0
+"""Of timing, for each model and kind."""
+
+
+def methods(kind: Kind) -> tuple[Method, ...]:
+    """Return the methods of a kind, the plain step first where there is one."""
+    if kind == "eager":
+        from benchmarks.frontier.checkpointing import CHECKPOINTING
+        from benchmarks.frontier.ours import EAGER
+        from benchmarks.frontier.rockmate import ROCKMATE
+        from benchmarks.frontier.sac_milp import SAC_MILP
+        from benchmarks.frontier.selective import SELECTIVE
+        from benchmarks.frontier.xformers_policy import XFORMERS
+
+        return (*CHECKPOINTING, *SELECTIVE, *SAC_MILP, *XFORMERS, *ROCKMATE, *EAGER)
+    if kind == "compiled":
+        from benchmarks.frontier.compiled import COMPILED
+
+        return COMPILED
+    from benchmarks.frontier.joint import JOINT
+
+    return JOINT
+
+
+@dataclass
+class Bench:
+    """Measures the methods on one model.
+
+    Args:
+        name: Of the model.
+        shares: Budgets, as shares of the plain peak.
+        seconds: Of timing, for each kind.
+    """
+
+    name: str
+    subject: Subject
+    shares: Sequence[float]
+    seconds: float
+
+    def __post_init__(self) -> None:
+        workload = self.subject.make()
+        self.shared = real_copy(workload)
+        self.gradients = Gradients(self.shared)
+        self.parameter_bytes = sum(p.numel() * p.element_size() for p in workload.model.parameters())
+        plain = methods("eager")[0]
+        task = Task(self.subject, workload, 0, self.shares)
+        self.plain_apply = plain.make(task, None, "").apply
+        self.task = Task(self.subject, workload, measured_peak(self.plain_apply, self.shared), self.shares)
+
+    def rows(self, kind: Kind) -> Iterator[Case]:
+        """Yield a row for each method and setting of a kind."""
+        self.reference = None if kind == "compiled" else self.gradients.of(self.plain_apply)[1]
+        measured: dict[str, tuple[Case, Apply]] = {}
+        for method in methods(kind):
+            for row, apply in self._points(method):
+                row = {"model": self.name, "kind": kind, "method": method.name, **row}
+                _report(row)
+                if apply is None:
+                    yield {**row, "date": _today()}
+                else:
+                    measured[str(len(measured))] = row, apply
+        yield from self._timed(kind, measured)
+
+    def _points(self, method: Method) -> Iterator[tuple[Case, Apply | None]]:
+        """Yield what is measured of a method at each setting, and how to run it again; None where it failed."""
+        studied, study_seconds, failure = _attempt(functools.partial(method.study, self.task))
+        if failure:
+            yield {"setting": "", **failure}, None
+            return
+        for setting in method.settings(self.task):
+            row: Case = {"setting": str(setting)}
+            if method.name == OURS and setting != LOWEST:
+                row["share"] = setting
+            elif method.kind == "joint":
+                row["share"] = setting
+            prepared, seconds, failure = _attempt(functools.partial(method.make, self.task, studied, setting))
+            if failure:
+                yield {**row, **failure}, None
+                continue
+            facts, _, failure = _attempt(functools.partial(self._measure, method, prepared.apply))
+            plan_seconds = study_seconds + seconds + (facts or {}).pop("compile_seconds", 0.0)
+            row |= {"plan_seconds": plan_seconds, **prepared.facts, **(failure or facts)}
+            yield row, None if failure else prepared.apply
+
+    def _measure(self, method: Method, apply: Apply) -> Case:
+        """Return a step's gradients against the plain ones of its kind, and its peak."""
+        started = time.perf_counter()
+        loss, found = self.gradients.of(apply)
+        compile_seconds = time.perf_counter() - started
+        if self.reference is None:
+            self.reference = found
+        off, bitwise = difference(found, self.reference)
+        del found
+        gc.collect()
+        peak = measured_peak(apply, self.shared, warm=True)
+        return {
+            "loss": loss,
+            "gradient_difference": off,
+            "bitwise": bitwise,
+            "peak_bytes": peak,
+            "above_parameters_bytes": peak - self.parameter_bytes,
+            "plain_peak_bytes": self.task.plain_peak_bytes,
+            **({"compile_seconds": compile_seconds} if method.kind == "compiled" else {}),
+        }
+
+    def _timed(self, kind: Kind, measured: Mapping[str, tuple[Case, Apply]]) -> Iterator[Case]:
+        """Yield the rows with the times of their steps."""
+        plain = next((key for key, (row, _) in measured.items() if row["method"] == PLAIN), PLAIN)
+        applies = {plain: self.plain_apply, **{key: apply for key, (_, apply) in measured.items()}}
+        gc.freeze()
+
+        def contenders(times: Mapping[str, Times]) -> set[str]:
+            rows = {key: {**row, "ratio": least_ratio(times[key], times[plain])} for key, (row, _) in measured.items()}
+            return {plain, *cells.contenders(rows, self.task.shares)}
+
+        times = interleaved(applies, self.shared, self.seconds, contenders)
+        for key, (row, _) in measured.items():
+            found = ratios(times[key], times[plain])
+            yield {
+                **row,
+                "ratio": median_ratio(times[key], times[plain]),
+                "ratio_error": spread(found),
+                "seconds": sorted(t for t in times[key] if t is not None)[len(found) // 2],
+                "rounds": len(found),
+                "times": times[key],
+                "threads": torch.get_num_threads(),
+                "date": _today(),
+            }
+
+
+def _attempt(make: Any) -> tuple[Any, float, Case | None]:
+    """Return what something makes, how long that took, and what to put into the row if it failed."""
+    started = time.perf_counter()
+    try:
+        return make(), time.perf_counter() - started, None
+    except (Unsupported, MemfitError) as e:
+        failure = str(e) if isinstance(e, Unsupported) else f"{type(e).__name__}: {e}"
+    except Exception as e:  # a failure is a row of the table
+        traceback.print_exc(limit=-1)
+        failure = f"{type(e).__name__}: {e}"
+    return None, time.perf_counter() - started, {"error_message": failure.strip()[:1000]}
+
+
+def _today() -> str:
+    return datetime.datetime.now(datetime.UTC).date().isoformat()
+
+
+def _report(row: Case) -> None:
+    start = f"{row['model']:<9}{row['kind']:<9}{row['method']:<34}{row['setting']:<24}"
+    if "error_message" in row:
+        print(f"{start} {row['error_message'][:150]}", file=sys.stderr, flush=True)
+        return
+    share = row["peak_bytes"] / row["plain_peak_bytes"]
+    over = row.get("budget_bytes", sys.maxsize) < row["peak_bytes"]
+    print(
+        f"{start}{row['peak_bytes'] / 2**20:8.1f} MiB {share:6.1%}  gradients {row['gradient_difference']:.0e}"
+        f"  planned in {row['plan_seconds']:.1f} s{'  OVER BUDGET' if over else ''}",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def main() -> None:
+    """Print the rows of a model."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.frontier.subject", description=__doc__)
+    parser.add_argument("name", choices=SUBJECTS)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["eager"])
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--seconds", type=float, default=SECONDS)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(arguments.threads)
+    rows = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries print notices, solvers in C too
+    torch._dynamo.config.recompile_limit = 10_000  # Dynamo keeps what it compiled for each back end
+    subject = (QUICK if arguments.quick else SUBJECTS)[arguments.name]
+    bench = Bench(arguments.name, subject, cells.QUICK_SHARES if arguments.quick else cells.SHARES, arguments.seconds)
+    for kind in arguments.kinds:
+        for row in bench.rows(kind):
+            print(json.dumps(row), file=rows, flush=True)
+
+
+if __name__ == "__main__":
+    main()

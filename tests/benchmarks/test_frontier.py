@@ -1,0 +1,378 @@
+"""The frontier benchmark: its figures on rows made up, its methods on small models, and one small case in full."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from benchmarks.frontier import models
+from benchmarks.frontier.__main__ import merge, read
+from benchmarks.frontier.cells import cells_of, contenders, summarised
+from benchmarks.frontier.checkpointing import Segment, segmented
+from benchmarks.frontier.joint import largest_of_accelerate, largest_of_lightning
+from benchmarks.frontier.measuring import Gradients, difference, interleaved, peak_bytes, spread
+from benchmarks.frontier.methods import LOWEST, OURS, PLAIN, Task
+from benchmarks.frontier.models import Subject
+from benchmarks.frontier.page import model_chart, page, pareto, tables
+from benchmarks.frontier.subject import Bench, methods
+from memfit import Workload
+from memfit.capture.fake import real_copy
+
+MIB = 2**20
+PLAIN_PEAK = 1000 * MIB
+
+
+def row(method: str, setting: Any, peak: float, ratio: float, *, model: str = "gpt", **more: Any) -> dict[str, Any]:
+    """Return a measured row; `peak` is a share of the plain one."""
+    return {
+        "model": model,
+        "kind": "eager",
+        "method": method,
+        "setting": str(setting),
+        "peak_bytes": int(peak * PLAIN_PEAK),
+        "plain_peak_bytes": PLAIN_PEAK,
+        "above_parameters_bytes": int(peak * PLAIN_PEAK) - 100 * MIB,
+        "gradient_difference": 0.0,
+        "bitwise": True,
+        "plan_seconds": 1.0,
+        "ratio": ratio,
+        "ratio_error": 0.01,
+        "times": [ratio] * 6,
+        "date": "2026-01-01",
+        **more,
+    }
+
+
+def ours(share: float, peak: float, ratio: float, **more: Any) -> dict[str, Any]:
+    facts = {"share": share, "budget_bytes": int(share * PLAIN_PEAK), "gap": 0.0, "predicted_seconds": ratio}
+    return row(OURS, share, peak, ratio, **{**facts, **more})
+
+
+def infeasible(share: float) -> dict[str, Any]:
+    start = {"model": "gpt", "kind": "eager", "method": OURS, "setting": str(share), "share": share}
+    return {**start, "error_message": "InfeasibleError: no plan fits", "date": "2026-01-01"}
+
+
+PEERS = [
+    row(PLAIN, "", 1.0, 1.0),
+    row("checkpoint every K-th block", 1, 0.4, 1.3),
+    row("checkpoint every K-th block", 2, 0.7, 1.15),
+    row("segments of K blocks", 2, 0.35, 1.32),
+]
+GOOD = [ours(0.75, 0.74, 1.05), ours(0.45, 0.44, 1.2), ours(0.35, 0.35, 1.3), row(OURS, LOWEST, 0.3, 1.5, gap=0.0)]
+
+
+def summary(*rows: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = summarised([*PEERS, *rows])["eager"]
+    return found
+
+
+def test_a_cell_holds_memfit_against_the_fastest_peer_within_the_budget() -> None:
+    cells = {cell.share: cell for cell in cells_of([*PEERS, *GOOD], "eager")}
+    best = {share: cell.best and (cell.best["method"], cell.best["setting"]) for share, cell in cells.items()}
+    every = "checkpoint every K-th block"
+    assert best == {0.75: (every, "2"), 0.45: (every, "1"), 0.35: ("segments of K blocks", "2")}
+    assert cells[0.75].ratio == pytest.approx(1.05 / 1.15)
+
+
+def test_figures_of_plans_that_are_faster_everywhere() -> None:
+    found = summary(*GOOD)
+    assert found["worst_ratio_to_best_peer"] == pytest.approx(1.3 / 1.32)
+    assert found["median_ratio_to_best_peer"] == pytest.approx(1.2 / 1.3)
+    assert found["share_below_60_faster_or_at_bound"] == 1.0
+    assert (found["budget_violations"], found["failures"], found["predicted_time_grows"]) == (0, [], [])
+    assert found["lowest_peak_ratio_to_best_peer"] == {"gpt": pytest.approx(0.3 / 0.35)}
+    assert (found["cells"], found["compared"], found["reached_by_memfit_only"]) == (3, 3, 0)
+
+
+def test_a_slower_cell_is_named() -> None:
+    found = summary(*GOOD[:1], ours(0.45, 0.44, 1.3 * 1.05, gap=0.1))
+    assert found["worst_ratio_to_best_peer"] == pytest.approx(1.05)
+    assert found["share_below_60_faster_or_at_bound"] == 0.0
+    assert found["failures"] == ["gpt eager 45%: memfit takes 1.050 times as long as checkpoint every K-th block 1"]
+
+
+def test_slightly_slower_is_not_a_failure_and_not_faster() -> None:
+    found = summary(ours(0.45, 0.44, 1.3 * 1.015, gap=0.05))
+    assert found["failures"] == [] and found["share_below_60_faster_or_at_bound"] == 0.0
+    assert summary(ours(0.45, 0.44, 1.3 * 1.015, gap=0.005))["share_below_60_faster_or_at_bound"] == 1.0
+
+
+def test_a_peak_over_the_budget_is_a_violation_and_a_failure() -> None:
+    found = summary(ours(0.45, 0.46, 1.0))
+    assert found["budget_violations"] == 1
+    assert found["compared"] == 0
+    assert found["failures"] == ["gpt eager 45%: memfit's peak is 2.22% over the budget"]
+
+
+def test_a_cell_that_a_peer_reaches_and_memfit_does_not_is_named() -> None:
+    found = summary(infeasible(0.35), infeasible(0.2))
+    assert found["share_below_60_faster_or_at_bound"] == 0.0
+    assert len(found["failures"]) == 1 and found["failures"][0].startswith("gpt eager 35%: segments of K blocks 2 fits")
+
+
+def test_a_cell_that_only_memfit_reaches_counts_for_it() -> None:
+    found = summary(ours(0.2, 0.2, 2.0, gap=0.5))
+    assert (found["reached_by_memfit_only"], found["failures"]) == (1, [])
+    assert found["share_below_60_faster_or_at_bound"] == 1
+
+
+def test_a_higher_lowest_peak_a_gap_and_a_time_that_grows_with_the_budget_show() -> None:
+    found = summary(ours(0.75, 0.7, 1.2, gap=0.3), ours(0.45, 0.44, 1.1), row(OURS, LOWEST, 0.42, 1.3, bitwise=False))
+    assert found["lowest_peak_ratio_to_best_peer"]["gpt"] == pytest.approx(1.2)
+    assert found["largest_gap"] == 0.3
+    assert found["predicted_time_grows"] == ["gpt eager 45% to 75%"]
+    assert found["not_bitwise"] == ["gpt lowest"]
+
+
+def test_ratios_are_over_the_rounds_that_both_took_part_in() -> None:
+    drifting = row("checkpoint every K-th block", 1, 0.4, 1.3, times=[9.0, None, 2.0, 4.0, None])
+    mine = ours(0.45, 0.44, 1.2, times=[None, 1.0, 1.0, 2.0, 3.0])
+    (cell,) = cells_of([PEERS[0], drifting, mine], "eager")
+    assert cell.ratio == pytest.approx(0.5)
+
+
+def test_joint_rows_are_held_to_the_peers_of_their_budget() -> None:
+    peers = [
+        {**row("accelerate", 0.45, 0.44, 1.4), "kind": "joint", "share": 0.45},
+        {**row("accelerate", 0.3, 0.29, 1.1), "kind": "joint", "share": 0.3},
+    ]
+    mine = {**ours(0.45, 0.45, 1.2), "kind": "joint"}
+    found = summarised([*peers, mine])
+    assert found["joint_throughput_ratio"] == pytest.approx(1.4 / 1.2)
+    assert found["joint_failures"] == []
+
+
+def test_contenders_are_ours_and_the_few_fastest_within_each_budget() -> None:
+    rows = {str(index): r for index, r in enumerate([*PEERS, row("slow", "", 0.39, 1.6), *GOOD])}
+    kept = {rows[key]["method"] + rows[key]["setting"] for key in contenders(rows, (0.45, 0.36))}
+    assert "slow" not in kept and "checkpoint every K-th block2" not in kept
+    assert {"segments of K blocks2", "checkpoint every K-th block1", "plain", "memfitlowest"} <= kept
+
+
+def test_rows_that_are_run_anew_take_the_place_of_those_of_their_model_and_kind(tmp_path: Path) -> None:
+    earlier = [row("a", 1, 0.4, 1.3, model="vit"), row("a", 1, 0.4, 1.3), row("b", 1, 0.4, 1.3)]
+    newer = [row("a", 1, 0.4, 1.2, date="2026-02-02")]
+    merged = merge(earlier, newer)
+    assert [(r["model"], r["method"], r["date"]) for r in merged] == [
+        ("gpt", "a", "2026-02-02"),
+        ("vit", "a", "2026-01-01"),
+    ]
+    path = tmp_path / "partial.jsonl"
+    path.write_text('{"model": "gpt", "kind": "eager"}\n{"model": "vit", "kind": "joint"}\n')
+    assert [r["model"] for r in read(path)] == ["gpt", "vit"]
+
+
+def result() -> dict[str, Any]:
+    rows = [*PEERS, *GOOD, infeasible(0.2)]
+    return {
+        "command": "python -m benchmarks.frontier",
+        "machine": {"description": "a machine", "threads": 2},
+        "versions": {"torch": "2.13.0"},
+        "date": "2026-01-01",
+        "cases": rows,
+        "summary": summarised(rows),
+    }
+
+
+def test_the_page_has_every_cell_every_row_and_what_failed() -> None:
+    made = page("before\n<!-- frontier: made -->\nold\n<!-- /frontier -->\nafter\n", result())
+    assert "old" not in made and made.startswith("before") and made.endswith("after\n")
+    assert "| 45%, 450.0 MiB | 44.0% | 1.200 | checkpoint every K-th block 1 | 40.0% | 1.300 | 0.923 |" in made
+    assert "| 20%, 200.0 MiB | no plan fits |" in made and "InfeasibleError: no plan fits" in made
+    slower = result()
+    slower["cases"] = [*PEERS, ours(0.45, 0.44, 1.5)]
+    slower["summary"] = summarised(slower["cases"])
+    assert "memfit takes 1.154 times as long" in tables(slower)
+
+
+def test_the_chart_is_drawn_within_its_axes() -> None:
+    drawn = ElementTree.fromstring(model_chart(result()["cases"], "gpt"))
+    lines = [e for e in drawn.iter() if e.tag.endswith("polyline")]
+    assert len(lines) == 2
+    places = [tuple(map(float, p.split(","))) for line in lines for p in line.attrib["points"].split()]
+    width, height = float(drawn.attrib["width"]), float(drawn.attrib["height"])
+    assert all(0 <= x <= width and 0 <= y <= height for x, y in places)
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 1), st.floats(1, 3)), min_size=1))
+def test_a_pareto_front_holds_what_nothing_else_beats(points: list[tuple[float, float]]) -> None:
+    front = pareto(points)
+    for peak, ratio in points:
+        assert any(p <= peak and r <= ratio for p, r in front)
+    for kept in front:
+        assert kept in points
+        assert not any(p <= kept[0] and r <= kept[1] and (p, r) != kept for p, r in points)
+
+
+@given(st.integers(1, 200), st.integers(0, 200))
+def test_microbatch_finders_end_with_one_that_fits(batch: int, limit: int) -> None:
+    largest = min(batch, limit)
+
+    def fits(size: int) -> bool:
+        assert 1 <= size <= batch
+        return size <= limit
+
+    assert largest_of_lightning(fits, batch) == (largest or None)
+    found = largest_of_accelerate(fits, batch)
+    assert found is None if largest == 0 else found is not None and 0.9 * largest - 1 < found <= largest
+
+
+def test_the_spread_of_a_median_falls_with_the_number_of_values() -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = (1 + 0.05 * torch.randn(400, generator=generator)).tolist()
+    assert spread(values) == pytest.approx(1.2533 * 0.05 / 20, rel=0.2)
+    assert spread(values[:25]) > 2 * spread(values)
+
+
+class Block(nn.Sequential):
+    """A residual block."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32), nn.Dropout(0.1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + super().forward(x)
+
+
+class Chain(nn.Module):
+    """Blocks in a list, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(6))
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        logits: torch.Tensor = self.head(x)
+        return logits
+
+
+def chain() -> Workload:
+    torch.manual_seed(0)
+    model = Chain()
+    batch = {"x": torch.randn(512, 32), "y": torch.randint(0, 4, (512,))}
+    return Workload(
+        model,
+        batch,
+        lambda model, batch: nn.functional.cross_entropy(model(batch["x"]), batch["y"]),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        name="chain",
+    )
+
+
+SUBJECT = Subject(chain, (tuple(f"blocks.{index}" for index in range(6)),))
+
+
+def applied(name: str, setting: Any) -> tuple[Workload, Any]:
+    workload = chain()
+    (method,) = (m for m in methods("eager") if m.name == name)
+    task = Task(SUBJECT, workload, 1, (0.5,))
+    return workload, method.make(task, method.study(task), setting).apply
+
+
+@pytest.mark.filterwarnings("ignore:.*PuLP 4.0:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [
+        ("checkpoint every K-th block", 1),
+        ("segments of K blocks", 2),
+        ("selective, kept", "products"),
+        ("selective, torchtitan", "every second product"),
+        ("torch sac_milp", 0.6),
+    ],
+)
+def test_a_method_takes_less_memory_gives_the_same_gradients_and_leaves_the_model_as_it_was(
+    name: str, setting: Any
+) -> None:
+    for needed in ("pulp", "pwlf") if name == "torch sac_milp" else ():
+        pytest.importorskip(needed)
+    _, plain = applied(PLAIN, "")
+    workload, apply = applied(name, setting)
+    before = {n: id(p) for n, p in workload.model.named_parameters()}
+    gradients = Gradients(workload)
+    expected, found = gradients.of(plain)[1], gradients.of(apply)[1]
+    assert difference(found, expected) == (0.0, True)
+    assert {n: id(p) for n, p in workload.model.named_parameters()} == before
+    assert not any("forward" in module.__dict__ for module in workload.model.modules())
+    assert peak_bytes(apply, workload) < peak_bytes(plain, workload)
+
+
+def test_other_gradients_are_told_from_the_plain_ones() -> None:
+    workload, plain = applied(PLAIN, "")
+    expected = Gradients(workload).of(plain)[1]
+    other = copy.deepcopy(expected)
+    other["head.bias"][0] += 0.5 * other["head.bias"].abs().max()
+    assert difference(other, expected) == (pytest.approx(0.5), False)
+    del other["head.bias"]
+    assert difference(other, expected) == (float("inf"), False)
+
+
+def test_segments_hold_the_blocks_of_their_chain_in_order() -> None:
+    model = Chain()
+    blocks = list(model.blocks)
+    with segmented(model, SUBJECT.chains, 4):
+        assert all(isinstance(segment, Segment) for segment in model.blocks)
+        assert [list(segment.blocks) for segment in model.blocks] == [blocks[:4], blocks[4:]]
+    assert list(model.blocks) == blocks
+
+
+def test_steps_run_in_turns_until_only_contenders_are_left() -> None:
+    workload, plain = applied(PLAIN, "")
+    times = interleaved({"a": plain, "b": plain}, workload, 0.0, lambda times: {"a"})
+    assert len(times["a"]) == len(times["b"]) == 6
+    assert None not in times["a"] and times["b"][3:] == [None, None, None]
+
+
+def test_blocks_and_levels_of_every_subject_are_modules_of_its_model() -> None:
+    small = {
+        "gpt": functools.partial(models.gpt, width=64, length=8),
+        "bert": functools.partial(models.bert, width=64, length=8, batch=1),
+        "unet": functools.partial(models.unet, size=16, batch=1),
+        "resnet50": functools.partial(models.resnet50, size=32, batch=2),
+        "vit": functools.partial(models.vit, width=64, size=16, batch=1),
+        "moe": functools.partial(models.moe, width=64, length=8, batch=1),
+        "lstm": functools.partial(models.lstm, width=8, length=8, batch=2),
+    }
+    assert small.keys() == models.SUBJECTS.keys()
+    for name, make in small.items():
+        subject, model = models.SUBJECTS[name], make().model
+        known = dict(model.named_modules())
+        assert {*subject.blocks, *subject.levels} <= known.keys()
+        assert len(set(subject.blocks)) == len(subject.blocks)
+        for one in subject.chains:
+            parent = known[one[0].rpartition(".")[0]]
+            assert len(one) in (1, len(list(parent.children())))
+
+
+def test_a_small_case_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = (PLAIN, "checkpoint every K-th block", "transformers' switch", OURS)
+    chosen = tuple(m for m in methods("eager") if m.name in wanted)
+    monkeypatch.setattr("benchmarks.frontier.subject.methods", lambda kind: chosen)
+    rows = list(Bench("gpt", SUBJECT, (0.8, 0.01), 0.0).rows("eager"))
+    by = {(r["method"], r["setting"]): r for r in rows}
+    assert by[PLAIN, ""]["ratio"] == 1.0 and by[PLAIN, ""]["bitwise"]
+    assert "is not of transformers" in by["transformers' switch", ""]["error_message"]
+    mine = by[OURS, "0.8"]
+    assert mine["peak_bytes"] <= mine["budget_bytes"] == int(0.8 * by[PLAIN, ""]["peak_bytes"])
+    assert mine["bitwise"] and mine["rounds"] == 6
+    assert "no plan fits" in by[OURS, "0.01"]["error_message"]
+    assert by[OURS, LOWEST]["peak_bytes"] <= by["checkpoint every K-th block", "1"]["peak_bytes"]
+    assert summarised(rows)["eager"]["budget_violations"] == 0
+
+
+def test_the_copy_that_is_measured_is_not_the_workload() -> None:
+    workload = chain()
+    gradients = Gradients(real_copy(workload))
+    assert not any(gradients.values[n].data_ptr() == p.data_ptr() for n, p in workload.model.named_parameters())
