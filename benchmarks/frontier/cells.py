@@ -25,6 +25,12 @@ LIMIT = 1.02
 FASTER = 0.97
 AT_BOUND = 0.01
 """The gap up to which a plan is at its proven bound."""
+WRONG = 0.01
+"""How far a gradient may be off, relative to the largest of its parameter, before the step counts as another one.
+
+The order of sums moves gradients by 1e-4 at most here; a dropout mask that is drawn again moves them by a tenth and
+more. Microbatches draw masks of their own, so that joint rows are not held to this.
+"""
 _BELOW = 0.6
 _CLOSE = 1.06
 _MOST_CONTENDERS = 3
@@ -82,7 +88,7 @@ def cells_of(rows: Sequence[Case], kind: str) -> list[Cell]:
 def _of_model(rows: Sequence[Case], model: str, kind: str) -> Iterator[Cell]:
     here = [row for row in rows if row["model"] == model and row["kind"] == kind]
     measured = [row for row in here if "peak_bytes" in row]
-    peers = [row for row in measured if row["method"] != OURS]
+    peers = [row for row in measured if row["method"] != OURS and not is_wrong(row)]
     if not measured:
         return
     for ours in (row for row in here if row["method"] == OURS and "share" in row):
@@ -90,6 +96,11 @@ def _of_model(rows: Sequence[Case], model: str, kind: str) -> Iterator[Cell]:
         fitting = [p for p in peers if _peak(p) <= budget and p.get("share", ours["share"]) == ours["share"]]
         best = min(_well_timed(fitting), key=lambda row: float(row["ratio"]), default=None)
         yield Cell(model, kind, ours["share"], budget, ours, best, tuple(fitting))
+
+
+def is_wrong(row: Case) -> bool:
+    """Tell whether a step has other gradients than the plain one of its kind, by more than rounding."""
+    return row["kind"] != "joint" and bool(row["gradient_difference"] > WRONG)
 
 
 def _well_timed(rows: Sequence[Case]) -> Sequence[Case]:
@@ -102,7 +113,9 @@ def contenders(rows: Mapping[str, Case], shares: Sequence[float]) -> set[str]:
     found = {key for key, row in rows.items() if row["method"] in (OURS, PLAIN)}
     for share in shares:
         fitting = [
-            key for key, row in rows.items() if row["method"] != OURS and _peak(row) <= share * row["plain_peak_bytes"]
+            key
+            for key, row in rows.items()
+            if row["method"] != OURS and not is_wrong(row) and _peak(row) <= share * row["plain_peak_bytes"]
         ]
         fitting.sort(key=lambda key: float(rows[key]["ratio"]))
         found |= {k for k in fitting[:_MOST_CONTENDERS] if rows[k]["ratio"] <= _CLOSE * rows[fitting[0]]["ratio"]}
@@ -141,6 +154,11 @@ def _summary(rows: Sequence[Case], kind: str) -> dict[str, Any]:
         "failures": failures(cells),
         "not_bitwise": [f"{r['model']} {r['setting']}" for r in _measured_ours(rows, kind) if not r["bitwise"]],
         "predicted_time_grows": _growing(rows, kind),
+        "wrong_gradients": [
+            f"{r['model']} {r['method']} {r['setting']}"
+            for r in rows
+            if r["kind"] == kind and "peak_bytes" in r and is_wrong(r)
+        ],
     }
 
 
@@ -169,7 +187,7 @@ def _lowest_ratio(rows: Sequence[Case], model: str, kind: str) -> float | None:
     """Return memfit's lowest measured peak over the lowest of all others."""
     here = [row for row in rows if row["model"] == model and row["kind"] == kind and "peak_bytes" in row]
     ours = [_peak(row) for row in here if row["method"] == OURS]
-    others = [_peak(row) for row in here if row["method"] != OURS]
+    others = [_peak(row) for row in here if row["method"] != OURS and not is_wrong(row)]
     return min(ours) / min(others) if ours and others else None
 
 

@@ -119,12 +119,18 @@ def rows_table(rows: Sequence[Case], model: str, kind: str) -> str:
                     f"{row['peak_bytes'] / row['plain_peak_bytes']:.1%}",
                     format_bytes(row["above_parameters_bytes"]),
                     f"{row['ratio']:.3f} ± {row['ratio_error']:.3f}",
-                    "bitwise equal" if row["bitwise"] else f"{row['gradient_difference']:.0e} off",
+                    _gradients(row),
                     f"{row['plan_seconds']:.1f}",
                 ]
             )
         )
     return "\n".join([*lines, "", "</details>"])
+
+
+def _gradients(row: Case) -> str:
+    if row["bitwise"]:
+        return "bitwise equal"
+    return f"{row['gradient_difference']:.0e} off, the loss {row['loss_difference']:.0e}"
 
 
 def _named(row: Case) -> str:

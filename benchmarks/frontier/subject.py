@@ -90,7 +90,7 @@ class Bench:
 
     def rows(self, kind: Kind) -> Iterator[Case]:
         """Yield a row for each method and setting of a kind."""
-        self.reference = None if kind == "compiled" else self.gradients.of(self.plain_apply)[1]
+        self.reference = None if kind == "compiled" else self.gradients.of(self.plain_apply)
         measured: dict[str, tuple[Case, Apply]] = {}
         for method in methods(kind):
             for row, apply in self._points(method):
@@ -129,13 +129,14 @@ class Bench:
         loss, found = self.gradients.of(apply)
         compile_seconds = time.perf_counter() - started
         if self.reference is None:
-            self.reference = found
-        off, bitwise = difference(found, self.reference)
+            self.reference = loss, found
+        off, bitwise = difference(found, self.reference[1])
+        lost = abs(loss / self.reference[0] - 1)
         del found
         gc.collect()
         peak = measured_peak(apply, self.shared, warm=True)
         return {
-            "loss": loss,
+            "loss_difference": lost,
             "gradient_difference": off,
             "bitwise": bitwise,
             "peak_bytes": peak,

@@ -42,6 +42,7 @@ def row(method: str, setting: Any, peak: float, ratio: float, *, model: str = "g
         "plain_peak_bytes": PLAIN_PEAK,
         "above_parameters_bytes": int(peak * PLAIN_PEAK) - 100 * MIB,
         "gradient_difference": 0.0,
+        "loss_difference": 0.0,
         "bitwise": True,
         "plan_seconds": 1.0,
         "ratio": ratio,
@@ -139,6 +140,19 @@ def test_ratios_are_over_the_rounds_that_both_took_part_in() -> None:
     mine = ours(0.45, 0.44, 1.2, times=[None, 1.0, 1.0, 2.0, 3.0])
     (cell,) = cells_of([PEERS[0], drifting, mine], "eager")
     assert cell.ratio == pytest.approx(0.5)
+
+
+def test_a_peer_with_other_gradients_is_none_and_is_named() -> None:
+    wrong = row("activation_memory_budget", 0.1, 0.2, 0.9, gradient_difference=0.4, bitwise=False)
+    found = summary(*GOOD, wrong)
+    assert found["wrong_gradients"] == ["gpt activation_memory_budget 0.1"]
+    assert {k: v for k, v in found.items() if k != "wrong_gradients"} == {
+        k: v for k, v in summary(*GOOD).items() if k != "wrong_gradients"
+    }
+    rounded = row("activation_memory_budget", 0.1, 0.2, 0.9, gradient_difference=1e-5, bitwise=False)
+    assert summary(*GOOD, rounded)["worst_ratio_to_best_peer"] > 1.3
+    joint = {**wrong, "kind": "joint", "share": 0.45}
+    assert summarised([joint, {**ours(0.45, 0.4, 0.9), "kind": "joint"}])["joint_throughput_ratio"] == pytest.approx(1)
 
 
 def test_joint_rows_are_held_to_the_peers_of_their_budget() -> None:
