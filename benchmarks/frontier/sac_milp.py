@@ -53,6 +53,8 @@ def _milliseconds(text: str) -> float:
 def timed(func: Any, args: Any, kwargs: Any) -> tuple[Any, float]:
     """Run an operator on fake tensors, and say how many milliseconds it takes on this machine."""
     out = func(*args, **(kwargs or {}))
+    if func is torch.ops.aten.mkldnn_rnn_layer_backward.default:
+        return out, 0.0  # its fake workspace is empty, and reading it crashes; `sac_milp` uses forward times alone
     text = signature(func, args, kwargs or {})
     with torch.utils._python_dispatch._disable_current_modes():
         return out, _milliseconds(text)
