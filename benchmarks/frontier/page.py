@@ -72,8 +72,9 @@ def summary_table(result: dict[str, Any]) -> str:
         ]
         lines += ["", *failed]
     dates = sorted({row["date"] for row in result["cases"]})
+    threads = " or ".join(str(n) for n in sorted({row["threads"] for row in result["cases"] if "threads" in row}))
     source = (
-        f"`{result['command']}`, {result['machine']['description']}, {result['machine']['threads']} threads, torch"
+        f"`{result['command']}`, {result['machine']['description']}, threads: {threads}, torch"
         f" {result['versions']['torch']}, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}."
     )
     return "\n".join([*lines, "", source])

@@ -1,7 +1,8 @@
 """PyTorch's `sac_milp` (torch.distributed._tools), on the CPU: its statistics, its program, its greedy order applied.
 
 Its estimators time operators with CUDA events; here they are given the times that the operators take on this machine.
-Everything else is PyTorch's.
+Two things that stop it are put right in its favour: modules without bytes of their own, and modules that are called
+twice. Everything else is PyTorch's.
 """
 
 from __future__ import annotations
@@ -91,6 +92,8 @@ def study(task: Task) -> Statistics:
         for fqn in [fqn for fqn, stats in estimator.sac_mod_stats.items() if not sum(stats.memory)]:
             del estimator.sac_mod_stats[fqn]  # it divides by these bytes; a module that has none is as good as a leaf
         info = aggregate_stats(copied.model, tracker, runtime, estimator, torch.device("cpu"))
+    order = info["mod_order"]
+    order["fw_pre_order"] = list(dict.fromkeys(order["fw_pre_order"]))  # it refuses modules that are called twice
     graph = parse_module_info(info)
     return Statistics(graph, estimator, get_peak_memory_runtime_baseline(graph)[0])
 

@@ -179,7 +179,8 @@ def _attempt(make: Any) -> tuple[Any, float, Case | None]:
         failure = str(e) if isinstance(e, Unsupported) else f"{type(e).__name__}: {e}"
     except Exception as e:  # a failure is a row of the table
         traceback.print_exc(limit=-1)
-        failure = f"{type(e).__name__}: {e}"
+        frame = traceback.extract_tb(e.__traceback__)[-1]
+        failure = f"{type(e).__name__}: {e}" if str(e) else f"{type(e).__name__} in {frame.name}: {frame.line}"
     return None, time.perf_counter() - started, {"error_message": failure.strip()[:1000]}
 
 

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from benchmarks.claims_page import stale
 from benchmarks.frontier import models
 from benchmarks.frontier.__main__ import merge, read
 from benchmarks.frontier.cells import cells_of, contenders, summarised
@@ -22,8 +23,9 @@ from benchmarks.frontier.joint import largest_of_accelerate, largest_of_lightnin
 from benchmarks.frontier.measuring import Gradients, difference, interleaved, peak_bytes, spread
 from benchmarks.frontier.methods import LOWEST, OURS, PLAIN, Task
 from benchmarks.frontier.models import Subject
-from benchmarks.frontier.page import model_chart, page, pareto, tables
+from benchmarks.frontier.page import files, model_chart, page, pareto, tables
 from benchmarks.frontier.subject import Bench, methods
+from benchmarks.tables import RESULTS, results
 from memfit import Workload
 from memfit.capture.fake import real_copy
 
@@ -48,6 +50,7 @@ def row(method: str, setting: Any, peak: float, ratio: float, *, model: str = "g
         "ratio": ratio,
         "ratio_error": 0.01,
         "times": [ratio] * 6,
+        "threads": 2,
         "date": "2026-01-01",
         **more,
     }
@@ -207,6 +210,12 @@ def test_the_page_has_every_cell_every_row_and_what_failed() -> None:
     slower["cases"] = [*PEERS, ours(0.45, 0.44, 1.5)]
     slower["summary"] = summarised(slower["cases"])
     assert "memfit takes 1.154 times as long" in tables(slower)
+
+
+def test_the_page_is_that_of_the_committed_result() -> None:
+    if not list(RESULTS.glob("frontier-*.json")):
+        pytest.skip("no result of benchmarks.frontier is committed")
+    assert stale(files(results("frontier"))) == []
 
 
 def test_the_chart_is_drawn_within_its_axes() -> None:
