@@ -205,7 +205,7 @@ def kept_convolutions(trace: Trace, names: Sequence[str]) -> tuple[Region, ...]:
     found = []
     for name in names:
         region = regions.calls[name][0]
-        inside = range(region.start, trace.calls[region.call].end)
+        inside = range(region.start, region.stop)
         kept = [regions.op_key(region, op) for op in inside if trace.ops[op].name == "aten.convolution.default"]
         found.append(Region((name,), tuple(kept)))
     return tuple(found)

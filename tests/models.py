@@ -293,16 +293,19 @@ def plain_trace(name: str, precision: Precision = "32-true", microbatches: int =
     return captured(workload, precision=precision, microbatch_size=size // microbatches)
 
 
-def random_selection(rng: random.Random, options: Iterable[Option], share: float = 0.6) -> Sequence[Region]:
-    """Return some options, none inside another, as regions."""
+def random_selection(rng: random.Random, options: Iterable[Option], share: float = 0.6) -> list[Region]:
+    """Return the regions of some options, none of which is inside another's."""
     shuffled = list(options)
     rng.shuffle(shuffled)
-    chosen: dict[str, Keep] = {}
+    chosen: list[Option] = []
     for option in shuffled:
-        related = any(f"{a}.".startswith(f"{b}.") for c in chosen for a, b in ((c, option.fqn), (option.fqn, c)))
-        if not related and rng.random() < share:
-            chosen[option.fqn] = option.keep
-    return regions_of(chosen)
+        if not any(_related(a, b) for c in chosen for a in c.modules for b in option.modules) and rng.random() < share:
+            chosen.append(option)
+    return [region for option in chosen for region in option.regions]
+
+
+def _related(one: str, other: str) -> bool:
+    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
 
 
 def regions_of(given: Mapping[str, Keep] | Sequence[Region]) -> Sequence[Region]:

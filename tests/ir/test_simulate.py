@@ -75,8 +75,8 @@ def test_four_microbatches_are_simulated_from_two() -> None:
 
 def test_what_a_region_keeps_lives_until_its_recomputation_is_done_with_it() -> None:
     plain = plain_trace("transformer", "32-true", 2, large=True)
-    found = [o for o in options(Regions(plain), COSTS) if o.fqn == "blocks.1"]
-    selection = regions_of({"blocks.1": max((o.keep for o in found), key=len)})
+    found = [o.regions[0].keep for o in options(Regions(plain), COSTS) if o.modules == ("blocks.1",)]
+    selection = regions_of({"blocks.1": max(found, key=len)})
     workload = BUILDERS["transformer"](**LARGE["transformer"])
     applied = captured(workload, microbatch_size=4, regions=selection)
     assert not differs(simulate(plain, COSTS, selection), simulate(applied, COSTS))
@@ -122,7 +122,7 @@ def test_recomputed_seconds_are_those_of_the_operators_that_run_again() -> None:
     trace = plain_trace("twice")
     regions = Regions(trace)
     plain, planned = simulate(trace, COSTS), simulate(trace, COSTS, regions_of({"shared": ()}))
-    again = sum(len(regions.rerun(call, set())) for call in regions.calls["shared"])
+    again = sum(call.cut - call.start for call in regions.calls["shared"])
     extra = again * COSTS.dispatch_seconds + len(regions.calls["shared"]) * COSTS.checkpoint_seconds
     assert len(regions.calls["shared"]) == 2
     assert planned.step_seconds - plain.step_seconds == pytest.approx(extra)

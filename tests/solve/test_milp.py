@@ -135,7 +135,8 @@ def test_the_leanest_without_time_is_the_best_of_whole_levels(monkeypatch: pytes
     monkeypatch.setattr(solver, "_run", lambda *_: OptimizeResult(x=None, status=1, mip_dual_bound=None))
     leanest = solver.leanest()
     check(problem, leanest)
-    blocks = {o.fqn: i for i, o in enumerate(problem.options) if not o.keep and o.fqn.rpartition(".")[2].isdigit()}
+    whole = {o.modules[0]: i for i, o in enumerate(problem.options) if o.is_whole}
+    blocks = {fqn: i for fqn, i in whole.items() if fqn.rpartition(".")[2].isdigit()}
     outermost = [i for fqn, i in blocks.items() if not any(fqn.startswith(f"{other}.") for other in blocks)]
     x = np.zeros(len(problem.options), np.int64)
     x[outermost] = 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import msgspec
@@ -14,7 +15,7 @@ from memfit.ir.plan import Precision
 from memfit.ir.remat import Regions
 from memfit.ir.simulate import simulate
 from memfit.ir.trace import Trace
-from memfit.solve.candidates import options, refusals
+from memfit.solve.candidates import Option, options, refusals
 from memfit.solve.problem import Problem, build
 from tests.models import BUILDERS, COSTS, plain_trace
 
@@ -71,19 +72,31 @@ def test_the_comparison_notices_one_byte() -> None:
     assert [off for off, _ in disagreements(problem, trace, COSTS, seeds=2)] == [1, 1]
 
 
-def test_nested_regions_are_in_conflict() -> None:
-    regions = Regions(plain_trace("unet", large=True))
+def overlap(one: Option, other: Option) -> bool:
+    return any(f"{a}.".startswith(f"{b}.") or f"{b}.".startswith(f"{a}.") for a in one.modules for b in other.modules)
+
+
+@pytest.mark.parametrize("name", ["unet", "transformer"])
+def test_options_that_share_modules_are_in_conflict(name: str) -> None:
+    regions = Regions(plain_trace(name, large=True))
     problem = build(regions, COSTS, options(regions, COSTS))
     for members in problem.conflicts:
-        for a in members:
-            for b in members:
-                one, other = problem.options[a].fqn, problem.options[b].fqn
-                assert f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
-    pairs = {frozenset((a, b)) for members in problem.conflicts for a in members for b in members}
-    for a, one in enumerate(problem.options):
-        for b, other in enumerate(problem.options):
-            if a != b and f"{one.fqn}.".startswith(f"{other.fqn}."):
-                assert frozenset((a, b)) in pairs
+        for a, b in itertools.combinations(members, 2):
+            assert overlap(problem.options[a], problem.options[b])
+    pairs = {frozenset(pair) for members in problem.conflicts for pair in itertools.combinations(members, 2)}
+    found = list(enumerate(problem.options))
+    overlapping = {
+        frozenset((a, b)) for (a, one), (b, other) in itertools.combinations(found, 2) if overlap(one, other)
+    }
+    assert overlapping == pairs
+
+
+def test_runs_and_nested_regions_are_among_the_options() -> None:
+    regions = Regions(plain_trace("transformer", large=True))
+    found = {tuple(r.modules for r in o.regions) for o in options(regions, COSTS) if not o.regions[0].keep}
+    assert {(("blocks.0",),), (("blocks.0", "blocks.1"),)} <= found
+    assert (("blocks.0", "blocks.1"), ("blocks.0",), ("blocks.1",)) in found
+    assert not any(o.regions[0].keep for o in options(regions, COSTS) if len(o.regions) > 1)
 
 
 def test_options_keep_only_what_can_be_kept() -> None:
@@ -99,19 +112,19 @@ def test_options_keep_only_what_can_be_kept() -> None:
 
 def test_casts_under_autocast_are_not_kept() -> None:
     trace = plain_trace("twice", "bf16-mixed", large=True)
-    keeps = [key for option in options(Regions(trace), COSTS) for key in option.keep]
+    keeps = [key for option in options(Regions(trace), COSTS) for region in option.regions for key in region.keep]
     assert keeps and not any("_to_copy" in key for key in keeps)
 
 
 def test_excluded_regions_have_no_options() -> None:
     regions = Regions(plain_trace("twice", large=True))
-    every = {o.fqn for o in options(regions, COSTS)}
+    every = {fqn for o in options(regions, COSTS) for fqn in o.modules}
     assert "shared" in every
-    assert {o.fqn for o in options(regions, COSTS, {"shared"})} == every - {"shared"}
+    assert {fqn for o in options(regions, COSTS, {"shared"}) for fqn in o.modules} == every - {"shared"}
 
 
 def test_modules_that_write_to_their_input_are_refused() -> None:
     refused = refusals(Regions(plain_trace("convnet")))
     assert list(refused) == ["stem.2"]
     assert "aten.relu_.default" in refused["stem.2"]
-    assert "stem.2" not in {o.fqn for o in options(Regions(plain_trace("convnet")), COSTS)}
+    assert "stem.2" not in {fqn for o in options(Regions(plain_trace("convnet")), COSTS) for fqn in o.modules}

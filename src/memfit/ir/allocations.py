@@ -25,7 +25,7 @@ def allocations(
     Args:
         trace: A steady step, without `regions`.
         costs: Workspaces of its operators.
-        regions: Regions to checkpoint, none inside another.
+        regions: Regions to checkpoint; those with others inside keep nothing.
         steps: How many steps run.
 
     Raises:

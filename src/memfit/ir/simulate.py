@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.ir.cost import CostTable
-from memfit.ir.remat import Region, RegionCall, Regions, keepers
+from memfit.ir.recompute import Keepers, Recomputation, recomputations, released
+from memfit.ir.remat import Region, RegionCall, Regions
 from memfit.ir.timeline import TIMELINE_CATEGORIES, WORKSPACE, Timeline
 from memfit.ir.trace import Trace
 
@@ -20,7 +21,7 @@ def simulate(trace: Trace, costs: CostTable, regions: Sequence[Region] = ()) -> 
     Args:
         trace: The step without them.
         costs: Seconds and workspaces of its operators.
-        regions: Regions to checkpoint, none inside another.
+        regions: Regions to checkpoint; those with others inside keep nothing.
 
     Raises:
         KeyError: A region has no forward call that could be checkpointed.
@@ -52,28 +53,28 @@ class Replay:
     def __init__(self, trace: Trace, costs: CostTable, regions: Sequence[Region]) -> None:
         self.trace, self.costs = trace, costs
         self.regions = Regions(trace)
-        self.chosen: list[RegionCall] = []
-        self.kept: dict[int, set[int]] = {}
-        self.selective: set[int] = set()
-        for chosen in regions:
-            for region in self.regions.calls_of(chosen.modules):
-                self.chosen.append(region)
-                self.kept[region.call] = self.regions.kept_ops(region, chosen.keep)
-                self.selective |= {region.call} if chosen.keep else set()
-        self.chosen.sort(key=lambda region: region.order)
+        keeps = {call: region.keep for region in regions for call in self.regions.calls_of(region.modules)}
+        self.outermost = [one for one in keeps if not any(self.regions.contains(other, one) for other in keeps)]
+        self.keepers = Keepers(self.regions, self.outermost)
+        self.kept = {region: self.regions.kept_ops(region, keeps[region]) for region in self.outermost}
+        self.recomputations: list[Recomputation] = []
+        for region in self.outermost:
+            inside = [one for one in keeps if self.regions.contains(region, one)]
+            self.recomputations += recomputations(self.regions, region, self.kept[region], inside)
+        self.recomputations.sort(key=lambda one: one.order)
         self._lay_out()
 
     def _lay_out(self) -> None:
         """Number the points of the new step: its operators, with each recomputation before `recompute_at`."""
-        self.points: list[tuple[int, RegionCall | None]] = []
+        self.points: list[tuple[int, Recomputation | None]] = []
         self.position: list[int] = []
-        self.segment: dict[int, int] = {}
-        pending = list(reversed(self.chosen))
+        self.segment: dict[RegionCall, int] = {}
+        pending = list(reversed(self.recomputations))
         for op in range(len(self.trace.ops)):
-            while pending and pending[-1].recompute_at <= op:
-                region = pending.pop()
-                self.segment[region.call] = len(self.points)
-                self.points += [(i, region) for i in range(region.start, region.cut)]
+            while pending and pending[-1].region.recompute_at <= op:
+                again = pending.pop()
+                self.segment[again.region] = len(self.points)
+                self.points += [(i, again) for i in range(again.region.start, again.cut)]
             self.position.append(len(self.points))
             self.points.append((op, None))
         self.position.append(len(self.points))
@@ -83,21 +84,19 @@ class Replay:
         for index, storage in enumerate(self.trace.storages):
             first = -1 if storage.birth < 0 else self.position[storage.birth]
             yield Life(index, storage.nbytes, storage.category, first, self._last_point(index))
-        again = len(self.trace.storages)
-        for region in self.chosen:
-            for life in (*self._copies(region), *self._generator_states(region)):
-                yield replace(life, name=again)
-                again += 1
+        name = len(self.trace.storages)
+        for again in self.recomputations:
+            for life in (*self._copies(again), *self._generator_states(again)):
+                yield replace(life, name=name)
+                name += 1
 
-    def _generator_states(self, region: RegionCall) -> Iterator[Life]:
+    def _generator_states(self, again: Recomputation) -> Iterator[Life]:
         """Return the generator's states that checkpointing keeps: until the last save dies, and while it recomputes."""
-        nbytes, again = self.regions.generator_state_bytes, self.segment[region.call]
-        for first, last in (
-            (self.position[region.start], self.position[region.end]),
-            (again, again + region.cut - region.start - 1),
-        ):
-            if nbytes:
-                yield Life(-1, nbytes, "activations", first, last)
+        nbytes, start, region = self.regions.generator_state_bytes, self.segment[again.region], again.region
+        if nbytes:
+            first, last = self.position[region.start], self.position[region.end]
+            yield Life(-1, nbytes * len(region.calls), "activations", first, last)
+            yield Life(-1, nbytes * again.states, "activations", start, start + max(again.cut - region.start, 1) - 1)
 
     def timeline(self) -> Timeline:
         """Return memory and time at every point."""
@@ -117,7 +116,7 @@ class Replay:
             live_bytes={name: values.tolist() for name, values in live.items()},
             labels=[self.label(i) for i in range(count)],
             modules=[self.trace.fqn_of(self.trace.ops[op].call) for op, _ in self.points],
-            phases=["recompute" if region else self.trace.ops[op].phase for op, region in self.points],
+            phases=["recompute" if again else self.trace.ops[op].phase for op, again in self.points],
             seconds=seconds.tolist(),
             peak_bytes=int(total[peak]),
             peak_index=peak,
@@ -127,21 +126,22 @@ class Replay:
     def _last_point(self, index: int) -> int:
         """Return the last point at which the original of a storage is alive."""
         storage = self.trace.storages[index]
-        if not self.chosen or storage.birth < 0 or self.trace.ops[storage.birth].phase != "forward":
+        if not self.kept or storage.birth < 0 or self.trace.ops[storage.birth].phase != "forward":
             return self.position[storage.death]
         last = self.position[storage.release]
-        for keeper in keepers(self.regions, index, [r for r in self.chosen if index in r.inputs]):
-            lost = any(c in self.kept and storage.birth not in self.kept[c] for c in keeper.lost_in)
+        for keeper in self.keepers.of(index):
+            lost = any(storage.birth not in self.kept[region] for region in keeper.lost_in)
             if not lost:
                 last = max(last, self.position[keeper.end])
-        for region in self.chosen:  # what a selective region keeps waits for its recomputation, which takes it up
-            if storage.birth in self.kept[region.call]:
-                last = max(last, self.segment[region.call] + self.regions.released(region, index) - region.start)
+        for region, kept in self.kept.items():  # what it keeps waits for its recomputation, which takes it up
+            if storage.birth in kept:
+                taken = released(self.regions, index, region.cut) - region.start
+                last = max(last, self.segment[region] + taken)
         return last
 
-    def _copies(self, region: RegionCall) -> Iterator[Life]:
-        base = self.segment[region.call] - region.start
-        for copy in self.regions.copies(region, self.kept[region.call]):
+    def _copies(self, again: Recomputation) -> Iterator[Life]:
+        base = self.segment[again.region] - again.region.start
+        for copy in again.copies:
             last = base + copy.released
             if copy.death >= 0:
                 last = max(last, self.position[copy.death])
@@ -149,8 +149,8 @@ class Replay:
             yield Life(copy.storage, storage.nbytes, storage.category, base + copy.born, last)
 
     def _runs(self, point: int) -> bool:
-        op, region = self.points[point]
-        return region is None or op not in self.kept[region.call]
+        op, again = self.points[point]
+        return again is None or op not in again.kept
 
     def _signature(self, point: int) -> str:
         return self.trace.signatures[self.trace.ops[self.points[point][0]].signature]
@@ -163,21 +163,19 @@ class Replay:
         return self.costs.seconds_of(self._signature(point)) if self._runs(point) else 0.0
 
     def _overhead_seconds(self) -> float:
-        return sum(
-            overhead_seconds(self.trace, self.costs, region, region.call in self.selective) for region in self.chosen
-        )
+        return sum(overhead_seconds(self.trace, self.costs, again) for again in self.recomputations)
 
     def label(self, point: int) -> str:
         """Return what runs at a point."""
-        op, region = self.points[point]
+        op, again = self.points[point]
         record = self.trace.ops[op]
-        phase = "recompute" if region else record.phase
+        phase = "recompute" if again else record.phase
         return " · ".join(part for part in (phase, self.trace.fqn_of(record.call), record.name) if part)
 
 
-def overhead_seconds(trace: Trace, costs: CostTable, region: RegionCall, selective: bool) -> float:
+def overhead_seconds(trace: Trace, costs: CostTable, again: Recomputation) -> float:
     """Return what checkpointing a region call costs beyond the operators that run again."""
-    call = trace.calls[region.call]
-    times = trace.scale_microbatches - 1 if trace.microbatches > 1 and call.microbatch == 1 else 1
-    per_op = costs.selective_op_seconds * (call.end - call.start) if selective else 0.0
-    return times * (costs.checkpoint_seconds + per_op)
+    region = again.region
+    times = trace.scale_microbatches - 1 if trace.microbatches > 1 and trace.calls[region.calls[0]].microbatch else 1
+    per_op = costs.selective_op_seconds * (region.stop - region.start) if again.kept else 0.0
+    return times * (costs.checkpoint_seconds * again.states + per_op)

@@ -1,22 +1,25 @@
-"""Which modules may be checkpointed, and what each could keep."""
+"""Which modules may be checkpointed, alone, in runs or nested, and what each region could keep."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Collection
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from memfit.ir.cost import CostTable
-from memfit.ir.remat import Keep, RegionCall, Regions
+from memfit.ir.recompute import Recomputation, recomputations
+from memfit.ir.remat import Keep, Region, RegionCall, Regions
 from memfit.ir.simulate import overhead_seconds, repeats
 from memfit.ir.trace import Trace
+from memfit.solve.keeps import Worth, keep_sets
 
-_KEPT_SHARES = (0.3, 0.6, 0.85, 0.97)
-_EXPENSIVE_SHARE = 0.02
 _LEAST_SHARE = 0.002
+_NESTED_LEAST_SHARE = 0.05
+_KEEP_SETS = 768
+_MOST_KEEP_SETS, _LEAST_KEEP_SETS = 48, 5
+_LONGEST_CHAIN = 24
 _CAST = "aten._to_copy.default"
 
 
@@ -25,16 +28,26 @@ class Option:
     """One way to checkpoint a region.
 
     Attributes:
-        fqn: The region's module.
-        keep: The operators whose outputs are kept.
-        kept: For each call of the region, those operators.
+        regions: The region, and those inside it.
+        kept: For each call of the region, the operators whose outputs it keeps.
+        recomputations: What runs again for it.
         seconds: What it adds to the step.
     """
 
-    fqn: str
-    keep: Keep
-    kept: dict[int, set[int]]
+    regions: tuple[Region, ...]
+    kept: dict[RegionCall, frozenset[int]]
+    recomputations: tuple[Recomputation, ...]
     seconds: float
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The modules of the outermost region."""
+        return self.regions[0].modules
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of one module is computed again, once."""
+        return len(self.regions) == 1 and len(self.modules) == 1 and not self.regions[0].keep
 
 
 def refusals(regions: Regions) -> dict[str, str]:
@@ -59,7 +72,7 @@ def _related(one: str, other: str) -> bool:
 
 def _writes_outside(trace: Trace, region: RegionCall) -> str | None:
     """Return the operator of a region call that writes to a storage from before it, running statistics aside."""
-    for index in range(region.start, trace.calls[region.call].end):
+    for index in range(region.start, region.stop):
         for mutated in trace.ops[index].mutates:
             storage = trace.storages[mutated]
             statistics = storage.owner >= 0 and trace.modules[storage.owner].tracks_statistics
@@ -71,67 +84,159 @@ def _writes_outside(trace: Trace, region: RegionCall) -> str | None:
 def options(regions: Regions, costs: CostTable, excluded: Collection[str] = ()) -> list[Option]:
     """Return every way to checkpoint each region that may be and that holds enough to matter.
 
-    For each region: everything recomputed, and nested sets of its expensive operators kept, those with
-    the most seconds a byte first, which cover growing shares of the region's seconds. Operators that
-    draw random numbers are never kept: those after them would draw others.
+    Modules alone, whole and with each set of operators kept that no other set of less bytes is as fast as
+    (`solve.keeps`); runs of modules that are called one after the other; and both with the modules inside
+    checkpointed again.
 
     Args:
         regions: The regions of a trace.
         costs: Seconds of the operators.
         excluded: FQNs to leave out.
     """
-    trace = regions.trace
-    refused = refusals(regions)
-    seconds = np.array([costs.seconds_of(trace.signatures[op.signature]) for op in trace.ops])
-    weights = repeats(trace)
-    forward = sum(s.nbytes for s in trace.storages if s.category == "activations")
-    mutated = {m for op in trace.ops for m in op.mutates}
-    found: list[Option] = []
-    seen: set[tuple[tuple[int, int], ...]] = set()
-    for fqn, calls in regions.calls.items():
-        extent = tuple((r.start, trace.calls[r.call].end) for r in calls)
-        if not fqn or fqn in refused or fqn in excluded or extent in seen:
-            continue
-        if _droppable_bytes(regions, calls) < _LEAST_SHARE * forward:
-            continue
-        seen.add(extent)
-        for keep in _keeps(regions, calls[0], seconds, mutated):
-            kept = {r.call: regions.kept_ops(r, keep) for r in calls}
-            found.append(Option(fqn, keep, kept, _added_seconds(regions, costs, calls, kept, seconds * weights)))
-    return found
+    return list(_Finder(regions, costs, excluded).options())
 
 
-def _droppable_bytes(regions: Regions, calls: list[RegionCall]) -> int:
-    storages = regions.trace.storages
-    saves = regions.trace.saves
-    born = {saves[s].storage for r in calls for s in r.saves if storages[saves[s].storage].birth >= r.start}
-    return sum(storages[s].nbytes for s in born)
+class _Finder:
+    def __init__(self, regions: Regions, costs: CostTable, excluded: Collection[str]) -> None:
+        self.regions, self.trace, self.costs = regions, regions.trace, costs
+        trace = regions.trace
+        refused = refusals(regions)
+        self.allowed = {fqn for fqn in regions.calls if fqn and fqn not in refused and fqn not in excluded}
+        self.seconds = np.array([costs.seconds_of(trace.signatures[op.signature]) for op in trace.ops])
+        self.weighted = self.seconds * repeats(trace)
+        self.forward_bytes = sum(s.nbytes for s in trace.storages if s.category == "activations")
+        self.mutated = {m for op in trace.ops for m in op.mutates}
+        self.keeps_like: dict[tuple[object, ...], list[Keep]] = {}
 
+    def options(self) -> Iterator[Option]:
+        singles = self._worthwhile((fqn,) for fqn in self.regions.calls if fqn in self.allowed)
+        most = int(np.clip(_KEEP_SETS // max(1, len(singles)), _LEAST_KEEP_SETS, _MOST_KEEP_SETS))
+        for modules in singles:
+            for keep in ((), *self._keeps(self.regions.calls_of(modules)[0], most)):
+                yield self._option((Region(modules, keep),))
+        runs = self._worthwhile(self._runs(), {self._extent(modules) for modules in singles})
+        for modules in runs:
+            yield self._option((Region(modules),))
+        for modules in (*singles, *runs):
+            if self._droppable_bytes(modules) >= _NESTED_LEAST_SHARE * self.forward_bytes:
+                inside = self._inside(modules, singles)
+                if len(inside) > 1:
+                    yield self._option((Region(modules), *(Region(each) for each in inside)))
 
-def _keeps(regions: Regions, region: RegionCall, seconds: npt.NDArray[np.float64], mutated: set[int]) -> list[Keep]:
-    """Return the sets of operators to keep, the empty one first."""
-    trace = regions.trace
-    worth = []
-    for op in range(region.start, region.cut):
-        record, born = trace.ops[op], trace.births[op]
-        nbytes = sum(trace.storages[s].nbytes for s in born)
-        if record.name == _CAST and trace.precision != "32-true":
-            continue  # autocast casts a weight that several modules share once, but again in each recomputation
-        if nbytes and not record.random and not record.mutates and not mutated.intersection(born):
-            worth.append((seconds[op] / nbytes, op))
-    ranked = [op for _, op in sorted(worth, reverse=True)]
-    total = float(sum(seconds[region.start : region.cut]))
-    covered = list(itertools.accumulate(float(seconds[op]) for op in ranked))
-    sizes = {next((i + 1 for i, c in enumerate(covered) if c >= share * total), 0) for share in _KEPT_SHARES}
-    return [(), *(tuple(sorted(regions.op_key(region, op) for op in ranked[:n])) for n in sorted(sizes - {0}))]
+    def _worthwhile(self, found: Iterator[tuple[str, ...]], seen: Collection[object] = ()) -> list[tuple[str, ...]]:
+        """Return regions that hold enough to matter, the first of those that are the same operators."""
+        kept: list[tuple[str, ...]] = []
+        extents = set(seen)
+        for modules in found:
+            extent = self._extent(modules)
+            if extent not in extents and self._droppable_bytes(modules) >= _LEAST_SHARE * self.forward_bytes:
+                extents.add(extent)
+                kept.append(modules)
+        return kept
 
+    def _extent(self, modules: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
+        return tuple((r.start, r.stop) for r in self.regions.calls_of(modules))
 
-def _added_seconds(
-    regions: Regions,
-    costs: CostTable,
-    calls: list[RegionCall],
-    kept: dict[int, set[int]],
-    seconds: npt.NDArray[np.float64],
-) -> float:
-    again = sum(float(sum(seconds[op] for op in regions.rerun(r, kept[r.call]))) for r in calls)
-    return again + sum(overhead_seconds(regions.trace, costs, r, bool(kept[r.call])) for r in calls)
+    def _droppable_bytes(self, modules: tuple[str, ...]) -> int:
+        storages, saves = self.trace.storages, self.trace.saves
+        calls = self.regions.calls_of(modules)
+        born = {saves[s].storage for r in calls for s in r.saves if storages[saves[s].storage].birth >= r.start}
+        return sum(storages[s].nbytes for s in born)
+
+    def _runs(self) -> Iterator[tuple[str, ...]]:
+        """Return runs of modules that are called one after the other; of long chains, some of them."""
+        for chain in self._chains():
+            count = len(chain)
+            stride = -(-count // _LONGEST_CHAIN)
+            for length in range(2, count + 1):
+                if length <= _LONGEST_CHAIN // 2 or length % stride == 0:
+                    for start in range(0, count - length + 1, stride):
+                        modules = tuple(chain[start : start + length])
+                        if self._is_run(modules):
+                            yield modules
+
+    def _is_run(self, modules: tuple[str, ...]) -> bool:
+        try:
+            return bool(self.regions.calls_of(modules))
+        except KeyError:
+            return False
+
+    def _chains(self) -> list[list[str]]:
+        """Return the longest runs that may be checkpointed."""
+        siblings: dict[int, list[int]] = defaultdict(list)
+        for index, call in enumerate(self.trace.calls):
+            if call.phase == "forward" and call.microbatch == 0 and call.parent >= 0:
+                siblings[call.parent].append(index)
+        chains: dict[tuple[str, ...], None] = {}
+        for calls in siblings.values():
+            chain: list[int] = []
+            for index in [*calls, -1]:
+                fits = index >= 0 and self.trace.fqn_of(index) in self.allowed
+                if chain and not (fits and self.regions.follows(chain[-1], index)):
+                    chains[tuple(self.trace.fqn_of(one) for one in chain)] = None
+                    chain = []
+                chain += [index] if fits else []
+        return [list(chain) for chain in chains if len(chain) > 1]
+
+    def _inside(self, modules: tuple[str, ...], singles: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+        """Return the outermost modules inside a region that may be checkpointed and hold enough."""
+        around = self.regions.calls_of(modules)
+        inside = [one for one in singles if one != modules and self._lies_in(one, around)]
+        within = {fqn for (fqn,) in inside}
+        return [one for one in inside if not any(one[0].startswith(f"{other}.") for other in within)]
+
+    def _lies_in(self, one: tuple[str, ...], around: Sequence[RegionCall]) -> bool:
+        calls = self.regions.calls_of(one)
+        return all(any(self.regions.contains(outer, call) for outer in around) for call in calls)
+
+    def _option(self, chosen: tuple[Region, ...]) -> Option:
+        calls = self.regions.calls_of(chosen[0].modules)
+        inside = [call for region in chosen[1:] for call in self.regions.calls_of(region.modules)]
+        kept = {call: self.regions.kept_ops(call, chosen[0].keep) for call in calls}
+        again = tuple(
+            one
+            for call in calls
+            for one in recomputations(
+                self.regions, call, kept[call], [c for c in inside if self.regions.contains(call, c)]
+            )
+        )
+        seconds = sum(float(self.weighted[one.rerun].sum()) for one in again)
+        overhead = sum(overhead_seconds(self.trace, self.costs, one) for one in again)
+        return Option(chosen, kept, again, seconds + overhead)
+
+    def _keeps(self, region: RegionCall, most: int) -> list[Keep]:
+        """Return the sets of operators to keep; regions of the same operators share them."""
+        ops = self.trace.ops[region.start : region.stop]
+        structure = (tuple((op.name, op.signature) for op in ops), region.cut - region.start)
+        if structure not in self.keeps_like:
+            found = keep_sets(list(self._worth(region)), most)
+            self.keeps_like[structure] = [
+                tuple(sorted(self.regions.op_key(region, op) for op in kept)) for kept in found
+            ]
+        return self.keeps_like[structure]
+
+    def _worth(self, region: RegionCall) -> Iterator[Worth]:
+        """Return what it takes and saves to keep each operator's output.
+
+        Operators that draw random numbers are never kept: those after them would draw others.
+        """
+        trace = self.trace
+        for op in range(region.start, region.cut):
+            record, born = trace.ops[op], trace.births[op]
+            nbytes = sum(trace.storages[s].nbytes for s in born)
+            if record.name == _CAST and trace.precision != "32-true":
+                continue  # autocast casts a weight that several modules share once, but again in each recomputation
+            if nbytes and not record.random and not record.mutates and not self.mutated.intersection(born):
+                yield Worth(op, self._extra_bytes(region, born), float(self.seconds[op]))
+
+    def _extra_bytes(self, region: RegionCall, born: Sequence[int]) -> int:
+        """Return the bytes that are not alive until the recomputation anyway."""
+        storages, saves = self.trace.storages, self.trace.saves
+        inside = set(region.saves)
+        total = 0
+        for storage in born:
+            held = any(
+                saves[s].death >= region.recompute_at for s in self.regions.saves_of_storage[storage] if s not in inside
+            )
+            total += 0 if held or storages[storage].release >= region.recompute_at else storages[storage].nbytes
+        return total

@@ -150,7 +150,7 @@ class Solver:
 
     def _levels(self) -> list[Ints]:
         """Return nothing, and for each depth all of its modules computed again whole: where little time is, a start."""
-        whole = {option.fqn: index for index, option in enumerate(self.problem.options) if not option.keep}
+        whole = {option.modules[0]: index for index, option in enumerate(self.problem.options) if option.is_whole}
         around = {fqn: [o for o in _prefixes(fqn) if o in whole] for fqn in whole}
         parents = {outer for outers in around.values() for outer in outers}
         found = [np.zeros(self._n_x, np.int64)]

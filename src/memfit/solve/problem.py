@@ -2,7 +2,7 @@
 
 Variables: `x[j]`, binary, for each option (a region and what it keeps); `z[k]`, for each set of
 reasons for which storages outlive their release. A storage is alive after its release while any of its
-keepers (`ir.remat.keepers`) is; with several keepers, `z` is at least each one's activity, which is
+keepers (`ir.recompute.Keepers`) is; with several keepers, `z` is at least each one's activity, which is
 affine in `x`. The bytes alive at each point of the step, and at the peak of each recomputation, are
 then affine in `(x, z)`, and a budget is one inequality for each point. With `x` fixed the least `z`
 gives what `ir.simulate` gives.
@@ -20,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.ir.cost import CostTable
-from memfit.ir.remat import Region, RegionCall, Regions, keepers
+from memfit.ir.recompute import Keepers, Recomputation, released
+from memfit.ir.remat import Region, RegionCall, Regions
 from memfit.ir.simulate import repeats
 from memfit.solve.candidates import Option
 
@@ -91,7 +92,7 @@ class Problem:
 
     def regions(self, x: npt.NDArray[np.int64]) -> tuple[Region, ...]:
         """Return a choice of options as the regions that a plan names."""
-        return tuple(Region((o.fqn,), o.keep) for o, chosen in zip(self.options, x, strict=True) if chosen)
+        return tuple(r for o, chosen in zip(self.options, x, strict=True) if chosen for r in o.regions)
 
 
 def build(regions: Regions, costs: CostTable, options: list[Option]) -> Problem:
@@ -102,11 +103,11 @@ def build(regions: Regions, costs: CostTable, options: list[Option]) -> Problem:
 class _Builder:
     def __init__(self, regions: Regions, costs: CostTable, options: list[Option]) -> None:
         self.regions, self.trace, self.costs, self.options = regions, regions.trace, costs, options
-        self.calls = {r.call: r for o in options for r in regions.calls[o.fqn]}
-        self.options_of: dict[int, list[int]] = defaultdict(list)
+        self.options_of: dict[RegionCall, list[int]] = defaultdict(list)
         for j, option in enumerate(options):
-            for region in regions.calls[option.fqn]:
-                self.options_of[region.call].append(j)
+            for region in option.kept:
+                self.options_of[region].append(j)
+        self.keepers = Keepers(regions, self.options_of)
         self._lay_out_axis()
         self.base = np.zeros(self.length + 1, np.int64)
         self.x = np.zeros((len(options), self.length + 1), np.int64)
@@ -114,8 +115,8 @@ class _Builder:
 
     def _lay_out_axis(self) -> None:
         """Give each operator a place, and before it one for each recomputation that it may start."""
-        orders = sorted({region.order for region in self.calls.values()})
-        starts = [at for at, _ in orders]
+        orders = sorted({again.order for option in self.options for again in option.recomputations})
+        starts = [at for at, *_ in orders]
         n = len(self.trace.ops)
         self.op_axis = [op + bisect.bisect_right(starts, op) for op in range(n)]
         self.gap_axis = {order: order[0] + i for i, order in enumerate(orders)}
@@ -127,17 +128,13 @@ class _Builder:
     def build(self) -> Problem:
         workspace = [self.costs.of(self.trace.signatures[op.signature]).workspace_bytes for op in self.trace.ops]
         seconds = [self.costs.seconds_of(self.trace.signatures[op.signature]) for op in self.trace.ops]
-        takers: dict[int, list[RegionCall]] = defaultdict(list)
-        for region in self.calls.values():
-            for storage in region.inputs:
-                takers[storage].append(region)
         for index in range(len(self.trace.storages)):
-            self._add_original(index, takers[index])
+            self._add_original(index)
         rows = [Row(axis) for axis in self.op_axis]
         for j, option in enumerate(self.options):
-            for region in self.regions.calls[option.fqn]:
-                self._add_copies(j, region)
-                rows.append(Row(self.gap_axis[region.order], j, self._inner_peak(j, region, workspace)))
+            for again in option.recomputations:
+                self._add_copies(j, again)
+                rows.append(Row(self.gap_axis[again.order], j, self._inner_peak(again, workspace)))
         base = np.cumsum(self.base)[: self.length] + self.costs.resident_workspace_bytes
         base[self.op_axis] += np.array(workspace, np.int64)
         columns = np.cumsum(np.vstack([self.x, *self.z.values()]), axis=1)[:, : self.length]
@@ -152,14 +149,12 @@ class _Builder:
         )
 
     def _conflicts(self) -> list[frozenset[int]]:
-        """Return the options along each chain of nested calls."""
-        chains = set()
-        for call in self.calls:
-            chain = frozenset(j for c in self.trace.ancestors[call] for j in self.options_of.get(c, ()))
-            chains.add(chain)
+        """Return the options that hold a module call."""
+        calls = {call for region in self.options_of for call in region.calls}
+        chains = {frozenset(j for r in self.keepers.around(call) for j in self.options_of[r]) for call in calls}
         return [c for c in chains if len(c) > 1 and not any(c < other for other in chains)]
 
-    def _add_original(self, index: int, takers: list[RegionCall]) -> None:
+    def _add_original(self, index: int) -> None:
         storage = self.trace.storages[index]
         first = 0 if storage.birth < 0 else self._place(storage.birth)
         if storage.birth < 0 or self.trace.ops[storage.birth].phase != "forward":
@@ -168,25 +163,24 @@ class _Builder:
         released = self._place(storage.release)
         self._mark(self.base, first, released, storage.nbytes)
         ends: dict[int, set[Activity]] = defaultdict(set)
-        for keeper in keepers(self.regions, index, takers):
+        for keeper in self.keepers.of(index):
             ends[self._place(keeper.end)].add(self._activity(keeper.lost_in, keeper.needs, storage.birth))
-        for j, region in self._caching(storage.birth):
-            ends[self.gap_axis[region.order] - 1].add((False, frozenset({j})))
+        for j, gap in self._caching(storage.birth):
+            ends[gap - 1].add((False, frozenset({j})))
         self._add_tail(ends, released, storage.nbytes)
 
-    def _caching(self, op: int) -> Iterable[tuple[int, RegionCall]]:
-        """Return the options that keep what an operator makes, with the region call that does."""
-        for call in self.trace.call_chain(self.trace.ops[op].call):
-            for j in self.options_of.get(call, ()):
-                if op in self.options[j].kept[call]:
-                    yield j, self.calls[call]
+    def _caching(self, op: int) -> Iterable[tuple[int, int]]:
+        """Return the options that keep what an operator makes, with where they take it up."""
+        for region in self.keepers.around(self.trace.ops[op].call):
+            for j in self.options_of[region]:
+                if op in self.options[j].kept[region]:
+                    again = next(a for a in self.options[j].recomputations if a.region is region)
+                    yield j, self.gap_axis[again.order]
 
-    def _activity(self, lost_in: frozenset[int], needs: int, birth: int) -> Activity:
-        if needs >= 0:
+    def _activity(self, lost_in: frozenset[RegionCall], needs: RegionCall | None, birth: int) -> Activity:
+        if needs is not None:
             return (False, frozenset(self.options_of[needs]))
-        losing = (
-            j for call in lost_in for j in self.options_of.get(call, ()) if birth not in self.options[j].kept[call]
-        )
+        losing = (j for region in lost_in for j in self.options_of[region] if birth not in self.options[j].kept[region])
         return (True, frozenset(losing))
 
     def _add_tail(self, ends: dict[int, set[Activity]], released: int, nbytes: int) -> None:
@@ -216,36 +210,31 @@ class _Builder:
             line[first] += nbytes
             line[min(last, self.length - 1) + 1] -= nbytes
 
-    def _add_copies(self, j: int, region: RegionCall) -> None:
-        gap = self.gap_axis[region.order]
-        first, last = self._place(region.start), self._place(region.end)
-        self._mark(self.x[j], first, last, self.regions.generator_state_bytes)
-        for copy in self.regions.copies(region, self.options[j].kept[region.call]):
+    def _add_copies(self, j: int, again: Recomputation) -> None:
+        gap, region = self.gap_axis[again.order], again.region
+        state_bytes = self.regions.generator_state_bytes * len(region.calls)
+        self._mark(self.x[j], self._place(region.start), self._place(region.end), state_bytes)
+        for copy in again.copies:
             if copy.death >= region.recompute_at:
                 nbytes = self.trace.storages[copy.storage].nbytes
                 self._mark(self.x[j], gap + 1, self._place(copy.death), nbytes)
 
-    def _inner_peak(self, j: int, region: RegionCall, workspace: list[int]) -> int:
+    def _inner_peak(self, again: Recomputation, workspace: list[int]) -> int:
         """Return the most bytes that a recomputation adds to what is alive when it starts."""
-        kept = self.options[j].kept[region.call]
-        change = np.zeros(region.cut - region.start + 1, np.int64)
-        for copy in self.regions.copies(region, kept):
-            nbytes = self.trace.storages[copy.storage].nbytes
-            change[copy.born - region.start] += nbytes
+        region, storages = again.region, self.trace.storages
+        change = np.zeros(again.cut - region.start + 1, np.int64)
+        for copy in again.copies:
+            change[copy.born - region.start] += storages[copy.storage].nbytes
             if copy.death < region.recompute_at:
-                change[copy.released - region.start + 1] -= nbytes
+                change[copy.released - region.start + 1] -= storages[copy.storage].nbytes
         saved = {self.trace.saves[s].storage for s in region.saves}
-        for op in kept:
-            for storage in self.trace.births[op]:
-                if storage not in saved:
-                    change[0] += self.trace.storages[storage].nbytes
-                    change[self.regions.released(region, storage) - region.start + 1] -= self.trace.storages[
-                        storage
-                    ].nbytes
+        for storage in (s for op in again.kept for s in self.trace.births[op] if s not in saved):
+            change[0] += storages[storage].nbytes
+            change[released(self.regions, storage, region.cut) - region.start + 1] -= storages[storage].nbytes
         inside = np.cumsum(change)[:-1]
-        runs = [0 if op in kept else workspace[op] for op in range(region.start, region.cut)]
+        runs = [0 if op in again.kept else workspace[op] for op in range(region.start, again.cut)]
         peak = int(np.max(inside + np.array(runs, np.int64), initial=0))
-        return peak + self.regions.generator_state_bytes
+        return peak + self.regions.generator_state_bytes * again.states
 
 
 def _undominated(active: set[Activity]) -> frozenset[Activity]:

@@ -1,0 +1,181 @@
+"""What checkpointing a region changes: the recomputations, what they allocate, and what dies early for them.
+
+The model follows non-reentrant `torch.utils.checkpoint`, with early stopping, selective contexts and
+nesting. For each call of a region:
+
+1. Nothing that autograd saves inside is kept, but for the outputs of the operators in `keep`.
+2. The tensor arguments are kept until the last of its saves dies.
+3. When the backward pass first unpacks a save of the call, its operators run again up to the last
+   save, without those in `keep`; what they allocate lives until the forward pass would have released
+   it, or, where saved, until the backward pass lets go of that save.
+4. What regions inside it save is not kept by the recomputation either, but for their arguments; it ends
+   with the last save outside of them, or where the last of them begins. Each runs again in its turn.
+5. The state of the CPU's random generator is kept from each module call until the last of its saves
+   dies, and another one while its operators run again.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from memfit.ir.remat import RegionCall, Regions
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A storage born again: alive from a position in its recomputation.
+
+    Attributes:
+        storage: The storage of which it is a copy.
+        born: The forward operator that allocates it again.
+        released: The last forward operator of the recomputation at which it is alive.
+        death: The backward operator after which it is let go of; -1 if it ends within the recomputation.
+    """
+
+    storage: int
+    born: int
+    released: int
+    death: int
+
+
+@dataclass(frozen=True, eq=False)
+class Recomputation:
+    """One recomputation of a region call.
+
+    Attributes:
+        region: The region call.
+        depth: How many regions are around it.
+        cut: One past the last operator that runs again.
+        kept: The operators that do not, though before it.
+        copies: The storages born again.
+        states: How many module calls' generator states it needs, its own and those inside.
+    """
+
+    region: RegionCall
+    depth: int
+    cut: int
+    kept: frozenset[int]
+    copies: tuple[Copy, ...]
+    states: int
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Recomputations run in this order."""
+        return (self.region.recompute_at, self.depth, -self.region.start)
+
+    @property
+    def rerun(self) -> list[int]:
+        """The operators that run again."""
+        return [op for op in range(self.region.start, self.cut) if op not in self.kept]
+
+
+def recomputations(
+    regions: Regions, region: RegionCall, kept: frozenset[int] = frozenset(), inside: Sequence[RegionCall] = ()
+) -> list[Recomputation]:
+    """Return the recomputation of a region call, and those of the regions inside it, which keep nothing.
+
+    Args:
+        regions: The regions of the trace.
+        region: An outermost region call.
+        kept: Operators whose outputs it keeps; none where there are regions inside.
+        inside: Region calls inside it, of which some may be inside others.
+    """
+    return list(_recomputations(regions, region, kept, inside, 0))
+
+
+def _recomputations(
+    regions: Regions, region: RegionCall, kept: frozenset[int], inside: Sequence[RegionCall], depth: int
+) -> Iterable[Recomputation]:
+    children = [c for c in inside if not any(regions.contains(other, c) for other in inside)]
+    yield _recomputation(regions, region, kept, children, depth)
+    for child in children:
+        within = [c for c in inside if regions.contains(child, c)]
+        yield from _recomputations(regions, child, frozenset(), within, depth + 1)
+
+
+def _recomputation(
+    regions: Regions, region: RegionCall, kept: frozenset[int], children: Sequence[RegionCall], depth: int
+) -> Recomputation:
+    trace = regions.trace
+    elsewhere = {save for child in children for save in child.saves}
+    deaths: dict[int, list[int]] = defaultdict(list)
+    cut = max((child.start for child in children), default=region.start)
+    for index in region.saves:
+        if index not in elsewhere:
+            save = trace.saves[index]
+            deaths[save.storage].append(save.death)
+            cut = max(cut, save.at)
+    for child in children:
+        for storage in child.inputs:
+            deaths[storage].append(child.end)
+    cut = min(cut, region.stop)
+    copies = tuple(
+        Copy(storage, op, released(regions, storage, cut), max(deaths[storage], default=-1))
+        for op in range(region.start, cut)
+        if op not in kept
+        for storage in trace.births[op]
+    )
+    states = len(region.calls) + sum(len(child.calls) for child in children)
+    return Recomputation(region, depth, cut, kept, copies, states)
+
+
+def released(regions: Regions, storage: int, cut: int) -> int:
+    """Return the last forward operator of a recomputation that holds a storage made, or kept, in the region."""
+    record = regions.trace.storages[storage]
+    return min(max(record.release, record.birth), cut - 1)
+
+
+@dataclass(frozen=True)
+class Keeper:
+    """A reason for which a storage outlives its release: through operator `end`.
+
+    Attributes:
+        end: The last operator at which this reason keeps it.
+        lost_in: Region calls that, when checkpointed, take the reason away, unless they keep the
+            operator that made the storage.
+        needs: The region call that must be checkpointed for the reason to exist, if any.
+    """
+
+    end: int
+    lost_in: frozenset[RegionCall]
+    needs: RegionCall | None
+
+
+class Keepers:
+    """Tells why storages outlive their release, when any of some region calls may be checkpointed.
+
+    Args:
+        regions: The regions of the trace.
+        candidates: The outermost region calls that may be.
+    """
+
+    def __init__(self, regions: Regions, candidates: Collection[RegionCall]) -> None:
+        self.regions = regions
+        self._around: dict[int, list[RegionCall]] = defaultdict(list)
+        self._takers: dict[int, list[RegionCall]] = defaultdict(list)
+        for region in candidates:
+            for call in region.calls:
+                self._around[call].append(region)
+            for storage in region.inputs:
+                self._takers[storage].append(region)
+
+    def of(self, storage: int) -> list[Keeper]:
+        """Return why a storage outlives its release.
+
+        Autograd's saves are lost in a region that makes the storage again, or that holds it as an argument;
+        a storage from elsewhere that is no argument is held by someone else anyway.
+        """
+        trace = self.regions.trace
+        birth = trace.storages[storage].birth
+        reasons = [Keeper(region.end, frozenset(), region) for region in self._takers[storage]]
+        for index in self.regions.saves_of_storage[storage]:
+            save = trace.saves[index]
+            lost_in = frozenset(r for r in self.around(save.call) if birth >= r.start or storage in r.inputs)
+            reasons.append(Keeper(save.death, lost_in, None))
+        return reasons
+
+    def around(self, call: int) -> list[RegionCall]:
+        """Return the candidates that hold a module call."""
+        return [region for one in self.regions.trace.call_chain(call) for region in self._around.get(one, ())]

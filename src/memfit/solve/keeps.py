@@ -1,0 +1,67 @@
+"""Which operators' outputs a region should keep: the sets that no other set of as few bytes is faster than.
+
+Keeping an output takes its bytes from the forward pass to the recomputation, and saves the seconds of
+its operator; what the sets take and save are sums, so that the sets worth having are the Pareto set of a
+knapsack. It is built one operator after the other (Nemhauser and Ullmann, 1969, Discrete Dynamic
+Programming and Capital Allocation), dropping at each step what another set beats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+_MOST_STATES = 256
+
+
+class Worth(NamedTuple):
+    """What keeping an operator's output takes and saves."""
+
+    op: int
+    nbytes: int
+    seconds: float
+
+
+class _State(NamedTuple):
+    nbytes: int
+    seconds: float
+    kept: int
+
+
+def keep_sets(worth: Sequence[Worth], most: int) -> list[tuple[int, ...]]:
+    """Return sets of operators to keep, from the fewest bytes to the most; none beats another.
+
+    All such sets, where there are no more than `most`; else as many of them, spread evenly over the seconds saved.
+
+    Args:
+        worth: The operators that can be kept.
+        most: How many sets to return.
+    """
+    ranked = sorted(worth, key=lambda w: (w.nbytes / max(w.seconds, 1e-12), w.op))
+    states = [_State(0, 0.0, 0)]
+    for bit, one in enumerate(ranked):
+        grown = [_State(s.nbytes + one.nbytes, s.seconds + one.seconds, s.kept | 1 << bit) for s in states]
+        states = _spread(_undominated([*states, *grown]), _MOST_STATES)
+    chosen = _spread([s for s in states if s.kept], most)
+    return [tuple(sorted(w.op for bit, w in enumerate(ranked) if s.kept >> bit & 1)) for s in chosen]
+
+
+def _undominated(states: list[_State]) -> list[_State]:
+    """Drop states that another of as few bytes is as fast as; those left are sorted by both."""
+    found: list[_State] = []
+    for state in sorted(states, key=lambda s: (s.nbytes, -s.seconds)):
+        if not found or state.seconds > found[-1].seconds:
+            found.append(state)
+    return found
+
+
+def _spread(states: list[_State], most: int) -> list[_State]:
+    """Return at most so many states, the first and the last among them, about evenly spaced in seconds."""
+    if len(states) <= most:
+        return states
+    step = (states[-1].seconds - states[0].seconds) / max(1, most - 1)
+    found = [states[0]]
+    for state in states[1:-1]:
+        if state.seconds >= found[-1].seconds + step * 0.999:
+            found.append(state)
+    return [*found[: most - 1], states[-1]]
