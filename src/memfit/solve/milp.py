@@ -94,16 +94,18 @@ class Solver:
         scale = 1.0 / max(max(slower), 1e-12)
         limit_seconds = self.time_limit_seconds if time_limit_seconds is None else time_limit_seconds
         deadline = time.monotonic() + limit_seconds
+        self._add_relaxed_rows(cost * scale, budget_bytes, deadline)
         margin, proven = 0, 0.0
         while True:
             rows, base = self._row_matrix()
             limit = LinearConstraint(_with_column(rows, 0.0), -np.inf, (budget_bytes - margin - base) / _UNIT)
             result = self._run(cost * scale, limit, deadline, (1.0, 1.0), tolerance)
-            if result.x is None:
-                return self._first_level_within(budget_bytes) if result.status == _LIMIT else None
-            x = np.round(result.x[: self._n_x]).astype(np.int64)
             if margin == 0:
-                proven = max(self.problem.plain_seconds, float(result.mip_dual_bound or 0.0) / scale)
+                bound = float(result.mip_dual_bound or 0.0) / scale
+                proven = max(self.problem.plain_seconds, proven, bound if np.isfinite(bound) else 0.0)
+            if result.x is None:
+                return self._first_level_within(budget_bytes, proven) if result.status == _LIMIT else None
+            x = np.round(result.x[: self._n_x]).astype(np.int64)
             if self._add_rows(x, budget_bytes):
                 continue
             excess = self._peak_bytes(x) - budget_bytes
@@ -113,40 +115,67 @@ class Solver:
                 return self._choice(x, _OPTIMAL if near else _LIMIT, bound)
             margin = max(2 * margin, excess)  # the solver's tolerance let through what does not fit
 
-    def leanest(self) -> Choice:
+    def leanest(self, time_limit_seconds: float | None = None) -> Choice:
         """Return a choice of the lowest peak, the faster of two alike; solved once."""
         if self._lowest is None:
-            self._lowest = self._solve_leanest()
+            self._lowest = self._solve_leanest(
+                self.time_limit_seconds if time_limit_seconds is None else time_limit_seconds
+            )
         return self._lowest
 
-    def _solve_leanest(self) -> Choice:
+    def _solve_leanest(self, time_limit_seconds: float) -> Choice:
         if not self._n_x:
             nothing = self._nothing_to_choose()
             return replace(nothing, bound=float(nothing.peak_bytes))
-        n = self._n_x + self._n_z
         seconds = np.concatenate([[o.seconds for o in self.problem.options], np.zeros(self._n_z)])
-        tie = 1e-3 / max(float(seconds.sum()), 1e-12)
-        deadline = time.monotonic() + self.time_limit_seconds
+        cost = np.append(seconds * (1e-3 / max(float(seconds.sum()), 1e-12)), 1.0)
+        deadline = time.monotonic() + time_limit_seconds
         lowest = min(self._levels(), key=self._peak_bytes)
+        self._add_relaxed_rows(cost, None, deadline)
+        bound = 0.0
         while True:
             rows, base = self._row_matrix()
             limit = LinearConstraint(_with_column(rows, -1.0), -np.inf, -base / _UNIT)
-            result = self._run(np.append(seconds * tie, 1.0), limit, deadline, (0.0, np.inf), FINE)
-            x = lowest if result.x is None else np.round(result.x[: self._n_x]).astype(np.int64)
+            result = self._run(cost, limit, deadline, (0.0, np.inf), COARSE)
+            if result.mip_dual_bound is not None and np.isfinite(result.mip_dual_bound):
+                bound = max(bound, (float(result.mip_dual_bound) - 1e-3) * _UNIT)
+            if result.x is None:
+                return self._choice(lowest, _LIMIT, bound)
+            x = np.round(result.x[: self._n_x]).astype(np.int64)
             lowest = min(x, lowest, key=self._peak_bytes)
-            reached = int(round(result.x[n] * _UNIT)) if result.x is not None else 0
-            if result.x is None or not self._add_rows(x, reached + 1024):
-                bound = max(0.0, (float(result.mip_dual_bound or 0.0) - 1e-3) * _UNIT)
-                if result.x is not None and result.status == _OPTIMAL:
+            if not self._add_rows(x, int(round(result.x[-1] * _UNIT)) + 1024):
+                if result.status == _OPTIMAL:
                     return self._choice(x, _OPTIMAL, bound)
                 return self._choice(lowest, _LIMIT, bound)
 
-    def _first_level_within(self, budget_bytes: int) -> Choice | None:
+    def _add_relaxed_rows(self, cost: Floats, budget_bytes: int | None, deadline: float) -> None:
+        """Take up the rows that fractional choices violate, which are found fast, until there are none.
+
+        Args:
+            cost: Of each variable.
+            budget_bytes: The budget; None where the last variable is the peak.
+            deadline: When to stop, as `time.monotonic` counts.
+        """
+        free = budget_bytes is None
+        while time.monotonic() < deadline:
+            rows, base = self._row_matrix()
+            upper = -base if budget_bytes is None else budget_bytes - base
+            limit = LinearConstraint(_with_column(rows, -1.0 if free else 0.0), -np.inf, upper / _UNIT)
+            last = (0.0, np.inf) if free else (1.0, 1.0)
+            result = self._run(cost, limit, deadline, last, FINE, integral=False)
+            if result.x is None:
+                return
+            allowed = result.x[-1] * _UNIT if budget_bytes is None else float(budget_bytes)
+            peaks = self.problem.live_bytes(result.x[: self._n_x], result.x[self._n_x : -1])
+            if not self._take_up(peaks, allowed + 1024):
+                return
+
+    def _first_level_within(self, budget_bytes: int, bound: float) -> Choice | None:
         """Return the fastest level that fits, for want of anything better."""
         fitting = [x for x in self._levels() if self._peak_bytes(x) <= budget_bytes]
         if not fitting:
             return None
-        return self._choice(min(fitting, key=self.problem.seconds), _LIMIT, self.problem.plain_seconds)
+        return self._choice(min(fitting, key=self.problem.seconds), _LIMIT, bound)
 
     def _levels(self) -> list[Ints]:
         """Return nothing, and for each depth all of its modules computed again whole: where little time is, a start."""
@@ -174,19 +203,25 @@ class Solver:
         )
 
     def _run(
-        self, cost: Floats, limit: LinearConstraint, deadline: float, last: tuple[float, float], tolerance: float
+        self,
+        cost: Floats,
+        limit: LinearConstraint,
+        deadline: float,
+        last: tuple[float, float],
+        tolerance: float,
+        integral: bool = True,
     ) -> Any:
         """Run HiGHS over the options, the keepers and one more variable, which is continuous within `last`."""
         structure, low, high = self._structure
         count = self._n_x + self._n_z
         bounds = Bounds(np.append(np.zeros(count), last[0]), np.append(np.ones(count), last[1]))
-        integral = np.concatenate([np.ones(self._n_x), np.zeros(self._n_z + 1)])
+        whole = np.concatenate([np.full(self._n_x, float(integral)), np.zeros(self._n_z + 1)])
         constraints = [limit]
         if structure.shape[0]:
             constraints.append(LinearConstraint(_with_column(structure, 0.0), low, high))
         options = {"time_limit": max(_LEAST_SECONDS, deadline - time.monotonic()), "mip_rel_gap": tolerance}
         with _silent_output():
-            return milp(cost, constraints=constraints, bounds=bounds, integrality=integral, options=options)
+            return milp(cost, constraints=constraints, bounds=bounds, integrality=whole, options=options)
 
     def _structural_constraints(self) -> tuple[csr_array, Floats, Floats]:
         """At most one option along each chain; each z at least each of its activities."""
@@ -218,9 +253,12 @@ class Solver:
 
     def _add_rows(self, x: Ints, budget_bytes: int) -> bool:
         """Take up the largest rows above a budget that are not in use; tell whether there were any."""
-        peaks = self.problem.row_peaks(x)
-        over = np.nonzero(peaks > budget_bytes)[0]
-        new = [int(i) for i in over[np.argsort(-peaks[over], kind="stable")] if int(i) not in set(self._active)]
+        return self._take_up(self.problem.row_peaks(x), budget_bytes)
+
+    def _take_up(self, peaks: npt.NDArray[Any], allowed_bytes: float) -> bool:
+        over = np.nonzero(peaks > allowed_bytes)[0]
+        used = set(self._active)
+        new = [int(i) for i in over[np.argsort(-peaks[over], kind="stable")] if int(i) not in used]
         self._active += new[:_ROWS_A_ROUND]
         return bool(new)
 

@@ -15,6 +15,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -79,12 +80,14 @@ class Problem:
     def row_peaks(self, x: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the bytes at every row for a choice of options; a recomputation not chosen counts as its point."""
         z = [max(self.activity(a, x) for a in reasons) for reasons in self.reasons]
-        variables = np.concatenate([x, np.array(z, np.int64)])
-        live = self.base + np.asarray(variables @ self.columns, np.int64)
+        peaks: npt.NDArray[np.int64] = self.live_bytes(x, np.array(z, np.int64))
+        return peaks
+
+    def live_bytes(self, x: npt.NDArray[Any], z: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return the bytes at every row for values of the variables, which may be fractions."""
+        live = self.base + np.concatenate([x, z]) @ self.columns
         chosen = np.append(x, 0)[self.row_option]  # -1, no option, takes the last
-        extra = np.where(self.row_option >= 0, self.row_bytes * chosen, 0)
-        result: npt.NDArray[np.int64] = live[self.row_axis] + extra
-        return result
+        return live[self.row_axis] + np.where(self.row_option >= 0, self.row_bytes * chosen, 0)
 
     def seconds(self, x: npt.NDArray[np.int64]) -> float:
         """Return the step's time for a choice of options."""
