@@ -150,7 +150,7 @@ def chain_cases(claim: str, kind: str, depth: int, groups: Sequence[int], sizes:
     if claim == "depth" and depth <= PROVABLE[kind]:
         regions = Regions(trace)
         problem = build(regions, costs, options(regions, costs, set()))
-        choice = Solver(problem, 10.0).leanest()
+        choice = Solver(problem).leanest()
         found = simulated(trace, costs, problem.regions(choice.x))
         yield {**row, "group": "solver", "status": choice.status, **found}
     print(f"{claim} · {kind} · {depth}", file=sys.stderr)

@@ -10,6 +10,7 @@ from memfit.ir.plan import NUMERICS, Candidate, Numerics, Precision
 from memfit.ir.remat import Regions
 from memfit.solve.candidates import options
 from memfit.solve.frontier import SIMPLER_WITHIN, Combination, fastest, frontier
+from memfit.solve.milp import FINE
 from memfit.solve.problem import build
 from tests.models import plain_trace
 from tests.solve.test_problem import with_workspaces
@@ -69,7 +70,7 @@ def test_the_fastest_is_within_budget_and_bounds_all(combinations: list[Combinat
     for share in (1.0, 0.8, 0.6):
         budget = int(plain.peak_bytes * share)
         chosen = fastest(combinations, budget)
-        each = [c for one in combinations if (c := one.fastest(budget)) is not None]
+        each = [c for one in combinations if (c := one.fastest(budget, FINE, 10.0)) is not None]
         assert chosen is not None and chosen.peak_bytes <= budget
         best = min(c.step_seconds for c in each)
         assert chosen.step_seconds <= best * (1 + SIMPLER_WITHIN)

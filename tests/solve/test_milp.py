@@ -115,14 +115,14 @@ def test_a_short_time_limit_gives_a_legal_choice_or_none(limit: float, monkeypat
     trace = plain_trace("unet", "bf16-mixed", 2, large=True)
     costs = with_workspaces(trace)
     problem = build(Regions(trace), costs, options(Regions(trace), costs))
-    solver = Solver(problem, time_limit_seconds=limit)
+    solver = Solver(problem)
     plain = int(problem.row_peaks(np.zeros(len(problem.options), np.int64)).max())
     for budget in (plain // 10, plain // 2, plain * 3 // 4, plain):
-        choice = solver.fastest(budget)
+        choice = solver.fastest(budget, time_limit_seconds=limit)
         if choice is not None:
             check(problem, choice)
             assert choice.peak_bytes <= budget and choice.bound <= choice.seconds
-    leanest = solver.leanest()
+    leanest = solver.leanest(limit)
     check(problem, leanest)
     assert leanest.bound <= leanest.peak_bytes
 
@@ -132,7 +132,8 @@ def test_the_leanest_without_time_is_the_best_of_whole_levels(monkeypatch: pytes
     costs = with_workspaces(trace)
     problem = build(Regions(trace), costs, options(Regions(trace), costs))
     solver = Solver(problem)
-    monkeypatch.setattr(solver, "_run", lambda *_: OptimizeResult(x=None, status=1, mip_dual_bound=None))
+    nothing = OptimizeResult(x=None, status=1, fun=None, mip_dual_bound=None)
+    monkeypatch.setattr(solver, "_run", lambda *_, **__: nothing)
     leanest = solver.leanest()
     check(problem, leanest)
     whole = {o.modules[0]: i for i, o in enumerate(problem.options) if o.is_whole}

@@ -65,7 +65,8 @@ def plan(
         precisions: Precisions to search; None for "32-true" and the mixed one that the device is made
             for. Those that `numerics` does not allow are solved for the frontier only.
         points: Budgets that the frontier is solved for, for each precision and microbatch size.
-        time_limit_seconds: Of each problem solved.
+        time_limit_seconds: Of solving: about half for the plan, half for the frontier. When time is up, the
+            best found and how far it is from the bound proven are returned.
         progress: Told how far it is.
 
     Raises:
@@ -120,8 +121,8 @@ class _Planner:
 
     def plan(self) -> Plan:
         """Capture and solve; a region that can't be recomputed is left out, and the rest solved again."""
-        started = time.monotonic()
         self._capture_all()
+        started = time.monotonic()
         while True:
             try:
                 self._solve_all()
@@ -130,7 +131,8 @@ class _Planner:
             except _NotRecomputable as e:
                 self.excluded |= e.modules
         self._note_draws(candidate.levers)
-        points = frontier(self.combinations, self.points, functools.partial(self.progress, "frontier"))
+        progress = functools.partial(self.progress, "frontier")
+        points = frontier(self.combinations, self.points, progress, self.time_limit_seconds / 2)
         chosen = replace(candidate, budget_bytes=self.budget_bytes)
         points = sorted([c for c in points if c.levers != chosen.levers] + [chosen], key=lambda c: c.step_seconds)
         bound = min(candidate.bound_seconds, prediction.step_seconds)
@@ -213,7 +215,7 @@ class _Planner:
             classes = lever_classes(
                 Levers(precision=precision, microbatch_size=size), self.batch_size, self.couples_batch
             )
-            combination = Combination(precision, size, freest(classes), problem, self.time_limit_seconds)
+            combination = Combination(precision, size, freest(classes), problem)
             self.combinations.append(combination)
             self.progress("solve", index, len(self.wanted) + 1)
         refused = refusals(Regions(self.traces["32-true", self.batch_size]))
@@ -223,8 +225,8 @@ class _Planner:
         """Return the fastest plan whose applied step, captured again, is predicted to fit."""
         allowed = [c for c in self.combinations if _allows(self.numerics, c.numerics)]
         target = int(self.budget_bytes / (1 + self.costs.peak_error))
-        for _ in range(_ATTEMPTS):
-            candidate = fastest(allowed, target)
+        for attempt in range(_ATTEMPTS):
+            candidate = fastest(allowed, target, self.time_limit_seconds / 2 ** (attempt + 2))
             if candidate is None:
                 break
             prediction = self._confirm(candidate)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -14,7 +16,8 @@ from memfit.solve.problem import Problem
 
 SIMPLER_WITHIN = 0.02
 """A plan with fewer levers is preferred to a faster one where the difference is below this share."""
-_POINT_SHARE = 5  # a point of the frontier may take one fifth of the time that the chosen plan may
+_LEANEST_SHARE = 0.25  # of the frontier's time, for the lowest peaks
+_LEAST_SECONDS = 0.25
 
 
 @dataclass
@@ -29,17 +32,21 @@ class Combination:
     microbatch_size: int
     numerics: Numerics
     problem: Problem
-    time_limit_seconds: float = 10.0
     solver: Solver = field(init=False)
 
     def __post_init__(self) -> None:
-        self.solver = Solver(self.problem, self.time_limit_seconds)
+        self.solver = Solver(self.problem)
 
     def plain(self) -> Choice:
         """Return the choice of no checkpointing."""
         x = np.zeros(len(self.problem.options), np.int64)
         peak = int(self.problem.row_peaks(x).max(initial=0))
         return Choice(x, peak, self.problem.plain_seconds, "optimal", self.problem.plain_seconds)
+
+    def leanest(self, time_limit_seconds: float) -> Choice:
+        """Return the choice of the lowest peak, of which no more is known than that it is not faster than plain."""
+        choice = self.solver.leanest(time_limit_seconds)
+        return dataclasses.replace(choice, status="feasible", bound=self.problem.plain_seconds)
 
     def candidate(self, choice: Choice, budget_bytes: int) -> Candidate:
         """Return a choice as a point of the frontier."""
@@ -54,39 +61,55 @@ class Combination:
             bound_seconds=choice.bound,
         )
 
-    def fastest(
-        self, budget_bytes: int, tolerance: float = FINE, time_limit_seconds: float | None = None
-    ) -> Candidate | None:
+    def fastest(self, budget_bytes: int, tolerance: float, time_limit_seconds: float) -> Candidate | None:
         """Return the fastest point within a budget, or None."""
         choice = self.solver.fastest(budget_bytes, tolerance, time_limit_seconds)
         return None if choice is None else self.candidate(choice, budget_bytes)
 
 
-def fastest(combinations: Sequence[Combination], budget_bytes: int) -> Candidate | None:
+def fastest(
+    combinations: Sequence[Combination], budget_bytes: int, time_limit_seconds: float = 10.0
+) -> Candidate | None:
     """Return the fastest point of any combination within a budget; combinations given first win near ties.
 
     Its bound is that of all combinations: none of their plans within the budget is faster.
+
+    Args:
+        combinations: Those that may be chosen.
+        budget_bytes: The budget.
+        time_limit_seconds: For all of them together; the best found by then is returned.
     """
+    deadline = time.monotonic() + time_limit_seconds
+    bounds = {i: b for i, c in enumerate(combinations) if (b := c.solver.bound(budget_bytes)) is not None}
     found: dict[int, Candidate] = {}
-    for index, combination in enumerate(combinations):
-        candidate = combination.fastest(budget_bytes, COARSE)
+    for rank, index in enumerate(sorted(bounds, key=lambda i: bounds[i])):
+        best = min((c.step_seconds for c in found.values()), default=float("inf"))
+        if bounds[index] > best:
+            continue  # the relaxed problem is already slower: nothing it has can win
+        share = (deadline - time.monotonic()) / (len(bounds) - rank + 1)
+        candidate = combinations[index].fastest(budget_bytes, COARSE, max(share, _LEAST_SECONDS))
         if candidate is not None:
             found[index] = candidate
+            bounds[index] = max(bounds[index], candidate.bound_seconds)
     if not found:
         return None
     within = min(c.step_seconds for c in found.values()) * (1 + SIMPLER_WITHIN)
-    index = next(i for i, c in found.items() if c.step_seconds <= within)
-    refined = combinations[index].fastest(budget_bytes)  # only what is chosen is worth the last tenths of a percent
-    if refined is not None and refined.step_seconds <= found[index].step_seconds:
-        found[index] = refined
-    chosen = found[index]
-    bound = min(c.bound_seconds for c in found.values())
+    index = next(i for i in sorted(found) if found[i].step_seconds <= within)
+    left = max(deadline - time.monotonic(), _LEAST_SECONDS)
+    refined = combinations[index].fastest(budget_bytes, FINE, left)  # only what is chosen is worth the last tenths
+    if refined is not None:
+        bounds[index] = max(bounds[index], refined.bound_seconds)
+        found[index] = min(found[index], refined, key=lambda c: c.step_seconds)
+    chosen, bound = found[index], min(bounds.values())
     proven = chosen.step_seconds * (1 - FINE) <= bound
-    return replace(chosen, status="optimal" if proven else "feasible", bound_seconds=bound)
+    return replace(chosen, status="optimal" if proven else "feasible", bound_seconds=min(bound, chosen.step_seconds))
 
 
 def frontier(
-    combinations: Sequence[Combination], points: int = 8, progress: Callable[[int, int], None] | None = None
+    combinations: Sequence[Combination],
+    points: int = 8,
+    progress: Callable[[int, int], None] | None = None,
+    time_limit_seconds: float = 10.0,
 ) -> list[Candidate]:
     """Return the points that no other point of the same or a stricter numerics class beats, fastest first.
 
@@ -94,25 +117,43 @@ def frontier(
         combinations: Each is solved from its plain peak down to its lowest.
         points: Budgets for each combination.
         progress: Called with how many budgets are solved, of how many.
+        time_limit_seconds: For all of them together, about; the best found by then is returned.
     """
-    found: list[Candidate] = []
+    deadline = time.monotonic() + time_limit_seconds
     total = len(combinations) * points
+    lowest_seconds = max(_LEANEST_SHARE * time_limit_seconds / len(combinations), _LEAST_SECONDS)
+    found: list[Candidate] = []
     for index, combination in enumerate(combinations):
-        plain, leanest = combination.plain(), combination.solver.leanest()
-        found.append(combination.candidate(plain, plain.peak_bytes))
+        plain, leanest = combination.plain(), combination.leanest(lowest_seconds)
+        found += [combination.candidate(choice, choice.peak_bytes) for choice in (plain, leanest)]
         for step, budget in enumerate(np.linspace(plain.peak_bytes, leanest.peak_bytes, points + 1)[1:]):
-            candidate = combination.fastest(int(budget), COARSE, combination.time_limit_seconds / _POINT_SHARE)
-            found += [candidate] if candidate is not None else []
+            done = index * points + step
+            share = max((deadline - time.monotonic()) / (total - done), _LEAST_SECONDS)
+            if not _is_beaten(combination, int(budget), found):
+                candidate = combination.fastest(int(budget), COARSE, share)
+                found += [candidate] if candidate is not None else []
             if progress is not None:
-                progress(index * points + step + 1, total)
+                progress(done + 1, total)
     return _undominated(found)
 
 
+def _is_beaten(combination: Combination, budget_bytes: int, found: Sequence[Candidate]) -> bool:
+    """Tell whether a point found needs no more bytes than a budget and is faster than a combination can be there."""
+    rivals = [c for c in found if c.peak_bytes <= budget_bytes and _rank(c.numerics) <= _rank(combination.numerics)]
+    if not rivals:
+        return False
+    bound = combination.solver.bound(budget_bytes)
+    return bound is None or min(c.step_seconds for c in rivals) <= bound
+
+
+def _rank(numerics: Numerics) -> int:
+    return NUMERICS.index(numerics)
+
+
 def _undominated(candidates: list[Candidate]) -> list[Candidate]:
-    order = {numerics: rank for rank, numerics in enumerate(NUMERICS)}
     kept: list[Candidate] = []
-    for one in sorted(candidates, key=lambda c: (order[c.numerics], c.step_seconds, c.peak_bytes)):
-        rivals = (other for other in kept if order[other.numerics] <= order[one.numerics])
+    for one in sorted(candidates, key=lambda c: (_rank(c.numerics), c.step_seconds, c.peak_bytes)):
+        rivals = (other for other in kept if _rank(other.numerics) <= _rank(one.numerics))
         if not any(r.step_seconds <= one.step_seconds and r.peak_bytes <= one.peak_bytes for r in rivals):
             kept.append(one)
     return sorted(kept, key=lambda c: c.step_seconds)

@@ -26,7 +26,7 @@ from memfit.solve.problem import Problem
 _UNIT = float(2**20)  # bytes are solved in MiB, so that coefficients stay near one
 _ROWS_A_ROUND = 24
 _LEAST_SECONDS = 0.1
-_OPTIMAL, _LIMIT = 0, 1
+_OPTIMAL, _LIMIT, _INFEASIBLE = 0, 1, 2
 FINE, COARSE = 1e-4, 2e-3
 """How near to its bound the solver stops, as a share of the step's time: the last tenths of a percent take longest."""
 
@@ -58,12 +58,10 @@ class Solver:
 
     Args:
         problem: The problem.
-        time_limit_seconds: For each call of a method, all its rounds together.
     """
 
-    def __init__(self, problem: Problem, time_limit_seconds: float = 20.0) -> None:
+    def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.time_limit_seconds = time_limit_seconds
         self._n_x, self._n_z = len(problem.options), len(problem.reasons)
         self._active: list[int] = []
         self._lowest: Choice | None = None
@@ -71,15 +69,13 @@ class Solver:
         nothing = np.zeros(self._n_x, np.int64)
         self._add_rows(nothing, -1)
 
-    def fastest(
-        self, budget_bytes: int, tolerance: float = FINE, time_limit_seconds: float | None = None
-    ) -> Choice | None:
+    def fastest(self, budget_bytes: int, tolerance: float = FINE, time_limit_seconds: float = 10.0) -> Choice | None:
         """Return the fastest choice whose peak is within a budget.
 
         Args:
             budget_bytes: The budget.
             tolerance: How much slower than the bound it may be, as a share of the step's time.
-            time_limit_seconds: None for the solver's own.
+            time_limit_seconds: Of all rounds together.
 
         Returns:
             None when there is none: proven, or neither the solver found one within its time limit nor does a
@@ -88,21 +84,19 @@ class Solver:
         if not self._n_x:
             nothing = self._nothing_to_choose()
             return nothing if nothing.peak_bytes <= budget_bytes else None
-        slower = [o.seconds for o in self.problem.options]
-        # The last variable is always 1: with the plain step's time in it, the objective is the step's time.
-        cost = np.concatenate([slower, np.zeros(self._n_z), [self.problem.plain_seconds]])
-        scale = 1.0 / max(max(slower), 1e-12)
-        limit_seconds = self.time_limit_seconds if time_limit_seconds is None else time_limit_seconds
-        deadline = time.monotonic() + limit_seconds
-        self._add_relaxed_rows(cost * scale, budget_bytes, deadline)
-        margin, proven = 0, 0.0
+        deadline = time.monotonic() + time_limit_seconds
+        cost, scale = self._step_cost()
+        relaxed = self._relaxed(cost, budget_bytes, deadline)
+        if relaxed is None:
+            return None
+        margin, proven = 0, max(self.problem.plain_seconds, relaxed / scale)
         while True:
             rows, base = self._row_matrix()
             limit = LinearConstraint(_with_column(rows, 0.0), -np.inf, (budget_bytes - margin - base) / _UNIT)
-            result = self._run(cost * scale, limit, deadline, (1.0, 1.0), tolerance)
+            result = self._run(cost, limit, deadline, (1.0, 1.0), tolerance)
             if margin == 0:
                 bound = float(result.mip_dual_bound or 0.0) / scale
-                proven = max(self.problem.plain_seconds, proven, bound if np.isfinite(bound) else 0.0)
+                proven = max(proven, bound if np.isfinite(bound) else 0.0)
             if result.x is None:
                 return self._first_level_within(budget_bytes, proven) if result.status == _LIMIT else None
             x = np.round(result.x[: self._n_x]).astype(np.int64)
@@ -115,13 +109,29 @@ class Solver:
                 return self._choice(x, _OPTIMAL if near else _LIMIT, bound)
             margin = max(2 * margin, excess)  # the solver's tolerance let through what does not fit
 
-    def leanest(self, time_limit_seconds: float | None = None) -> Choice:
+    def bound(self, budget_bytes: int, time_limit_seconds: float = 10.0) -> float | None:
+        """Return a lower bound on the seconds of every choice within a budget, found fast; None if there is none."""
+        if not self._n_x:
+            nothing = self._nothing_to_choose()
+            return nothing.seconds if nothing.peak_bytes <= budget_bytes else None
+        cost, scale = self._step_cost()
+        relaxed = self._relaxed(cost, budget_bytes, time.monotonic() + time_limit_seconds)
+        return None if relaxed is None else max(self.problem.plain_seconds, relaxed / scale)
+
+    def leanest(self, time_limit_seconds: float = 10.0) -> Choice:
         """Return a choice of the lowest peak, the faster of two alike; solved once."""
         if self._lowest is None:
-            self._lowest = self._solve_leanest(
-                self.time_limit_seconds if time_limit_seconds is None else time_limit_seconds
-            )
+            self._lowest = self._solve_leanest(time_limit_seconds)
         return self._lowest
+
+    def _step_cost(self) -> tuple[Floats, float]:
+        """Return the scaled cost of each variable, and the scale.
+
+        The last variable is always 1: with the plain step's time in it, the objective is the step's time.
+        """
+        slower = [o.seconds for o in self.problem.options]
+        scale = 1.0 / max(max(slower), 1e-12)
+        return np.concatenate([slower, np.zeros(self._n_z), [self.problem.plain_seconds]]) * scale, scale
 
     def _solve_leanest(self, time_limit_seconds: float) -> Choice:
         if not self._n_x:
@@ -131,8 +141,7 @@ class Solver:
         cost = np.append(seconds * (1e-3 / max(float(seconds.sum()), 1e-12)), 1.0)
         deadline = time.monotonic() + time_limit_seconds
         lowest = min(self._levels(), key=self._peak_bytes)
-        self._add_relaxed_rows(cost, None, deadline)
-        bound = 0.0
+        bound = max(0.0, (self._relaxed(cost, None, deadline) or 0.0) - 1e-3) * _UNIT
         while True:
             rows, base = self._row_matrix()
             limit = LinearConstraint(_with_column(rows, -1.0), -np.inf, -base / _UNIT)
@@ -148,27 +157,31 @@ class Solver:
                     return self._choice(x, _OPTIMAL, bound)
                 return self._choice(lowest, _LIMIT, bound)
 
-    def _add_relaxed_rows(self, cost: Floats, budget_bytes: int | None, deadline: float) -> None:
-        """Take up the rows that fractional choices violate, which are found fast, until there are none.
+    def _relaxed(self, cost: Floats, budget_bytes: int | None, deadline: float) -> float | None:
+        """Solve the problem with fractions of options, which is fast, taking up the rows that it violates.
 
         Args:
             cost: Of each variable.
             budget_bytes: The budget; None where the last variable is the peak.
             deadline: When to stop, as `time.monotonic` counts.
+
+        Returns:
+            The lowest cost, or of fewer rows when time is up, which is no more; None if nothing is within the budget.
         """
-        free = budget_bytes is None
-        while time.monotonic() < deadline:
+        lowest = 0.0
+        while True:
             rows, base = self._row_matrix()
             upper = -base if budget_bytes is None else budget_bytes - base
-            limit = LinearConstraint(_with_column(rows, -1.0 if free else 0.0), -np.inf, upper / _UNIT)
-            last = (0.0, np.inf) if free else (1.0, 1.0)
+            limit = LinearConstraint(_with_column(rows, -1.0 if budget_bytes is None else 0.0), -np.inf, upper / _UNIT)
+            last = (0.0, np.inf) if budget_bytes is None else (1.0, 1.0)
             result = self._run(cost, limit, deadline, last, FINE, integral=False)
             if result.x is None:
-                return
+                return None if result.status == _INFEASIBLE else lowest
+            lowest = float(result.fun)
             allowed = result.x[-1] * _UNIT if budget_bytes is None else float(budget_bytes)
             peaks = self.problem.live_bytes(result.x[: self._n_x], result.x[self._n_x : -1])
-            if not self._take_up(peaks, allowed + 1024):
-                return
+            if not self._take_up(peaks, allowed + 1024) or time.monotonic() > deadline:
+                return lowest
 
     def _first_level_within(self, budget_bytes: int, bound: float) -> Choice | None:
         """Return the fastest level that fits, for want of anything better."""
