@@ -74,7 +74,8 @@ def test_the_comparison_notices_another_seed_or_one_bit() -> None:
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("name", BUILDERS)
 def test_keeping_operators_changes_no_bit(name: str, precision: Precision) -> None:
-    found = {o.fqn: o.keep for o in options(Regions(plain_trace(name, precision)), COSTS) if o.keep}
+    every = [region for o in options(Regions(plain_trace(name, precision)), COSTS) for region in o.regions]
+    found = {region.modules[0]: region.keep for region in every if region.keep}
     found = {f: k for f, k in found.items() if not any(f.startswith(f"{other}.") for other in found)}
     plain = trained(BUILDERS[name](), {}, precision=precision, steps=1)
     assert not differing(trained(BUILDERS[name](), found, precision=precision, steps=1), plain)

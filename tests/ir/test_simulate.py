@@ -65,7 +65,7 @@ def test_simulated_checkpointing_is_the_applied_one(name: str, microbatches: int
 @pytest.mark.parametrize("name", BUILDERS)
 def test_simulated_checkpointing_under_autocast_is_the_applied_one(name: str, microbatches: int) -> None:
     simulated, applied = both(name, "bf16-mixed", microbatches, seed=5)
-    assert not differs(simulated, applied, slack=0.03 if name in SHARES_CASTS else 0.0)
+    assert not differs(simulated, applied, slack=0.04 if name in SHARES_CASTS else 0.0)
 
 
 def test_four_microbatches_are_simulated_from_two() -> None:
@@ -86,7 +86,7 @@ def test_the_comparison_notices_checkpointing_that_is_not_applied() -> None:
     plain = simulate(plain_trace("convnet", large=True), COSTS)
     simulated, applied = both("convnet", "32-true", 1, 0)
     assert differs(plain, applied)
-    assert differs(simulated, plain, slack=0.03)
+    assert differs(simulated, plain, slack=0.04)
 
 
 def test_an_unknown_region_is_refused() -> None:

@@ -44,10 +44,11 @@ def checkpointed(model: nn.Module, regions: Sequence[Region]) -> Iterator[None]:
     _check(modules, regions)
     before = {fqn: modules[fqn].__dict__.get("forward") for region in regions for fqn in region.modules}
     try:
-        for region in regions:
+        for region in sorted(regions, key=lambda one: len(one.modules)):  # a run is around its modules' own regions
             passes = _Passes(region, [modules[fqn] for fqn in region.modules])
             for position, fqn in enumerate(region.modules):
-                modules[fqn].forward = _Recomputed(modules[fqn], before[fqn], passes, position)
+                inner = modules[fqn].__dict__.get("forward")
+                modules[fqn].forward = _Recomputed(modules[fqn], inner, passes, position)
         yield
     finally:
         for fqn, forward in before.items():
@@ -86,14 +87,14 @@ def _check(modules: Mapping[str, nn.Module], regions: Sequence[Region]) -> None:
 
 
 def _check_nested(inner: str, region: Region, outer: str, around: Region) -> None:
-    if inner == outer:
+    if inner == outer and len(region.modules) == len(around.modules):
         raise PlanError(f"the plan checkpoints {inner!r} twice: remove it from one of its levers.regions")
     if region is around:
         raise PlanError(
             f"the plan checkpoints {inner!r} and {outer!r} around it as modules of one run: a run's modules are called"
             " one after the other; remove one of the two from it"
         )
-    if around.keep:
+    if around.keep and not (inner == outer and len(region.modules) > len(around.modules)):
         raise PlanError(
             f"the plan checkpoints {inner!r} within {outer!r}, which keeps operators of its own: set the keep of the"
             " region of the latter to (), or remove one of the two from levers.regions"

@@ -18,7 +18,6 @@ A frame is alive as long as autograd's hooks are, and nothing in it refers to th
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import itertools
 import threading
@@ -86,10 +85,6 @@ class _Generators:
             devices, states = get_device_states(*places.values())
         return cls(torch.get_rng_state(), kind, devices, states)
 
-    def contents(self) -> list[Any]:
-        """Return the states as bytes: comparing tensors would be an operator of the user's step."""
-        return [self.devices, *(ctypes.string_at(s.data_ptr(), s.numel()) for s in (self.cpu, *self.states))]
-
     def restore(self) -> None:
         torch.set_rng_state(self.cpu)
         if self.devices:
@@ -98,12 +93,12 @@ class _Generators:
 
 @dataclasses.dataclass
 class _Call:
-    """One call of a module; `generators` where they are not as the call before left them."""
+    """One call of a module."""
 
     module: str
     forward: Callable[..., Any]
     given: Any
-    generators: _Generators | None
+    generators: _Generators
     outputs: Sequence[int] = ()
 
 
@@ -149,7 +144,6 @@ class Frame:
         self._saved: list[tuple[torch.Tensor, list[tuple[int, bool]]]] = []
         self._known: dict[int, _Known] = {}
         self._last_use: list[int] = []
-        self._left: list[Any] = []
         self._running = modules[0]
 
     def takes(self, position: int) -> bool:
@@ -170,7 +164,6 @@ class Frame:
             out = forward(*args, **kwargs)
         if not self.closed:
             self._calls[-1].outputs = [self._know(t) for t in tensors_in(out)]
-            self._left = _Generators.of(tensors_in((args, kwargs))).contents()
         return out
 
     def _noted(self, position: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> _Call:
@@ -196,9 +189,7 @@ class Frame:
             history = [(n, t.requires_grad and not t.is_leaf) for n, t in fresh.items()]
             anchor = torch.empty(0, requires_grad=True)
             self._saved.append((_Save.apply(anchor, held), history))  # type: ignore[no-untyped-call]
-        generators = _Generators.of(tensors)
-        changed = generators.contents() != self._left
-        return _Call(self.modules[position], forward, given, generators if changed else None)
+        return _Call(self.modules[position], forward, given, _Generators.of(tensors))
 
     def _know(self, tensor: torch.Tensor) -> int:
         number = len(self._last_use)
@@ -246,8 +237,7 @@ class Frame:
         """Run the calls; a value is let go of after the last call that takes it."""
         for index, call in enumerate(self._calls):
             self._running = call.module
-            if call.generators is not None:
-                call.generators.restore()
+            call.generators.restore()
             args, kwargs = mapped(call.given, Value, lambda value: values[value.number])
             for number in [n for n in values if self._last_use[n] <= index]:
                 del values[number]
@@ -268,7 +258,7 @@ class Frame:
     @contextlib.contextmanager
     def _as_before(self) -> Iterator[None]:
         """Set back what the calls depend on besides their arguments, until the context is left."""
-        generators = [call.generators for call in self._calls if call.generators is not None]
+        generators = [call.generators for call in self._calls]
         kind = generators[0].kind
         devices = {d for g in generators if g.kind == kind for d in g.devices}
         with contextlib.ExitStack() as stack:

@@ -10,8 +10,8 @@ nesting. For each call of a region:
    it, or, where saved, until the backward pass lets go of that save.
 4. What regions inside it save is not kept by the recomputation either, but for their arguments; it ends
    with the last save outside of them, or where the last of them begins. Each runs again in its turn.
-5. The state of the CPU's random generator is kept from each module call until the last of its saves
-   dies, and another one while its operators run again.
+5. The state of the CPU's random generator is kept from each module call until the last of the region's
+   saves dies, and another one while its operators run again.
 """
 
 from __future__ import annotations
@@ -31,13 +31,20 @@ class Copy:
         storage: The storage of which it is a copy.
         born: The forward operator that allocates it again.
         released: The last forward operator of the recomputation at which it is alive.
-        death: The backward operator after which it is let go of; -1 if it ends within the recomputation.
+        death: The backward operator after which it is let go of; -1 if none needs it.
+        taken_by: A region call inside that takes it as an argument, the last to run again: until then it is alive.
     """
 
     storage: int
     born: int
     released: int
     death: int
+    taken_by: RegionCall | None = None
+
+    @property
+    def survives(self) -> bool:
+        """Whether it outlives its recomputation."""
+        return self.death >= 0 or self.taken_by is not None
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +57,7 @@ class Recomputation:
         cut: One past the last operator that runs again.
         kept: The operators that do not, though before it.
         copies: The storages born again.
-        states: How many module calls' generator states it needs, its own and those inside.
+        states: How many states of the random generators it takes: one, and those of the regions inside.
     """
 
     region: RegionCall
@@ -99,25 +106,28 @@ def _recomputation(
     regions: Regions, region: RegionCall, kept: frozenset[int], children: Sequence[RegionCall], depth: int
 ) -> Recomputation:
     trace = regions.trace
-    elsewhere = {save for child in children for save in child.saves}
     deaths: dict[int, list[int]] = defaultdict(list)
+    taken_by: dict[int, RegionCall] = {}
+    elsewhere = {save for child in children for save in child.saves}
     cut = max((child.start for child in children), default=region.start)
     for index in region.saves:
         if index not in elsewhere:
             save = trace.saves[index]
             deaths[save.storage].append(save.death)
             cut = max(cut, save.at)
-    for child in children:
-        for storage in child.inputs:
-            deaths[storage].append(child.end)
+    for child in sorted(children, key=lambda child: child.recompute_at):
+        taken_by |= dict.fromkeys(child.inputs, child)
+        for save in (trace.saves[index] for index in child.saves):
+            if save.storage in child.inputs:
+                deaths[save.storage].append(save.death)
     cut = min(cut, region.stop)
     copies = tuple(
-        Copy(storage, op, released(regions, storage, cut), max(deaths[storage], default=-1))
+        Copy(storage, op, released(regions, storage, cut), max(deaths[storage], default=-1), taken_by.get(storage))
         for op in range(region.start, cut)
         if op not in kept
         for storage in trace.births[op]
     )
-    states = len(region.calls) + sum(len(child.calls) for child in children)
+    states = 1 + sum(len(child.calls) for child in children)
     return Recomputation(region, depth, cut, kept, copies, states)
 
 

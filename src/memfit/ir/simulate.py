@@ -69,12 +69,14 @@ class Replay:
         self.points: list[tuple[int, Recomputation | None]] = []
         self.position: list[int] = []
         self.segment: dict[RegionCall, int] = {}
+        self.segment_end: dict[RegionCall, int] = {}
         pending = list(reversed(self.recomputations))
         for op in range(len(self.trace.ops)):
             while pending and pending[-1].region.recompute_at <= op:
                 again = pending.pop()
                 self.segment[again.region] = len(self.points)
                 self.points += [(i, again) for i in range(again.region.start, again.cut)]
+                self.segment_end[again.region] = len(self.points) - 1
             self.position.append(len(self.points))
             self.points.append((op, None))
         self.position.append(len(self.points))
@@ -94,9 +96,10 @@ class Replay:
         """Return the generator's states that checkpointing keeps: until the last save dies, and while it recomputes."""
         nbytes, start, region = self.regions.generator_state_bytes, self.segment[again.region], again.region
         if nbytes:
-            first, last = self.position[region.start], self.position[region.end]
-            yield Life(-1, nbytes * len(region.calls), "activations", first, last)
-            yield Life(-1, nbytes * again.states, "activations", start, start + max(again.cut - region.start, 1) - 1)
+            for call in region.calls:
+                first, last = self.position[self.trace.calls[call].start], self.position[region.end]
+                yield Life(-1, nbytes, "activations", first, last)
+            yield Life(-1, nbytes * again.states, "activations", start, max(start, self.segment_end[region]))
 
     def timeline(self) -> Timeline:
         """Return memory and time at every point."""
@@ -145,6 +148,8 @@ class Replay:
             last = base + copy.released
             if copy.death >= 0:
                 last = max(last, self.position[copy.death])
+            if copy.taken_by is not None:
+                last = max(last, self.segment_end[copy.taken_by])
             storage = self.trace.storages[copy.storage]
             yield Life(copy.storage, storage.nbytes, storage.category, base + copy.born, last)
 
@@ -178,4 +183,4 @@ def overhead_seconds(trace: Trace, costs: CostTable, again: Recomputation) -> fl
     region = again.region
     times = trace.scale_microbatches - 1 if trace.microbatches > 1 and trace.calls[region.calls[0]].microbatch else 1
     per_op = costs.selective_op_seconds * (region.stop - region.start) if again.kept else 0.0
-    return times * (costs.checkpoint_seconds * again.states + per_op)
+    return times * (costs.checkpoint_seconds * len(region.calls) + per_op)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,8 +135,9 @@ class _Builder:
             self._add_original(index)
         rows = [Row(axis) for axis in self.op_axis]
         for j, option in enumerate(self.options):
+            gaps = {again.region: self.gap_axis[again.order] for again in option.recomputations}
             for again in option.recomputations:
-                self._add_copies(j, again)
+                self._add_copies(j, again, gaps)
                 rows.append(Row(self.gap_axis[again.order], j, self._inner_peak(again, workspace)))
         base = np.cumsum(self.base)[: self.length] + self.costs.resident_workspace_bytes
         base[self.op_axis] += np.array(workspace, np.int64)
@@ -213,14 +214,16 @@ class _Builder:
             line[first] += nbytes
             line[min(last, self.length - 1) + 1] -= nbytes
 
-    def _add_copies(self, j: int, again: Recomputation) -> None:
-        gap, region = self.gap_axis[again.order], again.region
-        state_bytes = self.regions.generator_state_bytes * len(region.calls)
-        self._mark(self.x[j], self._place(region.start), self._place(region.end), state_bytes)
+    def _add_copies(self, j: int, again: Recomputation, gaps: Mapping[RegionCall, int]) -> None:
+        gap, region = gaps[again.region], again.region
+        for call in region.calls:
+            first, last = self._place(self.trace.calls[call].start), self._place(region.end)
+            self._mark(self.x[j], first, last, self.regions.generator_state_bytes)
         for copy in again.copies:
-            if copy.death >= region.recompute_at:
-                nbytes = self.trace.storages[copy.storage].nbytes
-                self._mark(self.x[j], gap + 1, self._place(copy.death), nbytes)
+            if copy.survives:
+                last = self._place(copy.death) if copy.death >= 0 else gap
+                last = max(last, gaps[copy.taken_by]) if copy.taken_by is not None else last
+                self._mark(self.x[j], gap + 1, last, self.trace.storages[copy.storage].nbytes)
 
     def _inner_peak(self, again: Recomputation, workspace: list[int]) -> int:
         """Return the most bytes that a recomputation adds to what is alive when it starts."""
@@ -228,7 +231,7 @@ class _Builder:
         change = np.zeros(again.cut - region.start + 1, np.int64)
         for copy in again.copies:
             change[copy.born - region.start] += storages[copy.storage].nbytes
-            if copy.death < region.recompute_at:
+            if not copy.survives:
                 change[copy.released - region.start + 1] -= storages[copy.storage].nbytes
         saved = {self.trace.saves[s].storage for s in region.saves}
         for storage in (s for op in again.kept for s in self.trace.births[op] if s not in saved):
