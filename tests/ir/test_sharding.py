@@ -222,7 +222,8 @@ def test_what_is_resident_is_one_shard_and_gradients_are_reduced_once(
 @given(names, shardings, st.integers(0, 1000))
 def test_checkpointing_applies_to_a_sharded_step(name: str, given: Sharding, seed: int) -> None:
     trace = plain_trace(name)
-    selection = random_selection(random.Random(seed), options(Regions(trace), COSTS))
+    single = [option for option in options(Regions(trace), COSTS) if len(option.modules) == 1]
+    selection = random_selection(random.Random(seed), single)
     sharded = shard(trace, given)
     plain, chosen = simulate(sharded, COSTS), simulate(sharded, COSTS, selection)
     assert all(value >= 0 for values in chosen.live_bytes.values() for value in values)

@@ -188,7 +188,8 @@ class Solver:
         fitting = [x for x in self._levels() if self._peak_bytes(x) <= budget_bytes]
         if not fitting:
             return None
-        return self._choice(min(fitting, key=self.problem.seconds), _LIMIT, bound)
+        x = min(fitting, key=self.problem.seconds)
+        return self._choice(x, _LIMIT, min(bound, self.problem.seconds(x)))
 
     def _levels(self) -> list[Ints]:
         """Return nothing, and for each depth all of its modules computed again whole: where little time is, a start."""
