@@ -91,7 +91,8 @@ def _of_model(rows: Sequence[Case], model: str, kind: str) -> Iterator[Cell]:
     peers = [row for row in measured if row["method"] != OURS and not is_wrong(row)]
     if not measured:
         return
-    for ours in (row for row in here if row["method"] == OURS and "share" in row):
+    plans = [row for row in here if row["method"] == OURS and "share" in row]
+    for ours in sorted(plans, key=lambda row: float(row["share"]), reverse=True):
         budget = int(ours["share"] * measured[0]["plain_peak_bytes"])
         fitting = [p for p in peers if _peak(p) <= budget and p.get("share", ours["share"]) == ours["share"]]
         best = min(_well_timed(fitting), key=lambda row: float(row["ratio"]), default=None)
@@ -138,7 +139,7 @@ def _summary(rows: Sequence[Case], kind: str) -> dict[str, Any]:
     cells = cells_of(rows, kind)
     compared = [cell.ratio for cell in cells if cell.ratio is not None]
     below = [cell for cell in cells if cell.share < _BELOW and (cell.best is not None or cell.reached)]
-    gaps = [row["gap"] for row in _ours(rows, kind) if "gap" in row]
+    gaps = [row["gap"] for row in _ours(rows, kind) if "gap" in row and "share" in row]
     return {
         "worst_ratio_to_best_peer": max(compared, default=None),
         "median_ratio_to_best_peer": statistics.median(compared) if compared else None,

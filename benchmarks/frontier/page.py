@@ -169,7 +169,7 @@ def model_chart(rows: Sequence[Case], model: str, kind: Kind = "eager") -> str:
     times = [y for line in lines for _, y in line.points]
     return chart(
         f"Time over peak, {model}",
-        "Each step over the plain one; parameters, gradients and optimizer state are in the peak",
+        "Both over the plain step's; the whole step, parameters included",
         [Panel("", lines)],
         Axis("peak, of the plain step's", _around(_BUDGETS, peaks), lambda value: f"{value:.0%}"),
         Axis("time, of the plain step's", _around(_TIMES, times), lambda value: f"{value:g}"),

@@ -131,7 +131,8 @@ def test_a_cell_that_only_memfit_reaches_counts_for_it() -> None:
 
 
 def test_a_higher_lowest_peak_a_gap_and_a_time_that_grows_with_the_budget_show() -> None:
-    found = summary(ours(0.75, 0.7, 1.2, gap=0.3), ours(0.45, 0.44, 1.1), row(OURS, LOWEST, 0.42, 1.3, bitwise=False))
+    lowest = row(OURS, LOWEST, 0.42, 1.3, bitwise=False, gap=0.9)
+    found = summary(ours(0.75, 0.7, 1.2, gap=0.3), ours(0.45, 0.44, 1.1), lowest)
     assert found["lowest_peak_ratio_to_best_peer"]["gpt"] == pytest.approx(1.2)
     assert found["largest_gap"] == 0.3
     assert found["predicted_time_grows"] == ["gpt eager 45% to 75%"]
