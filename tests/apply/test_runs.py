@@ -429,3 +429,61 @@ def test_any_runs_in_any_nest_change_no_bit(seed: int, deep: int) -> None:
         regions.append(Region(("",)))
         regions = [Region(r.modules) if any(b.startswith("blocks") for b in r.modules) else r for r in regions]
     assert not differing(results(chain(), loss, regions, steps=1), results(chain(), loss, steps=1))
+
+
+def test_what_a_region_within_another_keeps_is_dropped_and_made_again_with_it() -> None:
+    """It counts as saved by the outer one, whose recomputation runs it, so that the inner one's does not."""
+    outer, part = blocks(0, 1, 2), "blocks.1.f"
+    assert again([outer, Region((part,))])[ADDMM] == 6 + 2
+    assert again([outer, Region((part,), (f"{ADDMM}#0",))])[ADDMM] == 6 + 1
+    # The run's recomputation goes on within its last region, up to what that keeps.
+    last = [Region(("blocks.0.f",)), Region((part,)), Region(("blocks.2.f",), (f"{ADDMM}#0",))]
+    assert again([outer, *last])[ADDMM] == (2 + 2 + 1) + (2 + 2 + 1)
+
+    def kept_bytes(keep: tuple[str, ...]) -> int:
+        model = chain()
+        with checkpointed(model, [outer, Region((part,), keep)]):
+            loss(model, 1024)
+            with allocated() as meter:
+                value = loss(model, 1024)
+            del value
+        return meter.net_bytes
+
+    assert kept_bytes((f"{ADDMM}#0",)) == kept_bytes(())
+
+
+def test_kept_outputs_that_were_changed_or_taken_are_made_again() -> None:
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.b(self.a(x).relu_().sin())
+
+    torch.manual_seed(0)
+    model = nn.Sequential(InPlace(), nn.Linear(16, 3))
+    region = [Region(("0",), (f"{ADDMM}#0", f"{ADDMM}#1", "aten.relu_.default#0"))]
+    assert not differing(results(model, loss, region), results(model, loss))
+    with checkpointed(model, region):
+        value = loss(model)
+        first = torch.autograd.grad(value, list(model.parameters()), retain_graph=True)
+        second = torch.autograd.grad(value, list(model.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_graphs_that_reach_a_frame_through_the_parents_tensors_are_let_go_of() -> None:
+    """An argument that the parent computed from an earlier output holds the graph of the frame that keeps it."""
+    torch.manual_seed(0)
+    model = Wild([0, 1, 2, 3], "new")
+    with checkpointed(model, [blocks(0, 1, 2, 3)]):
+        loss(model)
+        gc.collect()
+        gc.disable()
+        try:
+            with allocated() as meter:
+                for _ in range(3):
+                    loss(model)
+        finally:
+            gc.enable()
+    assert meter.net_bytes == 0

@@ -217,3 +217,34 @@ class TestApply:
     def test_illegal_microbatch_size_is_refused(self, plan: Plan, size: int) -> None:
         with pytest.raises(PlanError, match="microbatch_size"):
             memfit.apply(replace(plan, levers=replace(plan.levers, microbatch_size=size)), tiny())
+
+
+class Caching(nn.Module):
+    """Cheap to run again, and adds what it saw before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.tanh()
+        self.seen.append(y.detach().mean(0, keepdim=True))
+        return (y * torch.cat(self.seen).unsqueeze(1).expand(-1, 4, -1).sum((0, 1))).sin().cos().tanh()
+
+
+def test_modules_that_do_something_else_when_they_run_again_are_left_out() -> None:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256), nn.Tanh()) for _ in range(3)]
+    model = nn.Sequential(blocks[0], Caching(), blocks[1], Caching(), blocks[2])
+    workload = Workload(
+        model=model,
+        batch=torch.randn(2048, 256),
+        loss_fn=lambda model, batch: model(batch).square().mean(),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        name="caching",
+    )
+    budget = int(0.95 * memfit.estimate(workload).peak_bytes)
+    plan = memfit.plan(workload, budget=budget, numerics="exact", points=1)
+    assert {note[:20] for note in plan.notes} == {"1 is not recomputed:", "3 is not recomputed:"}
+    assert plan.levers.regions and not {f for r in plan.levers.regions for f in r.modules} & {"1", "3"}
+    assert measured(workload, plan.levers) <= plan.budget_bytes

@@ -15,7 +15,7 @@ from memfit.errors import PlanMismatchError
 from memfit.ir.plan import Levers, Plan
 from memfit.ir.remat import Region
 from memfit.pipeline import verifying
-from memfit.pipeline.verifying import verify
+from memfit.pipeline.verifying import probe_regions, verify
 from memfit.recipes import brain_segmentation, byte_lm
 from memfit.workload import Workload
 from tests.workloads import other, tiny
@@ -123,3 +123,44 @@ def test_microbatches_are_equal_to_rounding() -> None:
     assert found.loss_difference < 1e-5
     assert 0.0 < found.gradient_difference < 1e-4
     assert not found.bitwise
+
+
+class Counting(torch.nn.Module):
+    """Scales by how often it was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return (x * (1 + self.calls / 8)).sin()
+
+
+def counting() -> Workload:
+    torch.manual_seed(0)
+    blocks = [
+        torch.nn.Sequential(torch.nn.Linear(32, 128), torch.nn.GELU(), torch.nn.Linear(128, 32)) for _ in range(4)
+    ]
+    blocks[2].insert(1, Counting())
+    model = torch.nn.Sequential(*blocks)
+    batch = torch.randn(256, 32)
+    return Workload(
+        model=model,
+        batch=batch,
+        loss_fn=lambda model, batch: model(batch).square().mean(),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        name="counting",
+    )
+
+
+def test_a_region_that_is_recomputed_to_other_values_is_named() -> None:
+    workload = counting()
+    regions = (Region(("0", "1")), Region(("2", "3")))
+    found = probe_regions(workload, Levers(microbatch_size=256, regions=regions))
+    assert list(found) == [regions[1]]
+    assert found[regions[1]].startswith("2, run again, does something else (")
+    assert not probe_regions(workload, Levers(microbatch_size=256, regions=regions[:1]))
+    plan = memfit.plan(workload, budget="1GiB", numerics="exact", points=1)
+    verification = verify(replace(plan, levers=replace(plan.levers, regions=regions)), workload)
+    assert "a region of the plan can't be recomputed: 2, run again" in "".join(verification.failures)

@@ -1,7 +1,9 @@
 """Activation checkpointing as a lever: regions whose forward pass runs again in the backward pass.
 
 A region is a module, or a run of modules that their parent calls one after the other. `module.forward` is wrapped on
-the instance, so that names, hooks and state dicts stay as they are; `memfit.apply.frame` says what then happens.
+the instance, so that names, hooks and state dicts stay as they are; `memfit.apply.frame` says what then happens. A
+module that is compiled stays so, and the compiled code is run again; where a region lies within compiled code, the
+compiler leaves it out.
 """
 
 from __future__ import annotations
@@ -10,17 +12,17 @@ import contextlib
 import functools
 import itertools
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch._compile import _disable_dynamo
 
-from memfit.apply.frame import Context, Frame
+from memfit.apply.frame import Frame
+from memfit.apply.keep import Kept, Wanted
 from memfit.errors import PlanError, PlanMismatchError
-from memfit.ir.remat import Keep, Region
+from memfit.ir.remat import Region
 
 
 @contextlib.contextmanager
@@ -42,19 +44,20 @@ def checkpointed(model: nn.Module, regions: Sequence[Region]) -> Iterator[None]:
     """
     modules = dict(model.named_modules())
     _check(modules, regions)
-    before = {fqn: modules[fqn].__dict__.get("forward") for region in regions for fqn in region.modules}
+    places = {fqn: _place(modules[fqn]) for region in regions for fqn in region.modules}
+    before = {fqn: modules[fqn].__dict__.get(place) for fqn, place in places.items()}
     try:
         for region in sorted(regions, key=lambda one: len(one.modules)):  # a run is around its modules' own regions
             passes = _Passes(region, [modules[fqn] for fqn in region.modules])
             for position, fqn in enumerate(region.modules):
-                inner = modules[fqn].__dict__.get("forward")
-                modules[fqn].forward = _Recomputed(modules[fqn], inner, passes, position)
+                inner = modules[fqn].__dict__.get(places[fqn])
+                setattr(modules[fqn], places[fqn], _Recomputed(modules[fqn], inner, passes, position))
         yield
     finally:
         for fqn, forward in before.items():
-            modules[fqn].__dict__.pop("forward", None)
+            modules[fqn].__dict__.pop(places[fqn], None)
             if forward is not None:
-                modules[fqn].forward = forward
+                setattr(modules[fqn], places[fqn], forward)
 
 
 def is_checkpointed(model: nn.Module) -> bool:
@@ -62,8 +65,13 @@ def is_checkpointed(model: nn.Module) -> bool:
     return any(_is_recomputed(module) for module in model.modules())
 
 
+def _place(module: nn.Module) -> str:
+    """Return the attribute that a module's call goes through: `module.compile()` puts one before `forward`."""
+    return "forward" if module._compiled_call_impl is None else "_compiled_call_impl"
+
+
 def _is_recomputed(module: nn.Module) -> bool:
-    return isinstance(module.__dict__.get("forward"), _Recomputed)
+    return isinstance(module.__dict__.get(_place(module)), _Recomputed)
 
 
 def _within(inner: str, outer: str) -> bool:
@@ -105,7 +113,8 @@ class _Passes:
     """The passes through a region. Copies with its modules (`copy.deepcopy`), with no pass open."""
 
     def __init__(self, region: Region, modules: Sequence[nn.Module]) -> None:
-        self.region = region
+        self.modules = region.modules
+        self.wanted = Wanted(region.keep) if region.keep else None
         inside = {id(m): m for module in modules for m in module.modules()}
         self.normalisations = [m for m in inside.values() if isinstance(m, nn.modules.batchnorm._NormBase)]
         self._open: Callable[[], Frame | None] = _nothing
@@ -117,17 +126,13 @@ class _Passes:
         """Run a module's forward pass, as part of the pass that is open where it follows on."""
         frame = self._open()
         if frame is None or not frame.takes(position):
-            frame = Frame(self.region.modules, self.normalisations, self._contexts())
+            frame = Frame(self.modules, self.normalisations, Kept(self.wanted) if self.wanted else None)
         self._open = _nothing
         out = frame.call(position, forward, args, kwargs)
         if not frame.closed:
             # Autograd's hooks hold the frame; where nothing was saved yet, there are none.
             self._open = weakref.ref(frame) if frame.holders else functools.partial(_itself, frame)
         return out
-
-    def _contexts(self) -> tuple[Context, Context]:
-        keep = self.region.keep
-        return _selective_contexts(keep) if keep else (contextlib.nullcontext(), contextlib.nullcontext())
 
 
 def _nothing() -> None:
@@ -144,24 +149,9 @@ class _Recomputed:
     def __init__(self, module: nn.Module, forward: Callable[..., Any] | None, passes: _Passes, position: int) -> None:
         self.module, self.forward, self.passes, self.position = module, forward, passes, position
 
+    @_disable_dynamo  # within compiled code a region runs as it is: the compiler traces no hooks of saved tensors
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = self.forward or functools.partial(type(self.module).forward, self.module)
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         return self.passes.call(self.position, forward, args, kwargs)
-
-
-def _selective_contexts(keep: Keep) -> tuple[Context, Context]:
-    """Return contexts that keep the outputs of operators named "overload#occurrence"."""
-    wanted = frozenset(keep)
-    seen: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
-
-    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        name = str(operator)
-        count = seen[context.is_recompute]
-        key = f"{name}#{count[name]}"
-        count[name] += 1
-        return CheckpointPolicy.MUST_SAVE if key in wanted else CheckpointPolicy.PREFER_RECOMPUTE
-
-    first, again = create_selective_checkpoint_contexts(policy)
-    return first, again

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import threading
 import weakref
@@ -27,27 +28,35 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils.checkpoint import get_device_states, set_device_states
 
+from memfit.apply import probe
 from memfit.apply.containers import Value, mapped, tensors_in
+from memfit.apply.keep import Keeping, Kept, Reusing, hooks_around
 from memfit.errors import MemfitError, RecomputationError
 
-Context = contextlib.AbstractContextManager[Any]
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _outside_of_backward = itertools.count(-2, -1)
 
 
 class Holder:
-    """What autograd holds in place of a tensor; `recomputed` has it again, by the backward pass that needs it."""
+    """What autograd holds in place of a tensor.
 
-    __slots__ = ("__weakref__", "device", "dtype", "recomputed", "shape")
+    Attributes:
+        recomputed: The tensor again, by the backward pass that needs it.
+        original: The tensor itself, where recomputations are probed; otherwise None.
+    """
+
+    __slots__ = ("__weakref__", "device", "dtype", "original", "recomputed", "shape")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
         self.recomputed: dict[int, torch.Tensor] = {}
+        self.original: torch.Tensor | None = None
 
 
 class _Save(torch.autograd.Function):
@@ -117,7 +126,7 @@ class Frame:
     Args:
         modules: The FQNs of the region.
         normalisations: Modules within that track statistics.
-        contexts: Around the forward pass, and around its recomputation.
+        kept: The outputs of operators that are kept all the same.
 
     Attributes:
         last: The position in the region of the module called last.
@@ -128,15 +137,17 @@ class Frame:
         self,
         modules: tuple[str, ...],
         normalisations: Sequence[nn.Module],
-        contexts: tuple[Context, Context],
+        kept: Kept | None,
     ) -> None:
+        _hide_from_the_compiler()
         self.modules, self.normalisations = modules, normalisations
-        self.first_context, self.again_context = contexts
+        self._kept = kept
         self.last = -1
         self.closed = False
         self.holders: list[weakref.ref[Holder]] = []
         self._thread = threading.get_ident()
         self._autocast = autocast_state()
+        self._hooks = hooks_around()
         self._device = next(
             (mode for mode in reversed(_get_current_function_mode_stack()) if isinstance(mode, DeviceContext)), None
         )
@@ -145,6 +156,7 @@ class Frame:
         self._known: dict[int, _Known] = {}
         self._last_use: list[int] = []
         self._running = modules[0]
+        self._differences, self._is_probed = probe.current(), False
 
     def takes(self, position: int) -> bool:
         """Tell whether a call of the module at a position follows on."""
@@ -153,6 +165,7 @@ class Frame:
             and position > self.last
             and self._thread == threading.get_ident()
             and self._autocast == autocast_state()
+            and self._hooks == hooks_around()
         )
 
     def call(self, position: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -160,7 +173,8 @@ class Frame:
         self.last = position
         self.closed |= position == len(self.modules) - 1
         self._calls.append(self._noted(position, forward, args, kwargs))
-        with saved_tensors_hooks(self._pack, self._unpack), self.first_context:
+        keeping = Keeping(self._kept) if self._kept is not None else contextlib.nullcontext()
+        with saved_tensors_hooks(self._pack, self._unpack), keeping:
             out = forward(*args, **kwargs)
         if not self.closed:
             self._calls[-1].outputs = [self._know(t) for t in tensors_in(out)]
@@ -200,6 +214,8 @@ class Frame:
 
     def _pack(self, tensor: torch.Tensor) -> Holder:
         holder = Holder(tensor)
+        if self._differences is not None:
+            holder.original = tensor.detach()
         self.holders.append(weakref.ref(holder))
         return holder
 
@@ -207,12 +223,29 @@ class Frame:
         task = torch._C._current_graph_task_id()
         if task == -1:
             task = next(_outside_of_backward)
+        if self._differences is not None and holder.original is not None:
+            self._probe(self._differences, task)
+            return holder.original
         if task not in holder.recomputed:
             self._recompute(task)
         if task not in holder.recomputed:
-            raise self._differs("fewer tensors were saved than before")
+            raise self._differs("a tensor that was saved before was not made again")
         return holder.recomputed.pop(task)
 
+    def _probe(self, differences: probe.Differences, task: int) -> None:
+        """Recompute once, and note what differs."""
+        if self._is_probed:
+            return
+        self._is_probed = True
+        before = probe.other_generators()
+        try:
+            self._recompute(task)
+            if probe.other_generators() != before:
+                raise self._differs("it draws from Python's or NumPy's generator")
+        except RecomputationError as e:
+            differences.setdefault(e.modules, e)
+
+    @_disable_dynamo
     def _recompute(self, task: int) -> None:
         """Run the calls again up to the last tensor that a holder waits for.
 
@@ -225,6 +258,8 @@ class Frame:
             values = self._inputs()
             with saved_tensors_hooks(filling.pack, _as_it_is), torch.enable_grad(), self._as_before():
                 self._run_again(values)
+            if filling.count <= filling.end:
+                raise self._differs(f"{filling.count} tensors were saved where {len(self.holders)} were before")
         except _Stop as stop:
             if stop.filling is not filling:
                 raise
@@ -266,10 +301,22 @@ class Frame:
             for device, (enabled, dtype, cache) in self._autocast.items():
                 stack.enter_context(torch.autocast(device, dtype, enabled, cache))
             stack.enter_context(statistics_untouched(self.normalisations))
-            stack.enter_context(self.again_context)
+            if self._kept is not None:
+                stack.enter_context(Reusing(self._kept))
             if self._device is not None:
                 stack.enter_context(self._device)
             yield
+
+    def compare(self, found: torch.Tensor, expected: torch.Tensor) -> None:
+        """Compare a tensor with the one that was saved before; not running statistics, which have moved on.
+
+        Raises:
+            RecomputationError: They differ.
+        """
+        statistics = {t.untyped_storage()._cdata for m in self.normalisations for t in m.buffers(recurse=False)}
+        how = None if expected.untyped_storage()._cdata in statistics else probe.difference(found, expected)
+        if how is not None:
+            raise self._differs(how)
 
     def _differs(self, how: str) -> RecomputationError:
         return RecomputationError(self.modules, self._running, how)
@@ -293,10 +340,22 @@ class _Filling:
             found, expected = (plain.shape, plain.dtype, plain.device), (holder.shape, holder.dtype, holder.device)
             if found != expected:
                 raise self.frame._differs(f"{_described(*found)} was saved where {_described(*expected)} was before")
-            holder.recomputed[self.task] = plain
+            if holder.original is not None:
+                self.frame.compare(plain, holder.original)
+            else:
+                holder.recomputed[self.task] = plain
         if index >= self.end:
             raise _Stop(self)
         return plain
+
+
+@functools.cache
+def _hide_from_the_compiler() -> None:
+    """Have the compiler leave out what autograd calls from compiled code; imports it, which takes seconds."""
+    from torch._dynamo.decorators import skip
+
+    for hook in (Holder.__init__, Frame._pack, Frame._unpack, _Filling.pack):
+        skip(hook)
 
 
 def _described(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> str:

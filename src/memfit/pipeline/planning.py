@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from msgspec.structs import replace
 
+from memfit.apply.probe import probing
 from memfit.devices.advice import precisions as precisions_of
 from memfit.devices.host import find_device
 from memfit.errors import InfeasibleError, RecomputationError, UsageError
@@ -240,9 +241,16 @@ class _Planner:
         try:
             trace = capture_levers(self.workload, candidate.levers, self.device)
         except RecomputationError as e:
-            self.notes.append(f"{e.module} is not recomputed: run again, it does something else ({e.how})")
-            raise _NotRecomputable(_around(e.module)) from e
+            raise _NotRecomputable(self._not_recomputable(candidate.levers)) from e
         return self._predict(trace)
+
+    def _not_recomputable(self, levers: Levers) -> set[str]:
+        """Return the modules that do something else when they run again, and those around them."""
+        with probing() as differences:
+            capture_levers(self.workload, levers, self.device)
+        for error in differences.values():
+            self.notes.append(f"{error.module} is not recomputed: run again, it does something else ({error.how})")
+        return {around for error in differences.values() for around in _around(error.module)}
 
     def _leanest(self, allowed: list[Combination]) -> tuple[Candidate, Prediction]:
         """Return the plan of the lowest peak if it fits.

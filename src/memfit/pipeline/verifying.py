@@ -8,11 +8,13 @@ import msgspec
 import torch
 from torch import nn
 
+from memfit.apply.probe import probing
 from memfit.capture.fake import nothing_changes, real_copy
 from memfit.capture.measure import measure_peak_bytes
 from memfit.errors import CaptureError, RecomputationError
 from memfit.ir.device import Device
 from memfit.ir.plan import Levers, Numerics, Plan
+from memfit.ir.remat import Region
 from memfit.ir.verification import GradientDifference, Verification
 from memfit.pipeline.applying import applied, check_runs_here
 from memfit.pipeline.planning import freest, lever_classes
@@ -50,8 +52,9 @@ def verify(plan: Plan, workload: Workload) -> Verification:
     plain = Levers(microbatch_size=size)
     quiet = plan.levers.microbatch_size < size
     with nothing_changes(workload):
-        plain_loss, plain_gradients = _gradients(workload, plain, quiet)
-        loss, gradients = _gradients(workload, plan.levers, quiet)
+        plain_loss, plain_gradients, plain_buffers = _gradients(workload, plain, quiet)
+        loss, gradients, buffers = _gradients(workload, plan.levers, quiet)
+        differences = probe_regions(workload, plan.levers)
         plain_peak, peak = _peak(workload, plain), _peak(workload, plan.levers)
     each = [_difference(name, gradients.get(name), g) for name, g in plain_gradients.items()]
     total = _relative(
@@ -73,10 +76,38 @@ def verify(plan: Plan, workload: Workload) -> Verification:
         budget_bytes=plan.budget_bytes,
         notes=["compared in evaluation mode, since microbatches draw their own dropout masks"] if quiet else [],
     )
-    return msgspec.structs.replace(found, failures=_failures(plan, workload, device, found))
+    failures = [f"a region of the plan can't be recomputed: {how}" for how in differences.values()]
+    if plan.numerics == "exact":
+        moved = [name for name, buffer in plain_buffers.items() if not torch.equal(buffer, buffers[name])]
+        failures += [f"the step leaves other values in the buffer {name} than the plain one" for name in moved]
+    return msgspec.structs.replace(found, failures=failures + _failures(plan, workload, device, found))
 
 
-def _gradients(workload: Workload, levers: Levers, quiet: bool) -> tuple[float, dict[str, torch.Tensor]]:
+def probe_regions(workload: Workload, levers: Levers) -> dict[Region, str]:
+    """Return the regions whose recomputation makes something else than the forward pass did, and what differs.
+
+    Runs one forward and backward pass with data, on a copy of the workload, and compares every tensor that is
+    recomputed with the one that autograd saved, bit by bit.
+
+    Args:
+        workload: With data; nothing of it is changed.
+        levers: The regions, and how else the step runs.
+    """
+    copied = real_copy(workload)
+    with nothing_changes(workload), applied(levers, copied) as step, probing() as differences:
+        step.gradients(copied.batch)
+    named = {region.modules: region for region in levers.regions}
+    return {
+        named[modules]: f"{error.module}, run again, does something else ({error.how})"
+        for modules, error in differences.items()
+    }
+
+
+_Tensors = dict[str, torch.Tensor]
+
+
+def _gradients(workload: Workload, levers: Levers, quiet: bool) -> tuple[float, _Tensors, _Tensors]:
+    """Return the loss, the gradients and the buffers after one step that updates nothing."""
     copied = real_copy(workload)
     if quiet:
         for module in copied.model.modules():
@@ -84,7 +115,7 @@ def _gradients(workload: Workload, levers: Levers, quiet: bool) -> tuple[float, 
                 module.training = False
     with torch.random.fork_rng(), applied(levers, copied) as step:
         torch.manual_seed(0)
-        return step.gradients(copied.batch)
+        return *step.gradients(copied.batch), dict(copied.model.named_buffers())
 
 
 def _peak(workload: Workload, levers: Levers) -> int:
