@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -104,11 +105,11 @@ def test_a_gradient_that_goes_missing_is_found(monkeypatch: pytest.MonkeyPatch) 
     plan = memfit.plan(tiny(), budget="64MiB", numerics="exact", precisions=["32-true"], points=1)
     whole = verifying._gradients
 
-    def without_one(workload: Workload, levers: Levers, quiet: bool) -> tuple[float, dict[str, torch.Tensor]]:
-        loss, gradients = whole(workload, levers, quiet)
+    def without_one(workload: Workload, levers: Levers, quiet: bool) -> Any:
+        loss, gradients, buffers = whole(workload, levers, quiet)
         if levers.precision == "bf16-mixed":
             del gradients["norm.weight"]
-        return loss, gradients
+        return loss, gradients, buffers
 
     monkeypatch.setattr(verifying, "_gradients", without_one)
     in_bf16 = replace(plan, levers=replace(plan.levers, precision="bf16-mixed"), numerics="reduced")

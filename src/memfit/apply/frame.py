@@ -36,7 +36,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from memfit.apply import probe
 from memfit.apply.containers import Value, mapped, tensors_in
-from memfit.apply.keep import Keeping, Kept, Reusing, hooks_around
+from memfit.apply.keep import Dropping, Keeping, Kept, Reusing, hooks_around
 from memfit.errors import MemfitError, RecomputationError
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
@@ -120,7 +120,7 @@ class _Known:
     number: int
 
 
-class Frame:
+class Frame(Dropping):
     """One pass through a region.
 
     Args:
@@ -322,7 +322,7 @@ class Frame:
         return RecomputationError(self.modules, self._running, how)
 
 
-class _Filling:
+class _Filling(Dropping):
     """Gives the holders of a frame the tensors that autograd saves while the frame's calls run again."""
 
     def __init__(self, frame: Frame, task: int) -> None:

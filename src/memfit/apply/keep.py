@@ -1,8 +1,8 @@
 """What a pass through a region keeps all the same: outputs of operators, which its recomputation takes up again.
 
 The modes of `torch.utils.checkpoint.create_selective_checkpoint_contexts` do the same for a policy that is asked about
-each call. Ours look up one table, hand what is kept to the hooks around the region, so that an outer region drops and
-recomputes it, and run an operator again whose output was taken already or changed since, rather than refuse.
+each call. Ours look up one table, hand what is kept to a region around this one, which drops it and makes it again, and
+run an operator again whose output was taken already or changed since, rather than refuse.
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ _NEVER = {"aten.detach.default", "prim.device.default"}  # of which a recomputat
 def hooks_around() -> Any:
     """Return the innermost hooks of saved tensors that are on, as (pack, unpack); None where there are none."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+class Dropping:
+    """Whose methods are hooks of saved tensors that drop what they get, and make it again."""
 
 
 class Wanted:
@@ -101,7 +105,7 @@ def _as_it_is(value: Any) -> Any:
 
 
 class Keeping(TorchDispatchMode):
-    """The mode in which a call of a pass runs; the hooks that are on when it is made get what is kept."""
+    """The mode in which a call of a pass runs; the hooks of the region around it get what is kept."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -110,7 +114,9 @@ class Keeping(TorchDispatchMode):
     def __init__(self, kept: Kept) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.kept = kept
-        self.hooks = hooks_around() or (_as_it_is, _as_it_is)
+        hooks = hooks_around()
+        is_inside = hooks is not None and isinstance(getattr(hooks[0], "__self__", None), Dropping)
+        self.hooks = hooks if is_inside else (_as_it_is, _as_it_is)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
