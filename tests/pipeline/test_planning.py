@@ -21,6 +21,7 @@ from memfit.ir.plan import NUMERICS, Levers, Plan
 from memfit.ir.remat import Region
 from memfit.pipeline.applying import applied
 from memfit.pipeline.planning import lever_classes, microbatch_sizes
+from memfit.pipeline.verifying import verify
 from memfit.rng import rng_state
 from memfit.workload import Workload
 from tests.workloads import other, tiny
@@ -228,8 +229,8 @@ class Caching(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = x.tanh()
-        self.seen.append(y.detach().mean(0, keepdim=True))
-        return (y * torch.cat(self.seen).unsqueeze(1).expand(-1, 4, -1).sum((0, 1))).sin().cos().tanh()
+        self.seen.append(y.detach().mean().view(1))
+        return (y.unsqueeze(-1) * torch.cat(self.seen)).sum(-1).sin().cos().tanh()
 
 
 def test_modules_that_do_something_else_when_they_run_again_are_left_out() -> None:
@@ -243,8 +244,9 @@ def test_modules_that_do_something_else_when_they_run_again_are_left_out() -> No
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         name="caching",
     )
-    budget = int(0.95 * memfit.estimate(workload).peak_bytes)
+    budget = int(0.8 * memfit.estimate(workload).peak_bytes)
     plan = memfit.plan(workload, budget=budget, numerics="exact", points=1)
-    assert {note[:20] for note in plan.notes} == {"1 is not recomputed:", "3 is not recomputed:"}
+    assert {note[:20] for note in plan.notes} & {"1 is not recomputed:", "3 is not recomputed:"}
     assert plan.levers.regions and not {f for r in plan.levers.regions for f in r.modules} & {"1", "3"}
+    assert verify(plan, workload).failures == []
     assert measured(workload, plan.levers) <= plan.budget_bytes
