@@ -1,8 +1,8 @@
 """PyTorch's `sac_milp` (torch.distributed._tools), on the CPU: its statistics, its program, its greedy order applied.
 
 Its estimators time operators with CUDA events; here they are given the times that the operators take on this machine.
-Two things that stop it are put right in its favour: modules without bytes of their own, and modules that are called
-twice. Everything else is PyTorch's.
+Three things that stop it are put right in its favour: modules without bytes of their own, modules that are called
+twice, and modules of so few operators that its fit of their curve is not a number. Everything else is PyTorch's.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import functools
 import io
 import logging
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +96,9 @@ def study(task: Task) -> Statistics:
     order = info["mod_order"]
     order["fw_pre_order"] = list(dict.fromkeys(order["fw_pre_order"]))  # it refuses modules that are called twice
     graph = parse_module_info(info)
+    for node in graph.nodes:
+        if not all(map(math.isfinite, [*node["slopes"], *node["intercepts"]])):  # a curve of too few operators
+            node["is_leaf"], node["n_segments"] = True, 0
     return Statistics(graph, estimator, get_peak_memory_runtime_baseline(graph)[0])
 
 
