@@ -48,7 +48,7 @@ def plan(
     numerics: Numerics = "reordered",
     precisions: Sequence[Precision] | None = None,
     points: int = 8,
-    time_limit_seconds: float = 10.0,
+    time_limit_seconds: float = 8.0,
     progress: Progress = silent,
 ) -> Plan:
     """Choose the fastest combination of levers whose predicted peak fits a budget.
@@ -66,7 +66,7 @@ def plan(
         precisions: Precisions to search; None for "32-true" and the mixed one that the device is made
             for. Those that `numerics` does not allow are solved for the frontier only.
         points: Budgets that the frontier is solved for, for each precision and microbatch size.
-        time_limit_seconds: Of solving: about half for the plan, half for the frontier. When time is up, the
+        time_limit_seconds: Of solving, about: half for the plan, half for the frontier. When time is up, the
             best found and how far it is from the bound proven are returned.
         progress: Told how far it is.
 
@@ -227,7 +227,7 @@ class _Planner:
         allowed = [c for c in self.combinations if _allows(self.numerics, c.numerics)]
         target = int(self.budget_bytes / (1 + self.costs.peak_error))
         for attempt in range(_ATTEMPTS):
-            candidate = fastest(allowed, target, self.time_limit_seconds / 2 ** (attempt + 2))
+            candidate = fastest(allowed, target, self.time_limit_seconds / 2 ** (attempt + 1))
             if candidate is None:
                 break
             prediction = self._confirm(candidate)

@@ -1,9 +1,10 @@
 """The fastest choice of options within a budget, and the leanest one, by mixed-integer programming with HiGHS.
 
 Points that can't be the peak are left out: the program starts with a few rows, and rows that its
-solution violates are added until there are none. Leaving rows out only widens the feasible set, so
-every bound of the solver is a bound of the whole problem. Solutions are rounded and evaluated again;
-the solver's own floats are not believed.
+solution violates are added until there are none, first for fractions of options, which is fast. Leaving
+rows out only widens the feasible set, so every bound of the solver is a bound of the whole problem. What
+`solve.search` finds is where it starts: it looks for something faster only. Solutions are rounded and
+evaluated again; the solver's own floats are not believed.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array, lil_array
 
 from memfit.solve.problem import Problem
+from memfit.solve.search import Search
 
 _UNIT = float(2**20)  # bytes are solved in MiB, so that coefficients stay near one
 _ROWS_A_ROUND = 24
 _LEAST_SECONDS = 0.1
-_OPTIMAL, _LIMIT, _INFEASIBLE = 0, 1, 2
+_SEARCH_SHARE = 0.4  # of the time limit, for a start
+_INFEASIBLE = 2
 FINE, COARSE = 1e-4, 2e-3
 """How near to its bound the solver stops, as a share of the step's time: the last tenths of a percent take longest."""
 
@@ -62,6 +65,7 @@ class Solver:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
+        self.search = Search(problem)
         self._n_x, self._n_z = len(problem.options), len(problem.reasons)
         self._active: list[int] = []
         self._lowest: Choice | None = None
@@ -78,35 +82,41 @@ class Solver:
             time_limit_seconds: Of all rounds together.
 
         Returns:
-            None when there is none: proven, or neither the solver found one within its time limit nor does a
-            whole level of modules fit.
+            None when there is none: proven, or none was found within the time limit.
         """
         if not self._n_x:
             nothing = self._nothing_to_choose()
             return nothing if nothing.peak_bytes <= budget_bytes else None
-        deadline = time.monotonic() + time_limit_seconds
+        started = time.monotonic()
+        deadline = started + time_limit_seconds
         cost, scale = self._step_cost()
         relaxed = self._relaxed(cost, budget_bytes, deadline)
         if relaxed is None:
             return None
-        margin, proven = 0, max(self.problem.plain_seconds, relaxed / scale)
+        proven = max(self.problem.plain_seconds, relaxed / scale)
+        best = self.search.fastest(budget_bytes, started + _SEARCH_SHARE * time_limit_seconds)
+        if best is not None and self.problem.seconds(best) * (1 - tolerance) <= proven:
+            return self._choice(best, min(proven, self.problem.seconds(best)))
+        margin = 0
         while True:
             rows, base = self._row_matrix()
-            limit = LinearConstraint(_with_column(rows, 0.0), -np.inf, (budget_bytes - margin - base) / _UNIT)
-            result = self._run(cost, limit, deadline, (1.0, 1.0), tolerance)
+            limits = [LinearConstraint(_with_column(rows, 0.0), -np.inf, (budget_bytes - margin - base) / _UNIT)]
+            faster = np.inf if best is None else self.problem.seconds(best) * (1 - tolerance / 2)
+            limits.append(LinearConstraint(csr_array(cost[np.newaxis]), -np.inf, faster * scale))
+            result = self._run(cost, limits, deadline, (1.0, 1.0), tolerance)
             if margin == 0:
                 bound = float(result.mip_dual_bound or 0.0) / scale
                 proven = max(proven, bound if np.isfinite(bound) else 0.0)
+                if result.status == _INFEASIBLE and best is not None:
+                    proven = max(proven, faster)
             if result.x is None:
-                return self._first_level_within(budget_bytes, proven) if result.status == _LIMIT else None
+                return None if best is None else self._choice(best, min(proven, self.problem.seconds(best)))
             x = np.round(result.x[: self._n_x]).astype(np.int64)
             if self._add_rows(x, budget_bytes):
                 continue
             excess = self._peak_bytes(x) - budget_bytes
             if excess <= 0:
-                bound = min(proven, self.problem.seconds(x))
-                near = margin == 0 and bound >= self.problem.seconds(x) * (1 - FINE)
-                return self._choice(x, _OPTIMAL if near else _LIMIT, bound)
+                return self._choice(x, min(proven, self.problem.seconds(x)))
             margin = max(2 * margin, excess)  # the solver's tolerance let through what does not fit
 
     def bound(self, budget_bytes: int, time_limit_seconds: float = 10.0) -> float | None:
@@ -139,23 +149,26 @@ class Solver:
             return replace(nothing, bound=float(nothing.peak_bytes))
         seconds = np.concatenate([[o.seconds for o in self.problem.options], np.zeros(self._n_z)])
         cost = np.append(seconds * (1e-3 / max(float(seconds.sum()), 1e-12)), 1.0)
-        deadline = time.monotonic() + time_limit_seconds
-        lowest = min(self._levels(), key=self._peak_bytes)
+        started = time.monotonic()
+        deadline = started + time_limit_seconds
+        lowest = self.search.leanest(started + _SEARCH_SHARE * time_limit_seconds)
         bound = max(0.0, (self._relaxed(cost, None, deadline) or 0.0) - 1e-3) * _UNIT
         while True:
             rows, base = self._row_matrix()
             limit = LinearConstraint(_with_column(rows, -1.0), -np.inf, -base / _UNIT)
-            result = self._run(cost, limit, deadline, (0.0, np.inf), COARSE)
+            result = self._run(cost, [limit], deadline, (0.0, np.inf), COARSE)
             if result.mip_dual_bound is not None and np.isfinite(result.mip_dual_bound):
                 bound = max(bound, (float(result.mip_dual_bound) - 1e-3) * _UNIT)
             if result.x is None:
-                return self._choice(lowest, _LIMIT, bound)
+                break
             x = np.round(result.x[: self._n_x]).astype(np.int64)
-            lowest = min(x, lowest, key=self._peak_bytes)
+            lowest = min(x, lowest, key=lambda one: (self._peak_bytes(one), self.problem.seconds(one)))
             if not self._add_rows(x, int(round(result.x[-1] * _UNIT)) + 1024):
-                if result.status == _OPTIMAL:
-                    return self._choice(x, _OPTIMAL, bound)
-                return self._choice(lowest, _LIMIT, bound)
+                break
+        peak = self._peak_bytes(lowest)
+        return Choice(
+            lowest, peak, self.problem.seconds(lowest), "optimal" if bound >= peak * (1 - COARSE) else "feasible", bound
+        )
 
     def _relaxed(self, cost: Floats, budget_bytes: int | None, deadline: float) -> float | None:
         """Solve the problem with fractions of options, which is fast, taking up the rows that it violates.
@@ -174,7 +187,7 @@ class Solver:
             upper = -base if budget_bytes is None else budget_bytes - base
             limit = LinearConstraint(_with_column(rows, -1.0 if budget_bytes is None else 0.0), -np.inf, upper / _UNIT)
             last = (0.0, np.inf) if budget_bytes is None else (1.0, 1.0)
-            result = self._run(cost, limit, deadline, last, FINE, integral=False)
+            result = self._run(cost, [limit], deadline, last, FINE, integral=False)
             if result.x is None:
                 return None if result.status == _INFEASIBLE else lowest
             lowest = float(result.fun)
@@ -183,43 +196,22 @@ class Solver:
             if not self._take_up(peaks, allowed + 1024) or time.monotonic() > deadline:
                 return lowest
 
-    def _first_level_within(self, budget_bytes: int, bound: float) -> Choice | None:
-        """Return the fastest level that fits, for want of anything better."""
-        fitting = [x for x in self._levels() if self._peak_bytes(x) <= budget_bytes]
-        if not fitting:
-            return None
-        x = min(fitting, key=self.problem.seconds)
-        return self._choice(x, _LIMIT, min(bound, self.problem.seconds(x)))
-
-    def _levels(self) -> list[Ints]:
-        """Return nothing, and for each depth all of its modules computed again whole: where little time is, a start."""
-        whole = {option.modules[0]: index for index, option in enumerate(self.problem.options) if option.is_whole}
-        around = {fqn: [o for o in _prefixes(fqn) if o in whole] for fqn in whole}
-        parents = {outer for outers in around.values() for outer in outers}
-        found = [np.zeros(self._n_x, np.int64)]
-        for level in sorted({len(outers) for outers in around.values()}):
-            x = np.zeros(self._n_x, np.int64)
-            for fqn, index in whole.items():
-                x[index] = len(around[fqn]) == level or (len(around[fqn]) < level and fqn not in parents)
-            if all(x[list(members)].sum() <= 1 for members in self.problem.conflicts):
-                found.append(x)
-        return found
-
     def _peak_bytes(self, x: Ints) -> int:
         return int(self.problem.row_peaks(x).max(initial=0))
 
     def _nothing_to_choose(self) -> Choice:
-        return self._choice(np.zeros(0, np.int64), _OPTIMAL, self.problem.plain_seconds)
+        return self._choice(np.zeros(0, np.int64), self.problem.plain_seconds)
 
-    def _choice(self, x: Ints, status: int, bound: float) -> Choice:
-        return Choice(
-            x, self._peak_bytes(x), self.problem.seconds(x), "optimal" if status == _OPTIMAL else "feasible", bound
-        )
+    def _choice(self, x: Ints, bound: float) -> Choice:
+        """Return a choice with a lower bound on the seconds of all."""
+        seconds = self.problem.seconds(x)
+        proven = bound >= seconds * (1 - FINE)
+        return Choice(x, self._peak_bytes(x), seconds, "optimal" if proven else "feasible", bound)
 
     def _run(
         self,
         cost: Floats,
-        limit: LinearConstraint,
+        limits: list[LinearConstraint],
         deadline: float,
         last: tuple[float, float],
         tolerance: float,
@@ -230,7 +222,7 @@ class Solver:
         count = self._n_x + self._n_z
         bounds = Bounds(np.append(np.zeros(count), last[0]), np.append(np.ones(count), last[1]))
         whole = np.concatenate([np.full(self._n_x, float(integral)), np.zeros(self._n_z + 1)])
-        constraints = [limit]
+        constraints = list(limits)
         if structure.shape[0]:
             constraints.append(LinearConstraint(_with_column(structure, 0.0), low, high))
         options = {"time_limit": max(_LEAST_SECONDS, deadline - time.monotonic()), "mip_rel_gap": tolerance}
@@ -275,12 +267,6 @@ class Solver:
         new = [int(i) for i in over[np.argsort(-peaks[over], kind="stable")] if int(i) not in used]
         self._active += new[:_ROWS_A_ROUND]
         return bool(new)
-
-
-def _prefixes(fqn: str) -> list[str]:
-    """Return the FQNs of the modules around a module."""
-    parts = fqn.split(".")
-    return [".".join(parts[:count]) for count in range(1, len(parts))]
 
 
 def _with_column(rows: csr_array, value: float) -> csr_array:
