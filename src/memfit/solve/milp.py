@@ -69,6 +69,7 @@ class Solver:
         self._n_x, self._n_z = len(problem.options), len(problem.reasons)
         self._active: list[int] = []
         self._lowest: Choice | None = None
+        self._found: list[Ints] = []
         self._structure = self._structural_constraints()
         nothing = np.zeros(self._n_x, np.int64)
         self._add_rows(nothing, -1)
@@ -94,7 +95,7 @@ class Solver:
         if relaxed is None:
             return None
         proven = max(self.problem.plain_seconds, relaxed / scale)
-        best = self.search.fastest(budget_bytes, started + _SEARCH_SHARE * time_limit_seconds)
+        best = self._start(budget_bytes, started + _SEARCH_SHARE * time_limit_seconds)
         if best is not None and self.problem.seconds(best) * (1 - tolerance) <= proven:
             return self._choice(best, min(proven, self.problem.seconds(best)))
         margin = 0
@@ -118,6 +119,12 @@ class Solver:
             if excess <= 0:
                 return self._choice(x, min(proven, self.problem.seconds(x)))
             margin = max(2 * margin, excess)  # the solver's tolerance let through what does not fit
+
+    def _start(self, budget_bytes: int, deadline: float) -> Ints | None:
+        """Return the best choice within a budget of what the search finds and what was found for other budgets."""
+        found = [x for x in self._found if self._peak_bytes(x) <= budget_bytes]
+        searched = self.search.fastest(budget_bytes, deadline)
+        return min([*found, *([] if searched is None else [searched])], key=self.problem.seconds, default=None)
 
     def bound(self, budget_bytes: int, time_limit_seconds: float = 10.0) -> float | None:
         """Return a lower bound on the seconds of every choice within a budget, found fast; None if there is none."""
@@ -165,10 +172,10 @@ class Solver:
             lowest = min(x, lowest, key=lambda one: (self._peak_bytes(one), self.problem.seconds(one)))
             if not self._add_rows(x, int(round(result.x[-1] * _UNIT)) + 1024):
                 break
+        self._found.append(lowest)
         peak = self._peak_bytes(lowest)
-        return Choice(
-            lowest, peak, self.problem.seconds(lowest), "optimal" if bound >= peak * (1 - COARSE) else "feasible", bound
-        )
+        status: Literal["optimal", "feasible"] = "optimal" if bound >= peak * (1 - COARSE) else "feasible"
+        return Choice(lowest, peak, self.problem.seconds(lowest), status, bound)
 
     def _relaxed(self, cost: Floats, budget_bytes: int | None, deadline: float) -> float | None:
         """Solve the problem with fractions of options, which is fast, taking up the rows that it violates.
@@ -204,6 +211,7 @@ class Solver:
 
     def _choice(self, x: Ints, bound: float) -> Choice:
         """Return a choice with a lower bound on the seconds of all."""
+        self._found.append(x)
         seconds = self.problem.seconds(x)
         proven = bound >= seconds * (1 - FINE)
         return Choice(x, self._peak_bytes(x), seconds, "optimal" if proven else "feasible", bound)
