@@ -115,3 +115,13 @@ def test_a_generator_is_left_out() -> None:
     func, args, kwargs = rebuild(text, "cpu")
     assert kwargs == {"generator": None}
     assert func(*args, **kwargs).shape == (2,)
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_groups_of_a_grouped_product_are_equally_large(gradient: bool) -> None:
+    a, ends = torch.randn(1024, 64), torch.tensor([1, 2, 3, 1024], dtype=torch.int32)
+    b = torch.randn(1024, 96) if gradient else torch.randn(4, 64, 96)
+    text = signature(torch.ops.aten._grouped_mm.default, (a.t() if gradient else a, b, ends), {})
+    func, args, kwargs = rebuild(text, "cpu")
+    assert args[2].tolist() == [256, 512, 768, 1024] and args[2].dtype == torch.int32
+    assert func(*args, **kwargs).shape == ((4, 64, 96) if gradient else (1024, 96))

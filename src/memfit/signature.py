@@ -57,7 +57,8 @@ def signature(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 def rebuild(text: str, device: str) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
     """Return the operator of a signature, with new arguments of the same dtypes, shapes and strides.
 
-    Floating-point tensors hold 0.5, others zeros, so that indices are in range.
+    Floating-point tensors hold 0.5, others zeros, so that indices are in range; where groups end in a grouped
+    product is spread evenly.
 
     Raises:
         LookupError: The signature has no arguments, or this PyTorch has no such operator.
@@ -72,7 +73,18 @@ def rebuild(text: str, device: str) -> tuple[Callable[..., Any], list[Any], dict
         raise LookupError(f"this PyTorch has no operator {body['op']}") from e
     args = [_rebuild(a, device) for a in body["args"]]
     kwargs = {k: _rebuild(v, device) for k, v in body.get("kwargs", {}).items()}
+    if name == "_grouped_mm":
+        _spread_groups(args)
     return func, args, kwargs
+
+
+def _spread_groups(args: list[Any]) -> None:
+    """Let the groups of a grouped matrix product, which end at the offsets, be equally large."""
+    one, other, ends = args[:3]
+    if isinstance(ends, torch.Tensor):
+        total = other.shape[-1] if one.dim() == 3 else one.shape[0 if other.dim() == 3 else -1]
+        groups = torch.arange(1, ends.numel() + 1, device=ends.device)
+        args[2] = (groups * total // ends.numel()).to(ends.dtype)
 
 
 def _rebuild(value: Any, device: str) -> Any:

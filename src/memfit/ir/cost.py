@@ -32,7 +32,7 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         resident_workspace_bytes: What libraries keep in the allocator for as long as the program runs.
     """
 
-    schema: str = "memfit.costs/1"
+    schema: str = "memfit.costs/2"
     device: str
     torch_version: str
     threads: int
