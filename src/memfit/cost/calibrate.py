@@ -29,7 +29,8 @@ from memfit.signature import rebuild
 _MARK = "memfit-op-"
 _ENOUGH_SECONDS = 0.02
 _LEAST_RUNS, _MOST_RUNS = 3, 10
-_CACHE_BYTES = 48 * 2**20
+_MOST_COLD_RUNS = 5
+_CACHE_BYTES, _NOTICED_BYTES = 48 * 2**20, 2**16
 _OVERHEAD_RUNS = 40
 
 Progress = Callable[[int, int], None]
@@ -96,9 +97,10 @@ def measure(signatures: list[str], progress: Progress | None = None) -> dict[str
                 if outputs is not None:
                     workspace[text] = outputs
         with torch.no_grad():
+            evicting = torch.zeros(_CACHE_BYTES, dtype=torch.uint8)
             for index, text in enumerate(signatures):
                 if text in workspace:
-                    seconds[text] = _least_seconds(text)
+                    seconds[text] = _least_seconds(text, evicting)
                 if progress is not None:
                     progress(index + 1, len(signatures))
     finally:
@@ -128,18 +130,26 @@ def _is_dense(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.layout is torch.strided
 
 
-def _least_seconds(text: str) -> float:
-    """Return the least time of several calls, with the caches emptied before each.
+def _least_seconds(text: str, evicting: torch.Tensor) -> float:
+    """Return the least time of several calls, with the caches emptied before each where that tells.
 
     The least: what else runs on the machine only ever adds to it. Emptied: in a step, what an operator reads was
     written long before.
+
+    Args:
+        text: The call's signature.
+        evicting: What is written to empty the caches.
     """
     func, args, kwargs = rebuild(text, "cpu")
-    evicting = torch.empty(_CACHE_BYTES, dtype=torch.uint8)
+    given = sum(t.untyped_storage().nbytes() for t in tree_leaves((args, kwargs)) if _is_dense(t))
+    cold = _NOTICED_BYTES <= given < evicting.nbytes
     times: list[float] = []
     func(*args, **kwargs)
-    while len(times) < _MOST_RUNS and (sum(times) < _ENOUGH_SECONDS or len(times) < _LEAST_RUNS):
-        evicting.fill_(len(times))
+    while len(times) < (_MOST_COLD_RUNS if cold else _MOST_RUNS) and (
+        sum(times) < _ENOUGH_SECONDS or len(times) < _LEAST_RUNS
+    ):
+        if cold:
+            evicting.fill_(len(times))
         started = time.perf_counter()
         func(*args, **kwargs)
         times.append(time.perf_counter() - started)
