@@ -71,7 +71,7 @@ def test_lowest_budget_fits_and_the_one_below_does_not(lowest: InfeasibleError) 
 
 
 def test_infeasible_says_what_where_and_what_to_do(lowest: InfeasibleError) -> None:
-    assert lowest.proven
+    assert lowest.proven == ("the lowest peak there is" in str(lowest))
     assert lowest.budget_bytes == 2**20
     assert lowest.where in str(lowest)
     assert f"{lowest.lowest_peak_bytes} bytes" in str(lowest)

@@ -258,14 +258,15 @@ class _Planner:
         Raises:
             InfeasibleError: It does not.
         """
-        choices = [(c, c.solver.leanest()) for c in allowed]
+        seconds = self.time_limit_seconds / len(allowed)
+        choices = [(c, c.solver.leanest(seconds)) for c in allowed]
         combination, lowest = min(choices, key=lambda pair: pair[1].peak_bytes)
         candidate = combination.candidate(lowest, self.budget_bytes)
         prediction = self._confirm(candidate)
         if prediction.peak_upper_bytes <= self.budget_bytes:
             bound = min(c.problem.plain_seconds for c in allowed)
             return replace(candidate, status="feasible", bound_seconds=bound), prediction
-        proven = all(choice.status == "optimal" for _, choice in choices)
+        proven = lowest.status == "optimal" and all(c.bound >= lowest.bound for _, c in choices)
         raise self._infeasible(candidate, prediction, proven, [c for c in self.combinations if c not in allowed])
 
     def _infeasible(

@@ -28,9 +28,10 @@ from memfit.solve.search import Search
 _UNIT = float(2**20)  # bytes are solved in MiB, so that coefficients stay near one
 _ROWS_A_ROUND = 24
 _LEAST_SECONDS = 0.1
+_PEAK_TOLERANCE = 2e-3
 _SEARCH_SHARE = 0.4  # of the time limit, for a start
 _INFEASIBLE = 2
-FINE, COARSE = 1e-4, 2e-3
+EXACT, FINE, COARSE = 1e-4, 1e-3, 5e-3
 """How near to its bound the solver stops, as a share of the step's time: the last tenths of a percent take longest."""
 
 Ints = npt.NDArray[np.int64]
@@ -74,7 +75,7 @@ class Solver:
         nothing = np.zeros(self._n_x, np.int64)
         self._add_rows(nothing, -1)
 
-    def fastest(self, budget_bytes: int, tolerance: float = FINE, time_limit_seconds: float = 10.0) -> Choice | None:
+    def fastest(self, budget_bytes: int, tolerance: float = EXACT, time_limit_seconds: float = 10.0) -> Choice | None:
         """Return the fastest choice whose peak is within a budget.
 
         Args:
@@ -163,7 +164,7 @@ class Solver:
         while True:
             rows, base = self._row_matrix()
             limit = LinearConstraint(_with_column(rows, -1.0), -np.inf, -base / _UNIT)
-            result = self._run(cost, [limit], deadline, (0.0, np.inf), COARSE)
+            result = self._run(cost, [limit], deadline, (0.0, np.inf), _PEAK_TOLERANCE)
             if result.mip_dual_bound is not None and np.isfinite(result.mip_dual_bound):
                 bound = max(bound, (float(result.mip_dual_bound) - 1e-3) * _UNIT)
             if result.x is None:
@@ -174,7 +175,7 @@ class Solver:
                 break
         self._found.append(lowest)
         peak = self._peak_bytes(lowest)
-        status: Literal["optimal", "feasible"] = "optimal" if bound >= peak * (1 - COARSE) else "feasible"
+        status: Literal["optimal", "feasible"] = "optimal" if bound >= peak * (1 - _PEAK_TOLERANCE) else "feasible"
         return Choice(lowest, peak, self.problem.seconds(lowest), status, bound)
 
     def _relaxed(self, cost: Floats, budget_bytes: int | None, deadline: float) -> float | None:
