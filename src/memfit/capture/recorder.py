@@ -68,7 +68,7 @@ def _storage_key(tensor: torch.Tensor) -> int | None:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _draws_random_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def draws_random_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Tell whether a call advances the generator; attention operators do so only with dropout."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
@@ -89,7 +89,7 @@ def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
     return tensors_in(found)
 
 
-def _work(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, device_type: str) -> Work:
+def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, device_type: str) -> Work:
     """Return what a call does on the device: counted once for each signature."""
     given, made = (
         [t for t in tensors_in(tensors) if device_of(t).type == device_type] for tensors in ((args, kwargs), out)
@@ -213,15 +213,15 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if func is _aten._grouped_mm.default and args[0].dtype == args[1].dtype:
             return _grouped_product(func, args, kwargs)
-        return _as_the_kernel(func(*args, **kwargs), func, args, kwargs, self.device_type)
+        return as_the_kernel(func(*args, **kwargs), func, args, kwargs, self.device_type)
 
     def _op(self, func: Any, args: Any, kwargs: Any, out: Any, call: int, phase: Phase, mutated: tuple[int, ...]) -> Op:
         text = signature(func, args, kwargs)
         index = self.now.signatures.get(text)
         if index is None:
             index = self.now.signatures[text] = len(self.now.works)
-            self.now.works.append(_work(func, args, kwargs, out, self.device_type))
-        random = _draws_random_numbers(func, args, kwargs)
+            self.now.works.append(work_of(func, args, kwargs, out, self.device_type))
+        random = draws_random_numbers(func, args, kwargs)
         return Op(str(func), call, phase, self.microbatch, index, mutated, random)
 
     def _phase(self) -> Phase:
@@ -333,7 +333,7 @@ def _grouped_product(func: Any, args: Any, kwargs: Any) -> Any:
     return func(left.bfloat16(), right.bfloat16(), *rest, **kwargs).to(kwargs.get("out_dtype") or left.dtype)
 
 
-def _as_the_kernel(out: Any, func: Any, args: Any, kwargs: Any, device_type: str) -> Any:
+def as_the_kernel(out: Any, func: Any, args: Any, kwargs: Any, device_type: str) -> Any:
     """Give the outputs of a fake operator the storages that the device's kernel gives them, where they differ."""
     if device_type == "cpu":
         out = _as_on_cpu(out, func, args, kwargs)

@@ -1,0 +1,374 @@
+"""The joint forward and backward graph that AOTAutograd makes of a compiled model, as a trace.
+
+Operators are the graph's, in the graph's order: what the forward pass returns needs first, then the rest. A
+storage dies after the last operator that takes a tensor of it, as it does where a graph module runs with a boxed
+list of inputs. What the graph takes and returns is alive from the start, or to the end.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from msgspec.structs import replace
+from torch import fx
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from memfit.capture.recorder import as_the_kernel, draws_random_numbers, work_of
+from memfit.ir.trace import Call, Category, Module, Op, Save, Storage, Trace, Work
+from memfit.signature import signature
+
+_RECOMPUTED = "memfit_recomputed"
+_INDEX = re.compile(r"\[['\"]?([^'\"\]]*)['\"]?\]")
+_NO_WORK = Work(0, 0, 0, "", False)
+
+
+@dataclass
+class Joint:
+    """A joint graph and its trace.
+
+    Attributes:
+        ops: For each operator of the trace, its node, and those that take its outputs apart.
+        storages: For each node, the storages of its outputs: indices into `Trace.storages`.
+        fixed: The operators whose outputs must be kept, since running them again would give something else.
+        backward: The nodes of the backward pass, in order.
+        trace: The trace.
+    """
+
+    ops: list[tuple[fx.Node, ...]]
+    storages: dict[fx.Node, tuple[int, ...]]
+    fixed: frozenset[int]
+    backward: list[fx.Node]
+    trace: Trace
+
+    def span(self, modules: Sequence[str]) -> tuple[int, int]:
+        """Return the operators of some modules that are called one after the other: the first, and one past the last."""
+        trace = self.trace
+        calls = [call for call in trace.calls if trace.modules[call.module].fqn in modules]
+        return min(call.start for call in calls), max(call.end for call in calls)
+
+    def again(self, start: int, end: int, keep: Sequence[str]) -> Iterator[fx.Node]:
+        """Yield the forward nodes of a span that may run again, those aside that `keep` names ("overload#occurrence")."""
+        seen: dict[str, int] = defaultdict(int)
+        for op in range(start, end):
+            name = self.trace.ops[op].name
+            if f"{name}#{seen[name]}" not in keep and op not in self.fixed:
+                yield from self.ops[op]
+            seen[name] += 1
+
+    def gradients(self, start: int, end: int) -> Iterator[fx.Node]:
+        """Yield the backward nodes that differentiate operators of calls within a span."""
+        for op, nodes in zip(self.trace.ops, self.ops, strict=True):
+            call = self.trace.calls[op.call] if op.phase != "forward" and op.call >= 0 else None
+            if call is not None and start <= call.start and call.end <= end:
+                yield from nodes
+
+
+def mark_recomputed(node: fx.Node) -> None:
+    """Say of a backward node that it computes again what the forward pass did."""
+    node.meta[_RECOMPUTED] = True
+
+
+def has_symbols(graph: fx.Graph) -> bool:
+    """Tell whether shapes of a graph are symbols."""
+    return any(isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool) for node in graph.nodes)
+
+
+def read(graph: fx.Graph, forward_outputs: int, name: str) -> Joint:
+    """Return a joint graph as a trace.
+
+    Args:
+        graph: The graph; its nodes hold the fake tensors that they make in `meta["val"]`.
+        forward_outputs: How many of the outputs the forward pass returns; the others are gradients.
+        name: Of the trace.
+    """
+    return _Reader(graph, forward_outputs, name).read()
+
+
+def phases(graph: fx.Graph, forward_outputs: int) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Return the operators of the forward pass and those of the backward pass, in order.
+
+    Forward is what the forward outputs need, and what AOTAutograd tagged so.
+    """
+    returned = tree_leaves(graph.output_node().args[0])[:forward_outputs]
+    needed = set(_ancestors(node for node in returned if isinstance(node, fx.Node)))
+    forward, backward = [], []
+    for node in graph.nodes:
+        if node.op == "call_function":
+            source = node.args[0] if node.target is operator.getitem else node
+            first = source in needed or source.meta.get("partitioner_tag") in ("is_forward", "must_be_in_forward")
+            (forward if first else backward).append(node)
+    return forward, backward
+
+
+def _ancestors(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
+    waiting, seen = list(nodes), set()
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            waiting += node.all_input_nodes
+
+
+class _Reader:
+    def __init__(self, graph: fx.Graph, forward_outputs: int, name: str) -> None:
+        self.graph, self.name = graph, name
+        self.outputs = tree_leaves(graph.output_node().args[0])
+        self.forward_outputs = self.outputs[:forward_outputs]
+        self.inputs = list(graph.find_nodes(op="placeholder"))
+        self.forward, self.backward = phases(graph, forward_outputs)
+        self.ops = [
+            (node, *(user for user in node.users if user.target is operator.getitem))
+            for node in (*self.forward, *self.backward)
+            if node.target is not operator.getitem
+        ]
+        self.position = {node: index for index, nodes in enumerate(self.ops) for node in nodes}
+        forward_nodes = set(self.forward)
+        self.turn = sum(nodes[0] in forward_nodes for nodes in self.ops)
+        self.storages: dict[fx.Node, tuple[int, ...]] = {}
+        self.nbytes: list[int] = []
+        self.birth: list[int] = []
+        self.signatures: dict[str, int] = {}
+        self.works: list[Work] = []
+
+    def read(self) -> Joint:
+        for node in (*self.inputs, *self.graph.find_nodes(op="get_attr"), *self.forward, *self.backward):
+            self._observe(node)
+        calls = _Calls(nodes[0] for nodes in self.ops[: self.turn])
+        users = [calls.of_gradient(nodes[0]) for nodes in self.ops[self.turn :]]
+        uses = self._uses()
+        ops = [
+            self._op(nodes, call, index)
+            for index, (nodes, call) in enumerate(zip(self.ops, [*calls.of_op, *users], strict=True))
+        ]
+        trace = Trace(
+            workload=self.name,
+            fingerprint="",
+            torch_version=str(torch.__version__),
+            device=self._device_type(),
+            precision="32-true",
+            batch_size=1,
+            microbatch_size=1,
+            microbatches=1,
+            scale_microbatches=1,
+            modules=calls.modules,
+            calls=[replace(call, inputs=self._taken(call, uses)) for call in calls.calls],
+            ops=ops,
+            storages=self._lives(uses),
+            saves=list(self._saves(uses, users)),
+            signatures=list(self.signatures),
+            works=self.works,
+        )
+        return Joint(self.ops, self.storages, frozenset(self._fixed()), self.backward, trace)
+
+    def _device_type(self) -> str:
+        kinds = {t.device.type for node in self.inputs for t in _tensors(node)}
+        return next(iter(kinds - {"cpu"}), "cpu")
+
+    def _observe(self, node: fx.Node) -> None:
+        """Find the storages of a node's outputs: those of its inputs, where it is a view, or new ones."""
+        if node.target is operator.getitem:
+            parent, index = node.args
+            assert isinstance(parent, fx.Node)
+            whole = parent.meta.get("val")
+            parts = [len(_dense(part)) for part in whole] if isinstance(whole, list | tuple) else []
+            start = sum(parts[: int(index)])  # type: ignore[arg-type]
+            self.storages[node] = self.storages[parent][start : start + len(_tensors(node))]
+            return
+        known: dict[int, int] = {}
+        for given in node.all_input_nodes:
+            known.update(zip(map(_key, _tensors(given)), self.storages[given], strict=True))
+        birth = self.position.get(node, -1)
+        found = []
+        for tensor, nbytes in zip(_tensors(node), self._sizes(node), strict=True):
+            key = _key(tensor)
+            if key not in known:
+                known[key] = len(self.nbytes)
+                self.nbytes.append(nbytes)
+                self.birth.append(birth)
+            found.append(known[key])
+        self.storages[node] = tuple(found)
+
+    def _sizes(self, node: fx.Node) -> list[int]:
+        """Return the bytes of the storages of a node's outputs, as the device's kernel makes them."""
+        value = node.meta.get("val")
+        if isinstance(node.target, torch._ops.OpOverload):
+            args, kwargs = _values(node)
+            value = as_the_kernel(value, node.target, args, kwargs, self._device_type())
+        return [tensor.untyped_storage().nbytes() for tensor in _dense(value)]
+
+    def _uses(self) -> list[list[int]]:
+        """Return, for each storage, the operators that take it, its own included; the end for what is returned."""
+        uses: list[list[int]] = [[birth] if birth >= 0 else [] for birth in self.birth]
+        for index, nodes in enumerate(self.ops):
+            for node in nodes:
+                for given in (node, *node.all_input_nodes):
+                    for storage in self.storages[given]:
+                        uses[storage].append(index)
+        for node in self.outputs:
+            for storage in self.storages.get(node, ()):
+                uses[storage].append(len(self.ops))
+        return uses
+
+    def _taken(self, call: Call, uses: list[list[int]]) -> tuple[int, ...]:
+        """Return the storages from before a call that its operators take."""
+        return tuple(
+            index
+            for index, at in enumerate(uses)
+            if self.birth[index] < call.start and any(call.start <= use < call.end for use in at)
+        )
+
+    def _lives(self, uses: list[list[int]]) -> list[Storage]:
+        end = len(self.ops)
+        held = {s for node in self.forward_outputs for s in self.storages.get(node, ())}
+        gradients = {s for node in self.outputs for s in self.storages.get(node, ())} - held
+        categories = {s: _category(node) for node in self.inputs for s in self.storages[node]}
+        found = []
+        for index, birth in enumerate(self.birth):
+            death = end if birth < 0 or index in held else max(uses[index])
+            before = [use for use in uses[index] if use < self.turn]
+            release = death if birth < 0 or birth >= self.turn or index in held else max(before)
+            category: Category = "temporaries"
+            if birth < 0:
+                category = categories.get(index, "inputs")
+            elif index in gradients:
+                category = "gradients"
+            elif birth < self.turn <= death:
+                category = "activations"
+            found.append(Storage(self.nbytes[index], birth, death, release, category, -1))
+        return found
+
+    def _saves(self, uses: list[list[int]], users: list[int]) -> Iterator[Save]:
+        """Yield what the backward pass takes of the forward pass, once for each call that it is taken for."""
+        for storage, birth in enumerate(self.birth):
+            taken: dict[int, list[int]] = defaultdict(list)
+            for use in uses[storage]:
+                if birth < self.turn <= use < len(self.ops):
+                    taken[users[use - self.turn]].append(use)
+            for call, at in taken.items():
+                yield Save(storage, birth + 1, call, min(at), max(at))
+
+    def _op(self, nodes: tuple[fx.Node, ...], call: int, index: int) -> Op:
+        node = nodes[0]
+        again = _RECOMPUTED in node.meta
+        phase = "recompute" if again else "forward" if index < self.turn else "backward"
+        return Op(str(node.target), call, phase, 0, self._signature(node), (), False)  # type: ignore[arg-type]
+
+    def _signature(self, node: fx.Node) -> int:
+        args, kwargs = _values(node)
+        text = signature(node.target, args, kwargs)
+        if text not in self.signatures:
+            self.signatures[text] = len(self.works)
+            known = isinstance(node.target, torch._ops.OpOverload)
+            out = node.meta.get("val")
+            self.works.append(work_of(node.target, args, kwargs, out, self._device_type()) if known else _NO_WORK)
+        return self.signatures[text]
+
+    def _fixed(self) -> Iterator[int]:
+        mutated = {node.args[0] for node in self.graph.nodes if node.target is torch.ops.aten.copy_.default}
+        for index, nodes in enumerate(self.ops):
+            if _must_run_once(nodes[0], mutated):
+                yield index
+
+
+def _must_run_once(node: fx.Node, mutated: set[Any]) -> bool:
+    """Tell whether a node would give something else, or do something again, if it ran twice."""
+    func = node.target
+    if not isinstance(func, torch._ops.OpOverload) or func.namespace not in ("aten", "prims"):
+        return True
+    args, kwargs = _values(node)
+    if func._schema.is_mutable or draws_random_numbers(func, args, kwargs):
+        return True
+    trains = func is torch.ops.aten._native_batch_norm_legit_functional.default and args[5]
+    return not trains and not mutated.isdisjoint(node.all_input_nodes)
+
+
+class _Calls:
+    """The module calls of a forward pass, by the modules that its nodes were traced in.
+
+    A module that is called again, or that other operators interrupt, has another name for each call: each can be
+    computed again by itself.
+    """
+
+    def __init__(self, nodes: Iterable[fx.Node]) -> None:
+        self.modules: list[Module] = []
+        self.calls: list[Call] = []
+        self.of_op: list[int] = []
+        self._names: dict[str, int] = defaultdict(int)
+        self._of_sequence: dict[int, int] = {}
+        open_calls: list[tuple[str, int]] = []
+        for index, node in enumerate(nodes):
+            stack = _module_stack(node)
+            same = sum(1 for _ in itertools.takewhile(lambda p: p[0][0] == p[1], zip(open_calls, stack, strict=False)))
+            del open_calls[same:]
+            for key in stack[same:]:
+                open_calls.append((key, self._enter(key, open_calls[-1][1] if open_calls else -1, index)))
+            for _, call in open_calls:
+                self.calls[call] = replace(self.calls[call], end=index + 1)
+            current = open_calls[-1][1] if open_calls else -1
+            self.of_op.append(current)
+            if (number := node.meta.get("seq_nr")) is not None:
+                self._of_sequence.setdefault(number, current)
+
+    def _enter(self, key: str, parent: int, index: int) -> int:
+        fqn = key.split("\0")[0]
+        times = self._names[fqn]
+        self._names[fqn] += 1
+        self.modules.append(Module(f"{fqn}@{times}" if times else fqn, key.split("\0")[1], False, False))
+        self.calls.append(Call(len(self.modules) - 1, parent, 0, index, index, (), "forward"))
+        return len(self.calls) - 1
+
+    def of_gradient(self, node: fx.Node) -> int:
+        """Return the call whose forward operator a backward node differentiates, or -1."""
+        return self._of_sequence.get(node.meta.get("seq_nr", -1), -1)
+
+
+def _module_stack(node: fx.Node) -> list[str]:
+    """Return the modules that a node was traced in, outermost first, the whole model aside: FQN, kind and key."""
+    stack: dict[str, tuple[str, Any]] = node.meta.get("nn_module_stack") or {}
+    found = []
+    for key, (path, kind) in stack.items():
+        fqn = _fqn(path)
+        if fqn:
+            name = kind if isinstance(kind, str) else kind.__name__
+            found.append("\0".join((fqn, name.rsplit(".", 1)[-1], key)))
+    return found
+
+
+def _fqn(path: str) -> str:
+    """Return the FQN in a path such as "L['self'].blocks.0"."""
+    return _INDEX.sub(r".\1", path.removeprefix("L").replace("_modules", "")).strip(".").partition(".")[2]
+
+
+def _values(node: fx.Node) -> tuple[Any, Any]:
+    found = tree_map_only(fx.Node, lambda n: n.meta.get("val"), (node.args, node.kwargs))
+    return found[0], found[1]
+
+
+def _tensors(node: fx.Node) -> Sequence[torch.Tensor]:
+    return _dense(node.meta.get("val"))
+
+
+def _dense(value: Any) -> Sequence[torch.Tensor]:
+    return [t for t in tree_leaves(value) if isinstance(t, torch.Tensor) and t.layout is torch.strided]
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _category(node: fx.Node) -> Category:
+    descriptor = type(node.meta.get("desc")).__name__
+    if descriptor.startswith("Tangent"):
+        return "gradients"
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor) and (value.requires_grad or isinstance(value, torch.nn.Parameter)):
+        return "parameters"
+    return "inputs"

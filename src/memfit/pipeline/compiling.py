@@ -1,0 +1,283 @@
+"""`torch.compile` with a budget in bytes: what a compiled graph keeps for its backward pass is solved for."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+from torch import fx
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memfit.apply.compiled import GraphRegion, lower_to_eager, lower_to_inductor, rematerialize, split
+from memfit.capture.joint import Joint, has_symbols, mark_recomputed, read
+from memfit.devices.host import find_device
+from memfit.errors import BudgetError, InfeasibleError, MemfitError, UsageError
+from memfit.ir.device import Device
+from memfit.ir.remat import Region, Regions
+from memfit.ir.simulate import simulate
+from memfit.ir.timeline import Timeline
+from memfit.pipeline.predicting import costs_of
+from memfit.solve.candidates import options
+from memfit.solve.milp import Choice, Solver
+from memfit.solve.problem import build
+from memfit.units import format_bytes, parse_budget
+
+_ROUNDS = 6
+_LARGEST_DEVICE = 1 << 62
+
+
+class CompiledPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What was chosen for one compiled graph.
+
+    Attributes:
+        graph: The compiler's name for it.
+        budget_bytes: What it may take, `reserved_bytes` taken off.
+        peak_bytes: Its predicted peak, parameters, inputs and gradients included.
+        step_seconds: The predicted time of its forward and backward pass.
+        plain_peak_bytes: The peak, were nothing computed again.
+        plain_seconds: The time, were nothing computed again.
+        bound_seconds: A lower bound on the time of plans within the peak solved for, in the model solved.
+        regions: What is computed again. A module that is called again has "@1", "@2" after its FQN.
+        recomputed_ops: How many operators run again.
+        where: What runs at the peak.
+    """
+
+    graph: str
+    budget_bytes: int
+    peak_bytes: int
+    step_seconds: float
+    plain_peak_bytes: int
+    plain_seconds: float
+    bound_seconds: float
+    regions: tuple[Region, ...]
+    recomputed_ops: int
+    where: str
+
+    @property
+    def gap(self) -> float:
+        """Share of the time that lies above the bound."""
+        return max(0.0, 1 - self.bound_seconds / self.step_seconds)
+
+
+class CompileBackend:
+    """A back end of `torch.compile`; see `compile_backend`.
+
+    Attributes:
+        plans: What was chosen for each graph with a backward pass, in the order of compilation.
+    """
+
+    def __init__(self, budget: int | float | str, reserved_bytes: int | str, lowering: str) -> None:
+        if lowering not in ("inductor", "eager"):
+            raise UsageError(f"lowering={lowering!r} is unknown: use 'inductor' or 'eager'")
+        parse_budget(budget, _LARGEST_DEVICE)
+        self.budget, self.lowering = budget, lowering
+        self.reserved_bytes = parse_budget(reserved_bytes, _LARGEST_DEVICE) if reserved_bytes else 0
+        self.plans: list[CompiledPlan] = []
+        self._frames: set[int] = set()
+
+    def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        lower = lower_to_inductor if self.lowering == "inductor" else lower_to_eager
+        try:
+            return lower(module, inputs, self._partition)
+        except Exception as e:
+            error = _memfit_error(e)
+            if error is None:
+                raise
+            return _failing(error)  # raised here, it would come out as the compiler's
+
+    def _partition(self, module: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
+        if has_symbols(module.graph):
+            raise UsageError(
+                "memfit.compile_backend plans for one set of shapes, and this graph has dynamic ones:"
+                " call torch.compile with dynamic=False"
+            )
+        self._count_graphs()
+        planner = GraphPlanner(module.graph, forward_outputs, str(torch._guards.CompileContext.current_compile_id()))
+        plan = planner.plan(self._budget_bytes(planner.device))
+        self.plans.append(plan)
+        planner.apply(plan.regions)
+        return split(module, forward_outputs)
+
+    def _budget_bytes(self, device: Device) -> int:
+        total = parse_budget(self.budget, device.usable_bytes)
+        if total <= self.reserved_bytes:
+            raise BudgetError(
+                f"budget={self.budget!r} is {format_bytes(total)}, of which reserved_bytes= takes"
+                f" {format_bytes(self.reserved_bytes)}: nothing is left for the step"
+            )
+        return total - self.reserved_bytes
+
+    def _count_graphs(self) -> None:
+        """Warn when a second graph is planned: they don't know of one another."""
+        compiled = torch._guards.CompileContext.current_compile_id()
+        frame = compiled.frame_id if compiled is not None and compiled.frame_id is not None else 0
+        if self._frames and frame not in self._frames:
+            warnings.warn(
+                f"memfit.compile_backend plans graph {compiled} by itself: the model is compiled in several graphs, each"
+                f" within budget={self.budget!r}. Give what the others hold meanwhile as reserved_bytes=, or compile"
+                " with fullgraph=True to see where the graph breaks",
+                stacklevel=2,
+            )
+        self._frames.add(frame)
+
+
+def compile_backend(
+    budget: int | float | str, *, reserved_bytes: int | str = 0, lowering: str = "inductor"
+) -> CompileBackend:
+    """Return a back end for `torch.compile` whose graphs train within a budget: `torch.compile(model, backend=...)`.
+
+    For each graph it solves for the fastest recomputation whose peak over the forward and backward pass is within
+    the budget. All that the graph sees counts: parameters, buffers, inputs, gradients, what is saved, temporaries. Each
+    graph is planned by itself. Random numbers are never drawn again. `backend.plans` says what was chosen.
+
+    Args:
+        budget: Bytes, a string with a unit ("2GiB"), or a share of the device ("90%").
+        reserved_bytes: What is held beside the graph (the optimizer's state, other graphs), in bytes or with a unit.
+        lowering: "inductor", or "eager" to run the operators as they are.
+
+    Raises:
+        BudgetError: The budget says no number of bytes.
+        UsageError: There is no such lowering.
+        InfeasibleError: When the compiled model is first called: nothing fits.
+    """
+    return CompileBackend(budget, reserved_bytes, lowering)
+
+
+def _memfit_error(error: BaseException | None) -> MemfitError | None:
+    while error is not None and not isinstance(error, MemfitError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def _failing(error: MemfitError) -> Callable[..., Any]:
+    def fail(*_: Any) -> Any:
+        raise error
+
+    return fail
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """A choice, applied to a copy of the graph and predicted."""
+
+    choice: Choice
+    regions: tuple[Region, ...]
+    timeline: Timeline
+    recomputed_ops: int
+
+
+class GraphPlanner:
+    """Chooses what the backward pass of a joint graph computes again.
+
+    Args:
+        graph: The joint graph, which `apply` changes.
+        forward_outputs: How many of its outputs the forward pass returns.
+        name: What to call it.
+    """
+
+    def __init__(self, graph: fx.Graph, forward_outputs: int, name: str) -> None:
+        self.graph, self.forward_outputs, self.name = graph, forward_outputs, name
+        self.joint = read(graph, forward_outputs, name)
+        trace = self.joint.trace
+        with _disable_current_modes():  # the compiler's fake tensors, under which nothing can be measured
+            self.device = find_device(trace.device)
+            costs = costs_of([trace], self.device)
+        self.costs = msgspec.structs.replace(costs, checkpoint_seconds=0.0, selective_op_seconds=0.0)
+        regions = Regions(trace)
+        self.problem = build(regions, self.costs, options(regions, self.costs))
+        self.solver = Solver(self.problem)
+
+    def plan(self, budget_bytes: int) -> CompiledPlan:
+        """Return the fastest plan within a budget.
+
+        Raises:
+            InfeasibleError: Nothing fits.
+        """
+        plain = simulate(self.joint.trace, self.costs)
+        found = self._fastest(int(budget_bytes / (1 + self.costs.peak_error)))
+        if found is None:
+            raise self._infeasible(budget_bytes)
+        return CompiledPlan(
+            graph=self.name,
+            budget_bytes=budget_bytes,
+            peak_bytes=found.timeline.peak_bytes,
+            step_seconds=found.timeline.step_seconds,
+            plain_peak_bytes=plain.peak_bytes,
+            plain_seconds=plain.step_seconds,
+            bound_seconds=found.choice.bound,
+            regions=found.regions,
+            recomputed_ops=found.recomputed_ops,
+            where=found.timeline.where(),
+        )
+
+    def _fastest(self, limit_bytes: int) -> _Tried | None:
+        """Solve for the limit, and again for less or more where the graph takes more or less than the model says."""
+        target, best = limit_bytes, None
+        for _ in range(_ROUNDS):
+            choice = self.solver.fastest(target)
+            if choice is None:
+                break
+            tried = self._try(choice)
+            over = tried.timeline.peak_bytes - limit_bytes
+            if over <= 0 and (best is None or tried.timeline.step_seconds < best.timeline.step_seconds):
+                best = tried
+            elif best is not None:
+                break
+            if choice.seconds <= self.problem.plain_seconds or over == 0:
+                break
+            target -= over
+        if best is None:
+            tried = self._try(self.solver.leanest())
+            best = tried if tried.timeline.peak_bytes <= limit_bytes else None
+        return best
+
+    def _try(self, choice: Choice) -> _Tried:
+        regions = self.problem.regions(choice.x)
+        copied, nodes = _copied(self.graph)
+        self._rewrite(copied, regions, nodes)
+        copied.eliminate_dead_code()
+        trace = read(copied, self.forward_outputs, self.name).trace
+        again = sum(op.phase == "recompute" for op in trace.ops)
+        return _Tried(choice, regions, simulate(trace, self.costs), again)
+
+    def _infeasible(self, budget_bytes: int) -> InfeasibleError:
+        lowest = self._try(self.solver.leanest()).timeline
+        return InfeasibleError(
+            f"graph {self.name} does not fit budget= less reserved_bytes=, {format_bytes(budget_bytes)}: the lowest peak"
+            f" found is {format_bytes(lowest.peak_bytes)}, at {lowest.where()}. Give a larger budget= or smaller batches",
+            budget_bytes=budget_bytes,
+            lowest_peak_bytes=lowest.peak_bytes,
+            where=lowest.where(),
+        )
+
+    def apply(self, regions: Sequence[Region]) -> None:
+        """Change the graph so that its backward pass computes regions again."""
+        self._rewrite(self.graph, regions, lambda node: node)
+
+    def _rewrite(self, graph: fx.Graph, regions: Sequence[Region], nodes: Callable[[fx.Node], fx.Node]) -> None:
+        storages = {nodes(node): found for node, found in self.joint.storages.items()}
+        backward = [nodes(node) for node in self.joint.backward]
+        rematerialize(graph, _graph_regions(self.joint, regions, nodes), storages, backward, mark_recomputed)
+
+
+def _copied(graph: fx.Graph) -> tuple[fx.Graph, Callable[[fx.Node], fx.Node]]:
+    copied, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in graph.nodes:
+        nodes[node] = copied.node_copy(node, nodes.__getitem__)
+    return copied, nodes.__getitem__
+
+
+def _graph_regions(
+    joint: Joint, regions: Sequence[Region], nodes: Callable[[fx.Node], fx.Node]
+) -> list[GraphRegion]:
+    """Return regions as nodes of the graph, the smallest first."""
+    spans = [(*joint.span(region.modules), region.keep) for region in regions]
+    found = []
+    for start, end, keep in sorted(spans, key=lambda span: span[1] - span[0]):
+        again = frozenset(map(nodes, joint.again(start, end, keep)))
+        found.append(GraphRegion(again, frozenset(map(nodes, joint.gradients(start, end)))))
+    return found
