@@ -22,6 +22,9 @@ from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 
+Mark = Callable[[fx.Node, fx.Node], None]
+
+
 @dataclass(frozen=True, eq=False)
 class GraphRegion:
     """A part of the forward pass that the backward pass computes again.
@@ -40,7 +43,7 @@ def rematerialize(
     regions: Sequence[GraphRegion],
     storages: Mapping[fx.Node, tuple[Hashable, ...]],
     backward: Sequence[fx.Node],
-    mark: Callable[[fx.Node], None],
+    mark: Mark,
 ) -> None:
     """Make the backward nodes of a joint graph compute regions of its forward pass again.
 
@@ -49,7 +52,7 @@ def rematerialize(
         regions: The regions, innermost first.
         storages: The storages of each node's outputs.
         backward: The backward nodes, in order.
-        mark: Called with each copy.
+        mark: Called with each copy, and the backward node that it is made for.
     """
     _Rewriter(graph, regions, storages, backward, mark).rewrite()
 
@@ -111,7 +114,7 @@ class _Rewriter:
     regions: Sequence[GraphRegion]
     storages: Mapping[fx.Node, tuple[Hashable, ...]]
     backward: Sequence[fx.Node]
-    mark: Callable[[fx.Node], None]
+    mark: Mark
     kept: set[Hashable] = field(default_factory=set)
     copies: dict[tuple[int, fx.Node], fx.Node] = field(default_factory=dict)
 
@@ -168,7 +171,7 @@ class _Rewriter:
             copy = self.graph.node_copy(original, lambda given: self._resolved(given, chain))
         copy.meta = dict(original.meta)
         copy.meta["partitioner_tag"] = "is_backward"
-        self.mark(copy)
+        self.mark(copy, before)
         self.copies[region, original] = copy
 
 

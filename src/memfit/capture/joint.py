@@ -8,10 +8,11 @@ list of inputs. What the graph takes and returns is alive from the start, or to 
 from __future__ import annotations
 
 import itertools
+import json
 import operator
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +21,14 @@ from msgspec.structs import replace
 from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from memfit.capture.fusion import kernels
 from memfit.capture.recorder import as_the_kernel, draws_random_numbers, work_of
-from memfit.ir.trace import Call, Category, Module, Op, Save, Storage, Trace, Work
+from memfit.ir.trace import Call, Category, Module, Op, Phase, Save, Storage, Trace, Work
 from memfit.signature import signature
 
 _RECOMPUTED = "memfit_recomputed"
 _INDEX = re.compile(r"\[['\"]?([^'\"\]]*)['\"]?\]")
+_CPU = torch.device("cpu")
 _NO_WORK = Work(0, 0, 0, "", False)
 
 
@@ -34,17 +37,27 @@ class Joint:
     """A joint graph and its trace.
 
     Attributes:
-        ops: For each operator of the trace, its node, and those that take its outputs apart.
+        ops: For each operator of the trace, its nodes: the operator and those that take its outputs apart, or a kernel.
         storages: For each node, the storages of its outputs: indices into `Trace.storages`.
+        makers: For each storage, the node that makes it.
+        nbytes: For each storage, its size; one that is never written has size 0 in the trace.
+        returned: The storages of what the graph returns.
         fixed: The operators whose outputs must be kept, since running them again would give something else.
-        backward: The nodes of the backward pass, in order.
+        call_of: For each node of the backward pass, in order, the call whose forward operator it differentiates, or -1.
+        parts: For each signature of the trace, those of the operators that run as one kernel.
+        operators: What calls of these operators do, by signature.
         trace: The trace.
     """
 
     ops: list[tuple[fx.Node, ...]]
     storages: dict[fx.Node, tuple[int, ...]]
+    makers: list[fx.Node]
+    nbytes: list[int]
+    returned: frozenset[int]
     fixed: frozenset[int]
-    backward: list[fx.Node]
+    call_of: dict[fx.Node, int]
+    parts: dict[str, tuple[str, ...]]
+    operators: dict[str, Work]
     trace: Trace
 
     def span(self, modules: Sequence[str]) -> tuple[int, int]:
@@ -64,13 +77,24 @@ class Joint:
 
     def gradients(self, start: int, end: int) -> Iterator[fx.Node]:
         """Yield the backward nodes that differentiate operators of calls within a span."""
-        for op, nodes in zip(self.trace.ops, self.ops, strict=True):
-            call = self.trace.calls[op.call] if op.phase != "forward" and op.call >= 0 else None
-            if call is not None and start <= call.start and call.end <= end:
-                yield from nodes
+        for node, index in self.call_of.items():
+            if index >= 0 and start <= self.trace.calls[index].start and self.trace.calls[index].end <= end:
+                yield node
+
+    def made_by(self, op: int) -> set[int]:
+        """Return the storages that an operator makes, those never written included."""
+        return {s for node in self.ops[op] for s in self.storages[node] if self.trace.storages[s].birth == op}
+
+    def operators_alone(self) -> Trace:
+        """Return the operators of all kernels as a trace, for what they cost one by one."""
+        alone = [Op(_name(text), -1, "forward", 0, index, (), False) for index, text in enumerate(self.operators)]
+        return replace(
+            self.trace, ops=alone, storages=[], saves=[], calls=[], signatures=list(self.operators),
+            works=list(self.operators.values()),
+        )
 
 
-def mark_recomputed(node: fx.Node) -> None:
+def mark_recomputed(node: fx.Node, _: fx.Node) -> None:
     """Say of a backward node that it computes again what the forward pass did."""
     node.meta[_RECOMPUTED] = True
 
@@ -80,15 +104,16 @@ def has_symbols(graph: fx.Graph) -> bool:
     return any(isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool) for node in graph.nodes)
 
 
-def read(graph: fx.Graph, forward_outputs: int, name: str) -> Joint:
+def read(graph: fx.Graph, forward_outputs: int, name: str, fused: bool = False) -> Joint:
     """Return a joint graph as a trace.
 
     Args:
         graph: The graph; its nodes hold the fake tensors that they make in `meta["val"]`.
         forward_outputs: How many of the outputs the forward pass returns; the others are gradients.
         name: Of the trace.
+        fused: Whether Inductor runs it, so that an operator of the trace is a kernel (`capture.fusion`).
     """
-    return _Reader(graph, forward_outputs, name).read()
+    return _Reader(graph, forward_outputs, name, fused).read()
 
 
 def phases(graph: fx.Graph, forward_outputs: int) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -118,163 +143,189 @@ def _ancestors(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
 
 
 class _Reader:
-    def __init__(self, graph: fx.Graph, forward_outputs: int, name: str) -> None:
-        self.graph, self.name = graph, name
+    def __init__(self, graph: fx.Graph, forward_outputs: int, name: str, fused: bool) -> None:
+        self.graph, self.name, self.fused = graph, name, fused
         self.outputs = tree_leaves(graph.output_node().args[0])
         self.forward_outputs = self.outputs[:forward_outputs]
         self.inputs = list(graph.find_nodes(op="placeholder"))
+        self.device = next((t.device for node in self.inputs for t in _tensors(node) if t.device.type != "cpu"), _CPU)
         self.forward, self.backward = phases(graph, forward_outputs)
-        self.ops = [
-            (node, *(user for user in node.users if user.target is operator.getitem))
-            for node in (*self.forward, *self.backward)
-            if node.target is not operator.getitem
-        ]
-        self.position = {node: index for index, nodes in enumerate(self.ops) for node in nodes}
-        forward_nodes = set(self.forward)
-        self.turn = sum(nodes[0] in forward_nodes for nodes in self.ops)
         self.storages: dict[fx.Node, tuple[int, ...]] = {}
+        self.sources: dict[fx.Node, fx.Node] = {}
         self.nbytes: list[int] = []
-        self.birth: list[int] = []
-        self.signatures: dict[str, int] = {}
-        self.works: list[Work] = []
+        self.makers: list[fx.Node] = []
+        for node in (*self.inputs, *graph.find_nodes(op="get_attr"), *self.forward, *self.backward):
+            self._observe(node)
+        forward = self._ops(self.forward, lambda node: tuple(_module_stack(node)))
+        self.ops = [*forward, *self._ops(self.backward, lambda node: None)]
+        self.turn = len(forward)
+        self.position = {node: index for index, nodes in enumerate(self.ops) for node in nodes}
+        self.birth = [self.position.get(node, -1) for node in self.makers]
+        self.calls = _Calls(nodes[0] for nodes in forward)
+        self.parts: dict[str, tuple[str, ...]] = {}
+        self.index: dict[str, int] = {}
+        self.operators: dict[str, Work] = {}
 
     def read(self) -> Joint:
-        for node in (*self.inputs, *self.graph.find_nodes(op="get_attr"), *self.forward, *self.backward):
-            self._observe(node)
-        calls = _Calls(nodes[0] for nodes in self.ops[: self.turn])
-        users = [calls.of_gradient(nodes[0]) for nodes in self.ops[self.turn :]]
         uses = self._uses()
-        ops = [
-            self._op(nodes, call, index)
-            for index, (nodes, call) in enumerate(zip(self.ops, [*calls.of_op, *users], strict=True))
-        ]
+        ops = [self._op(nodes, index) for index, nodes in enumerate(self.ops)]
         trace = Trace(
             workload=self.name,
             fingerprint="",
             torch_version=str(torch.__version__),
-            device=self._device_type(),
+            device=str(self.device),
             precision="32-true",
             batch_size=1,
             microbatch_size=1,
             microbatches=1,
             scale_microbatches=1,
-            modules=calls.modules,
-            calls=[replace(call, inputs=self._taken(call, uses)) for call in calls.calls],
+            modules=self.calls.modules,
+            calls=[replace(call, inputs=self._taken(call, uses)) for call in self.calls.calls],
             ops=ops,
             storages=self._lives(uses),
-            saves=list(self._saves(uses, users)),
-            signatures=list(self.signatures),
-            works=self.works,
+            saves=list(self._saves(uses)),
+            signatures=list(self.parts),
+            works=[_NO_WORK] * len(self.parts),
         )
-        return Joint(self.ops, self.storages, frozenset(self._fixed()), self.backward, trace)
-
-    def _device_type(self) -> str:
-        kinds = {t.device.type for node in self.inputs for t in _tensors(node)}
-        return next(iter(kinds - {"cpu"}), "cpu")
+        fixed = frozenset(self._fixed())
+        call_of = {node: self.calls.of_gradient(node) for node in self.backward}
+        return Joint(
+            self.ops,
+            self.storages,
+            self.makers,
+            self.nbytes,
+            frozenset(s for node in self.outputs for s in self.storages.get(node, ())),
+            fixed,
+            call_of,
+            self.parts,
+            self.operators,
+            trace,
+        )
 
     def _observe(self, node: fx.Node) -> None:
         """Find the storages of a node's outputs: those of its inputs, where it is a view, or new ones."""
         if node.target is operator.getitem:
-            parent, index = node.args
-            assert isinstance(parent, fx.Node)
-            whole = parent.meta.get("val")
-            parts = [len(_dense(part)) for part in whole] if isinstance(whole, list | tuple) else []
-            start = sum(parts[: int(index)])  # type: ignore[arg-type]
-            self.storages[node] = self.storages[parent][start : start + len(_tensors(node))]
+            self._observe_part(node)
             return
         known: dict[int, int] = {}
         for given in node.all_input_nodes:
             known.update(zip(map(_key, _tensors(given)), self.storages[given], strict=True))
-        birth = self.position.get(node, -1)
         found = []
         for tensor, nbytes in zip(_tensors(node), self._sizes(node), strict=True):
             key = _key(tensor)
             if key not in known:
                 known[key] = len(self.nbytes)
                 self.nbytes.append(nbytes)
-                self.birth.append(birth)
+                self.makers.append(node)
             found.append(known[key])
         self.storages[node] = tuple(found)
+        held = [given for given in node.all_input_nodes if set(found) & set(self.storages[given])]
+        if held and set(found) <= {s for given in held for s in self.storages[given]}:
+            self.sources[node] = held[0]
+
+    def _observe_part(self, node: fx.Node) -> None:
+        parent, index = node.args
+        assert isinstance(parent, fx.Node) and isinstance(index, int)
+        whole = parent.meta.get("val")
+        start = sum(len(_dense(part)) for part in whole[:index]) if isinstance(whole, list | tuple) else 0
+        self.storages[node] = self.storages[parent][start : start + len(_tensors(node))]
+        self.sources[node] = parent
 
     def _sizes(self, node: fx.Node) -> list[int]:
         """Return the bytes of the storages of a node's outputs, as the device's kernel makes them."""
         value = node.meta.get("val")
         if isinstance(node.target, torch._ops.OpOverload):
             args, kwargs = _values(node)
-            value = as_the_kernel(value, node.target, args, kwargs, self._device_type())
+            value = as_the_kernel(value, node.target, args, kwargs, self.device.type)
         return [tensor.untyped_storage().nbytes() for tensor in _dense(value)]
 
-    def _uses(self) -> list[list[int]]:
-        """Return, for each storage, the operators that take it, its own included; the end for what is returned."""
-        uses: list[list[int]] = [[birth] if birth >= 0 else [] for birth in self.birth]
+    def _ops(self, nodes: list[fx.Node], place: Callable[[fx.Node], Any]) -> list[tuple[fx.Node, ...]]:
+        """Return the nodes of a pass by operator: kernels, or single nodes with those that take their outputs apart."""
+        if self.fused:
+            return kernels(nodes, self.sources, place)
+        return [
+            (node, *(user for user in node.users if user.target is operator.getitem))
+            for node in nodes
+            if node.target is not operator.getitem
+        ]
+
+    def _uses(self) -> list[list[tuple[int, int]]]:
+        """Return, for each storage, which operators take it, and for which call, if in the backward pass."""
+        uses: list[list[tuple[int, int]]] = [[(birth, -1)] if birth >= 0 else [] for birth in self.birth]
         for index, nodes in enumerate(self.ops):
             for node in nodes:
+                call = self.calls.of_gradient(node) if index >= self.turn else -1
                 for given in (node, *node.all_input_nodes):
                     for storage in self.storages[given]:
-                        uses[storage].append(index)
-        for node in self.outputs:
-            for storage in self.storages.get(node, ()):
-                uses[storage].append(len(self.ops))
+                        uses[storage].append((index, call))
         return uses
 
-    def _taken(self, call: Call, uses: list[list[int]]) -> tuple[int, ...]:
+    def _taken(self, call: Call, uses: list[list[tuple[int, int]]]) -> tuple[int, ...]:
         """Return the storages from before a call that its operators take."""
         return tuple(
             index
-            for index, at in enumerate(uses)
-            if self.birth[index] < call.start and any(call.start <= use < call.end for use in at)
+            for index, taken in enumerate(uses)
+            if self.birth[index] < call.start and any(call.start <= at < call.end for at, _ in taken)
         )
 
-    def _lives(self, uses: list[list[int]]) -> list[Storage]:
+    def _lives(self, uses: list[list[tuple[int, int]]]) -> list[Storage]:
         end = len(self.ops)
         held = {s for node in self.forward_outputs for s in self.storages.get(node, ())}
-        gradients = {s for node in self.outputs for s in self.storages.get(node, ())} - held
+        returned = {s for node in self.outputs for s in self.storages.get(node, ())}
         categories = {s: _category(node) for node in self.inputs for s in self.storages[node]}
         found = []
         for index, birth in enumerate(self.birth):
-            death = end if birth < 0 or index in held else max(uses[index])
-            before = [use for use in uses[index] if use < self.turn]
-            release = death if birth < 0 or birth >= self.turn or index in held else max(before)
+            taken = [at for at, _ in uses[index]]
+            death = end if birth < 0 or index in returned else max(taken)
+            stays = birth < 0 or birth >= self.turn or index in held
+            release = death if stays else max(at for at in taken if at < self.turn)
             category: Category = "temporaries"
             if birth < 0:
                 category = categories.get(index, "inputs")
-            elif index in gradients:
+            elif index in returned - held:
                 category = "gradients"
             elif birth < self.turn <= death:
                 category = "activations"
-            found.append(Storage(self.nbytes[index], birth, death, release, category, -1))
+            nbytes = 0 if self.fused and birth == death else self.nbytes[index]
+            found.append(Storage(nbytes, birth, death, release, category, -1))
         return found
 
-    def _saves(self, uses: list[list[int]], users: list[int]) -> Iterator[Save]:
+    def _saves(self, uses: list[list[tuple[int, int]]]) -> Iterator[Save]:
         """Yield what the backward pass takes of the forward pass, once for each call that it is taken for."""
         for storage, birth in enumerate(self.birth):
             taken: dict[int, list[int]] = defaultdict(list)
-            for use in uses[storage]:
-                if birth < self.turn <= use < len(self.ops):
-                    taken[users[use - self.turn]].append(use)
-            for call, at in taken.items():
-                yield Save(storage, birth + 1, call, min(at), max(at))
+            for at, call in uses[storage]:
+                if birth < self.turn <= at:
+                    taken[call].append(at)
+            for call, times in taken.items():
+                yield Save(storage, birth + 1, call, min(times), max(times))
 
-    def _op(self, nodes: tuple[fx.Node, ...], call: int, index: int) -> Op:
-        node = nodes[0]
-        again = _RECOMPUTED in node.meta
-        phase = "recompute" if again else "forward" if index < self.turn else "backward"
-        return Op(str(node.target), call, phase, 0, self._signature(node), (), False)  # type: ignore[arg-type]
+    def _op(self, nodes: tuple[fx.Node, ...], index: int) -> Op:
+        working = [node for node in nodes if node not in self.sources] or nodes[:1]
+        again = all(_RECOMPUTED in node.meta for node in working)
+        phase: Phase = "recompute" if again else "forward" if index < self.turn else "backward"
+        call = self.calls.of_op[index] if index < self.turn else self.calls.of_gradient(working[-1])
+        return Op(str(working[-1].target), call, phase, 0, self._signature(working), (), False)
 
-    def _signature(self, node: fx.Node) -> int:
-        args, kwargs = _values(node)
-        text = signature(node.target, args, kwargs)
-        if text not in self.signatures:
-            self.signatures[text] = len(self.works)
-            known = isinstance(node.target, torch._ops.OpOverload)
-            out = node.meta.get("val")
-            self.works.append(work_of(node.target, args, kwargs, out, self._device_type()) if known else _NO_WORK)
-        return self.signatures[text]
+    def _signature(self, working: Sequence[fx.Node]) -> int:
+        """Return the index of a kernel's signature: those of its operators, views aside where they are fused."""
+        parts = []
+        for node in working:
+            if isinstance(node.target, torch._ops.OpOverload) and not (self.fused and node in self.sources):
+                args, kwargs = _values(node)
+                text = signature(node.target, args, kwargs)
+                parts.append(text)
+                if text not in self.operators:
+                    out = node.meta.get("val")
+                    self.operators[text] = work_of(node.target, args, kwargs, out, self.device.type)
+        joined = "\n".join(parts) or str(working[0].target)
+        self.parts.setdefault(joined, tuple(parts))
+        return self.index.setdefault(joined, len(self.index))
 
     def _fixed(self) -> Iterator[int]:
         mutated = {node.args[0] for node in self.graph.nodes if node.target is torch.ops.aten.copy_.default}
         for index, nodes in enumerate(self.ops):
-            if _must_run_once(nodes[0], mutated):
+            if any(_must_run_once(node, mutated) for node in nodes if node.target is not operator.getitem):
                 yield index
 
 
@@ -372,3 +423,7 @@ def _category(node: fx.Node) -> Category:
     if isinstance(value, torch.Tensor) and (value.requires_grad or isinstance(value, torch.nn.Parameter)):
         return "parameters"
     return "inputs"
+
+
+def _name(text: str) -> str:
+    return str(json.loads(text)["op"])

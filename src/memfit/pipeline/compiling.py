@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,11 @@ from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memfit.apply.compiled import GraphRegion, lower_to_eager, lower_to_inductor, rematerialize, split
+from memfit.capture.inlining import inlined, mark_inlined, users_by_call
 from memfit.capture.joint import Joint, has_symbols, mark_recomputed, read
 from memfit.devices.host import find_device
 from memfit.errors import BudgetError, InfeasibleError, MemfitError, UsageError
+from memfit.ir.cost import CostTable, OpCost
 from memfit.ir.device import Device
 from memfit.ir.remat import Region, Regions
 from memfit.ir.simulate import simulate
@@ -96,7 +98,8 @@ class CompileBackend:
                 " call torch.compile with dynamic=False"
             )
         self._count_graphs()
-        planner = GraphPlanner(module.graph, forward_outputs, str(torch._guards.CompileContext.current_compile_id()))
+        name = str(torch._guards.CompileContext.current_compile_id())
+        planner = GraphPlanner(module.graph, forward_outputs, name, self.lowering == "inductor")
         plan = planner.plan(self._budget_bytes(planner.device))
         self.plans.append(plan)
         planner.apply(plan.regions)
@@ -177,19 +180,31 @@ class GraphPlanner:
         graph: The joint graph, which `apply` changes.
         forward_outputs: How many of its outputs the forward pass returns.
         name: What to call it.
+        fused: Whether Inductor compiles it.
     """
 
-    def __init__(self, graph: fx.Graph, forward_outputs: int, name: str) -> None:
+    def __init__(self, graph: fx.Graph, forward_outputs: int, name: str, fused: bool) -> None:
         self.graph, self.forward_outputs, self.name = graph, forward_outputs, name
-        self.joint = read(graph, forward_outputs, name)
-        trace = self.joint.trace
+        self.fused = fused
+        self.joint = self._read(graph)
+        if fused:
+            self._inline()
         with _disable_current_modes():  # the compiler's fake tensors, under which nothing can be measured
-            self.device = find_device(trace.device)
-            costs = costs_of([trace], self.device)
-        self.costs = msgspec.structs.replace(costs, checkpoint_seconds=0.0, selective_op_seconds=0.0)
-        regions = Regions(trace)
+            self.device = find_device(self.joint.trace.device)
+            self.costs = _kernel_costs(costs_of([self.joint.operators_alone()], self.device), self.joint.parts, fused)
+        regions = Regions(self.joint.trace)
         self.problem = build(regions, self.costs, options(regions, self.costs))
         self.solver = Solver(self.problem)
+
+    def _read(self, graph: fx.Graph) -> Joint:
+        return read(graph, self.forward_outputs, self.name, self.fused)
+
+    def _inline(self) -> None:
+        again = inlined(self.joint)
+        parts = [GraphRegion(again, users) for users in users_by_call(self.joint)]
+        rematerialize(self.graph, parts, self.joint.storages, list(self.joint.call_of), mark_inlined)
+        self.graph.eliminate_dead_code()
+        self.joint = self._read(self.graph)
 
     def plan(self, budget_bytes: int) -> CompiledPlan:
         """Return the fastest plan within a budget.
@@ -240,9 +255,10 @@ class GraphPlanner:
         copied, nodes = _copied(self.graph)
         self._rewrite(copied, regions, nodes)
         copied.eliminate_dead_code()
-        trace = read(copied, self.forward_outputs, self.name).trace
-        again = sum(op.phase == "recompute" for op in trace.ops)
-        return _Tried(choice, regions, simulate(trace, self.costs), again)
+        joint = self._read(copied)
+        again = sum(op.phase == "recompute" for op in joint.trace.ops)
+        costs = _kernel_costs(self.costs, joint.parts, self.fused)
+        return _Tried(choice, regions, simulate(joint.trace, costs), again)
 
     def _infeasible(self, budget_bytes: int) -> InfeasibleError:
         lowest = self._try(self.solver.leanest()).timeline
@@ -260,8 +276,23 @@ class GraphPlanner:
 
     def _rewrite(self, graph: fx.Graph, regions: Sequence[Region], nodes: Callable[[fx.Node], fx.Node]) -> None:
         storages = {nodes(node): found for node, found in self.joint.storages.items()}
-        backward = [nodes(node) for node in self.joint.backward]
+        backward = [nodes(node) for node in self.joint.call_of]
         rematerialize(graph, _graph_regions(self.joint, regions, nodes), storages, backward, mark_recomputed)
+
+
+def _kernel_costs(costs: CostTable, parts: Mapping[str, Sequence[str]], fused: bool) -> CostTable:
+    """Add the costs of kernels to those of the operators in them: a fused one takes as long as the slowest of these."""
+    ops = dict(costs.ops)
+    for text, members in parts.items():
+        if len(members) > 1:
+            ops[text] = OpCost(max(costs.of(member).seconds for member in members), 0, False)
+    return msgspec.structs.replace(
+        costs,
+        ops=ops,
+        checkpoint_seconds=0.0,
+        selective_op_seconds=0.0,
+        dispatch_seconds=0.0 if fused else costs.dispatch_seconds,
+    )
 
 
 def _copied(graph: fx.Graph) -> tuple[fx.Graph, Callable[[fx.Node], fx.Node]]:

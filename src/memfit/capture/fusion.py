@@ -1,0 +1,151 @@
+"""Which operators of a graph Inductor makes one kernel of, as far as memory and time go.
+
+Pointwise operators and reductions are one kernel with those that they take something of, where no other kernel has
+to run in between. What is used within its kernel only is never written to memory. A reduction over leading
+dimensions ends its kernel for those who take its result, since their loops run over other dimensions. This is coarser
+than Inductor, which also weighs what fusing gains.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+from torch._functorch.partitioners import OpTypes, get_default_op_list
+
+from memfit.ir.operators import REDUCTIONS, operator_class
+
+
+@functools.cache
+def _types() -> OpTypes:
+    return get_default_op_list()
+
+
+def is_fusible(node: fx.Node) -> bool:
+    """Tell whether Inductor generates code for a node that can be fused."""
+    return isinstance(node.target, torch._ops.OpOverload) and bool(_types().is_fusible(node))
+
+
+def kernels(
+    nodes: Sequence[fx.Node], sources: Mapping[fx.Node, fx.Node], place: Callable[[fx.Node], Hashable]
+) -> list[tuple[fx.Node, ...]]:
+    """Return the nodes of one pass of a graph by kernel, in an order that they can run in.
+
+    Args:
+        nodes: The pass, in order.
+        sources: For each view, and each part of an operator's outputs, the node that it is of.
+        place: Nodes of different places are not fused.
+    """
+    return _Fusion(sources, place).of(nodes)
+
+
+@dataclass
+class _Kernel:
+    """Some nodes; `before` and `barred` are bits: the kernels that must run before it, and those that it can't join."""
+
+    nodes: list[fx.Node]
+    before: int = 0
+    barred: int = 0
+
+
+@dataclass
+class _Fusion:
+    sources: Mapping[fx.Node, fx.Node]
+    place: Callable[[fx.Node], Hashable]
+    of_node: dict[fx.Node, int] = field(default_factory=dict)
+    kernels: dict[int, _Kernel] = field(default_factory=dict)
+
+    def of(self, nodes: Sequence[fx.Node]) -> list[tuple[fx.Node, ...]]:
+        position = {node: index for index, node in enumerate(nodes)}
+        for index, node in enumerate(nodes):
+            kernel = self.of_node.get(self._source(node))
+            if kernel is None:
+                self._add(index, node)
+            else:
+                self.of_node[node] = kernel
+                self.kernels[kernel].nodes.append(node)
+        for found in self.kernels.values():
+            found.nodes.sort(key=position.__getitem__)
+        return [tuple(self.kernels[index].nodes) for index in self._order(position)]
+
+    def _source(self, node: fx.Node) -> fx.Node:
+        while node in self.sources:
+            node = self.sources[node]
+        return node
+
+    def _taken(self, node: fx.Node) -> dict[fx.Node, int]:
+        """Return the nodes of this pass that a node takes something of, and their kernels."""
+        sources = map(self._source, node.all_input_nodes)
+        return {source: self.of_node[source] for source in sources if source in self.of_node}
+
+    def _add(self, index: int, node: fx.Node) -> None:
+        kernel = self.kernels[index] = _Kernel([node])
+        self.of_node[node] = index
+        taken = self._taken(node)
+        for source, other in taken.items():
+            kernel.before |= self.kernels[other].before | 1 << other
+            kernel.barred |= self.kernels[other].barred | (1 << other if _ends_loop(source) else 0)
+        for other in sorted(set(taken.values()), reverse=True):
+            if self._may_join(other, index):
+                self._join(other, index)
+
+    def _may_join(self, first: int, second: int) -> bool:
+        one, two = self.kernels[first], self.kernels[second]
+        if not (is_fusible(one.nodes[0]) and is_fusible(two.nodes[0])) or two.barred >> first & 1:
+            return False
+        if self.place(one.nodes[0]) != self.place(two.nodes[0]):
+            return False
+        between = two.before & ~(1 << first)
+        return not any(between >> k & 1 and other.before >> first & 1 for k, other in self.kernels.items())
+
+    def _join(self, first: int, second: int) -> None:
+        """Put the nodes of a kernel into a later one."""
+        gone, kernel = self.kernels.pop(first), self.kernels[second]
+        kernel.nodes += gone.nodes
+        self.of_node.update(dict.fromkeys(gone.nodes, second))
+        kernel.before = (kernel.before | gone.before) & ~(1 << first)
+        kernel.barred |= gone.barred
+        for other in self.kernels.values():
+            if other.before >> first & 1:
+                other.before = other.before & ~(1 << first) | kernel.before | 1 << second
+            if other.barred >> first & 1:
+                other.barred |= 1 << second
+
+    def _order(self, position: Mapping[fx.Node, int]) -> list[int]:
+        """Return the kernels in an order that they can run in, near that of their first nodes."""
+        first = {index: position[kernel.nodes[0]] for index, kernel in self.kernels.items()}
+        takes = {
+            index: {k for node in kernel.nodes for k in self._taken(node).values()} - {index}
+            for index, kernel in self.kernels.items()
+        }
+        after: dict[int, list[int]] = {index: [] for index in takes}
+        for index, others in takes.items():
+            for other in others:
+                after[other].append(index)
+        waiting = {index: len(others) for index, others in takes.items()}
+        ready = [(first[index], index) for index, count in waiting.items() if not count]
+        heapq.heapify(ready)
+        order = []
+        while ready:
+            index = heapq.heappop(ready)[1]
+            order.append(index)
+            for other in after[index]:
+                waiting[other] -= 1
+                if not waiting[other]:
+                    heapq.heappush(ready, (first[other], other))
+        return order
+
+
+def _ends_loop(node: fx.Node) -> bool:
+    """Tell whether a node reduces other dimensions than the last one, so that its result is ready in no row before all."""
+    if operator_class(str(node.target)) != REDUCTIONS:
+        return False
+    dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    value = node.args[0].meta.get("val") if isinstance(node.args[0], fx.Node) else None
+    if not isinstance(dims, list | tuple) or not isinstance(value, torch.Tensor):
+        return True
+    return not {-1, value.dim() - 1} & set(dims)

@@ -1,0 +1,75 @@
+"""What a fused kernel of the forward pass computes and does not write: better computed again than saved.
+
+Written for the backward pass, it would take memory and time; the kernel that needs it in the backward pass can compute
+it from what is in memory anyway. Two things are saved all the same: what is far smaller than what it is
+computed of, as statistics are, and what would make much more be saved in its place.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from torch import fx
+
+from memfit.capture.joint import Joint
+
+_SMALL = 8
+_WORTH = 1.25
+
+
+def inlined(joint: Joint) -> frozenset[fx.Node]:
+    """Return the forward nodes of which the backward pass should compute the values that it needs."""
+    size, births = joint.nbytes, [storage.birth for storage in joint.trace.storages]
+    crossing = {save.storage for save in joint.trace.saves}
+    inside = {s for s in _unwritten(joint) if _SMALL * size[s] > max(map(size.__getitem__, _given(joint, s)), default=0)}
+    taken = crossing - inside
+    for storage in sorted(crossing & inside):
+        needed = {s for s in _boundary(joint, storage, inside) if births[s] >= 0}
+        if sum(size[s] for s in needed - taken) > _WORTH * size[storage]:
+            inside.discard(storage)
+            needed = {storage}
+        taken |= needed
+    nodes = (node for nodes in joint.ops for node in nodes)
+    return frozenset(n for n in nodes if joint.storages[n] and inside.issuperset(joint.storages[n]))
+
+
+def users_by_call(joint: Joint) -> Iterator[frozenset[fx.Node]]:
+    """Yield the nodes of the backward pass, those that differentiate one call at a time."""
+    found: dict[int, list[fx.Node]] = defaultdict(list)
+    for node, call in joint.call_of.items():
+        found[call].append(node)
+    for nodes in found.values():
+        yield frozenset(nodes)
+
+
+def mark_inlined(node: fx.Node, before: fx.Node) -> None:
+    """Let a copy count for the call of the backward node that it is made for."""
+    node.meta["seq_nr"] = before.meta.get("seq_nr", -1)
+
+
+def _unwritten(joint: Joint) -> set[int]:
+    """Return the storages that only the forward kernel which makes them takes."""
+    written, found = set(joint.returned), set[int]()
+    for index, (op, nodes) in enumerate(zip(joint.trace.ops, joint.ops, strict=True)):
+        if op.phase != "forward":
+            break
+        for node in nodes:
+            made = {s for s in joint.storages[node] if joint.trace.storages[s].birth == index}
+            found |= made if index not in joint.fixed and len(nodes) > 1 else set()
+            written |= {s for g in node.all_input_nodes for s in joint.storages[g]} - joint.made_by(index)
+    return found - written
+
+
+def _given(joint: Joint, storage: int) -> set[int]:
+    return {s for given in joint.makers[storage].all_input_nodes for s in joint.storages[given]}
+
+
+def _boundary(joint: Joint, storage: int, inside: set[int]) -> set[int]:
+    """Return what a storage is computed of that is not computed again itself."""
+    found, waiting = set[int](), [storage]
+    while waiting:
+        for given in _given(joint, waiting.pop()) - found:
+            found.add(given)
+            waiting += [given] if given in inside else []
+    return found - inside
