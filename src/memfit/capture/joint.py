@@ -11,7 +11,7 @@ import itertools
 import json
 import operator
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from memfit.capture.fusion import kernels
+from memfit.capture.fusion import is_fusible, kernels
 from memfit.capture.recorder import as_the_kernel, draws_random_numbers, work_of
 from memfit.ir.trace import Call, Category, Module, Op, Phase, Save, Storage, Trace, Work
 from memfit.signature import signature
@@ -45,6 +45,7 @@ class Joint:
         fixed: The operators whose outputs must be kept, since running them again would give something else.
         call_of: For each node of the backward pass, in order, the call whose forward operator it differentiates, or -1.
         parts: For each signature of the trace, those of the operators that run as one kernel.
+        in_place: For each signature of the trace, the bytes that it writes over what it takes last.
         operators: What calls of these operators do, by signature.
         trace: The trace.
     """
@@ -57,6 +58,7 @@ class Joint:
     fixed: frozenset[int]
     call_of: dict[fx.Node, int]
     parts: dict[str, tuple[str, ...]]
+    in_place: dict[str, int]
     operators: dict[str, Work]
     trace: Trace
 
@@ -154,6 +156,7 @@ class _Reader:
         self.sources: dict[fx.Node, fx.Node] = {}
         self.nbytes: list[int] = []
         self.makers: list[fx.Node] = []
+        self.keys: list[int] = []
         for node in (*self.inputs, *graph.find_nodes(op="get_attr"), *self.forward, *self.backward):
             self._observe(node)
         forward = self._ops(self.forward, lambda node: tuple(_module_stack(node)))
@@ -163,12 +166,14 @@ class _Reader:
         self.birth = [self.position.get(node, -1) for node in self.makers]
         self.calls = _Calls(nodes[0] for nodes in forward)
         self.parts: dict[str, tuple[str, ...]] = {}
+        self.in_place: dict[str, int] = {}
         self.index: dict[str, int] = {}
         self.operators: dict[str, Work] = {}
 
     def read(self) -> Joint:
         uses = self._uses()
-        ops = [self._op(nodes, index) for index, nodes in enumerate(self.ops)]
+        storages = self._lives(uses)
+        ops = [self._op(nodes, index, storages) for index, nodes in enumerate(self.ops)]
         trace = Trace(
             workload=self.name,
             fingerprint="",
@@ -182,7 +187,7 @@ class _Reader:
             modules=self.calls.modules,
             calls=[replace(call, inputs=self._taken(call, uses)) for call in self.calls.calls],
             ops=ops,
-            storages=self._lives(uses),
+            storages=storages,
             saves=list(self._saves(uses)),
             signatures=list(self.parts),
             works=[_NO_WORK] * len(self.parts),
@@ -198,6 +203,7 @@ class _Reader:
             fixed,
             call_of,
             self.parts,
+            self.in_place,
             self.operators,
             trace,
         )
@@ -217,6 +223,7 @@ class _Reader:
                 known[key] = len(self.nbytes)
                 self.nbytes.append(nbytes)
                 self.makers.append(node)
+                self.keys.append(key)
             found.append(known[key])
         self.storages[node] = tuple(found)
         held = [given for given in node.all_input_nodes if set(found) & set(self.storages[given])]
@@ -300,14 +307,27 @@ class _Reader:
             for call, times in taken.items():
                 yield Save(storage, birth + 1, call, min(times), max(times))
 
-    def _op(self, nodes: tuple[fx.Node, ...], index: int) -> Op:
+    def _op(self, nodes: tuple[fx.Node, ...], index: int, storages: Sequence[Storage]) -> Op:
         working = [node for node in nodes if node not in self.sources] or nodes[:1]
         again = all(_RECOMPUTED in node.meta for node in working)
         phase: Phase = "recompute" if again else "forward" if index < self.turn else "backward"
         call = self.calls.of_op[index] if index < self.turn else self.calls.of_gradient(working[-1])
-        return Op(str(working[-1].target), call, phase, 0, self._signature(working), (), False)
+        reused = self._reused_bytes(nodes, index, storages) if self.fused and is_fusible(working[0]) else 0
+        return Op(str(working[-1].target), call, phase, 0, self._signature(working, reused), (), False)
 
-    def _signature(self, working: Sequence[fx.Node]) -> int:
+    def _reused_bytes(self, nodes: tuple[fx.Node, ...], index: int, storages: Sequence[Storage]) -> int:
+        """Return what a kernel writes in place: into what it takes and nothing takes after it, of the same layout."""
+        given = {s for node in nodes for g in node.all_input_nodes for s in self.storages[g]}
+        ending = Counter(self._layout(s) for s in given if 0 <= storages[s].birth < index == storages[s].death)
+        written = {s for node in nodes for s in self.storages[node] if storages[s].birth == index < storages[s].death}
+        made = Counter(self._layout(s) for s in written)
+        return sum(count * layout[0] for layout, count in (ending & made).items())
+
+    def _layout(self, storage: int) -> tuple[int, torch.dtype, bool]:
+        tensor = next(t for t in _tensors(self.makers[storage]) if _key(t) == self.keys[storage])
+        return self.nbytes[storage], tensor.dtype, tensor.is_contiguous()
+
+    def _signature(self, working: Sequence[fx.Node], reused_bytes: int) -> int:
         """Return the index of a kernel's signature: those of its operators, views aside where they are fused."""
         parts = []
         for node in working:
@@ -319,7 +339,9 @@ class _Reader:
                     out = node.meta.get("val")
                     self.operators[text] = work_of(node.target, args, kwargs, out, self.device.type)
         joined = "\n".join(parts) or str(working[0].target)
+        joined += f"\n{reused_bytes} bytes in place" if reused_bytes else ""
         self.parts.setdefault(joined, tuple(parts))
+        self.in_place[joined] = reused_bytes
         return self.index.setdefault(joined, len(self.index))
 
     def _fixed(self) -> Iterator[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -191,7 +191,8 @@ class GraphPlanner:
             self._inline()
         with _disable_current_modes():  # the compiler's fake tensors, under which nothing can be measured
             self.device = find_device(self.joint.trace.device)
-            self.costs = _kernel_costs(costs_of([self.joint.operators_alone()], self.device), self.joint.parts, fused)
+            alone = _compiled_costs(costs_of([self.joint.operators_alone()], self.device), fused)
+        self.costs = _with_kernels(alone, self.joint)
         regions = Regions(self.joint.trace)
         self.problem = build(regions, self.costs, options(regions, self.costs))
         self.solver = Solver(self.problem)
@@ -257,8 +258,7 @@ class GraphPlanner:
         copied.eliminate_dead_code()
         joint = self._read(copied)
         again = sum(op.phase == "recompute" for op in joint.trace.ops)
-        costs = _kernel_costs(self.costs, joint.parts, self.fused)
-        return _Tried(choice, regions, simulate(joint.trace, costs), again)
+        return _Tried(choice, regions, simulate(joint.trace, _with_kernels(self.costs, joint)), again)
 
     def _infeasible(self, budget_bytes: int) -> InfeasibleError:
         lowest = self._try(self.solver.leanest()).timeline
@@ -280,18 +280,25 @@ class GraphPlanner:
         rematerialize(graph, _graph_regions(self.joint, regions, nodes), storages, backward, mark_recomputed)
 
 
-def _kernel_costs(costs: CostTable, parts: Mapping[str, Sequence[str]], fused: bool) -> CostTable:
-    """Add the costs of kernels to those of the operators in them: a fused one takes as long as the slowest of these."""
+def _with_kernels(costs: CostTable, joint: Joint) -> CostTable:
+    """Add the costs of kernels to those of the operators in them: one takes as long as the slowest of these.
+
+    What a kernel writes in place takes no memory beside what it replaces: a workspace below zero.
+    """
     ops = dict(costs.ops)
-    for text, members in parts.items():
-        if len(members) > 1:
-            ops[text] = OpCost(max(costs.of(member).seconds for member in members), 0, False)
+    for text, members in joint.parts.items():
+        if text not in ops:
+            workspace = costs.of(members[0]).workspace_bytes if len(members) == 1 else 0
+            seconds = max((costs.of(member).seconds for member in members), default=0.0)
+            ops[text] = OpCost(seconds, workspace - joint.in_place[text], False)
+    return msgspec.structs.replace(costs, ops=ops)
+
+
+def _compiled_costs(costs: CostTable, fused: bool) -> CostTable:
+    """Leave out what only eager programs take: for checkpointing, and for the dispatch of fused operators."""
+    dispatch_seconds = 0.0 if fused else costs.dispatch_seconds
     return msgspec.structs.replace(
-        costs,
-        ops=ops,
-        checkpoint_seconds=0.0,
-        selective_op_seconds=0.0,
-        dispatch_seconds=0.0 if fused else costs.dispatch_seconds,
+        costs, checkpoint_seconds=0.0, selective_op_seconds=0.0, dispatch_seconds=dispatch_seconds
     )
 
 
