@@ -28,6 +28,7 @@ PUBLIC = [
     "__version__",
     "apply",
     "compare",
+    "compile_backend",
     "devices",
     "estimate",
     "load_plan",

@@ -4,6 +4,8 @@
    regions lie inside one another, a copy of the inner one takes copies of the outer one.
 2. What another operator keeps alive anyway is taken, not computed again.
 3. A copy is placed before the first operator that needs it, and kept for later ones of the same region.
+
+PyTorch's compilers are imported when they are used: they take seconds, and this module is part of `import memfit`.
 """
 
 from __future__ import annotations
@@ -13,14 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
-from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.backends.debugging import boxed_nop
-from torch._functorch import config as functorch_config
-from torch._functorch.partitioners import default_partition
-from torch._inductor import config as inductor_config
-from torch._inductor.compile_fx import compile_fx
-from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
+KERNEL = "memfit_kernel"
+"""The key of a node's meta data that says which kernel of the plan it is in."""
 
 Mark = Callable[[fx.Node, fx.Node], None]
 
@@ -64,6 +61,8 @@ def split(module: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphModule,
         module: The joint graph module.
         forward_outputs: How many of its outputs the forward pass returns.
     """
+    from torch._functorch.partitioners import default_partition
+
     module.graph.eliminate_dead_code()
     module.recompile()
     parts: tuple[fx.GraphModule, fx.GraphModule] = default_partition(module, None, num_fwd_outputs=forward_outputs)
@@ -76,6 +75,9 @@ Partition = Callable[[fx.GraphModule, int], tuple[fx.GraphModule, fx.GraphModule
 
 def lower_to_eager(module: fx.GraphModule, inputs: Sequence[Any], partition: Partition) -> Callable[..., Any]:
     """Compile a graph to one that runs its operators one by one, as PyTorch's "aot_eager" does."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+    from torch._functorch import config as functorch_config
 
     def partition_fn(joint: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> Any:
         return partition(joint, num_fwd_outputs)
@@ -88,28 +90,10 @@ def lower_to_eager(module: fx.GraphModule, inputs: Sequence[Any], partition: Par
 
 
 def lower_to_inductor(module: fx.GraphModule, inputs: Sequence[Any], partition: Partition) -> Callable[..., Any]:
-    """Compile a graph with Inductor. Its cache of kernels is used, that of whole graphs is not: these are planned.
+    """Compile a graph with Inductor."""
+    from memfit.apply import inductor
 
-    Inductor keeps some buffers for later ones of the same size, by an estimate of the peak that each passes but not all
-    together: 12 MiB of 128 were seen above the prediction. PyTorch's allocator gives memory back at once instead.
-    """
-    with (
-        functorch_config.patch(enable_autograd_cache=False),
-        inductor_config.patch(custom_partitioner_fn=_Partitioner(partition), allow_buffer_reuse=False),
-    ):
-        compiled: Callable[..., Any] = compile_fx(module, inputs)
-    return compiled
-
-
-class _Partitioner(CustomPartitionerFn):
-    def __init__(self, partition: Partition) -> None:
-        self.partition = partition
-
-    def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
-        return self.partition(gm, kwargs["num_fwd_outputs"])
-
-    def uuid(self) -> str:
-        return "memfit"  # the graphs that it makes are cached by what is in them
+    return inductor.lower(module, inputs, partition)
 
 
 @dataclass

@@ -12,16 +12,18 @@ import functools
 import heapq
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
-from torch._functorch.partitioners import OpTypes, get_default_op_list
 
 from memfit.ir.operators import REDUCTIONS, operator_class
 
 
 @functools.cache
-def _types() -> OpTypes:
+def _types() -> Any:
+    from torch._functorch.partitioners import get_default_op_list  # takes seconds
+
     return get_default_op_list()
 
 
@@ -61,6 +63,7 @@ class _Fusion:
 
     def of(self, nodes: Sequence[fx.Node]) -> list[tuple[fx.Node, ...]]:
         position = {node: index for index, node in enumerate(nodes)}
+        self.inside = position.keys()
         for index, node in enumerate(nodes):
             kernel = self.of_node.get(self._source(node))
             if kernel is None:
@@ -73,7 +76,8 @@ class _Fusion:
         return [tuple(self.kernels[index].nodes) for index in self._order(position)]
 
     def _source(self, node: fx.Node) -> fx.Node:
-        while node in self.sources:
+        """Return the node of this pass that makes what a view shows; the first view, where another pass makes it."""
+        while self.sources.get(node) in self.inside:
             node = self.sources[node]
         return node
 
@@ -141,11 +145,12 @@ class _Fusion:
 
 
 def _ends_loop(node: fx.Node) -> bool:
-    """Tell whether a node reduces other dimensions than the last one, so that its result is ready in no row before all."""
+    """Tell whether a node reduces other dimensions than the last ones: no row of its result is ready before all are."""
     if operator_class(str(node.target)) != REDUCTIONS:
         return False
     dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
     value = node.args[0].meta.get("val") if isinstance(node.args[0], fx.Node) else None
     if not isinstance(dims, list | tuple) or not isinstance(value, torch.Tensor):
         return True
-    return not {-1, value.dim() - 1} & set(dims)
+    last = {d % value.dim() for d in dims if isinstance(d, int)}
+    return last != set(range(value.dim() - len(last), value.dim()))

@@ -22,7 +22,9 @@ def inlined(joint: Joint) -> frozenset[fx.Node]:
     """Return the forward nodes of which the backward pass should compute the values that it needs."""
     size, births = joint.nbytes, [storage.birth for storage in joint.trace.storages]
     crossing = {save.storage for save in joint.trace.saves}
-    inside = {s for s in _unwritten(joint) if _SMALL * size[s] > max(map(size.__getitem__, _given(joint, s)), default=0)}
+    inside = {
+        s for s in _unwritten(joint) if _SMALL * size[s] > max(map(size.__getitem__, _given(joint, s)), default=0)
+    }
     taken = crossing - inside
     for storage in sorted(crossing & inside):
         needed = {s for s in _boundary(joint, storage, inside) if births[s] >= 0}
@@ -30,8 +32,8 @@ def inlined(joint: Joint) -> frozenset[fx.Node]:
             inside.discard(storage)
             needed = {storage}
         taken |= needed
-    nodes = (node for nodes in joint.ops for node in nodes)
-    return frozenset(n for n in nodes if joint.storages[n] and inside.issuperset(joint.storages[n]))
+    forward = (node for nodes in joint.ops for node in nodes if node not in joint.call_of)
+    return frozenset(n for n in forward if joint.storages[n] and inside.issuperset(joint.storages[n]))
 
 
 def users_by_call(joint: Joint) -> Iterator[frozenset[fx.Node]]:
@@ -56,7 +58,7 @@ def _unwritten(joint: Joint) -> set[int]:
             break
         for node in nodes:
             made = {s for s in joint.storages[node] if joint.trace.storages[s].birth == index}
-            found |= made if index not in joint.fixed and len(nodes) > 1 else set()
+            found |= made if node not in joint.fixed and len(nodes) > 1 else set()
             written |= {s for g in node.all_input_nodes for s in joint.storages[g]} - joint.made_by(index)
     return found - written
 

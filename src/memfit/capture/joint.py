@@ -7,10 +7,8 @@ list of inputs. What the graph takes and returns is alive from the start, or to 
 
 from __future__ import annotations
 
-import itertools
 import json
 import operator
-import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,12 +20,12 @@ from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from memfit.capture.fusion import is_fusible, kernels
+from memfit.capture.module_calls import ModuleCalls, module_stack
 from memfit.capture.recorder import as_the_kernel, draws_random_numbers, work_of
-from memfit.ir.trace import Call, Category, Module, Op, Phase, Save, Storage, Trace, Work
+from memfit.ir.trace import Call, Category, Op, Phase, Save, Storage, Trace, Work
 from memfit.signature import signature
 
 _RECOMPUTED = "memfit_recomputed"
-_INDEX = re.compile(r"\[['\"]?([^'\"\]]*)['\"]?\]")
 _CPU = torch.device("cpu")
 _NO_WORK = Work(0, 0, 0, "", False)
 
@@ -42,7 +40,7 @@ class Joint:
         makers: For each storage, the node that makes it.
         nbytes: For each storage, its size; one that is never written has size 0 in the trace.
         returned: The storages of what the graph returns.
-        fixed: The operators whose outputs must be kept, since running them again would give something else.
+        fixed: The nodes whose outputs must be kept, since running them again would give something else.
         call_of: For each node of the backward pass, in order, the call whose forward operator it differentiates, or -1.
         parts: For each signature of the trace, those of the operators that run as one kernel.
         in_place: For each signature of the trace, the bytes that it writes over what it takes last.
@@ -55,7 +53,7 @@ class Joint:
     makers: list[fx.Node]
     nbytes: list[int]
     returned: frozenset[int]
-    fixed: frozenset[int]
+    fixed: frozenset[fx.Node]
     call_of: dict[fx.Node, int]
     parts: dict[str, tuple[str, ...]]
     in_place: dict[str, int]
@@ -63,18 +61,18 @@ class Joint:
     trace: Trace
 
     def span(self, modules: Sequence[str]) -> tuple[int, int]:
-        """Return the operators of some modules that are called one after the other: the first, and one past the last."""
+        """Return the first operator of some modules that are called one after the other, and one past the last."""
         trace = self.trace
         calls = [call for call in trace.calls if trace.modules[call.module].fqn in modules]
         return min(call.start for call in calls), max(call.end for call in calls)
 
     def again(self, start: int, end: int, keep: Sequence[str]) -> Iterator[fx.Node]:
-        """Yield the forward nodes of a span that may run again, those aside that `keep` names ("overload#occurrence")."""
+        """Yield the forward nodes of a span that may run again, without those in `keep` ("overload#occurrence")."""
         seen: dict[str, int] = defaultdict(int)
         for op in range(start, end):
             name = self.trace.ops[op].name
-            if f"{name}#{seen[name]}" not in keep and op not in self.fixed:
-                yield from self.ops[op]
+            if f"{name}#{seen[name]}" not in keep:
+                yield from (node for node in self.ops[op] if node not in self.fixed)
             seen[name] += 1
 
     def gradients(self, start: int, end: int) -> Iterator[fx.Node]:
@@ -91,7 +89,12 @@ class Joint:
         """Return the operators of all kernels as a trace, for what they cost one by one."""
         alone = [Op(_name(text), -1, "forward", 0, index, (), False) for index, text in enumerate(self.operators)]
         return replace(
-            self.trace, ops=alone, storages=[], saves=[], calls=[], signatures=list(self.operators),
+            self.trace,
+            ops=alone,
+            storages=[],
+            saves=[],
+            calls=[],
+            signatures=list(self.operators),
             works=list(self.operators.values()),
         )
 
@@ -118,14 +121,15 @@ def read(graph: fx.Graph, forward_outputs: int, name: str, fused: bool = False) 
     return _Reader(graph, forward_outputs, name, fused).read()
 
 
-def phases(graph: fx.Graph, forward_outputs: int) -> tuple[list[fx.Node], list[fx.Node]]:
+def _phases(graph: fx.Graph, forward_outputs: int) -> tuple[list[fx.Node], list[fx.Node]]:
     """Return the operators of the forward pass and those of the backward pass, in order.
 
     Forward is what the forward outputs need, and what AOTAutograd tagged so.
     """
     returned = tree_leaves(graph.output_node().args[0])[:forward_outputs]
     needed = set(_ancestors(node for node in returned if isinstance(node, fx.Node)))
-    forward, backward = [], []
+    forward: list[fx.Node] = []
+    backward: list[fx.Node] = []
     for node in graph.nodes:
         if node.op == "call_function":
             source = node.args[0] if node.target is operator.getitem else node
@@ -151,7 +155,7 @@ class _Reader:
         self.forward_outputs = self.outputs[:forward_outputs]
         self.inputs = list(graph.find_nodes(op="placeholder"))
         self.device = next((t.device for node in self.inputs for t in _tensors(node) if t.device.type != "cpu"), _CPU)
-        self.forward, self.backward = phases(graph, forward_outputs)
+        self.forward, self.backward = _phases(graph, forward_outputs)
         self.storages: dict[fx.Node, tuple[int, ...]] = {}
         self.sources: dict[fx.Node, fx.Node] = {}
         self.nbytes: list[int] = []
@@ -159,12 +163,12 @@ class _Reader:
         self.keys: list[int] = []
         for node in (*self.inputs, *graph.find_nodes(op="get_attr"), *self.forward, *self.backward):
             self._observe(node)
-        forward = self._ops(self.forward, lambda node: tuple(_module_stack(node)))
+        forward = self._ops(self.forward, lambda node: tuple(module_stack(node)))
         self.ops = [*forward, *self._ops(self.backward, lambda node: None)]
         self.turn = len(forward)
         self.position = {node: index for index, nodes in enumerate(self.ops) for node in nodes}
         self.birth = [self.position.get(node, -1) for node in self.makers]
-        self.calls = _Calls(nodes[0] for nodes in forward)
+        self.calls = ModuleCalls(nodes[0] for nodes in forward)
         self.parts: dict[str, tuple[str, ...]] = {}
         self.in_place: dict[str, int] = {}
         self.index: dict[str, int] = {}
@@ -344,15 +348,19 @@ class _Reader:
         self.in_place[joined] = reused_bytes
         return self.index.setdefault(joined, len(self.index))
 
-    def _fixed(self) -> Iterator[int]:
+    def _fixed(self) -> Iterator[fx.Node]:
         mutated = {node.args[0] for node in self.graph.nodes if node.target is torch.ops.aten.copy_.default}
-        for index, nodes in enumerate(self.ops):
-            if any(_must_run_once(node, mutated) for node in nodes if node.target is not operator.getitem):
-                yield index
+        for node in self.forward:
+            source = node.args[0] if node.target is operator.getitem else node
+            if isinstance(source, fx.Node) and _must_run_once(source, mutated):
+                yield node
 
 
 def _must_run_once(node: fx.Node, mutated: set[Any]) -> bool:
-    """Tell whether a node would give something else, or do something again, if it ran twice."""
+    """Tell whether a node would give something else, or do something again, if it ran twice.
+
+    What trains with BatchNorm takes running statistics, which are written at the end, but makes its output without.
+    """
     func = node.target
     if not isinstance(func, torch._ops.OpOverload) or func.namespace not in ("aten", "prims"):
         return True
@@ -361,63 +369,6 @@ def _must_run_once(node: fx.Node, mutated: set[Any]) -> bool:
         return True
     trains = func is torch.ops.aten._native_batch_norm_legit_functional.default and args[5]
     return not trains and not mutated.isdisjoint(node.all_input_nodes)
-
-
-class _Calls:
-    """The module calls of a forward pass, by the modules that its nodes were traced in.
-
-    A module that is called again, or that other operators interrupt, has another name for each call: each can be
-    computed again by itself.
-    """
-
-    def __init__(self, nodes: Iterable[fx.Node]) -> None:
-        self.modules: list[Module] = []
-        self.calls: list[Call] = []
-        self.of_op: list[int] = []
-        self._names: dict[str, int] = defaultdict(int)
-        self._of_sequence: dict[int, int] = {}
-        open_calls: list[tuple[str, int]] = []
-        for index, node in enumerate(nodes):
-            stack = _module_stack(node)
-            same = sum(1 for _ in itertools.takewhile(lambda p: p[0][0] == p[1], zip(open_calls, stack, strict=False)))
-            del open_calls[same:]
-            for key in stack[same:]:
-                open_calls.append((key, self._enter(key, open_calls[-1][1] if open_calls else -1, index)))
-            for _, call in open_calls:
-                self.calls[call] = replace(self.calls[call], end=index + 1)
-            current = open_calls[-1][1] if open_calls else -1
-            self.of_op.append(current)
-            if (number := node.meta.get("seq_nr")) is not None:
-                self._of_sequence.setdefault(number, current)
-
-    def _enter(self, key: str, parent: int, index: int) -> int:
-        fqn = key.split("\0")[0]
-        times = self._names[fqn]
-        self._names[fqn] += 1
-        self.modules.append(Module(f"{fqn}@{times}" if times else fqn, key.split("\0")[1], False, False))
-        self.calls.append(Call(len(self.modules) - 1, parent, 0, index, index, (), "forward"))
-        return len(self.calls) - 1
-
-    def of_gradient(self, node: fx.Node) -> int:
-        """Return the call whose forward operator a backward node differentiates, or -1."""
-        return self._of_sequence.get(node.meta.get("seq_nr", -1), -1)
-
-
-def _module_stack(node: fx.Node) -> list[str]:
-    """Return the modules that a node was traced in, outermost first, the whole model aside: FQN, kind and key."""
-    stack: dict[str, tuple[str, Any]] = node.meta.get("nn_module_stack") or {}
-    found = []
-    for key, (path, kind) in stack.items():
-        fqn = _fqn(path)
-        if fqn:
-            name = kind if isinstance(kind, str) else kind.__name__
-            found.append("\0".join((fqn, name.rsplit(".", 1)[-1], key)))
-    return found
-
-
-def _fqn(path: str) -> str:
-    """Return the FQN in a path such as "L['self'].blocks.0"."""
-    return _INDEX.sub(r".\1", path.removeprefix("L").replace("_modules", "")).strip(".").partition(".")[2]
 
 
 def _values(node: fx.Node) -> tuple[Any, Any]:

@@ -5,6 +5,7 @@ from memfit.ir.device import Device
 from memfit.ir.plan import print_plans_with
 from memfit.ir.verification import Verification
 from memfit.pipeline.applying import apply
+from memfit.pipeline.compiling import CompileBackend, CompiledPlan, compile_backend
 from memfit.pipeline.loading import load_fake_workload, load_workload
 from memfit.pipeline.planning import plan
 from memfit.pipeline.plans import load_plan, save_plan
@@ -14,10 +15,13 @@ from memfit.pipeline.verifying import verify
 from memfit.report.tables import plan_text
 
 __all__ = [
+    "CompileBackend",
+    "CompiledPlan",
     "Device",
     "Verification",
     "apply",
     "compare",
+    "compile_backend",
     "devices",
     "estimate",
     "find_device",
