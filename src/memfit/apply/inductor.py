@@ -16,7 +16,7 @@ from torch._inductor.virtualized import V
 from memfit.apply.compiled import KERNEL
 from memfit.version import __version__
 
-_SETTINGS = {"allow_buffer_reuse": False, "realize_reads_threshold": 1, "layout_optimization": False}
+_SETTINGS: dict[str, Any] = {"allow_buffer_reuse": False, "realize_reads_threshold": 1, "layout_optimization": False}
 
 
 class Partitioner(CustomPartitionerFn):
