@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from memfit.pipeline import planning
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
@@ -18,6 +20,8 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     gc.freeze()  # captures collect garbage, which is slow among all the objects of PyTorch
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEMFIT_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        assert planning.plan.__kwdefaults__ is not None
+        patch.setitem(planning.plan.__kwdefaults__, "time_limit_seconds", 2.0)  # tests ask for many plans
         yield
 
 
