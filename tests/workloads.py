@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import signal
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -56,3 +61,26 @@ def boolean_mask() -> Workload:
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         name="boolean_mask",
     )
+
+
+class Preempting:
+    """Batches of which the third comes with a SIGTERM, as from a scheduler that wants the machine back."""
+
+    def __init__(self, batches: Any) -> None:
+        self.batches = batches
+        self.state_dict, self.load_state_dict = batches.state_dict, batches.load_state_dict
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        for index, batch in enumerate(self.batches):
+            if index == 2:
+                signal.raise_signal(signal.SIGTERM)
+            yield batch
+
+
+def preempted() -> Workload:
+    """The tiny GPT on a machine that is wanted back."""
+    workload = tiny()
+    return dataclasses.replace(workload, batches=Preempting(workload.batches))

@@ -7,7 +7,8 @@
     │   ├── WorkloadError       no such workload, or one that is not a training step
     │   ├── PlanError           a plan that can't be read, or is not legal
     │   │   └── PlanMismatchError   a plan made for another workload
-    │   ├── CheckpointError     a checkpoint that can't be read
+    │   ├── CheckpointError     a checkpoint that can't be resumed from
+    │   │   └── DamagedCheckpointError  one that is not what was written
     │   ├── OutputError         a place that can't be written, or must not be
     │   └── MissingExtraError   an optional dependency that is not installed
     ├── InfeasibleError         no plan fits the budget                      (exit status 3)
@@ -62,7 +63,11 @@ class PlanMismatchError(PlanError):
 
 
 class CheckpointError(UsageError):
-    """A training checkpoint that can't be read."""
+    """A training checkpoint that can't be resumed from."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A training checkpoint that is torn or edited: not what was written."""
 
 
 class OutputError(UsageError):

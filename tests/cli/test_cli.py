@@ -104,6 +104,19 @@ def test_train_report_and_resume(memfit: Shell, plan_file: Path, tmp_path: Path)
     assert Path(json.loads(output)["report"]).stat().st_size > 1_000_000
 
 
+def test_a_run_that_is_preempted_says_so_by_its_status_and_goes_on(
+    memfit: Shell, plan_file: Path, tmp_path: Path
+) -> None:
+    """75 is EX_TEMPFAIL; the same command with --resume ends the run."""
+    run = str(tmp_path / "run")
+    options = ("--plan", str(plan_file), "--out", run, "--steps", "5")
+    status, _, errors = memfit("train", "tests.workloads:preempted", *options)
+    assert status == 75
+    assert f"goes on from {run}/checkpoint-3" in errors and "Traceback" not in errors
+    status, output, _ = memfit("train", TINY, *options, "--resume", "--prefetch-batches", "2", "--json")
+    assert (status, json.loads(output)["steps"]) == (0, 5)
+
+
 def test_devices(memfit: Shell) -> None:
     status, output, _ = memfit("devices", "--json")
     found = json.loads(output)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -13,6 +14,10 @@ from memfit.ir import codec
 from memfit.ir.plan import Plan
 from memfit.ir.record import RunRecord, Views
 from memfit.pipeline.training import views
+from memfit.recipes import byte_lm
+from memfit.train.folder import METRICS
+from memfit.train.log import read_lines
+from memfit.workload import Workload
 from tests.workloads import tiny
 
 
@@ -20,6 +25,11 @@ from tests.workloads import tiny
 def plan() -> Plan:
     plain = memfit.estimate(tiny()).peak_bytes
     return memfit.plan(tiny(), budget=int(0.7 * plain), numerics="exact", precisions=["32-true"], points=1)
+
+
+@pytest.fixture(scope="module")
+def wide() -> Plan:
+    return memfit.plan(tiny(), budget="4GiB", numerics="exact", precisions=["32-true"], points=1)
 
 
 def test_exact_plan_trains_as_the_plain_step_does(plan: Plan) -> None:
@@ -73,16 +83,56 @@ def test_run_holds_what_its_report_needs(plan: Plan, tmp_path: Path) -> None:
     assert not page.exists()
 
 
-def test_planned_training_ends_where_plain_training_ends(plan: Plan, tmp_path: Path) -> None:
+def test_planned_training_ends_where_plain_training_ends(plan: Plan, wide: Plan, tmp_path: Path) -> None:
     planned, plain = tiny(), tiny()
     torch.manual_seed(1)
     memfit.train(plan, planned, out=tmp_path / "planned", steps=3)
-    wide = memfit.plan(tiny(), budget="4GiB", numerics="exact", points=1)
     assert wide.levers.regions == ()
     torch.manual_seed(1)
     memfit.train(wide, plain, out=tmp_path / "plain", steps=3)
     for one, other in zip(planned.model.parameters(), plain.model.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+def losses(out: Path) -> list[float]:
+    return [line["loss"] for line in read_lines(out / METRICS) if "loss" in line]
+
+
+def test_a_run_goes_on_bitwise_under_the_plan_of_a_smaller_machine(plan: Plan, wide: Plan, tmp_path: Path) -> None:
+    """Both plans are exact, so the run ends as if it had never been moved."""
+    whole, moved = tiny(), tiny()
+    torch.manual_seed(1)
+    memfit.train(wide, whole, out=tmp_path / "whole", steps=4)
+    torch.manual_seed(1)
+    memfit.train(wide, tiny(), out=tmp_path / "moved", steps=2)
+    record = memfit.train(plan, moved, out=tmp_path / "moved", steps=4, resume=True)
+    for one, other in zip(whole.model.parameters(), moved.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert losses(tmp_path / "moved") == losses(tmp_path / "whole")
+    (event,) = record.events
+    assert event.kind == "another plan"
+    assert event.text.endswith(f"goes on with microbatch_size=4 and {len(plan.levers.regions)} checkpointed regions")
+    assert codec.read(tmp_path / "moved" / "plan.json", Plan) == plan
+    assert codec.read(tmp_path / "moved" / "views.json", Views).planned.peak_bytes == plan.predicted.peak_bytes
+
+
+def test_a_run_goes_on_over_the_same_batches_with_smaller_microbatches(tmp_path: Path) -> None:
+    """The same global batches in the same order; the sums are of other pieces, so equal to rounding."""
+
+    def undropped() -> Workload:
+        return byte_lm(n_layer=2, d_model=32, n_head=4, context=32, batch_size=4, max_bytes=100_000, dropout=0.0)
+
+    whole, moved = undropped(), undropped()
+    plain = memfit.plan(undropped(), budget="4GiB", precisions=["32-true"], points=1)
+    halved = msgspec.structs.replace(plain, levers=msgspec.structs.replace(plain.levers, microbatch_size=1))
+    memfit.train(plain, whole, out=tmp_path / "whole", steps=4)
+    memfit.train(plain, undropped(), out=tmp_path / "moved", steps=2)
+    memfit.train(halved, moved, out=tmp_path / "moved", steps=4, resume=True)
+    whole_losses, moved_losses = losses(tmp_path / "whole"), losses(tmp_path / "moved")
+    assert moved_losses[:2] == whole_losses[:2] and moved_losses == pytest.approx(whole_losses, rel=1e-5)
+    for one, other in zip(whole.model.parameters(), moved.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=2e-5)
+    assert moved.batches.state_dict() == whole.batches.state_dict()  # type: ignore[union-attr]
 
 
 def test_report_of_no_run_is_refused(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from memfit.ir.plan import Candidate, Levers, Numerics, Plan, Precision, Prediction, Solution
-from memfit.ir.record import Comparison, Evaluation, ModuleRow, RunRecord, Views
+from memfit.ir.record import Comparison, Evaluation, Event, ModuleRow, RunRecord, Views
 from memfit.ir.remat import Region
 from memfit.ir.timeline import TIMELINE_CATEGORIES, Timeline
 
@@ -173,6 +173,8 @@ def run() -> RunRecord:
         step_seconds=0.2114,
         first_loss=5.5452,
         last_loss=1.62,
+        data_share=0.31,
+        events=[Event(200, "damaged checkpoint", "checkpoint-250 was cut short; training goes on from checkpoint-200")],
         evaluations=[Evaluation(100, {"loss": 2.41}), Evaluation(300, {"loss": 1.71, "accuracy": 0.534})],
     )
 
@@ -228,6 +230,7 @@ def hostile_records(
         modules=[ModuleRow(text, text, 1, 1, 1, 1.0, text)],
     )
     run.evaluations[0].values[text] = 1.0
+    run.events[0] = Event(1, text, text)
     return msgspec.structs.replace(plan, frontier=candidates), views, run, []
 
 

@@ -198,6 +198,15 @@ def test_evaluations_with_different_values(page: Page) -> None:
     assert "Step accuracy loss 100 — 2.41 300 0.534 1.71" in page.said()
 
 
+def test_events_and_waiting_are_told(page: Page, plan: Plan, views: Views, run: RunRecord) -> None:
+    said = page.said()
+    assert "200 damaged checkpoint checkpoint-250 was cut short; training goes on from checkpoint-200" in said
+    assert "waited for data 31 % of the time: have batches made while steps run" in said
+    for share, part in ((0.05, "waited for data 5.0 % of the time."), (None, "")):
+        said = Page(render(plan, views, msgspec.structs.replace(run, data_share=share), [])).said()
+        assert part in said and "have batches made" not in said and ("waited" in said) == (share is not None)
+
+
 def test_module_rows_carry_the_numbers_they_are_sorted_by(page: Page, views: Views) -> None:
     values = [int(attrs["data-value"] or 0) for tag, attrs in page.tags if (attrs.get("class") or "") == "number saved"]
     assert values == [row.planned_saved_bytes for row in views.modules]
@@ -205,7 +214,7 @@ def test_module_rows_carry_the_numbers_they_are_sorted_by(page: Page, views: Vie
 
 def test_every_table_has_a_caption_and_scopes(page: Page) -> None:
     tags = [tag for tag, _ in page.tags]
-    assert tags.count("table") == tags.count("caption") == 7
+    assert tags.count("table") == tags.count("caption") == 8
     assert all(attrs.get("scope") in ("col", "row") for tag, attrs in page.tags if tag == "th")
     plots = [attrs for _, attrs in page.tags if attrs.get("class") == "plot"]
     assert [plot["id"] for plot in plots] == ["before", "after", "frontier", "loss", "seconds"]

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import safetensors.torch
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from memfit.errors import CheckpointError, OutputError
+from memfit.ir import codec
 from memfit.rng import check_rng_state, rng_preserved, rng_state, set_rng_state
 from memfit.train import checkpoint
 from memfit.train.batches import BatchStream
@@ -449,11 +451,17 @@ def test_damage_is_named_with_what_to_do(
     else:
         file.write_bytes(file.read_bytes()[:-1] if damage == "truncated" and name != checkpoint.MANIFEST else b"")
     assert checkpoint.latest(tmp_path) == tmp_path / "checkpoint-3"
-    assert_refused(path, trained, cases, str(file), f"Remove {path} to resume from {tmp_path / 'checkpoint-3'}")
+    assert_refused(path, trained, cases, str(file))
+    loaded, damages = checkpoint.read_newest(tmp_path, trained)
+    assert loaded.path == tmp_path / "checkpoint-3" and str(file) in str(damages[0]) and len(damages) == 1
 
 
 @settings(max_examples=25, deadline=None)
-@given(name=st.sampled_from(checkpoint.FILES), place=st.floats(0, 1, exclude_max=True), flip=st.integers(1, 255))
+@given(
+    name=st.sampled_from((checkpoint.MANIFEST, *checkpoint.FILES)),
+    place=st.floats(0, 1, exclude_max=True),
+    flip=st.integers(1, 255),
+)
 def test_a_flipped_byte_anywhere_is_seen(
     name: str, place: float, flip: int, cases: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -462,15 +470,16 @@ def test_a_flipped_byte_anywhere_is_seen(
     data = bytearray(file.read_bytes())
     data[int(place * len(data))] ^= flip
     file.write_bytes(data)
-    assert_refused(file.parent, step, cases, str(file), "start again with overwrite=True")
+    assert_refused(file.parent, step, cases, str(file))
 
 
 def forged(path: Path, name: str, data: bytes) -> None:
-    """Replace a file and its entry in the manifest."""
+    """Replace a file, its entry in the manifest, and the manifest's own hash."""
     (path / name).write_bytes(data)
-    manifest = json.loads((path / checkpoint.MANIFEST).read_bytes())
-    manifest["files"][name] = {"sha256": hashlib.sha256(data).hexdigest(), "size_bytes": len(data)}
-    (path / checkpoint.MANIFEST).write_text(json.dumps(manifest))
+    manifest = codec.read(path / checkpoint.MANIFEST, checkpoint.Checkpoint)
+    entry = checkpoint.FileEntry(hashlib.sha256(data).hexdigest(), len(data))
+    manifest = msgspec.structs.replace(manifest, files={**manifest.files, name: entry}).sealed()
+    (path / checkpoint.MANIFEST).write_bytes(codec.encode(manifest))
 
 
 @pytest.mark.parametrize("name", checkpoint.FILES)
@@ -484,7 +493,7 @@ def test_foreign_files_with_right_hashes_are_refused(
 
 
 def test_a_folder_that_is_not_there(trained: Step, cases: SimpleNamespace, tmp_path: Path) -> None:
-    assert_refused(tmp_path / "checkpoint-9", trained, cases, "checkpoint-9", "No such file", "overwrite=True")
+    assert_refused(tmp_path / "checkpoint-9", trained, cases, "checkpoint-9", "No such file")
 
 
 @pytest.mark.parametrize("schema", ["memfit.checkpoint/2", "memfit.plan/1", None])
@@ -493,6 +502,15 @@ def test_another_schema_is_refused(schema: str | None, trained: Step, cases: Sim
     manifest = json.loads((path / checkpoint.MANIFEST).read_bytes())
     (path / checkpoint.MANIFEST).write_text(json.dumps(manifest | {"schema": schema}))
     assert_refused(path, trained, cases, repr(schema), "memfit.checkpoint/1")
+
+
+def test_a_renamed_checkpoint_is_refused(trained: Step, cases: SimpleNamespace, tmp_path: Path) -> None:
+    path = save(tmp_path, trained, cases)
+    copied = tmp_path / "best"
+    shutil.copytree(path, copied)
+    assert restored(copied, advanced(trained)).step_count == 3
+    path.rename(tmp_path / "checkpoint-30")
+    assert_refused(tmp_path / "checkpoint-30", trained, cases, "checkpoint-30 was renamed", "step 3")
 
 
 def test_another_workload_is_refused_with_both_fingerprints(cases: SimpleNamespace, tmp_path: Path) -> None:

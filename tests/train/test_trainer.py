@@ -35,7 +35,7 @@ from memfit.workload import Workload
 from tests.train.conftest import restored
 
 BATCH_KINDS = ("seeded", "ends empty", "none", "list", "shuffled", "shuffled by a generator")
-KEYS = "step epoch loss grad_norm skipped loss_scale seconds samples_per_second peak_bytes"
+KEYS = "step epoch loss grad_norm skipped loss_scale data_seconds seconds samples_per_second peak_bytes"
 
 
 class Run:
@@ -282,11 +282,6 @@ def test_resumed_runs_end_bitwise_as_others(
     with pytest.raises(Crash):
         broken.fit(**options, on_step=crash_at(at))
     assert broken.record.status == "failed" and "Crash" in str(broken.record.error)
-    if at <= every:
-        assert broken.checkpoints == []
-        with pytest.raises(CheckpointError, match="no complete checkpoint"):
-            broken.trainer(resume=True)
-        return
     started = broken.record.started
     assert broken.fit(**options, resume=True, seed=7) == expected
     assert rng_state() == rng
@@ -381,24 +376,53 @@ def test_another_precision_is_refused(run: Run) -> None:
         trainer.fit()
 
 
-def test_a_damaged_checkpoint_is_named_and_the_earlier_one_goes_on(
-    run: Run, cases: SimpleNamespace, tmp_path: Path
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("model.safetensors", lambda data: data[:-1] + bytes([data[-1] ^ 1])),
+        ("training.json", lambda data: data[: len(data) // 2]),
+        ("optimizer.json", None),
+        ("checkpoint.json", lambda data: b""),
+        ("checkpoint.json", lambda data: data.replace(b'"step": 4', b'"step": 5')),
+        ("checkpoint.json", None),
+    ],
+)
+def test_a_damaged_checkpoint_is_set_aside_and_the_earlier_one_goes_on(
+    name: str, damage: Callable[[bytes], bytes] | None, run: Run, cases: SimpleNamespace, tmp_path: Path, caplog: Any
 ) -> None:
-    expected = Run(cases, tmp_path / "whole").fit()
+    whole = Run(cases, tmp_path / "whole")
+    expected = whole.fit()
     with pytest.raises(Crash):
         run.fit(checkpoint_every=2, on_step=crash_at(5))
-    file = run.out / "checkpoint-4" / "model.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
-    trainer = run.trainer(resume=True, seed=3)
-    before, lines = cases.training_state(trainer.step), run.lines
-    with pytest.raises(CheckpointError, match=r"checkpoint-4/model\.safetensors.*to resume from .*checkpoint-2"):
-        trainer.fit()
-    assert cases.training_state(trainer.step) == before and run.lines == lines
-    file.unlink()
+    file = run.out / "checkpoint-4" / name
+    if damage is None:
+        file.unlink()
+    else:
+        assert (data := damage(file.read_bytes())) != file.read_bytes()
+        file.write_bytes(data)
+    before = {} if damage is None else {name: file.read_bytes()}
     assert run.fit(resume=True, checkpoint_every=2, seed=3) == expected
-    assert run.checkpoints == ["checkpoint-6", "checkpoint-8"]
+    aside = contents(run.out / "damaged-checkpoint-4")
+    assert run.checkpoints == ["checkpoint-6", "checkpoint-8"] and before.items() <= aside.items()
+    (event,) = run.record.events
+    assert (event.step, event.kind) == (2, "damaged checkpoint") and f"checkpoint-4/{name}" in event.text
+    assert "goes on from" in event.text and event.text in caplog.text
+    assert [line for line in run.lines if "event" not in line] == whole.lines
+    run.fit(overwrite=True)
+    assert (run.out / "damaged-checkpoint-4").exists() == (b"memfit" not in aside.get("checkpoint.json", b""))
+
+
+def test_all_checkpoints_damaged_stops_with_each_named_and_changes_nothing(run: Run, cases: SimpleNamespace) -> None:
+    with pytest.raises(Crash):
+        run.fit(checkpoint_every=2, on_step=crash_at(5))
+    for n in (2, 4):
+        file = run.out / f"checkpoint-{n}" / "training.json"
+        file.write_bytes(file.read_bytes().replace(b'"used"', b'"uzed"'))
+    trainer = run.trainer(resume=True, seed=3)
+    before, files = cases.training_state(trainer.step), contents(run.out)
+    with pytest.raises(CheckpointError, match=r"checkpoint-4/training\.json.*checkpoint-2/training\.json.*overwrite"):
+        trainer.fit()
+    assert cases.training_state(trainer.step) == before and contents(run.out) == files
 
 
 # Ends before the end
@@ -422,6 +446,7 @@ def test_a_signal_stops_after_the_step_with_a_checkpoint(
     trainer = broken.trainer()
     with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else SystemExit) as caught:
         trainer.fit()
+    assert number == signal.SIGINT or caught.value.code == 75
     assert signal.getsignal(number) is handler
     assert broken.checkpoints == ["checkpoint-5"]
     assert broken.record.status == "failed" and broken.record.steps == 5
@@ -447,7 +472,7 @@ def test_an_interrupt_in_the_middle_of_a_step_writes_no_checkpoint(cases: Simple
     run = Run(cases, tmp_path / "run", **changes)
     with pytest.raises(KeyboardInterrupt):
         run.fit(checkpoint_every=3)
-    assert run.checkpoints == ["checkpoint-3"]
+    assert run.checkpoints == ["checkpoint-0", "checkpoint-3"]
     assert str(run.record.error).startswith("interrupted after step 4; resume=True goes on from")
 
 
@@ -472,11 +497,22 @@ def test_a_full_disk_is_an_output_error(run: Run, monkeypatch: pytest.MonkeyPatc
     def full(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    trainer = run.trainer(checkpoint_every=2)
-    monkeypatch.setattr(checkpoint, "write_tensors", full)
+    trainer = run.trainer(checkpoint_every=2, on_step=lambda _: monkeypatch.setattr(checkpoint, "write_tensors", full))
     with pytest.raises(OutputError, match="checkpoint-2: No space left"):
         trainer.fit()
-    assert run.record.status == "failed" and run.checkpoints == []
+    assert run.record.status == "failed" and run.checkpoints == ["checkpoint-0"]
+
+
+def test_a_place_without_room_for_checkpoints_is_noticed_before_the_first_step(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "write_tensors", full)
+    with pytest.raises(OutputError, match="checkpoint-0: No space left"):
+        run.fit(checkpoint_every=2)
+    assert run.lines == [] and run.record.status == "failed"
 
 
 # The folder

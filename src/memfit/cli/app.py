@@ -28,7 +28,7 @@ app = typer.Typer(
         "A WORKLOAD is file.py:function or package.module:function, where the function takes nothing and returns"
         " a memfit.Workload.\n\n"
         "Exit status: 0 done, 2 wrong use or a step that can't be captured, 3 no plan fits the budget,"
-        " 4 a plan is not what it says, 5 the loss is not finite."
+        " 4 a plan is not what it says, 5 the loss is not finite, 75 stopped by SIGTERM with a checkpoint."
     ),
 )
 
@@ -75,8 +75,16 @@ def main() -> None:
         print_error(e, "--json" in sys.argv)
         raise SystemExit(e.exit_status) from None
     except KeyboardInterrupt as e:
-        err.print("; ".join(["interrupted", *getattr(e, "__notes__", [])]), highlight=False, soft_wrap=True)
+        _print_notes("interrupted", e)
         raise SystemExit(130) from None
+    except SystemExit as e:
+        if getattr(e, "__notes__", []):
+            _print_notes("stopped by SIGTERM", e)
+        raise
+
+
+def _print_notes(what: str, error: BaseException) -> None:
+    err.print("; ".join([what, *getattr(error, "__notes__", [])]), highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -210,6 +218,9 @@ def train(
     evaluate_every: Annotated[int | None, typer.Option(help="Steps between evaluations.", min=1)] = None,
     checkpoint_every: Annotated[int | None, typer.Option(help="Steps between checkpoints.", min=1)] = None,
     keep_checkpoints: Annotated[int, typer.Option(help="Checkpoints that are kept.", min=1)] = 2,
+    prefetch_batches: Annotated[
+        int, typer.Option(help="Batches that a thread makes ahead, while steps run.", min=0)
+    ] = 0,
     measure_every: Annotated[
         int | None,
         typer.Option(help="Steps between measurements of the peak; the second step is measured in any case.", min=1),
@@ -225,6 +236,7 @@ def train(
     """Train with a plan: metrics, checkpoints and a report in the run's folder."""
     from memfit import pipeline
     from memfit.cli.training import train_with_bar
+    from memfit.report.summary import waiting_text
 
     if (steps is None) == (epochs is None):
         raise UsageError("give one of --steps and --epochs")
@@ -238,6 +250,7 @@ def train(
         evaluate_every=evaluate_every,
         checkpoint_every=checkpoint_every,
         keep_checkpoints=keep_checkpoints,
+        prefetch_batches=prefetch_batches,
         measure_every=measure_every,
         compare_steps=compare,
         tensorboard=tensorboard,
@@ -249,6 +262,8 @@ def train(
     else:
         losses = f"{record.first_loss:.4g} → {record.last_loss:.4g}"
         out.print(f"{record.steps} steps, loss {losses}. `memfit report {output}` draws the run", highlight=False)
+        if waiting := waiting_text(record):
+            out.print(waiting, highlight=False, soft_wrap=True)
 
 
 @app.command()

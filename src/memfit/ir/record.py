@@ -36,6 +36,14 @@ class Evaluation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     values: dict[str, float]
 
 
+class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Something out of the ordinary that happened after some steps, and what was done about it."""
+
+    step: int
+    kind: str
+    text: str
+
+
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A run, as `run.json` in its folder holds it.
 
@@ -45,6 +53,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         started: ISO 8601, UTC.
         measured_peak_bytes: The largest peak allocated that was measured; None before the first measurement.
         step_seconds: Median over the run's steps, without the first.
+        data_share: Which part of the time steps waited for their batches, in [0, 1]; without the first step.
     """
 
     schema: str = "memfit.run/1"
@@ -60,7 +69,9 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     step_seconds: float | None = None
     first_loss: float | None = None
     last_loss: float | None = None
+    data_share: float | None = None
     evaluations: list[Evaluation] = []
+    events: list[Event] = []
     error: str | None = None
 
 

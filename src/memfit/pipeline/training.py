@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -134,6 +135,7 @@ def train(
     evaluate_every: int | None = None,
     checkpoint_every: int | None = None,
     keep_checkpoints: int = 2,
+    prefetch_batches: int = 0,
     measure_every: int | None = None,
     compare_steps: int = 0,
     tensorboard: bool = False,
@@ -144,7 +146,8 @@ def train(
 ) -> RunRecord:
     """Train a workload with a plan; the run's folder then holds all that `write_report` needs.
 
-    The workload's own model and optimizer are trained. For arguments not named here see `Trainer`.
+    The workload's own model and optimizer are trained. For arguments not named here see `Trainer`. On SIGTERM a
+    checkpoint is written after the step at hand, and SystemExit raised with status 75: run it again, with `resume`.
 
     Args:
         plan: The plan.
@@ -163,6 +166,7 @@ def train(
     check_folder(folder, overwrite=overwrite, resume=resume)
     comparison = compare(plan, workload, steps=compare_steps, progress=progress) if compare_steps else None
     drawn = codec.encode(views(plan, workload, comparison))
+    is_drawn = resume and (folder / VIEWS).exists() and _plan_in(folder) == plan
     with apply(plan, workload) as step:
         trainer = Trainer(
             step,
@@ -173,6 +177,7 @@ def train(
             evaluate_every=evaluate_every,
             checkpoint_every=checkpoint_every,
             keep_checkpoints=keep_checkpoints,
+            prefetch_batches=prefetch_batches,
             measure=measure_peak_bytes,
             measure_every=measure_every,
             tensorboard=tensorboard,
@@ -183,8 +188,14 @@ def train(
         try:
             return trainer.fit()
         finally:
-            if (folder / RUN).exists() and not (resume and (folder / VIEWS).exists()):
+            if (folder / RUN).exists() and not is_drawn:
                 codec.write_atomic(folder / VIEWS, drawn)
+
+
+def _plan_in(folder: Path) -> Plan | None:
+    with contextlib.suppress(UsageError):
+        return codec.read(folder / PLAN, Plan)
+    return None
 
 
 def write_report(run: str | Path, path: str | Path | None = None) -> Path:

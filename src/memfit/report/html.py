@@ -36,6 +36,7 @@ from memfit.report.summary import (
     seconds_text,
     share_text,
     solver_text,
+    waiting_text,
 )
 from memfit.units import format_bytes
 from memfit.version import __version__
@@ -163,6 +164,7 @@ def _context(plan: Plan, views: Views, run: RunRecord | None, metrics: Sequence[
         "losses": loss_text(views.comparison) if views.comparison else None,
         "loss_rows": _loss_rows(views.comparison),
         "evaluation_keys": sorted({key for evaluation in evaluations for key in evaluation.values}),
+        "waiting": waiting_text(run) if run else None,
         "skipped": sum(bool(line.get("skipped")) for line in metrics),
     }
 

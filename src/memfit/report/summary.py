@@ -14,6 +14,7 @@ from memfit.ir.remat import Region
 from memfit.units import format_bytes, format_seconds
 
 MISSING = "—"
+_MUCH_WAITING = 0.2
 _LEVER_STEMS = {
     "precision": ("precision", "mixed", "true"),
     "microbatch": ("microbatch", "accumulat"),
@@ -241,6 +242,19 @@ def comparison_rows(plan: Plan, comparison: Comparison | None, run: RunRecord | 
     if run_seconds is not None:
         rows.append(ComparisonRow("Step, training run", "", seconds_text(run_seconds), ""))
     return rows
+
+
+def waiting_text(run: RunRecord) -> str | None:
+    """Return which part of the time a run's steps waited for data, and what to do where that is much."""
+    if run.data_share is None:
+        return None
+    share = f"Steps waited for data {share_text(run.data_share, 1)} of the time"
+    if run.data_share < _MUCH_WAITING:
+        return f"{share}."
+    return (
+        f"{share}: have batches made while steps run, with DataLoader(num_workers=...) or prefetch_batches=2, or make"
+        " less of each batch anew."
+    )
 
 
 def _both(what: str, plain: float, planned: float, shown: Callable[[float], str]) -> ComparisonRow:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from memfit.errors import CheckpointError, MemfitError, WorkloadError
+from memfit.errors import CheckpointError, MemfitError, UsageError, WorkloadError
 from memfit.rng import bytes_tensor, generator_state, rng_preserved, rng_state, set_rng_state
+from memfit.train.prefetch import Prefetcher, on_device, pinned
 from memfit.workload import Workload
 
 
 class BatchStream:
-    """The batches of a workload, epoch after epoch.
+    """The batches of a workload, epoch after epoch, on the device of its parameters.
 
     The position is what the batches' own `state_dict()` says. Batches without one are iterated again
     from the epoch's beginning, under the random state of that moment, and those that were used are
@@ -21,17 +23,33 @@ class BatchStream:
     global generators, or by a `generator` of the loader or of its sampler; other sources of
     randomness need a `state_dict()`.
 
+    With `prefetch_batches`, a thread makes batches ahead while steps run; the position stays that of the next batch
+    given. The thread shares the global generators with the step, so batches must not draw from them, but for
+    the first batch that an iterator gives, when loaders shuffle: that one is made here, and so is the second of all, to
+    see whether it draws. When a batch can't be made, position and random states are those before it.
+
     Args:
         workload: Whose batches; when it has none, its one batch is an epoch.
+        prefetch_batches: How many batches may be made ahead (≥ 0). Each must have tensors of its own.
 
     Attributes:
         epoch: Of the next batch, unless the epoch turns out to be over.
         used: Batches of the epoch that were given.
+
+    Raises:
+        UsageError: `prefetch_batches` is negative, or the batches are a loader whose workers do the same.
     """
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: Workload, prefetch_batches: int = 0) -> None:
         self._batches: Any = [workload.batch] if workload.batches is None else workload.batches
+        self._device = next((p.device for p in workload.model.parameters()), torch.device("cpu"))
+        _check_prefetch(prefetch_batches, self._batches)
+        self._prefetch_batches = prefetch_batches
+        self._is_safe_ahead = False
+        self._ahead: Prefetcher[tuple[Any, Any]] | None = None
         self._iterator: Iterator[Any] | None = None
+        self._made = 0
+        self._own_after: tuple[Any] | None = None
         self._epoch_start: dict[str, Any] | None = None
         self._may_be_empty = False
         self.epoch = 0
@@ -41,25 +59,23 @@ class BatchStream:
         """Return the next batch, in a tuple, or None when that many epochs are over.
 
         Raises:
-            WorkloadError: An epoch has no batches.
+            WorkloadError: An epoch has no batches, or those made ahead draw from the global generators.
         """
         while epochs is None or self.epoch < epochs:
-            if self._iterator is None:
-                self._epoch_start = self._random_state()
-                self._iterator = iter(self._batches)
             try:
-                batch = next(self._iterator)
+                batch, own = self._make_here() if self._ahead is None else self._ahead.take()
             except StopIteration:
                 self._end_epoch()
                 continue
+            self._own_after = (own,)
             self.used += 1
             self._may_be_empty = False
-            return (batch,)
+            return (on_device(batch, self._device),)
         return None
 
     def position(self) -> dict[str, Any]:
         """Return where the stream is, before the next batch."""
-        own = self._batches.state_dict() if self._is_stateful() else None
+        own = self._own_state() if self._own_after is None else self._own_after[0]
         at_end = own is not None and self.used > 0 and self.used == self._epoch_length()
         inside = self.used > 0 and not at_end
         return {
@@ -80,16 +96,77 @@ class BatchStream:
             raise CheckpointError(
                 f"Workload.batches {has} state_dict(), and the checkpoint's {had}: give the batches it was made with"
             )
+        self._stop()
         with rng_preserved():
             if position["own"] is None:
                 self._skip(position)
             else:
                 self._load(position)
         self.epoch, self.used = position["epoch"], position["used"]
+        self._own_after = None if position["own"] is None else (position["own"],)
         self._epoch_start = position["epoch_start"]
         self._may_be_empty = self.used == 0
 
+    def close(self) -> None:
+        """Make no more batches ahead; batches with a position are set to that of the next one."""
+        if self._ahead is not None:
+            self._stop()
+            if self._own_after is not None and self._own_after[0] is not None:
+                self._batches.load_state_dict(self._own_after[0])
+
+    # Making batches
+
+    def _make_here(self) -> tuple[Any, Any]:
+        """Make a batch now, and let a thread make those after it where that is wanted."""
+        before = self._random_state()
+        try:
+            if self._iterator is None:
+                self._epoch_start = before
+                self._iterator, self._made = iter(self._batches), 0
+            item = self._make()
+            if self._prefetch_batches:
+                self._check_draws(before)
+        except StopIteration:
+            raise
+        except BaseException:
+            self._set_random_state(before)
+            raise
+        self._made += 1
+        if self._prefetch_batches and self._is_safe_ahead:
+            self._ahead = Prefetcher(self._make_ahead, self._prefetch_batches)
+        return item
+
+    def _make(self) -> tuple[Any, Any]:
+        """Return the next batch, and the state of the batches after it."""
+        assert self._iterator is not None
+        return next(self._iterator), self._own_state()
+
+    def _make_ahead(self) -> tuple[Any, Any]:
+        batch, own = self._make()
+        return (pinned(batch) if self._device.type == "cuda" else batch), own
+
+    def _check_draws(self, before: dict[str, Any]) -> None:
+        """Raise WorkloadError if a batch that is not an iterator's first drew from the global generators."""
+        if self._is_safe_ahead or self._made == 0:
+            return
+        if rng_state() != before["global"]:
+            raise WorkloadError(
+                f"Workload.batches draws from the global random generators, which prefetch_batches="
+                f"{self._prefetch_batches} would mix with what the step draws: give it a generator of its own, use"
+                " DataLoader(num_workers=...), or leave prefetch_batches=0"
+            )
+        self._is_safe_ahead = True
+
+    def _own_state(self) -> Any:
+        return copy.deepcopy(self._batches.state_dict()) if self._is_stateful() else None
+
+    def _stop(self) -> None:
+        if self._ahead is not None:
+            self._ahead.stop()
+            self._ahead = None
+
     def _end_epoch(self) -> None:
+        self._stop()
         if self.used == 0 and not self._may_be_empty:
             raise WorkloadError(
                 f"Workload.batches gave no batch in epoch {self.epoch}: it must be an iterable that can be iterated"
@@ -99,6 +176,9 @@ class BatchStream:
         self.used = 0
         self._may_be_empty = False
         self._iterator = None
+        self._own_after = None
+
+    # The position
 
     def _is_stateful(self) -> bool:
         return all(callable(getattr(self._batches, name, None)) for name in ("state_dict", "load_state_dict"))
@@ -116,12 +196,12 @@ class BatchStream:
             raise
         except Exception as e:
             raise CheckpointError(f"Workload.batches did not take the checkpoint's position: {e!r}") from e
-        self._iterator = iter(self._batches) if position["used"] else None
+        self._iterator, self._made = (iter(self._batches) if position["used"] else None), 0
 
     def _skip(self, position: dict[str, Any]) -> None:
         """Iterate the epoch again, as it began, up to the position."""
         self._set_random_state(position["epoch_start"])
-        self._iterator = iter(self._batches) if position["used"] else None
+        self._iterator, self._made = (iter(self._batches) if position["used"] else None), position["used"]
         for used in range(position["used"]):
             try:
                 next(self._iterator)  # type: ignore[arg-type]
@@ -144,6 +224,17 @@ class BatchStream:
         for generator, own in zip(generators, state["own"], strict=True):
             generator.set_state(bytes_tensor(own))
         set_rng_state(state["global"])
+
+
+def _check_prefetch(prefetch_batches: int, batches: Any) -> None:
+    if isinstance(prefetch_batches, bool) or not isinstance(prefetch_batches, int) or prefetch_batches < 0:
+        raise UsageError(f"prefetch_batches={prefetch_batches!r} is not a whole number, 0 or above")
+    workers = getattr(batches, "num_workers", 0)
+    if prefetch_batches and workers:
+        raise UsageError(
+            f"prefetch_batches={prefetch_batches}: Workload.batches has num_workers={workers}, which make batches ahead"
+            " already. Leave prefetch_batches=0"
+        )
 
 
 def _generators(batches: Any) -> list[torch.Generator]:

@@ -2,7 +2,8 @@
 
 A checkpoint is written beside its place and renamed, so that its folder is there whole or not at all.
 `checkpoint.json` names every file with its size and SHA-256, and is checked against them before
-anything of a training is changed.
+anything of a training is changed. One that is not what was written is set aside, as
+`damaged-checkpoint-<step>`, and the one before it is read.
 
     checkpoint-1200/
         checkpoint.json          what wrote it, the workload's fingerprint, the files
@@ -19,6 +20,7 @@ What is no part of it: buffers that are not persistent, and generators of the wo
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -31,7 +33,7 @@ from typing import Any
 import msgspec
 import torch
 
-from memfit.errors import CheckpointError, OutputError, UsageError
+from memfit.errors import CheckpointError, DamagedCheckpointError, OutputError, UsageError
 from memfit.ir import codec
 from memfit.ir.plan import Plan
 from memfit.rng import check_rng_state
@@ -51,6 +53,7 @@ FILES = (
     "training.safetensors",
 )
 _FOLDER = re.compile(r"checkpoint-([0-9]+)")
+_ASIDE = re.compile(r"damaged-checkpoint-[0-9]+(\.[0-9]+)?")
 _TEMPORARY = re.compile(r"\.checkpoint-[0-9]+\.[0-9]+\.(new|old)\.tmp")
 
 
@@ -67,6 +70,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     Attributes:
         step: Optimizer updates done.
         files: Every other file in the folder.
+        sha256: Of this record with an empty one.
     """
 
     schema: str = "memfit.checkpoint/1"
@@ -76,6 +80,12 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     fingerprint: str
     step: int
     files: dict[str, FileEntry]
+    sha256: str = ""
+
+    def sealed(self) -> Checkpoint:
+        """Return this record with its own SHA-256."""
+        bare = msgspec.structs.replace(self, sha256="")
+        return msgspec.structs.replace(bare, sha256=hashlib.sha256(codec.encode(bare)).hexdigest())
 
 
 @dataclass(frozen=True)
@@ -133,13 +143,15 @@ def read(path: Path, step: Step) -> Loaded:
     """Read a checkpoint, and check all of it against a step, which is not changed.
 
     Raises:
-        CheckpointError: It is not there, damaged, or of another workload.
+        DamagedCheckpointError: It is not there, or not what was written.
+        CheckpointError: It is of another workload, or of another optimizer, scheduler or loss scaler.
     """
-    try:
-        manifest = codec.read(path / MANIFEST, Checkpoint, error=CheckpointError)
-        _check_files(path, manifest)
-    except CheckpointError as e:
-        raise CheckpointError(f"{e}. {_advice(path)}") from e
+    manifest = codec.read(path / MANIFEST, Checkpoint, error=DamagedCheckpointError)
+    if manifest != manifest.sealed():
+        raise DamagedCheckpointError(f"{path / MANIFEST} is not what was written: its SHA-256 differs from that in it")
+    if step_of(path) not in (None, manifest.step):
+        raise DamagedCheckpointError(f"{path} was renamed: it is the checkpoint of step {manifest.step}")
+    _check_files(path, manifest)
     own = fingerprint(step.workload)
     if manifest.fingerprint != own:
         raise CheckpointError(
@@ -148,14 +160,14 @@ def read(path: Path, step: Step) -> Loaded:
             " shapes and the kind of optimizer must be the same"
         )
     try:
-        plan = codec.read(path / "plan.json", Plan, error=CheckpointError)
+        plan = codec.read(path / "plan.json", Plan, error=DamagedCheckpointError)
         state = _read_state(path)
         check_rng_state(state.rng)
         restore_state = prepare_restore(step, state)
     except CheckpointError as e:
-        raise CheckpointError(f"can't resume from {path}: {e}") from e
+        raise type(e)(f"can't resume from {path}: {e}") from e
     except (LookupError, TypeError, ValueError, AttributeError) as e:
-        raise CheckpointError(f"{path} does not hold what memfit writes ({e!r}). {_advice(path)}") from e
+        raise DamagedCheckpointError(f"{path} does not hold what memfit writes ({e!r})") from e
 
     def restore() -> None:
         restore_state()
@@ -164,9 +176,58 @@ def read(path: Path, step: Step) -> Loaded:
     return Loaded(path, manifest.step, plan, state, restore)
 
 
+def read_newest(folder: Path, step: Step) -> tuple[Loaded, list[DamagedCheckpointError]]:
+    """Read the newest checkpoint in a folder that is what was written; neither the step nor the folder is changed.
+
+    Returns:
+        The checkpoint, and what is wrong with those after it, newest first.
+
+    Raises:
+        CheckpointError: None can be resumed from.
+    """
+    damages: list[DamagedCheckpointError] = []
+    for path in _newest_first(folder):
+        try:
+            return read(path, step), damages
+        except DamagedCheckpointError as e:
+            damages.append(e)
+    found = "; ".join(map(str, damages)) or "there is none"
+    raise CheckpointError(
+        f"out={str(folder)!r} holds no complete checkpoint ({found}): start again with overwrite=True, or give another"
+        " out="
+    )
+
+
+def set_aside_after(folder: Path, step_count: int) -> list[Path]:
+    """Rename the checkpoints after a step, which were found to be damaged, so that they are in nobody's way.
+
+    Raises:
+        OutputError: One can't be renamed.
+    """
+    moved = []
+    for path in _newest_first(folder):
+        if (step_of(path) or 0) > step_count:
+            moved.append(set_aside(path))
+    return moved
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a damaged checkpoint to `damaged-checkpoint-<step>`, or to that with a number where there is one already.
+
+    Raises:
+        OutputError: It can't be renamed.
+    """
+    numbers = itertools.chain([""], (f".{n}" for n in itertools.count(2)))
+    place = next(p for n in numbers if not (p := path.with_name(f"damaged-{path.name}{n}")).exists())
+    try:
+        return path.rename(place)
+    except OSError as e:
+        raise OutputError(f"can't rename {path} to {place}: {e.strerror or e}") from e
+
+
 def latest(folder: Path) -> Path | None:
     """Return the newest complete checkpoint in a folder: all its files are there, in their full size."""
-    return _latest_before(folder, None)
+    return next((path for path in _newest_first(folder) if _is_complete(path)), None)
 
 
 def step_of(path: Path) -> int | None:
@@ -178,11 +239,23 @@ def step_of(path: Path) -> int | None:
 def is_ours(path: Path) -> bool:
     """Tell whether a folder is a checkpoint of memfit, complete or not, and holds nothing else."""
     try:
-        names = {entry.name for entry in path.iterdir()}
         schema = json.loads((path / MANIFEST).read_bytes())["schema"]
     except (OSError, ValueError, TypeError, KeyError):
         return False
-    return str(schema).startswith("memfit.checkpoint/") and names <= {MANIFEST, *FILES}
+    return str(schema).startswith("memfit.checkpoint/") and holds_only_ours(path)
+
+
+def holds_only_ours(path: Path) -> bool:
+    """Tell whether all files of a folder have names that `save` gives, as in a checkpoint without its manifest."""
+    try:
+        return {entry.name for entry in path.iterdir()} <= {MANIFEST, *FILES}
+    except OSError:
+        return False
+
+
+def all_set_aside(folder: Path) -> list[Path]:
+    """Return the damaged checkpoints that were set aside in a folder."""
+    return [path for path in folder.iterdir() if _ASIDE.fullmatch(path.name) and holds_only_ours(path)]
 
 
 def remove(path: Path) -> None:
@@ -229,7 +302,7 @@ def _write(folder: Path, step: Step, plan: Plan, state: TrainingState) -> None:
         step=step.steps,
         files=entries,
     )
-    codec.write_atomic(folder / MANIFEST, codec.encode(manifest))
+    codec.write_atomic(folder / MANIFEST, codec.encode(manifest.sealed()))
     _sync(folder)
 
 
@@ -245,9 +318,8 @@ def _move(new: Path, path: Path) -> None:
 
 def _prune(folder: Path, step_count: int, keep: int) -> None:
     """Remove the oldest checkpoints up to a step, but for some; those that hold files of others stay."""
-    steps = {path: n for path in folder.iterdir() if (n := step_of(path)) is not None and n <= step_count}
-    newest_first = sorted(steps, key=lambda p: -steps[p])
-    complete = [path for path in newest_first if is_ours(path) and _is_complete(path)]
+    earlier = [path for path in _newest_first(folder) if (step_of(path) or 0) <= step_count]
+    complete = [path for path in earlier if is_ours(path) and _is_complete(path)]
     for path in complete[keep:]:
         remove(path)
 
@@ -269,19 +341,23 @@ def _sha256(path: Path) -> str:
 
 
 def _check_files(path: Path, manifest: Checkpoint) -> None:
-    """Raise CheckpointError unless the files are those that were written."""
+    """Raise DamagedCheckpointError unless the files are those that were written."""
     if set(manifest.files) != set(FILES):
-        raise CheckpointError(f"{path / MANIFEST} names the files {sorted(manifest.files)}, not {sorted(FILES)}")
+        raise DamagedCheckpointError(f"{path / MANIFEST} names the files {sorted(manifest.files)}, not {sorted(FILES)}")
     for name, entry in manifest.files.items():
         file = path / name
         try:
             size_bytes = file.stat().st_size
             if size_bytes != entry.size_bytes:
-                raise CheckpointError(f"{file} has {size_bytes} bytes, not the {entry.size_bytes} that were written")
+                raise DamagedCheckpointError(
+                    f"{file} has {size_bytes} bytes, not the {entry.size_bytes} that were written"
+                )
             if _sha256(file) != entry.sha256:
-                raise CheckpointError(f"{file} is not what was written: its SHA-256 differs from that in {MANIFEST}")
+                raise DamagedCheckpointError(
+                    f"{file} is not what was written: its SHA-256 differs from that in {MANIFEST}"
+                )
         except OSError as e:
-            raise CheckpointError(f"can't read {file}: {e.strerror or e}") from e
+            raise DamagedCheckpointError(f"can't read {file}: {e.strerror or e}") from e
 
 
 def _read_state(path: Path) -> TrainingState:
@@ -296,22 +372,13 @@ def _read_state(path: Path) -> TrainingState:
     )
 
 
-def _advice(path: Path) -> str:
-    """Return what to do about a damaged checkpoint."""
-    number = step_of(path)
-    earlier = _latest_before(path.parent, number) if number is not None else None
-    if earlier is None:
-        return f"No earlier checkpoint is in {path.parent}: start again with overwrite=True"
-    return f"Remove {path} to resume from {earlier}"
-
-
-def _latest_before(folder: Path, before: int | None) -> Path | None:
+def _newest_first(folder: Path) -> list[Path]:
+    """Return the folders named as checkpoints, by step."""
     try:
         steps = {path: n for path in folder.iterdir() if (n := step_of(path)) is not None}
     except OSError:
-        return None
-    newest_first = sorted((p for p, n in steps.items() if before is None or n < before), key=lambda p: -steps[p])
-    return next((path for path in newest_first if _is_complete(path)), None)
+        return []
+    return sorted(steps, key=lambda path: -steps[path])
 
 
 def _is_complete(path: Path) -> bool:

@@ -12,6 +12,7 @@ from memfit.train.log import read_lines
 
 RUN, PLAN, METRICS, TENSORBOARD = "run.json", "plan.json", "metrics.jsonl", "tensorboard"
 VIEWS, REPORT = "views.json", "report.html"
+_FILES = (METRICS, RUN, PLAN, VIEWS, REPORT)
 
 
 def check_folder(out: Path, *, overwrite: bool, resume: bool) -> None:
@@ -50,10 +51,13 @@ def clear_folder(out: Path) -> None:
         OutputError: Something can't be removed.
     """
     try:
-        for path in _checkpoints(out):
-            checkpoint.remove(path)
-        checkpoint.remove_leftovers(out)
-        for name in (METRICS, RUN, PLAN, VIEWS, REPORT):
+        for path in [*_checkpoints(out), *checkpoint.all_set_aside(out)]:
+            if checkpoint.is_ours(path):
+                checkpoint.remove(path)
+            elif checkpoint.step_of(path) is not None:
+                checkpoint.set_aside(path)
+        remove_leftovers(out)
+        for name in _FILES:
             (out / name).unlink(missing_ok=True)
         events = out / TENSORBOARD
         for path in events.glob("events.out.tfevents.*"):
@@ -62,6 +66,13 @@ def clear_folder(out: Path) -> None:
             events.rmdir()
     except OSError as e:
         raise OutputError(f"can't replace the run in out={str(out)!r}: {e.strerror or e}") from e
+
+
+def remove_leftovers(out: Path) -> None:
+    """Remove what a crash in the middle of writing left behind."""
+    checkpoint.remove_leftovers(out)
+    for path in (path for name in _FILES for path in out.glob(f".{name}.*.tmp")):
+        path.unlink(missing_ok=True)
 
 
 def _check_writable(out: Path) -> None:
@@ -75,7 +86,9 @@ def _check_writable(out: Path) -> None:
 def _check_only_own_in_the_way(out: Path, *, after_step: int | None = None) -> None:
     """Raise OutputError if the run would write where something foreign is; checkpoints are written after a step."""
     first = -1 if after_step is None else after_step
-    foreign = [p for p in _checkpoints(out) if (checkpoint.step_of(p) or 0) > first and not checkpoint.is_ours(p)]
+    foreign = [
+        p for p in _checkpoints(out) if (checkpoint.step_of(p) or 0) > first and not checkpoint.holds_only_ours(p)
+    ]
     foreign += [out / name for name in (RUN, PLAN) if (out / name).exists() and not _is_own_json(out / name)]
     if foreign:
         raise OutputError(f"{foreign[0]} is in the way, and memfit did not write it: move it, or give another out=")

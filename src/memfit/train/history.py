@@ -14,7 +14,7 @@ import torch
 from memfit.devices.host import host_name
 from memfit.errors import UsageError
 from memfit.ir import codec
-from memfit.ir.record import Evaluation, RunRecord
+from memfit.ir.record import Evaluation, Event, RunRecord
 from memfit.train.log import cut_lines
 from memfit.version import __version__
 from memfit.workload import Workload, fingerprint
@@ -31,6 +31,7 @@ class History:
     def __init__(self, workload: Workload, started: str | None = None) -> None:
         self.started = started or datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self.evaluations: list[Evaluation] = []
+        self.events: list[Event] = []
         repeated = " (its one batch, repeated)" if workload.batches is None else ""
         self._workload = f"{workload.name}{repeated}"
         self._fingerprint = fingerprint(workload)
@@ -38,6 +39,7 @@ class History:
         self._peak_bytes: int | None = None
         self._seconds: list[float] = []
         self._measured_seconds: list[float] = []
+        self._waited: list[tuple[float, float]] = []
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Add a line of the log."""
@@ -45,12 +47,16 @@ class History:
             finite = {name: value for name, value in line["evaluation"].items() if value is not None}
             self.evaluations.append(Evaluation(line["step"], finite))
             return
+        if "event" in line:
+            self.events.append(Event(line["step"], line["event"]["kind"], line["event"]["text"]))
+            return
         first, _ = self._losses
         self._losses = (line["loss"] if first is None else first, line["loss"])
         peak_bytes = line["peak_bytes"]
         if peak_bytes is not None:
             self._peak_bytes = max(peak_bytes, self._peak_bytes or 0)
         (self._seconds if peak_bytes is None else self._measured_seconds).append(line["seconds"])
+        self._waited.append((line["data_seconds"], line["seconds"]))
 
     def record(
         self, status: Literal["running", "finished", "failed"], step_count: int, error: str | None = None
@@ -70,9 +76,18 @@ class History:
             step_seconds=statistics.median(seconds) if seconds else None,
             first_loss=self._losses[0],
             last_loss=self._losses[1],
+            data_share=_share(self._waited[1:]),
             evaluations=list(self.evaluations),
+            events=list(self.events),
             error=error,
         )
+
+
+def _share(waited: list[tuple[float, float]]) -> float | None:
+    """Return which part of the time steps waited for their batches."""
+    data_seconds, step_seconds = (sum(column) for column in zip(*waited, strict=True)) if waited else (0.0, 0.0)
+    whole = data_seconds + step_seconds
+    return data_seconds / whole if whole else None
 
 
 def resumed_history(workload: Workload, run: Path, metrics: Path, step_count: int) -> History:

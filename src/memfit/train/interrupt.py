@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
+PREEMPTED = 75
+"""Exit status after SIGTERM: EX_TEMPFAIL of sysexits.h, "try again later", by which a scheduler knows to requeue."""
+
 _log = logging.getLogger("memfit")
 
 
@@ -23,16 +26,18 @@ class Interrupt:
         """Raise KeyboardInterrupt, or SystemExit for a termination, if a signal came."""
         came, self.signal = self.signal, None
         if came is signal.SIGTERM:
-            raise SystemExit(128 + came)
+            raise SystemExit(PREEMPTED)
         if came is not None:
             raise KeyboardInterrupt
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """Remember a signal; the second one stops at once."""
+        """Remember a signal. Ctrl-C after another one stops at once; schedulers may send SIGTERM more than once."""
         if self.signal is not None:
-            raise KeyboardInterrupt
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt
+            return
         self.signal = signal.Signals(number)
-        _log.warning("%s: stopping after this step, with a checkpoint; again to stop at once", self.signal.name)
+        _log.warning("%s: stopping after this step, with a checkpoint; Ctrl-C to stop at once", self.signal.name)
 
 
 @contextlib.contextmanager

@@ -27,7 +27,8 @@ class Progress:
         grad_norm: Global norm of the gradients before clipping; NaN when the update was skipped.
         skipped: Whether the update was skipped since gradients overflowed (fp16 only).
         loss_scale: The loss scale of the step; 1.0 without scaling.
-        seconds: Wall time of the step, without loading its batch.
+        data_seconds: Time that the step waited for its batch.
+        seconds: Wall time of the step, without that.
         samples_per_second: Of the global batch.
         peak_bytes: Measured peak allocated; None where it was not measured.
         predicted_peak_bytes: What the plan predicts.
@@ -40,6 +41,7 @@ class Progress:
     grad_norm: float
     skipped: bool
     loss_scale: float
+    data_seconds: float
     seconds: float
     samples_per_second: float
     peak_bytes: int | None
@@ -74,12 +76,16 @@ class Log:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError as e:
+            if error is None:
+                raise OutputError(f"can't write {self._path}: {e.strerror or e}") from e
         if self._writer is not None:
             self._writer.close()
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Append a line: one of a step or of an evaluation."""
+        """Append a line: one of a step, of an evaluation or of an event."""
         try:
             self._file.write(json.dumps(line) + "\n")
             self._file.flush()
@@ -90,8 +96,15 @@ class Log:
                 self._writer.add_scalar(tag, value, line["step"])
 
     def sync(self) -> None:
-        """Make sure that what was written outlives a crash of the machine."""
-        os.fsync(self._file.fileno())
+        """Make sure that what was written outlives a crash of the machine.
+
+        Raises:
+            OutputError: It could not be written.
+        """
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as e:
+            raise OutputError(f"can't write {self._path}: {e.strerror or e}") from e
         if self._writer is not None:
             self._writer.flush()
 
@@ -104,6 +117,11 @@ def step_line(progress: Progress) -> dict[str, Any]:
 def evaluation_line(step: int, epoch: int, values: Mapping[str, float]) -> dict[str, Any]:
     """Return the line of an evaluation."""
     return {"step": step, "epoch": epoch, "evaluation": {name: _finite(value) for name, value in values.items()}}
+
+
+def event_line(step: int, epoch: int, kind: str, text: str) -> dict[str, Any]:
+    """Return the line of something out of the ordinary that happened, after a step."""
+    return {"step": step, "epoch": epoch, "event": {"kind": kind, "text": text}}
 
 
 def read_lines(metrics: Path) -> list[dict[str, Any]]:
@@ -155,7 +173,18 @@ def _scalars(line: Mapping[str, Any]) -> dict[str, float]:
     """Return what TensorBoard shows of a line."""
     if "evaluation" in line:
         return {f"evaluation/{name}": value for name, value in line["evaluation"].items() if value is not None}
-    names = ("loss", "grad_norm", "learning_rate", "loss_scale", "samples_per_second", "seconds", "epoch")
+    if "event" in line:
+        return {}
+    names = (
+        "loss",
+        "grad_norm",
+        "learning_rate",
+        "loss_scale",
+        "samples_per_second",
+        "seconds",
+        "data_seconds",
+        "epoch",
+    )
     scalars = {f"train/{name}": line[name] for name in names}
     for name in ("peak_bytes", "predicted_peak_bytes"):
         gib = None if line[name] is None else line[name] / 2**30

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,19 +12,28 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.errors import CheckpointError, MemfitError, PlanMismatchError, UsageError, WorkloadError
+from memfit.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    MemfitError,
+    PlanMismatchError,
+    UsageError,
+    WorkloadError,
+)
 from memfit.ir import codec
 from memfit.ir.plan import Plan
 from memfit.ir.record import RunRecord
 from memfit.rng import rng_preserved, set_rng_state
 from memfit.train import checkpoint
 from memfit.train.batches import BatchStream
-from memfit.train.folder import METRICS, PLAN, RUN, TENSORBOARD, check_folder, clear_folder
+from memfit.train.folder import METRICS, PLAN, RUN, TENSORBOARD, check_folder, clear_folder, remove_leftovers
 from memfit.train.history import History, resumed_history
 from memfit.train.interrupt import Interrupt, deferred_interrupts
-from memfit.train.log import Log, Progress, evaluation_line, require_tensorboard, step_line
+from memfit.train.log import Log, Progress, evaluation_line, event_line, require_tensorboard, step_line
 from memfit.train.step import Step, StepResult
 from memfit.workload import batch_size_of, fingerprint
+
+_log = logging.getLogger("memfit")
 
 
 class Trainer:
@@ -38,13 +49,16 @@ class Trainer:
         steps: Optimizer updates in all, those before resuming included (> 0). Either this or `epochs`.
         epochs: Passes over the workload's batches in all (> 0).
         evaluate_every: Steps between evaluations (> 0); None evaluates at the end only.
-        checkpoint_every: Steps between checkpoints (> 0); None writes one at the end only.
+        checkpoint_every: Steps between checkpoints (> 0), the first before the first step, so that a place that can't
+            be written is noticed then; None writes one at the end only.
+        prefetch_batches: How many batches a thread makes ahead; see `BatchStream`.
         keep_checkpoints: How many checkpoints to keep (> 0).
         measure: `measure(step, batch)` runs one step and returns its peak allocated bytes.
         measure_every: Steps between measurements (> 0), from the second step on; None measures the second alone.
         tensorboard: Whether to write TensorBoard scalars too.
         overwrite: Replace the run in `out`.
-        resume: Go on from the newest checkpoint in `out`.
+        resume: Go on from the newest checkpoint in `out` that is what was written, under `plan`, whichever plan it
+            was made with. Damaged ones are set aside, and said to be.
         on_step: Called after every step, skipped ones included.
 
     Raises:
@@ -66,6 +80,7 @@ class Trainer:
         evaluate_every: int | None = None,
         checkpoint_every: int | None = None,
         keep_checkpoints: int = 2,
+        prefetch_batches: int = 0,
         measure: Callable[[Step, Any], int] | None = None,
         measure_every: int | None = None,
         tensorboard: bool = False,
@@ -88,14 +103,16 @@ class Trainer:
         self._measure, self._measure_every = measure, measure_every
         self._tensorboard, self._overwrite, self._resume = tensorboard, overwrite, resume
         self._on_step = on_step
-        self._stream = BatchStream(step.workload)
+        self._stream = BatchStream(step.workload, prefetch_batches)
         self._saved_step: int | None = None
         self._is_between_steps = True
+        self._is_reading = False
 
     def fit(self) -> RunRecord:
         """Train to the end, and return the record of the run. Call it once.
 
-        On Ctrl-C or SIGTERM the step at hand is completed and a checkpoint written first.
+        On Ctrl-C or SIGTERM the step at hand is completed and a checkpoint written first; then SIGTERM raises
+        SystemExit with status 75. A checkpoint is written too when a batch can't be made.
 
         Raises:
             CheckpointError: The checkpoint can't be resumed from; nothing was changed.
@@ -105,9 +122,15 @@ class Trainer:
         """
         self._history = self._prepare()
         metrics, events = self.out / METRICS, self.out / TENSORBOARD if self._tensorboard else None
-        with deferred_interrupts() as interrupt, Log(metrics, events, self.step.steps) as self._log:
-            self._write_record(self._history.record("running", self.step.steps))
+        with (
+            contextlib.closing(self._stream),
+            deferred_interrupts() as interrupt,
+            Log(metrics, events, self.step.steps) as self._log,
+        ):
             try:
+                for kind, text in self._happened:
+                    self.note(kind, text)
+                self._write_record(self._history.record("running", self.step.steps))
                 self._train(interrupt)
             except BaseException as e:
                 self._fail(e)
@@ -116,10 +139,16 @@ class Trainer:
             self._write_record(record)
         return record
 
+    def note(self, kind: str, text: str) -> None:
+        """Log something out of the ordinary, such as a checkpoint that was refused."""
+        _log.warning("%s: %s", kind, text)
+        self._write_line(event_line(self.step.steps, self._stream.epoch, kind, text))
+
     # Before
 
     def _prepare(self) -> History:
         """Bring training and folder to where the run begins."""
+        self._happened: list[tuple[str, str]] = []
         if self._resume:
             return self._restore()
         if self._overwrite and self.out.exists():
@@ -128,19 +157,17 @@ class Trainer:
         return History(self.step.workload)
 
     def _restore(self) -> History:
-        path = checkpoint.latest(self.out)
-        if path is None:
-            raise CheckpointError(f"out={str(self.out)!r} holds no complete checkpoint any more")
-        loaded = checkpoint.read(path, self.step)
+        loaded, damages = checkpoint.read_newest(self.out, self.step)
         was, is_now = loaded.plan.levers.precision, self.plan.levers.precision
         if was != is_now:
             raise CheckpointError(
-                f"{path} was made with precision={was!r}, the plan has precision={is_now!r}: resume with {was!r}"
+                f"{loaded.path} was made with precision={was!r}, the plan has precision={is_now!r}: resume with {was!r}"
             )
         self._stream.seek(loaded.state.position)
         loaded.restore()
         history = resumed_history(self.step.workload, self.out / RUN, self.out / METRICS, loaded.step_count)
-        checkpoint.remove_leftovers(self.out)
+        remove_leftovers(self.out)
+        self._happened = _resumed(loaded, self.plan, damages, checkpoint.set_aside_after(self.out, loaded.step_count))
         codec.write_atomic(self.out / PLAN, codec.encode(self.plan))
         self._saved_step = loaded.step_count
         set_rng_state(loaded.state.rng)
@@ -151,22 +178,26 @@ class Trainer:
     def _train(self, interrupt: Interrupt) -> None:
         if self._is_due(self._evaluate_every) and not self._is_evaluated():
             self._evaluate()  # the run was interrupted just before
+        if self._saved_step is None and self._checkpoint_every is not None:
+            self._save()
         while self.steps is None or self.step.steps < self.steps:
             interrupt.check()
-            self._is_between_steps = False
+            started = time.perf_counter()
+            self._is_reading = True
             batch = self._stream.next_batch(self.epochs)
+            self._is_reading = False
             if batch is None:
                 break
-            progress = self._run(batch[0])
+            self._is_between_steps = False
+            progress = self._run(batch[0], time.perf_counter() - started)
             self._is_between_steps = True
             self._after(progress)
-        self._is_between_steps = True
         if not self._is_evaluated():
             self._evaluate()
         if self._saved_step != self.step.steps:
             self._save()
 
-    def _run(self, batch: Any) -> Progress:
+    def _run(self, batch: Any, data_seconds: float) -> Progress:
         """Run one step."""
         learning_rate = float(self.step.workload.optimizer.param_groups[0]["lr"])
         epoch, number = self._stream.epoch, self.step.steps + 1
@@ -179,6 +210,7 @@ class Trainer:
             grad_norm=result.grad_norm,
             skipped=result.skipped,
             loss_scale=result.loss_scale,
+            data_seconds=data_seconds,
             seconds=result.seconds,
             samples_per_second=batch_size_of(batch) / result.seconds,
             peak_bytes=peak_bytes,
@@ -245,8 +277,9 @@ class Trainer:
     def _fail(self, error: BaseException) -> None:
         """Write what can be written when the run ends in an exception, which goes on afterwards."""
         is_interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
+        is_resumable = self._is_between_steps and (is_interrupted or self._is_reading)
         text = f"interrupted after step {self.step.steps}" if is_interrupted else f"{type(error).__name__}: {error}"
-        if is_interrupted and self._is_between_steps and self._saved_step != self.step.steps:
+        if is_resumable and self._saved_step != self.step.steps:
             with contextlib.suppress(MemfitError):
                 self._save()
         newest = checkpoint.latest(self.out)
@@ -256,6 +289,25 @@ class Trainer:
             text = f"{text}; {advice}"
         with contextlib.suppress(MemfitError):
             self._write_record(self._history.record("failed", self.step.steps, text))
+
+
+def _resumed(
+    loaded: checkpoint.Loaded, plan: Plan, damages: list[DamagedCheckpointError], aside: list[Path]
+) -> list[tuple[str, str]]:
+    """Return what is to be said of a run that was resumed: kinds and texts."""
+    found = [
+        ("damaged checkpoint", f"{damage}; it is now {place}, and training goes on from {loaded.path}")
+        for damage, place in zip(damages, aside, strict=True)
+    ]
+    if loaded.plan.levers != plan.levers:
+        was, is_now = _levers_text(loaded.plan), _levers_text(plan)
+        found.append(("another plan", f"{loaded.path} was made with {was}; training goes on with {is_now}"))
+    return found
+
+
+def _levers_text(plan: Plan) -> str:
+    levers = plan.levers
+    return f"microbatch_size={levers.microbatch_size} and {len(levers.regions)} checkpointed regions"
 
 
 @contextlib.contextmanager

@@ -1,0 +1,71 @@
+"""Batches made ahead in a thread, and their way to the device."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch.utils._pytree import tree_map
+
+T = TypeVar("T")
+
+
+class Prefetcher(Generic[T]):
+    """Calls a function again and again in a thread, a few calls ahead of what is taken.
+
+    Args:
+        make: Returns the next item. What it raises ends the thread, and is raised where that item is taken.
+        depth: How many items may be made and not taken yet (> 0).
+    """
+
+    def __init__(self, make: Callable[[], T], depth: int) -> None:
+        self._make = make
+        self._room = threading.Semaphore(depth)
+        self._made: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+        self._is_stopping = False
+        self._thread = threading.Thread(target=self._run, name="memfit-prefetch", daemon=True)
+        self._thread.start()
+
+    def take(self) -> T:
+        """Return the next item, as soon as it is made; not to be called again once that raised."""
+        item, error = self._made.get()
+        self._room.release()
+        if error is not None:
+            raise error
+        return item  # type: ignore[return-value]
+
+    def stop(self) -> None:
+        """Wait for the item that is being made, and make no more."""
+        self._is_stopping = True
+        self._room.release()
+        self._thread.join()
+
+    def _run(self) -> None:
+        error: BaseException | None = None
+        while error is None:
+            self._room.acquire()
+            if self._is_stopping:
+                return
+            item = None
+            try:
+                item = self._make()
+            except BaseException as e:
+                error = e
+            self._made.put((item, error))
+
+
+def pinned(batch: Any) -> Any:
+    """Return a batch in pinned memory, from which copies to a GPU overlap with what the GPU computes."""
+    return tree_map(lambda leaf: leaf.pin_memory() if _is_on_cpu(leaf) else leaf, batch)
+
+
+def on_device(batch: Any, device: torch.device) -> Any:
+    """Return a batch with its tensors on a device; those that are there already are the same ones."""
+    return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf, batch)
+
+
+def _is_on_cpu(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu"
