@@ -14,13 +14,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from memfit.apply.checkpoint import checkpointed
-from memfit.apply.precision import autocast, grad_scaler
+from memfit.apply.precision import autocast
 from memfit.capture.step import capture, capture_real
 from memfit.ir.cost import CostTable
 from memfit.ir.plan import Precision
 from memfit.ir.remat import Keep, Region
 from memfit.ir.trace import Trace
 from memfit.solve.candidates import Option
+from memfit.train.scaling import LossScaler
 from memfit.train.step import Step
 from memfit.workload import Workload, batch_size_of
 
@@ -274,7 +275,7 @@ def step_of(
             workload,
             microbatch_size=microbatch_size,
             autocast=partial(autocast, precision, "cpu"),
-            scaler=grad_scaler(precision, "cpu"),
+            scaler=LossScaler() if precision == "16-mixed" else None,
         )
 
 

@@ -23,15 +23,18 @@ from memfit.pipeline import (
     verify,
     write_report,
 )
+from memfit.train.optimizers import Optimizers
 from memfit.train.step import Step, StepResult
 from memfit.version import __version__
-from memfit.workload import Workload
+from memfit.workload import LossScaling, Workload
 
 __all__ = [
     "BudgetError",
     "CaptureError",
     "InfeasibleError",
+    "LossScaling",
     "MemfitError",
+    "Optimizers",
     "Plan",
     "PlanMismatchError",
     "Step",

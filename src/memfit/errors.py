@@ -178,13 +178,19 @@ class NonFiniteError(MemfitError):
         message: What failed and what to do.
         step: The step at which it happened.
         value: The value.
+        forward: FQN of the module whose output was the first that was not finite; None where all were, or unknown.
+        backward: Whose gradient was the first that was not finite; None where all were, or unknown.
     """
 
     exit_status = 5
 
-    def __init__(self, message: str, *, step: int, value: float) -> None:
+    def __init__(
+        self, message: str, *, step: int, value: float, forward: str | None = None, backward: str | None = None
+    ) -> None:
         self.step = step
         self.value = value
+        self.forward = forward
+        self.backward = backward
         super().__init__(message)
 
 

@@ -18,6 +18,49 @@ Loss = torch.Tensor | tuple[torch.Tensor, torch.Tensor | int | float]
 
 
 @dataclass(frozen=True)
+class LossScaling:
+    """How the loss of a 16-mixed step is scaled. Every figure may be any number above 0; powers of two round nothing.
+
+    Args:
+        initial: The scale at the beginning.
+        growth_interval: Updates in a row without overflow after which the scale grows (> 0); None keeps it at
+            `initial` for good (static scaling).
+        growth_factor: What it then grows by (≥ 1).
+        backoff_factor: What it shrinks by when gradients overflow (< 1).
+        floor: It does not shrink below this.
+        ceiling: It does not grow above this.
+        max_skips: Updates skipped in a row after which training stops with an error (> 0).
+
+    Raises:
+        WorkloadError: A figure is out of its range.
+    """
+
+    initial: float = 2.0**16
+    growth_interval: int | None = 2000
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    floor: float = 1.0
+    ceiling: float = 2.0**24
+    max_skips: int = 32
+
+    def __post_init__(self) -> None:
+        wrong = {
+            "initial": not self.floor <= self.initial <= self.ceiling,
+            "growth_interval": self.growth_interval is not None and self.growth_interval < 1,
+            "growth_factor": self.growth_factor < 1,
+            "backoff_factor": not 0 < self.backoff_factor < 1,
+            "floor": self.floor <= 0,
+            "max_skips": self.max_skips < 1,
+        }
+        for name in (name for name, is_wrong in wrong.items() if is_wrong):
+            raise WorkloadError(
+                f"LossScaling.{name}={getattr(self, name)} is out of its range: give floor <= initial <= ceiling, all"
+                " above 0, growth_interval and max_skips of 1 or more, growth_factor of 1 or more, and backoff_factor"
+                " between 0 and 1"
+            )
+
+
+@dataclass(frozen=True)
 class Workload:
     """One training step, unmodified, and what is needed to run it for longer.
 
@@ -36,6 +79,9 @@ class Workload:
         evaluate: `evaluate(model)` returns named figures. It runs in evaluation mode without gradients.
         scheduler: A learning-rate scheduler, stepped once after every optimizer update.
         max_grad_norm: Global gradient norm to clip to (> 0), or None not to clip.
+        loss_scaling: How the loss is scaled where the precision is 16-mixed.
+        fp32_modules: Patterns of FQNs ("head", "blocks.*.norm1"): these modules, and those inside them, compute in
+            fp32 whatever the precision is.
     """
 
     model: nn.Module
@@ -47,6 +93,8 @@ class Workload:
     evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
     max_grad_norm: float | None = None
+    loss_scaling: LossScaling = LossScaling()
+    fp32_modules: tuple[str, ...] = ()
 
 
 class StepProgram(Protocol):

@@ -1,11 +1,11 @@
-"""Precisions as contexts and loss scalers."""
+"""Precisions as contexts."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from memfit.apply.precision import autocast, grad_scaler
+from memfit.apply.precision import autocast
 from memfit.ir.plan import Precision
 
 
@@ -26,13 +26,6 @@ def test_sums_and_losses_stay_in_fp32(precision: Precision) -> None:
     with autocast(precision, "cpu"):
         logits = torch.nn.Linear(4, 4)(torch.ones(2, 4))
         assert torch.nn.functional.mse_loss(logits, torch.zeros(2, 4)).dtype is torch.float32
-
-
-def test_only_fp16_is_scaled() -> None:
-    assert grad_scaler("32-true", "cpu") is None
-    assert grad_scaler("bf16-mixed", "cpu") is None
-    scaler = grad_scaler("16-mixed", "cpu")
-    assert scaler is not None and scaler.is_enabled() and scaler.get_scale() > 1
 
 
 def test_autocast_keeps_small_differences_small_but_not_zero() -> None:

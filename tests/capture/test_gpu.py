@@ -46,7 +46,6 @@ def test_builders_run_with_all_their_tensors_on_the_gpu(found: Found, name: str,
     assert summary["device"] == "a100-80gb"
     halves = "_to_copy" in ops(summary, "forward")
     assert halves == (precision == "16-mixed")
-    assert ("_amp_foreach_non_finite_check_and_unscale_" in ops(summary)) == (precision == "16-mixed")
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
@@ -60,7 +59,7 @@ def test_state_on_the_cpu_is_not_counted(found: Found, precision: str) -> None:
 @pytest.mark.parametrize("name", BUILDERS)
 def test_the_optimizers_step_is_not_skipped_under_loss_scaling(found: Found, name: str) -> None:
     with_scaler, without = (ops(one(found, f"{name} {p}"), "optimizer") for p in ("16-mixed", "32-true"))
-    assert without - {"stack", "linalg_vector_norm", "item"} <= with_scaler
+    assert without <= with_scaler
     assert any(op.startswith("_foreach_") and op.endswith("_") for op in with_scaler)
 
 
@@ -96,8 +95,7 @@ def test_optimizers_take_the_kernels_that_they_take_on_a_gpu(found: Found, name:
 @pytest.mark.parametrize("name", ["AdamW", "AdamW fused", "Adafactor"])
 def test_optimizers_under_loss_scaling(found: Found, name: str) -> None:
     plain, scaled = (ops(one(found, f"{name} {p}"), "optimizer") for p in ("32-true", "16-mixed"))
-    assert plain - {"stack", "linalg_vector_norm"} <= scaled
-    assert "_amp_foreach_non_finite_check_and_unscale_" in scaled - plain
+    assert plain <= scaled and "_foreach_mul_" in scaled
 
 
 def test_an_optimizer_that_has_state_keeps_it(found: Found) -> None:

@@ -26,8 +26,9 @@ from memfit.rng import check_rng_state, rng_preserved, rng_state, set_rng_state
 from memfit.train import checkpoint
 from memfit.train.batches import BatchStream
 from memfit.train.packing import pack, read_tensors, unpack, write_tensors
+from memfit.train.scaling import LossScaler
 from memfit.train.step import Step
-from memfit.workload import Workload
+from memfit.workload import LossScaling, Workload
 from tests.train.conftest import restored
 
 
@@ -276,11 +277,11 @@ def test_schedulers_and_the_loss_scale_come_back(scheduler: str, cases: SimpleNa
     def make(seed: int) -> Step:
         workload = cases.workload(seed=seed)
         changed = {**workload.__dict__, "scheduler": SCHEDULERS[scheduler](workload.optimizer)}
-        return Step(Workload(**changed), scaler=torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2))
+        return Step(Workload(**changed), scaler=LossScaler(LossScaling(initial=256.0, growth_interval=2)))
 
     step = advanced(make(0))
     path = save(tmp_path, step, cases)
-    assert step.scaler is not None and step.scaler.get_scale() == 512.0
+    assert step.scaler is not None and step.scaler.scale == 512.0
     other = make(1)
     loaded = restored(path, other)
     assert_go_on_equally(step, other, loaded.state.rng, cases)
@@ -559,7 +560,7 @@ def test_another_training_of_the_same_fingerprint_is_refused(
 
 def test_a_loss_scaler_must_be_on_both_sides(cases: SimpleNamespace, tmp_path: Path) -> None:
     def make(is_scaled: bool) -> Step:
-        return Step(cases.workload(), scaler=torch.amp.GradScaler("cpu") if is_scaled else None)
+        return Step(cases.workload(), scaler=LossScaler() if is_scaled else None)
 
     for is_scaled in (True, False):
         path = save(tmp_path / str(is_scaled), make(is_scaled), cases)

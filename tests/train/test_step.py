@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from memfit.errors import NonFiniteError, UsageError, WorkloadError
-from memfit.train.step import MAX_SKIPS_IN_A_ROW, Step
-from memfit.workload import Workload
+from memfit.train.scaling import LossScaler
+from memfit.train.step import Step
+from memfit.workload import LossScaling, Workload
 
 WIDTH = 3
 Gradients = dict[str, torch.Tensor]
@@ -122,7 +123,7 @@ def test_the_comparison_sees_the_mean_of_means() -> None:
 
 def test_gradients_of_scaled_losses_are_unscaled() -> None:
     workload, batch = workload_of(mean_loss), batch_of(5)
-    step = Step(workload, microbatch_size=2, scaler=torch.amp.GradScaler("cpu"))
+    step = Step(workload, microbatch_size=2, scaler=LossScaler())
     assert_close(step.gradients(batch), plain_gradients(workload, batch))
 
 
@@ -288,7 +289,7 @@ def overflowing_step(scale: float = 65536.0, **changes: Any) -> Step:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     workload = workload_of(loss_fn, model, optimizer=optimizer, scheduler=scheduler, max_grad_norm=1.0)
-    return Step(workload, scaler=torch.amp.GradScaler("cpu", init_scale=scale), **changes)
+    return Step(workload, scaler=LossScaler(LossScaling(initial=scale)), **changes)
 
 
 def boosted(boost: float) -> dict[str, torch.Tensor]:
@@ -303,11 +304,13 @@ def test_an_overflow_skips_the_update_and_halves_the_scale(microbatch_size: int 
     before = cases.training_state(step)
     result = step(boosted(3e38))
     assert result.skipped and math.isnan(result.grad_norm) and result.loss_scale == 65536.0
-    assert step.scaler.get_scale() == 32768.0
+    assert step.scaler.scale == 32768.0
     assert step.workload.scheduler.last_epoch == 1
     assert step.steps == 1
-    step.scaler.update(65536.0)
-    step.scaler.load_state_dict(step.scaler.state_dict() | {"_growth_tracker": 1})
+    assert step.scaler.skips == result.skips == 1
+    step.scaler.load_state_dict(
+        {"scale": 65536.0, "steps_since_change": 1, "skips": 0, "skips_in_a_row": 0}
+    )
     assert cases.training_state(step) == before
     assert not step(boosted(1.0)).skipped
     assert cases.training_state(step) != before
@@ -326,18 +329,10 @@ def test_overflows_without_end_are_an_error_that_names_a_parameter() -> None:
     step = overflowing_step()
     before = weights_of(step.workload.model)
     with pytest.raises(NonFiniteError, match=r"32 steps in a row.*0\.weight.*bf16-mixed") as caught:
-        for _ in range(MAX_SKIPS_IN_A_ROW):
+        for _ in range(LossScaling().max_skips):
             step(boosted(math.inf))
     assert caught.value.step == 0
     assert is_bitwise_equal(weights_of(step.workload.model), before)
-
-
-def test_a_scaler_that_is_not_enabled_is_none() -> None:
-    step = overflowing_step()
-    step = Step(step.workload, scaler=torch.amp.GradScaler("cpu", enabled=False))
-    assert step.scaler is None
-    with pytest.raises(NonFiniteError):
-        step(boosted(math.inf))
 
 
 # What is wrong

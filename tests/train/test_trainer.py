@@ -29,6 +29,7 @@ from memfit.ir.record import RunRecord
 from memfit.rng import rng_state
 from memfit.train import checkpoint
 from memfit.train import trainer as trainer_module
+from memfit.train.scaling import LossScaler
 from memfit.train.step import Step
 from memfit.train.trainer import Trainer
 from memfit.workload import Workload
@@ -46,7 +47,7 @@ class Run:
 
     def trainer(self, *, seed: int = 0, scaler: bool = False, **options: Any) -> Trainer:
         workload = self.cases.workload(self.kind, seed=seed, **self.changes)
-        step = Step(workload, scaler=torch.amp.GradScaler("cpu") if scaler else None)
+        step = Step(workload, scaler=LossScaler() if scaler else None)
         options = {"out": self.out} | ({"steps": 8} if "epochs" not in options else {}) | options
         return Trainer(step, self.cases.plan(workload), **options)
 

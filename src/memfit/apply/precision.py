@@ -19,8 +19,3 @@ def autocast(precision: Precision, device: str) -> contextlib.AbstractContextMan
     """Return the context in which the forward pass runs."""
     dtype = _AUTOCAST[precision]
     return contextlib.nullcontext() if dtype is None else torch.autocast(device, dtype=dtype)
-
-
-def grad_scaler(precision: Precision, device: str) -> torch.amp.GradScaler | None:
-    """Return a loss scaler where the precision needs one: fp16, whose gradients would flush to zero."""
-    return torch.amp.GradScaler(device) if precision == "16-mixed" else None

@@ -7,11 +7,12 @@ import functools
 from collections.abc import Iterator
 
 from memfit.apply.checkpoint import checkpointed, is_checkpointed
-from memfit.apply.precision import autocast, grad_scaler
+from memfit.apply.precision import autocast
 from memfit.devices.host import find_device
 from memfit.errors import PlanError, PlanMismatchError, WorkloadError
 from memfit.ir.device import Device
 from memfit.ir.plan import Levers, Plan
+from memfit.train.scaling import LossScaler
 from memfit.train.step import Step
 from memfit.workload import Workload, batch_size_of, fingerprint
 
@@ -46,7 +47,7 @@ def applied(levers: Levers, workload: Workload, *, predicted_peak_bytes: int | N
             workload,
             microbatch_size=levers.microbatch_size,
             autocast=functools.partial(autocast, levers.precision, device),
-            scaler=grad_scaler(levers.precision, device),
+            scaler=LossScaler(workload.loss_scaling) if levers.precision == "16-mixed" else None,
             predicted_peak_bytes=predicted_peak_bytes,
         )
 

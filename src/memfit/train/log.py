@@ -33,6 +33,7 @@ class Progress:
         peak_bytes: Measured peak allocated; None where it was not measured.
         predicted_peak_bytes: What the plan predicts.
         learning_rate: That of the first parameter group, in this step.
+        skips: Updates skipped so far.
     """
 
     step: int
@@ -47,6 +48,7 @@ class Progress:
     peak_bytes: int | None
     predicted_peak_bytes: int | None
     learning_rate: float
+    skips: int = 0
 
 
 class Log:

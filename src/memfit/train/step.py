@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from memfit.errors import NonFiniteError, UsageError, WorkloadError
 from memfit.ir.trace import Phase
+from memfit.rng import rng_preserved
+from memfit.train.diagnosis import FirstNotFinite, watching
+from memfit.train.scaling import LossScaler
+from memfit.train.window import Window, checked_loss, gradient_values
 from memfit.workload import Workload, batch_size_of, slice_batch
-
-MAX_SKIPS_IN_A_ROW = 32
-"""Updates that fp16's loss scaling may skip one after another: from its initial 2**16 the scale is then 2**-16."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class StepResult:
         loss_scale: The loss scale of the step; 1.0 without scaling.
         seconds: Wall time.
         predicted_peak_bytes: What the plan predicts that the step allocates at its peak; None without a plan.
+        skips: Updates skipped so far in this training.
     """
 
     loss: float
@@ -38,6 +41,7 @@ class StepResult:
     loss_scale: float
     seconds: float
     predicted_peak_bytes: int | None
+    skips: int = 0
 
 
 class Step:
@@ -46,13 +50,18 @@ class Step:
     Gradients are those of the mean over the global batch, however it is cut into microbatches: means
     are weighted by their samples, sums are divided once by the count of the whole window.
 
-    Gradients that are there before a step are dropped, those of parameters outside the optimizer too.
+    Gradients that are there before a step are dropped, those of parameters outside the optimizer too. A step that
+    updates nothing, since its numbers are not finite, leaves everything as it was: running statistics of
+    normalisations too.
 
     Args:
         workload: What to train.
         microbatch_size: Samples in one forward and backward pass (> 0); None for the whole batch.
         autocast: Makes the context of each forward pass.
-        scaler: Scales the loss of fp16 steps; one that is not enabled is none.
+        around: Makes the context of a whole step.
+        scaler: Scales the loss of fp16 steps.
+        update: Updates the parameters from their gradients; None for `Workload.optimizer.step`.
+        masters: For parameters of the model that another one is updated for, which has the gradient: that one.
         predicted_peak_bytes: Goes into the results.
 
     Attributes:
@@ -69,21 +78,26 @@ class Step:
         *,
         microbatch_size: int | None = None,
         autocast: Callable[[], AbstractContextManager[object]] | None = None,
-        scaler: torch.amp.GradScaler | None = None,
+        around: Callable[[], AbstractContextManager[object]] | None = None,
+        scaler: LossScaler | None = None,
+        update: Callable[[], object] | None = None,
+        masters: Mapping[nn.Parameter, nn.Parameter] | None = None,
         predicted_peak_bytes: int | None = None,
     ) -> None:
         if microbatch_size is not None and microbatch_size < 1:
             raise UsageError(f"microbatch_size={microbatch_size} is not above 0: give a number of samples, or None")
         self.workload = workload
         self.microbatch_size = microbatch_size
-        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self.scaler = scaler
         self.steps = 0
         self.last: StepResult | None = None
         self.on_phase: Callable[[Phase, int], None] | None = None
         self.on_close: Callable[[], None] | None = None
         self._autocast = autocast
+        self._around = around
+        self._optimize = update
+        self._masters = masters or {}
         self._predicted_peak_bytes = predicted_peak_bytes
-        self._skips_in_a_row = 0
 
     def close(self) -> None:
         """Undo what a plan did to the model; the step is of no use afterwards."""
@@ -99,11 +113,7 @@ class Step:
 
     def split(self, batch: Any) -> list[Any]:
         """Return the microbatches of a batch, as views; the last may be smaller."""
-        size = batch_size_of(batch)
-        piece = self.microbatch_size or size
-        if piece >= size:
-            return [batch]
-        return [slice_batch(batch, start, min(start + piece, size)) for start in range(0, size, piece)]
+        return [microbatch for microbatch, _ in self._microbatches(batch, batch_size_of(batch))]
 
     def compute_loss(self, microbatch: Any) -> tuple[torch.Tensor, torch.Tensor | float | None]:
         """Return the loss of a microbatch, and the count it is to be divided by (None if it is a mean)."""
@@ -112,13 +122,13 @@ class Step:
         else:
             with self._autocast():
                 value = self.workload.loss_fn(self.workload.model, microbatch)
-        return _checked(value)
+        return checked_loss(value)
 
     def __call__(self, batch: Any) -> StepResult:
         """Run one optimizer update.
 
         Args:
-            batch: A global batch, shaped like the workload's.
+            batch: A global batch, shaped like the workload's; it may have fewer samples.
 
         Raises:
             NonFiniteError: The loss or the gradient norm is not finite, outside fp16's loss scaling; or loss
@@ -127,237 +137,191 @@ class Step:
                 of the optimizer leads to.
         """
         started = time.perf_counter()
-        self._clear_gradients()
-        try:
-            loss = self._accumulate(batch)
-            self._phase("optimizer", 0)
-            grad_norm, skipped, scale = self._update(loss)
-        finally:
-            self._clear_gradients()
+        with nullcontext() if self._around is None else self._around():
+            loss, grad_norm, scale = self._run(batch)
+        skipped = not math.isfinite(grad_norm)
+        skips = 0 if self.scaler is None else self.scaler.skips
         if not skipped:
             self.steps += 1
         seconds = time.perf_counter() - started
-        self.last = StepResult(loss, grad_norm, skipped, scale, seconds, self._predicted_peak_bytes)
+        self.last = StepResult(
+            loss, math.nan if skipped else grad_norm, skipped, scale, seconds, self._predicted_peak_bytes, skips
+        )
         return self.last
 
     def gradients(self, batch: Any) -> tuple[float, dict[str, torch.Tensor]]:
         """Return the loss and the unclipped gradient of every parameter by FQN, and update nothing."""
-        self._clear_gradients()
+        parameters = self._parameters()
+        _clear(parameters)
         try:
-            loss = self._accumulate(batch)
-            self._unscale(self._loss_scale())
-            named = self.workload.model.named_parameters()
-            return loss, {name: p.grad.clone() for name, p in named if p.grad is not None}
+            with nullcontext() if self._around is None else self._around():
+                loss = self._accumulate(batch, parameters)
+            self._check_loss(loss, batch)
+            if self.scaler is not None:
+                self.scaler.unscale(_gradients_of(parameters))
+            return loss, {name: p.grad.clone() for name, p in self._named_owners() if p.grad is not None}
         finally:
-            self._clear_gradients()
+            _clear(parameters)
+
+    # What a step consists of
+
+    def _run(self, batch: Any) -> tuple[float, float, float]:
+        """Return the loss, the gradient norm and the loss scale of an update."""
+        parameters = self._parameters()
+        statistics = _statistics(self.workload.model)
+        before = [s.clone() for s in statistics]
+        _clear(parameters)
+        norm = math.nan
+        try:
+            loss = self._accumulate(batch, parameters)
+            self._check_loss(loss, batch)
+            self._phase("optimizer", 0)
+            scale = 1.0 if self.scaler is None else self.scaler.scale
+            norm = self._update(loss, batch, parameters)
+        finally:
+            _clear(parameters)
+            if statistics and not math.isfinite(norm):
+                torch._foreach_copy_(statistics, before)
+        return loss, norm, scale
 
     def _phase(self, phase: Phase, microbatch: int) -> None:
         if self.on_phase is not None:
             self.on_phase(phase, microbatch)
 
-    def _clear_gradients(self) -> None:
-        self.workload.optimizer.zero_grad(set_to_none=True)
-        self.workload.model.zero_grad(set_to_none=True)
+    def _parameters(self) -> list[nn.Parameter]:
+        """Return every parameter, those that the optimizer updates first."""
+        found = {id(p): p for g in self.workload.optimizer.param_groups for p in g["params"]}
+        for parameter in self.workload.model.parameters():
+            found.setdefault(id(parameter), parameter)
+        return list(found.values())
 
-    def _gradients(self) -> list[torch.Tensor]:
-        """Return the gradients that the optimizer will use."""
-        return [p.grad for g in self.workload.optimizer.param_groups for p in g["params"] if p.grad is not None]
+    def _updated(self) -> list[nn.Parameter]:
+        return [p for g in self.workload.optimizer.param_groups for p in g["params"]]
 
-    def _all_gradients(self) -> list[torch.Tensor]:
-        """Return the gradients of every parameter, in the optimizer or not."""
-        parameters = {id(p): p for g in self.workload.optimizer.param_groups for p in g["params"]}
-        parameters |= {id(p): p for p in self.workload.model.parameters()}
-        return [p.grad for p in parameters.values() if p.grad is not None]
+    def _named_owners(self) -> list[tuple[str, nn.Parameter]]:
+        """Return the parameters that have the gradients, by the FQN of the model's."""
+        return [(name, self._masters.get(p, p)) for name, p in self.workload.model.named_parameters()]
 
-    def _accumulate(self, batch: Any) -> float:
+    def _microbatches(self, batch: Any, samples: int) -> list[tuple[Any, int]]:
+        """Return the microbatches of a batch and how many samples each has."""
+        piece = self.microbatch_size or samples
+        if piece >= samples:
+            return [(batch, samples)]
+        cuts = [(start, min(start + piece, samples)) for start in range(0, samples, piece)]
+        return [(slice_batch(batch, start, stop), stop - start) for start, stop in cuts]
+
+    def _accumulate(self, batch: Any, parameters: list[nn.Parameter]) -> float:
         """Run every microbatch forward and backward; return the mean loss of the whole batch."""
         self._phase("optimizer", 0)
         samples = batch_size_of(batch)
-        window = _Window(samples)
-        for index, microbatch in enumerate(self.split(batch)):
+        window = Window(samples)
+        for index, (microbatch, size) in enumerate(self._microbatches(batch, samples)):
             self._phase("forward", index)
             loss, count = self.compute_loss(microbatch)
-            loss = window.weigh(loss, count, batch_size_of(microbatch))
-            scaled = loss if self.scaler is None else self.scaler.scale(loss)
+            loss = window.weigh(loss, count, size)
+            scaled = loss if self.scaler is None else self.scaler.scaled(loss)
             self._phase("backward", index)
             scaled.backward()
             del loss, scaled
-        window.finish(self._all_gradients())
-        mean = window.mean_loss()
-        if self.scaler is None and not math.isfinite(mean):
+        window.finish(_gradients_of(parameters))
+        return window.mean_loss()
+
+    def _update(self, loss: float, batch: Any, parameters: list[nn.Parameter]) -> float:
+        """Unscale, clip, step, update the scale. Return the gradient norm; where it is not finite nothing was done."""
+        updated = self._updated()
+        gradients = _gradients_of(updated)
+        if not gradients:
+            raise WorkloadError("Workload.loss_fn returned a loss that no parameter of Workload.optimizer leads to")
+        if self.scaler is not None:
+            self.scaler.unscale(gradients)
+        total = torch.nn.utils.get_total_norm([gradient_values(g) for g in gradients])
+        norm = float(total)
+        if not math.isfinite(norm):
+            self._skip(norm, loss, batch)
+            return norm
+        if self.workload.max_grad_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(updated, self.workload.max_grad_norm, total)
+        if self._optimize is None:
+            self.workload.optimizer.step()
+        else:
+            self._optimize()
+        if self.scaler is not None:
+            self.scaler.update(overflowed=False)
+        if self.workload.scheduler is not None:
+            self.workload.scheduler.step()
+        return norm
+
+    # What is not finite
+
+    def _check_loss(self, loss: float, batch: Any) -> None:
+        if self.scaler is None and not math.isfinite(loss):
+            where = self._diagnosis(batch)
             raise NonFiniteError(
-                f"the loss is {mean} at step {self.steps}: nothing was updated. Look at the batch, lower the"
+                f"the loss is {loss} at step {self.steps} ({where}): nothing was updated. Look at the batch, lower the"
                 " learning rate, or give Workload.max_grad_norm",
                 step=self.steps,
-                value=mean,
-            )
-        return mean
-
-    def _loss_scale(self) -> float:
-        return 1.0 if self.scaler is None else float(self.scaler.get_scale())
-
-    def _unscale(self, scale: float) -> None:
-        gradients = self._all_gradients()
-        if self.scaler is not None and gradients:
-            torch._foreach_mul_(gradients, 1.0 / scale)
-
-    def _update(self, loss: float) -> tuple[float, bool, float]:
-        """Unscale, clip, step, update the scale. Return the gradient norm, whether it was skipped, and the scale."""
-        optimizer, scale = self.workload.optimizer, self._loss_scale()
-        if not self._gradients():
-            raise WorkloadError("Workload.loss_fn returned a loss that no parameter of Workload.optimizer leads to")
-        if self.scaler is None:
-            grad_norm = self._norm()
-            self._check_finite(float(grad_norm), loss)
-            self._clip(grad_norm)
-            optimizer.step()
-            skipped = False
-        else:
-            self.scaler.unscale_(optimizer)
-            grad_norm = self._norm()
-            overflowing = "" if math.isfinite(grad_norm) else self._first_not_finite()
-            self._clip(grad_norm)
-            self.scaler.step(optimizer)
-            self.scaler.update()
-            skipped = self._loss_scale() < scale
-            self._count_skips(skipped, overflowing)
-        if self.workload.scheduler is not None and not skipped:
-            self.workload.scheduler.step()
-        return (math.nan if skipped else float(grad_norm)), skipped, scale
-
-    def _norm(self) -> torch.Tensor:
-        """Return the global norm of the optimizer's gradients."""
-        return torch.nn.utils.get_total_norm([_values(g) for g in self._gradients()])
-
-    def _clip(self, norm: torch.Tensor) -> None:
-        if self.workload.max_grad_norm is not None:
-            parameters = [p for g in self.workload.optimizer.param_groups for p in g["params"]]
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.workload.max_grad_norm, norm)
-
-    def _check_finite(self, grad_norm: float, loss: float) -> None:
-        if not math.isfinite(grad_norm):
-            raise NonFiniteError(
-                f"the gradient norm is {grad_norm} at step {self.steps} (loss {loss:g}), first in"
-                f" {self._first_not_finite()}: nothing was updated. Look at the batch, or lower the learning rate",
-                step=self.steps,
-                value=grad_norm,
+                value=loss,
+                forward=where.forward,
+                backward=where.backward,
             )
 
-    def _count_skips(self, skipped: bool, where: str) -> None:
-        """Give up on loss scaling once it skips without end.
+    def _skip(self, norm: float, loss: float, batch: Any) -> None:
+        """Count a skipped update.
 
         Raises:
-            NonFiniteError: The last `MAX_SKIPS_IN_A_ROW` updates were skipped.
+            NonFiniteError: Nothing scales the loss, or as many updates in a row were skipped as may be.
         """
-        self._skips_in_a_row = self._skips_in_a_row + 1 if skipped else 0
-        if self._skips_in_a_row >= MAX_SKIPS_IN_A_ROW:
+        parameter = self._first_not_finite()
+        if self.scaler is None:
+            where = self._diagnosis(batch)
             raise NonFiniteError(
-                f"the gradients overflowed in {self._skips_in_a_row} steps in a row at step {self.steps}, last in"
-                f" {where}, and the loss scale fell to {self._loss_scale():g}: nothing was updated. The model leaves"
-                " the range of fp16: use precision='bf16-mixed'",
+                f"the gradient norm is {norm} at step {self.steps} (loss {loss:g}), first in {parameter}"
+                f" ({where}): nothing was updated. Look at the batch, or lower the learning rate",
+                step=self.steps,
+                value=norm,
+                forward=where.forward,
+                backward=where.backward,
+            )
+        in_a_row, scale = self.scaler.skips_in_a_row + 1, self.scaler.scale
+        if in_a_row >= self.scaler.settings.max_skips:
+            where = self._diagnosis(batch)
+            raise NonFiniteError(
+                f"the gradients overflowed in {in_a_row} steps in a row at step {self.steps}, last in {parameter}"
+                f" ({where}), and the loss scale fell to {scale:g}: nothing was updated. The model"
+                " leaves the range of fp16: use precision='bf16-mixed', or name the module in Workload.fp32_modules",
                 step=self.steps,
                 value=math.inf,
+                forward=where.forward,
+                backward=where.backward,
             )
+        self.scaler.update(overflowed=True)
 
     def _first_not_finite(self) -> str:
         """Return the FQN of the first parameter whose gradient is not finite."""
-        for name, parameter in self.workload.model.named_parameters():
-            gradient = parameter.grad
-            if gradient is not None and not torch.isfinite(_values(gradient)).all():
+        for name, parameter in self._named_owners():
+            if parameter.grad is not None and not torch.isfinite(gradient_values(parameter.grad)).all():
                 return name
         return "no single parameter"
 
-
-class _Window:
-    """The microbatches of one update, and what their losses are to be divided by.
-
-    Means are weighted by their share of the samples. Sums are divided by a guess of the window's count
-    from the first microbatch, and the gradients by what the guess was off once all counts are known,
-    so that nothing is divided twice and fp16 gradients stay in range.
-    """
-
-    def __init__(self, samples: int) -> None:
-        self.samples = samples
-        self.divisor: torch.Tensor | float | None = None
-        self.count: torch.Tensor | float = 0
-        self.total: torch.Tensor | float = 0.0
-        self.microbatches = 0
-
-    def weigh(self, loss: torch.Tensor, count: torch.Tensor | float | None, samples: int) -> torch.Tensor:
-        """Return what to run backward on.
-
-        Raises:
-            WorkloadError: Some microbatches have a count and others have none.
-        """
-        whole = samples == self.samples
-        if self.microbatches and (count is None) != (self.divisor is None):
-            raise WorkloadError(
-                "Workload.loss_fn returned a mean for one microbatch and (sum, count) for another:"
-                " return the same for each"
-            )
-        self.microbatches += 1
-        if count is None:
-            weighted = loss if whole else loss * (samples / self.samples)
-            self.total = self.total + (weighted.detach() if whole else _widened(weighted))
-            return weighted
-        if self.divisor is None:
-            self.divisor = count if whole else _at_least_one(count) * (self.samples / samples)
-        self.count = self.count + count
-        self.total = self.total + (loss.detach() if whole else _widened(loss))
-        return loss / self.divisor
-
-    def finish(self, gradients: list[torch.Tensor]) -> None:
-        """Correct the gradients for the guessed count."""
-        if self.divisor is not None and self.microbatches > 1 and gradients:
-            divisor = self.divisor.double() if isinstance(self.divisor, torch.Tensor) else self.divisor
-            torch._foreach_mul_(gradients, divisor / self.count)
-
-    def mean_loss(self) -> float:
-        """Return the mean loss of the window."""
-        return float(self.total if self.divisor is None else self.total / self.count)
+    def _diagnosis(self, batch: Any) -> FirstNotFinite:
+        """Run the batch again and watch the modules; the gradients are of no use any more."""
+        parameters = self._parameters()
+        _clear(parameters)
+        with rng_preserved(), watching(self.workload.model) as found:
+            self._accumulate(batch, parameters)
+        return found
 
 
-def _at_least_one(count: torch.Tensor | float) -> torch.Tensor | float:
-    return count.clamp(min=1) if isinstance(count, torch.Tensor) else max(count, 1)
+def _clear(parameters: list[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = None
 
 
-def _values(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.coalesce().values() if gradient.is_sparse else gradient
+def _gradients_of(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
+    return [p.grad for p in parameters if p.grad is not None]
 
 
-def _widened(loss: torch.Tensor) -> torch.Tensor:
-    """Return a loss in fp32 at least, so that many can be added."""
-    return loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
-
-
-def _checked(value: Any) -> tuple[torch.Tensor, torch.Tensor | float | None]:
-    """Return a loss and its count.
-
-    Raises:
-        WorkloadError: It is neither a scalar that requires gradients nor a pair of one and a count.
-    """
-    is_pair = isinstance(value, tuple) and len(value) == 2
-    loss, count = value if is_pair else (value, None)
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or (is_pair and not _is_count(count)):
-        parts = value if is_pair else (value,)
-        raise WorkloadError(
-            f"Workload.loss_fn returned {' and '.join(_described(part) for part in parts)}: it must return a scalar"
-            " tensor, or (sum, count) with the count that the sum is to be divided by, which needs no gradient"
-        )
-    if not loss.requires_grad:
-        raise WorkloadError(
-            "Workload.loss_fn returned a loss that needs no gradient: no parameter of Workload.model leads to it"
-        )
-    return loss, count.reshape(()) if isinstance(count, torch.Tensor) and count.dim() else count
-
-
-def _is_count(count: Any) -> bool:
-    if isinstance(count, torch.Tensor):
-        return count.numel() == 1 and not count.requires_grad
-    return isinstance(count, int | float)
-
-
-def _described(value: Any) -> str:
-    if not isinstance(value, torch.Tensor):
-        return f"a {type(value).__name__}"
-    return f"a tensor of shape {tuple(value.shape)}{' that requires gradients' if value.requires_grad else ''}"
+def _statistics(model: nn.Module) -> list[torch.Tensor]:
+    """Return the running statistics that a model's normalisations keep."""
+    normalisations = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.training]
+    return [b for m in normalisations for b in m.buffers(recurse=False)]

@@ -216,6 +216,7 @@ class Trainer:
             peak_bytes=peak_bytes,
             predicted_peak_bytes=self.plan.predicted.peak_bytes if predicted is None else predicted,
             learning_rate=learning_rate,
+            skips=result.skips,
         )
 
     def _is_measured(self, number: int) -> bool:

@@ -1,0 +1,65 @@
+"""Which module was the first whose numbers were not finite?"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit.workload import tensors_of
+
+
+@dataclass
+class FirstNotFinite:
+    """The first places at which a step's numbers were not finite, in the order in which it runs.
+
+    Attributes:
+        forward: FQN of the module whose output was the first; None where the forward pass was finite.
+        backward: What the first gradient belongs to: the output of a module, or a parameter. None where none was.
+    """
+
+    forward: str | None = None
+    backward: str | None = None
+
+    def __str__(self) -> str:
+        forward = f"first the output of {self.forward!r}" if self.forward is not None else "all finite"
+        backward = f"first the gradient of {self.backward}" if self.backward is not None else "all finite"
+        return f"forward: {forward}; backward: {backward}"
+
+
+@contextlib.contextmanager
+def watching(model: nn.Module) -> Iterator[FirstNotFinite]:
+    """Look at every module's outputs and at the gradients that reach them, until the context is left."""
+    found = FirstNotFinite()
+    with contextlib.ExitStack() as stack:
+        for name, module in model.named_modules():
+            handle = module.register_forward_hook(functools.partial(_see_outputs, found, name))
+            stack.callback(handle.remove)
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                handle = parameter.register_hook(functools.partial(_see_gradient, found, f"the parameter {name!r}"))
+                stack.callback(handle.remove)
+        yield found
+
+
+def _see_outputs(found: FirstNotFinite, name: str, module: nn.Module, args: Any, out: Any) -> None:
+    if torch._C._current_graph_task_id() != -1:
+        return  # a region that runs again in the backward pass
+    for tensor in tensors_of(out):
+        if not tensor.is_floating_point():
+            continue
+        if found.forward is None and not torch.isfinite(tensor).all():
+            found.forward = name or "the model"
+        if tensor.requires_grad:
+            tensor.register_hook(functools.partial(_see_gradient, found, f"the output of {name or 'the model'!r}"))
+
+
+def _see_gradient(found: FirstNotFinite, what: str, gradient: torch.Tensor) -> None:
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    if found.backward is None and not torch.isfinite(values).all():
+        found.backward = what
