@@ -308,9 +308,7 @@ def test_an_overflow_skips_the_update_and_halves_the_scale(microbatch_size: int 
     assert step.workload.scheduler.last_epoch == 1
     assert step.steps == 1
     assert step.scaler.skips == result.skips == 1
-    step.scaler.load_state_dict(
-        {"scale": 65536.0, "steps_since_change": 1, "skips": 0, "skips_in_a_row": 0}
-    )
+    step.scaler.load_state_dict({"scale": 65536.0, "steps_since_change": 1, "skips": 0, "skips_in_a_row": 0})
     assert cases.training_state(step) == before
     assert not step(boosted(1.0)).skipped
     assert cases.training_state(step) != before

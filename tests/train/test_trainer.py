@@ -107,7 +107,7 @@ def test_a_run_is_recorded(run: Run) -> None:
     assert codec.read(run.out / "plan.json", Plan) == trainer.plan
     assert run.checkpoints == ["checkpoint-6", "checkpoint-7"]
     raw = [json.loads(line) for line in (run.out / "metrics.jsonl").read_text().splitlines()]
-    assert all(list(line) == [*KEYS.split(), "predicted_peak_bytes", "learning_rate"] for line in raw)
+    assert all(list(line) == [*KEYS.split(), "predicted_peak_bytes", "learning_rate", "skips"] for line in raw)
     assert [line["step"] for line in raw] == [1, 2, 3, 4, 5, 6, 7]
     assert [line["epoch"] for line in raw] == [0] * 6 + [1]
     assert [line["learning_rate"] for line in raw] == [0.05] * 3 + [0.025] * 3 + [0.0125]

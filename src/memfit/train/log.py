@@ -182,6 +182,7 @@ def _scalars(line: Mapping[str, Any]) -> dict[str, float]:
         "grad_norm",
         "learning_rate",
         "loss_scale",
+        "skips",
         "samples_per_second",
         "seconds",
         "data_seconds",

@@ -49,7 +49,7 @@ class Optimizers(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, while this is made; later add it to the optimizer that is to have it, before."""
         if hasattr(self, "optimizers"):
-            raise WorkloadError("Optimizers.add_param_group: add the group to one of the optimizers, and make this anew")
+            raise WorkloadError("Optimizers.add_param_group: add it to one of its optimizers, and make this anew")
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
