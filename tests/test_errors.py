@@ -10,8 +10,10 @@ from memfit.errors import (
     CaptureError,
     InfeasibleError,
     MemfitError,
+    MemoryLimitError,
     MissingExtraError,
     NonFiniteError,
+    OutOfMemoryError,
     SimulatedOutOfMemoryError,
     WorkloadError,
 )
@@ -22,6 +24,8 @@ ERRORS = [
     MissingExtraError("this", "brain", "monai"),
     InfeasibleError("no", budget_bytes=1, lowest_peak_bytes=2, where="here", proven=True),
     NonFiniteError("no", step=3, value=float("inf")),
+    OutOfMemoryError("no", step=3, is_torn=True),
+    MemoryLimitError("no", limit_bytes=3, held_bytes=2, requested_bytes=2, by_category={"buffers": 2}, where="here"),
     SimulatedOutOfMemoryError("no", requested_bytes=1, allocated_bytes=2, reserved_bytes=3, capacity_bytes=4),
 ]
 

@@ -16,6 +16,8 @@
     ├── CaptureError            the step can't be run under fake tensors     (exit status 2)
     ├── RecomputationError      a checkpointed region that runs differently again (exit status 4)
     ├── VerificationError       the planned step is not what its plan says   (exit status 4)
+    ├── OutOfMemoryError        a step ran out of memory, and no lower plan ran  (exit status 6)
+    │   └── MemoryLimitError    a step would hold more than memfit.limit allows
     └── NonFiniteError          a loss or gradient that is not finite        (exit status 5)
 
 Every message says what failed with its numbers, where, and what to do by exact argument name. The
@@ -169,6 +171,54 @@ class VerificationError(MemfitError):
     """The planned step does not do what its plan says."""
 
     exit_status = 4
+
+
+class OutOfMemoryError(MemfitError):
+    """A step ran out of memory, and no lower plan of the frontier ran it.
+
+    Args:
+        message: What failed and what to do.
+        step: The step at which it happened.
+        is_torn: Whether the optimizer had begun to change weights that nothing can bring back: go on from a
+            checkpoint. Otherwise weights, optimizer state, buffers and random states are those before the step.
+    """
+
+    exit_status = 6
+
+    def __init__(self, message: str, *, step: int = 0, is_torn: bool = False) -> None:
+        self.step = step
+        self.is_torn = is_torn
+        super().__init__(message)
+
+
+class MemoryLimitError(OutOfMemoryError):
+    """A step would hold more bytes than its limit allows; what would have exceeded it was not run.
+
+    Args:
+        message: What failed and what to do, with the bytes by category.
+        limit_bytes: The limit.
+        held_bytes: What was held then.
+        requested_bytes: What was asked for beyond that.
+        by_category: What was held, by category.
+        where: What asked for it.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        limit_bytes: int,
+        held_bytes: int,
+        requested_bytes: int,
+        by_category: dict[str, int],
+        where: str,
+    ) -> None:
+        self.limit_bytes = limit_bytes
+        self.held_bytes = held_bytes
+        self.requested_bytes = requested_bytes
+        self.by_category = by_category
+        self.where = where
+        super().__init__(message)
 
 
 class NonFiniteError(MemfitError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -56,14 +56,30 @@ def set_rng_state(state: RngState) -> None:
         torch.cuda.set_rng_state(bytes_tensor(text), index)
 
 
+def rng_snapshot() -> Callable[[], None]:
+    """Return what sets the global generators back to their state of now; much cheaper than `rng_state`."""
+    is_gpu_used = torch.cuda.is_initialized()
+    gpus = [torch.cuda.get_rng_state(i) for i in range(torch.cuda.device_count() if is_gpu_used else 0)]
+    of_torch, of_python, of_numpy = torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)
+
+    def set_back() -> None:
+        torch.set_rng_state(of_torch)
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+        for index, state in enumerate(gpus):
+            torch.cuda.set_rng_state(state, index)
+
+    return set_back
+
+
 @contextlib.contextmanager
 def rng_preserved() -> Iterator[None]:
     """Set the global generators back on leaving."""
-    before = rng_state()
+    set_back = rng_snapshot()
     try:
         yield
     finally:
-        set_rng_state(before)
+        set_back()
 
 
 def generator_state(generator: torch.Generator) -> str:

@@ -28,7 +28,8 @@ app = typer.Typer(
         "A WORKLOAD is file.py:function or package.module:function, where the function takes nothing and returns"
         " a memfit.Workload.\n\n"
         "Exit status: 0 done, 2 wrong use or a step that can't be captured, 3 no plan fits the budget,"
-        " 4 a plan is not what it says, 5 the loss is not finite, 75 stopped by SIGTERM with a checkpoint."
+        " 4 a plan is not what it says, 5 the loss is not finite, 6 out of memory with no lower plan left,"
+        " 75 stopped by SIGTERM with a checkpoint."
     ),
 )
 

@@ -137,6 +137,11 @@ def cgroup_limit_bytes() -> int | None:
     return None
 
 
+def cgroup_oom_kills(root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return how many processes of the control group were killed for memory so far; 0 where that can't be read."""
+    return _statistic(root / "memory.events", "oom_kill") or _statistic(root / "memory/memory.oom_control", "oom_kill")
+
+
 def _statistic(path: Path, name: str) -> int:
     """Return a line of a control group's statistics, 0 where there is none."""
     try:

@@ -6,18 +6,22 @@ import contextlib
 import functools
 from collections.abc import Iterator
 
+from msgspec.structs import replace
+
 from memfit.apply.checkpoint import checkpointed, is_checkpointed
 from memfit.apply.precision import autocast
 from memfit.devices.host import find_device
 from memfit.errors import PlanError, PlanMismatchError, WorkloadError
 from memfit.ir.device import Device
 from memfit.ir.plan import Levers, Plan
+from memfit.pipeline.switching import Switch
+from memfit.train.recovery import Recovery
 from memfit.train.scaling import LossScaler
 from memfit.train.step import Step
 from memfit.workload import Workload, batch_size_of, fingerprint
 
 
-def apply(plan: Plan, workload: Workload) -> Step:
+def apply(plan: Plan, workload: Workload, *, recover: bool = False) -> Step:
     """Return the training step that runs a plan on a workload.
 
     The workload's modules are checkpointed in place, through PyTorch's public mechanisms; `step.close()`
@@ -26,15 +30,21 @@ def apply(plan: Plan, workload: Workload) -> Step:
     Args:
         plan: A plan for this workload.
         workload: The user's workload.
+        recover: Whether a step that runs out of memory is undone, and run again on the same batch under the next
+            lower plan of the frontier, which then stays.
 
     Raises:
         PlanMismatchError: The plan was made for another workload.
         PlanError: A plan is applied to the workload already, or its levers are not legal.
     """
     check_plan(plan, workload)
-    stack = contextlib.ExitStack()
-    step = stack.enter_context(applied(plan.levers, workload, predicted_peak_bytes=plan.predicted.peak_bytes))
-    step.on_close = stack.close
+    bare, peak_bytes = replace(plan.levers, regions=()), plan.predicted.peak_bytes
+    with contextlib.ExitStack() as stack:
+        step = stack.enter_context(applied(bare, workload, predicted_peak_bytes=peak_bytes))
+        switch = stack.enter_context(contextlib.closing(Switch(step, plan.levers)))
+        if recover:
+            step.recovery = stack.enter_context(contextlib.closing(Recovery(step, plan, switch.lower)))
+        step.on_close = stack.pop_all().close
     return step
 
 

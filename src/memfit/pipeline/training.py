@@ -141,6 +141,7 @@ def train(
     tensorboard: bool = False,
     resume: bool = False,
     overwrite: bool = False,
+    recover: bool = True,
     progress: Callable[[int, int], None] | None = None,
     on_step: Callable[[Progress], None] | None = None,
 ) -> RunRecord:
@@ -154,11 +155,14 @@ def train(
         workload: The workload it was made for.
         out: Folder of the run.
         compare_steps: Before training, steps to run side by side with the plain step, on copies (0 for none).
+        recover: Whether a step that runs out of memory is undone, and run again on the same batch under the next
+            lower plan of the frontier.
         progress: Called with how many of those are done, of how many.
 
     Raises:
         UsageError: An argument is out of its range, or the plan does not fit the workload.
         OutputError: `out` can't be written, or must not be overwritten.
+        OutOfMemoryError: A step ran out of memory, and so it did under every lower plan.
         NonFiniteError: The loss or a gradient is not finite.
     """
     folder = Path(out)
@@ -167,7 +171,7 @@ def train(
     comparison = compare(plan, workload, steps=compare_steps, progress=progress) if compare_steps else None
     drawn = codec.encode(views(plan, workload, comparison))
     is_drawn = resume and (folder / VIEWS).exists() and _plan_in(folder) == plan
-    with apply(plan, workload) as step:
+    with apply(plan, workload, recover=recover) as step:
         trainer = Trainer(
             step,
             plan,

@@ -49,7 +49,9 @@ class BatchStream:
         self._ahead: Prefetcher[tuple[Any, Any]] | None = None
         self._iterator: Iterator[Any] | None = None
         self._made = 0
+        self._own_before: Any = None
         self._own_after: tuple[Any] | None = None
+        self._random_before: dict[str, Any] | None = None
         self._epoch_start: dict[str, Any] | None = None
         self._may_be_empty = False
         self.epoch = 0
@@ -62,6 +64,8 @@ class BatchStream:
             WorkloadError: An epoch has no batches, or those made ahead draw from the global generators.
         """
         while epochs is None or self.epoch < epochs:
+            self._own_before = self._own_state() if self._own_after is None else self._own_after[0]
+            self._random_before = None
             try:
                 batch, own = self._make_here() if self._ahead is None else self._ahead.take()
             except StopIteration:
@@ -83,6 +87,20 @@ class BatchStream:
             "used": self.used if inside else 0,
             "own": own,
             "epoch_start": self._epoch_start if inside else self._random_state(),
+        }
+
+    def take_back(self) -> dict[str, Any]:
+        """Return the position before the last batch that was given, and set the random states to those of then.
+
+        The stream itself goes on after that batch.
+        """
+        if self._random_before is not None:  # else it was made ahead, and drew nothing
+            self._set_random_state(self._random_before)
+        return {
+            "epoch": self.epoch,
+            "used": self.used - 1,
+            "own": self._own_before,
+            "epoch_start": self._epoch_start,
         }
 
     def seek(self, position: dict[str, Any]) -> None:
@@ -118,7 +136,7 @@ class BatchStream:
 
     def _make_here(self) -> tuple[Any, Any]:
         """Make a batch now, and let a thread make those after it where that is wanted."""
-        before = self._random_state()
+        before = self._random_before = self._random_state()
         try:
             if self._iterator is None:
                 self._epoch_start = before

@@ -67,6 +67,7 @@ class Step:
     Attributes:
         steps: Optimizer updates done.
         last: The result of the last call.
+        recovery: Runs each step, and runs it again where memory runs out (`memfit.train.recovery`); None for nothing.
 
     Raises:
         UsageError: `microbatch_size` is not positive.
@@ -93,11 +94,12 @@ class Step:
         self.last: StepResult | None = None
         self.on_phase: Callable[[Phase, int], None] | None = None
         self.on_close: Callable[[], None] | None = None
+        self.recovery: Callable[[Callable[[Any], StepResult], Any], StepResult] | None = None
         self._autocast = autocast
         self._around = around
         self._optimize = update
         self._masters = masters or {}
-        self._predicted_peak_bytes = predicted_peak_bytes
+        self.predicted_peak_bytes = predicted_peak_bytes
 
     def close(self) -> None:
         """Undo what a plan did to the model; the step is of no use afterwards."""
@@ -135,7 +137,11 @@ class Step:
                 scaling skipped too many updates in a row. Nothing was updated.
             WorkloadError: The loss function returned something else than a loss, or one that no parameter
                 of the optimizer leads to.
+            OutOfMemoryError: Memory ran out under every plan that `recovery` has.
         """
+        return self._once(batch) if self.recovery is None else self.recovery(self._once, batch)
+
+    def _once(self, batch: Any) -> StepResult:
         started = time.perf_counter()
         with nullcontext() if self._around is None else self._around():
             loss, grad_norm, scale = self._run(batch)
@@ -145,7 +151,7 @@ class Step:
             self.steps += 1
         seconds = time.perf_counter() - started
         self.last = StepResult(
-            loss, math.nan if skipped else grad_norm, skipped, scale, seconds, self._predicted_peak_bytes, skips
+            loss, math.nan if skipped else grad_norm, skipped, scale, seconds, self.predicted_peak_bytes, skips
         )
         return self.last
 

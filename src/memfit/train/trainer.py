@@ -16,6 +16,7 @@ from memfit.errors import (
     CheckpointError,
     DamagedCheckpointError,
     MemfitError,
+    OutOfMemoryError,
     PlanMismatchError,
     UsageError,
     WorkloadError,
@@ -30,6 +31,7 @@ from memfit.train.folder import METRICS, PLAN, RUN, TENSORBOARD, check_folder, c
 from memfit.train.history import History, resumed_history
 from memfit.train.interrupt import Interrupt, deferred_interrupts
 from memfit.train.log import Log, Progress, evaluation_line, event_line, require_tensorboard, step_line
+from memfit.train.recovery import Recovery
 from memfit.train.step import Step, StepResult
 from memfit.workload import batch_size_of, fingerprint
 
@@ -104,6 +106,7 @@ class Trainer:
         self._tensorboard, self._overwrite, self._resume = tensorboard, overwrite, resume
         self._on_step = on_step
         self._stream = BatchStream(step.workload, prefetch_batches)
+        self._events_noted = 0
         self._saved_step: int | None = None
         self._is_between_steps = True
         self._is_reading = False
@@ -117,6 +120,8 @@ class Trainer:
         Raises:
             CheckpointError: The checkpoint can't be resumed from; nothing was changed.
             NonFiniteError: The loss or a gradient is not finite. Checkpoints are as they were.
+            OutOfMemoryError: A step ran out of memory under every plan. A checkpoint from before it was written,
+                unless the optimizer had begun to change the weights.
             OutputError: Something can't be written.
             WorkloadError: The workload's batches or its `evaluate` do not do what they should.
         """
@@ -190,6 +195,7 @@ class Trainer:
                 break
             self._is_between_steps = False
             progress = self._run(batch[0], time.perf_counter() - started)
+            self._note_recovery()
             self._is_between_steps = True
             self._after(progress)
         if not self._is_evaluated():
@@ -244,6 +250,18 @@ class Trainer:
         if self._is_due(self._checkpoint_every):
             self._save()
 
+    def _note_recovery(self) -> None:
+        """Log what ran out of memory since the last time; the plan that was taken then is the run's plan."""
+        recovery = self.step.recovery
+        if not isinstance(recovery, Recovery):
+            return
+        for event in recovery.events[self._events_noted :]:
+            self.note("out of memory", str(event))
+        self._events_noted = len(recovery.events)
+        if recovery.plan is not self.plan:
+            self.plan = recovery.plan
+            codec.write_atomic(self.out / PLAN, codec.encode(self.plan))
+
     def _is_due(self, every: int | None) -> bool:
         return every is not None and self.step.steps > 0 and self.step.steps % every == 0
 
@@ -259,9 +277,9 @@ class Trainer:
             values = workload.evaluate(workload.model)
         self._write_line(evaluation_line(self.step.steps, self._stream.epoch, _figures(values)))
 
-    def _save(self) -> None:
+    def _save(self, position: dict[str, Any] | None = None) -> None:
         self._log.sync()
-        position = self._stream.position()
+        position = position or self._stream.position()
         checkpoint.save(self.out, self.step, self.plan, position, keep_checkpoints=self._keep_checkpoints)
         self._saved_step = self.step.steps
         self._write_record(self._history.record("running", self.step.steps))
@@ -277,12 +295,15 @@ class Trainer:
 
     def _fail(self, error: BaseException) -> None:
         """Write what can be written when the run ends in an exception, which goes on afterwards."""
+        with contextlib.suppress(MemfitError):
+            self._note_recovery()
         is_interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
         is_resumable = self._is_between_steps and (is_interrupted or self._is_reading)
         text = f"interrupted after step {self.step.steps}" if is_interrupted else f"{type(error).__name__}: {error}"
-        if is_resumable and self._saved_step != self.step.steps:
+        is_undone = isinstance(error, OutOfMemoryError) and not error.is_torn and self.step.recovery is not None
+        if (is_resumable or is_undone) and self._saved_step != self.step.steps:
             with contextlib.suppress(MemfitError):
-                self._save()
+                self._save(self._stream.take_back() if is_undone else None)
         newest = checkpoint.latest(self.out)
         advice = "no checkpoint was written" if newest is None else f"resume=True goes on from {newest}"
         error.add_note(f"memfit: {advice}")

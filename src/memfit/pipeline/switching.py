@@ -1,0 +1,96 @@
+"""From one plan to a lower one, while a step stays the same object."""
+
+from __future__ import annotations
+
+import contextlib
+
+from msgspec.structs import replace
+
+from memfit.apply.checkpoint import checkpointed
+from memfit.ir.plan import NUMERICS, Candidate, Levers, Plan
+from memfit.train.step import Step
+from memfit.units import format_bytes
+
+
+class Switch:
+    """Checkpoints a step's regions and cuts its batches, and can do so otherwise between two steps.
+
+    Args:
+        step: The step, to whose model no region is applied.
+        levers: What it begins with. The precision is not switched.
+
+    Raises:
+        PlanError: The regions are not legal.
+    """
+
+    def __init__(self, step: Step, levers: Levers) -> None:
+        self.step = step
+        self._stack = contextlib.ExitStack()
+        self.levers = replace(levers, regions=())
+        self.to(levers)
+
+    def to(self, levers: Levers) -> None:
+        """Put the step under other levers."""
+        if levers.regions != self.levers.regions:
+            self._stack.close()
+            self._stack.enter_context(checkpointed(self.step.workload.model, levers.regions))
+        self.step.microbatch_size = levers.microbatch_size
+        self.levers = levers
+
+    def lower(self, plan: Plan) -> Plan | None:
+        """Put the step under the plan after one on its frontier, and return that; None where there is none."""
+        candidates = lower_candidates(plan)
+        if not candidates:
+            return None
+        found = lowered(plan, candidates[0])
+        self.to(found.levers)
+        self.step.predicted_peak_bytes = found.predicted.peak_bytes
+        return found
+
+    def close(self) -> None:
+        """Undo what was done to the model."""
+        self._stack.close()
+
+
+def lower_candidates(plan: Plan) -> list[Candidate]:
+    """Return the points of a plan's frontier that take less memory than it, the one next to it first.
+
+    Only those of its precision, which a training keeps, and of a numerics class that the user allowed.
+    """
+    own = next((c.peak_bytes for c in plan.frontier if c.levers == plan.levers), plan.predicted.peak_bytes)
+    allowed = NUMERICS[: NUMERICS.index(plan.allowed) + 1]
+    found = [
+        c
+        for c in plan.frontier
+        if c.peak_bytes < own and c.numerics in allowed and c.levers.precision == plan.levers.precision
+    ]
+    return sorted(found, key=lambda c: -c.peak_bytes)
+
+
+def lowered(plan: Plan, candidate: Candidate) -> Plan:
+    """Return the plan that runs a point of a plan's frontier. What it predicts is the solver's prediction."""
+    from memfit.pipeline.planning import lever_classes  # which itself applies plans
+
+    upper = plan.predicted.peak_upper_bytes / plan.predicted.peak_bytes
+    predicted = replace(
+        plan.predicted,
+        peak_bytes=candidate.peak_bytes,
+        peak_upper_bytes=int(candidate.peak_bytes * upper),
+        peak_reserved_bytes=None,
+        step_seconds=candidate.step_seconds,
+        by_category={},
+        where="",
+        throughput=None,
+    )
+    gap = 1 - candidate.bound_seconds / candidate.step_seconds
+    solution = replace(plan.solution, status=candidate.status, bound_seconds=candidate.bound_seconds, gap=gap)
+    note = f"taken from the frontier of the plan for {format_bytes(plan.predicted.peak_bytes)}, which ran out of memory"
+    return replace(
+        plan,
+        levers=candidate.levers,
+        numerics=candidate.numerics,
+        classes=lever_classes(candidate.levers, plan.batch_size, candidate.numerics == "changed"),
+        predicted=predicted,
+        solution=solution,
+        notes=[*plan.notes, note],
+    )

@@ -1,0 +1,152 @@
+"""Steps that run out of memory go on under a lower plan, on the same batch."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from memfit.devices.out_of_memory import OutOfMemory, out_of_memory
+from memfit.errors import OutOfMemoryError
+from memfit.ir.plan import Plan
+from memfit.train.rollback import Rollback
+from memfit.train.step import Step, StepResult
+from memfit.units import format_bytes
+
+RETRIES = 8
+"""Lower plans that are tried for one batch."""
+
+
+@dataclass(frozen=True)
+class OutOfMemoryEvent:
+    """A step that ran out of memory and was undone.
+
+    Attributes:
+        step: The update that it was for.
+        error: What ran out.
+        held_bytes: What tensors on GPUs still held afterwards, beyond what they held before the step.
+        plan: The plan that ran out.
+        lower: The plan that the batch was run under next; None where there was no other.
+    """
+
+    step: int
+    error: OutOfMemory
+    held_bytes: int
+    plan: Plan
+    lower: Plan | None
+
+    def __str__(self) -> str:
+        said = f"step {self.step} under the plan of {format_bytes(self.plan.predicted.peak_bytes)}: {self.error.text}"
+        held = f"; {format_bytes(self.held_bytes)} stayed allocated" if self.held_bytes else ""
+        if self.lower is None:
+            return f"{said}{held}; no lower plan was left"
+        levers = self.lower.levers
+        return (
+            f"{said}{held}; the step was undone, and its batch run under the plan of"
+            f" {format_bytes(self.lower.predicted.peak_bytes)}: microbatches of {levers.microbatch_size},"
+            f" {len(levers.regions)} regions recomputed"
+        )
+
+
+class Recovery:
+    """Runs steps. Out of memory, one is undone, and run again on the same batch under the next lower plan.
+
+    Weights, optimizer state, buffers, random states and the loss scaler are then those before the step
+    (`Rollback`), so that no update is lost and none is done twice. The lower plan stays for the steps after it.
+
+    Args:
+        step: The step to run; use as `step.recovery = Recovery(step, plan, lower)`.
+        plan: The plan that it runs.
+        lower: Puts the step under the plan after the one given, and returns it; None where there is none.
+        retries: Lower plans to try for one batch (≥ 0).
+
+    Attributes:
+        plan: The plan in force.
+        events: What happened so far.
+    """
+
+    def __init__(self, step: Step, plan: Plan, lower: Callable[[Plan], Plan | None], *, retries: int = RETRIES) -> None:
+        self.step, self.plan = step, plan
+        self.events: list[OutOfMemoryEvent] = []
+        self._lower, self._retries = lower, retries
+        self._rollback = Rollback(step)
+
+    def close(self) -> None:
+        """Watch the step no more."""
+        self._rollback.close()
+
+    def __call__(self, run: Callable[[Any], StepResult], batch: Any) -> StepResult:
+        """Run a step on a batch, under lower plans where memory runs out.
+
+        Args:
+            run: Runs it once.
+            batch: The batch.
+
+        Raises:
+            OutOfMemoryError: No lower plan is left, or the optimizer had begun to change the weights.
+        """
+        before_bytes = _held_bytes()
+        for attempt in range(self._retries + 1):
+            found = _attempt(self._rollback, run, batch)
+            if isinstance(found, StepResult):
+                self._rollback.settle()
+                return found
+            _release()
+            is_restored = self._rollback.restore()
+            lowered = self._lower(self.plan) if is_restored and attempt < self._retries else None
+            self._note(found, max(0, _held_bytes() - before_bytes), lowered)
+            if lowered is None:
+                raise self._error(found, attempt, is_torn=not is_restored)
+            self.plan = lowered
+        raise AssertionError("unreachable")
+
+    def _note(self, found: OutOfMemory, held_bytes: int, lowered: Plan | None) -> None:
+        self.events.append(OutOfMemoryEvent(self.step.steps + 1, found, held_bytes, self.plan, lowered))
+
+    def _error(self, found: OutOfMemory, retries: int, *, is_torn: bool) -> OutOfMemoryError:
+        number = self.step.steps + 1
+        if is_torn:
+            text = (
+                f"step {number} ran out of memory while the optimizer changed the weights ({found.text}), and there"
+                " was no room for a copy of them: go on from a checkpoint (resume=True)"
+            )
+        else:
+            tried = f" and {retries} below it" if retries else ""
+            text = (
+                f"step {number} ran out of memory under its plan{tried}, the last predicted to take"
+                f" {format_bytes(self.plan.predicted.peak_bytes)} ({found.text}). Nothing was updated. Make a plan with"
+                " a lower budget=, allow a freer numerics=, or give the step more memory"
+            )
+        return OutOfMemoryError(text, step=number, is_torn=is_torn)
+
+
+def _attempt(rollback: Rollback, run: Callable[[Any], StepResult], batch: Any) -> StepResult | OutOfMemory:
+    """Run a step, and return what ran out of memory as a record of it.
+
+    The exception, and with it every frame and the tensors that they hold, is gone when this returns.
+    """
+    try:
+        rollback.mark()
+        return run(batch)
+    except Exception as e:
+        found = out_of_memory(e)
+        if found is None:
+            raise
+        return found
+
+
+def _release() -> None:
+    """Let go of what only cycles hold, and give the device what the allocator keeps of it."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def _held_bytes() -> int:
+    """Return what tensors hold of the GPUs now."""
+    if not torch.cuda.is_initialized():
+        return 0
+    return sum(torch.cuda.memory_allocated(i) for i in range(torch.cuda.device_count()))
