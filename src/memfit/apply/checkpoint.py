@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 
+from memfit.apply.containers import tensors_in
 from memfit.apply.frame import Frame
 from memfit.apply.keep import Kept, Wanted
 from memfit.errors import PlanError, PlanMismatchError
@@ -46,14 +47,19 @@ def checkpointed(model: nn.Module, regions: Sequence[Region]) -> Iterator[None]:
     _check(modules, regions)
     places = {fqn: _place(modules[fqn]) for region in regions for fqn in region.modules}
     before = {fqn: modules[fqn].__dict__.get(place) for fqn, place in places.items()}
+    hooks: list[Any] = []
     try:
         for region in sorted(regions, key=lambda one: len(one.modules)):  # a run is around its modules' own regions
             passes = _Passes(region, [modules[fqn] for fqn in region.modules])
             for position, fqn in enumerate(region.modules):
                 inner = modules[fqn].__dict__.get(places[fqn])
                 setattr(modules[fqn], places[fqn], _Recomputed(modules[fqn], inner, passes, position))
+            if region.offload and region.prefetch:
+                hooks.append(modules[region.prefetch].register_forward_hook(_Prefetch(passes)))
         yield
     finally:
+        for hook in hooks:
+            hook.remove()
         for fqn, forward in before.items():
             modules[fqn].__dict__.pop(places[fqn], None)
             if forward is not None:
@@ -89,12 +95,29 @@ def _check(modules: Mapping[str, nn.Module], regions: Sequence[Region]) -> None:
         earlier = next((other for other in active if _within(fqn, other) or _within(other, fqn)), None)
         if earlier is not None:
             raise PlanError(f"{earlier!r} is checkpointed by a plan already: call close() on the earlier step first")
+    for region in regions:
+        _check_offload(modules, region)
     for (inner, region), (outer, around) in itertools.permutations(named, 2):
         if _within(inner, outer):
             _check_nested(inner, region, outer, around)
 
 
+def _check_offload(modules: Mapping[str, nn.Module], region: Region) -> None:
+    if region.prefetch and region.prefetch not in modules:
+        raise PlanMismatchError(
+            f"the plan copies {region.modules} back as {region.prefetch!r} is reached (prefetch), which the model does"
+            " not have: the plan is for another model"
+        )
+    if region.prefetch and not region.offload:
+        raise PlanError(f"the region {region.modules} names prefetch={region.prefetch!r} with offload=False: set both")
+
+
 def _check_nested(inner: str, region: Region, outer: str, around: Region) -> None:
+    if region is not around and (region.offload or around.offload):
+        raise PlanError(
+            f"the plan checkpoints {inner!r} within {outer!r}, and offloads one of them: a region that is offloaded"
+            " holds no other and lies in none; set its offload to False, or remove one of the two from levers.regions"
+        )
     if inner == outer and len(region.modules) == len(around.modules):
         raise PlanError(f"the plan checkpoints {inner!r} twice: remove it from one of its levers.regions")
     if region is around:
@@ -117,22 +140,47 @@ class _Passes:
         self.wanted = Wanted(region.keep) if region.keep else None
         inside = {id(m): m for module in modules for m in module.modules()}
         self.normalisations = [m for m in inside.values() if isinstance(m, nn.modules.batchnorm._NormBase)]
+        self.offload = region.offload
+        self.latest: Callable[[], Frame | None] = _nothing
         self._open: Callable[[], Frame | None] = _nothing
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_open": _nothing}
+        return self.__dict__ | {"_open": _nothing, "latest": _nothing}
 
     def call(self, position: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a module's forward pass, as part of the pass that is open where it follows on."""
         frame = self._open()
         if frame is None or not frame.takes(position):
-            frame = Frame(self.modules, self.normalisations, Kept(self.wanted) if self.wanted else None)
+            kept = Kept(self.wanted, self.offload) if self.wanted else None
+            frame = Frame(self.modules, self.normalisations, kept, self.offload)
         self._open = _nothing
         out = frame.call(position, forward, args, kwargs)
+        self.latest = weakref.ref(frame)
         if not frame.closed:
             # Autograd's hooks hold the frame; where nothing was saved yet, there are none.
             self._open = weakref.ref(frame) if frame.holders else functools.partial(_itself, frame)
         return out
+
+
+class _Prefetch:
+    """A hook of a module's forward pass: when the backward pass reaches it, a region before it is copied back."""
+
+    def __init__(self, passes: _Passes) -> None:
+        self.passes = passes
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        frame, self.passes.latest = self.passes.latest, _nothing
+        if frame() is None or not torch.is_grad_enabled():
+            return
+        tensor = next((t for t in tensors_in(output) if t.grad_fn is not None), None)
+        if tensor is not None:
+            tensor.register_hook(functools.partial(_prefetch, frame))
+
+
+def _prefetch(frame: Callable[[], Frame | None], gradient: torch.Tensor) -> None:
+    found = frame()
+    if found is not None:
+        found.prefetch()
 
 
 def _nothing() -> None:

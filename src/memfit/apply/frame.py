@@ -37,6 +37,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from memfit.apply import probe
 from memfit.apply.containers import Value, mapped, tensors_in
 from memfit.apply.keep import Dropping, Keeping, Kept, Reusing, hooks_around
+from memfit.apply.offload import Away, ChangedError, is_worth_moving
 from memfit.errors import MemfitError, RecomputationError
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
@@ -127,6 +128,7 @@ class Frame(Dropping):
         modules: The FQNs of the region.
         normalisations: Modules within that track statistics.
         kept: The outputs of operators that are kept all the same.
+        offload: Whether arguments that have a gradient wait in host memory.
 
     Attributes:
         last: The position in the region of the module called last.
@@ -138,10 +140,12 @@ class Frame(Dropping):
         modules: tuple[str, ...],
         normalisations: Sequence[nn.Module],
         kept: Kept | None,
+        offload: bool = False,
     ) -> None:
         _hide_from_the_compiler()
         self.modules, self.normalisations = modules, normalisations
-        self._kept = kept
+        self._kept, self._offload = kept, offload
+        self._away: dict[int, Away] = {}
         self.last = -1
         self.closed = False
         self.holders: list[weakref.ref[Holder]] = []
@@ -176,9 +180,20 @@ class Frame(Dropping):
         keeping = Keeping(self._kept) if self._kept is not None else contextlib.nullcontext()
         with saved_tensors_hooks(self._pack, self._unpack), keeping:
             out = forward(*args, **kwargs)
+        for one in self._sent():
+            one.land()
         if not self.closed:
             self._calls[-1].outputs = [self._know(t) for t in tensors_in(out)]
         return out
+
+    def prefetch(self) -> None:
+        """Begin to copy back what waits in host memory."""
+        for one in self._sent():
+            one.prefetch()
+
+    def _sent(self) -> list[Away]:
+        kept = self._kept.sent if self._kept is not None else None
+        return [*self._away.values(), *(kept or ())]
 
     def _noted(self, position: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> _Call:
         """Return a call to be run again; save the tensors that it takes from outside."""
@@ -197,6 +212,9 @@ class Frame(Dropping):
             return Value(found)
 
         given = mapped((args, kwargs), torch.Tensor, number)
+        if self._offload:
+            movable = [n for n, t in fresh.items() if t.grad_fn is not None and is_worth_moving(t)]
+            self._away |= {n: Away(fresh.pop(n).detach()) for n in movable}
         if fresh:
             # Detached: with their history they would hold the graph that holds this frame.
             held = [t if t.is_leaf else t.detach() for t in fresh.values()]
@@ -265,6 +283,8 @@ class Frame(Dropping):
                 raise
         except (MemfitError, torch.OutOfMemoryError):
             raise
+        except ChangedError as e:
+            raise self._differs("an argument was changed in place on its way to host memory") from e
         except Exception as e:
             raise self._differs(f"{type(e).__name__}: {e}") from e
 
@@ -283,11 +303,14 @@ class Frame(Dropping):
             del out, made
 
     def _inputs(self) -> dict[int, torch.Tensor]:
+        self.prefetch()
         values: dict[int, torch.Tensor] = {}
         for saved, history in self._saved:
             node: Any = saved.grad_fn
             for (number, requires_grad), tensor in zip(history, node.saved_tensors, strict=True):
                 values[number] = tensor.detach().requires_grad_() if requires_grad else tensor
+        for number, away in self._away.items():
+            values[number] = away.take().requires_grad_()
         return values
 
     @contextlib.contextmanager

@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from memfit.apply.offload import Away, ChangedError, is_worth_moving
 from memfit.ir.remat import Keep
 
 _NEVER = {"aten.detach.default", "prim.device.default"}  # of which a recomputation runs other numbers
@@ -58,14 +59,17 @@ class Kept:
 
     Args:
         wanted: Of which operators.
+        offload: Whether they wait in host memory.
 
     Attributes:
         outputs: By operator and occurrence, with the shapes of its arguments.
         counts: How often each operator that matters ran.
+        sent: Those outputs that wait in host memory; None where they stay on the device.
     """
 
-    def __init__(self, wanted: Wanted) -> None:
+    def __init__(self, wanted: Wanted, offload: bool = False) -> None:
         self.wanted = wanted
+        self.sent: list[Away] | None = [] if offload else None
         self.outputs: dict[tuple[Any, int], tuple[list[torch.Size], Any]] = {}
         self.counts = Counter[Any]()
 
@@ -73,27 +77,36 @@ class Kept:
 class _Item:
     """A tensor that is kept, and how it was then."""
 
-    def __init__(self, tensor: torch.Tensor, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], Any]) -> None:
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        pack: Callable[[torch.Tensor], Any],
+        unpack: Callable[[Any], Any],
+        sent: list[Away] | None,
+    ) -> None:
         # An alias, since the tensor itself gets the graph's history; under the guard it shares its version.
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
             alias = tensor.detach()
         self.version = alias._version
-        self.held, self.unpack = pack(alias), unpack
+        self.held: Any
+        if sent is not None and is_worth_moving(tensor):
+            self.held = Away(alias)
+            sent.append(self.held)
+        else:
+            self.held, self.unpack = pack(alias), unpack
 
     def tensor(self) -> torch.Tensor:
         """Return the tensor.
 
         Raises:
-            _Changed: It was changed in place.
+            ChangedError: It was changed in place.
         """
+        if isinstance(self.held, Away):
+            return self.held.take()
         found: torch.Tensor = self.unpack(self.held)
         if found._version != self.version:
-            raise _Changed
+            raise ChangedError
         return found
-
-
-class _Changed(Exception):
-    pass
 
 
 def _shapes(args: Any) -> list[torch.Size]:
@@ -125,7 +138,7 @@ class Keeping(TorchDispatchMode):
             occurrence = self.kept.counts[func]
             self.kept.counts[func] += 1
             if occurrence in wanted:
-                items = tree_map_only(torch.Tensor, lambda t: _Item(t, *self.hooks), out)
+                items = tree_map_only(torch.Tensor, lambda t: _Item(t, *self.hooks, self.kept.sent), out)
                 self.kept.outputs[func, occurrence] = (_shapes(args), items)
         return out
 
@@ -150,6 +163,6 @@ class Reusing(TorchDispatchMode):
                 shapes, items = self.kept.outputs.pop((func, occurrence))
                 if shapes != _shapes(args):
                     raise RuntimeError(f"{func}, whose output is kept, is given tensors of other shapes")
-                with contextlib.suppress(_Changed):
+                with contextlib.suppress(ChangedError):
                     return tree_map_only(_Item, _Item.tensor, items)
         return func(*args, **(kwargs or {}))

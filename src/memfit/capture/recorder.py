@@ -23,6 +23,7 @@ from memfit.capture.recurrent import with_reserve
 from memfit.capture.values import device_of, tensors_in
 from memfit.ir.trace import Call, Module, Op, Phase, Save, Work
 from memfit.signature import rebuild, signature
+from memfit.transfers import covers_storage
 
 _aten = torch.ops.aten
 _INCIDENTAL = ("profiler", "prim")  # marks, and questions that only fake tensors ask (`tensor.device`)
@@ -262,11 +263,13 @@ class Recorder(TorchDispatchMode):
             return
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         inputs = tuple(dict.fromkeys(i for t in tensors if (i := self.observe(t, -1)) is not None))
+        movable = [self.observe(t, -1) for t in tensors if t.grad_fn is not None and covers_storage(t)]
+        activations = tuple(dict.fromkeys(i for i in movable if i is not None))
         parent = self._stack[-1] if self._stack else -1
         index = len(self.now.calls)
         here = len(self.now.ops)
         self.now.calls.append(
-            Call(self._module_index[id(module)], parent, self.microbatch, here, here, inputs, self._phase())
+            Call(self._module_index[id(module)], parent, self.microbatch, here, here, inputs, self._phase(), activations)
         )
         self._stack.append(index)
 

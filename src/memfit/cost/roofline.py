@@ -28,6 +28,7 @@ from memfit.ir.arguments import ITEM_BYTES, Tensor, arguments
 from memfit.ir.cost import CostTable, OpCost
 from memfit.ir.device import Device
 from memfit.ir.flops import Matmul, base_name, call_flops, peak_flops
+from memfit.ir.offload import COPY_IN, COPY_OUT
 from memfit.ir.operators import ATTENTION, CONVOLUTIONS, COPIES, MATRIX, RECURRENT, VIEWS, operator_class
 from memfit.ir.trace import Trace, Work
 
@@ -98,6 +99,7 @@ def roofline(traces: Iterable[Trace], device: Device, *, matmul: Matmul = "highe
         peak_error=PEAK_ERROR_CONVOLUTIONS if convolves else PEAK_ERROR,
         step_error=STEP_ERROR,
         resident_workspace_bytes=max((resident_bytes(trace, device) for trace in traces), default=0),
+        link_bytes_per_second=device.link_bytes_per_second,
     )
 
 
@@ -121,8 +123,16 @@ def check_figures(device: Device) -> None:
 
 
 def _op_cost(name: str, signature: str, work: Work, device: Device, matmul: Matmul) -> OpCost:
+    if name in (COPY_OUT, COPY_IN):
+        return OpCost(_copy_seconds(signature, device), 0, False)
     seconds = max(kernel_seconds(name, signature, work, device, matmul), floor_seconds(name, signature, work, device))
     return OpCost(seconds, workspace_bytes(name, signature, work, device), False)
+
+
+def _copy_seconds(signature: str, device: Device) -> float:
+    """Return how long a copy between host and device takes."""
+    nbytes = max((math.prod(t.shape) * ITEM_BYTES.get(t.dtype, 1) for t in arguments(signature).tensors), default=0)
+    return nbytes / device.link_bytes_per_second if device.link_bytes_per_second else 0.0
 
 
 def floor_seconds(name: str, signature: str, work: Work, device: Device) -> float:

@@ -30,6 +30,7 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         peak_error: Share of a predicted peak by which the upper end of its interval lies above it.
         step_error: The same around a predicted step time.
         resident_workspace_bytes: What libraries keep in the allocator for as long as the program runs.
+        link_bytes_per_second: One direction between host and device; 0 where there is no link.
     """
 
     schema: str = "memfit.costs/2"
@@ -43,6 +44,7 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     peak_error: float
     step_error: float = 0.2
     resident_workspace_bytes: int = 0
+    link_bytes_per_second: float = 0.0
 
     def of(self, signature: str) -> OpCost:
         """Return the cost of a signature; unknown ones cost nothing and are not measured."""

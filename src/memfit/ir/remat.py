@@ -6,6 +6,7 @@ import bisect
 import functools
 import itertools
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import msgspec
@@ -22,10 +23,15 @@ class Region(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         modules: Their FQNs in the model: one, or several that are called one after the other.
         keep: Operators whose outputs are kept all the same, as "overload#occurrence" within one call.
+        offload: Whether what stays for the backward pass, arguments and outputs in `keep`, waits in host memory.
+        prefetch: The FQN of a module called later by the same parent: as its backward pass starts, what waits is
+            copied back. "" to do so when the region is recomputed, which then waits for it.
     """
 
     modules: tuple[str, ...]
     keep: Keep = ()
+    offload: bool = False
+    prefetch: str = ""
 
 
 _GENERATOR_STATE_BYTES = 5056
@@ -153,6 +159,31 @@ class Regions:
             return frozenset()
         wanted = set(keep)
         return frozenset(op for op in range(region.start, region.stop) if self.op_key(region, op) in wanted)
+
+    def later_siblings(self, region: RegionCall) -> Iterator[int]:
+        """Return the forward calls that the parent of a region call makes after it, in their order."""
+        last = self.trace.calls[region.calls[-1]]
+        for index in self._children[last.parent, last.microbatch]:
+            if self.trace.calls[index].start >= region.stop and index not in region.calls:
+                yield index
+
+    @functools.cached_property
+    def _children(self) -> dict[tuple[int, int], list[int]]:
+        found: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for index, call in enumerate(self.trace.calls):
+            if call.phase == "forward":
+                found[call.parent, call.microbatch].append(index)
+        return found
+
+    @functools.cached_property
+    def backward_start(self) -> dict[int, int]:
+        """For each forward call that has a backward pass, its first operator."""
+        found: dict[int, int] = {}
+        for index, op in enumerate(self.trace.ops):
+            if op.phase == "backward":
+                for call in self.trace.call_chain(op.call):
+                    found.setdefault(call, index)
+        return found
 
     def contains(self, outer: RegionCall, inner: RegionCall) -> bool:
         """Tell whether a region call lies inside another."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -9,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.ir.cost import CostTable
+from memfit.ir.offload import COPY_IN, COPY_OUT, WAIT, Transfer, stall_seconds, transfers
 from memfit.ir.recompute import Keepers, Recomputation, recomputations, released
 from memfit.ir.remat import Region, RegionCall, Regions
 from memfit.ir.timeline import TIMELINE_CATEGORIES, WORKSPACE, Timeline
@@ -53,13 +55,22 @@ class Replay:
     def __init__(self, trace: Trace, costs: CostTable, regions: Sequence[Region]) -> None:
         self.trace, self.costs = trace, costs
         self.regions = Regions(trace)
-        keeps = {call: region.keep for region in regions for call in self.regions.calls_of(region.modules)}
-        self.outermost = [one for one in keeps if not any(self.regions.contains(other, one) for other in keeps)]
+        named = {call: region for region in regions for call in self.regions.calls_of(region.modules)}
+        self.outermost = [one for one in named if not any(self.regions.contains(other, one) for other in named)]
         self.keepers = Keepers(self.regions, self.outermost)
-        self.kept = {region: self.regions.kept_ops(region, keeps[region]) for region in self.outermost}
+        self.kept = {call: self.regions.kept_ops(call, named[call].keep) for call in self.outermost}
+        self.moved = {
+            call: transfers(self.regions, call, self.kept[call], named[call].prefetch)
+            for call in self.outermost
+            if named[call].offload
+        }
+        self.moves_of: dict[int, dict[RegionCall, Transfer]] = defaultdict(dict)
+        for call, moved in self.moved.items():
+            for one in moved:
+                self.moves_of[one.storage][call] = one
         self.recomputations: list[Recomputation] = []
         for region in self.outermost:
-            inside = [one for one in keeps if self.regions.contains(region, one)]
+            inside = [one for one in named if self.regions.contains(region, one)]
             self.recomputations += recomputations(self.regions, region, self.kept[region], inside)
         self.recomputations.sort(key=lambda one: one.order)
         self._lay_out()
@@ -88,7 +99,7 @@ class Replay:
             yield Life(index, storage.nbytes, storage.category, first, self._last_point(index))
         name = len(self.trace.storages)
         for again in self.recomputations:
-            for life in (*self._copies(again), *self._generator_states(again)):
+            for life in (*self._copies(again), *self._fetched(again.region), *self._generator_states(again)):
                 yield replace(life, name=name)
                 name += 1
 
@@ -111,7 +122,7 @@ class Replay:
         live = {name: np.cumsum(values)[:count] for name, values in change.items()}
         live[WORKSPACE] = np.array([self.workspace_bytes(i) for i in range(count)], np.int64)
         live[WORKSPACE] += self.costs.resident_workspace_bytes
-        seconds = np.array([self._seconds(i) for i in range(count)], np.float64)
+        seconds = np.array(self._point_seconds(), np.float64)
         total = np.sum(list(live.values()), axis=0)
         peak = int(np.argmax(total))
         weights = repeats(self.trace)[[op for op, _ in self.points]]
@@ -132,12 +143,14 @@ class Replay:
         if not self.kept or storage.birth < 0 or self.trace.ops[storage.birth].phase != "forward":
             return self.position[storage.death]
         last = self.position[storage.release]
+        moves = self.moves_of.get(index, {})
         for keeper in self.keepers.of(index):
-            lost = any(storage.birth not in self.kept[region] for region in keeper.lost_in)
-            if not lost:
+            lost = any(storage.birth not in self.kept[region] or region in moves for region in keeper.lost_in)
+            if not lost and keeper.needs not in moves:
                 last = max(last, self.position[keeper.end])
+        last = max([last, *(self.position[one.landed] for one in moves.values())])
         for region, kept in self.kept.items():  # what it keeps waits for its recomputation, which takes it up
-            if storage.birth in kept:
+            if storage.birth in kept and region not in moves:
                 taken = released(self.regions, index, region.cut) - region.start
                 last = max(last, self.segment[region] + taken)
         return last
@@ -153,6 +166,14 @@ class Replay:
             storage = self.trace.storages[copy.storage]
             yield Life(copy.storage, storage.nbytes, storage.category, base + copy.born, last)
 
+    def _fetched(self, region: RegionCall) -> Iterator[Life]:
+        """Return what a region call copies back from host memory."""
+        for one in self.moved.get(region, ()):
+            storage = self.trace.storages[one.storage]
+            first = self.position[one.fetched - 1] + 1 if one.fetched >= 0 else self.segment[region]
+            last = max(self.segment_end[region], self.position[one.death] if one.death >= 0 else -1)
+            yield Life(one.storage, storage.nbytes, storage.category, first, last)
+
     def _runs(self, point: int) -> bool:
         op, again = self.points[point]
         return again is None or op not in again.kept
@@ -164,11 +185,37 @@ class Replay:
         """Return what the operator at a point allocates inside."""
         return self.costs.of(self._signature(point)).workspace_bytes if self._runs(point) else 0
 
+    def _point_seconds(self) -> list[float]:
+        """Return how long each point takes; copies between host and device run beside, until one is waited for."""
+        seconds = [self._seconds(i) for i in range(len(self.points))]
+        if self.trace.device == "cpu" or not any(op.name == COPY_OUT for op in self.trace.ops):
+            return seconds
+        now = sent = fetched = 0.0
+        arrival: dict[int, float] = {}
+        for point, (index, _) in enumerate(self.points):
+            op = self.trace.ops[index]
+            if op.name == COPY_OUT:
+                sent, seconds[point] = max(sent, now) + seconds[point], 0.0
+            elif op.name == COPY_IN:
+                fetched = max(fetched, now) + seconds[point]
+                arrival |= dict.fromkeys(op.mutates, fetched)
+                seconds[point] = 0.0
+            elif op.name == WAIT:  # for what came to the device; for all that was sent, where nothing there is named
+                there = max((arrival[s] for s in op.mutates), default=sent)
+                seconds[point] = max(0.0, there - now)
+            now += seconds[point]
+        return seconds
+
     def _seconds(self, point: int) -> float:
         return self.costs.seconds_of(self._signature(point)) if self._runs(point) else 0.0
 
     def _overhead_seconds(self) -> float:
-        return sum(overhead_seconds(self.trace, self.costs, again) for again in self.recomputations)
+        overhead = sum(overhead_seconds(self.trace, self.costs, again) for again in self.recomputations)
+        seconds = np.array([self.costs.seconds_of(self.trace.signatures[op.signature]) for op in self.trace.ops])
+        return overhead + sum(
+            repeats_of(self.trace, call) * stall_seconds(self.regions, self.costs, seconds, call, moved)
+            for call, moved in self.moved.items()
+        )
 
     def label(self, point: int) -> str:
         """Return what runs at a point."""
@@ -181,6 +228,10 @@ class Replay:
 def overhead_seconds(trace: Trace, costs: CostTable, again: Recomputation) -> float:
     """Return what checkpointing a region call costs beyond the operators that run again."""
     region = again.region
-    times = trace.scale_microbatches - 1 if trace.microbatches > 1 and trace.calls[region.calls[0]].microbatch else 1
     per_op = costs.selective_op_seconds * (region.stop - region.start) if again.kept else 0.0
-    return times * (costs.checkpoint_seconds * len(region.calls) + per_op)
+    return repeats_of(trace, region) * (costs.checkpoint_seconds * len(region.calls) + per_op)
+
+
+def repeats_of(trace: Trace, region: RegionCall) -> int:
+    """Return how often a region call runs in the real step: the second microbatch stands for all later."""
+    return trace.scale_microbatches - 1 if trace.microbatches > 1 and trace.calls[region.calls[0]].microbatch else 1

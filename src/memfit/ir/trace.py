@@ -69,6 +69,7 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
         microbatch: Which microbatch it belongs to.
         inputs: The storages of the tensors among its arguments.
         phase: "recompute" for calls that happen inside the backward pass.
+        activations: Those of `inputs` that are covered by a tensor with a gradient, made by an operator.
     """
 
     module: int
@@ -78,6 +79,7 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     end: int
     inputs: tuple[int, ...]
     phase: Phase
+    activations: tuple[int, ...] = ()
 
 
 class Op(msgspec.Struct, frozen=True, array_like=True):

@@ -48,13 +48,14 @@ def plan(
     numerics: Numerics = "reordered",
     precisions: Sequence[Precision] | None = None,
     points: int = 8,
+    host_budget: int | str | None = None,
     time_limit_seconds: float = 8.0,
     progress: Progress = silent,
 ) -> Plan:
     """Choose the fastest combination of levers whose predicted peak fits a budget.
 
-    Searched are precision, microbatch size (the global batch stays) and activation checkpointing of
-    any modules, whole or selective. The plan chosen is applied to a copy and captured again; what it
+    Searched are precision, microbatch size (the global batch stays), activation checkpointing of any
+    modules, whole or selective, and, for a GPU with `host_budget`, activation offload. The plan chosen is applied to a copy and captured again; what it
     says is predicted is predicted for that step.
 
     Args:
@@ -65,6 +66,7 @@ def plan(
         numerics: How far the numbers may change: "exact", "reordered", "reduced" or "changed".
         precisions: Precisions to search; None for "32-true" and the mixed one that the device is made
             for. Those that `numerics` does not allow are solved for the frontier only.
+        host_budget: Pinned host memory that activations may wait in: bytes, or a string with a unit. None for none.
         points: Budgets that the frontier is solved for, for each precision and microbatch size.
         time_limit_seconds: Of solving, about: half for the plan, half for the frontier. When time is up, the
             best found and how far it is from the bound proven are returned.
@@ -83,6 +85,12 @@ def plan(
         raise UsageError(f"points={points} is not above 0: give the budgets to solve the frontier for")
     for precision in precisions or ():
         check_precision(precision, "precisions")
+    host_budget_bytes = 0 if host_budget is None else parse_budget(host_budget, None, "host_budget")
+    if host_budget_bytes and not (found.kind == "cuda" and found.link_bytes_per_second):
+        raise UsageError(
+            f"host_budget={host_budget!r}: device={device!r} has no link to the host whose rate is known, so that"
+            " nothing can be offloaded; leave host_budget out, or name a GPU"
+        )
     searched = tuple(precisions or precisions_of(found))
     if "32-true" not in searched and not _allows(numerics, "reduced"):
         raise UsageError(
@@ -95,18 +103,23 @@ def plan(
             "numerics": numerics,
             "precisions": precisions,
             "points": points,
+            "host_budget": host_budget,
             "time_limit_seconds": time_limit_seconds,
         }
         made: Plan = remote.call(plan, workload, options, progress)
         return made
     check_workload(workload, found)
-    return _Planner(workload, budget_bytes, found, numerics, searched, points, time_limit_seconds, progress).plan()
+    planner = _Planner(
+        workload, budget_bytes, host_budget_bytes, found, numerics, searched, points, time_limit_seconds, progress
+    )
+    return planner.plan()
 
 
 @dataclass
 class _Planner:
     workload: Workload
     budget_bytes: int
+    host_budget_bytes: int
     device: Device
     numerics: Numerics
     precisions: Sequence[Precision]
@@ -212,7 +225,8 @@ class _Planner:
         self.combinations = []
         for index, (precision, size) in enumerate(self.wanted):
             regions = Regions(self.traces[precision, size])
-            problem = build(regions, self.costs, options(regions, self.costs, self.excluded))
+            found = options(regions, self.costs, self.excluded, offload=self.host_budget_bytes > 0)
+            problem = build(regions, self.costs, found, self.host_budget_bytes)
             classes = lever_classes(
                 Levers(precision=precision, microbatch_size=size), self.batch_size, self.couples_batch
             )
@@ -329,6 +343,8 @@ def lever_classes(levers: Levers, batch_size: int, couples_batch: bool) -> dict[
     classes: dict[str, Numerics] = {}
     if levers.regions:
         classes["activation checkpointing"] = "exact"
+    if any(region.offload for region in levers.regions):
+        classes["activation offload"] = "exact"
     if levers.microbatch_size < batch_size:
         classes["microbatches"] = "changed" if couples_batch else "reordered"
     if levers.precision != "32-true":

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from msgspec.structs import replace
 
 from memfit.ir.cost import CostTable
+from memfit.ir.offload import Transfer, fetch_stall_seconds, host_bytes, stall_seconds, transfers
 from memfit.ir.recompute import Recomputation, recomputations
 from memfit.ir.remat import Keep, Region, RegionCall, Regions
-from memfit.ir.simulate import overhead_seconds, repeats
+from memfit.ir.simulate import overhead_seconds, repeats, repeats_of
 from memfit.ir.trace import Trace
 from memfit.solve.keeps import Worth, keep_sets
 
@@ -20,6 +22,7 @@ _NESTED_LEAST_SHARE = 0.05
 _KEEP_SETS = 768
 _MOST_KEEP_SETS, _LEAST_KEEP_SETS = 48, 5
 _LONGEST_CHAIN = 24
+_OFFLOADED_KEEP_SETS = 6
 _CAST = "aten._to_copy.default"
 
 
@@ -32,12 +35,20 @@ class Option:
         kept: For each call of the region, the operators whose outputs it keeps.
         recomputations: What runs again for it.
         seconds: What it adds to the step.
+        transfers: What waits in host memory meanwhile.
+        host_bytes: What that takes there.
     """
 
     regions: tuple[Region, ...]
     kept: dict[RegionCall, frozenset[int]]
     recomputations: tuple[Recomputation, ...]
     seconds: float
+    transfers: tuple[Transfer, ...] = ()
+    host_bytes: int = 0
+
+    def transfers_of(self, region: RegionCall) -> list[Transfer]:
+        """Return what is sent from a region call."""
+        return [one for one in self.transfers if one.call in region.calls]
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -47,7 +58,7 @@ class Option:
     @property
     def is_whole(self) -> bool:
         """Whether all of one module is computed again, once."""
-        return len(self.regions) == 1 and len(self.modules) == 1 and not self.regions[0].keep
+        return self.regions == (Region(self.modules[:1]),)
 
 
 def refusals(regions: Regions) -> dict[str, str]:
@@ -81,19 +92,24 @@ def _writes_outside(trace: Trace, region: RegionCall) -> str | None:
     return None
 
 
-def options(regions: Regions, costs: CostTable, excluded: Collection[str] = ()) -> list[Option]:
+def options(
+    regions: Regions, costs: CostTable, excluded: Collection[str] = (), *, offload: bool = False
+) -> list[Option]:
     """Return every way to checkpoint each region that may be and that holds enough to matter.
 
     Modules alone, whole and with each set of operators kept that no other set of less bytes is as fast as
     (`solve.keeps`); runs of modules that are called one after the other; and both with the modules inside
-    checkpointed again.
+    checkpointed again, or with what they keep waiting in host memory.
 
     Args:
         regions: The regions of a trace.
         costs: Seconds of the operators.
         excluded: FQNs to leave out.
+        offload: Whether the host's memory may be used.
     """
-    return list(_Finder(regions, costs, excluded).options())
+    finder = _Finder(regions, costs, excluded)
+    found = list(finder.options())
+    return [*found, *finder.offloading(found)] if offload else found
 
 
 class _Finder:
@@ -122,6 +138,37 @@ class _Finder:
                 inside = self._inside(modules, singles)
                 if len(inside) > 1:
                     yield self._option((Region(modules), *(Region(each) for each in inside)))
+
+    def offloading(self, found: Iterable[Option]) -> Iterator[Option]:
+        """Return options with what they keep waiting in host memory; of those that keep operators, some."""
+        some: dict[tuple[str, ...], set[Keep]] = {}
+        for region in (option.regions[0] for option in found if len(option.regions) == 1):
+            first = self.regions.calls_of(region.modules)[0]
+            if region.modules not in some:
+                some[region.modules] = {(), *self._keeps(first, _OFFLOADED_KEEP_SETS)}
+            if region.keep in some[region.modules]:
+                option = self._option((replace(region, offload=True, prefetch=self._prefetch(region)),))
+                if option.transfers:
+                    yield option
+
+    def _prefetch(self, region: Region) -> str:
+        """Return the module whose backward pass hides copying back what a region sends: the first that is enough.
+
+        It must be called after the region each time; of those that are, if none is enough, the last.
+        """
+        first, *others = self.regions.calls_of(region.modules)
+        kept = self.regions.kept_ops(first, region.keep)
+        found = ""
+        for fqn in map(self.trace.fqn_of, self.regions.later_siblings(first)):
+            moved = transfers(self.regions, first, kept, fqn)
+            if moved and moved[0].fetched >= 0 and all(self._is_followed_by(call, fqn) for call in others):
+                found = fqn
+                if fetch_stall_seconds(self.regions, self.costs, self.seconds, first, moved) == 0:
+                    break
+        return found
+
+    def _is_followed_by(self, call: RegionCall, fqn: str) -> bool:
+        return any(self.trace.fqn_of(later) == fqn for later in self.regions.later_siblings(call))
 
     def _worthwhile(self, found: Iterator[tuple[str, ...]], seen: Collection[object] = ()) -> list[tuple[str, ...]]:
         """Return regions that hold enough to matter, the first of those that are the same operators."""
@@ -201,8 +248,16 @@ class _Finder:
             )
         )
         seconds = sum(float(self.weighted[one.rerun].sum()) for one in again)
-        overhead = sum(overhead_seconds(self.trace, self.costs, one) for one in again)
-        return Option(chosen, kept, again, seconds + overhead)
+        seconds += sum(overhead_seconds(self.trace, self.costs, one) for one in again)
+        if not chosen[0].offload:
+            return Option(chosen, kept, again, seconds)
+        moved = {call: transfers(self.regions, call, kept[call], chosen[0].prefetch) for call in calls}
+        seconds += sum(
+            repeats_of(self.trace, call) * stall_seconds(self.regions, self.costs, self.seconds, call, moved[call])
+            for call in calls
+        )
+        sent = tuple(one for call in calls for one in moved[call])
+        return Option(chosen, kept, again, seconds, sent, host_bytes(self.regions, sent))
 
     def _keeps(self, region: RegionCall, most: int) -> list[Keep]:
         """Return the sets of operators to keep; regions of the same operators share them."""

@@ -205,7 +205,7 @@ class Solver:
                 return lowest
 
     def _peak_bytes(self, x: Ints) -> int:
-        return int(self.problem.row_peaks(x).max(initial=0))
+        return self.problem.peak_bytes(x)
 
     def _nothing_to_choose(self) -> Choice:
         return self._choice(np.zeros(0, np.int64), self.problem.plain_seconds)
@@ -239,8 +239,8 @@ class Solver:
             return milp(cost, constraints=constraints, bounds=bounds, integrality=whole, options=options)
 
     def _structural_constraints(self) -> tuple[csr_array, Floats, Floats]:
-        """At most one option along each chain; each z at least each of its activities."""
-        n_rows = len(self.problem.conflicts) + sum(len(r) for r in self.problem.reasons)
+        """At most one option along each chain; each z at least each of its activities; no more than the host has."""
+        n_rows = len(self.problem.conflicts) + sum(len(r) for r in self.problem.reasons) + 1
         matrix = lil_array((n_rows, self._n_x + self._n_z))
         low, high = np.full(n_rows, -np.inf), np.full(n_rows, np.inf)
         for row, members in enumerate(self.problem.conflicts):
@@ -254,6 +254,9 @@ class Solver:
                     matrix[row, j] = 1.0 if lost else -1.0
                 low[row] = 1.0 if lost else 0.0
                 row += 1
+        moving = np.nonzero(self.problem.host_bytes)[0]
+        matrix[row, moving] = self.problem.host_bytes[moving] / _UNIT
+        high[row] = self.problem.host_budget_bytes / _UNIT
         return matrix.tocsr(), low, high
 
     def _row_matrix(self) -> tuple[csr_array, Floats]:

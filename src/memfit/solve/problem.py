@@ -30,6 +30,8 @@ Activity = tuple[bool, frozenset[int]]
 """(lost, options): 1 minus the sum of their x where `lost`, else the sum."""
 
 _ALWAYS: Activity = (True, frozenset())
+NO_ROOM = 2**62
+"""The peak of a choice that the host has no room for."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class Problem:
         columns: For each variable (x, then z), bytes alive at each place where it is 1.
         rows: The points whose bytes are held against the budget.
         plain_seconds: The step's time with nothing checkpointed.
+        host_budget_bytes: What the options may take of the host's memory together.
     """
 
     options: list[Option]
@@ -62,14 +65,23 @@ class Problem:
     columns: npt.NDArray[np.int64]
     rows: list[Row]
     plain_seconds: float
+    host_budget_bytes: int = 0
     row_axis: npt.NDArray[np.int64] = field(init=False)
     row_option: npt.NDArray[np.int64] = field(init=False)
     row_bytes: npt.NDArray[np.int64] = field(init=False)
+    host_bytes: npt.NDArray[np.int64] = field(init=False)
 
     def __post_init__(self) -> None:
         self.row_axis = np.array([r.axis for r in self.rows], np.int64)
         self.row_option = np.array([r.option for r in self.rows], np.int64)
         self.row_bytes = np.array([r.nbytes for r in self.rows], np.int64)
+        self.host_bytes = np.array([o.host_bytes for o in self.options], np.int64)
+
+    def peak_bytes(self, x: npt.NDArray[np.int64]) -> int:
+        """Return the largest row for a choice of options; no budget is enough for one that the host has no room for."""
+        if int(self.host_bytes @ x) > self.host_budget_bytes:
+            return NO_ROOM
+        return int(self.row_peaks(x).max(initial=0))
 
     def activity(self, activity: Activity, x: npt.NDArray[np.int64]) -> int:
         """Return the value of an activity."""
@@ -98,18 +110,21 @@ class Problem:
         return tuple(r for o, chosen in zip(self.options, x, strict=True) if chosen for r in o.regions)
 
 
-def build(regions: Regions, costs: CostTable, options: list[Option]) -> Problem:
-    """Return the linear model of a trace under some options."""
-    return _Builder(regions, costs, options).build()
+def build(regions: Regions, costs: CostTable, options: list[Option], host_budget_bytes: int = 0) -> Problem:
+    """Return the linear model of a trace under some options, which may take so much of the host's memory."""
+    return _Builder(regions, costs, options).build(host_budget_bytes)
 
 
 class _Builder:
     def __init__(self, regions: Regions, costs: CostTable, options: list[Option]) -> None:
         self.regions, self.trace, self.costs, self.options = regions, regions.trace, costs, options
         self.options_of: dict[RegionCall, list[int]] = defaultdict(list)
+        self.moves: dict[int, dict[int, int]] = defaultdict(dict)  # storage: option: where sending it to the host ends
         for j, option in enumerate(options):
             for region in option.kept:
                 self.options_of[region].append(j)
+            for one in option.transfers:
+                self.moves[one.storage][j] = max(one.landed, self.moves[one.storage].get(j, -1))
         self.keepers = Keepers(regions, self.options_of)
         self._lay_out_axis()
         self.base = np.zeros(self.length + 1, np.int64)
@@ -128,7 +143,7 @@ class _Builder:
     def _place(self, op: int) -> int:
         return self.op_axis[op] if op < len(self.op_axis) else self.length - 1
 
-    def build(self) -> Problem:
+    def build(self, host_budget_bytes: int) -> Problem:
         workspace = [self.costs.of(self.trace.signatures[op.signature]).workspace_bytes for op in self.trace.ops]
         seconds = [self.costs.seconds_of(self.trace.signatures[op.signature]) for op in self.trace.ops]
         for index in range(len(self.trace.storages)):
@@ -138,7 +153,7 @@ class _Builder:
             gaps = {again.region: self.gap_axis[again.order] for again in option.recomputations}
             for again in option.recomputations:
                 self._add_copies(j, again, gaps)
-                rows.append(Row(self.gap_axis[again.order], j, self._inner_peak(again, workspace)))
+                rows.append(Row(self.gap_axis[again.order], j, self._inner_peak(j, again, workspace)))
         base = np.cumsum(self.base)[: self.length] + self.costs.resident_workspace_bytes
         base[self.op_axis] += np.array(workspace, np.int64)
         columns = np.cumsum(np.vstack([self.x, *self.z.values()]), axis=1)[:, : self.length]
@@ -150,6 +165,7 @@ class _Builder:
             columns=columns,
             rows=rows,
             plain_seconds=float(np.dot(seconds, repeats(self.trace))),
+            host_budget_bytes=host_budget_bytes,
         )
 
     def _conflicts(self) -> list[frozenset[int]]:
@@ -168,23 +184,30 @@ class _Builder:
         self._mark(self.base, first, released, storage.nbytes)
         ends: dict[int, set[Activity]] = defaultdict(set)
         for keeper in self.keepers.of(index):
-            ends[self._place(keeper.end)].add(self._activity(keeper.lost_in, keeper.needs, storage.birth))
-        for j, gap in self._caching(storage.birth):
+            ends[self._place(keeper.end)].add(self._activity(keeper.lost_in, keeper.needs, index))
+        for j, gap in self._caching(index):
             ends[gap - 1].add((False, frozenset({j})))
+        for j, landed in self.moves[index].items():
+            ends[self._place(landed)].add((False, frozenset({j})))
         self._add_tail(ends, released, storage.nbytes)
 
-    def _caching(self, op: int) -> Iterable[tuple[int, int]]:
-        """Return the options that keep what an operator makes, with where they take it up."""
+    def _caching(self, storage: int) -> Iterable[tuple[int, int]]:
+        """Return the options that keep a storage where it is, with where they take it up."""
+        op = self.trace.storages[storage].birth
         for region in self.keepers.around(self.trace.ops[op].call):
             for j in self.options_of[region]:
-                if op in self.options[j].kept[region]:
+                if self._stays(j, region, storage):
                     again = next(a for a in self.options[j].recomputations if a.region is region)
                     yield j, self.gap_axis[again.order]
 
-    def _activity(self, lost_in: frozenset[RegionCall], needs: RegionCall | None, birth: int) -> Activity:
+    def _stays(self, j: int, region: RegionCall, storage: int) -> bool:
+        """Tell whether an option keeps a storage made in a region call, and where it is."""
+        return self.trace.storages[storage].birth in self.options[j].kept[region] and j not in self.moves[storage]
+
+    def _activity(self, lost_in: frozenset[RegionCall], needs: RegionCall | None, storage: int) -> Activity:
         if needs is not None:
-            return (False, frozenset(self.options_of[needs]))
-        losing = (j for region in lost_in for j in self.options_of[region] if birth not in self.options[j].kept[region])
+            return (False, frozenset(j for j in self.options_of[needs] if j not in self.moves[storage]))
+        losing = (j for region in lost_in for j in self.options_of[region] if not self._stays(j, region, storage))
         return (True, frozenset(losing))
 
     def _add_tail(self, ends: dict[int, set[Activity]], released: int, nbytes: int) -> None:
@@ -224,8 +247,12 @@ class _Builder:
                 last = self._place(copy.death) if copy.death >= 0 else gap
                 last = max(last, gaps[copy.taken_by]) if copy.taken_by is not None else last
                 self._mark(self.x[j], gap + 1, last, self.trace.storages[copy.storage].nbytes)
+        for one in self.options[j].transfers_of(region):
+            first = self._place(one.fetched - 1) + 1 if one.fetched >= 0 else gap
+            last = max(gap, self._place(one.death) if one.death >= 0 else -1)
+            self._mark(self.x[j], first, last, self.trace.storages[one.storage].nbytes)
 
-    def _inner_peak(self, again: Recomputation, workspace: list[int]) -> int:
+    def _inner_peak(self, j: int, again: Recomputation, workspace: list[int]) -> int:
         """Return the most bytes that a recomputation adds to what is alive when it starts."""
         region, storages = again.region, self.trace.storages
         change = np.zeros(again.cut - region.start + 1, np.int64)
@@ -234,6 +261,7 @@ class _Builder:
             if not copy.survives:
                 change[copy.released - region.start + 1] -= storages[copy.storage].nbytes
         saved = {self.trace.saves[s].storage for s in region.saves}
+        saved |= {one.storage for one in self.options[j].transfers}
         for storage in (s for op in again.kept for s in self.trace.births[op] if s not in saved):
             change[0] += storages[storage].nbytes
             change[released(self.regions, storage, region.cut) - region.start + 1] -= storages[storage].nbytes

@@ -17,7 +17,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from memfit.solve.problem import Problem
+from memfit.solve.problem import NO_ROOM, Problem
 
 _STARTS = 3
 
@@ -81,10 +81,10 @@ class Search:
         kinds: dict[tuple[object, ...], list[int]] = defaultdict(list)
         for j, option in enumerate(self.problem.options):
             names = tuple(re.sub(r"\d+", "#", fqn) for fqn in option.modules)
-            kinds[names, option.regions[0].keep, len(option.regions)].append(j)
+            kinds[names, option.regions[0].keep, option.regions[0].offload, len(option.regions)].append(j)
         repeated = [members for members in kinds.values() if len(members) > 1]
         found = [np.zeros(len(self.problem.options), np.int64), *(self._all_of(members) for members in repeated)]
-        return [(int(self.problem.row_peaks(x).max(initial=0)), self.problem.seconds(x), x) for x in found]
+        return [(self.problem.peak_bytes(x), self.problem.seconds(x), x) for x in found]
 
     def _all_of(self, members: Iterable[int]) -> Ints:
         x = np.zeros(len(self.problem.options), np.int64)
@@ -140,6 +140,7 @@ class _State:
             (self.problem.columns[len(x) + k] for k, z in enumerate(self.z) if z), np.zeros_like(self.problem.base)
         )
         self.extra = np.zeros(len(self.problem.rows), np.int64)
+        self.host_bytes = 0
         for j in np.nonzero(x)[0].tolist():
             self._toggle(j)
 
@@ -148,7 +149,9 @@ class _State:
 
     @property
     def peak_bytes(self) -> int:
-        """The largest row."""
+        """The largest row; see `Problem.peak_bytes`."""
+        if self.host_bytes > self.problem.host_budget_bytes:
+            return NO_ROOM
         return int((self.live[self.problem.row_axis] + self.extra).max(initial=0))
 
     def exchange(self, j: int) -> list[int]:
@@ -166,6 +169,7 @@ class _State:
     def _toggle(self, j: int) -> None:
         sign = 1 - 2 * int(self.x[j])
         self.x[j] += sign
+        self.host_bytes += sign * int(self.problem.host_bytes[j])
         self.live += sign * self.problem.columns[j]
         rows = self.search.rows_of.get(j)
         if rows is not None:

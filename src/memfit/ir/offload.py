@@ -1,0 +1,127 @@
+"""What offloading a region changes: what it keeps for its recomputation waits in host memory.
+
+For each call of the region:
+
+1. An argument that has a gradient, and each output that the region keeps, is copied to the host as soon as it is
+   there, beside the computation; its storage is held until the module's forward pass is over, which waits for the copy.
+2. It is copied back before the recomputation: from when the backward pass enters the module `Region.prefetch`, or
+   when the recomputation starts. The recomputation waits for what is not there yet.
+3. The copy is held until the recomputation is over, or, where autograd saves it, for as long as that.
+
+Copies to the host and from it go at the link's rate, each one after the other, and both at the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from memfit.ir.cost import CostTable
+from memfit.ir.remat import RegionCall, Regions
+
+LEAST_BYTES = 2**16
+"""Smaller storages stay on the device: starting a copy takes longer than it is worth."""
+
+COPY_OUT, COPY_IN, WAIT = "memfit.copy_out.default", "memfit.copy_in.default", "memfit.wait.default"
+"""The operators of an applied step that copy to the host and back, and that wait for a copy."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A storage that waits in host memory.
+
+    Attributes:
+        storage: Index into `Trace.storages`.
+        call: The module call that it was sent from.
+        landed: The last forward operator at which sending it holds it.
+        fetched: The backward operator just before which it is copied back; -1 when the recomputation starts.
+        death: The last backward operator for which the recomputation's saves hold it; -1 if none does.
+    """
+
+    storage: int
+    call: int
+    landed: int
+    fetched: int
+    death: int
+
+
+def transfers(regions: Regions, region: RegionCall, kept: frozenset[int], prefetch: str) -> tuple[Transfer, ...]:
+    """Return what of a region call waits in host memory."""
+    trace = regions.trace
+    fetched = _fetched(regions, region, prefetch)
+    deaths: dict[int, int] = {}
+    for save in (trace.saves[index] for index in region.saves):
+        deaths[save.storage] = max(save.death, deaths.get(save.storage, -1))
+    found: dict[int, Transfer] = {}
+    for call in region.calls:
+        start, end = trace.calls[call].start, trace.calls[call].end
+        arguments = [s for s in trace.calls[call].activations if s in region.inputs]
+        made = [s for op in sorted(kept) if start <= op < end for s in trace.births[op]]
+        for storage in (*arguments, *made):
+            if trace.storages[storage].nbytes >= LEAST_BYTES and storage not in found:
+                found[storage] = Transfer(storage, call, end - 1, fetched, deaths.get(storage, -1))
+    return tuple(found.values())
+
+
+def _fetched(regions: Regions, region: RegionCall, prefetch: str) -> int:
+    for call in regions.later_siblings(region):
+        if regions.trace.fqn_of(call) == prefetch:
+            start = regions.backward_start.get(call, -1)
+            return start if start < region.recompute_at else -1
+    return -1
+
+
+def host_bytes(regions: Regions, moved: Sequence[Transfer]) -> int:
+    """Return the pinned memory that transfers take, of the microbatch that takes most.
+
+    PyTorch's allocator of pinned memory rounds each tensor up to a power of two.
+    """
+    total: dict[int, int] = {}
+    for one in moved:
+        microbatch = regions.trace.calls[one.call].microbatch
+        rounded = 1 << (regions.trace.storages[one.storage].nbytes - 1).bit_length()
+        total[microbatch] = total.get(microbatch, 0) + rounded
+    return max(total.values(), default=0)
+
+
+def stall_seconds(
+    regions: Regions,
+    costs: CostTable,
+    seconds: npt.NDArray[np.float64],
+    region: RegionCall,
+    moved: Sequence[Transfer],
+) -> float:
+    """Return how long a region call waits for its transfers, once: what of them the computation does not hide.
+
+    Args:
+        regions: The regions of the trace.
+        costs: With the link's rate.
+        seconds: Of each operator of the trace.
+        region: The region call.
+        moved: Its transfers.
+    """
+    total = fetch_stall_seconds(regions, costs, seconds, region, moved)
+    for call in region.calls:
+        hidden = seconds[regions.trace.calls[call].start : regions.trace.calls[call].end].sum()
+        total += max(0.0, _copy_seconds(regions, costs, [one for one in moved if one.call == call]) - hidden)
+    return float(total)
+
+
+def fetch_stall_seconds(
+    regions: Regions,
+    costs: CostTable,
+    seconds: npt.NDArray[np.float64],
+    region: RegionCall,
+    moved: Sequence[Transfer],
+) -> float:
+    """Return how long the recomputation of a region call waits for what is copied back; see `stall_seconds`."""
+    hidden = seconds[moved[0].fetched : region.recompute_at].sum() if moved and moved[0].fetched >= 0 else 0.0
+    return float(max(0.0, _copy_seconds(regions, costs, moved) - hidden))
+
+
+def _copy_seconds(regions: Regions, costs: CostTable, moved: Sequence[Transfer]) -> float:
+    nbytes = sum(regions.trace.storages[m.storage].nbytes for m in moved)
+    return nbytes / costs.link_bytes_per_second if costs.link_bytes_per_second else 0.0

@@ -1,0 +1,41 @@
+"""Copies between a device and the host as operators of their own, so that a captured step shows them.
+
+Each is issued on the stream that is current; `wait` marks where the computation waits for one, and does nothing itself.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_LIBRARY = torch.library.Library("memfit", "DEF")
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source, non_blocking=True)
+
+
+def _nothing(*_: torch.Tensor) -> None:
+    return None
+
+
+for _schema, _kernel in (
+    ("copy_out(Tensor(a!) host, Tensor tensor) -> ()", _copy),
+    ("copy_in(Tensor(a!) tensor, Tensor host) -> ()", _copy),
+    ("wait(Tensor(a!) tensor) -> ()", _nothing),
+):
+    _LIBRARY.define(_schema)
+    _name = _schema.partition("(")[0]
+    _LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"memfit::{_name}", _nothing, lib=_LIBRARY)
+
+copy_out = torch.ops.memfit.copy_out.default
+copy_in = torch.ops.memfit.copy_in.default
+wait = torch.ops.memfit.wait.default
+
+
+def covers_storage(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is all of its storage, so that a copy of it can stand for the storage."""
+    if tensor.layout is not torch.strided or tensor.storage_offset() != 0:
+        return False
+    nbytes = tensor.numel() * tensor.itemsize
+    return 0 < nbytes == tensor.untyped_storage().nbytes()
