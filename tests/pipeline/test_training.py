@@ -9,10 +9,12 @@ import pytest
 import torch
 
 import memfit
-from memfit.errors import OutputError, UsageError
+from memfit.errors import NonFiniteError, OutputError, UsageError
 from memfit.ir import codec
-from memfit.ir.plan import Plan
+from memfit.ir.plan import Levers, Plan
 from memfit.ir.record import RunRecord, Views
+from memfit.ir.remat import Region
+from memfit.pipeline.applying import applied
 from memfit.pipeline.training import views
 from memfit.recipes import byte_lm
 from memfit.train.folder import METRICS
@@ -133,6 +135,17 @@ def test_a_run_goes_on_over_the_same_batches_with_smaller_microbatches(tmp_path:
     for one, other in zip(whole.model.parameters(), moved.model.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=2e-5)
     assert moved.batches.state_dict() == whole.batches.state_dict()  # type: ignore[union-attr]
+
+
+def test_what_is_not_finite_is_named_where_modules_are_recomputed_too() -> None:
+    """Looking at the numbers of a module changes nothing that autograd saves in it."""
+    workload = tiny()
+    levers = Levers(microbatch_size=2, regions=(Region(("blocks.0",)), Region(("blocks.1.mlp",))))
+    with applied(levers, workload) as step:
+        with torch.no_grad():
+            workload.model.blocks[1].mlp.fc.bias[0] = torch.inf  # type: ignore[index,union-attr]
+        with pytest.raises(NonFiniteError, match="first the output of 'blocks.1.mlp.fc'"):
+            step(workload.batch)
 
 
 def test_report_of_no_run_is_refused(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def _see_outputs(found: FirstNotFinite, name: str, module: nn.Module, args: Any,
     for tensor in tensors_of(out):
         if not tensor.is_floating_point():
             continue
-        if found.forward is None and not torch.isfinite(tensor).all():
+        if found.forward is None and not torch.isfinite(tensor.detach()).all():  # autograd would save for abs()
             found.forward = name or "the model"
         if tensor.requires_grad:
             tensor.register_hook(functools.partial(_see_gradient, found, f"the output of {name or 'the model'!r}"))

@@ -196,7 +196,6 @@ class Trainer:
             self._is_between_steps = False
             progress = self._run(batch[0], time.perf_counter() - started)
             self._note_recovery()
-            self._is_between_steps = True
             self._after(progress)
         if not self._is_evaluated():
             self._evaluate()
@@ -241,6 +240,7 @@ class Trainer:
     def _after(self, progress: Progress) -> None:
         """Log a step, and do what is due after it."""
         self._write_line(step_line(progress))
+        self._is_between_steps = True
         if self._on_step is not None:
             self._on_step(progress)
         if progress.skipped:
