@@ -88,7 +88,7 @@ def test_figures_of_large_models_are_those_of_the_result_file() -> None:
 @pytest.mark.slow
 def test_gpu_examples_run(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "gpus.md").read_text()
-    (python,), (shell,) = blocks(text, "python"), blocks(text, "sh")
+    python, (shell,) = "\n".join(blocks(text, "python")), blocks(text, "sh")
     done = subprocess.run([sys.executable, "-c", python], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     (tmp_path / "examples").symlink_to(ROOT / "examples")

@@ -18,13 +18,16 @@ from torch.utils.data import DataLoader, TensorDataset
 from memfit.capture.fake import fake_copy, mode_of
 from memfit.capture.step import capture
 from memfit.capture.values import KnownValues
+from memfit.cost.roofline import roofline
 from memfit.devices.catalogue import catalogue
 from memfit.ir.plan import Levers
 from memfit.ir.remat import Regions
 from memfit.ir.simulate import simulate
 from memfit.ir.trace import Trace
 from memfit.pipeline.applying import applied
+from memfit.pipeline.planning import plan
 from memfit.pipeline.predicting import estimate
+from memfit.recipes import byte_lm
 from memfit.solve.candidates import options
 from memfit.workload import Workload, batch_size_of
 from tests.fake_cuda_process import answer
@@ -99,6 +102,52 @@ for _name in BUILDERS:
                 "notices": differs(simulate(plain, COSTS), run),
                 "recomputed": any(op.phase == "recompute" for op in there.ops),
             }
+
+
+@scenario("offload")
+def offload() -> Any:
+    """The simulation of blocks whose inputs, and what they keep, wait in host memory, against the step captured."""
+    workload = transformer(**LARGE["transformer"])
+    plain = traced(workload)
+    costs = roofline([plain], catalogue()["a100-80gb"])
+    found = [o for o in options(Regions(plain), costs, offload=True) if o.regions[0].offload]
+    blocks = [o.regions[0] for o in found if o.modules in (("blocks.0",), ("blocks.1",))]
+    answers = []
+    for keeps in (0, 3):
+        regions = [r for r in blocks if len(r.keep) == keeps and r.prefetch]
+        there = traced(workload, regions=tuple(regions))
+        run = simulate(there, roofline([there], catalogue()["a100-80gb"]))
+        names = [op.name for op in there.ops]
+        answers.append(
+            {
+                "prefetch": [r.prefetch for r in regions],
+                "simulated": simulate(plain, costs, regions).peak_bytes,
+                "applied": run.peak_bytes,
+                "ops": Counter(name for name in names if name.startswith("memfit.")),
+                "waits": sum(s for s, name in zip(run.seconds, names, strict=True) if name == "memfit.wait.default"),
+            }
+        )
+    return answers
+
+
+@scenario("offload planned")
+def offload_planned() -> Any:
+    """Plans within a budget, without the host's memory and with some."""
+    workload = byte_lm(n_layer=6, d_model=512, n_head=8, context=512, batch_size=16, max_bytes=100_000)
+    device = "a100-80gb"
+    plain = estimate(workload, device=device)
+    options = {"device": device, "numerics": "exact", "precisions": ["32-true"], "points": 1, "time_limit_seconds": 2.0}
+    found = {}
+    for host in (None, "1GiB"):
+        budget = plain.peak_upper_bytes // 2
+        made = plan(workload, budget=budget, host_budget=host, **options)  # type: ignore[arg-type]
+        found[str(host)] = {
+            "seconds": made.predicted.step_seconds,
+            "fits": made.predicted.peak_upper_bytes <= budget,
+            "offloaded": sum(region.offload for region in made.levers.regions),
+            "classes": made.classes,
+        }
+    return found
 
 
 def mlp() -> nn.Module:

@@ -70,6 +70,25 @@ def test_simulated_checkpointing_is_the_applied_one(found: Found, case: str) -> 
     assert not result["differs"]
 
 
+def test_simulated_offload_is_the_applied_one(found: Found) -> None:
+    arguments, kept = one(found, "offload")
+    assert arguments["prefetch"] == ["blocks.1", "norm"] and kept["prefetch"] == ["blocks.1", "head"]
+    for result, moved in ((arguments, 1), (kept, 4)):
+        assert result["applied"] <= result["simulated"] <= result["applied"] * 1.02
+        copies = {name.split(".")[1]: count for name, count in result["ops"].items()}
+        assert copies["copy_out"] == copies["copy_in"] and copies["wait"] == 2 * copies["copy_out"]
+        assert 2 <= copies["copy_out"] <= 2 * moved and result["waits"] >= 0
+
+
+def test_plans_use_the_host_s_memory_where_they_may(found: Found) -> None:
+    result = one(found, "offload planned")
+    without, using = result["None"], result["1GiB"]
+    assert without["fits"] and using["fits"]
+    assert not without["offloaded"] and "activation offload" not in without["classes"]
+    assert using["offloaded"] and using["classes"]["activation offload"] == "exact"
+    assert using["seconds"] < without["seconds"]
+
+
 @pytest.mark.parametrize(
     ("name", "update"),
     [

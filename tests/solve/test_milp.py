@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 
+import msgspec
 import numpy as np
 import pytest
 from scipy.optimize import OptimizeResult
@@ -149,6 +150,33 @@ def test_the_leanest_without_time_is_the_best_of_whole_levels(monkeypatch: pytes
     check(problem, within)
     assert problem.plain_seconds == within.bound <= within.seconds and within.peak_bytes <= leanest.peak_bytes
     assert solver.fastest(leanest.peak_bytes - 1) is None
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_host_s_budget_is_kept(seed: int) -> None:
+    """The fastest and the leanest of every choice, where the host has no room for options, some, and enough."""
+    trace = plain_trace("transformer", large=True)
+    costs = msgspec.structs.replace(with_workspaces(trace, seed), link_bytes_per_second=1e12)
+    regions = Regions(trace)
+    blocks = [o for o in options(regions, costs, offload=True) if o.modules in (("blocks.0",), ("blocks.1",))]
+    chosen = [o for o in blocks if o.transfers and len(o.regions[0].keep) in (0, 3)]
+    found = [np.array(bits, np.int64) for bits in itertools.product((0, 1), repeat=len(chosen))]
+    lowest = []
+    for host in (0, min(o.host_bytes for o in chosen), 2**40):
+        problem = build(regions, costs, chosen, host)
+        fitting = [x for x in found if legal(problem, x) and int(problem.host_bytes @ x) <= host]
+        peaks = [problem.peak_bytes(x) for x in fitting]
+        budget = (problem.peak_bytes(0 * found[0]) + min(peaks)) // 2
+        best = min(problem.seconds(x) for x, peak in zip(fitting, peaks, strict=True) if peak <= budget)
+        solver = Solver(problem)
+        choice, leanest = solver.fastest(budget), solver.leanest()
+        assert choice is not None and choice.seconds == pytest.approx(best, rel=2e-4)
+        assert leanest.peak_bytes <= min(peaks) * 1.003
+        for one in (choice, leanest):
+            check(problem, one)
+            assert int(problem.host_bytes @ one.x) <= host
+        lowest.append(min(peaks))
+    assert lowest[0] > lowest[1] >= lowest[2]
 
 
 def test_no_options_leave_the_plain_step() -> None:

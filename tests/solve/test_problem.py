@@ -64,6 +64,17 @@ def test_the_problem_is_the_simulation(name: str, precision: Precision, microbat
     assert not disagreements(problem, trace, costs, seeds=15)
 
 
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("name", BUILDERS)
+def test_the_problem_is_the_simulation_where_activations_wait_in_host_memory(name: str, microbatches: int) -> None:
+    trace = plain_trace(name, "32-true", microbatches, large=True)
+    costs = msgspec.structs.replace(with_workspaces(trace), link_bytes_per_second=1e9)
+    regions = Regions(trace)
+    found = [o for o in options(regions, costs, offload=True) if o.regions[0].offload or o.is_whole]
+    assert any(o.transfers for o in found) and any(o.regions[0].prefetch for o in found)
+    assert disagreements(build(regions, costs, found, 2**60), trace, costs, seeds=20) == []
+
+
 def test_the_comparison_notices_one_byte() -> None:
     trace = plain_trace("convnet", large=True)
     regions = Regions(trace)

@@ -138,7 +138,8 @@ class Keeping(TorchDispatchMode):
             occurrence = self.kept.counts[func]
             self.kept.counts[func] += 1
             if occurrence in wanted:
-                items = tree_map_only(torch.Tensor, lambda t: _Item(t, *self.hooks, self.kept.sent), out)
+                pack, unpack = self.hooks
+                items = tree_map_only(torch.Tensor, lambda t: _Item(t, pack, unpack, self.kept.sent), out)
                 self.kept.outputs[func, occurrence] = (_shapes(args), items)
         return out
 

@@ -268,9 +268,8 @@ class Recorder(TorchDispatchMode):
         parent = self._stack[-1] if self._stack else -1
         index = len(self.now.calls)
         here = len(self.now.ops)
-        self.now.calls.append(
-            Call(self._module_index[id(module)], parent, self.microbatch, here, here, inputs, self._phase(), activations)
-        )
+        which = self._module_index[id(module)]
+        self.now.calls.append(Call(which, parent, self.microbatch, here, here, inputs, self._phase(), activations))
         self._stack.append(index)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:

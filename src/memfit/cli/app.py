@@ -159,6 +159,9 @@ def plan(
         ),
     ] = None,
     points: Annotated[int, typer.Option(help="Budgets on the frontier, per precision and microbatch size.", min=1)] = 8,
+    host_budget: Annotated[
+        str | None, typer.Option(help="Pinned host memory that activations may wait in (32GiB); for GPUs.")
+    ] = None,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
@@ -176,6 +179,7 @@ def plan(
             numerics=numerics.value,
             precisions=[p.value for p in precision] if precision else None,
             points=points,
+            host_budget=host_budget,
             progress=progress,
         )
     if output is not None:

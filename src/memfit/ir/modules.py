@@ -17,11 +17,7 @@ def module_table(plain: Trace, planned: Trace, costs: CostTable, regions: Iterab
     before, after = kept_bytes(plain), kept_bytes(planned)
     parameters = _parameter_bytes(plain)
     seconds = _forward_seconds(plain, costs)
-    actions = {
-        module: f"recomputed, keeps {len(r.keep)} operators" if r.keep else "recomputed"
-        for r in regions
-        for module in r.modules
-    }
+    actions = {module: _action(region) for region in regions for module in region.modules}
     rows = []
     for module in plain.modules:
         fqn = module.fqn
@@ -37,6 +33,11 @@ def module_table(plain: Trace, planned: Trace, costs: CostTable, regions: Iterab
             )
             rows.append(row)
     return rows
+
+
+def _action(region: Region) -> str:
+    kept = f"recomputed, keeps {len(region.keep)} operators" if region.keep else "recomputed"
+    return f"{kept}, offloaded" if region.offload else kept
 
 
 def kept_bytes(trace: Trace) -> dict[str, int]:

@@ -55,8 +55,8 @@ def plan(
     """Choose the fastest combination of levers whose predicted peak fits a budget.
 
     Searched are precision, microbatch size (the global batch stays), activation checkpointing of any
-    modules, whole or selective, and, for a GPU with `host_budget`, activation offload. The plan chosen is applied to a copy and captured again; what it
-    says is predicted is predicted for that step.
+    modules, whole or selective, and, for a GPU with `host_budget`, activation offload. The plan chosen is
+    applied to a copy and captured again; what it says is predicted is predicted for that step.
 
     Args:
         workload: The user's workload; nothing of it is changed.

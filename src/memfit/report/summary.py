@@ -19,7 +19,9 @@ _LEVER_STEMS = {
     "precision": ("precision", "mixed", "true"),
     "microbatch": ("microbatch", "accumulat"),
     "checkpointing": ("checkpoint", "region", "remat"),
+    "offload": ("offload",),
 }
+_Group = tuple[tuple[str, ...], str]  # the parts of an FQN, and what is done with the module
 
 
 class LeverRow(NamedTuple):
@@ -99,7 +101,7 @@ def microbatch_text(plan: Plan) -> str:
 
 
 def lever_rows(plan: Plan) -> list[LeverRow]:
-    """Return the three levers of a plan with their classes, then any other that the plan gives a class."""
+    """Return the levers of a plan with their classes, then any other that the plan gives a class."""
     left = dict(plan.classes)
     regions = len(plan.levers.regions)
     settings = {
@@ -107,6 +109,9 @@ def lever_rows(plan: Plan) -> list[LeverRow]:
         "microbatch": microbatch_text(plan),
         "checkpointing": f"{regions:,} module{'s' * (regions != 1)} recomputed" if regions else "nothing recomputed",
     }
+    offloading = sum(region.offload for region in plan.levers.regions)
+    if offloading:
+        settings["offload"] = f"{offloading:,} of them with what they keep in host memory"
     rows = []
     for name, setting in settings.items():
         key = next((k for k in left if any(stem in k.lower() for stem in _LEVER_STEMS[name])), None)
@@ -114,24 +119,24 @@ def lever_rows(plan: Plan) -> list[LeverRow]:
     return rows + [LeverRow(clean(name), "used", numerics) for name, numerics in left.items()]
 
 
-def keep_text(keep: Sequence[str]) -> str:
+def keep_text(keep: Sequence[str], offload: bool = False) -> str:
     """Return what checkpointing does with a module that keeps these operators."""
     if not keep:
-        return "recomputed"
+        return "recomputed, its input in host memory" if offload else "recomputed"
     overloads = (clean(entry).rpartition("#")[0] or clean(entry) for entry in keep)
     names = Counter(re.sub(r"^aten\.|\.default$", "", overload) for overload in overloads)
     listed = ", ".join(f"{name} ×{n}" if n > 1 else name for name, n in names.items())
-    return f"recomputed, keeps {listed}"
+    return f"recomputed, keeps {listed}{' and its input in host memory' if offload else ''}"
 
 
 def region_groups(regions: Iterable[Region]) -> list[RegionGroup]:
     """Return regions with repeated siblings folded: those alike but for a number in their FQN become one."""
-    groups: dict[tuple[tuple[str, ...], tuple[str, ...]], int] = {}
+    groups: dict[_Group, int] = {}
     for region in regions:
-        groups[_path(region), region.keep] = 1
+        groups[_path(region), keep_text(region.keep, region.offload)] = 1
     for position in reversed(range(max((len(fqn) for fqn, _ in groups), default=0))):
         groups = _fold(groups, position)
-    return [RegionGroup(".".join(fqn) or "(the whole model)", n, keep_text(keep)) for (fqn, keep), n in groups.items()]
+    return [RegionGroup(".".join(fqn) or "(the whole model)", n, action) for (fqn, action), n in groups.items()]
 
 
 def _path(region: Region) -> tuple[str, ...]:
@@ -142,22 +147,20 @@ def _path(region: Region) -> tuple[str, ...]:
     return tuple(a if a == b else f"{a}→{b}" for a, b in zip(first, last, strict=True))
 
 
-def _fold(
-    groups: dict[tuple[tuple[str, ...], tuple[str, ...]], int], position: int
-) -> dict[tuple[tuple[str, ...], tuple[str, ...]], int]:
+def _fold(groups: dict[_Group, int], position: int) -> dict[_Group, int]:
     """Fold the groups that differ only in a number at one position of their FQN, and hold as many modules each."""
-    families: dict[tuple[object, ...], list[tuple[tuple[str, ...], tuple[str, ...]]]] = {}
-    for (fqn, keep), count in groups.items():
+    families: dict[tuple[object, ...], list[_Group]] = {}
+    for (fqn, action), count in groups.items():
         numbered = position < len(fqn) and fqn[position].isdecimal()
         rest = (fqn[:position], None, fqn[position + 1 :]) if numbered else (fqn,)
-        families.setdefault((rest, keep, count), []).append((fqn, keep))
+        families.setdefault((rest, action, count), []).append((fqn, action))
     folded = {}
     for members in families.values():
-        fqn, keep = members[0]
+        fqn, action = members[0]
         if len(members) > 1:
             runs = _runs(sorted(int(member[position]) for member, _ in members))
             fqn = (*fqn[:position], runs, *fqn[position + 1 :])
-        folded[fqn, keep] = sum(groups[member] for member in members)
+        folded[fqn, action] = sum(groups[member] for member in members)
     return folded
 
 

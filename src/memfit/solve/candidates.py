@@ -140,16 +140,20 @@ class _Finder:
                     yield self._option((Region(modules), *(Region(each) for each in inside)))
 
     def offloading(self, found: Iterable[Option]) -> Iterator[Option]:
-        """Return options with what they keep waiting in host memory; of those that keep operators, some."""
+        """Return options with what they keep waiting in host memory; of those that keep operators, some.
+
+        Arguments alone are also copied back late: as the region is recomputed, which then waits for them.
+        """
         some: dict[tuple[str, ...], set[Keep]] = {}
         for region in (option.regions[0] for option in found if len(option.regions) == 1):
             first = self.regions.calls_of(region.modules)[0]
             if region.modules not in some:
                 some[region.modules] = {(), *self._keeps(first, _OFFLOADED_KEEP_SETS)}
             if region.keep in some[region.modules]:
-                option = self._option((replace(region, offload=True, prefetch=self._prefetch(region)),))
-                if option.transfers:
-                    yield option
+                for prefetch in dict.fromkeys((self._prefetch(region), *(() if region.keep else ("",)))):
+                    option = self._option((replace(region, offload=True, prefetch=prefetch),))
+                    if option.transfers:
+                        yield option
 
     def _prefetch(self, region: Region) -> str:
         """Return the module whose backward pass hides copying back what a region sends: the first that is enough.

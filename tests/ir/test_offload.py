@@ -1,0 +1,110 @@
+"""What waits in host memory, for how long, and what waiting for it takes."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from memfit.ir.cost import OpCost
+from memfit.ir.offload import COPY_IN, COPY_OUT, LEAST_BYTES, WAIT, host_bytes, stall_seconds, transfers
+from memfit.ir.remat import Region, Regions
+from memfit.ir.simulate import simulate
+from memfit.ir.trace import Op, Storage, Trace
+from tests.models import COSTS, captured, plain_trace, transformer
+
+LINK = msgspec.structs.replace(COSTS, link_bytes_per_second=1e9)
+
+
+def test_arguments_wait_until_just_before_they_are_needed() -> None:
+    trace = plain_trace("transformer", "32-true", 1, large=True)
+    regions = Regions(trace)
+    (region,) = regions.calls_of(("blocks.0",))
+    (one,) = transfers(regions, region, frozenset(), "blocks.1")
+    assert one.landed == trace.calls[region.calls[0]].end - 1 < one.fetched < region.recompute_at
+    backward = [i for i, op in enumerate(trace.ops) if op.phase == "backward"]
+    assert one.fetched == next(i for i in backward if trace.fqn_of(trace.ops[i].call).startswith("blocks.1"))
+    assert transfers(regions, region, frozenset(), "")[0].fetched == -1
+    assert transfers(regions, region, frozenset(), "nowhere")[0].fetched == -1
+
+
+def test_small_outputs_stay_on_the_device() -> None:
+    trace = plain_trace("transformer", "32-true", 1, large=True)
+    regions = Regions(trace)
+    (region,) = regions.calls_of(("blocks.0",))
+    moved = transfers(regions, region, frozenset(range(region.start, region.stop)), "")
+    born = {s for op in range(region.start, region.stop) for s in trace.births[op]}
+    assert {m.storage for m in moved} - born == {m.storage for m in transfers(regions, region, frozenset(), "")}
+    assert {m.storage for m in moved} & born == {s for s in born if trace.storages[s].nbytes >= LEAST_BYTES} != born
+
+
+def test_pinned_memory_is_rounded_up_to_a_power_of_two() -> None:
+    trace = plain_trace("transformer", "32-true", 2, large=True)
+    regions = Regions(trace)
+    moved = [m for r in regions.calls_of(("blocks.0",)) for m in transfers(regions, r, frozenset(), "")]
+    sizes = [trace.storages[m.storage].nbytes for m in moved]
+    assert len(sizes) == 2  # one for each microbatch, of which one is there at a time
+    assert host_bytes(regions, moved) == 1 << (sizes[0] - 1).bit_length()
+
+
+@pytest.mark.parametrize("rate", [1e6, 1e9, 1e15])
+def test_what_the_computation_does_not_hide_is_waited_for(rate: float) -> None:
+    trace = plain_trace("transformer", "32-true", 1, large=True)
+    regions = Regions(trace)
+    (region,) = regions.calls_of(("blocks.0",))
+    costs = msgspec.structs.replace(COSTS, link_bytes_per_second=rate)
+    seconds = np.full(len(trace.ops), 1e-6)
+    (one,) = moved = transfers(regions, region, frozenset(), "blocks.1")
+    copy = trace.storages[one.storage].nbytes / rate
+    forward, backward = (region.stop - region.start) * 1e-6, (region.recompute_at - one.fetched) * 1e-6
+    expected = max(0.0, copy - forward) + max(0.0, copy - backward)
+    assert stall_seconds(regions, costs, seconds, region, moved) == pytest.approx(expected)
+
+
+def offloading(rate: float) -> tuple[float, float]:
+    """Return how long a step with a region whose argument is offloaded takes, simulated, and without offload."""
+    trace = plain_trace("transformer", "32-true", 1, large=True)
+    costs = msgspec.structs.replace(COSTS, link_bytes_per_second=rate)
+    found = (
+        simulate(trace, costs, [Region(("blocks.0",), offload=offload, prefetch="blocks.1" if offload else "")])
+        for offload in (True, False)
+    )
+    moved, kept = (timeline.step_seconds for timeline in found)
+    return moved, kept
+
+
+def test_a_slow_link_costs_time_and_a_fast_one_none() -> None:
+    slow, kept = offloading(1e6)
+    fast, _ = offloading(1e15)
+    assert fast == kept < slow
+
+
+def scheduled(*names: str) -> list[float]:
+    """Return the seconds of each point of a step of copies, waits and other operators, on a GPU.
+
+    An operator takes a second, a copy three; "in" and "wait in" are of one storage.
+    """
+    kinds = {"out": COPY_OUT, "in": COPY_IN, "wait out": WAIT, "wait in": WAIT, "op": "aten.mm.default"}
+    ops = [Op(kinds[n], -1, "forward", 0, list(kinds).index(n), (0,) if n.endswith("in") else (), False) for n in names]
+    seconds = {"out": 3.0, "in": 3.0, "wait out": 0.0, "wait in": 0.0, "op": 1.0}
+    trace: Trace = msgspec.structs.replace(
+        captured(transformer()),
+        device="a100-80gb",
+        ops=ops,
+        calls=[],
+        saves=[],
+        signatures=list(kinds),
+        storages=[Storage(8, -1, len(ops), -1, "activations", -1)],
+    )
+    costs = msgspec.structs.replace(
+        COSTS, dispatch_seconds=0.0, ops={name: OpCost(value, 0, False) for name, value in seconds.items()}
+    )
+    return simulate(trace, costs).seconds
+
+
+def test_copies_run_beside_the_computation_until_one_is_waited_for() -> None:
+    assert scheduled("out", "op", "op", "wait out", "op") == [0, 1, 1, 1, 1]
+    assert scheduled("out", "op", "op", "op", "op", "wait out") == [0, 1, 1, 1, 1, 0]
+    assert scheduled("out", "out", "op", "wait out") == [0, 0, 1, 5]
+    assert scheduled("out", "op", "in", "op", "wait in") == [0, 1, 0, 1, 2]
+    assert scheduled("out", "in", "op", "wait in", "wait out") == [0, 0, 1, 2, 0]
