@@ -4,7 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test check lint types contracts unit format clean
+JITTOR_VENV := build/jittor-venv
+JITTOR_STAMP := $(JITTOR_VENV)/.installed
+KERAS_VENV := build/keras-venv
+KERAS_STAMP := $(KERAS_VENV)/.installed
+
+.PHONY: setup demo test check lint types contracts unit test-jittor test-keras format clean
 
 setup: $(STAMP)
 
@@ -32,6 +37,24 @@ contracts: $(STAMP)
 
 unit: $(STAMP)
 	$(BIN)/python -m pytest
+
+# Jittor needs NumPy 1 and compiles itself: an environment and a cache of its own, both kept in build/.
+test-jittor: $(JITTOR_STAMP)
+	JITTOR_HOME=$(CURDIR)/build/jittor-home $(JITTOR_VENV)/bin/memfit doctor jittor
+	JITTOR_HOME=$(CURDIR)/build/jittor-home $(JITTOR_VENV)/bin/python -m pytest tests/jittor
+
+$(JITTOR_STAMP): pyproject.toml constraints.txt
+	test -x $(JITTOR_VENV)/bin/python || $(PYTHON) -m venv $(JITTOR_VENV)
+	$(JITTOR_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[jittor]' pytest pytest-timeout
+	touch $(JITTOR_STAMP)
+
+test-keras: $(KERAS_STAMP)
+	$(KERAS_VENV)/bin/python -m pytest tests/keras
+
+$(KERAS_STAMP): pyproject.toml constraints.txt
+	test -x $(KERAS_VENV)/bin/python || $(PYTHON) -m venv $(KERAS_VENV)
+	$(KERAS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable . tensorflow-cpu pytest pytest-timeout
+	touch $(KERAS_STAMP)
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -315,6 +315,24 @@ def devices(
         list_devices(as_json)
 
 
+class FrameworkName(enum.StrEnum):
+    """Frameworks besides PyTorch."""
+
+    jittor = "jittor"
+
+
+@app.command()
+def doctor(
+    framework: Annotated[FrameworkName, typer.Argument(help="What to look at.", show_default=False)],
+    prepare: Annotated[bool, typer.Option(help="Compile it where that was not done; takes minutes, once.")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Say what a second framework lacks on this machine, and prepare it."""
+    from memfit.cli.doctor import examine
+
+    examine(prepare, as_json)
+
+
 @app.command()
 def demo(
     output: Annotated[Path, typer.Option("--out", help="The run's folder.")] = Path("runs/demo"),

@@ -1,0 +1,295 @@
+"""Jittor in working order: what its import needs, found out, prepared and loaded.
+
+Jittor compiles itself when it is first imported, and that import fails or starts over for reasons that
+have nothing to do with the user's program (Note [What Jittor's import trips over]). `load` is the way in:
+it imports Jittor with all of them out of the way, and nothing of the user's files or environment changed.
+
+Note [What Jittor's import trips over], of Jittor 1.3.11:
+1. oneDNN is downloaded from a server that is often out of reach, though wheels of it exist: they are linked to
+   where the download would have gone. Without oneDNN everything runs, convolutions about 30 times slower.
+2. With nvcc but without the CUDA runtime library the import dies: nvcc is then hidden from it.
+3. The cache's folder is named after the host, the kernel and the git branch, so that a new container or
+   branch compiles everything anew: the three are pinned, compiler, Python and processor are not.
+4. JITTOR_HOME is written to the user's ~/.cache/jittor/config.json for good: HOME is another one meanwhile.
+5. torch is imported whenever it is installed: FIX_TORCH_ERROR=0.
+6. Warnings and notices are printed at each import: it is silent meanwhile, and only then, since errors are too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes.util
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import platformdirs
+
+from memfit.errors import MissingExtraError, UsageError
+
+EXTRA = "jittor"
+VERSION = "1.3.11.0"
+"""The version that the recipe was tried with."""
+
+_PROGRESS = re.compile(rb"Compiling (\S+?)\((\d+)/(\d+)\)")
+_LONGEST_NAME = 20
+_IMPORT = "from memfit.doctor import _import_jittor; _import_jittor(silent=False)"
+_ONEDNN_FOLDER = "dnnl_lnx_2.2.0_cpu_gomp"
+
+Progress = Callable[[str, int, int | None], None]
+"""Told what is compiled, how many of its files are done, and how many there are."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that Jittor needs.
+
+    Attributes:
+        name: What it is.
+        ok: Whether it is there.
+        found: What was found.
+        remedy: What to do where it is not; "" where it is.
+        needed: Whether nothing works without it.
+    """
+
+    name: str
+    ok: bool
+    found: str
+    remedy: str = ""
+    needed: bool = True
+
+
+def checks() -> list[Check]:
+    """Return what Jittor needs, and whether it is there; nothing is changed, compiled or imported."""
+    return [
+        _check_jittor(),
+        _check_numpy(),
+        _check_compiler(),
+        _check_headers(),
+        _check_onednn(),
+        _check_cuda(),
+        _check_cache(),
+    ]
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _check_jittor() -> Check:
+    found = _version_of("jittor")
+    how = f"pip install 'memfit[{EXTRA}]' in an environment of its own"
+    if found is None:
+        return Check("jittor", False, "not installed", how)
+    if found != VERSION:
+        return Check("jittor", False, found, f"{how}: only {VERSION} was tried", needed=False)
+    return Check("jittor", True, found)
+
+
+def _check_numpy() -> Check:
+    found = _version_of("numpy") or "not installed"
+    ok = found.split(".")[0] in ("0", "1")
+    return Check("numpy", ok, found, "" if ok else "pip install 'numpy<2', in an environment without packages that need 2")
+
+
+def _check_compiler() -> Check:
+    path = shutil.which(os.environ.get("cc_path") or "g++")
+    return Check("C++ compiler", path is not None, path or "no g++", "" if path else "install g++ (Debian: apt install g++)")
+
+
+def _check_headers() -> Check:
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    ok = header.exists()
+    return Check("Python headers", ok, str(header), "" if ok else "install them (Debian: apt install python3-dev)")
+
+
+def _check_onednn() -> Check:
+    found = _onednn()
+    how = f"pip install 'memfit[{EXTRA}]' brings the wheels; without them Jittor downloads oneDNN, or use_mkl=0"
+    if found is None:
+        return Check("oneDNN", False, "no wheels of it", how, needed=False)
+    return Check("oneDNN", True, str(found[0]))
+
+
+def _check_cuda() -> Check:
+    nvcc = _nvcc()
+    if nvcc is None:
+        return Check("CUDA", True, "no nvcc: Jittor uses the CPU")
+    if _can_use_cuda():
+        return Check("CUDA", True, nvcc)
+    return Check("CUDA", True, f"{nvcc} without its libcudart or a driver: hidden from Jittor, which uses the CPU")
+
+
+def _check_cache() -> Check:
+    if _marker().exists():
+        return Check("compiled", True, str(home()))
+    return Check("compiled", False, f"nothing in {home()}", "memfit doctor jittor: takes minutes, once", needed=False)
+
+
+def home() -> Path:
+    """Return where Jittor keeps what it compiles: JITTOR_HOME, or in memfit's cache folder (MEMFIT_CACHE_DIR)."""
+    cache = os.environ.get("MEMFIT_CACHE_DIR") or platformdirs.user_cache_dir("memfit")
+    return Path(os.environ.get("JITTOR_HOME") or Path(cache) / "jittor").absolute()
+
+
+def _marker() -> Path:
+    """Return the file that says that this Jittor is compiled, by this compiler for this Python and processor."""
+    found = importlib.util.find_spec("jittor")
+    parts = [found.origin if found else "", _version_of("jittor"), sys.version, _processor(), shutil.which("g++")]
+    return home() / f"memfit-{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith("model name")), platform.processor())
+
+
+def _onednn() -> tuple[Path, Path] | None:
+    """Return the folders of oneDNN's library and headers, from its wheels; None without them."""
+    places = []
+    for package, file in (("onednn-cpu-gomp", "libmkldnn.so"), ("onednn-devel-cpu-gomp", "mkldnn.h")):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            listed = importlib.metadata.files(package) or []
+            places += [Path(str(f.locate())).resolve().parent for f in listed if f.name == file][:1]
+    return (places[0], places[1]) if len(places) == 2 else None
+
+
+def _seed_onednn() -> None:
+    """Link oneDNN to where Jittor would download it to."""
+    found, folder = _onednn(), home() / ".cache" / "jittor" / "mkl" / _ONEDNN_FOLDER
+    if found is None or (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, place in zip(("lib", "include"), found, strict=True):
+        link = folder / name
+        if not link.exists() or link.resolve() != place:
+            link.unlink(missing_ok=True)
+            link.symlink_to(place)
+
+
+def _nvcc() -> str | None:
+    """Return the compiler that Jittor would take."""
+    places = ("/usr/local/cuda/bin/nvcc", "/usr/bin/nvcc", "/opt/cuda/bin/nvcc")
+    return shutil.which("nvcc") or next((place for place in places if os.access(place, os.X_OK)), None)
+
+
+def _can_use_cuda() -> bool:
+    """Return whether the runtime is where Jittor looks for it, and there is a driver."""
+    nvcc = _nvcc()
+    if nvcc is None or ctypes.util.find_library("cuda") is None:
+        return False
+    lib = Path("/usr/lib/x86_64-linux-gnu" if nvcc == "/usr/bin/nvcc" else Path(nvcc).parent.parent / "lib64")
+    return (lib / "libcudart.so").exists()
+
+
+def prepare(progress: Progress | None = None) -> None:
+    """Compile Jittor where that was not done, in a process of its own; the first time takes minutes.
+
+    Args:
+        progress: Told how far it is; None to say it on standard error.
+
+    Raises:
+        MissingExtraError: Jittor is not installed.
+        UsageError: Something that it needs is missing, or compiling failed.
+    """
+    if importlib.util.find_spec("jittor") is None:
+        raise MissingExtraError("memfit.jittor", EXTRA, "jittor")
+    missing = [check for check in checks() if check.needed and not check.ok]
+    if missing:
+        raise UsageError("Jittor can't be used: " + "; ".join(f"{c.name}: {c.found}. {c.remedy}" for c in missing))
+    if _marker().exists():
+        return
+    home().mkdir(parents=True, exist_ok=True)
+    _compile(progress or _on_stderr)
+    _marker().touch()
+
+
+def _compile(progress: Progress) -> None:
+    command = [sys.executable, "-u", "-c", _IMPORT]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as child:
+        said = b""
+        assert child.stdout is not None  # it is a pipe
+        while part := child.stdout.read1(65536):
+            said = (said + part)[-65536:]
+            found = _PROGRESS.findall(said)
+            if found:
+                name, done, total = found[-1]
+                progress(f"compile {name.decode()[:_LONGEST_NAME]}", int(done), int(total))
+    if child.returncode:
+        text = said.decode(errors="replace").replace("\r", "\n")
+        raise UsageError(f"Jittor could not be compiled (exit status {child.returncode}): {text[-2000:]}")
+
+
+def _on_stderr(what: str, done: int, total: int | None) -> None:
+    end = "\n" if done == total else ""
+    print(f"\rmemfit: Jittor is compiled, once: {what} {done}/{total} ", end=end, file=sys.stderr, flush=True)
+
+
+def load() -> ModuleType:
+    """Return Jittor, compiled first where that was not done.
+
+    Raises:
+        MissingExtraError: Jittor is not installed.
+        UsageError: Something that it needs is missing, or compiling failed.
+    """
+    if "jittor" in sys.modules:
+        return sys.modules["jittor"]
+    prepare()
+    return _import_jittor()
+
+
+def _import_jittor(silent: bool = True) -> ModuleType:
+    """Import Jittor, with what it trips over out of the way."""
+    _seed_onednn()
+    with _pinned(silent), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        jittor = importlib.import_module("jittor")
+    jittor.flags.log_silent = 0  # or errors would be lost too: `loss.backward()` did nothing, and said nothing
+    jittor.LOG.log_silent = 0
+    return jittor
+
+
+@contextlib.contextmanager
+def _pinned(silent: bool) -> Iterator[None]:
+    """Make the surroundings of the import the same everywhere."""
+    settings = {
+        "JITTOR_HOME": str(home()),
+        "HOME": str(home()),
+        "FIX_TORCH_ERROR": "0",
+        "cache_name": "memfit",
+        "log_silent": str(int(silent)),
+        **({} if "nvcc_path" in os.environ or _can_use_cuda() else {"nvcc_path": ""}),
+    }
+    before = {name: os.environ.get(name) for name in settings}
+    node, full = platform.node, platform.platform
+    os.environ.update(settings)
+    platform.node, platform.platform = (lambda: "memfit"), (lambda *_, **__: "memfit")
+    try:
+        yield
+    finally:
+        platform.node, platform.platform = node, full
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -1,0 +1,233 @@
+"""Activation checkpointing for Jittor, which has none: forget what a region makes, and make it again going backward.
+
+What makes it exact:
+
+1. The forward pass keeps the region's arguments, and nothing that it makes.
+2. In the backward pass the region runs again, and is differentiated there and then. The incoming gradients are cut
+   off from the graph that they came from, or Jittor would differentiate through them too.
+3. It runs again with the same random numbers (`draws`), on the buffers that it met the first time. What it writes to
+   them the second time is dropped, so that running statistics are updated once.
+4. It reads no values: Jittor executes when values are read, and dies when it must do so in a backward pass.
+5. It is told of all that it differentiates: another variable would get no gradient, silently. The graph of a
+   function's first recomputation is searched for such ones.
+
+What breaks 4 or 5, or draws from NumPy or Python, is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import random
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jittor as jt
+import numpy as np
+
+from memfit.errors import RecomputationError
+from memfit.jittor.draws import Draws, draws, substituted
+from memfit.jittor.graph import Node, nodes, reached
+from memfit.jittor.variables import emptied, filled, is_trainable, slots_of, variables_of
+
+_READS = ("item", "numpy", "fetch_sync", "sync", "data", "tolist", "__bool__", "__int__", "__float__", "__index__")
+_searched: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, parameters: Sequence[Any] | None = None, **kwargs: Any) -> Any:
+    """Return what a module or function returns, and recompute it in the backward pass instead of keeping activations.
+
+    Args:
+        function: A module, or a function of variables. It runs again in the backward pass.
+        *args: Its arguments; variables in nested lists, tuples and dicts are found.
+        parameters: The variables that a function uses beside its arguments; None to find them: those of the module, or
+            of the modules and variables in the function's closure, defaults, globals and `functools.partial`.
+        **kwargs: More of its arguments.
+
+    Raises:
+        RecomputationError: The function reads values, draws random numbers from NumPy or Python, or uses variables
+            that it was not told of; the last is noticed in the backward pass.
+    """
+    holders = list(_holders(function, set()))
+    used = [v for holder in holders for v in _variables_in(holder)] if parameters is None else list(parameters)
+    inputs = variables_of((args, kwargs))
+    region = _Region(function, emptied((args, kwargs)), inputs, [h for h in holders if isinstance(h, jt.Module)])
+    taped = _unique(v for v in (*inputs, *used) if is_trainable(v))
+    if jt.flags.no_grad or not taped:
+        return region.run(inputs)
+    found = region(*taped)
+    return filled(region.structure, found if isinstance(found, list | tuple) else [found])
+
+
+class _Region(jt.Function):
+    """One call of a region; Jittor calls it with the variables that gradients are wanted for."""
+
+    def __init__(self, function: Callable[..., Any], arguments: Any, inputs: list[Any], modules: list[Any]) -> None:
+        self.function = function
+        self.arguments = arguments
+        self.first = jt.array(0).id
+        self.inputs = [v.detach() if is_trainable(v) else v for v in inputs]
+        self.identities = [v.id for v in inputs]
+        self.modules = modules
+        self.name = _name_of(function)
+
+    def run(self, inputs: Sequence[Any]) -> Any:
+        """Run the function once, on some variables as its arguments."""
+        with substituted(), _no_reads(self.name), _no_other_draws(self.name):
+            args, kwargs = filled(self.arguments, inputs)
+            return self.function(*args, **kwargs)
+
+    def __call__(self, *taped: Any) -> Any:
+        self.taped = taped
+        return super().__call__(*taped)
+
+    def execute(self, *taped: Any) -> list[Any]:
+        buffers = ((place, name) for module in self.modules for _, place, name in slots_of(module))
+        self.buffers = [(p, n, p[n], p[n].detach().stop_grad()) for p, n in buffers if not is_trainable(p[n])]
+        self.start = Draws(draws.seed, draws.count)
+        self.level = jt.flags.auto_mixed_precision_level
+        with jt.no_grad():
+            made = self.run(self.inputs)
+        outputs = variables_of(made)
+        self.structure = emptied(made)
+        given = {v.id for v in (*taped, *self.taped, *self.inputs)}
+        return [v.clone() if v.id in given else v for v in outputs]
+
+    def grad(self, *gradients: Any) -> list[Any]:
+        inputs = [v.detach() if is_trainable(v) else v for v in self.inputs]
+        with jt.flag_scope(no_grad=0, auto_mixed_precision_level=self.level), self._as_it_was():
+            made = self.run(inputs)
+        pairs = [(v, g.stop_grad()) for v, g in zip(variables_of(made), gradients, strict=True) if g is not None]
+        again = dict(zip(self.identities, inputs, strict=True))
+        targets = [again.get(v.id, v) for v in self.taped]
+        self._search(variables_of(made), targets)
+        del made
+        self.inputs, self.buffers, self.taped = [], [], ()
+        if not pairs:
+            return [None] * len(targets)
+        ends = _Incoming([g for _, g in pairs])(*(v for v, _ in pairs))
+        total = sum((v.sum() for v in ends[1:]), ends[0].sum())  # never made: `_Incoming` does not look at its gradient
+        del pairs, ends
+        return list(jt.grad(total, targets, retain_graph=False))
+
+    @contextlib.contextmanager
+    def _as_it_was(self) -> Iterator[None]:
+        """Give the function the random numbers and the buffers that it met the first time, and drop what it writes."""
+        now = [(place, name, place[name]) for place, name, *_ in self.buffers]
+        for place, name, _, before in self.buffers:
+            place[name] = before.detach().stop_grad()
+        try:
+            with substituted(self.start):
+                yield
+        finally:
+            for place, name, value in now:
+                place[name] = value
+
+    def _search(self, made: list[Any], told: list[Any]) -> None:
+        """Search the graph of the function's first recomputation for variables that it was not told of.
+
+        Raises:
+            RecomputationError: There are any.
+        """
+        first = getattr(self.function, "member0", self.function)  # of a run of modules, which is made anew each time
+        key = first if isinstance(first, jt.Module) else getattr(first, "__code__", None)
+        if key is None or key in _searched:
+            return
+        known = {v.id for v in told}
+
+        def is_older(node: Node) -> bool:
+            return 0 <= node.id < self.first
+
+        def leads_on(node: Node) -> bool:
+            return node.id < 0 or (node.trainable and node.id not in known and not is_older(node))
+
+        found = reached(nodes(), [v.id for v in made], leads_on)
+        others = [node for node in found if node.trainable and is_older(node) and node.id not in known]
+        if others:
+            listed = ", ".join(f"{node.name or 'one without a name'} of shape {node.shape}" for node in others[:3])
+            raise RecomputationError(
+                (self.name,), self.name, f"it uses variables that it was not told of, which would get no gradient: {listed}"
+            )
+        _searched.add(key)
+
+
+class _Incoming(jt.Function):
+    """Variables whose gradients are given."""
+
+    def __init__(self, gradients: list[Any]) -> None:
+        self.gradients = gradients
+
+    def execute(self, *variables: Any) -> Any:
+        return variables
+
+    def grad(self, *_: Any) -> list[Any]:
+        return self.gradients
+
+
+def _holders(function: Any, seen: set[int]) -> Iterator[Any]:
+    """Yield the modules and variables that a function can reach by itself."""
+    if id(function) in seen:
+        return
+    seen.add(id(function))
+    if isinstance(function, jt.Module | jt.Var):
+        yield function
+        return
+    parts: Iterable[Any] = ()
+    if isinstance(function, functools.partial):
+        parts = (function.func, *function.args, *function.keywords.values())
+    elif isinstance(function, list | tuple | dict):
+        parts = function.values() if isinstance(function, dict) else function
+    elif inspect.ismethod(function):
+        parts = (function.__self__, function.__func__)
+    elif inspect.isfunction(function) and not function.__module__.startswith(("jittor", "memfit.jittor")):
+        used = inspect.getclosurevars(function)
+        parts = (*used.nonlocals.values(), *used.globals.values(), *(function.__defaults__ or ()))
+    for part in parts:
+        yield from _holders(part, seen)
+
+
+def _variables_in(holder: Any) -> list[Any]:
+    return list(holder.parameters()) if isinstance(holder, jt.Module) else [holder]
+
+
+def _unique(variables: Iterable[Any]) -> list[Any]:
+    return list({v.id: v for v in variables}.values())
+
+
+def _name_of(function: Any) -> str:
+    fqns = getattr(function, "fqns", None)
+    if fqns is not None:
+        return " to ".join(dict.fromkeys((fqns[0], fqns[-1])))
+    return getattr(function, "__qualname__", type(function).__name__)
+
+
+@contextlib.contextmanager
+def _no_reads(name: str) -> Iterator[None]:
+    """Refuse to read values of variables."""
+    found = {read: jt.Var.__dict__[read] for read in _READS if read in jt.Var.__dict__}
+
+    def refusal(read: str) -> Any:
+        def refuse(*_: Any, **__: Any) -> Any:
+            raise RecomputationError((name,), name, f"it reads values, by {read}, for which Jittor has to execute")
+
+        return property(refuse) if read == "data" else refuse
+
+    for read in found:
+        setattr(jt.Var, read, refusal(read))
+    try:
+        yield
+    finally:
+        for read, original in found.items():
+            setattr(jt.Var, read, original)
+
+
+@contextlib.contextmanager
+def _no_other_draws(name: str) -> Iterator[None]:
+    """Refuse random numbers that can't be drawn again."""
+    before = random.getstate(), np.random.get_state()[1:3]
+    yield
+    after = random.getstate(), np.random.get_state()[1:3]
+    if after[0] != before[0] or not np.array_equal(after[1][0], before[1][0]) or after[1][1] != before[1][1]:
+        raise RecomputationError((name,), name, "it draws from Python's or NumPy's generator: use jt.random")

@@ -1,0 +1,82 @@
+"""fp16 for Jittor: casts of weights and inputs, with fp32 masters that the optimizer updates.
+
+Jittor's own levels of mixed precision fail on the CPU or turn the optimizer's parameters to fp16; casts in the graph
+do neither, and gradients reach the masters through them. Normalisations, dropout and softmax layers run in fp32, as
+does what follows the model. On the CPU fp16 is software, about a hundred times slower: good for trying what a GPU will do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jittor as jt
+
+from memfit.jittor.regions import executing
+from memfit.jittor.variables import FLOATS, is_trainable, mapped, modules_of, slots_of
+
+_IN_FP32 = tuple(
+    getattr(jt.nn, name)
+    for name in ("BatchNorm", "LayerNorm", "GroupNorm", "InstanceNorm", "Dropout", "Dropout2d", "DropPath", "Softmax")
+)
+
+
+@contextlib.contextmanager
+def half(model: Any) -> Iterator[None]:
+    """Run a model in fp16, forward and backward, for calls and gradients inside this context."""
+    full = [m for m in modules_of(model).values() if isinstance(m, _IN_FP32)]
+    kept = {id(v) for one in full for v in one.parameters()}
+    casts: dict[int, Any] = {}
+    masters = []
+    for _, place, name in slots_of(model):
+        master = place[name]
+        if is_trainable(master) and str(master.dtype) == "float32" and id(master) not in kept:
+            masters.append((place, name, master))
+            place[name] = casts.setdefault(id(master), master.float16())
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_comparable())
+        for one in full:
+            stack.enter_context(executing(one, _in(one.execute, "float32", "float16")))
+        stack.enter_context(executing(model, _in(model.execute, "float16", "float32")))
+        try:
+            yield
+        finally:
+            for place, name, master in masters:
+                place[name] = master
+
+
+_COMPARISONS = ("__gt__", "__ge__", "__lt__", "__le__", "__eq__", "__ne__")
+
+
+@contextlib.contextmanager
+def _comparable() -> Iterator[None]:
+    """Compare fp16 variables in fp32: Jittor's code for the CPU does not compile otherwise, not even that of relu."""
+    found = {name: getattr(jt.Var, name) for name in _COMPARISONS}
+
+    def widened(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        return lambda v, other: original(v.float32() if str(v.dtype) == "float16" else v, other)
+
+    for name, original in found.items():
+        setattr(jt.Var, name, widened(original))
+    try:
+        yield
+    finally:
+        for name, original in found.items():
+            setattr(jt.Var, name, original)
+
+
+def _in(execute: Callable[..., Any], inside: str, outside: str) -> Callable[..., Any]:
+    """Return a function that gets its floats in one dtype and gives them in another."""
+
+    @functools.wraps(execute)
+    def cast(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = mapped((args, kwargs), lambda v: _cast(v, inside))
+        return mapped(execute(*args, **kwargs), lambda v: _cast(v, outside))
+
+    return cast
+
+
+def _cast(variable: Any, dtype: str) -> Any:
+    return variable.cast(dtype) if str(variable.dtype) in FLOATS and str(variable.dtype) != dtype else variable

@@ -1,0 +1,313 @@
+"""What Jittor holds of the memory: measured, told apart, kept below a limit, and given back.
+
+The peak is that of the pools that Jittor takes memory in: they keep their high-water mark until `jt.gc`.
+It is what Jittor holds of the device, which is more than its variables need where the pools are fragmented.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jittor as jt
+import psutil
+
+from memfit.errors import MemoryLimitError, UsageError
+from memfit.jittor.graph import nodes
+from memfit.jittor.variables import is_trainable, named_variables, variables_of
+from memfit.units import format_bytes, parse_budget
+
+_limits: list[int] = []
+
+
+@dataclass
+class Measurement:
+    """What ran inside `measure`.
+
+    Attributes:
+        before_bytes: What the pools held before, with nothing cached.
+        peak_bytes: The most that they held.
+        seconds: Wall time.
+    """
+
+    before_bytes: int = 0
+    peak_bytes: int = 0
+    seconds: float = 0.0
+
+    @property
+    def added_bytes(self) -> int:
+        """The peak beyond what was held before."""
+        return self.peak_bytes - self.before_bytes
+
+
+def release() -> None:
+    """Run what is pending, and give the pools' free memory back to the system."""
+    jt.sync_all(True)
+    gc.collect()
+    jt.gc()
+
+
+def held_bytes() -> int:
+    """Return what the pools hold of the device, in use or not."""
+    info = jt.get_mem_info()
+    return int(info.total_cuda_used if jt.flags.use_cuda else info.total_cpu_used)
+
+
+def device_bytes() -> int:
+    """Return what the device has for this process: a GPU's memory, or what the machine has left."""
+    return int(jt.get_mem_info().total_cuda_ram) if jt.flags.use_cuda else int(psutil.virtual_memory().available)
+
+
+@contextlib.contextmanager
+def measure() -> Iterator[Measurement]:
+    """Measure the peak and the time of what runs inside. What is pending before runs first."""
+    found = Measurement()
+    release()
+    found.before_bytes = held_bytes()
+    started = time.perf_counter()
+    yield found
+    jt.sync_all(True)
+    found.seconds = time.perf_counter() - started
+    found.peak_bytes = held_bytes()
+
+
+def ledger(model: Any = None, optimizer: Any = None, batch: Any = None) -> dict[str, int]:
+    """Return the bytes in the pools by category. Variables that share memory count once.
+
+    Args:
+        model: Its parameters and buffers are told apart.
+        optimizer: Its state and gradients are told apart.
+        batch: Its variables are the inputs.
+    """
+    jt.sync_all(True)
+    owners = {v.id: category for category, variables in _known(model, optimizer, batch) for v in variables}
+    sizes: dict[int, tuple[int, str]] = {}
+    for node in nodes():
+        if node.address:
+            category = owners.get(node.id, "other variables")
+            sizes[node.address] = max(sizes.get(node.address, (0, "")), (node.nbytes, category))
+    found = dict.fromkeys(
+        ("parameters", "buffers", "gradients", "optimizer state", "inputs", "other variables", "free in the pools"), 0
+    )
+    for nbytes, category in sizes.values():
+        found[category] += nbytes
+    found["free in the pools"] = max(0, held_bytes() - sum(found.values()))
+    return found
+
+
+def _known(model: Any, optimizer: Any, batch: Any) -> Iterator[tuple[str, list[Any]]]:
+    """Yield categories with their variables; a later one takes precedence."""
+    if optimizer is not None:
+        yield "optimizer state", optimizer_state(optimizer)
+        yield "gradients", [g for group in optimizer.param_groups for g in group.get("grads", ())]
+        yield "parameters", [p for group in optimizer.param_groups for p in group["params"]]
+    if model is not None:
+        named = named_variables(model).values()
+        yield "parameters", [v for v in named if is_trainable(v)]
+        yield "buffers", [v for v in named if not is_trainable(v)]
+    yield "inputs", variables_of(batch)
+
+
+def optimizer_state(optimizer: Any) -> list[Any]:
+    """Return the variables that an optimizer keeps between steps, in the order of its groups."""
+    groups = optimizer.param_groups
+    return [v for group in groups for key in sorted(group) if key not in ("params", "grads") for v in _listed(group[key])]
+
+
+def _listed(value: Any) -> list[Any]:
+    return variables_of(value) if isinstance(value, list | tuple) else []
+
+
+def summary(model: Any = None, optimizer: Any = None, batch: Any = None) -> str:
+    """Return the ledger as text, the largest first."""
+    found = ledger(model, optimizer, batch)
+    rows = sorted(found.items(), key=lambda row: -row[1])
+    counts = jt.liveness_info()
+    lines = [f"{name:<18}{format_bytes(nbytes):>12}" for name, nbytes in rows if nbytes]
+    lines.append(f"{'in all':<18}{format_bytes(sum(found.values())):>12}")
+    lines.append(f"{counts['lived_vars']} variables and {counts['lived_ops']} operators alive")
+    return "\n".join(lines)
+
+
+@contextlib.contextmanager
+def limit(budget: int | float | str, *, swap: bool = False) -> Iterator[None]:
+    """Keep Jittor below a number of bytes: what would pass it raises, while the process lives on.
+
+    Jittor itself dies of a segmentation fault when the CPU's memory is full. Inside this context a
+    `memfit.jittor.Step` predicts its peak from runs with few samples before it first runs a batch of some shape,
+    and variables are refused that are larger than what is left when their values are asked for. Operators
+    in other code are not watched.
+
+    Args:
+        budget: Bytes, a string with a unit ("300MiB"), or a share of the device's memory ("90%").
+        swap: Let Jittor move variables to disk instead, which is slow. The program must have been started with
+            JT_SAVE_MEM=1 in its environment: Jittor reads that once.
+
+    Raises:
+        BudgetError: The budget says no number of bytes.
+        MemoryLimitError: Something would pass it.
+        UsageError: `swap` was asked for, but the program was started without JT_SAVE_MEM=1.
+    """
+    nbytes = parse_budget(budget, device_bytes())
+    if swap:
+        with _swapping(nbytes):
+            yield
+        return
+    _limits.append(nbytes)
+    try:
+        with _watched_reads():
+            yield
+    finally:
+        _limits.pop()
+
+
+@contextlib.contextmanager
+def _swapping(nbytes: int) -> Iterator[None]:
+    if os.environ.get("JT_SAVE_MEM") != "1":
+        raise UsageError("limit(swap=True) needs JT_SAVE_MEM=1 in the environment that the program is started with")
+    flag = "device_mem_limit" if jt.flags.use_cuda else "cpu_mem_limit"
+    with jt.flag_scope(**{flag: nbytes}):
+        yield
+
+
+def limit_bytes() -> int | None:
+    """Return the tightest limit in force."""
+    return min(_limits, default=None)
+
+
+def refuse(requested_bytes: int, where: str, **known: Any) -> None:
+    """Raise if so many bytes more would pass the limit in force.
+
+    Raises:
+        MemoryLimitError: They would.
+    """
+    allowed, held = limit_bytes(), held_bytes()
+    if allowed is None or held + requested_bytes <= allowed:
+        return
+    release()
+    held = held_bytes()
+    if held + requested_bytes <= allowed:
+        return
+    by_category = {name: nbytes for name, nbytes in ledger(**known).items() if nbytes}
+    listed = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in by_category.items())
+    raise MemoryLimitError(
+        f"{where} would take {format_bytes(requested_bytes)} beyond the {format_bytes(held)} that Jittor holds"
+        f" ({listed}), more than limit={format_bytes(allowed)}: it was not run. Plan the step for this budget"
+        " (memfit.jittor.plan), make the batch smaller, or raise the limit",
+        limit_bytes=allowed,
+        held_bytes=held,
+        requested_bytes=requested_bytes,
+        by_category=by_category,
+        where=where,
+    )
+
+
+_WATCHED = ("item", "numpy", "fetch_sync", "sync", "data")
+
+
+@contextlib.contextmanager
+def _watched_reads() -> Iterator[None]:
+    """Check the size of variables before their values are made."""
+    found = {name: jt.Var.__dict__[name] for name in _WATCHED}
+    for name, original in found.items():
+        setattr(jt.Var, name, _watched(name, original))
+    try:
+        yield
+    finally:
+        for name, original in found.items():
+            setattr(jt.Var, name, original)
+
+
+def _watched(name: str, original: Any) -> Any:
+    def check(variable: Any) -> None:
+        if variable.nbytes > (limit_bytes() or variable.nbytes) - held_bytes():
+            _refuse_variable(variable)
+
+    if name == "data":
+        return property(lambda v: (check(v), original.__get__(v))[1], lambda v, value: original.__set__(v, value))
+    return lambda v, *args, **kwargs: (check(v), original(v, *args, **kwargs))[1]
+
+
+def _refuse_variable(variable: Any) -> None:
+    made = any(node.id == variable.id and node.address for node in nodes())
+    if not made:
+        refuse(variable.nbytes, f"a variable of shape {tuple(variable.shape)} ({variable.dtype})")
+
+
+@dataclass(frozen=True)
+class PoolUse:
+    """How a pool served what ran.
+
+    Attributes:
+        requests: Requests for memory.
+        requested_bytes: Of all of them together.
+        taken: How often the pool went to the system for more.
+        taken_bytes: What it took.
+    """
+
+    requests: int
+    requested_bytes: int
+    taken: int
+    taken_bytes: int
+
+    @property
+    def reused_share(self) -> float:
+        """Share of the requested bytes that came from memory which the pool had already."""
+        return max(0.0, 1 - self.taken_bytes / self.requested_bytes) if self.requested_bytes else 0.0
+
+
+def pool_use(run: Callable[[], Any]) -> PoolUse:
+    """Run something twice, and return how the pool served it.
+
+    Args:
+        run: What to run; what it returns is dropped.
+    """
+    requests = _counted(run, above_pool=True)
+    return PoolUse(*requests, *_counted(run, above_pool=False))
+
+
+def _counted(run: Callable[[], Any], *, above_pool: bool) -> tuple[int, int]:
+    release()
+    with jt.flag_scope(use_stat_allocator=2 if above_pool else 1):
+        calls, nbytes = jt.flags.stat_allocator_total_alloc_call, jt.flags.stat_allocator_total_alloc_byte
+        run()
+        jt.sync_all(True)
+        return (
+            int(jt.flags.stat_allocator_total_alloc_call) - calls,
+            int(jt.flags.stat_allocator_total_alloc_byte) - nbytes,
+        )
+
+
+@dataclass(frozen=True)
+class FusionUse:
+    """What fusing operators saves: the same measured with it and without it."""
+
+    fused: Measurement
+    apart: Measurement
+
+    @property
+    def saved_bytes(self) -> int:
+        """By how much the peak is lower with it."""
+        return self.apart.added_bytes - self.fused.added_bytes
+
+
+def fusion_use(run: Callable[[], Any]) -> FusionUse:
+    """Run something with operators fused and without, each twice, and return the second measurement of each.
+
+    Args:
+        run: What to run; what it returns is dropped.
+    """
+    return FusionUse(_second(run, no_fuse=0), _second(run, no_fuse=1))
+
+
+def _second(run: Callable[[], Any], no_fuse: int) -> Measurement:
+    with jt.flag_scope(no_fuse=no_fuse):
+        for _ in range(2):  # the first compiles
+            with measure() as found:
+                run()
+    return found

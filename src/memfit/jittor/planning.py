@@ -1,0 +1,381 @@
+"""Plans for Jittor: modules are measured, the same solver as for PyTorch chooses, and the applied plan is measured."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import jittor as jt
+import numpy as np
+from msgspec.structs import replace
+
+from memfit.errors import InfeasibleError, PlanMismatchError, RecomputationError, UsageError
+from memfit.ir.plan import NUMERICS, Candidate, Levers, Numerics, Plan, Precision, Prediction, Solution
+from memfit.ir.remat import Region
+from memfit.jittor import memory
+from memfit.jittor.half import half
+from memfit.jittor.profile import Profile, profile
+from memfit.jittor.step import Step
+from memfit.jittor.variables import modules_of
+from memfit.jittor.workload import Workload, batch_size_of, fingerprint, first
+from memfit.pipeline.planning import freest, microbatch_sizes
+from memfit.solve.candidates import Option
+from memfit.solve.frontier import Combination, fastest, frontier
+from memfit.solve.problem import Problem, Row
+from memfit.units import format_bytes, parse_budget
+from memfit.version import __version__
+
+_ATTEMPTS = 8
+_LEAST_SHARE = 0.005
+_LONGEST_CHAIN = 24
+_PROFILED_SHARE = 4
+
+Progress = Callable[[str, int, int | None], None]
+
+
+def silent(stage: str, done: int, total: int | None) -> None:
+    """Tell nobody."""
+
+
+def plan(
+    workload: Workload,
+    *,
+    budget: int | float | str,
+    numerics: Numerics = "reordered",
+    precisions: Sequence[Precision] = ("32-true",),
+    points: int = 8,
+    time_limit_seconds: float = 8.0,
+    progress: Progress = silent,
+) -> Plan:
+    """Choose the fastest combination of levers whose measured peak fits a budget.
+
+    Searched are microbatch sizes, checkpointing of modules at any depth and of runs of a container's layers, and
+    precisions. What modules keep, and their times, are measured on a part of the batch; the solver is that for
+    PyTorch; the plan that it chooses is applied and measured on the whole batch, and chosen again where it does not fit.
+
+    Args:
+        workload: The user's workload. Steps are run on it; weights, statistics and optimizer are as they were after.
+        budget: What Jittor's pools may hold: bytes, a string with a unit ("300MiB"), or a share of the memory ("90%").
+        numerics: How far the numbers may change. Checkpointing is "reordered" in Jittor, which fuses operators
+            otherwise where regions end; what it makes is the same.
+        precisions: Precisions to search: "32-true" and "16-mixed" (on the CPU correct, but very slow).
+        points: Budgets that the frontier is solved for, for each precision and microbatch size.
+        time_limit_seconds: Of solving, about.
+        progress: Told how far it is.
+
+    Raises:
+        BudgetError: The budget says no number of bytes.
+        InfeasibleError: No plan that `numerics` allows fits.
+        UsageError: `numerics` or `precisions` are unknown.
+    """
+    budget_bytes = parse_budget(budget, memory.device_bytes())
+    if numerics not in NUMERICS:
+        raise UsageError(f"numerics={numerics!r} is unknown: use one of {', '.join(NUMERICS)}")
+    wrong = [p for p in precisions if p not in ("32-true", "16-mixed")]
+    if wrong or not precisions:
+        raise UsageError(f"precisions={list(precisions)} are not for Jittor: use '32-true' and '16-mixed'")
+    return _Planner(workload, budget_bytes, numerics, precisions, points, time_limit_seconds, progress).plan()
+
+
+def apply(plan: Plan, workload: Workload) -> Step:
+    """Return the training step that a plan describes.
+
+    Raises:
+        PlanMismatchError: The plan was made for another workload, or not for Jittor.
+    """
+    if plan.fingerprint != fingerprint(workload):
+        raise PlanMismatchError(
+            f"the plan was made for the workload {plan.workload!r} with the fingerprint {plan.fingerprint}, not for this"
+            f" one with {fingerprint(workload)}: plan again with memfit.jittor.plan"
+        )
+    return _step(workload, plan.levers, plan.predicted.peak_bytes)
+
+
+def _step(workload: Workload, levers: Levers, predicted_peak_bytes: int | None = None) -> Step:
+    size = levers.microbatch_size if levers.microbatch_size < batch_size_of(workload.batch) else None
+    return Step(
+        workload,
+        microbatch_size=size,
+        precision=levers.precision,
+        regions=levers.regions,
+        predicted_peak_bytes=predicted_peak_bytes,
+    )
+
+
+@dataclass(frozen=True)
+class _Cost:
+    """What a step takes, affine in the samples of its microbatch."""
+
+    fixed_bytes: float
+    sample_bytes: float
+    fixed_seconds: float
+    sample_seconds: float
+
+    def peak_bytes(self, samples: int) -> int:
+        return int(self.fixed_bytes + self.sample_bytes * samples)
+
+    def seconds(self, microbatch_size: int, batch_size: int) -> float:
+        return self.fixed_seconds * -(-batch_size // microbatch_size) + self.sample_seconds * batch_size
+
+
+@dataclass
+class _Planner:
+    workload: Workload
+    budget_bytes: int
+    numerics: Numerics
+    precisions: Sequence[Precision]
+    points: int
+    time_limit_seconds: float
+    progress: Progress
+    notes: list[str] = field(default_factory=list)
+    excluded: set[tuple[str, ...]] = field(default_factory=set)
+
+    def plan(self) -> Plan:
+        self.batch_size = batch_size_of(self.workload.batch)
+        self.couples_batch = any(
+            isinstance(m, jt.nn.BatchNorm) and m.is_train for m in modules_of(self.workload.model).values()
+        )
+        self.profiles = {p: self._profile(p) for p in self.precisions}
+        self.costs = {p: self._cost(p) for p in self.precisions}
+        started = time.monotonic()
+        candidate, prediction = self._choose()
+        points = frontier(self.combinations, self.points, time_limit_seconds=self.time_limit_seconds / 2)
+        found = [replace(c, numerics=freest(self._classes(c.levers))) for c in points]
+        return self._as_plan(candidate, prediction, found, time.monotonic() - started)
+
+    def _as_plan(self, chosen: Candidate, prediction: Prediction, found: list[Candidate], seconds: float) -> Plan:
+        classes = self._classes(chosen.levers)
+        bound = min(chosen.bound_seconds, chosen.step_seconds)
+        return Plan(
+            memfit_version=__version__,
+            torch_version=f"jittor {jt.__version__}",
+            workload=self.workload.name,
+            fingerprint=fingerprint(self.workload),
+            device="cuda" if jt.flags.use_cuda else "cpu",
+            batch_size=self.batch_size,
+            budget_bytes=self.budget_bytes,
+            levers=chosen.levers,
+            numerics=freest(classes),
+            classes=classes,
+            allowed=self.numerics,
+            plain=self._plain(),
+            predicted=prediction,
+            solution=Solution(
+                status=chosen.status,
+                bound_seconds=bound,
+                gap=max(0.0, 1 - bound / chosen.step_seconds),
+                solve_seconds=seconds,
+            ),
+            frontier=found,
+            notes=["peaks are what Jittor's pools hold; that of the chosen plan is measured", *self.notes],
+        )
+
+    def _profile(self, precision: Precision) -> Profile:
+        """Measure the modules on a part of the batch."""
+        samples = max(1, self.batch_size // _PROFILED_SHARE)
+        part, model = first(self.workload.batch, samples), self.workload.model
+        with half(model) if precision == "16-mixed" else contextlib.nullcontext(), _kept_buffers(self.workload):
+            return profile(
+                model,
+                lambda: self.workload.loss_fn(model, part),
+                samples,
+                lambda done, total: self.progress("measure modules", done, total),
+            )
+
+    def _cost(self, precision: Precision) -> _Cost:
+        """Measure the plain step with few samples and with more: what it takes is affine in them."""
+        few, more = max(1, self.batch_size // 4), max(1, self.batch_size // 2)
+        peaks, seconds = [], []
+        for index, samples in enumerate((few, more)):
+            levers = Levers(precision=precision, microbatch_size=self.batch_size)
+            measured = self._measure(levers, samples)
+            peaks.append(measured.peak_bytes)
+            seconds.append(measured.seconds)
+            self.progress("measure steps", index + 1, 2)
+        apart = max(1, more - few)
+        slope, rate = max(0.0, (peaks[1] - peaks[0]) / apart), max(0.0, (seconds[1] - seconds[0]) / apart)
+        return _Cost(peaks[1] - slope * more, slope, max(0.0, seconds[1] - rate * more), rate)
+
+    def _plain(self) -> Prediction:
+        cost = self.costs.get("32-true") or next(iter(self.costs.values()))
+        return Prediction(
+            peak_bytes=cost.peak_bytes(self.batch_size),
+            peak_upper_bytes=cost.peak_bytes(self.batch_size),
+            step_seconds=cost.seconds(self.batch_size, self.batch_size),
+            by_category={},
+            where="predicted from fewer samples",
+        )
+
+    def _classes(self, levers: Levers) -> dict[str, Numerics]:
+        classes: dict[str, Numerics] = {}
+        if levers.regions:
+            classes["activation checkpointing"] = "reordered"
+        if levers.microbatch_size < self.batch_size:
+            classes["microbatches"] = "changed" if self.couples_batch else "reordered"
+        if levers.precision != "32-true":
+            classes[levers.precision] = "reduced"
+        return classes
+
+    def _combine(self) -> None:
+        """Make the problem of each precision and microbatch size, the simplest first."""
+        self.combinations = []
+        for precision in self.precisions:
+            for size in microbatch_sizes(self.batch_size):
+                levers = Levers(precision=precision, microbatch_size=size)
+                problem = _problem(
+                    self.profiles[precision],
+                    size,
+                    self.batch_size,
+                    self.costs[precision],
+                    [] if self.numerics == "exact" else self._regions(self.profiles[precision]),
+                )
+                self.combinations.append(Combination(precision, size, freest(self._classes(levers)), problem))
+
+    def _regions(self, profiled: Profile) -> list[list[int]]:
+        """Return the blocks, and the runs of blocks, that hold enough to matter."""
+        total = max(1, sum(profiled.own_bytes(i) for i in range(len(profiled.blocks))))
+        found = [[i] for i, block in enumerate(profiled.blocks) if block.fqn]
+        for chain in profiled.chains:
+            stride = -(-len(chain) // _LONGEST_CHAIN)
+            for length in range(2, len(chain) + 1):
+                found += [chain[s : s + length] for s in range(0, len(chain) - length + 1, stride)]
+        names = {tuple(profiled.blocks[i].fqn for i in run): run for run in found}
+        allowed = {fqns: run for fqns, run in names.items() if fqns not in self.excluded}
+        return [run for run in allowed.values() if _dropped_bytes(profiled, run) >= _LEAST_SHARE * total]
+
+    def _choose(self) -> tuple[Candidate, Prediction]:
+        """Return the fastest plan whose applied step is measured to fit.
+
+        Raises:
+            InfeasibleError: None was found.
+        """
+        self._combine()
+        target, lowest = self.budget_bytes, (2**63, "")
+        for attempt in range(_ATTEMPTS):
+            allowed = [c for c in self.combinations if NUMERICS.index(c.numerics) <= NUMERICS.index(self.numerics)]
+            candidate = fastest(allowed, target, self.time_limit_seconds / 2 ** (attempt + 1))
+            if candidate is None:
+                leanest = [c.candidate(c.leanest(1.0), self.budget_bytes) for c in allowed]
+                candidate, attempt = min(leanest, key=lambda one: one.peak_bytes), _ATTEMPTS
+            self.progress("measure plans", min(attempt + 1, _ATTEMPTS), _ATTEMPTS)
+            try:
+                measured = self._measure(candidate.levers)
+            except RecomputationError as e:
+                self._exclude(e)
+                continue
+            if measured.peak_bytes <= self.budget_bytes:
+                return candidate, _predicted(measured)
+            lowest = min(lowest, (measured.peak_bytes, str(candidate.levers.regions[:1])))
+            if attempt == _ATTEMPTS:
+                break
+            target -= measured.peak_bytes - self.budget_bytes
+        raise self._infeasible(lowest[0])
+
+    def _exclude(self, error: RecomputationError) -> None:
+        """Leave out the regions that a module which can't be recomputed is in."""
+        culprit = error.modules[0].split(" to ")[0]
+        blocks = next(iter(self.profiles.values())).blocks
+        every = [tuple(b.fqn for b in blocks[i : i + 1]) for i in range(len(blocks))]
+        self.excluded |= {fqns for fqns in every if culprit.startswith(fqns[0]) or fqns[0].startswith(culprit)}
+        self.excluded |= {
+            tuple(blocks[i].fqn for i in run)
+            for p in self.profiles.values()
+            for run in self._regions(p)
+            if any(culprit.startswith(blocks[i].fqn) for i in run)
+        }
+        self.notes.append(f"{culprit} is not recomputed: {error.how}")
+        self._combine()
+
+    def _infeasible(self, lowest_bytes: int) -> InfeasibleError:
+        return InfeasibleError(
+            f"no plan fits budget={format_bytes(self.budget_bytes)} with numerics={self.numerics!r}: the lowest peak"
+            f" measured is {format_bytes(lowest_bytes)}. What to do: raise budget=, allow more by numerics=, or make"
+            " Workload.batch or the model smaller",
+            budget_bytes=self.budget_bytes,
+            lowest_peak_bytes=lowest_bytes,
+            where="the applied step, measured",
+        )
+
+    def _measure(self, levers: Levers, samples: int | None = None) -> memory.Measurement:
+        """Run a step twice on the batch, or on some samples of it, and return the second's peak and time."""
+        batch = self.workload.batch if samples is None else first(self.workload.batch, samples)
+        step = _step(self.workload, levers)
+        with _undone(step):
+            for _ in range(2):  # the first compiles
+                with memory.measure() as found:
+                    step(batch)
+        return found
+
+
+def _predicted(measured: memory.Measurement) -> Prediction:
+    return Prediction(
+        peak_bytes=measured.peak_bytes,
+        peak_upper_bytes=measured.peak_bytes,
+        step_seconds=measured.seconds,
+        by_category={},
+        where="measured on the applied step",
+    )
+
+
+@contextlib.contextmanager
+def _undone(step: Step) -> Iterator[None]:
+    """Take back what steps do to the weights, the statistics and the optimizer."""
+    optimizer = step.workload.optimizer
+    before, count = {name: v.numpy().copy() for name, v in step.state().items()}, optimizer.n_step
+    try:
+        yield
+    finally:
+        step.restore(before)
+        optimizer.n_step = count
+
+
+@contextlib.contextmanager
+def _kept_buffers(workload: Workload) -> Iterator[None]:
+    with Step(workload).untouched():
+        yield
+
+
+def _dropped_bytes(profiled: Profile, run: Sequence[int]) -> int:
+    """Return what checkpointing a run of blocks drops: all that they keep but the last one's result."""
+    return sum(profiled.blocks[i].kept_bytes for i in run) - profiled.blocks[run[-1]].result_bytes
+
+
+def _problem(profiled: Profile, size: int, batch_size: int, cost: _Cost, runs: list[list[int]]) -> Problem:
+    """Return the linear model of a step's peak: bytes at the end of each block, going forward and then backward.
+
+    What a region drops is gone from its end until its backward pass, in which it is there again. What the model lacks
+    (gradients, buffers inside operators) is the difference between its plain peak and the measured one.
+    """
+    scale, count = size / profiled.samples, len(profiled.blocks)
+    microbatches = -(-batch_size // size)
+    kept = np.cumsum([profiled.own_bytes(i) * scale for i in range(count)])
+    base = np.concatenate([kept, kept[::-1]]).astype(np.int64)
+    base += cost.peak_bytes(size) - int(base.max(initial=0))
+    columns = np.zeros((len(runs), 2 * count), np.int64)
+    options = []
+    for j, run in enumerate(runs):
+        start, end = profiled.blocks[run[0]].start, run[-1]
+        columns[j, end : 2 * count - 1 - end] = -int(_dropped_bytes(profiled, run) * scale)
+        seconds = sum(profiled.blocks[i].seconds for i in run) * scale * microbatches
+        options.append(Option((Region(tuple(profiled.blocks[i].fqn for i in run)),), {}, (), seconds))
+        columns[j, : start + 1] = 0
+    return Problem(
+        options=options,
+        reasons=[],
+        conflicts=_conflicts(profiled, runs),
+        base=base,
+        columns=columns,
+        rows=[Row(axis) for axis in range(2 * count)],
+        plain_seconds=cost.seconds(size, batch_size),
+    )
+
+
+def _conflicts(profiled: Profile, runs: list[list[int]]) -> list[frozenset[int]]:
+    """Return the regions around each block: of them at most one can be chosen."""
+    around: dict[int, set[int]] = {}
+    for j, run in enumerate(runs):
+        for block in range(profiled.blocks[run[0]].start, run[-1] + 1):
+            around.setdefault(block, set()).add(j)
+    return list({frozenset(members) for members in around.values() if len(members) > 1})

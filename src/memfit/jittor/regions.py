@@ -1,0 +1,99 @@
+"""Modules of a model checkpointed in place: alone, or runs of a container's layers as one region."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jittor as jt
+
+from memfit.errors import PlanMismatchError
+from memfit.ir.remat import Region
+from memfit.jittor.checkpoint import checkpoint
+from memfit.jittor.variables import modules_of
+
+
+@contextlib.contextmanager
+def checkpointed(model: Any, regions: Sequence[Region]) -> Iterator[None]:
+    """Recompute regions of a model in the backward pass, for calls inside this context.
+
+    Args:
+        model: The model; its modules are as they were afterwards.
+        regions: Modules by FQN: one, or several that follow one another in a `jittor.nn.Sequential`.
+
+    Raises:
+        PlanMismatchError: The model has no such modules, or they are not such a run.
+    """
+    modules = modules_of(model)
+    with contextlib.ExitStack() as stack:
+        for region in regions:
+            members = [_module(modules, fqn) for fqn in region.modules]
+            if len(members) > 1:
+                _check_run(modules, region.modules)
+            stack.enter_context(executing(members[0], _together(region.modules, members)))
+            for other in members[1:]:
+                stack.enter_context(executing(other, lambda x: x))
+        yield
+
+
+@contextlib.contextmanager
+def executing(module: Any, function: Callable[..., Any]) -> Iterator[None]:
+    """Let calls of a module run another function."""
+    own = "execute" in vars(module)
+    before = module.execute
+    module.execute = function
+    try:
+        yield
+    finally:
+        if own:
+            module.execute = before
+        else:
+            del module.execute
+
+
+def _module(modules: dict[str, Any], fqn: str) -> Any:
+    if fqn not in modules:
+        raise PlanMismatchError(f"the plan's levers.regions name the module {fqn!r}, which the model does not have")
+    return modules[fqn]
+
+
+def _check_run(modules: dict[str, Any], fqns: Sequence[str]) -> None:
+    """Check that modules follow one another in one container, so that nobody sees what is between them.
+
+    Raises:
+        PlanMismatchError: They do not.
+    """
+    parent = fqns[0].rpartition(".")[0]
+    container = modules.get(parent)
+    layers = [f"{parent}.{name}" if parent else name for name in container.layers] if is_chain(container) else []
+    start = layers.index(fqns[0]) if fqns[0] in layers else 0
+    if layers[start : start + len(fqns)] != list(fqns):
+        raise PlanMismatchError(f"the plan's levers.regions join {', '.join(fqns)}, which no nn.Sequential calls in turn")
+
+
+def is_chain(module: Any) -> bool:
+    """Return whether a module calls its layers one after the other, and does nothing else."""
+    return isinstance(module, jt.nn.Sequential) and type(module).execute is jt.nn.Sequential.execute
+
+
+def _together(fqns: Sequence[str], members: Sequence[Any]) -> Callable[..., Any]:
+    region = Chain(fqns, members)
+    return lambda *args, **kwargs: checkpoint(region, *args, **kwargs)
+
+
+class Chain(jt.Module):
+    """Modules called one after the other as they are now, whatever replaces their `execute` later."""
+
+    def __init__(self, fqns: Sequence[str], members: Sequence[Any]) -> None:
+        super().__init__()
+        for index, member in enumerate(members):
+            setattr(self, f"member{index}", member)
+        self.fqns = tuple(fqns)
+        self.executes = [member.execute for member in members]
+
+    def execute(self, *args: Any, **kwargs: Any) -> Any:
+        value = self.executes[0](*args, **kwargs)
+        for execute in self.executes[1:]:
+            value = execute(value)
+        return value

@@ -1,0 +1,383 @@
+"""The training step in Jittor: one object that owns the order of things.
+
+What it does that `optimizer.backward` and `optimizer.step` do not:
+
+- Adam and AdamW count an update once, not once for each microbatch (`n_step`).
+- Gradients are made, added and freed microbatch by microbatch, so that memory does not grow with their number.
+- Gradients are gone after the update: a second one can't use them again.
+- Random numbers are a function of the seed and the step, so that a resumed training draws the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jittor as jt
+import numpy as np
+from safetensors.numpy import load, save
+
+from memfit.errors import CheckpointError, NonFiniteError, UsageError, WorkloadError
+from memfit.ir.codec import write_atomic
+from memfit.ir.plan import Precision
+from memfit.ir.remat import Region
+from memfit.jittor import memory
+from memfit.jittor.draws import Draws, substituted
+from memfit.jittor.half import half
+from memfit.jittor.regions import checkpointed
+from memfit.jittor.variables import is_trainable, named_variables, slots_of, variables_of
+from memfit.jittor.workload import Workload, batch_size_of, first, split, trainables
+from memfit.train.scaling import LossScaler
+from memfit.train.step import StepResult
+
+_SCHEMA = "memfit.jittor.step/1"
+
+
+class Step:
+    """A training step: forward, backward, unscale, clip, update, forget the gradients.
+
+    Gradients are those of the mean over the global batch, however it is cut into microbatches.
+
+    Args:
+        workload: What to train.
+        microbatch_size: Samples in one forward and backward pass (> 0); None for the whole batch.
+        precision: "32-true", or "16-mixed" with fp32 master weights and loss scaling.
+        regions: Modules to checkpoint.
+        scaler: Scales the loss of fp16 steps; None for a new one.
+        seed: Of the random numbers that the model draws.
+        predicted_peak_bytes: Goes into the results.
+
+    Attributes:
+        steps: Optimizer updates done.
+        attempts: Steps run, skipped ones included.
+
+    Raises:
+        UsageError: `microbatch_size` is not positive, or `precision` is unknown.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        *,
+        microbatch_size: int | None = None,
+        precision: Precision = "32-true",
+        regions: Sequence[Region] = (),
+        scaler: LossScaler | None = None,
+        seed: int = 0,
+        predicted_peak_bytes: int | None = None,
+    ) -> None:
+        if microbatch_size is not None and microbatch_size < 1:
+            raise UsageError(f"microbatch_size={microbatch_size} is not above 0: give a number of samples, or None")
+        if precision not in ("32-true", "16-mixed"):
+            raise UsageError(f"precision={precision!r} is not for Jittor: use '32-true' or '16-mixed'")
+        self.workload = workload
+        self.microbatch_size = microbatch_size
+        self.precision = precision
+        self.regions = tuple(regions)
+        self.scaler = None if precision == "32-true" else scaler or LossScaler()
+        self.seed = seed
+        self.steps = 0
+        self.attempts = 0
+        self._predicted_peak_bytes = predicted_peak_bytes
+        self._cleared: set[tuple[Any, ...]] = set()
+
+    def __call__(self, batch: Any) -> StepResult:
+        """Run one optimizer update.
+
+        Args:
+            batch: A global batch, shaped like the workload's.
+
+        Raises:
+            NonFiniteError: The loss or the gradient norm is not finite, outside fp16's loss scaling; or loss scaling
+                skipped too many updates in a row. Nothing was updated.
+            MemoryLimitError: The step would pass the `memory.limit` in force. It was not run.
+            WorkloadError: The loss function returned something else than a loss.
+        """
+        started = time.perf_counter()
+        self._check_limit(batch)
+        scale = 1.0 if self.scaler is None else self.scaler.scale
+        loss, gradients = self._accumulate(batch)
+        self.attempts += 1
+        norm = _norm(gradients)
+        overflowed = self.scaler is not None and not math.isfinite(norm)
+        if not overflowed:
+            self._check_finite(loss, norm, gradients)
+            self._update(gradients, norm)
+        if self.scaler is not None:
+            self.scaler.update(overflowed=overflowed)
+            self._check_skips()
+        return StepResult(
+            loss=loss,
+            grad_norm=math.nan if overflowed else norm,
+            skipped=overflowed,
+            loss_scale=scale,
+            seconds=time.perf_counter() - started,
+            predicted_peak_bytes=self._predicted_peak_bytes,
+            skips=0 if self.scaler is None else self.scaler.skips,
+        )
+
+    def gradients(self, batch: Any) -> tuple[float, dict[str, Any]]:
+        """Return the loss and the gradient of every trained parameter by FQN; update nothing, not even statistics."""
+        names = {id(v): name for name, v in named_variables(self.workload.model).items()}
+        with self.untouched():
+            loss, gradients = self._accumulate(batch)
+        return loss, {names[id(p)]: g for p, g in zip(trainables(self.workload), gradients, strict=True)}
+
+    @contextlib.contextmanager
+    def untouched(self) -> Iterator[None]:
+        """Leave the model's buffers as they are."""
+        found = [(p, n) for _, p, n in slots_of(self.workload.model) if not is_trainable(p[n])]
+        before = [(place, name, place[name]) for place, name in found]
+        for place, name, value in before:
+            place[name] = value.detach().stop_grad()
+        try:
+            yield
+        finally:
+            for place, name, value in before:
+                place[name] = value
+
+    def _accumulate(self, batch: Any) -> tuple[float, list[Any]]:
+        """Run every microbatch forward and backward; return the mean loss and the gradients of the whole batch."""
+        window = _Window(batch_size_of(batch), 1.0 if self.scaler is None else self.scaler.scale)
+        parameters = trainables(self.workload)
+        model = self.workload.model
+        sums: list[Any] = []
+        with substituted(Draws(_mixed_seed(self.seed, self.attempts))):
+            for microbatch in split(batch, self.microbatch_size):
+                with self._precise(), checkpointed(model, self.regions):
+                    value = self.workload.loss_fn(model, microbatch)
+                    target = window.weigh(value, batch_size_of(microbatch))
+                    made = jt.grad(target, parameters, retain_graph=False)
+                del value, target
+                sums = [g.stop_grad() if not sums else (s + g).stop_grad() for s, g in zip(sums or made, made, strict=True)]
+                del made
+                jt.sync([*sums, window.total, *self._buffers()])
+        factor = window.correction()
+        return window.mean_loss(), sums if factor == 1.0 else [(g * factor).stop_grad() for g in sums]
+
+    def _precise(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.scaler is None else half(self.workload.model)
+
+    def _buffers(self) -> list[Any]:
+        return [v for v in named_variables(self.workload.model).values() if not is_trainable(v)]
+
+    def _check_finite(self, loss: float, norm: float, gradients: list[Any]) -> None:
+        if math.isfinite(loss) and math.isfinite(norm):
+            return
+        names = {id(v): name for name, v in named_variables(self.workload.model).items()}
+        parameters = trainables(self.workload)
+        bad = (names.get(id(p), "?") for p, g in zip(parameters, gradients, strict=True) if not math.isfinite(_norm([g])))
+        where = next(bad, "no single parameter")
+        raise NonFiniteError(
+            f"the loss is {loss:g} and the gradient norm {norm:g} at step {self.steps}, first in {where}: nothing was"
+            " updated. Look at the batch, lower the learning rate, or give Workload.max_grad_norm",
+            step=self.steps,
+            value=norm if math.isfinite(loss) else loss,
+        )
+
+    def _check_skips(self) -> None:
+        assert self.scaler is not None  # asked for by the caller
+        if self.scaler.skips_in_a_row >= self.scaler.settings.max_skips:
+            raise NonFiniteError(
+                f"the gradients overflowed in {self.scaler.skips_in_a_row} steps in a row at step {self.steps}, and the"
+                f" loss scale fell to {self.scaler.scale:g}: nothing was updated. The model leaves the range of fp16:"
+                " use precision='32-true'",
+                step=self.steps,
+                value=math.inf,
+            )
+
+    def _update(self, gradients: list[Any], norm: float) -> None:
+        """Clip, and let the optimizer update the parameters once."""
+        optimizer, most = self.workload.optimizer, self.workload.max_grad_norm
+        if most is not None and norm > most:
+            gradients = [g * (most / (norm + 1e-6)) for g in gradients]
+        left = iter(gradients)
+        for group in optimizer.param_groups:
+            group["grads"] = [next(left).stop_grad() if is_trainable(p) else jt.zeros(1) for p in group["params"]]
+        optimizer._Optimizer__zero_grad = False
+        optimizer.n_step += 1
+        optimizer.step()
+        for group in optimizer.param_groups:
+            del group["grads"]
+        jt.sync([*trainables(self.workload), *memory.optimizer_state(optimizer)])
+        self.steps += 1
+
+    def _check_limit(self, batch: Any) -> None:
+        """Predict the peak for a batch of a new shape, where a limit is in force.
+
+        Raises:
+            MemoryLimitError: The peak would pass it.
+        """
+        shapes = (memory.limit_bytes(), *(tuple(v.shape) for v in variables_of(batch)))
+        if memory.limit_bytes() is None or shapes in self._cleared:
+            return
+        memory.release()
+        held, peak = memory.held_bytes(), self.predict_peak(batch)
+        workload = self.workload
+        memory.refuse(
+            peak - held, f"a step of {batch_size_of(batch)} samples", model=workload.model, optimizer=workload.optimizer
+        )
+        self._cleared.add(shapes)
+
+    def predict_peak(self, batch: Any) -> int:
+        """Return the predicted peak of the step in bytes, from runs with few samples: what it takes is affine in them.
+
+        Args:
+            batch: A global batch. Nothing is updated.
+        """
+        size = min(self.microbatch_size or batch_size_of(batch), batch_size_of(batch))
+        few, more = max(1, size // 8), max(2, size // 4)
+        if size <= 2:
+            few, more = 1, 1
+        low = self._measured(first(batch, few))
+        if size == few:
+            return low
+        high = self._measured(first(batch, more)) if more > few else low
+        slope = max(0.0, (high - low) / (more - few)) if more > few else low - memory.held_bytes()
+        return int(high + slope * (size - max(few, more)))
+
+    def _measured(self, batch: Any) -> int:
+        """Return the peak of the gradients of a batch, after a run that compiles."""
+        for _ in range(2):
+            with memory.measure() as found:
+                self.gradients(batch)
+        return found.peak_bytes
+
+    def save(self, path: str | Path) -> Path:
+        """Write what resuming needs: parameters, buffers, optimizer state, loss scale, position. Whole or not at all.
+
+        Args:
+            path: The file, of safetensors.
+
+        Raises:
+            OutputError: It can't be written.
+        """
+        state = {
+            "schema": _SCHEMA,
+            "steps": self.steps,
+            "attempts": self.attempts,
+            "seed": self.seed,
+            "n_step": self.workload.optimizer.n_step,
+            "lr": self.workload.optimizer.lr,
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+        }
+        arrays = {name: np.ascontiguousarray(v.numpy()) for name, v in self.state().items()}
+        return write_atomic(path, save(arrays, {"memfit": json.dumps(state)}))
+
+    def load(self, path: str | Path) -> None:
+        """Go on from a file that `save` wrote, bitwise.
+
+        Raises:
+            CheckpointError: It can't be read, or is of another workload. Nothing was changed.
+        """
+        arrays, state = _read(Path(path))
+        expected = self.state()
+        wrong = [n for n, v in expected.items() if n not in arrays or tuple(arrays[n].shape) != tuple(v.shape)]
+        wrong += [name for name in arrays if name not in expected]
+        if wrong or (state["scaler"] is None) != (self.scaler is None):
+            what = f"differs in {', '.join(wrong[:3])}" if wrong else "is of another precision"
+            raise CheckpointError(f"{path} is a checkpoint of another workload: it {what}. Nothing was changed")
+        self.restore(arrays)
+        self.steps, self.attempts, self.seed = state["steps"], state["attempts"], state["seed"]
+        self.workload.optimizer.n_step, self.workload.optimizer.lr = state["n_step"], state["lr"]
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state["scaler"])
+
+    def restore(self, arrays: dict[str, Any]) -> None:
+        """Give the variables of `state` the values of arrays of the same names."""
+        found = self.state()
+        with jt.flag_scope(auto_convert_64_to_32=0):
+            for name, variable in found.items():
+                variable.assign(jt.array(arrays[name]))
+        jt.sync(list(found.values()))
+
+    def state(self) -> dict[str, Any]:
+        """Return the variables that a checkpoint holds: parameters, buffers and the optimizer's, by name."""
+        named = {f"model.{name}": v for name, v in named_variables(self.workload.model).items()}
+        kept = memory.optimizer_state(self.workload.optimizer)
+        return named | {f"optimizer.{index}": v for index, v in enumerate(kept)}
+
+
+class _Window:
+    """The microbatches of one update, and what their losses are to be divided by.
+
+    Means are weighted by their share of the samples; sums are divided by a guess of the window's count from the first
+    microbatch, and the gradients by what the guess was off, so that fp16 gradients stay in range.
+    """
+
+    def __init__(self, samples: int, scale: float) -> None:
+        self.samples = samples
+        self.scale = scale
+        self.is_pair: bool | None = None
+        self.total: Any = 0.0
+        self.count: float | None = None
+        self.divisor = 1.0
+
+    def weigh(self, value: Any, samples: int) -> Any:
+        """Return what to differentiate: the share of a microbatch in the loss, times the scale.
+
+        Raises:
+            WorkloadError: It is neither a scalar nor a pair of one and a count.
+        """
+        is_pair = isinstance(value, tuple | list) and len(value) == 2
+        loss = value[0] if is_pair else value
+        if not isinstance(loss, jt.Var) or loss.numel() != 1 or self.is_pair not in (None, is_pair):
+            raise WorkloadError(
+                f"Workload.loss_fn returned {type(value).__name__}: it must return a scalar variable, or (sum, count)"
+                " for each microbatch"
+            )
+        self.is_pair = is_pair
+        share = samples / self.samples
+        if is_pair:
+            count = float(value[1].item()) if isinstance(value[1], jt.Var) else float(value[1])
+            if self.count is None:
+                self.count, self.divisor = 0.0, max(count, 1.0) / share
+            self.count += count
+            loss, share = loss / self.divisor, 1.0
+        weighted = loss.float32() if share == 1.0 else loss.float32() * share
+        self.total = (self.total + weighted).detach().stop_grad()
+        return weighted if self.scale == 1.0 else weighted * self.scale
+
+    def correction(self) -> float:
+        """Return what the gradients are to be multiplied by."""
+        guessed = 1.0 if self.count is None else self.divisor / max(self.count, 1.0)
+        return guessed / self.scale
+
+    def mean_loss(self) -> float:
+        """Return the mean loss of the window."""
+        return float(self.total.item()) * self.correction() * self.scale
+
+
+def _norm(gradients: list[Any]) -> float:
+    """Return the global norm of gradients."""
+    squares = [g.float32().sqr().sum() for g in gradients]
+    return math.sqrt(sum(float(v) for v in jt.concat([s.reshape((1,)) for s in squares]).numpy()))
+
+
+def _mixed_seed(seed: int, attempt: int) -> int:
+    return (seed * 0x9E3779B1 + attempt * 0x85EBCA77 + 1) % 2**32
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the arrays and the state of a checkpoint.
+
+    Raises:
+        CheckpointError: It can't be read.
+    """
+    try:
+        data = path.read_bytes()
+        length = int.from_bytes(data[:8], "little")
+        state = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["memfit"])
+        arrays = load(data)
+    except OSError as e:
+        raise CheckpointError(f"can't read the checkpoint {path}: {e.strerror or e}") from e
+    except Exception as e:
+        raise CheckpointError(f"{path} is not a checkpoint of memfit.jittor.Step: {e}") from e
+    if state.get("schema") != _SCHEMA:
+        raise CheckpointError(f"{path} has the schema {state.get('schema')!r}, not {_SCHEMA!r}")
+    return arrays, state
