@@ -105,12 +105,16 @@ def _check_jittor() -> Check:
 def _check_numpy() -> Check:
     found = _version_of("numpy") or "not installed"
     ok = found.split(".")[0] in ("0", "1")
-    return Check("numpy", ok, found, "" if ok else "pip install 'numpy<2', in an environment without packages that need 2")
+    return Check(
+        "numpy", ok, found, "" if ok else "pip install 'numpy<2', in an environment without packages that need 2"
+    )
 
 
 def _check_compiler() -> Check:
     path = shutil.which(os.environ.get("cc_path") or "g++")
-    return Check("C++ compiler", path is not None, path or "no g++", "" if path else "install g++ (Debian: apt install g++)")
+    return Check(
+        "C++ compiler", path is not None, path or "no g++", "" if path else "install g++ (Debian: apt install g++)"
+    )
 
 
 def _check_headers() -> Check:
@@ -229,7 +233,7 @@ def _compile(progress: Progress) -> None:
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as child:
         said = b""
         assert child.stdout is not None  # it is a pipe
-        while part := child.stdout.read1(65536):
+        while part := os.read(child.stdout.fileno(), 65536):
             said = (said + part)[-65536:]
             found = _PROGRESS.findall(said)
             if found:

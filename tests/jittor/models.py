@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.jittor.framework import jt
+import jittor as jt
 
 nn = jt.nn
 
@@ -45,7 +45,8 @@ class Block(nn.Module):  # type: ignore[misc]
     def attention(self, x: Any) -> Any:
         samples, length, width = x.shape
         q, k, v = (
-            part.reshape((samples, length, self.heads, -1)).transpose(0, 2, 1, 3) for part in self.qkv(x).chunk(3, dim=2)
+            part.reshape((samples, length, self.heads, -1)).transpose(0, 2, 1, 3)
+            for part in self.qkv(x).chunk(3, dim=2)
         )
         weights = nn.softmax(nn.bmm_transpose(q, k) * (width // self.heads) ** -0.5, dim=-1)
         return self.out(nn.bmm(weights, v).transpose(0, 2, 1, 3).reshape((samples, length, width)))

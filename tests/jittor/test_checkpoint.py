@@ -5,10 +5,9 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import jittor as jt
 import numpy as np
 import pytest
-
-from tests.jittor.framework import jt
 
 from memfit.errors import PlanMismatchError, RecomputationError
 from memfit.ir.remat import Region

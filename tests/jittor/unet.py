@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.jittor.framework import jt
+import jittor as jt
 
 nn = jt.nn
 
 
 class DoubleConv(nn.Module):  # type: ignore[misc]
-    def __init__(self, inputs: int, outputs: int, conv: Any) -> None:
+    def __init__(self, inputs: int, outputs: int, conv: Any, norm: Any) -> None:
         super().__init__()
         self.conv1 = conv(inputs, outputs, 3, padding=1, bias=False)
-        self.norm1 = nn.BatchNorm(outputs)
+        self.norm1 = norm(outputs)
         self.conv2 = conv(outputs, outputs, 3, padding=1, bias=False)
-        self.norm2 = nn.BatchNorm(outputs)
+        self.norm2 = norm(outputs)
 
     def execute(self, x: Any) -> Any:
         return nn.relu(self.norm2(self.conv2(nn.relu(self.norm1(self.conv1(x))))))
@@ -24,9 +24,9 @@ class DoubleConv(nn.Module):  # type: ignore[misc]
 class Up(nn.Module):  # type: ignore[misc]
     """Doubles the resolution, joins what was there on the way down, and convolves."""
 
-    def __init__(self, inputs: int, outputs: int, conv: Any) -> None:
+    def __init__(self, inputs: int, outputs: int, conv: Any, norm: Any) -> None:
         super().__init__()
-        self.conv = DoubleConv(inputs + outputs, outputs, conv)
+        self.conv = DoubleConv(inputs + outputs, outputs, conv, norm)
 
     def execute(self, x: Any, skip: Any) -> Any:
         for axis in range(2, len(x.shape)):
@@ -39,16 +39,19 @@ class Up(nn.Module):  # type: ignore[misc]
 class UNet(nn.Module):  # type: ignore[misc]
     """Base channels double with each of the levels."""
 
-    def __init__(self, inputs: int = 3, outputs: int = 2, base: int = 8, levels: int = 3, dims: int = 2) -> None:
+    def __init__(
+        self, *, inputs: int = 3, outputs: int = 2, base: int = 8, levels: int = 3, dims: int = 2, norm: Any = None
+    ) -> None:
         super().__init__()
+        norm = norm or nn.BatchNorm
         conv = nn.Conv if dims == 2 else nn.Conv3d
         widths = [base * 2**level for level in range(levels + 1)]
         self.levels = levels
         self.pool = nn.Pool(2, op="maximum") if dims == 2 else nn.Pool3d(2, op="maximum")
         for level, width in enumerate(widths):
-            setattr(self, f"down{level}", DoubleConv(widths[level - 1] if level else inputs, width, conv))
+            setattr(self, f"down{level}", DoubleConv(widths[level - 1] if level else inputs, width, conv, norm))
         for level in range(levels):
-            setattr(self, f"up{level}", Up(widths[level + 1], widths[level], conv))
+            setattr(self, f"up{level}", Up(widths[level + 1], widths[level], conv, norm))
         self.head = conv(base, outputs, 1)
 
     def execute(self, x: Any) -> Any:

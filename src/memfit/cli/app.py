@@ -16,6 +16,7 @@ from memfit.devices import fake_cuda
 from memfit.errors import MemfitError, UsageError, VerificationError
 
 if TYPE_CHECKING:
+    from memfit.ir.plan import Precision
     from memfit.workload import Workload
 
 app = typer.Typer(
@@ -66,6 +67,19 @@ class ShardingName(enum.StrEnum):
     zero1 = "zero1"
     zero2 = "zero2"
     zero3 = "zero3"
+
+
+class FrameworkName(enum.StrEnum):
+    """What a workload is written in."""
+
+    pytorch = "pytorch"
+    jittor = "jittor"
+
+
+class PatientName(enum.StrEnum):
+    """Frameworks that need looking after."""
+
+    jittor = "jittor"
 
 
 def main() -> None:
@@ -162,6 +176,9 @@ def plan(
     host_budget: Annotated[
         str | None, typer.Option(help="Pinned host memory that activations may wait in (32GiB); for GPUs.")
     ] = None,
+    framework: Annotated[
+        FrameworkName, typer.Option(help="What the workload is written in; one in Jittor is measured here.")
+    ] = FrameworkName.pytorch,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
@@ -170,18 +187,24 @@ def plan(
     from memfit.report.tables import frontier_table, plan_table
 
     _check_new("--output", output, overwrite)
-    loaded = _load_for(workload, device)
-    with stages() as progress:
-        found = pipeline.plan(
-            loaded,
-            budget=budget,
-            device=device,
-            numerics=numerics.value,
-            precisions=[p.value for p in precision] if precision else None,
-            points=points,
-            host_budget=host_budget,
-            progress=progress,
-        )
+    precisions: list[Precision] | None = [p.value for p in precision] if precision else None
+    if framework is FrameworkName.jittor:
+        from memfit.cli.jittor import plan_in_jittor
+
+        found = plan_in_jittor(workload, budget, device, numerics.value, precisions, points)
+    else:
+        loaded = _load_for(workload, device)
+        with stages() as progress:
+            found = pipeline.plan(
+                loaded,
+                budget=budget,
+                device=device,
+                numerics=numerics.value,
+                precisions=precisions,
+                points=points,
+                host_budget=host_budget,
+                progress=progress,
+            )
     if output is not None:
         pipeline.save_plan(found, output)
     if as_json:
@@ -315,20 +338,14 @@ def devices(
         list_devices(as_json)
 
 
-class FrameworkName(enum.StrEnum):
-    """Frameworks besides PyTorch."""
-
-    jittor = "jittor"
-
-
 @app.command()
 def doctor(
-    framework: Annotated[FrameworkName, typer.Argument(help="What to look at.", show_default=False)],
+    framework: Annotated[PatientName, typer.Argument(help="What to look at.", show_default=False)],
     prepare: Annotated[bool, typer.Option(help="Compile it where that was not done; takes minutes, once.")] = True,
     as_json: AsJson = False,
 ) -> None:
     """Say what a second framework lacks on this machine, and prepare it."""
-    from memfit.cli.doctor import examine
+    from memfit.cli.jittor import examine
 
     examine(prepare, as_json)
 

@@ -148,7 +148,9 @@ class _Region(jt.Function):
         if others:
             listed = ", ".join(f"{node.name or 'one without a name'} of shape {node.shape}" for node in others[:3])
             raise RecomputationError(
-                (self.name,), self.name, f"it uses variables that it was not told of, which would get no gradient: {listed}"
+                (self.name,),
+                self.name,
+                f"it uses variables that it was not told of, which would get no gradient: {listed}",
             )
         _searched.add(key)
 
@@ -226,8 +228,13 @@ def _no_reads(name: str) -> Iterator[None]:
 @contextlib.contextmanager
 def _no_other_draws(name: str) -> Iterator[None]:
     """Refuse random numbers that can't be drawn again."""
-    before = random.getstate(), np.random.get_state()[1:3]
+    before = _generators()
     yield
-    after = random.getstate(), np.random.get_state()[1:3]
-    if after[0] != before[0] or not np.array_equal(after[1][0], before[1][0]) or after[1][1] != before[1][1]:
+    if _generators() != before:
         raise RecomputationError((name,), name, "it draws from Python's or NumPy's generator: use jt.random")
+
+
+def _generators() -> tuple[Any, ...]:
+    """Return the states of Python's and NumPy's generators, comparable."""
+    _, words, position, *rest = np.random.get_state(legacy=True)
+    return random.getstate(), np.asarray(words).tobytes(), position, tuple(rest)

@@ -2,7 +2,7 @@
 
 Jittor's own levels of mixed precision fail on the CPU or turn the optimizer's parameters to fp16; casts in the graph
 do neither, and gradients reach the masters through them. Normalisations, dropout and softmax layers run in fp32, as
-does what follows the model. On the CPU fp16 is software, about a hundred times slower: good for trying what a GPU will do.
+does what follows the model. On the CPU fp16 is software, about a hundred times slower: good for trying out only.
 """
 
 from __future__ import annotations

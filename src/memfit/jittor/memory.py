@@ -116,7 +116,9 @@ def _known(model: Any, optimizer: Any, batch: Any) -> Iterator[tuple[str, list[A
 def optimizer_state(optimizer: Any) -> list[Any]:
     """Return the variables that an optimizer keeps between steps, in the order of its groups."""
     groups = optimizer.param_groups
-    return [v for group in groups for key in sorted(group) if key not in ("params", "grads") for v in _listed(group[key])]
+    return [
+        v for group in groups for key in sorted(group) if key not in ("params", "grads") for v in _listed(group[key])
+    ]
 
 
 def _listed(value: Any) -> list[Any]:
@@ -224,18 +226,27 @@ def _watched_reads() -> Iterator[None]:
 
 
 def _watched(name: str, original: Any) -> Any:
-    def check(variable: Any) -> None:
-        if variable.nbytes > (limit_bytes() or variable.nbytes) - held_bytes():
-            _refuse_variable(variable)
+    def call(variable: Any, *args: Any, **kwargs: Any) -> Any:
+        _check_room(variable)
+        return original(variable, *args, **kwargs)
 
-    if name == "data":
-        return property(lambda v: (check(v), original.__get__(v))[1], lambda v, value: original.__set__(v, value))
-    return lambda v, *args, **kwargs: (check(v), original(v, *args, **kwargs))[1]
+    def read(variable: Any) -> Any:
+        _check_room(variable)
+        return original.__get__(variable)
+
+    return property(read, original.__set__) if name == "data" else call
 
 
-def _refuse_variable(variable: Any) -> None:
-    made = any(node.id == variable.id and node.address for node in nodes())
-    if not made:
+def _check_room(variable: Any) -> None:
+    """Refuse to make a variable that is larger than what is left below the limit.
+
+    Raises:
+        MemoryLimitError: It is.
+    """
+    allowed = limit_bytes()
+    if allowed is None or held_bytes() + variable.nbytes <= allowed:
+        return
+    if not any(node.id == variable.id and node.address for node in nodes()):
         refuse(variable.nbytes, f"a variable of shape {tuple(variable.shape)} ({variable.dtype})")
 
 

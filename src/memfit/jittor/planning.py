@@ -53,7 +53,7 @@ def plan(
 
     Searched are microbatch sizes, checkpointing of modules at any depth and of runs of a container's layers, and
     precisions. What modules keep, and their times, are measured on a part of the batch; the solver is that for
-    PyTorch; the plan that it chooses is applied and measured on the whole batch, and chosen again where it does not fit.
+    PyTorch. The plan that it chooses is applied and measured on the whole batch, and chosen again where that is over.
 
     Args:
         workload: The user's workload. Steps are run on it; weights, statistics and optimizer are as they were after.
@@ -87,8 +87,8 @@ def apply(plan: Plan, workload: Workload) -> Step:
     """
     if plan.fingerprint != fingerprint(workload):
         raise PlanMismatchError(
-            f"the plan was made for the workload {plan.workload!r} with the fingerprint {plan.fingerprint}, not for this"
-            f" one with {fingerprint(workload)}: plan again with memfit.jittor.plan"
+            f"the plan was made for the workload {plan.workload!r} with the fingerprint {plan.fingerprint}, not for"
+            f" this one with {fingerprint(workload)}: plan again with memfit.jittor.plan"
         )
     return _step(workload, plan.levers, plan.predicted.peak_bytes)
 

@@ -17,7 +17,7 @@ import jittor as jt
 from memfit.jittor.draws import Draws, substituted
 from memfit.jittor.graph import nodes
 from memfit.jittor.regions import executing, is_chain
-from memfit.jittor.variables import emptied, filled, is_trainable, mapped, modules_of, variables_of
+from memfit.jittor.variables import emptied, filled, is_trainable, modules_of, variables_of
 
 _TIMED = 3
 

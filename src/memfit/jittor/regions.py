@@ -66,10 +66,13 @@ def _check_run(modules: dict[str, Any], fqns: Sequence[str]) -> None:
     """
     parent = fqns[0].rpartition(".")[0]
     container = modules.get(parent)
-    layers = [f"{parent}.{name}" if parent else name for name in container.layers] if is_chain(container) else []
+    names = container.layers if container is not None and is_chain(container) else ()
+    layers = [f"{parent}.{name}" if parent else name for name in names]
     start = layers.index(fqns[0]) if fqns[0] in layers else 0
     if layers[start : start + len(fqns)] != list(fqns):
-        raise PlanMismatchError(f"the plan's levers.regions join {', '.join(fqns)}, which no nn.Sequential calls in turn")
+        raise PlanMismatchError(
+            f"the plan's levers.regions join {', '.join(fqns)}, which no nn.Sequential calls in turn"
+        )
 
 
 def is_chain(module: Any) -> bool:

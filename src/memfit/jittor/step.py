@@ -154,7 +154,9 @@ class Step:
                     target = window.weigh(value, batch_size_of(microbatch))
                     made = jt.grad(target, parameters, retain_graph=False)
                 del value, target
-                sums = [g.stop_grad() if not sums else (s + g).stop_grad() for s, g in zip(sums or made, made, strict=True)]
+                sums = [
+                    g.stop_grad() if not sums else (s + g).stop_grad() for s, g in zip(sums or made, made, strict=True)
+                ]
                 del made
                 jt.sync([*sums, window.total, *self._buffers()])
         factor = window.correction()
@@ -171,7 +173,9 @@ class Step:
             return
         names = {id(v): name for name, v in named_variables(self.workload.model).items()}
         parameters = trainables(self.workload)
-        bad = (names.get(id(p), "?") for p, g in zip(parameters, gradients, strict=True) if not math.isfinite(_norm([g])))
+        bad = (
+            names.get(id(p), "?") for p, g in zip(parameters, gradients, strict=True) if not math.isfinite(_norm([g]))
+        )
         where = next(bad, "no single parameter")
         raise NonFiniteError(
             f"the loss is {loss:g} and the gradient norm {norm:g} at step {self.steps}, first in {where}: nothing was"

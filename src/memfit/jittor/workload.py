@@ -9,6 +9,7 @@ from typing import Any
 
 from memfit.errors import WorkloadError
 from memfit.jittor.variables import is_trainable, mapped, named_variables, variables_of
+from memfit.pipeline.loading import call
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,22 @@ class Workload:
     optimizer: Any
     name: str = "workload"
     max_grad_norm: float | None = None
+
+
+def load_workload(name: str) -> Workload:
+    """Return the workload that a function makes.
+
+    Args:
+        name: `file.py:function` or `package.module:function`.
+
+    Raises:
+        WorkloadError: No such file, module or function, or it returns something else than a `memfit.jittor.Workload`.
+    """
+    workload = call(name)
+    if not isinstance(workload, Workload):
+        raise WorkloadError(f"{name} returned a {type(workload).__name__}, not a memfit.jittor.Workload")
+    batch_size_of(workload.batch)
+    return workload
 
 
 def batch_size_of(batch: Any) -> int:

@@ -93,6 +93,20 @@ def load_workload(name: str) -> Workload:
         WorkloadError: No such file, module or function, or it returns something else than a Workload.
         MissingExtraError: It imports a package that an extra of memfit brings.
     """
+    workload = call(name)
+    if not isinstance(workload, Workload):
+        raise WorkloadError(f"{name} returned a {type(workload).__name__}, not a memfit.Workload: {_HOW}")
+    batch_size_of(workload.batch)
+    return workload
+
+
+def call(name: str) -> Any:
+    """Return what a function that is named as workloads are returns.
+
+    Raises:
+        WorkloadError: No such file, module or function, or it fails.
+        MissingExtraError: It imports a package that an extra of memfit brings.
+    """
     place, separator, function = name.rpartition(":")
     if not separator or not place or not function:
         raise WorkloadError(f"the workload {name!r} can't be found: {_HOW}")
@@ -101,11 +115,7 @@ def load_workload(name: str) -> Workload:
     if not callable(make):
         public = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
         raise WorkloadError(f"{place} has no function {function!r}; it has {', '.join(public) or 'none'}: {_HOW}")
-    workload = _run(name, make)
-    if not isinstance(workload, Workload):
-        raise WorkloadError(f"{name} returned a {type(workload).__name__}, not a memfit.Workload: {_HOW}")
-    batch_size_of(workload.batch)
-    return workload
+    return _run(name, make)
 
 
 def _load_file(path: Path) -> ModuleType:

@@ -1,0 +1,69 @@
+"""Commands for Jittor: what it lacks on this machine, its first compilation with a bar, and plans."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+from rich.markup import escape
+from rich.table import Table
+
+from memfit import doctor
+from memfit.cli.output import out, print_json, stages
+from memfit.errors import UsageError
+from memfit.ir.plan import Numerics, Plan, Precision
+
+
+def examine(prepare: bool, as_json: bool) -> None:
+    """Show what Jittor needs, and compile it where that was not done.
+
+    Raises:
+        MissingExtraError: It is to be prepared, but is not installed.
+        UsageError: It is to be prepared, but something that it needs is missing.
+    """
+    seconds = _prepare() if prepare else 0.0
+    checks = doctor.checks()
+    if as_json:
+        print_json({"checks": [dataclasses.asdict(c) for c in checks], "prepare_seconds": seconds})
+        return
+    table = Table(box=None, pad_edge=False)
+    for column in ("", "needs", "found", "what to do"):
+        table.add_column(column)
+    for check in checks:
+        table.add_row(
+            "ok" if check.ok else "no" if check.needed else "--", check.name, escape(check.found), escape(check.remedy)
+        )
+    out.print(table)
+
+
+def _prepare() -> float:
+    started = time.monotonic()
+    with stages() as progress:
+        doctor.prepare(progress)
+    return time.monotonic() - started
+
+
+def plan_in_jittor(
+    name: str, budget: str, device: str, numerics: Numerics, precisions: Sequence[Precision] | None, points: int
+) -> Plan:
+    """Return the plan for a workload that is written in Jittor.
+
+    Raises:
+        UsageError: Another device than the one that Jittor uses is asked for.
+    """
+    if device != "cpu":
+        raise UsageError(f"--device {device} is not for --framework jittor, which measures on the device that it uses")
+    _prepare()
+    from memfit import jittor
+
+    workload = jittor.load_workload(name)
+    with stages() as progress:
+        return jittor.plan(
+            workload,
+            budget=budget,
+            numerics=numerics,
+            precisions=precisions or ("32-true",),
+            points=points,
+            progress=progress,
+        )

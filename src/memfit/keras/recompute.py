@@ -1,0 +1,117 @@
+"""Runs of layers recomputed in the backward pass.
+
+`tf.recompute_grad` runs a function again as it is then: a layer that draws random numbers draws others, so that the
+gradient is wrong, and one that updates statistics updates them twice. Such layers are left out, and end a run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+
+from memfit.errors import MissingExtraError, UsageError, WorkloadError
+
+try:
+    import keras
+    import tensorflow as tf
+except ModuleNotFoundError as e:
+    raise MissingExtraError("memfit.keras", "keras", str(e.name)) from e
+
+
+def checkpoint_every(model: Any, k: int) -> Any:
+    """Return a model of the same layers and weights that keeps the activations of every k-th layer only.
+
+    Args:
+        model: A built `keras.Sequential`, or a functional model whose layers form a chain, on the TensorFlow backend.
+        k: Layers that are recomputed together (> 0). Layers with a state (dropout, BatchNormalization) are not
+            recomputed, and end a run.
+
+    Raises:
+        UsageError: `k` is not positive, or Keras runs on another backend.
+        WorkloadError: The model's layers are no chain.
+    """
+    if k < 1:
+        raise UsageError(f"k={k} is not above 0: give a number of layers")
+    if keras.backend.backend() != "tensorflow":
+        raise UsageError(f"memfit.keras needs KERAS_BACKEND=tensorflow, not {keras.backend.backend()!r}")
+    inputs = keras.Input(batch_shape=model.input_shape, dtype=model.inputs[0].dtype)
+    value = inputs
+    for run in _runs(_chain(model), k):
+        value = run[0](value) if len(run) == 1 and _has_state(run[0]) else Recomputed(run)(value)
+    return keras.Model(inputs, value, name=f"{model.name}_every_{k}")
+
+
+class Recomputed(keras.layers.Layer):  # type: ignore[misc]
+    """Layers called one after the other, and again in the backward pass."""
+
+    def __init__(self, layers: Sequence[Any], **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.layers = list(layers)
+        self.built = all(layer.built for layer in layers)
+
+    def call(self, inputs: Any) -> Any:
+        @tf.recompute_grad  # type: ignore[untyped-decorator]
+        def run(value: Any) -> Any:
+            for layer in self.layers:
+                value = layer(value)
+            return value
+
+        return run(inputs)
+
+    def compute_output_shape(self, input_shape: Any) -> Any:
+        for layer in self.layers:
+            input_shape = layer.compute_output_shape(input_shape)
+        return input_shape
+
+
+def _chain(model: Any) -> list[Any]:
+    """Return a model's layers in order.
+
+    Raises:
+        WorkloadError: They are no chain.
+    """
+    if not getattr(model, "inputs", None) or len(model.inputs) != 1 or len(model.outputs) != 1:
+        raise WorkloadError(f"the model {model.name!r} is not built, or has several inputs or outputs: it is no chain")
+    layers = [layer for layer in model.layers if not isinstance(layer, keras.layers.InputLayer)]
+    tensor = model.inputs[0]
+    for layer in [] if isinstance(model, keras.Sequential) else layers:
+        calls = len(layer._inbound_nodes)
+        if calls != 1 or layer.input is not tensor:
+            raise WorkloadError(f"the layer {layer.name!r} does not follow the one before it: the model is no chain")
+        tensor = layer.output
+    return layers
+
+
+def _runs(layers: Sequence[Any], k: int) -> list[list[Any]]:
+    """Return layers in runs of up to k; those with a state alone."""
+    runs: list[list[Any]] = []
+    for layer in layers:
+        alone = _has_state(layer)
+        if runs and not alone and len(runs[-1]) < k and not _has_state(runs[-1][-1]):
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    return runs
+
+
+def _has_state(layer: Any) -> bool:
+    """Return whether a layer has variables beside its weights, as a generator's state or running statistics."""
+    weights = {id(v) for inner in layer._flatten_layers() for v in inner._trainable_variables}
+    return any(id(v) not in weights for v in layer.variables)
+
+
+def measured_peak(run: Callable[[], Any], device: str = "CPU:0") -> int:
+    """Return the bytes that TensorFlow allocates at the peak of what runs, beyond what it held before.
+
+    Args:
+        run: What to run, once to trace it and once measured.
+        device: As `tf.config.experimental.get_memory_info` names it.
+    """
+    run()
+    tf.config.experimental.reset_memory_stats(device)
+    before = tf.config.experimental.get_memory_info(device)["current"]
+    run()
+    return int(tf.config.experimental.get_memory_info(device)["peak"] - before)
