@@ -15,11 +15,11 @@ from memfit import doctor
 
 doctor.load()  # before anything here imports jittor
 
-from memfit.jittor import memory  # noqa: E402
+from memfit.jittor import memory, structure  # noqa: E402
 from memfit.jittor.checkpoint import checkpoint  # noqa: E402
 from memfit.jittor.draws import seed  # noqa: E402
 from memfit.jittor.planning import apply, plan  # noqa: E402
 from memfit.jittor.step import Step  # noqa: E402
 from memfit.jittor.workload import Workload, load_workload  # noqa: E402
 
-__all__ = ["Step", "Workload", "apply", "checkpoint", "load_workload", "memory", "plan", "seed"]
+__all__ = ["Step", "Workload", "apply", "checkpoint", "load_workload", "memory", "plan", "seed", "structure"]
