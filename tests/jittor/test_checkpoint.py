@@ -9,7 +9,7 @@ import jittor as jt
 import numpy as np
 import pytest
 
-from memfit.errors import PlanMismatchError, RecomputationError
+from memfit.errors import PlanError, PlanMismatchError, RecomputationError
 from memfit.ir.remat import Region
 from memfit.jittor import checkpoint, memory, seed
 from memfit.jittor.draws import substituted
@@ -181,4 +181,6 @@ def test_regions_that_are_no_run_are_refused() -> None:
     for region in (Region(("0", "2")), Region(("0.conv1", "0.bn1")), Region(("nowhere",))):
         with pytest.raises(PlanMismatchError), checkpointed(model, [region]):
             pass
+    with pytest.raises(PlanError, match="offload"), checkpointed(model, [Region(("0",), offload=True)]):
+        pass
     assert "execute" not in vars(model.layers["0"])

@@ -82,7 +82,8 @@ def test_lean_normalisations_change_nothing_and_keep_less(dims: int) -> None:
 
 
 def test_lean_regions_reach_from_a_normalisation_to_the_next_weights() -> None:
-    inner = nn.Sequential(nn.Conv(4, 4, 1), nn.BatchNorm(4), nn.ReLU(), nn.Dropout(0.1), nn.Conv(4, 4, 1), nn.BatchNorm(4))
+    norm, conv = nn.BatchNorm(4), nn.Conv(4, 4, 1)
+    inner = nn.Sequential(nn.Conv(4, 4, 1), norm, nn.ReLU(), nn.Dropout(0.1), conv, nn.BatchNorm(4))
     model = nn.Sequential(inner, nn.GroupNorm(2, 4), nn.Conv(4, 4, 1), *residuals(1, 4).layers.values())
     assert [region.modules for region in lean_regions(model)] == [("1", "2"), ("0.1", "0.2", "0.3", "0.4")]
 

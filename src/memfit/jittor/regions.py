@@ -8,7 +8,7 @@ from typing import Any
 
 import jittor as jt
 
-from memfit.errors import PlanMismatchError
+from memfit.errors import PlanError, PlanMismatchError
 from memfit.ir.remat import Region
 from memfit.jittor.checkpoint import checkpoint
 from memfit.jittor.variables import modules_of
@@ -23,11 +23,17 @@ def checkpointed(model: Any, regions: Sequence[Region]) -> Iterator[None]:
         regions: Modules by FQN: one, or several that follow one another in a `jittor.nn.Sequential`.
 
     Raises:
+        PlanError: A region keeps operators or offloads, which is for PyTorch only.
         PlanMismatchError: The model has no such modules, or they are not such a run.
     """
     modules = modules_of(model)
     with contextlib.ExitStack() as stack:
         for region in regions:
+            if region.keep or region.offload:
+                raise PlanError(
+                    f"the plan's levers.regions keep operators or offload in {region.modules[0]!r}, which memfit.jittor does"
+                    " not do: leave out keep= and offload="
+                )
             members = [_module(modules, fqn) for fqn in region.modules]
             if len(members) > 1:
                 _check_run(modules, region.modules)

@@ -1,9 +1,9 @@
 """Layers for Jittor that need less memory: the first two are the same mathematics, the last is another model.
 
 - `lean(model)` recomputes normalisations, of two or three dimensions, with what follows them up to the next layer
-  with weights, so that of each such group one tensor is kept instead of two. In-place activated BatchNorm
-  (S. Rota Bulò et al., 2018, *In-Place Activated BatchNorm for Memory-Optimized Training of DNNs*) gets there by inverting
-  the activation; recomputing works for any. A normalisation alone would save nothing: Jittor fuses it with its activation.
+  with weights, so that one tensor of each such group is kept instead of two. In-place activated BatchNorm (S. Rota
+  Bulò et al., 2018, *In-Place Activated BatchNorm for Memory-Optimized Training of DNNs*) gets there by inverting the
+  activation; recomputing works for any. A normalisation alone would save nothing: Jittor fuses it with what follows.
 - `attention` computes softmax(q kᵀ) v by blocks of queries that are recomputed, so that no N×N matrix is kept or made
   (M. N. Rabe and C. Staats, 2021, *Self-attention Does Not Need O(n²) Memory*; ours cuts queries only).
 - `depthwise_separable` puts a depthwise and a pointwise convolution in the place of each dense one (F. Chollet, 2017,
