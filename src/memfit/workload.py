@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -80,8 +80,10 @@ class Workload:
         scheduler: A learning-rate scheduler, stepped once after every optimizer update.
         max_grad_norm: Global gradient norm to clip to (> 0), or None not to clip.
         loss_scaling: How the loss is scaled where the precision is 16-mixed.
+        bf16_updates: How weights are updated where the precision is bf16-true: "master-weights" (fp32 copies) or
+            "stochastic-rounding"; None refuses that precision, since bf16 weights alone lose small updates.
         fp32_modules: Patterns of FQNs ("head", "blocks.*.norm1"): these modules, and those inside them, compute in
-            fp32 whatever the precision is.
+            fp32 where the precision is a mixed one or bf16-true.
     """
 
     model: nn.Module
@@ -94,6 +96,7 @@ class Workload:
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
     max_grad_norm: float | None = None
     loss_scaling: LossScaling = LossScaling()
+    bf16_updates: Literal["master-weights", "stochastic-rounding"] | None = None
     fp32_modules: tuple[str, ...] = ()
 
 
@@ -154,6 +157,12 @@ def slice_batch(batch: Any, start: int, stop: int) -> Any:
     return tree_map(lambda leaf: leaf[start:stop] if isinstance(leaf, torch.Tensor) else leaf, batch)
 
 
+def _dtype(tensor: torch.Tensor) -> torch.dtype:
+    """Return a tensor's dtype, or that of what it stands for: a step may have weights in another one meanwhile."""
+    dtype: torch.dtype = getattr(tensor, "memfit_dtype", tensor.dtype)
+    return dtype
+
+
 def fingerprint(workload: Workload) -> str:
     """Return what identifies a workload: modules, parameters and buffers with their ties, batch shapes, optimizer.
 
@@ -164,8 +173,9 @@ def fingerprint(workload: Workload) -> str:
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     first: dict[int, str] = {}
     parts += [
-        f"{name}={first.setdefault(id(t), name)}:{tuple(t.shape)}:{t.dtype}:{t.requires_grad}" for name, t in named
+        f"{name}={first.setdefault(id(t), name)}:{tuple(t.shape)}:{_dtype(t)}:{t.requires_grad}" for name, t in named
     ]
     parts += [f"batch:{tuple(t.shape)}:{t.dtype}" for t in tensors_of(workload.batch)]
     parts.append(type(workload.optimizer).__qualname__)
+    parts += [f"{what}" for what in (workload.bf16_updates, workload.fp32_modules) if what]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

@@ -10,6 +10,7 @@ def resident_bytes(step: StepProgram) -> int:
     """Return the bytes that stay between steps: parameters, buffers, optimizer state, and the workload's batch."""
     workload = step.workload
     tensors = [*workload.model.parameters(), *workload.model.buffers(), *tensors_of(workload.batch)]
+    tensors += [p for group in workload.optimizer.param_groups for p in group["params"]]
     for values in workload.optimizer.state.values():
         tensors += tensors_of(values)
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}

@@ -196,7 +196,8 @@ def _record(
     recorder = Recorder(values.fake if values else None, "cuda" if attention else "cpu")
     with _faked(values), recorder, build(copied) as step, recorder.watch(copied.model), recorder.generator_states():
         step.on_phase = recorder.enter_phase
-        for tensor in [*copied.model.parameters(), *copied.model.buffers(), *tensors_of(copied.batch)]:
+        masters = [p for group in copied.optimizer.param_groups for p in group["params"]]
+        for tensor in [*copied.model.parameters(), *copied.model.buffers(), *tensors_of(copied.batch), *masters]:
             recorder.observe(tensor, -1)
         step(step.split(copied.batch)[0])  # makes the optimizer's state
         gc.collect()
@@ -242,9 +243,15 @@ class _Categories:
     def see_optimizer_state(self) -> None:
         for parameter, values in self.workload.optimizer.state.items():
             self._see(tensors_of(values), "optimizer state", parameter=parameter)
+        self._see(self._masters(), "optimizer state")
+
+    def _masters(self) -> list[torch.Tensor]:
+        """Return what the optimizer updates and the model does not have: copies of its parameters in fp32."""
+        held = [p for group in self.workload.optimizer.param_groups for p in group["params"]]
+        return [p for p in held if id(p) not in self.position]
 
     def see_gradients(self) -> None:
-        for parameter in self.workload.model.parameters():
+        for parameter in [*self.workload.model.parameters(), *self._masters()]:
             if parameter.grad is not None:
                 self._see([parameter.grad], "gradients", parameter=parameter)
 

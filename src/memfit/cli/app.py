@@ -56,8 +56,10 @@ class PrecisionName(enum.StrEnum):
     """Precisions of the step."""
 
     fp32 = "32-true"
+    tf32 = "tf32"
     bf16 = "bf16-mixed"
     fp16 = "16-mixed"
+    bf16_true = "bf16-true"
 
 
 class ShardingName(enum.StrEnum):

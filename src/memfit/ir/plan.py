@@ -11,7 +11,7 @@ from memfit.ir import codec
 from memfit.ir.remat import Region
 from memfit.ir.throughput import Throughput
 
-Precision = Literal["32-true", "bf16-mixed", "16-mixed"]
+Precision = Literal["32-true", "tf32", "bf16-mixed", "16-mixed", "bf16-true"]
 Numerics = Literal["exact", "reordered", "reduced", "changed"]
 NUMERICS: tuple[Numerics, ...] = ("exact", "reordered", "reduced", "changed")
 """Numerics classes, from the strictest to the freest."""

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
+from memfit.apply.bf16_weights import Bf16Weights, bf16_weights
 from memfit.apply.checkpoint import checkpointed, is_checkpointed
-from memfit.apply.precision import autocast
+from memfit.apply.precision import autocast, is_cast, kept_in_fp32, tf32
 from memfit.devices.host import find_device
 from memfit.errors import PlanError, PlanMismatchError, WorkloadError
 from memfit.ir.device import Device
@@ -52,13 +53,40 @@ def apply(plan: Plan, workload: Workload, *, recover: bool = False) -> Step:
 def applied(levers: Levers, workload: Workload, *, predicted_peak_bytes: int | None = None) -> Iterator[Step]:
     """Run levers on a workload, on the device of its parameters, until the context is left."""
     device = next((p.device.type for p in workload.model.parameters()), "cpu")
-    with checkpointed(workload.model, levers.regions):
+    precision, mixed = levers.precision, levers.precision in ("bf16-mixed", "16-mixed")
+    with _weights(levers, workload, device) as weights, checkpointed(workload.model, levers.regions):
         yield Step(
             workload,
             microbatch_size=levers.microbatch_size,
-            autocast=functools.partial(autocast, levers.precision, device),
-            scaler=LossScaler(workload.loss_scaling) if levers.precision == "16-mixed" else None,
+            autocast=functools.partial(autocast, precision, device) if mixed else None,
+            around=tf32 if precision == "tf32" else None,
+            scaler=LossScaler(workload.loss_scaling) if precision == "16-mixed" else None,
+            update=weights.update if weights else None,
+            masters=weights.masters if weights else None,
             predicted_peak_bytes=predicted_peak_bytes,
+        )
+
+
+@contextlib.contextmanager
+def _weights(levers: Levers, workload: Workload, device: str) -> Iterator[Bf16Weights | None]:
+    """Have the model's weights, and the modules that are to stay in fp32, as the precision asks."""
+    if levers.precision == "bf16-true":
+        check_bf16_updates(workload)
+        with bf16_weights(workload, accumulates=levers.microbatch_size < batch_size_of(workload.batch)) as weights:
+            yield weights
+    else:
+        mixed = levers.precision in ("bf16-mixed", "16-mixed")
+        with kept_in_fp32(workload.model, workload.fp32_modules, device) if mixed else contextlib.nullcontext():
+            yield None
+
+
+def check_bf16_updates(workload: Workload) -> None:
+    """Raise PlanError unless a workload says how weights in bf16 are updated."""
+    if workload.bf16_updates is None:
+        raise PlanError(
+            "precision='bf16-true' with Workload.bf16_updates=None loses every update below 1/256 of its weight: give"
+            " bf16_updates='master-weights' (fp32 copies that the optimizer updates) or 'stochastic-rounding', or use"
+            " 'bf16-mixed'"
         )
 
 
@@ -96,7 +124,7 @@ def check_workload(workload: Workload, device: Device) -> None:
             f"Workload.model is on {', '.join(sorted(elsewhere))}, which device={device.name!r} is not: build it on"
             ' the CPU or under torch.device("meta")'
         )
-    if is_checkpointed(workload.model):
+    if is_checkpointed(workload.model) or is_cast(workload.model):
         raise PlanError("a plan is applied to Workload.model already: call close() on its step first")
 
 

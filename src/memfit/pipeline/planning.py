@@ -65,7 +65,8 @@ def plan(
             against what the allocator reserves, and the frontier's peaks are live bytes.
         numerics: How far the numbers may change: "exact", "reordered", "reduced" or "changed".
         precisions: Precisions to search; None for "32-true" and the mixed one that the device is made
-            for. Those that `numerics` does not allow are solved for the frontier only.
+            for; "tf32" and "bf16-true" only when asked for. Those that `numerics` does not allow are solved for
+            the frontier only.
         host_budget: Pinned host memory that activations may wait in: bytes, or a string with a unit. None for none.
         points: Budgets that the frontier is solved for, for each precision and microbatch size.
         time_limit_seconds: Of solving, about: half for the plan, half for the frontier. When time is up, the
@@ -84,7 +85,7 @@ def plan(
     if points < 1:
         raise UsageError(f"points={points} is not above 0: give the budgets to solve the frontier for")
     for precision in precisions or ():
-        check_precision(precision, "precisions")
+        check_precision(precision, "precisions", found, workload)
     host_budget_bytes = 0 if host_budget is None else parse_budget(host_budget, None, "host_budget")
     if host_budget_bytes and not (found.kind == "cuda" and found.link_bytes_per_second):
         raise UsageError(
@@ -202,7 +203,10 @@ class _Planner:
             self.progress("capture", index + 1, len(combinations))
         self.wanted = combinations
         measuring = functools.partial(self.progress, "measure operators")
-        self.costs = costs_of(self.traces.values(), self.device, measuring)
+        in_tf32 = [trace for trace in self.traces.values() if trace.precision == "tf32"]
+        others = [trace for trace in self.traces.values() if trace.precision != "tf32"]
+        self.costs = costs_of(others, self.device, measuring)
+        self.tf32_costs = costs_of(in_tf32, self.device) if in_tf32 else self.costs
 
     def _combinations(self) -> list[tuple[Precision, int]]:
         """Return what is searched, the simplest first; precisions that are not allowed with the whole batch only."""
@@ -225,8 +229,9 @@ class _Planner:
         self.combinations = []
         for index, (precision, size) in enumerate(self.wanted):
             regions = Regions(self.traces[precision, size])
-            found = options(regions, self.costs, self.excluded, offload=self.host_budget_bytes > 0)
-            problem = build(regions, self.costs, found, self.host_budget_bytes)
+            costs = self.tf32_costs if precision == "tf32" else self.costs
+            found = options(regions, costs, self.excluded, offload=self.host_budget_bytes > 0)
+            problem = build(regions, costs, found, self.host_budget_bytes)
             classes = lever_classes(
                 Levers(precision=precision, microbatch_size=size), self.batch_size, self.couples_batch
             )
@@ -323,7 +328,6 @@ def _allows(allowed: Numerics, used: Numerics) -> bool:
 
 
 def freest(classes: dict[str, Numerics]) -> Numerics:
-    """Return the freest class of some levers; "exact" where there are none."""
     """Return the freest class of some levers; "exact" where there are none."""
     return max(classes.values(), key=NUMERICS.index, default="exact")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Literal
 
 from msgspec.structs import replace
 
@@ -12,12 +13,13 @@ from memfit.capture.step import capture
 from memfit.cost.calibrate import calibrate
 from memfit.cost.roofline import roofline
 from memfit.devices import fake_cuda
-from memfit.devices.advice import supports_bfloat16
+from memfit.devices.advice import precisions, supports_bfloat16, supports_tf32
 from memfit.devices.host import find_device
 from memfit.errors import UsageError
 from memfit.ir.allocations import allocations
 from memfit.ir.cost import CostTable
 from memfit.ir.device import Device
+from memfit.ir.flops import Matmul
 from memfit.ir.plan import Levers, Precision, Prediction
 from memfit.ir.replay import replay
 from memfit.ir.sharding import Mode, Sharding, communication, shard, with_share_of_update
@@ -26,13 +28,13 @@ from memfit.ir.throughput import throughput
 from memfit.ir.timeline import Timeline
 from memfit.ir.trace import Trace
 from memfit.pipeline import remote
-from memfit.pipeline.applying import applied, check_workload
+from memfit.pipeline.applying import applied, check_bf16_updates, check_workload
 from memfit.report.chrome_trace import write_chrome_trace
 from memfit.report.snapshot import write_snapshot
 from memfit.units import format_bytes, format_seconds
 from memfit.workload import Workload, batch_size_of, tokens_per_sample
 
-PRECISIONS: tuple[Precision, ...] = ("32-true", "bf16-mixed", "16-mixed")
+PRECISIONS: tuple[Precision, ...] = ("32-true", "tf32", "bf16-mixed", "16-mixed", "bf16-true")
 _FALLBACK_ERROR = 0.25  # of a GPU's peak predicted from the CPU's program: 8 % was seen on a small GPT
 
 Progress = Callable[[str, int, int], None]
@@ -47,7 +49,7 @@ def estimate(
     workload: Workload,
     *,
     device: str = "cpu",
-    precision: Precision = "32-true",
+    precision: Precision | Literal["auto"] = "32-true",
     microbatch_size: int | None = None,
     world_size: int = 1,
     sharding: Mode = "ddp",
@@ -63,7 +65,7 @@ def estimate(
     Args:
         workload: The user's workload; nothing of it is changed.
         device: The device's name: "cpu", "cuda", or one of the catalogue (`memfit devices` shows it).
-        precision: Of the step.
+        precision: Of the step; "auto" takes the mixed one that the device is made for.
         microbatch_size: Samples in one forward and backward pass; None for the whole batch.
         world_size: Ranks that train together (≥ 1); the batch is that of one of them, and so is the prediction.
         sharding: How they share it, where they are more than one: "ddp", "zero1", "zero2" or "zero3" (`ir.sharding`).
@@ -76,7 +78,9 @@ def estimate(
         CaptureError: The step can't be captured.
     """
     found = find_device(device)
-    check_precision(precision, "precision")
+    if precision == "auto":
+        precision = precisions(found)[-1]
+    check_precision(precision, "precision", found, workload)
     if world_size < 1:
         raise UsageError(f"world_size={world_size} is not above 0: give the number of ranks")
     if snapshot is not None and found.kind != "cuda":
@@ -157,11 +161,19 @@ def capture_levers(workload: Workload, levers: Levers, device: Device) -> Trace:
 
 
 def costs_of(traces: Iterable[Trace], device: Device, progress: Callable[[int, int], None] | None = None) -> CostTable:
-    """Return what the operators of some traces cost: measured on the CPU at hand, modelled for a GPU."""
+    """Return what the operators of some traces cost: measured on the CPU at hand, modelled for a GPU.
+
+    Traces in TF32 have the operators of those in fp32, and cost less: they need a table of their own.
+    """
     if device.kind == "cpu":
         return calibrate(traces, progress)
-    costs = roofline(traces, device)
+    traces = list(traces)
+    costs = roofline(traces, device, matmul=_matmul(traces))
     return costs if fake_cuda.is_loaded() else replace(costs, peak_error=_FALLBACK_ERROR)
+
+
+def _matmul(traces: list[Trace]) -> Matmul:
+    return "high" if traces and all(trace.precision == "tf32" for trace in traces) else "highest"
 
 
 def predict(
@@ -183,7 +195,12 @@ def predict(
         where=timeline.where(),
         device_bytes=device.usable_bytes,
         throughput=throughput(
-            trace, costs, device, step_seconds=timeline.step_seconds, tokens_per_sample=tokens_per_sample
+            trace,
+            costs,
+            device,
+            step_seconds=timeline.step_seconds,
+            tokens_per_sample=tokens_per_sample,
+            matmul=_matmul([trace]),
         ),
         notes=[*trace.notes, *_advice(trace, device)],
     )
@@ -191,16 +208,27 @@ def predict(
 
 
 def _advice(trace: Trace, device: Device) -> list[str]:
-    if trace.precision == "bf16-mixed" and not supports_bfloat16(device):
-        return [f"{device.name} has no bfloat16 units: PyTorch emulates them, slowly; use precision='16-mixed'"]
-    return []
+    notes = []
+    if trace.precision in ("bf16-mixed", "bf16-true") and not supports_bfloat16(device):
+        notes.append(f"{device.name} has no bfloat16 units: PyTorch emulates them, slowly; use precision='16-mixed'")
+    if trace.precision != "bf16-true" and any(p.itemsize == 2 and p.group >= 0 for p in trace.parameters):
+        notes.append(
+            "Workload.model has weights of 16 bits, which lose every update below 1/256 of them: build it in fp32, or"
+            " use precision='bf16-true' with Workload.bf16_updates"
+        )
+    return notes
 
 
-def check_precision(precision: str, argument: str) -> None:
-    """Check the name of a precision that an argument holds.
+def check_precision(precision: str, argument: str, device: Device, workload: Workload) -> None:
+    """Check a precision that an argument holds.
 
     Raises:
-        UsageError: There is none of that name.
+        UsageError: There is none of that name, the device has no units for it, or the workload does not say what it
+            needs.
     """
     if precision not in PRECISIONS:
         raise UsageError(f"{argument}={precision!r} is unknown: use one of {', '.join(PRECISIONS)}")
+    if precision == "tf32" and not supports_tf32(device):
+        raise UsageError(f"{argument}='tf32': {device.name} has no TF32; NVIDIA's GPUs from Ampere on have")
+    if precision == "bf16-true":
+        check_bf16_updates(workload)

@@ -151,7 +151,7 @@ def _check_like(what: str, own: torch.Tensor, saved: torch.Tensor) -> None:
 
 def _parameter_names(step: Step) -> list[list[str]]:
     """Return the FQNs of the optimizer's parameters by group, or their shapes where the model has no such parameter."""
-    names = {id(p): name for name, p in step.workload.model.named_parameters()}
+    names = {id(p): name for name, p in step.named_owners()}
     groups = step.workload.optimizer.param_groups
     return [[names.get(id(p), f"parameter of shape {tuple(p.shape)}") for p in group["params"]] for group in groups]
 

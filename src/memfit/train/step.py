@@ -165,7 +165,7 @@ class Step:
             self._check_loss(loss, batch)
             if self.scaler is not None:
                 self.scaler.unscale(_gradients_of(parameters))
-            return loss, {name: p.grad.clone() for name, p in self._named_owners() if p.grad is not None}
+            return loss, {name: _copy(p.grad) for name, p in self.named_owners() if p.grad is not None}
         finally:
             _clear(parameters)
 
@@ -204,7 +204,7 @@ class Step:
     def _updated(self) -> list[nn.Parameter]:
         return [p for g in self.workload.optimizer.param_groups for p in g["params"]]
 
-    def _named_owners(self) -> list[tuple[str, nn.Parameter]]:
+    def named_owners(self) -> list[tuple[str, nn.Parameter]]:
         """Return the parameters that have the gradients, by the FQN of the model's."""
         return [(name, self._masters.get(p, p)) for name, p in self.workload.model.named_parameters()]
 
@@ -240,7 +240,7 @@ class Step:
             raise WorkloadError("Workload.loss_fn returned a loss that no parameter of Workload.optimizer leads to")
         if self.scaler is not None:
             self.scaler.unscale(gradients)
-        total = torch.nn.utils.get_total_norm([gradient_values(g) for g in gradients])
+        total = _total_norm([gradient_values(g) for g in gradients])
         norm = float(total)
         if not math.isfinite(norm):
             self._skip(norm, loss, batch)
@@ -304,7 +304,7 @@ class Step:
 
     def _first_not_finite(self) -> str:
         """Return the FQN of the first parameter whose gradient is not finite."""
-        for name, parameter in self._named_owners():
+        for name, parameter in self.named_owners():
             if parameter.grad is not None and not torch.isfinite(gradient_values(parameter.grad)).all():
                 return name
         return "no single parameter"
@@ -325,6 +325,20 @@ def _clear(parameters: list[nn.Parameter]) -> None:
 
 def _gradients_of(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
     return [p.grad for p in parameters if p.grad is not None]
+
+
+def _copy(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a gradient, in fp32 at least."""
+    return gradient.clone() if gradient.itemsize >= 4 else gradient.float()
+
+
+def _total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """Return the norm of all gradients; in fp32 where they are narrower."""
+    if all(gradient.itemsize >= 4 for gradient in gradients):
+        return torch.nn.utils.get_total_norm(gradients)
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
+    return norm
 
 
 def _statistics(model: nn.Module) -> list[torch.Tensor]:
