@@ -36,6 +36,7 @@ PUBLIC = [
     "load_plan",
     "load_workload",
     "plan",
+    "probe_range",
     "save_plan",
     "train",
     "verify",

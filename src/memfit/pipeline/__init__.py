@@ -10,6 +10,7 @@ from memfit.pipeline.loading import load_fake_workload, load_workload
 from memfit.pipeline.planning import plan
 from memfit.pipeline.plans import load_plan, save_plan
 from memfit.pipeline.predicting import estimate, is_elsewhere
+from memfit.pipeline.ranging import probe_range
 from memfit.pipeline.training import compare, train, write_report
 from memfit.pipeline.verifying import verify
 from memfit.report.tables import plan_text
@@ -30,6 +31,7 @@ __all__ = [
     "load_plan",
     "load_workload",
     "plan",
+    "probe_range",
     "save_plan",
     "train",
     "verify",

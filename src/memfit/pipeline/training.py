@@ -64,7 +64,7 @@ def compare(
         progress: Called with how many steps are done, of how many.
     """
     check_runs_here(plan, workload)
-    batches = _first_batches(workload, steps)
+    batches = first_batches(workload, steps)
     with nothing_changes(workload):
         both = [real_copy(workload), real_copy(workload)]
         with (
@@ -83,7 +83,7 @@ def compare(
     )
 
 
-def _first_batches(workload: Workload, count: int) -> list[Any]:
+def first_batches(workload: Workload, count: int) -> list[Any]:
     """Return the first training batches, whole ones only; the position of the user's data is left as it was."""
     if workload.batches is None:
         return [workload.batch] * count

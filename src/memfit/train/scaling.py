@@ -33,7 +33,7 @@ class LossScaler:
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """Return what to run backward on."""
-        return loss * self.scale
+        return (loss if loss.itemsize >= 4 else loss.float()) * self.scale
 
     def unscale(self, gradients: list[torch.Tensor]) -> None:
         """Divide gradients by the scale, in place."""
