@@ -33,6 +33,8 @@ PUBLIC = [
     "compile_backend",
     "devices",
     "estimate",
+    "freeze_batch_norm",
+    "group_norm_for_batch_norm",
     "load_plan",
     "load_workload",
     "plan",

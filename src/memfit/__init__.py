@@ -6,6 +6,7 @@ step = memfit.apply(plan, workload)
 result = step(batch)
 """
 
+from memfit.apply.batch_norm import freeze_batch_norm, group_norm_for_batch_norm
 from memfit.errors import BudgetError, CaptureError, InfeasibleError, MemfitError, PlanMismatchError, UsageError
 from memfit.ir.plan import Plan
 from memfit.pipeline import (
@@ -49,6 +50,8 @@ __all__ = [
     "compile_backend",
     "devices",
     "estimate",
+    "freeze_batch_norm",
+    "group_norm_for_batch_norm",
     "load_plan",
     "load_workload",
     "plan",

@@ -85,8 +85,9 @@ class RangeReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         for found in self.modules:
             marks = ["overflows"] * (found.module in self.overflowing) + ["flushes"] * (found.module in self.flushing)
             lines.append(
-                f"{found.module or '(the model and the loss)':32} {found.activations.largest:12.3g} {found.gradients.largest:12.3g}"
-                f" {found.gradients.flushed():8.1%} {found.gradients.flushed(scale):8.1%} {' '.join(marks)}"
+                f"{found.module or '(the model and the loss)':32} {found.activations.largest:12.3g}"
+                f" {found.gradients.largest:12.3g} {found.gradients.flushed():8.1%}"
+                f" {found.gradients.flushed(scale):8.1%} {' '.join(marks)}"
             )
         return "\n".join([*lines, "", self.advice()])
 

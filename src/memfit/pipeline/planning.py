@@ -215,7 +215,9 @@ class _Planner:
             sizes = [self.batch_size]
             self.notes.append(
                 "microbatches are left out: the model normalises over the batch (BatchNorm in training mode), so that"
-                " they would change the training; numerics='changed' allows them"
+                " they would change the training; numerics='changed' allows them all the same, and without BatchNorm's"
+                " statistics of the batch nothing is in their way: memfit.freeze_batch_norm(model) takes its running"
+                " statistics, memfit.group_norm_for_batch_norm(model) normalises each sample by itself"
             )
         elif self.numerics == "exact":
             sizes = [self.batch_size]
