@@ -260,7 +260,7 @@ def test_the_last_batch_of_an_epoch_may_be_smaller(cases: SimpleNamespace, tmp_p
     batches = [*cases.batches("list")[:2], tuple(t[:3] for t in cases.batches("list")[2])]
     run = Run(cases, tmp_path / "run", batches=batches)
     state = run.fit(epochs=2)
-    step = Step(cases.workload("list", batches=batches))
+    step = Step(cases.workload(batches=batches))
     losses = [step(batch).loss for _ in range(2) for batch in batches]
     assert [line["loss"] for line in run.lines if "loss" in line] == losses and run.record.steps == 6
     assert state == cases.training_state(step)
