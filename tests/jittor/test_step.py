@@ -98,13 +98,13 @@ def test_sums_with_counts_are_normalised_over_the_whole_batch(microbatch_size: i
 
 
 def test_memory_does_not_grow_with_the_microbatches() -> None:
-    """The same microbatch, four and sixteen times."""
+    """The same microbatch, four and sixteen times; its tensors are larger than the blocks that pools cut up."""
     peaks = {}
     for k in (4, 16):
         seed(0)
-        model = mlp(8, 256)
-        batch = {"x": jt.randn(1536 * k, 256), "y": jt.randn(1536 * k, 256)}
-        step = Step(Workload(model, batch, mean_loss, nn.Adam(model.parameters(), 1e-3)), microbatch_size=1536)
+        model = mlp(6, 64)
+        batch = {"x": jt.randn(24576 * k, 64), "y": jt.randn(24576 * k, 64)}
+        step = Step(Workload(model, batch, mean_loss, nn.Adam(model.parameters(), 1e-3)), microbatch_size=24576)
         step(batch)
         with memory.measure() as measured:
             step(batch)
@@ -276,5 +276,5 @@ def test_a_step_that_would_pass_the_limit_is_not_run() -> None:
     assert largest_difference(before, weights_of(step.workload)) == 0
     with memory.measure() as measured:
         assert math.isfinite(step(batch).loss)
-    with memory.limit(measured.peak_bytes + 8 * 2**20):
+    with memory.limit(int(1.3 * measured.peak_bytes) + 8 * 2**20):
         assert math.isfinite(step(batch).loss)

@@ -31,6 +31,7 @@ _ATTEMPTS = 8
 _LEAST_SHARE = 0.005
 _LONGEST_CHAIN = 24
 _PROFILED_SHARE = 4
+_GRAIN_BYTES = 2**20  # the least that a pool takes from the system: peaks of equal steps differ by as much
 
 Progress = Callable[[str, int, int | None], None]
 
@@ -252,7 +253,7 @@ class _Planner:
             InfeasibleError: None was found.
         """
         self._combine()
-        target, lowest = self.budget_bytes, (2**63, "")
+        target, lowest = self.budget_bytes - _GRAIN_BYTES, 2**63
         for attempt in range(_ATTEMPTS):
             allowed = [c for c in self.combinations if NUMERICS.index(c.numerics) <= NUMERICS.index(self.numerics)]
             candidate = fastest(allowed, target, self.time_limit_seconds / 2 ** (attempt + 1))
@@ -265,13 +266,14 @@ class _Planner:
             except RecomputationError as e:
                 self._exclude(e)
                 continue
-            if measured.peak_bytes <= self.budget_bytes:
+            upper = measured.peak_bytes + _GRAIN_BYTES
+            if upper <= self.budget_bytes:
                 return candidate, _predicted(measured)
-            lowest = min(lowest, (measured.peak_bytes, str(candidate.levers.regions[:1])))
+            lowest = min(lowest, upper)
             if attempt == _ATTEMPTS:
                 break
-            target -= measured.peak_bytes - self.budget_bytes
-        raise self._infeasible(lowest[0])
+            target -= upper - self.budget_bytes
+        raise self._infeasible(lowest)
 
     def _exclude(self, error: RecomputationError) -> None:
         """Leave out the regions that a module which can't be recomputed is in."""
@@ -299,20 +301,24 @@ class _Planner:
         )
 
     def _measure(self, levers: Levers, samples: int | None = None) -> memory.Measurement:
-        """Run a step twice on the batch, or on some samples of it, and return the second's peak and time."""
+        """Run a step on the batch, or on some samples of it, and return the larger peak and the less time of two."""
         batch = self.workload.batch if samples is None else first(self.workload.batch, samples)
         step = _step(self.workload, levers)
+        found = []
         with _undone(step):
-            for _ in range(2):  # the first compiles
-                with memory.measure() as found:
+            step(batch)  # compiles
+            for _ in range(2):
+                with memory.measure() as measured:
                     step(batch)
-        return found
+                found.append(measured)
+        peak, seconds = max(m.peak_bytes for m in found), min(m.seconds for m in found)
+        return memory.Measurement(found[0].before_bytes, peak, seconds)
 
 
 def _predicted(measured: memory.Measurement) -> Prediction:
     return Prediction(
         peak_bytes=measured.peak_bytes,
-        peak_upper_bytes=measured.peak_bytes,
+        peak_upper_bytes=measured.peak_bytes + _GRAIN_BYTES,
         step_seconds=measured.seconds,
         by_category={},
         where="measured on the applied step",

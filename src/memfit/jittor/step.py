@@ -35,6 +35,7 @@ from memfit.jittor.workload import Workload, batch_size_of, first, split, traina
 from memfit.train.scaling import LossScaler
 from memfit.train.step import StepResult
 
+_POOL_BLOCK_BYTES = 5 * 2**20  # Jittor's pools take tensors of 1 to 5 MiB from blocks of this size
 _SCHEMA = "memfit.jittor.step/1"
 
 
@@ -223,27 +224,29 @@ class Step:
         memory.release()
         held, peak = memory.held_bytes(), self.predict_peak(batch)
         workload = self.workload
+        peak += peak // 10 + _POOL_BLOCK_BYTES  # rather refused than dead
         memory.refuse(
             peak - held, f"a step of {batch_size_of(batch)} samples", model=workload.model, optimizer=workload.optimizer
         )
         self._cleared.add(shapes)
 
     def predict_peak(self, batch: Any) -> int:
-        """Return the predicted peak of the step in bytes, from runs with few samples: what it takes is affine in them.
+        """Return the predicted peak of the step in bytes, from runs with an eighth, a quarter and half of the samples.
+
+        What a step takes is affine in its samples, but for what the pools round up, which tells with few of them: each
+        prediction is from the two largest runs. Where a limit is in force, no run is predicted to pass it.
 
         Args:
             batch: A global batch. Nothing is updated.
         """
         size = min(self.microbatch_size or batch_size_of(batch), batch_size_of(batch))
-        few, more = max(1, size // 8), max(2, size // 4)
-        if size <= 2:
-            few, more = 1, 1
-        low = self._measured(first(batch, few))
-        if size == few:
-            return low
-        high = self._measured(first(batch, more)) if more > few else low
-        slope = max(0.0, (high - low) / (more - few)) if more > few else low - memory.held_bytes()
-        return int(high + slope * (size - max(few, more)))
+        allowed = memory.limit_bytes()
+        memory.release()
+        points = [(0, memory.held_bytes())]
+        for samples in sorted({max(1, size // share) for share in (8, 4, 2)}):
+            if allowed is None or _extrapolated(points, samples) <= allowed:
+                points.append((samples, self._measured(first(batch, samples))))
+        return _extrapolated(points, size)
 
     def _measured(self, batch: Any) -> int:
         """Return the peak of the gradients of a batch, after a run that compiles."""
@@ -355,6 +358,13 @@ class _Window:
     def mean_loss(self) -> float:
         """Return the mean loss of the window."""
         return float(self.total.item()) * self.correction() * self.scale
+
+
+def _extrapolated(points: list[tuple[int, int]], samples: int) -> int:
+    """Return where the line through the last two of some points (samples, bytes) is; level through one."""
+    last, nbytes = points[-1]
+    before, fewer_bytes = points[-2] if len(points) > 1 else (last - 1, nbytes)
+    return nbytes + int(max(0.0, (nbytes - fewer_bytes) / (last - before)) * (samples - last))
 
 
 def _norm(gradients: list[Any]) -> float:
