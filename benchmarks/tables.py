@@ -1,4 +1,4 @@
-"""Makes the tables of predictions in the README and the docs: `python -m benchmarks.tables [--check]`."""
+"""Makes the tables of predictions and of faults in the README and the docs: `python -m benchmarks.tables [--check]`."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.faults import figures as faults
 from memfit.ir.codec import write_atomic
 from memfit.units import format_bytes
 
 ROOT = Path(__file__).parent.parent
-PAGES = (ROOT / "README.md", ROOT / "docs" / "accuracy.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "accuracy.md", ROOT / "docs" / "training.md")
 RESULTS = ROOT / "benchmarks" / "results"
 
 
@@ -49,6 +50,15 @@ def cases_table(result: dict[str, Any]) -> str:
                 cells += _compared(cases[workload, precision, kind])
         lines.append(_row(cells))
     return "\n".join([*lines, "", _sources(result)])
+
+
+def faults_table(result: dict[str, Any]) -> str:
+    """Return what became of the trainings that were disturbed."""
+    subjects = dict.fromkeys(case["subject"] for case in result["cases"])
+    return (
+        f"{faults.table(result['cases'])}\n\nTrainings: {'; '.join(subjects)}. `{result['command']}`,"
+        f" {result['machine']['description']}, torch {result['versions']['torch']}, {result['date']}."
+    )
 
 
 def _row(cells: Sequence[str]) -> str:
@@ -92,12 +102,21 @@ def _sources(result: dict[str, Any]) -> str:
     )
 
 
+TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
+    "prediction": ("prediction", summary_table),
+    "cases": ("prediction", cases_table),
+    "faults": ("faults", faults_table),
+}
+"""For each mark on a page, the benchmark and what makes its table."""
+
+
 def with_tables(text: str) -> str:
     """Return a page with its tables made anew."""
-    result = results("prediction")
-    for mark, table in (("prediction", summary_table), ("cases", cases_table)):
+    for mark, (name, table) in TABLES.items():
+        if f"<!-- {mark}: " not in text:
+            continue
         pattern = rf"(<!-- {mark}: [^>]*-->\n).*?(<!-- /{mark} -->)"
-        made = table(result)
+        made = table(results(name))
         text = re.sub(pattern, lambda match, made=made: f"{match[1]}{made}\n{match[2]}", text, flags=re.DOTALL)  # type: ignore[misc]
     return text
 

@@ -85,6 +85,23 @@ def test_figures_of_large_models_are_those_of_the_result_file() -> None:
     assert f"a plan with its whole frontier takes {plan['seconds']:.0f} seconds" in words
 
 
+def test_training_examples_run(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "training.md").read_text()
+    program = "\n".join(blocks(text, "python"))
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (shell,) = blocks(text, "sh")
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    environment["PYTHONPATH"] = str(ROOT)
+    names = {"mine.py:workload": "tests.workloads:preempted", "--steps 10000": "--steps 4"}
+    for name, other in names.items():
+        assert name in shell
+        shell = shell.replace(name, other)
+    command = ["bash", "-euo", "pipefail", "-c", shell]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.slow
 def test_gpu_examples_run(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "gpus.md").read_text()
@@ -140,7 +157,11 @@ def test_readme_examples_run(tmp_path: Path) -> None:
 def test_tables_of_predictions_are_those_of_the_result_file() -> None:
     from benchmarks.tables import PAGES, with_tables
 
-    for page, true, wrong in zip(PAGES, ("| memfit, plain", "| gpt2 |"), ("| memwit, plain", "| gpt3 |"), strict=True):
+    true_ones, wrong_ones = (
+        ("| memfit, plain", "| gpt2 |", "| SIGKILL |"),
+        ("| memwit, plain", "| gpt3 |", "| SIGKIL |"),
+    )
+    for page, true, wrong in zip(PAGES, true_ones, wrong_ones, strict=True):
         text = page.read_text()
         assert with_tables(text) == text
         assert true in text and with_tables(text.replace(true, wrong)) == text

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import Case, main
+from benchmarks.faults.figures import summarised, table
 from benchmarks.faults.injections import FAULTS
 from benchmarks.faults.subjects import SUBJECTS
 from benchmarks.faults.trials import Prepared, prepare, trial
@@ -72,38 +73,6 @@ def _trials(prepared: Prepared, fault: str, count: int, place: Path) -> list[Cas
         if case["wrong"]:
             print(f"  seed {case['seed']}, statuses {case['statuses']}: {'; '.join(case['wrong'])}", file=sys.stderr)
     return found
-
-
-def summarised(cases: Sequence[Case]) -> dict[str, Any]:
-    """Return what the rows add up to."""
-    return {
-        "injected": len(cases),
-        "survived": sum(case["survived"] for case in cases),
-        "updates_lost": sum(case["updates_lost"] for case in cases),
-        "updates_doubled": sum(case["updates_doubled"] for case in cases),
-        "repeated_per_injection": sum(case["repeated"] for case in cases) / max(1, len(cases)),
-    }
-
-
-def table(cases: Sequence[Case]) -> str:
-    """Return a line for each fault, in Markdown."""
-    lines = [
-        "| fault | injected | survived | without a restart | updates lost | doubled | run again, each |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for fault in dict.fromkeys(case["fault"] for case in cases):
-        of = [case for case in cases if case["fault"] == fault]
-        found = summarised(of)
-        figures = [
-            found["injected"],
-            found["survived"],
-            sum(len(case["statuses"]) == 1 for case in of),
-            found["updates_lost"],
-            found["updates_doubled"],
-            f"{found['repeated_per_injection']:.1f}",
-        ]
-        lines.append(f"| {fault} | {' | '.join(map(str, figures))} |")
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

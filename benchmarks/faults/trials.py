@@ -201,7 +201,7 @@ def _watch(prepared: Prepared, name: str, seed: int, folder: Path) -> None:
     fault.before()
     subject, plan, views = prepared.subject, prepared.plan, prepared.views
     statuses = [fault.ended(start(lambda: train(subject, plan, views, out, journal, fault=fault), log))]
-    happened = statuses[0] != 0 or 0 in fault.statuses
+    happened = 0 in fault.statuses or not _is_finished(out)
     if happened:
         fault.after()
     while statuses[-1] != 0 and len(statuses) <= MAX_RESTARTS:
@@ -214,6 +214,12 @@ def _watch(prepared: Prepared, name: str, seed: int, folder: Path) -> None:
         seconds = time.perf_counter() - started
         case = {"subject": subject.name, "fault": name, "seed": seed, **case, "repeated": repeated, "seconds": seconds}
     (folder / RESULT_FILE).write_text(json.dumps(case))
+
+
+def _is_finished(out: Path) -> bool:
+    with contextlib.suppress(memfit.UsageError):
+        return codec.read(out / RUN, RunRecord, error=memfit.UsageError).status == "finished"
+    return False
 
 
 def judged(prepared: Prepared, fault: Fault, out: Path, statuses: list[int]) -> Case:
