@@ -23,7 +23,7 @@ def summarised(cases: Sequence[Case]) -> dict[str, Any]:
 def table(cases: Sequence[Case]) -> str:
     """Return a line for each fault, in Markdown."""
     lines = [
-        "| fault | injected | survived | updates lost | updates doubled | without a restart | updates run again, each |",
+        "| fault | injected | survived | updates lost | updates doubled | without a restart | run again, each |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for fault in dict.fromkeys(case["fault"] for case in cases):
