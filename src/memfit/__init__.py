@@ -7,7 +7,16 @@ result = step(batch)
 """
 
 from memfit.apply.batch_norm import freeze_batch_norm, group_norm_for_batch_norm
-from memfit.errors import BudgetError, CaptureError, InfeasibleError, MemfitError, PlanMismatchError, UsageError
+from memfit.errors import (
+    BudgetError,
+    CaptureError,
+    InfeasibleError,
+    MemfitError,
+    MemoryLimitError,
+    OutOfMemoryError,
+    PlanMismatchError,
+    UsageError,
+)
 from memfit.ir.plan import Plan
 from memfit.pipeline import (
     Verification,
@@ -25,6 +34,7 @@ from memfit.pipeline import (
     verify,
     write_report,
 )
+from memfit.train.ledger import memory_summary
 from memfit.train.optimizers import Optimizers
 from memfit.train.step import Step, StepResult
 from memfit.version import __version__
@@ -36,7 +46,9 @@ __all__ = [
     "InfeasibleError",
     "LossScaling",
     "MemfitError",
+    "MemoryLimitError",
     "Optimizers",
+    "OutOfMemoryError",
     "Plan",
     "PlanMismatchError",
     "Step",
@@ -54,6 +66,7 @@ __all__ = [
     "group_norm_for_batch_norm",
     "load_plan",
     "load_workload",
+    "memory_summary",
     "plan",
     "probe_range",
     "save_plan",

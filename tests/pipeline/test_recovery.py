@@ -53,11 +53,19 @@ def foreach(workload: Workload) -> Workload:
     return workload
 
 
+def several(workload: Workload) -> Workload:
+    first, *rest = workload.model.parameters()
+    optimizers = [torch.optim.SGD([first], lr=0.1, momentum=0.9), torch.optim.Adam(rest)]
+    object.__setattr__(workload, "optimizer", memfit.Optimizers(optimizers))
+    return workload
+
+
 BUILDERS: dict[str, Callable[[], Workload]] = {
     "transformer": models.transformer,
     "transformer, foreach": lambda: foreach(models.transformer()),
     "transformer, fused": lambda: fused(models.transformer()),
     "convnet": models.convnet,
+    "several optimizers": lambda: several(models.transformer()),
 }
 
 
@@ -176,7 +184,7 @@ def test_the_comparison_of_states_sees_a_lost_and_a_doubled_update() -> None:
                 assert_same(state_of(step), state)
 
 
-@pytest.mark.parametrize("name", ["transformer", "transformer, foreach", "transformer, fused", "convnet"])
+@pytest.mark.parametrize("name", ["transformer", "transformer, foreach", "transformer, fused", "several optimizers"])
 @pytest.mark.parametrize("first", [True, False])
 def test_in_the_optimizer_with_copies_on_the_host(name: str, first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollback, "has_room", lambda wanted_bytes, device: False)
@@ -189,8 +197,8 @@ def test_in_the_optimizer_with_copies_on_the_host(name: str, first: bool, monkey
             assert_same(state, expected(name, 1)[0])
 
 
-def test_in_the_optimizer_without_copies_the_training_is_torn_where_something_changed() -> None:
-    name = "transformer"
+@pytest.mark.parametrize("name", ["transformer", "several optimizers"])
+def test_in_the_optimizer_without_copies_the_training_is_torn_where_something_changed(name: str) -> None:
     before = operators_before_the_update(name)
     state, _, _, _ = run(name, {1: (before + 1,)})  # the first operator of the update: nothing is changed yet
     assert_same(state, expected(name, 1)[0])

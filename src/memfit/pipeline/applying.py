@@ -6,23 +6,28 @@ import contextlib
 import functools
 from collections.abc import Iterator
 
+import torch
 from msgspec.structs import replace
 
 from memfit.apply.bf16_weights import Bf16Weights, bf16_weights
 from memfit.apply.checkpoint import checkpointed, is_checkpointed
 from memfit.apply.precision import autocast, is_cast, kept_in_fp32, tf32
+from memfit.capture.accumulation import Accumulation
+from memfit.cost.calibrate import known_workspace_bytes
 from memfit.devices.host import find_device
-from memfit.errors import PlanError, PlanMismatchError, WorkloadError
+from memfit.errors import PlanError, PlanMismatchError, UsageError, WorkloadError
 from memfit.ir.device import Device
 from memfit.ir.plan import Levers, Plan
 from memfit.pipeline.switching import Switch
+from memfit.train.ledger import held_tensors
+from memfit.train.limits import CpuLimit, CudaLimit
 from memfit.train.recovery import Recovery
 from memfit.train.scaling import LossScaler
 from memfit.train.step import Step
 from memfit.workload import Workload, batch_size_of, fingerprint
 
 
-def apply(plan: Plan, workload: Workload, *, recover: bool = False) -> Step:
+def apply(plan: Plan, workload: Workload, *, recover: bool = False, limit_bytes: int | None = None) -> Step:
     """Return the training step that runs a plan on a workload.
 
     The workload's modules are checkpointed in place, through PyTorch's public mechanisms; `step.close()`
@@ -33,20 +38,37 @@ def apply(plan: Plan, workload: Workload, *, recover: bool = False) -> Step:
         workload: The user's workload.
         recover: Whether a step that runs out of memory is undone, and run again on the same batch under the next
             lower plan of the frontier, which then stays.
+        limit_bytes: What a step may hold at a time, on a GPU reserve (> 0): it fails before it exceeds that. None
+            sets no limit.
 
     Raises:
         PlanMismatchError: The plan was made for another workload.
         PlanError: A plan is applied to the workload already, or its levers are not legal.
+        UsageError: `limit_bytes` is not positive.
     """
+    if limit_bytes is not None and limit_bytes < 1:
+        raise UsageError(f"limit_bytes={limit_bytes} is not above 0: give a number of bytes, or None for no limit")
     check_plan(plan, workload)
     bare, peak_bytes = replace(plan.levers, regions=()), plan.predicted.peak_bytes
     with contextlib.ExitStack() as stack:
         step = stack.enter_context(applied(bare, workload, predicted_peak_bytes=peak_bytes))
         switch = stack.enter_context(contextlib.closing(Switch(step, plan.levers)))
+        step.prediction = plan.predicted
+        step.limit = None if limit_bytes is None else _limit(limit_bytes, step)
         if recover:
             step.recovery = stack.enter_context(contextlib.closing(Recovery(step, plan, switch.lower)))
         step.on_close = stack.pop_all().close
     return step
+
+
+def _limit(limit_bytes: int, step: Step) -> CpuLimit | CudaLimit:
+    """Return what limits a step on the device of its parameters."""
+    device = next((p.device for p in step.workload.model.parameters()), torch.device("cpu"))
+    named = functools.partial(held_tensors, step)
+    if device.type == "cuda":
+        return CudaLimit(limit_bytes, named, device)
+    inside = known_workspace_bytes()
+    return CpuLimit(limit_bytes, named, lambda text: inside.get(text, 0), Accumulation().as_the_engine)
 
 
 @contextlib.contextmanager

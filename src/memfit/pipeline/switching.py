@@ -45,6 +45,7 @@ class Switch:
         found = lowered(plan, candidates[0])
         self.to(found.levers)
         self.step.predicted_peak_bytes = found.predicted.peak_bytes
+        self.step.prediction = found.predicted
         return found
 
     def close(self) -> None:

@@ -142,6 +142,7 @@ def train(
     resume: bool = False,
     overwrite: bool = False,
     recover: bool = True,
+    limit_bytes: int | None = None,
     progress: Callable[[int, int], None] | None = None,
     on_step: Callable[[Progress], None] | None = None,
 ) -> RunRecord:
@@ -157,6 +158,7 @@ def train(
         compare_steps: Before training, steps to run side by side with the plain step, on copies (0 for none).
         recover: Whether a step that runs out of memory is undone, and run again on the same batch under the next
             lower plan of the frontier.
+        limit_bytes: What a step may hold at a time (> 0): it fails before it exceeds that. None sets no limit.
         progress: Called with how many of those are done, of how many.
 
     Raises:
@@ -171,7 +173,7 @@ def train(
     comparison = compare(plan, workload, steps=compare_steps, progress=progress) if compare_steps else None
     drawn = codec.encode(views(plan, workload, comparison))
     is_drawn = resume and (folder / VIEWS).exists() and _plan_in(folder) == plan
-    with apply(plan, workload, recover=recover) as step:
+    with apply(plan, workload, recover=recover, limit_bytes=limit_bytes) as step:
         trainer = Trainer(
             step,
             plan,

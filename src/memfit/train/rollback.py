@@ -23,8 +23,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from memfit.devices.limits import has_room
 from memfit.rng import rng_snapshot
+from memfit.train.limits import has_room
+from memfit.train.optimizers import Optimizers
 from memfit.train.step import Step
 from memfit.workload import tensors_of
 
@@ -188,7 +189,8 @@ def needed_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 def _changes_in_place(optimizer: torch.optim.Optimizer) -> bool:
     """Tell whether the version counters of its tensors say what an optimizer changed: true of those of PyTorch."""
-    return type(optimizer).__module__.startswith("torch.optim.")
+    several = optimizer.optimizers if isinstance(optimizer, Optimizers) else [optimizer]
+    return all(type(one).__module__.startswith("torch.optim.") for one in several)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from memfit.errors import NonFiniteError, UsageError, WorkloadError
+from memfit.ir.plan import Prediction
 from memfit.ir.trace import Phase
 from memfit.rng import rng_preserved
 from memfit.train.diagnosis import FirstNotFinite, watching
@@ -67,7 +68,9 @@ class Step:
     Attributes:
         steps: Optimizer updates done.
         last: The result of the last call.
+        prediction: What its plan predicts; None without a plan.
         recovery: Runs each step, and runs it again where memory runs out (`memfit.train.recovery`); None for nothing.
+        limit: Makes the context of a step on a batch in which no more may be held than it says; None for no limit.
 
     Raises:
         UsageError: `microbatch_size` is not positive.
@@ -95,6 +98,8 @@ class Step:
         self.on_phase: Callable[[Phase, int], None] | None = None
         self.on_close: Callable[[], None] | None = None
         self.recovery: Callable[[Callable[[Any], StepResult], Any], StepResult] | None = None
+        self.limit: Callable[[Any], AbstractContextManager[object]] | None = None
+        self.prediction: Prediction | None = None
         self._autocast = autocast
         self._around = around
         self._optimize = update
@@ -143,7 +148,8 @@ class Step:
 
     def _once(self, batch: Any) -> StepResult:
         started = time.perf_counter()
-        with nullcontext() if self._around is None else self._around():
+        limit = nullcontext() if self.limit is None else self.limit(batch)
+        with limit, nullcontext() if self._around is None else self._around():
             loss, grad_norm, scale = self._run(batch)
         skipped = not math.isfinite(grad_norm)
         skips = 0 if self.scaler is None else self.scaler.skips
