@@ -30,6 +30,7 @@ PUBLIC = [
     "Verification",
     "Workload",
     "__version__",
+    "adapt",
     "apply",
     "compare",
     "compile_backend",

@@ -20,6 +20,7 @@ from memfit.errors import (
 from memfit.ir.plan import Plan
 from memfit.pipeline import (
     Verification,
+    adapt,
     apply,
     compare,
     compile_backend,
@@ -57,6 +58,7 @@ __all__ = [
     "Verification",
     "Workload",
     "__version__",
+    "adapt",
     "apply",
     "compare",
     "compile_backend",

@@ -103,6 +103,16 @@ def test_in_the_optimizer_room_is_what_the_limit_leaves() -> None:
     assert CpuLimit.active is None
 
 
+def test_batches_that_are_kept_count_while_their_step_runs() -> None:
+    limit = CpuLimit(10**6, lambda batch: {"inputs": [batch]})
+    kept = [torch.zeros(1000) for _ in range(5)]
+    for batch in [*kept, kept[0]]:
+        with limit(batch):
+            assert limit.held_bytes == 4000
+            batch.sum()
+    assert limit.held_bytes == 0
+
+
 def test_what_depends_on_values_is_counted_afterwards() -> None:
     limit = CpuLimit(10**6, lambda batch: {})
     with limit(None):

@@ -98,13 +98,8 @@ def measure(signatures: list[str], progress: Progress | None = None) -> dict[str
     """Return the cost of each operator call: its least time, and the bytes that it allocates inside."""
     random_state = torch.get_rng_state()
     seconds: dict[str, float] = {}
-    workspace: dict[str, int] = {}
     try:
-        with torch.no_grad(), allocated_by_name(_MARK) as meters:
-            for index, text in enumerate(signatures):
-                outputs = _run_marked(text, f"{_MARK}{index}")
-                if outputs is not None:
-                    workspace[text] = outputs
+        workspace = _workspaces(signatures)
         with torch.no_grad():
             evicting = torch.zeros(_CACHE_BYTES, dtype=torch.uint8)
             for index, text in enumerate(signatures):
@@ -115,11 +110,34 @@ def measure(signatures: list[str], progress: Progress | None = None) -> dict[str
     finally:
         torch.set_rng_state(random_state)
     return {
-        text: OpCost(seconds[text], max(0, meters[f"{_MARK}{index}"].peak_bytes - workspace[text]), True)
-        if text in workspace
-        else OpCost(0.0, 0, False)
-        for index, text in enumerate(signatures)
+        text: OpCost(seconds[text], workspace[text], True) if text in workspace else OpCost(0.0, 0, False)
+        for text in signatures
     }
+
+
+def with_workspaces(table: CostTable, traces: Iterable[Trace]) -> CostTable:
+    """Return costs with what the operators of some traces allocate inside, those new in it with no time.
+
+    Every new call is run once, which takes little.
+    """
+    missing = [s for s in dict.fromkeys(s for trace in traces for s in trace.signatures) if s not in table.ops]
+    random_state = torch.get_rng_state()
+    try:
+        found = _workspaces(missing)
+    finally:
+        torch.set_rng_state(random_state)
+    return msgspec.structs.replace(table, ops={**table.ops, **{s: OpCost(0.0, n, False) for s, n in found.items()}})
+
+
+def _workspaces(signatures: list[str]) -> dict[str, int]:
+    """Return what calls allocate inside; those that can't be run are left out."""
+    outputs: dict[int, int] = {}
+    with torch.no_grad(), allocated_by_name(_MARK) as meters:
+        for index, text in enumerate(signatures):
+            made = _run_marked(text, f"{_MARK}{index}")
+            if made is not None:
+                outputs[index] = made
+    return {signatures[index]: max(0, meters[f"{_MARK}{index}"].peak_bytes - made) for index, made in outputs.items()}
 
 
 def _run_marked(text: str, mark: str) -> int | None:

@@ -4,6 +4,7 @@ from memfit.devices.host import devices, find_device
 from memfit.ir.device import Device
 from memfit.ir.plan import print_plans_with
 from memfit.ir.verification import Verification
+from memfit.pipeline.adapting import adapt
 from memfit.pipeline.applying import apply
 from memfit.pipeline.compiling import CompileBackend, CompiledPlan, compile_backend
 from memfit.pipeline.loading import load_fake_workload, load_workload
@@ -20,6 +21,7 @@ __all__ = [
     "CompiledPlan",
     "Device",
     "Verification",
+    "adapt",
     "apply",
     "compare",
     "compile_backend",

@@ -46,19 +46,28 @@ def apply(plan: Plan, workload: Workload, *, recover: bool = False, limit_bytes:
         PlanError: A plan is applied to the workload already, or its levers are not legal.
         UsageError: `limit_bytes` is not positive.
     """
+    with contextlib.ExitStack() as stack:
+        switch = stack.enter_context(switchable(plan, workload, limit_bytes=limit_bytes))
+        if recover:
+            switch.step.recovery = stack.enter_context(contextlib.closing(Recovery(switch.step, plan, switch.lower)))
+        switch.step.on_close = stack.pop_all().close
+    return switch.step
+
+
+@contextlib.contextmanager
+def switchable(plan: Plan, workload: Workload, *, limit_bytes: int | None) -> Iterator[Switch]:
+    """Run a plan on a workload, and what may be put in its place, until the context is left; see `apply`."""
     if limit_bytes is not None and limit_bytes < 1:
         raise UsageError(f"limit_bytes={limit_bytes} is not above 0: give a number of bytes, or None for no limit")
     check_plan(plan, workload)
-    bare, peak_bytes = replace(plan.levers, regions=()), plan.predicted.peak_bytes
-    with contextlib.ExitStack() as stack:
-        step = stack.enter_context(applied(bare, workload, predicted_peak_bytes=peak_bytes))
-        switch = stack.enter_context(contextlib.closing(Switch(step, plan.levers)))
+    bare = replace(plan.levers, regions=())
+    with (
+        applied(bare, workload, predicted_peak_bytes=plan.predicted.peak_bytes) as step,
+        contextlib.closing(Switch(step, plan.levers)) as switch,
+    ):
         step.prediction = plan.predicted
         step.limit = None if limit_bytes is None else _limit(limit_bytes, step)
-        if recover:
-            step.recovery = stack.enter_context(contextlib.closing(Recovery(step, plan, switch.lower)))
-        step.on_close = stack.pop_all().close
-    return step
+        yield switch
 
 
 def _limit(limit_bytes: int, step: Step) -> CpuLimit | CudaLimit:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 
 from msgspec.structs import replace
 
@@ -37,6 +38,16 @@ class Switch:
         self.step.microbatch_size = levers.microbatch_size
         self.levers = levers
 
+    @contextlib.contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Leave the model as the user made it, until the context is left."""
+        levers = self.levers
+        self.to(replace(levers, regions=()))
+        try:
+            yield
+        finally:
+            self.to(levers)
+
     def lower(self, plan: Plan) -> Plan | None:
         """Put the step under the plan after one on its frontier, and return that; None where there is none."""
         candidates = lower_candidates(plan)
@@ -53,19 +64,24 @@ class Switch:
         self._stack.close()
 
 
-def lower_candidates(plan: Plan) -> list[Candidate]:
-    """Return the points of a plan's frontier that take less memory than it, the one next to it first.
+def candidates_of(plan: Plan) -> list[Candidate]:
+    """Return the points of a plan's frontier that may take its place while it trains, those of most memory first.
 
-    Only those of its precision, which a training keeps, and of a numerics class that the user allowed.
+    They are of its precision, which a training keeps, and of a numerics class that the user allowed. With weights in
+    bf16 gradients are accumulated or not as in the plan, which decides where they are.
     """
-    own = next((c.peak_bytes for c in plan.frontier if c.levers == plan.levers), plan.predicted.peak_bytes)
     allowed = NUMERICS[: NUMERICS.index(plan.allowed) + 1]
-    found = [
-        c
-        for c in plan.frontier
-        if c.peak_bytes < own and c.numerics in allowed and c.levers.precision == plan.levers.precision
-    ]
+    found = [c for c in plan.frontier if c.numerics in allowed and c.levers.precision == plan.levers.precision]
+    if plan.levers.precision == "bf16-true":
+        accumulates = plan.levers.microbatch_size < plan.batch_size
+        found = [c for c in found if (c.levers.microbatch_size < plan.batch_size) == accumulates]
     return sorted(found, key=lambda c: -c.peak_bytes)
+
+
+def lower_candidates(plan: Plan) -> list[Candidate]:
+    """Return those that take less memory than the plan, the one next to it first."""
+    own = next((c.peak_bytes for c in plan.frontier if c.levers == plan.levers), plan.predicted.peak_bytes)
+    return [c for c in candidates_of(plan) if c.peak_bytes < own]
 
 
 def lowered(plan: Plan, candidate: Candidate) -> Plan:

@@ -19,6 +19,7 @@ from memfit.ir.modules import module_table
 from memfit.ir.plan import Levers, Plan
 from memfit.ir.record import Comparison, RunRecord, Views
 from memfit.ir.simulate import simulate
+from memfit.pipeline.adapting import adapt
 from memfit.pipeline.applying import applied, apply, check_plan, check_runs_here
 from memfit.pipeline.predicting import capture_levers, costs_of
 from memfit.report.html import write as write_html
@@ -143,6 +144,7 @@ def train(
     overwrite: bool = False,
     recover: bool = True,
     limit_bytes: int | None = None,
+    adaptive: bool = False,
     progress: Callable[[int, int], None] | None = None,
     on_step: Callable[[Progress], None] | None = None,
 ) -> RunRecord:
@@ -159,6 +161,8 @@ def train(
         recover: Whether a step that runs out of memory is undone, and run again on the same batch under the next
             lower plan of the frontier.
         limit_bytes: What a step may hold at a time (> 0): it fails before it exceeds that. None sets no limit.
+        adaptive: Whether batches of other shapes than the workload's are run with plans of their own; see `adapt`.
+            Steps that run out of memory are then always run again.
         progress: Called with how many of those are done, of how many.
 
     Raises:
@@ -173,7 +177,11 @@ def train(
     comparison = compare(plan, workload, steps=compare_steps, progress=progress) if compare_steps else None
     drawn = codec.encode(views(plan, workload, comparison))
     is_drawn = resume and (folder / VIEWS).exists() and _plan_in(folder) == plan
-    with apply(plan, workload, recover=recover, limit_bytes=limit_bytes) as step:
+    with (
+        adapt(plan, workload, limit_bytes=limit_bytes)
+        if adaptive
+        else apply(plan, workload, recover=recover, limit_bytes=limit_bytes)
+    ) as step:
         trainer = Trainer(
             step,
             plan,

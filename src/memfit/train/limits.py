@@ -52,6 +52,7 @@ class CpuLimit(TorchDispatchMode):
     Attributes:
         held_bytes: What is held now.
         peak_bytes: The most that was held since the mode was entered last.
+        has_looked_up: Whether calls came since then whose bytes were not known yet, which takes time.
     """
 
     active: CpuLimit | None = None
@@ -68,6 +69,7 @@ class CpuLimit(TorchDispatchMode):
         self.held_bytes = self.peak_bytes = 0
         self._named, self._workspace_bytes = named, workspace_bytes
         self._as_run = as_run
+        self.has_looked_up = False
         self._held: dict[int, _Held] = {}
         self._needed: dict[Any, tuple[int, int]] = {}
         self._outer: CpuLimit | None = None
@@ -82,12 +84,16 @@ class CpuLimit(TorchDispatchMode):
         for tensors in self._named(self._batch).values():
             for tensor in tensors:
                 self._hold(tensor)
-        self.peak_bytes = self.held_bytes
+        self.peak_bytes, self.has_looked_up = self.held_bytes, False
         self._outer, CpuLimit.active = CpuLimit.active, self
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
+        for leaf in tree_leaves(self._batch):  # who keeps it after its step is not the step's concern
+            held = self._held.get(leaf.untyped_storage()._cdata) if isinstance(leaf, torch.Tensor) else None
+            if held is not None:
+                self._freed(held)
         CpuLimit.active, self._batch = self._outer, None
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
@@ -131,6 +137,7 @@ class CpuLimit(TorchDispatchMode):
         key = _key(func, args, kwargs)
         found = None if key is None else self._needed.get(key)
         if found is None:
+            self.has_looked_up = True
             found = _made_bytes(func, args, kwargs), self._workspace_bytes(signature(func, args, kwargs))
             if key is not None:
                 self._needed[key] = found

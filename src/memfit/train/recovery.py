@@ -95,16 +95,14 @@ class Recovery:
                 self._rollback.settle()
                 return found
             _release()
-            is_restored = self._rollback.restore()
-            lowered = self._lower(self.plan) if is_restored and attempt < self._retries else None
-            self._note(found, max(0, _held_bytes() - before_bytes), lowered)
+            is_restored, plan = self._rollback.restore(), self.plan
+            lowered = self._lower(plan) if is_restored and attempt < self._retries else None
+            held_bytes = max(0, _held_bytes() - before_bytes)
+            self.events.append(OutOfMemoryEvent(self.step.steps + 1, found, held_bytes, plan, lowered))
             if lowered is None:
                 raise self._error(found, attempt, is_torn=not is_restored)
             self.plan = lowered
         raise AssertionError("unreachable")
-
-    def _note(self, found: OutOfMemory, held_bytes: int, lowered: Plan | None) -> None:
-        self.events.append(OutOfMemoryEvent(self.step.steps + 1, found, held_bytes, self.plan, lowered))
 
     def _error(self, found: OutOfMemory, retries: int, *, is_torn: bool) -> OutOfMemoryError:
         number = self.step.steps + 1
