@@ -154,6 +154,8 @@ def tokens_per_sample(batch: Any) -> int | None:
 
 def slice_batch(batch: Any, start: int, stop: int) -> Any:
     """Return the samples from `start` up to `stop` of a batch, as views."""
+    if type(batch) is dict and all(type(leaf) is torch.Tensor for leaf in batch.values()):  # much faster
+        return {key: leaf[start:stop] for key, leaf in batch.items()}
     return tree_map(lambda leaf: leaf[start:stop] if isinstance(leaf, torch.Tensor) else leaf, batch)
 
 

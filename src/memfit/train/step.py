@@ -163,7 +163,7 @@ class Step:
 
     def gradients(self, batch: Any) -> tuple[float, dict[str, torch.Tensor]]:
         """Return the loss and the unclipped gradient of every parameter by FQN, and update nothing."""
-        parameters = self._parameters()
+        parameters, _ = self._held()
         _clear(parameters)
         try:
             with nullcontext() if self._around is None else self._around():
@@ -179,8 +179,7 @@ class Step:
 
     def _run(self, batch: Any) -> tuple[float, float, float]:
         """Return the loss, the gradient norm and the loss scale of an update."""
-        parameters = self._parameters()
-        statistics = _statistics(self.workload.model)
+        parameters, statistics = self._held()
         before = [s.clone() for s in statistics]
         _clear(parameters)
         norm = math.nan
@@ -189,7 +188,7 @@ class Step:
             self._check_loss(loss, batch)
             self._phase("optimizer", 0)
             scale = 1.0 if self.scaler is None else self.scaler.scale
-            norm = self._update(loss, batch, parameters)
+            norm = self._update(loss, batch)
         finally:
             _clear(parameters)
             if statistics and not math.isfinite(norm):
@@ -200,12 +199,22 @@ class Step:
         if self.on_phase is not None:
             self.on_phase(phase, microbatch)
 
-    def _parameters(self) -> list[nn.Parameter]:
-        """Return every parameter, those that the optimizer updates first."""
-        found = {id(p): p for g in self.workload.optimizer.param_groups for p in g["params"]}
-        for parameter in self.workload.model.parameters():
-            found.setdefault(id(parameter), parameter)
-        return list(found.values())
+    def _held(self) -> tuple[list[nn.Parameter], list[torch.Tensor]]:
+        """Return every parameter, of optimizer and model, and the statistics that the model's normalisations keep."""
+        parameters = {id(p): p for g in self.workload.optimizer.param_groups for p in g["params"]}
+        statistics: list[torch.Tensor] = []
+        modules: dict[int, nn.Module] = {}
+        waiting = [self.workload.model]
+        while waiting:  # `modules()` takes several times as long, which small models feel
+            module = waiting.pop()
+            if id(module) in modules:
+                continue
+            modules[id(module)] = module
+            waiting += [child for child in module._modules.values() if child is not None]
+            parameters.update((id(p), p) for p in module._parameters.values() if p is not None)
+            if isinstance(module, nn.modules.batchnorm._NormBase) and module.training:
+                statistics += [buffer for buffer in module._buffers.values() if buffer is not None]
+        return list(parameters.values()), statistics
 
     def _updated(self) -> list[nn.Parameter]:
         return [p for g in self.workload.optimizer.param_groups for p in g["params"]]
@@ -238,7 +247,7 @@ class Step:
         window.finish(_gradients_of(parameters))
         return window.mean_loss()
 
-    def _update(self, loss: float, batch: Any, parameters: list[nn.Parameter]) -> float:
+    def _update(self, loss: float, batch: Any) -> float:
         """Unscale, clip, step, update the scale. Return the gradient norm; where it is not finite nothing was done."""
         updated = self._updated()
         gradients = _gradients_of(updated)
@@ -317,7 +326,7 @@ class Step:
 
     def _diagnosis(self, batch: Any) -> FirstNotFinite:
         """Run the batch again and watch the modules; the gradients are of no use any more."""
-        parameters = self._parameters()
+        parameters, _ = self._held()
         _clear(parameters)
         with rng_preserved(), watching(self.workload.model) as found:
             self._accumulate(batch, parameters)
@@ -345,9 +354,3 @@ def _total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
     return norm
-
-
-def _statistics(model: nn.Module) -> list[torch.Tensor]:
-    """Return the running statistics that a model's normalisations keep."""
-    normalisations = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.training]
-    return [b for m in normalisations for b in m.buffers(recurse=False)]
