@@ -3,7 +3,8 @@
 Both run the same model in bf16-mixed, with every block checkpointed, four microbatches accumulated, and clipping; both
 return the loss and the gradient norm. They take turns in one process, and the ratio is the median over rounds of one's
 time by the other's, so that a busy machine slows both alike. memfit's checkpointing is the faster one on small modules,
-which hides what the rest of the step costs: the last case has none. `--cpu-time` counts processor time instead of wall time.
+which hides what the rest of the step costs: the last case has none. `--cpu-time` counts processor time, not wall
+time.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Block(nn.Module):
         self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(self.up(self.norm(x)).relu())
+        out: torch.Tensor = x + self.down(self.up(self.norm(x)).relu())
+        return out
 
 
 class Tiny(nn.Module):
@@ -144,7 +146,9 @@ def compare(name: str, rounds: int, clock: Callable[[], float]) -> Case:
                     steps[which](workload.batch)
                 seconds[which].append((clock() - started) / at_once)
     pairs = list(zip(seconds["memfit"], seconds["by hand"], strict=True))
-    difference = max(abs(a - b) / abs(b) for x, y in zip(*first.values(), strict=True) for a, b in zip(x, y, strict=True))
+    difference = max(
+        abs(a - b) / abs(b) for x, y in zip(*first.values(), strict=True) for a, b in zip(x, y, strict=True)
+    )
     return {
         "case": name,
         "rounds": rounds,
@@ -169,5 +173,8 @@ def run(quick: bool, cpu_time: bool) -> tuple[list[Case], dict[str, Any]]:
 
 if __name__ == "__main__":
     main(
-        "overhead", run, __doc__, {"--cpu-time": {"action": "store_true", "help": "count processor time, not wall time"}}
+        "overhead",
+        run,
+        __doc__,
+        {"--cpu-time": {"action": "store_true", "help": "count processor time, not wall time"}},
     )

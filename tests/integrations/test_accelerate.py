@@ -1,0 +1,68 @@
+"""memfit under a loop of accelerate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from memfit.apply.checkpoint import is_checkpointed
+from memfit.capture.fake import real_copy
+from memfit.errors import InfeasibleError
+from memfit.train.step import Step
+from memfit.workload import Workload
+from tests.apply.steps import Chain
+
+pytest.importorskip("accelerate")
+
+from accelerate.state import AcceleratorState, GradientState
+
+from memfit.integrations.accelerate import FittedLoop
+
+
+def loss_fn(model: Any, batch: Any) -> torch.Tensor:
+    loss: torch.Tensor = torch.nn.functional.cross_entropy(model(batch["x"]).float(), batch["y"])
+    return loss
+
+
+def workload() -> Workload:
+    torch.manual_seed(0)
+    model = Chain(dim=32, blocks=3)
+    model.eval()  # no dropout, so that microbatches are the batch
+    batch = {"x": torch.randn(32, 32), "y": torch.randint(0, 3, (32,))}
+    return Workload(model, batch, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1), name="chain")
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_loop_trains_as_the_whole_batch_does(precision: Any) -> None:
+    mine = workload()
+    options = {"numerics": "reduced", "precisions": [precision], "points": 1, "time_limit_seconds": 0.5}
+    with pytest.raises(InfeasibleError) as caught:
+        FittedLoop(mine, budget=1, **options)
+    fitted = FittedLoop(mine, budget=caught.value.lowest_peak_bytes, **options)
+    assert is_checkpointed(mine.model) == bool(fitted.plan.levers.regions)
+    assert precision != "32-true" or fitted.microbatch_size < 32
+    plain = real_copy(workload())
+    for _ in range(2):
+        Step(plain)(plain.batch)
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    accelerator = fitted.accelerator(cpu=True)
+    data = DataLoader(TensorDataset(mine.batch["x"], mine.batch["y"]), batch_size=fitted.microbatch_size)
+    model, optimizer, loader = accelerator.prepare(mine.model, mine.optimizer, data)
+    updates = 0
+    for _ in range(2):
+        for x, y in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_fn(model, {"x": x, "y": y}))
+                updates += accelerator.sync_gradients
+                optimizer.step()
+                optimizer.zero_grad()
+    assert updates == 2 and accelerator.mixed_precision == ("no" if precision == "32-true" else "bf16")
+    fitted.close()
+    assert not is_checkpointed(mine.model)
+    tolerance = 1e-5 if precision == "32-true" else 1e-2
+    for mine_p, plain_p in zip(mine.model.parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(mine_p, plain_p, rtol=tolerance, atol=tolerance)
