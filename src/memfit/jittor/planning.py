@@ -188,16 +188,15 @@ class _Planner:
     def _cost(self, precision: Precision) -> _Cost:
         """Measure the plain step with few samples and with more: what it takes is affine in them."""
         few, more = max(1, self.batch_size // 4), max(1, self.batch_size // 2)
-        peaks, seconds = [], []
+        levers = Levers(precision=precision, microbatch_size=self.batch_size)
+        found = []
         for index, samples in enumerate((few, more)):
-            levers = Levers(precision=precision, microbatch_size=self.batch_size)
-            measured = self._measure(levers, samples)
-            peaks.append(measured.peak_bytes)
-            seconds.append(measured.seconds)
+            found.append(self._measure(levers, samples))
             self.progress("measure steps", index + 1, 2)
-        apart = max(1, more - few)
-        slope, rate = max(0.0, (peaks[1] - peaks[0]) / apart), max(0.0, (seconds[1] - seconds[0]) / apart)
-        return _Cost(peaks[1] - slope * more, slope, max(0.0, seconds[1] - rate * more), rate)
+        fixed = _step(self.workload, levers).fixed_bytes()
+        slope = max(0, found[1].peak_bytes - fixed) / more
+        rate = max(0.0, found[1].seconds - found[0].seconds) / max(1, more - few)
+        return _Cost(fixed, slope, max(0.0, found[1].seconds - rate * more), rate)
 
     def _plain(self) -> Prediction:
         cost = self.costs.get("32-true") or next(iter(self.costs.values()))

@@ -233,20 +233,25 @@ class Step:
     def predict_peak(self, batch: Any) -> int:
         """Return the predicted peak of the step in bytes, from runs with an eighth, a quarter and half of the samples.
 
-        What a step takes is affine in its samples, but for what the pools round up, which tells with few of them: each
-        prediction is from the two largest runs. Where a limit is in force, no run is predicted to pass it.
+        What a step takes beyond what is held and its gradients is proportional to its samples, but for what the pools
+        round up, which tells with few of them: the largest run counts. Where a limit is in force, no run is predicted
+        to pass it.
 
         Args:
             batch: A global batch. Nothing is updated.
         """
         size = min(self.microbatch_size or batch_size_of(batch), batch_size_of(batch))
-        allowed = memory.limit_bytes()
-        memory.release()
-        points = [(0, memory.held_bytes())]
+        allowed, slope = memory.limit_bytes(), 0.0
+        fixed = self.fixed_bytes()
         for samples in sorted({max(1, size // share) for share in (8, 4, 2)}):
-            if allowed is None or _extrapolated(points, samples) <= allowed:
-                points.append((samples, self._measured(first(batch, samples))))
-        return _extrapolated(points, size)
+            if allowed is None or fixed + slope * samples <= allowed:
+                slope = max(0, self._measured(first(batch, samples)) - fixed) / samples
+        return fixed + int(slope * size)
+
+    def fixed_bytes(self) -> int:
+        """Return the bytes of a step without samples: what is held, and the gradients."""
+        memory.release()
+        return memory.held_bytes() + sum(p.nbytes for p in trainables(self.workload))
 
     def _measured(self, batch: Any) -> int:
         """Return the peak of the gradients of a batch, after a run that compiles."""
@@ -358,13 +363,6 @@ class _Window:
     def mean_loss(self) -> float:
         """Return the mean loss of the window."""
         return float(self.total.item()) * self.correction() * self.scale
-
-
-def _extrapolated(points: list[tuple[int, int]], samples: int) -> int:
-    """Return where the line through the last two of some points (samples, bytes) is; level through one."""
-    last, nbytes = points[-1]
-    before, fewer_bytes = points[-2] if len(points) > 1 else (last - 1, nbytes)
-    return nbytes + int(max(0.0, (nbytes - fewer_bytes) / (last - before)) * (samples - last))
 
 
 def _norm(gradients: list[Any]) -> float:
