@@ -9,13 +9,14 @@ import jittor as jt
 import numpy as np
 import pytest
 
+from benchmarks.frameworks.jittor_models import transformer
 from memfit.errors import PlanError, PlanMismatchError, RecomputationError
 from memfit.ir.remat import Region
 from memfit.jittor import checkpoint, memory, seed
 from memfit.jittor.draws import substituted
 from memfit.jittor.regions import checkpointed
 from memfit.jittor.variables import is_trainable, named_variables
-from tests.jittor.models import mlp, residuals, transformer
+from tests.jittor.models import mlp, residuals
 
 Results = dict[str, np.ndarray[Any, Any]]
 

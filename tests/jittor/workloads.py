@@ -7,8 +7,8 @@ from typing import Any
 import jittor as jt
 import numpy as np
 
+from benchmarks.frameworks.jittor_models import UNet
 from memfit.jittor import Workload, seed
-from tests.jittor.unet import UNet
 
 nn = jt.nn
 

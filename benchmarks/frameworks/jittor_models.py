@@ -1,15 +1,14 @@
-"""A U-Net in Jittor, in two or three dimensions."""
+"""A U-Net in two or three dimensions and a small Transformer, in Jittor; `torch_models` holds the same ones."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import jittor as jt
+from jittor import nn
 
-nn = jt.nn
 
-
-class DoubleConv(nn.Module):  # type: ignore[misc]
+class DoubleConv(nn.Module):
     def __init__(self, inputs: int, outputs: int, conv: Any, norm: Any) -> None:
         super().__init__()
         self.conv1 = conv(inputs, outputs, 3, padding=1, bias=False)
@@ -21,7 +20,7 @@ class DoubleConv(nn.Module):  # type: ignore[misc]
         return nn.relu(self.norm2(self.conv2(nn.relu(self.norm1(self.conv1(x))))))
 
 
-class Up(nn.Module):  # type: ignore[misc]
+class Up(nn.Module):
     """Doubles the resolution, joins what was there on the way down, and convolves."""
 
     def __init__(self, inputs: int, outputs: int, conv: Any, norm: Any) -> None:
@@ -36,7 +35,7 @@ class Up(nn.Module):  # type: ignore[misc]
         return self.conv(jt.concat([x, skip], dim=1))
 
 
-class UNet(nn.Module):  # type: ignore[misc]
+class UNet(nn.Module):
     """Base channels double with each of the levels."""
 
     def __init__(
@@ -64,3 +63,32 @@ class UNet(nn.Module):  # type: ignore[misc]
         for level in reversed(range(self.levels)):
             x = getattr(self, f"up{level}")(x, skips[level])
         return self.head(x)
+
+
+class Block(nn.Module):
+    """A pre-norm Transformer block."""
+
+    def __init__(self, width: int, heads: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(dropout, is_train=True)
+
+    def attention(self, x: Any) -> Any:
+        samples, length, width = x.shape
+        q, k, v = (
+            part.reshape((samples, length, self.heads, -1)).transpose(0, 2, 1, 3)
+            for part in self.qkv(x).chunk(3, dim=2)
+        )
+        weights = nn.softmax(nn.bmm_transpose(q, k) * (width // self.heads) ** -0.5, dim=-1)
+        return self.out(nn.bmm(weights, v).transpose(0, 2, 1, 3).reshape((samples, length, width)))
+
+    def execute(self, x: Any) -> Any:
+        x = x + self.dropout(self.attention(self.norm1(x)))
+        return x + self.down(nn.gelu(self.up(self.norm2(x))))
+
+
+def transformer(blocks: int = 6, width: int = 32, heads: int = 2, dropout: float = 0.0) -> Any:
+    return nn.Sequential(*(Block(width, heads, dropout) for _ in range(blocks)))
