@@ -1,7 +1,7 @@
 """fp16 for Jittor: casts of weights and inputs, with fp32 masters that the optimizer updates.
 
 Jittor's own levels of mixed precision fail on the CPU or turn the optimizer's parameters to fp16; casts in the graph
-do neither, and gradients reach the masters through them. Normalisations, dropout and softmax layers run in fp32, as
+do neither, and gradients reach the masters through them. Normalisations and layers without weights run in fp32, as
 does what follows the model. On the CPU fp16 is software, about a hundred times slower: good for trying out only.
 """
 
@@ -17,16 +17,13 @@ import jittor as jt
 from memfit.jittor.regions import executing
 from memfit.jittor.variables import FLOATS, is_trainable, mapped, modules_of, slots_of
 
-_IN_FP32 = tuple(
-    getattr(jt.nn, name)
-    for name in ("BatchNorm", "LayerNorm", "GroupNorm", "InstanceNorm", "Dropout", "Dropout2d", "DropPath", "Softmax")
-)
+_NORMALISATIONS = (jt.nn.BatchNorm, jt.nn.LayerNorm, jt.nn.GroupNorm, jt.nn.InstanceNorm)
 
 
 @contextlib.contextmanager
 def half(model: Any) -> Iterator[None]:
     """Run a model in fp16, forward and backward, for calls and gradients inside this context."""
-    full = [m for m in modules_of(model).values() if isinstance(m, _IN_FP32)]
+    full = [m for m in modules_of(model).values() if _runs_in_fp32(m)]
     kept = {id(v) for one in full for v in one.parameters()}
     casts: dict[int, Any] = {}
     masters = []
@@ -45,6 +42,11 @@ def half(model: Any) -> Iterator[None]:
         finally:
             for place, name, master in masters:
                 place[name] = master
+
+
+def _runs_in_fp32(module: Any) -> bool:
+    """Return whether a module is a normalisation, or a layer without weights: activations, dropout, pooling."""
+    return isinstance(module, _NORMALISATIONS) or (len(modules_of(module)) == 1 and not module.parameters())
 
 
 _COMPARISONS = ("__gt__", "__ge__", "__lt__", "__le__", "__eq__", "__ne__")
