@@ -23,7 +23,7 @@ from benchmarks.faults.subjects import SUBJECTS
 from benchmarks.faults.trials import Prepared, prepare, trial
 from memfit.errors import UsageError
 
-TRIALS, QUICK_TRIALS = 10, 2
+TRIALS, QUICK_TRIALS = 8, 2
 OPTIONS: dict[str, dict[str, Any]] = {
     "--subjects": {"nargs": "+", "metavar": "NAME", "help": f"of {'; '.join(SUBJECTS)}"},
     "--faults": {"nargs": "+", "metavar": "NAME", "help": f"of {'; '.join(FAULTS)}"},

@@ -81,6 +81,11 @@ def tiny_byte_lm() -> Workload:
     )
 
 
+def bf16_byte_lm() -> Workload:
+    """Return the same with weights in bf16, which the optimizer updates in fp32."""
+    return dataclasses.replace(tiny_byte_lm(), bf16_updates="master-weights")
+
+
 def shuffled_byte_lm() -> Workload:
     """Return the same on a loader that shuffles by the global generator, with workers, whose last batch is smaller."""
     loader = DataLoader(Windows(), BATCH, shuffle=True, num_workers=2)
@@ -117,6 +122,7 @@ SUBJECTS = {
     for subject in (
         Subject("byte_lm", tiny_byte_lm, microbatch_size=3),
         Subject("byte_lm, 16-mixed", tiny_byte_lm, precision="16-mixed", microbatch_size=2),
+        Subject("byte_lm, bf16-true", bf16_byte_lm, precision="bf16-true", microbatch_size=3),
         Subject("byte_lm, shuffled by workers", shuffled_byte_lm, microbatch_size=3),
         Subject("brain_segmentation", tiny_brain_segmentation, microbatch_size=1, prefetch_batches=2),
     )
