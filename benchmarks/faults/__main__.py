@@ -24,6 +24,7 @@ from benchmarks.faults.trials import Prepared, prepare, trial
 from memfit.errors import UsageError
 
 TRIALS, QUICK_TRIALS = 8, 2
+MAX_DRAWS = 5
 OPTIONS: dict[str, dict[str, Any]] = {
     "--subjects": {"nargs": "+", "metavar": "NAME", "help": f"of {'; '.join(SUBJECTS)}"},
     "--faults": {"nargs": "+", "metavar": "NAME", "help": f"of {'; '.join(FAULTS)}"},
@@ -60,9 +61,15 @@ def run(
 
 
 def _trials(prepared: Prepared, fault: str, count: int, place: Path) -> list[Case]:
-    """Return that many trials of a fault; those that the run ended before are drawn again."""
+    """Return that many trials of a fault; those that the run ended before are drawn again.
+
+    Raises:
+        RuntimeError: The fault does not strike.
+    """
     found: list[Case] = []
     for seed in itertools.count():
+        if seed > MAX_DRAWS * count:
+            raise RuntimeError(f"{fault!r} struck {prepared.subject.name!r} {len(found)} times in {seed} runs")
         case = trial(prepared, fault, seed, place / str(seed))
         found += [] if case is None else [case]
         if len(found) == count:

@@ -277,8 +277,9 @@ class NotFinite(Fault):
 
     def changed(self, workload: Workload) -> Workload:
         """Watch a parameter's gradients, and spoil one."""
-        parameter = self.draw.choice([p for p in workload.model.parameters() if p.requires_grad])
-        at, place = self.draw.randint(1, self.reach.steps), self.draw.randrange(parameter.numel())
+        sizes = [p.numel() for p in workload.model.parameters() if p.requires_grad]
+        chosen = self.draw.randrange(len(sizes))
+        at, place = self.draw.randint(1, self.reach.steps), self.draw.randrange(sizes[chosen])
         calls = itertools.count(1)
 
         def spoil(gradient: torch.Tensor) -> torch.Tensor:
@@ -288,7 +289,12 @@ class NotFinite(Fault):
             spoiled.view(-1)[place] = torch.nan
             return spoiled
 
-        parameter.register_hook(spoil)
+        def watch(model: torch.nn.Module, args: Any) -> None:
+            handle.remove()
+            [p for p in model.parameters() if p.requires_grad][chosen].register_hook(spoil)
+
+        # Before the first forward pass, since a plan may change what the parameters are.
+        handle = workload.model.register_forward_pre_hook(watch)
         return workload
 
 
