@@ -36,20 +36,18 @@ def test_plans_of_a_unet_meet_their_budgets_measured() -> None:
     """80, 60 and 50 % of the plain peak; the weights are as they were after planning."""
     workload = unet()
     plain = measured(Step(workload)).peak_bytes
-    before = {name: v.numpy().copy() for name, v in named_variables(workload.model).items()}
-    losses = []
+    batch = workload.batch
     for share in (0.8, 0.6, 0.5):
+        before = {name: v.numpy().copy() for name, v in named_variables(workload.model).items()}
         found = plan(workload, budget=int(share * plain), points=2, time_limit_seconds=2.0)
         assert all(np.array_equal(before[n], v.numpy()) for n, v in named_variables(workload.model).items())
         assert found.predicted.peak_bytes <= found.budget_bytes
-        fresh = unet()
-        step = apply(found, fresh)
-        losses.append(step(fresh.batch).loss)
+        step = apply(found, workload)
+        assert step.gradients(batch)[0] == pytest.approx(Step(workload).gradients(batch)[0], rel=1e-5)
         peak = measured(step).peak_bytes
         levers = f"{len(found.levers.regions)} regions, microbatches of {found.levers.microbatch_size}"
         print(f"{share:.0%} of {plain / 2**20:.0f} MiB: {peak / plain:.1%} measured, {levers}")
         assert peak <= found.budget_bytes
-    assert losses == pytest.approx([Step(unet())(workload.batch).loss] * 3, rel=1e-5)
 
 
 def test_where_microbatches_would_change_the_training_modules_are_recomputed() -> None:
