@@ -35,7 +35,7 @@ def test_bytes_are_kept_up_to_date(name: str) -> None:
         if step % 3 == 0:
             state.undo(done)
             assert (state.x == before).all()
-        assert state.peak_bytes == int(problem.row_peaks(state.x).max())
+        assert state.peak_bytes() == int(problem.row_peaks(state.x).max())
 
 
 @pytest.mark.parametrize("name", ["transformer", "convnet", "unet"])

@@ -29,7 +29,7 @@ _UNIT = float(2**20)  # bytes are solved in MiB, so that coefficients stay near 
 _ROWS_A_ROUND = 24
 _LEAST_SECONDS = 0.1
 _PEAK_TOLERANCE = 2e-3
-_SEARCH_SHARE = 0.4  # of the time limit, for a start
+_SEARCH_SHARE = 0.6  # of the time limit, for a start
 _INFEASIBLE = 2
 EXACT, FINE, COARSE = 1e-4, 1e-3, 5e-3
 """How near to its bound the solver stops, as a share of the step's time: the last tenths of a percent take longest."""
@@ -96,7 +96,8 @@ class Solver:
         if relaxed is None:
             return None
         proven = max(self.problem.plain_seconds, relaxed / scale)
-        best = self._start(budget_bytes, started + _SEARCH_SHARE * time_limit_seconds)
+        enough = proven / (1 - tolerance)
+        best = self._start(budget_bytes, started + _SEARCH_SHARE * time_limit_seconds, enough)
         if best is not None and self.problem.seconds(best) * (1 - tolerance) <= proven:
             return self._choice(best, min(proven, self.problem.seconds(best)))
         margin = 0
@@ -121,11 +122,10 @@ class Solver:
                 return self._choice(x, min(proven, self.problem.seconds(x)))
             margin = max(2 * margin, excess)  # the solver's tolerance let through what does not fit
 
-    def _start(self, budget_bytes: int, deadline: float) -> Ints | None:
+    def _start(self, budget_bytes: int, deadline: float, enough_seconds: float) -> Ints | None:
         """Return the best choice within a budget of what the search finds and what was found for other budgets."""
-        found = [x for x in self._found if self._peak_bytes(x) <= budget_bytes]
-        searched = self.search.fastest(budget_bytes, deadline)
-        return min([*found, *([] if searched is None else [searched])], key=self.problem.seconds, default=None)
+        known = [x for x in self._found if self._peak_bytes(x) <= budget_bytes]
+        return self.search.fastest(budget_bytes, deadline, enough_seconds, known)
 
     def bound(self, budget_bytes: int, time_limit_seconds: float = 10.0) -> float | None:
         """Return a lower bound on the seconds of every choice within a budget, found fast; None if there is none."""

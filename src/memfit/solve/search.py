@@ -2,12 +2,16 @@
 
 A start for the solver and what there is when its time runs out. A policy takes one kind of option (a module
 whole, with a set of operators kept, a run of so many modules, nested) for every module that has it, as
-practitioners do; exchanges then put one option in the place of those that it is in conflict with, or take one
-away, as long as the step gets faster and fits.
+practitioners do. From the fastest that fits, simulated annealing (Kirkpatrick, Gelatt, Vecchi 1983, *Optimization
+by Simulated Annealing*) makes exchanges: an option is put in the place of those that it is in conflict with, or
+taken away. Choices over the budget are gone through too, at a price that is adapted so that they are about as
+many as the others (strategic oscillation: Glover 1977).
 """
 
 from __future__ import annotations
 
+import math
+import random
 import re
 import time
 from collections import defaultdict
@@ -16,10 +20,14 @@ from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
+from scipy.sparse import csr_array
 
 from memfit.solve.problem import NO_ROOM, Problem
 
-_STARTS = 3
+_MOVES = 100  # for each option, at most
+_PERIOD = 64  # moves between two looks at the clock, the temperature and the price
+_TEMPERATURE = 0.004  # at the start, as a share of the plain step's time
+_DEARER = 1.15
 
 Ints = npt.NDArray[np.int64]
 
@@ -37,42 +45,57 @@ class Search:
         for members in problem.conflicts:
             for j in members:
                 self.conflicting[j] |= members - {j}
-        self.activities: list[tuple[int, bool, frozenset[int]]] = [
-            (k, lost, members) for k, reasons in enumerate(problem.reasons) for lost, members in reasons
-        ]
-        self.activities_of: list[list[int]] = [[] for _ in problem.options]
-        self.activities_in: list[list[int]] = [[] for _ in problem.reasons]
-        for a, (k, _, members) in enumerate(self.activities):
-            self.activities_in[k].append(a)
+        activities = [(k, lost, members) for k, reasons in enumerate(problem.reasons) for lost, members in reasons]
+        self.lost = np.array([lost for _, lost, _ in activities], bool)
+        self.first_activity = np.searchsorted([k for k, _, _ in activities], np.arange(len(problem.reasons)))
+        acting: list[list[int]] = [[] for _ in problem.options]
+        for a, (_, _, members) in enumerate(activities):
             for j in members:
-                self.activities_of[j].append(a)
-        self.rows_of: dict[int, Ints] = {
-            j: np.nonzero(problem.row_option == j)[0] for j in set(problem.row_option.tolist()) - {-1}
-        }
+                acting[j].append(a)
+        self.activities_of = [np.array(found, np.int64) for found in acting]
+        # Columns change at few places: they are added as changes, and summed up along the axis once.
+        changes = np.diff(problem.columns, axis=1, prepend=0)
+        self.changes_of = [
+            (at, changes[j, at]) for j in range(len(problem.options)) for (at,) in [np.nonzero(changes[j])]
+        ]
+        self.changes_by_reason = csr_array(changes[len(problem.options) :].T)
 
-    def fastest(self, budget_bytes: int, deadline: float) -> Ints | None:
+    def fastest(
+        self, budget_bytes: int, deadline: float, enough_seconds: float = 0.0, known: Sequence[Ints] = ()
+    ) -> Ints | None:
         """Return a choice within a budget, or None if none was found.
 
         Args:
             budget_bytes: The budget.
             deadline: When to stop improving it, as `time.monotonic` counts.
+            enough_seconds: A step's time with which to stop.
+            known: Choices within the budget, to start from.
         """
-        fitting = sorted((seconds, i) for i, (peak, seconds, _) in enumerate(self.policies) if peak <= budget_bytes)
-        states = [_State(self, self.policies[i][2]) for _, i in fitting[:_STARTS]]
-        if not states:
-            states = [_State(self, min(self.policies, key=lambda found: found[:2])[2])]
-            self._lower(states[0], budget_bytes, deadline)
-            if states[0].peak_bytes > budget_bytes:
-                return None
-        for state in states:
-            while time.monotonic() < deadline and self._exchange(state, budget_bytes, deadline):
-                pass
-        return min((state.x for state in states), key=self.problem.seconds)
+        fitting = [(seconds, i) for i, (peak, seconds, _) in enumerate(self.policies) if peak <= budget_bytes]
+        found = [self.policies[min(fitting)[1]][2]] if fitting else []
+        start = min([*found, *known], key=self.problem.seconds, default=None)
+        if start is None:
+            start = self._lowered(budget_bytes, deadline)
+        return self._anneal(start, budget_bytes, deadline, enough_seconds)
 
     def leanest(self, deadline: float) -> Ints:
         """Return a choice of a low peak."""
+        return self._lowered(0, deadline)
+
+    def _lowered(self, budget_bytes: int, deadline: float) -> Ints:
+        """Make exchanges that lower the peak, from the leanest policy until it is within a budget or none does."""
         state = _State(self, min(self.policies, key=lambda found: found[:2])[2])
-        self._lower(state, 0, deadline)
+        peak, lowered = state.peak_bytes(), True
+        while lowered:
+            lowered = False
+            for j in range(len(self.problem.options)):
+                if peak <= budget_bytes or time.monotonic() > deadline:
+                    return state.x
+                done = state.exchange(j)
+                if state.peak_bytes() < peak:
+                    peak, lowered = state.peak_bytes(), True
+                else:
+                    state.undo(done)
         return state.x
 
     @cached_property
@@ -93,66 +116,67 @@ class Search:
                 x[j] = 1
         return x
 
-    def _exchange(self, state: _State, budget_bytes: int, deadline: float) -> bool:
-        """Make the exchanges that save time and fit, those that save most first; tell whether there were any."""
-        improved = False
-        for _, j in sorted((self._slower(state, j), j) for j in range(len(self.problem.options))):
-            slower = self._slower(state, j)
-            if slower < 0 and time.monotonic() < deadline:
-                done = state.exchange(j)
-                if state.peak_bytes <= budget_bytes:
-                    improved = True
-                else:
-                    state.undo(done)
-        return improved
+    def _anneal(self, x: Ints, budget_bytes: int, deadline: float, enough_seconds: float) -> Ints | None:
+        """Make exchanges at random, of which those that make the step slower become rarer; return the best that fits.
 
-    def _slower(self, state: _State, j: int) -> float:
-        options = self.problem.options
-        if state.x[j]:
-            return -options[j].seconds
-        return options[j].seconds - sum(options[i].seconds for i in self.conflicting[j] if state.x[i])
-
-    def _lower(self, state: _State, budget_bytes: int, deadline: float) -> None:
-        """Make exchanges that lower the peak, until it is within a budget or none does."""
-        lowered = True
-        while lowered and state.peak_bytes > budget_bytes and time.monotonic() < deadline:
-            lowered = False
-            for j in range(len(self.problem.options)):
-                before = state.peak_bytes
-                done = state.exchange(j)
-                if state.peak_bytes < before:
-                    lowered = True
-                else:
-                    state.undo(done)
-                if state.peak_bytes <= budget_bytes or time.monotonic() > deadline:
+        Bytes over the budget cost time: so much more while most choices are over it, so much less while few are.
+        """
+        rng, state = random.Random(0), _State(self, x)
+        options, plain = self.problem.options, self.problem.plain_seconds
+        seconds, over = self.problem.seconds(x), max(0, state.peak_bytes() - budget_bytes)
+        best, fastest = (None, math.inf) if over else (state.x.copy(), seconds)
+        price, times_over, temperature = plain / budget_bytes, 0, 0.0
+        started, count = time.monotonic(), _MOVES * len(options)
+        for move in range(count):
+            if move % _PERIOD == 0:
+                now = time.monotonic()
+                if now > deadline or fastest <= enough_seconds:
                     break
+                done = max(move / count, (now - started) / max(deadline - started, 1e-9))
+                temperature = _TEMPERATURE * plain * (1 - done) ** 2
+                price *= _DEARER if times_over > 0.75 * _PERIOD else 1 / _DEARER if times_over < 0.25 * _PERIOD else 1
+                times_over = 0
+            times_over += over > 0
+            worst = seconds + price * over + temperature * rng.expovariate(1.0)
+            changed = state.exchange(rng.randrange(len(options)))
+            slower = sum(options[i].seconds if state.x[i] else -options[i].seconds for i in changed)
+            if seconds + slower <= worst:  # otherwise its bytes do not matter
+                excess = max(0, state.peak_bytes() - budget_bytes)
+                if seconds + slower + price * excess <= worst:
+                    seconds, over = seconds + slower, excess
+                    if not over and seconds < fastest:
+                        best, fastest = state.x.copy(), seconds
+                    continue
+            state.undo(changed)
+        return best
 
 
 class _State:
-    """A choice, with the bytes at every row kept up to date."""
+    """A choice, with what the bytes at every row follow from kept up to date."""
 
     def __init__(self, search: Search, x: Ints) -> None:
         self.search, self.problem = search, search.problem
         self.x = np.zeros_like(x)
-        self.counts = [0] * len(search.activities)
-        self.z = [max(int(lost) for _, lost, _ in self._acts(k)) for k in range(len(self.problem.reasons))]
-        self.live = self.problem.base + sum(
-            (self.problem.columns[len(x) + k] for k, z in enumerate(self.z) if z), np.zeros_like(self.problem.base)
-        )
-        self.extra = np.zeros(len(self.problem.rows), np.int64)
-        self.host_bytes = 0
+        self.counts = np.zeros(len(search.lost), np.int64)
+        self.changes = np.zeros(self.problem.columns.shape[1], np.int64)
         for j in np.nonzero(x)[0].tolist():
             self._toggle(j)
 
-    def _acts(self, k: int) -> list[tuple[int, bool, frozenset[int]]]:
-        return [self.search.activities[a] for a in self.search.activities_in[k]]
-
-    @property
     def peak_bytes(self) -> int:
-        """The largest row; see `Problem.peak_bytes`."""
-        if self.host_bytes > self.problem.host_budget_bytes:
+        """Return the largest row; see `Problem.peak_bytes`."""
+        problem = self.problem
+        if int(problem.host_bytes @ self.x) > problem.host_budget_bytes:
             return NO_ROOM
-        return int((self.live[self.problem.row_axis] + self.extra).max(initial=0))
+        changes = self.changes
+        if len(problem.reasons):
+            activity = np.where(self.search.lost, 1 - self.counts, self.counts)
+            changes = changes + self.search.changes_by_reason @ np.maximum.reduceat(
+                activity, self.search.first_activity
+            )
+        live = problem.base + np.cumsum(changes)
+        return int(
+            (live[problem.row_axis] + problem.row_bytes * np.append(self.x, 0)[problem.row_option]).max(initial=0)
+        )
 
     def exchange(self, j: int) -> list[int]:
         """Take away an option that is chosen, or put it in the place of those in conflict; return what changed."""
@@ -169,20 +193,6 @@ class _State:
     def _toggle(self, j: int) -> None:
         sign = 1 - 2 * int(self.x[j])
         self.x[j] += sign
-        self.host_bytes += sign * int(self.problem.host_bytes[j])
-        self.live += sign * self.problem.columns[j]
-        rows = self.search.rows_of.get(j)
-        if rows is not None:
-            self.extra[rows] = self.problem.row_bytes[rows] * self.x[j]
-        touched = set()
-        for a in self.search.activities_of[j]:
-            self.counts[a] += sign
-            touched.add(self.search.activities[a][0])
-        for k in touched:
-            z = max(
-                1 - self.counts[a] if self.search.activities[a][1] else self.counts[a]
-                for a in self.search.activities_in[k]
-            )
-            if z != self.z[k]:
-                self.live += (z - self.z[k]) * self.problem.columns[len(self.x) + k]
-                self.z[k] = z
+        self.counts[self.search.activities_of[j]] += sign
+        at, change = self.search.changes_of[j]
+        self.changes[at] += sign * change
