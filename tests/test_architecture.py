@@ -40,6 +40,7 @@ PUBLIC = [
     "group_norm_for_batch_norm",
     "load_plan",
     "load_workload",
+    "look_up",
     "memory_summary",
     "plan",
     "probe_range",

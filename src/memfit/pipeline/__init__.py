@@ -8,6 +8,7 @@ from memfit.pipeline.adapting import adapt
 from memfit.pipeline.applying import apply
 from memfit.pipeline.compiling import CompileBackend, CompiledPlan, compile_backend
 from memfit.pipeline.loading import load_fake_workload, load_workload
+from memfit.pipeline.lookup import look_up
 from memfit.pipeline.planning import plan
 from memfit.pipeline.plans import load_plan, save_plan
 from memfit.pipeline.predicting import estimate, is_elsewhere
@@ -32,6 +33,7 @@ __all__ = [
     "load_fake_workload",
     "load_plan",
     "load_workload",
+    "look_up",
     "plan",
     "probe_range",
     "save_plan",

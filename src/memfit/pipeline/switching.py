@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 
 from memfit.apply.checkpoint import checkpointed
-from memfit.ir.plan import NUMERICS, Candidate, Levers, Plan
+from memfit.ir.plan import NUMERICS, Candidate, Levers, Plan, Prediction, Solution
 from memfit.train.step import Step
 from memfit.units import format_bytes
 
@@ -86,8 +86,6 @@ def lower_candidates(plan: Plan) -> list[Candidate]:
 
 def lowered(plan: Plan, candidate: Candidate) -> Plan:
     """Return the plan that runs a point of a plan's frontier. What it predicts is the solver's prediction."""
-    from memfit.pipeline.planning import lever_classes  # which itself applies plans
-
     upper = plan.predicted.peak_upper_bytes / plan.predicted.peak_bytes
     predicted = replace(
         plan.predicted,
@@ -99,9 +97,21 @@ def lowered(plan: Plan, candidate: Candidate) -> Plan:
         where="",
         throughput=None,
     )
-    gap = 1 - candidate.bound_seconds / candidate.step_seconds
-    solution = replace(plan.solution, status=candidate.status, bound_seconds=candidate.bound_seconds, gap=gap)
     note = f"taken from the frontier of the plan for {format_bytes(plan.predicted.peak_bytes)}, which ran out of memory"
+    return at_point(plan, candidate, predicted, note)
+
+
+def at_point(plan: Plan, candidate: Candidate, predicted: Prediction, note: str) -> Plan:
+    """Return the plan that runs a point of a plan's frontier."""
+    from memfit.pipeline.planning import lever_classes  # which itself applies plans
+
+    bound = min(predicted.step_seconds, *(c.bound_seconds for c in plan.frontier))
+    solution = Solution(
+        status="feasible",
+        bound_seconds=bound,
+        gap=1 - bound / predicted.step_seconds,
+        solve_seconds=plan.solution.solve_seconds,
+    )
     return replace(
         plan,
         levers=candidate.levers,

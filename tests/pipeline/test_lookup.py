@@ -1,0 +1,57 @@
+"""Other budgets, looked up on the frontier of a plan."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+import memfit
+from memfit.capture.fake import real_copy
+from memfit.capture.measure import measure_peak_bytes
+from memfit.errors import BudgetError, InfeasibleError, PlanMismatchError
+from memfit.ir.plan import Plan
+from memfit.pipeline.applying import applied
+from tests.workloads import other, tiny
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return memfit.plan(tiny(), budget="1GiB", precisions=["32-true"], points=4)
+
+
+def test_any_budget_is_the_fastest_point_that_fits_and_is_kept(plan: Plan) -> None:
+    workload = tiny()
+    lowest = min(c.peak_bytes for c in plan.frontier)
+    seconds = []
+    for share in (1.02, 1.3, 1.8):
+        found = memfit.look_up(plan, workload, budget=int(share * lowest))
+        point = next(c for c in plan.frontier if c.levers == found.levers)
+        faster = [c for c in plan.frontier if c.step_seconds < point.step_seconds]
+        assert all(c.peak_bytes > found.budget_bytes / (1 + 0.01) for c in faster)
+        assert found.budget_bytes == int(share * lowest)
+        copied = real_copy(workload)
+        with applied(found.levers, copied) as step:
+            step(copied.batch)
+            peak = measure_peak_bytes(step, copied.batch)
+        assert found.predicted.peak_bytes == pytest.approx(peak, rel=0.02)
+        assert peak <= found.predicted.peak_upper_bytes <= found.budget_bytes
+        assert found.solution.bound_seconds <= found.predicted.step_seconds
+        seconds.append(point.step_seconds)
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def test_only_what_the_numerics_allow_is_taken(plan: Plan) -> None:
+    exact = replace(plan, allowed="exact")
+    budget = min(c.peak_bytes for c in plan.frontier if c.numerics == "exact") * 102 // 100
+    found = memfit.look_up(exact, tiny(), budget=budget)
+    assert found.numerics == "exact" and found.levers.microbatch_size == found.batch_size
+
+
+def test_what_no_point_fits_is_said(plan: Plan) -> None:
+    with pytest.raises(InfeasibleError, match="memfit.plan") as caught:
+        memfit.look_up(plan, tiny(), budget="1MiB")
+    assert not caught.value.proven and caught.value.lowest_peak_bytes > caught.value.budget_bytes
+    with pytest.raises(PlanMismatchError):
+        memfit.look_up(plan, other(), budget="1GiB")
+    with pytest.raises(BudgetError):
+        memfit.look_up(plan, tiny(), budget="much")
