@@ -6,8 +6,9 @@ import argparse
 import datetime
 import json
 import platform
+import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,7 @@ def main(
     print(json.dumps(summary, indent=2))
     if arguments.json is not None:
         result = {
-            "command": f"python -m benchmarks.{name}" + (" --quick" if arguments.quick else ""),
+            "command": _command(name, sys.argv[1:]),
             "machine": {
                 "name": host_name(),
                 "description": devices()[0].description,
@@ -78,6 +79,15 @@ def main(
         }
         codec.write_atomic(arguments.json, json.dumps(result, indent=1).encode() + b"\n")
         print(f"written to {arguments.json}", file=sys.stderr)
+
+
+def _command(name: str, given: Sequence[str]) -> str:
+    """Return the command as it was given, but for where its result goes."""
+    options = list(given)
+    if "--json" in options:
+        at = options.index("--json")
+        del options[at : at + 2]
+    return shlex.join(["python", "-m", f"benchmarks.{name}", *(o for o in options if not o.startswith("--json="))])
 
 
 def whole_run_peak_bytes(workload: Workload, levers: Levers, steps: int = 2) -> int:
