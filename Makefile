@@ -35,8 +35,9 @@ types: $(STAMP)
 contracts: $(STAMP)
 	$(BIN)/lint-imports
 
+# Two processes of one thread each: more threads than cores would wait for one another.
 unit: $(STAMP)
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 # Jittor needs NumPy 1 and compiles itself: an environment and a cache of its own, both kept in build/.
 test-jittor: $(JITTOR_STAMP)

@@ -4,7 +4,7 @@ import json
 import math
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -439,6 +439,17 @@ def test_all_checkpoints_damaged_stops_with_each_named_and_changes_nothing(run: 
 # Ends before the end
 
 
+@pytest.fixture
+def usual_handlers() -> Iterator[None]:
+    """Signals handled as in a program at a terminal: what runs in the background inherits that Ctrl-C is ignored."""
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("usual_handlers")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_after_the_step_with_a_checkpoint(
     number: signal.Signals, cases: SimpleNamespace, tmp_path: Path
