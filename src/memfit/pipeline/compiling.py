@@ -203,6 +203,7 @@ class GraphPlanner:
         regions = Regions(self.joint.trace)
         self.problem = build(regions, self.costs, options(regions, self.costs))
         self.solver = Solver(self.problem)
+        self.tried: list[_Tried] = []
 
     def _read(self, graph: fx.Graph) -> Joint:
         return read(graph, self.forward_outputs, self.name, self.fused)
@@ -267,9 +268,10 @@ class GraphPlanner:
                 break
             target -= over
         if best is None:
-            tried = self._try(self.solver.leanest())
-            best = tried if tried.timeline.peak_bytes <= limit_bytes else None
-        return best
+            self._try(self.solver.leanest())
+        # What was tried for other budgets counts too, so that a larger one never takes longer.
+        fitting = (tried for tried in self.tried if tried.timeline.peak_bytes <= limit_bytes)
+        return min(fitting, key=lambda tried: tried.timeline.step_seconds, default=None)
 
     def _try(self, choice: Choice) -> _Tried:
         regions = self.problem.regions(choice.x)
@@ -278,7 +280,9 @@ class GraphPlanner:
         copied.eliminate_dead_code()
         joint = self._read(copied)
         again = sum(op.phase == "recompute" for op in joint.trace.ops)
-        return _Tried(choice, regions, simulate(joint.trace, _with_kernels(self.costs, joint)), again)
+        found = _Tried(choice, regions, simulate(joint.trace, _with_kernels(self.costs, joint)), again)
+        self.tried.append(found)
+        return found
 
     def _infeasible(self, budget_bytes: int) -> InfeasibleError:
         lowest = self._try(self.solver.leanest()).timeline
