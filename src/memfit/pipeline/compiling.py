@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -253,11 +253,13 @@ class GraphPlanner:
 
     def _fastest(self, limit_bytes: int) -> _Tried | None:
         """Solve for the limit, and again for less or more where the graph takes more or less than the model says."""
-        target, best = limit_bytes, None
+        target, best, bound = limit_bytes, None, self.problem.plain_seconds
         for _ in range(_ROUNDS):
             choice = self.solver.fastest(target)
             if choice is None:
                 break
+            if target == limit_bytes:
+                bound = choice.bound  # those of lower targets are bounds of less
             tried = self._try(choice)
             over = tried.timeline.peak_bytes - limit_bytes
             if over <= 0 and (best is None or tried.timeline.step_seconds < best.timeline.step_seconds):
@@ -271,7 +273,8 @@ class GraphPlanner:
             self._try(self.solver.leanest())
         # What was tried for other budgets counts too, so that a larger one never takes longer.
         fitting = (tried for tried in self.tried if tried.timeline.peak_bytes <= limit_bytes)
-        return min(fitting, key=lambda tried: tried.timeline.step_seconds, default=None)
+        found = min(fitting, key=lambda tried: tried.timeline.step_seconds, default=None)
+        return found and replace(found, choice=replace(found.choice, bound=bound))
 
     def _try(self, choice: Choice) -> _Tried:
         regions = self.problem.regions(choice.x)
