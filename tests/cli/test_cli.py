@@ -153,11 +153,49 @@ def test_devices_are_measured(memfit: Shell, tmp_path: Path, monkeypatch: pytest
     assert json.loads(output)["matrix_flops"] == found["devices"][0]["matrix_flops"]
 
 
-@pytest.mark.parametrize("verb", ["estimate", "plan", "verify", "train", "report", "devices", "demo"])
+@pytest.mark.parametrize("verb", ["estimate", "plan", "probe-range", "verify", "train", "report", "devices", "demo"])
 def test_help(memfit: Shell, verb: str) -> None:
     status, output, _ = memfit(verb, "--help")
     assert status == 0
     assert verb == "demo" or "--json" in output
+
+
+def test_help_of_train_names_what_guards_a_run(memfit: Shell) -> None:
+    _, output, _ = memfit("train", "--help")
+    assert all(option in output for option in ("--recover", "--no-recover", "--limit", "--adaptive", "--resume"))
+
+
+def test_precision_auto_is_what_suits_the_device(memfit: Shell, tmp_path: Path) -> None:
+    names = ("auto", "bf16-mixed", "32-true")
+    peaks = [
+        json.loads(memfit("estimate", TINY, "--precision", name, "--json")[1])["by_category"]["activations"]
+        for name in names
+    ]
+    assert peaks[0] == peaks[1] < peaks[2]
+    assert "cpu, bf16-mixed" in memfit("estimate", TINY, "--precision", "auto")[1]
+    options = ("--budget", "20MiB", "--points", "1", "--json")
+    plan = json.loads(memfit("plan", TINY, *options, "--precision", "auto")[1])
+    assert {point["levers"]["precision"] for point in plan["frontier"]} == {"32-true", "bf16-mixed"}
+    status, _, errors = memfit("plan", TINY, *options, "--precision", "auto", "--precision", "tf32")
+    assert status == 2 and "leave out --precision tf32" in errors.replace("\n", "")
+
+
+def test_probe_range(memfit: Shell) -> None:
+    status, output, _ = memfit("probe-range", TINY, "--microbatch-size", "2", "--json")
+    found = json.loads(output)
+    assert status == 0 and found["precision"] == "16-mixed" and found["initial_scale"] > 1
+    status, output, _ = memfit("probe-range", TINY, "--batches", "2")
+    assert status == 0 and "16-mixed works" in output and "blocks.0" in output
+
+
+def test_train_under_a_limit(memfit: Shell, plan_file: Path, tmp_path: Path) -> None:
+    """The same plan fails under half of its peak, and is put under lower ones where it may be."""
+    train = ("train", TINY, "--plan", str(plan_file), "--steps", "2", "--limit")
+    peak_bytes = json.loads(plan_file.read_text())["predicted"]["peak_bytes"]
+    run = str(tmp_path / "run")
+    assert memfit(*train, "1GiB", "--out", run, "--adaptive", "--json")[0] == 0
+    status, _, errors = memfit(*train, str(peak_bytes // 2), "--out", str(tmp_path / "other"), "--no-recover")
+    assert status == 6 and f"limit_bytes={peak_bytes // 2}" in errors
 
 
 def test_no_plan_fits_gives_status_3(memfit: Shell) -> None:
@@ -191,6 +229,8 @@ def test_no_plan_fits_gives_status_3(memfit: Shell) -> None:
         (("plan", TINY, "--budget", "a lot"), 2, "a lot"),
         (("plan", TINY, "--budget", "0"), 2, "budget"),
         (("plan", TINY, "--budget", "150%"), 2, "150%"),
+        (("probe-range", TINY, "--batches", "0"), 2, "--batches"),
+        (("probe-range", "tests.workloads:a_number"), 2, "int"),
         (("plan", TINY, "--budget", "20MiB", "--points", "1", "-o", "/dev/null/plan.json"), 2, "/dev/null"),
         (("verify", TINY, "--plan", "nowhere.json"), 2, "nowhere.json"),
         (("report", "nowhere"), 2, "nowhere"),
@@ -241,6 +281,13 @@ class TestTrainRefuses:
         out = str(tmp_path / "run")
         assert self.run(memfit, plan_file, "--steps", "2", "--epochs", "1", "--out", out)[0] == 2
         assert self.run(memfit, plan_file, "--out", out)[0] == 2
+
+    def test_options_that_contradict_each_other(self, memfit: Shell, plan_file: Path, tmp_path: Path) -> None:
+        options = ("--steps", "2", "--out", str(tmp_path / "run"))
+        for more, words in ((("--adaptive", "--no-recover"), "--no-recover"), (("--limit", "90%"), "--limit")):
+            status, errors = self.run(memfit, plan_file, *options, *more)
+            assert status == 2 and words in errors
+        assert not (tmp_path / "run").exists()
 
     def test_a_corrupt_checkpoint(self, memfit: Shell, plan_file: Path, tmp_path: Path) -> None:
         out = tmp_path / "run"

@@ -207,6 +207,12 @@ def test_events_and_waiting_are_told(page: Page, plan: Plan, views: Views, run: 
         assert part in said and "have batches made" not in said and ("waited" in said) == (share is not None)
 
 
+def test_allocation_retries_are_a_warning(plan: Plan, views: Views, run: RunRecord) -> None:
+    for retries, text in ((None, ""), (0, ""), (1, "no room 1 time and"), (1200, "no room 1,200 times and")):
+        said = Page(render(plan, views, msgspec.structs.replace(run, allocation_retries=retries), [])).said()
+        assert text in said and ("emptied its cache" in said) == bool(retries)
+
+
 def test_module_rows_carry_the_numbers_they_are_sorted_by(page: Page, views: Views) -> None:
     values = [int(attrs["data-value"] or 0) for tag, attrs in page.tags if (attrs.get("class") or "") == "number saved"]
     assert values == [row.planned_saved_bytes for row in views.modules]

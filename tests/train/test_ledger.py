@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+from types import SimpleNamespace
+
+import pytest
+import torch
 
 import memfit
-from memfit.train.ledger import IN_THE_STEP
+from memfit.errors import UsageError
+from memfit.train import ledger
+from memfit.train.ledger import IN_THE_STEP, allocation_retries
 from memfit.train.step import Step
 from memfit.workload import tensors_of
 from tests.models import BUILDERS, LARGE
@@ -17,17 +24,17 @@ def test_under_a_limit_predicted_and_measured_agree_by_category() -> None:
     with memfit.apply(plan, workload, limit_bytes=2**30) as step:
         for _ in range(2):
             step(workload.batch)
-        ledger = memfit.memory_summary(step)
+        found = memfit.memory_summary(step)
     parameters = sum(p.nbytes for p in workload.model.parameters())
-    assert ledger.measured_bytes["parameters"] == parameters
-    assert ledger.measured_bytes["inputs"] == sum(t.nbytes for t in tensors_of(workload.batch))
+    assert found.measured_bytes["parameters"] == parameters
+    assert found.measured_bytes["inputs"] == sum(t.nbytes for t in tensors_of(workload.batch))
     state = sum(t.nbytes for values in workload.optimizer.state.values() for t in tensors_of(values))
-    assert ledger.measured_bytes["optimizer state"] == state
-    assert ledger.measured_bytes == ledger.predicted_bytes
-    assert ledger.peak_bytes == ledger.predicted_peak_bytes == sum(ledger.measured_bytes.values())
-    assert ledger.limit_bytes == 2**30 and ledger.allocation_retries is None and ledger.pinned_bytes is None
-    assert ledger.host_bytes > ledger.peak_bytes and ledger.host_free_bytes > 0
-    lines = str(ledger).splitlines()
+    assert found.measured_bytes["optimizer state"] == state
+    assert found.measured_bytes == found.predicted_bytes
+    assert found.peak_bytes == found.predicted_peak_bytes == sum(found.measured_bytes.values())
+    assert found.limit_bytes == 2**30 and found.allocation_retries is None and found.pinned_bytes is None
+    assert found.host_bytes > found.peak_bytes and found.host_free_bytes > 0
+    lines = str(found).splitlines()
     assert lines[0] == "Memory after step 2"
     assert lines[2].split() == ["parameters", *2 * [f"{parameters / 2**10:.1f}", "KiB"]]
 
@@ -36,15 +43,49 @@ def test_without_a_plan_or_a_limit_it_says_what_is_known() -> None:
     workload = BUILDERS["convnet"]()
     step = Step(workload)
     step(workload.batch)
-    ledger = memfit.memory_summary(step)
-    assert ledger.predicted_bytes == {} and ledger.peak_bytes is None and IN_THE_STEP not in ledger.measured_bytes
-    assert ledger.measured_bytes["buffers"] == sum(b.nbytes for b in workload.model.buffers())
+    found = memfit.memory_summary(step)
+    assert found.predicted_bytes == {} and found.peak_bytes is None and IN_THE_STEP not in found.measured_bytes
+    assert found.measured_bytes["buffers"] == sum(b.nbytes for b in workload.model.buffers())
+
+
+def test_without_a_step_it_is_the_last_one_that_is_not_closed() -> None:
+    with pytest.raises(UsageError, match="finds no step.*give step="):
+        memfit.memory_summary()
+    one, other = BUILDERS["twice"](), BUILDERS["convnet"]()
+    plan = memfit.plan(one, budget="90%", numerics="exact", precisions=["32-true"], points=1)
+    with memfit.apply(plan, one) as first:
+        plan = memfit.plan(other, budget="90%", numerics="exact", precisions=["32-true"], points=1)
+        second = memfit.adapt(plan, other)
+        second(other.batch)
+        assert memfit.memory_summary().steps == 1
+        assert memfit.memory_summary().measured_bytes == memfit.memory_summary(second).measured_bytes
+        second.close()
+        assert memfit.memory_summary().measured_bytes == memfit.memory_summary(first).measured_bytes
+    memfit.apply(plan, other)  # dropped without being closed
+    gc.collect()
+    with pytest.raises(UsageError, match="finds no step"):
+        memfit.memory_summary()
+
+
+def test_allocation_retries_are_those_of_the_step_s_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Step(BUILDERS["twice"]())
+    assert allocation_retries(step) is None
+    asked = []
+
+    def memory_stats(device: torch.device) -> dict[str, int]:
+        asked.append(device)
+        return {"num_alloc_retries": 5}
+
+    device = torch.device("cuda", 1)
+    monkeypatch.setattr(ledger, "_device_of", lambda step: device)
+    monkeypatch.setattr(torch, "cuda", SimpleNamespace(memory_stats=memory_stats))
+    assert allocation_retries(step) == 5 and asked == [device]
 
 
 def test_warnings() -> None:
     workload = BUILDERS["twice"]()
-    ledger = memfit.memory_summary(Step(workload))
-    quiet = dataclasses.replace(ledger, host_bytes=100, host_free_bytes=100)
+    found = memfit.memory_summary(Step(workload))
+    quiet = dataclasses.replace(found, host_bytes=100, host_free_bytes=100)
     assert quiet.warnings == []
     for changes, word in (
         ({"allocation_retries": 3}, "3 times"),

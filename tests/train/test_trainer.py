@@ -107,7 +107,8 @@ def test_a_run_is_recorded(run: Run) -> None:
     assert codec.read(run.out / "plan.json", Plan) == trainer.plan
     assert run.checkpoints == ["checkpoint-6", "checkpoint-7"]
     raw = [json.loads(line) for line in (run.out / "metrics.jsonl").read_text().splitlines()]
-    assert all(list(line) == [*KEYS.split(), "predicted_peak_bytes", "learning_rate", "skips"] for line in raw)
+    rest = ["predicted_peak_bytes", "learning_rate", "skips", "allocation_retries"]
+    assert all(list(line) == [*KEYS.split(), *rest] for line in raw)
     assert [line["step"] for line in raw] == [1, 2, 3, 4, 5, 6, 7]
     assert [line["epoch"] for line in raw] == [0] * 6 + [1]
     assert [line["learning_rate"] for line in raw] == [0.05] * 3 + [0.025] * 3 + [0.0125]
@@ -206,6 +207,20 @@ def test_progress_is_reported(run: Run) -> None:
     run.fit(on_step=seen.append)
     assert [p.step for p in seen] == list(range(1, 9))
     assert [p.loss for p in seen] == [line["loss"] for line in run.lines]
+
+
+def test_allocation_retries_are_counted_from_the_beginning_of_the_run(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a stand-in for the allocator's statistics of a GPU: those of a process, of which 3 were before the run."""
+    counts = iter([3, 3, 4, 4, 6, 6, 6, 6, 7])
+    monkeypatch.setattr(trainer_module, "allocation_retries", lambda step: next(counts))
+    run.fit(steps=8)
+    assert [line["allocation_retries"] for line in run.lines] == [0, 1, 1, 3, 3, 3, 3, 4]
+    assert run.record.allocation_retries == 4
+    monkeypatch.setattr(trainer_module, "allocation_retries", lambda step: None)
+    run.fit(steps=2, overwrite=True)
+    assert run.record.allocation_retries is None
 
 
 def test_tensorboard(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,14 +6,16 @@ import enum
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import msgspec
 import typer
 
 from memfit.cli.output import err, out, print_error, print_json, stages
 from memfit.devices import fake_cuda
+from memfit.devices.advice import precisions
 from memfit.errors import MemfitError, UsageError, VerificationError
+from memfit.units import parse_budget
 
 if TYPE_CHECKING:
     from memfit.ir.plan import Precision
@@ -60,6 +62,7 @@ class PrecisionName(enum.StrEnum):
     bf16 = "bf16-mixed"
     fp16 = "16-mixed"
     bf16_true = "bf16-true"
+    auto = "auto"
 
 
 class ShardingName(enum.StrEnum):
@@ -108,7 +111,9 @@ def _print_notes(what: str, error: BaseException) -> None:
 def estimate(
     workload: WorkloadName,
     device: DeviceName = "cpu",
-    precision: Annotated[PrecisionName, typer.Option(help="Precision of the step.")] = PrecisionName.fp32,
+    precision: Annotated[
+        PrecisionName, typer.Option(help="Precision of the step; auto takes the mixed one that suits the device.")
+    ] = PrecisionName.fp32,
     microbatch_size: Annotated[
         int | None, typer.Option(help="Samples in one forward and backward pass; the whole batch by default.", min=1)
     ] = None,
@@ -133,11 +138,13 @@ def estimate(
     if sharding is not None and world_size == 1:
         raise UsageError(f"--sharding {sharding.value} needs ranks to share the training: give --world-size")
     loaded = _load_for(workload, device)
+    is_auto = precision is PrecisionName.auto
+    chosen = precisions(pipeline.find_device(device))[-1] if is_auto else cast("Precision", precision.value)
     with stages() as progress:
         found = pipeline.estimate(
             loaded,
             device=device,
-            precision=precision.value,
+            precision=chosen,
             microbatch_size=microbatch_size,
             world_size=world_size,
             sharding=sharding.value if sharding else "ddp",
@@ -149,7 +156,7 @@ def estimate(
         print_json(found)
     else:
         ranks = f", one of {world_size} ranks" if world_size > 1 else ""
-        out.print(estimate_page(found, f"{loaded.name} on {device}, {precision.value}{ranks}"))
+        out.print(estimate_page(found, f"{loaded.name} on {device}, {chosen}{ranks}"))
     for written in (snapshot, chrome_trace):
         if written is not None and not as_json:
             out.print(f"Written to {written}", highlight=False, soft_wrap=True)
@@ -170,7 +177,7 @@ def plan(
     precision: Annotated[
         list[PrecisionName] | None,
         typer.Option(
-            help="Precisions to search, repeatable; by default 32-true and the mixed one that suits the device.",
+            help="Precisions to search, repeatable; auto, the default, is 32-true and the mixed one for the device.",
             show_default=False,
         ),
     ] = None,
@@ -189,11 +196,11 @@ def plan(
     from memfit.report.tables import frontier_table, plan_table
 
     _check_new("--output", output, overwrite)
-    precisions: list[Precision] | None = [p.value for p in precision] if precision else None
+    searched = _precisions(precision or [])
     if framework is FrameworkName.jittor:
         from memfit.cli.jittor import plan_in_jittor
 
-        found = plan_in_jittor(workload, budget, device, numerics.value, precisions, points)
+        found = plan_in_jittor(workload, budget, device, numerics.value, searched, points)
     else:
         loaded = _load_for(workload, device)
         with stages() as progress:
@@ -202,7 +209,7 @@ def plan(
                 budget=budget,
                 device=device,
                 numerics=numerics.value,
-                precisions=precisions,
+                precisions=searched,
                 points=points,
                 host_budget=host_budget,
                 progress=progress,
@@ -215,6 +222,26 @@ def plan(
         out.print(plan_table(found), frontier_table(found))
         if output is not None:
             out.print(f"Written to {output}", highlight=False)
+
+
+@app.command("probe-range")
+def probe_range(
+    workload: WorkloadName,
+    batches: Annotated[int, typer.Option(help="First batches of the workload to look at.", min=1)] = 1,
+    microbatch_size: Annotated[
+        int | None, typer.Option(help="Samples in one forward and backward pass; the whole batch by default.", min=1)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Tell which modules' activations or gradients leave fp16's range or flush to zero, and what to do about it."""
+    from memfit import pipeline
+
+    loaded = pipeline.load_workload(workload)
+    found = pipeline.probe_range(loaded, batches=batches, microbatch_size=microbatch_size)
+    if as_json:
+        print_json(found)
+    else:
+        out.print(str(found), highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command()
@@ -258,6 +285,22 @@ def train(
     compare: Annotated[
         int, typer.Option(help="Before training, steps to run side by side with the plain step; 0 for none.", min=0)
     ] = 0,
+    recover: Annotated[
+        bool,
+        typer.Option(
+            "--recover/--no-recover", help="Run a step that runs out of memory again, under the next lower plan."
+        ),
+    ] = True,
+    limit: Annotated[
+        str | None,
+        typer.Option(
+            help="What a step may hold at a time: bytes, or with a unit (1.5GiB). It fails before it exceeds that.",
+            show_default=False,
+        ),
+    ] = None,
+    adaptive: Annotated[
+        bool, typer.Option("--adaptive", help="Run batches of other shapes with plans of their own.")
+    ] = False,
     tensorboard: Annotated[bool, typer.Option(help="Write TensorBoard scalars too.")] = False,
     resume: Annotated[bool, typer.Option(help="Go on from the run's latest checkpoint.")] = False,
     overwrite: Overwrite = False,
@@ -266,10 +309,13 @@ def train(
     """Train with a plan: metrics, checkpoints and a report in the run's folder."""
     from memfit import pipeline
     from memfit.cli.training import train_with_bar
-    from memfit.report.summary import waiting_text
+    from memfit.report.summary import retries_text, waiting_text
 
     if (steps is None) == (epochs is None):
         raise UsageError("give one of --steps and --epochs")
+    if adaptive and not recover:
+        raise UsageError("--adaptive runs what runs out of memory again in any case: leave out --no-recover")
+    limit_bytes = None if limit is None else parse_budget(limit, None, "--limit")
     loaded, read = pipeline.load_workload(workload), pipeline.load_plan(plan)
     record = train_with_bar(
         read,
@@ -283,6 +329,9 @@ def train(
         prefetch_batches=prefetch_batches,
         measure_every=measure_every,
         compare_steps=compare,
+        recover=recover,
+        limit_bytes=limit_bytes,
+        adaptive=adaptive,
         tensorboard=tensorboard,
         resume=resume,
         overwrite=overwrite,
@@ -292,8 +341,9 @@ def train(
     else:
         losses = f"{record.first_loss:.4g} → {record.last_loss:.4g}"
         out.print(f"{record.steps} steps, loss {losses}. `memfit report {output}` draws the run", highlight=False)
-        if waiting := waiting_text(record):
-            out.print(waiting, highlight=False, soft_wrap=True)
+        for line in (waiting_text(record), retries_text(record)):
+            if line:
+                out.print(line, highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -363,6 +413,20 @@ def demo(
     from memfit.cli.demo import run_demo
 
     run_demo(output, steps, budget, overwrite)
+
+
+def _precisions(names: list[PrecisionName]) -> list[Precision] | None:
+    """Return what `memfit.plan` takes; "auto" is what it takes by default.
+
+    Raises:
+        UsageError: Others are named beside "auto".
+    """
+    if PrecisionName.auto not in names:
+        return [cast("Precision", name.value) for name in names] or None
+    if set(names) != {PrecisionName.auto}:
+        others = " ".join(f"--precision {name.value}" for name in names if name is not PrecisionName.auto)
+        raise UsageError(f"--precision auto chooses what is searched by the device: leave out {others}, or auto")
+    return None
 
 
 def _load_for(workload: str, device: str) -> Workload:

@@ -19,7 +19,7 @@ from memfit.errors import PlanError, PlanMismatchError, UsageError, WorkloadErro
 from memfit.ir.device import Device
 from memfit.ir.plan import Levers, Plan
 from memfit.pipeline.switching import Switch
-from memfit.train.ledger import held_tensors
+from memfit.train.ledger import held_tensors, live
 from memfit.train.limits import CpuLimit, CudaLimit
 from memfit.train.recovery import Recovery
 from memfit.train.scaling import LossScaler
@@ -64,6 +64,7 @@ def switchable(plan: Plan, workload: Workload, *, limit_bytes: int | None) -> It
     with (
         applied(bare, workload, predicted_peak_bytes=plan.predicted.peak_bytes) as step,
         contextlib.closing(Switch(step, plan.levers)) as switch,
+        live(step),
     ):
         step.prediction = plan.predicted
         step.limit = None if limit_bytes is None else _limit(limit_bytes, step)

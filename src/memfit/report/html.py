@@ -33,6 +33,7 @@ from memfit.report.summary import (
     offers,
     ratio_text,
     region_groups,
+    retries_text,
     seconds_text,
     share_text,
     solver_text,
@@ -165,6 +166,7 @@ def _context(plan: Plan, views: Views, run: RunRecord | None, metrics: Sequence[
         "loss_rows": _loss_rows(views.comparison),
         "evaluation_keys": sorted({key for evaluation in evaluations for key in evaluation.values}),
         "waiting": waiting_text(run) if run else None,
+        "retries": retries_text(run) if run else None,
         "skipped": sum(bool(line.get("skipped")) for line in metrics),
     }
 

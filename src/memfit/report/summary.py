@@ -260,6 +260,17 @@ def waiting_text(run: RunRecord) -> str | None:
     )
 
 
+def retries_text(run: RunRecord) -> str | None:
+    """Return the warning of a run whose GPU's allocator found no room at times, or None."""
+    if not run.allocation_retries:
+        return None
+    times = f"{run.allocation_retries:,} time{'s' * (run.allocation_retries != 1)}"
+    return (
+        f"The allocator found no room {times} and emptied its cache to look again, which stops the GPU and comes"
+        " before out of memory: make a plan with a lower budget=."
+    )
+
+
 def _both(what: str, plain: float, planned: float, shown: Callable[[float], str]) -> ComparisonRow:
     return ComparisonRow(what, shown(plain), shown(planned), ratio_text(planned, plain))
 

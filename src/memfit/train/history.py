@@ -40,6 +40,7 @@ class History:
         self._seconds: list[float] = []
         self._measured_seconds: list[float] = []
         self._waited: list[tuple[float, float]] = []
+        self._allocation_retries: int | None = None
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Add a line of the log."""
@@ -57,6 +58,7 @@ class History:
             self._peak_bytes = max(peak_bytes, self._peak_bytes or 0)
         (self._seconds if peak_bytes is None else self._measured_seconds).append(line["seconds"])
         self._waited.append((line["data_seconds"], line["seconds"]))
+        self._allocation_retries = line.get("allocation_retries")
 
     def record(
         self, status: Literal["running", "finished", "failed"], step_count: int, error: str | None = None
@@ -77,6 +79,7 @@ class History:
             first_loss=self._losses[0],
             last_loss=self._losses[1],
             data_share=_share(self._waited[1:]),
+            allocation_retries=self._allocation_retries,
             evaluations=list(self.evaluations),
             events=list(self.events),
             error=error,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import weakref
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +12,7 @@ import psutil
 import torch
 
 from memfit.devices.host import find_device
+from memfit.errors import UsageError
 from memfit.train.limits import CpuLimit, held_by_category
 from memfit.train.step import Step
 from memfit.units import format_bytes
@@ -18,6 +21,7 @@ from memfit.workload import tensors_of
 IN_THE_STEP = "in the step"
 """Category of what only lives while a step runs: gradients, activations, temporaries, workspaces."""
 _BETWEEN_STEPS = ("parameters", "buffers", "optimizer state", "inputs")
+_live: list[weakref.ref[Step]] = []
 
 
 @dataclass(frozen=True)
@@ -88,13 +92,29 @@ def _text(count: int | None) -> str:
     return "" if count is None else format_bytes(count)
 
 
-def memory_summary(step: Step) -> Ledger:
+@contextlib.contextmanager
+def live(step: Step) -> Iterator[None]:
+    """Have `memory_summary` find a step until the context is left, or nobody else holds the step."""
+    reference = weakref.ref(step)
+    _live.append(reference)
+    try:
+        yield
+    finally:
+        _live.remove(reference)
+
+
+def memory_summary(step: Step | None = None) -> Ledger:
     """Return what a step holds, by category, predicted against measured; `print` shows a table.
 
     Args:
-        step: The step, after it has run.
+        step: The step, after it has run; None for the one that `apply`, `adapt` or `train` made last, of those that
+            are not closed.
+
+    Raises:
+        UsageError: There is none.
     """
-    device = next((p.device for p in step.workload.model.parameters()), torch.device("cpu"))
+    step = _last_live() if step is None else step
+    device = _device_of(step)
     held = held_by_category(held_tensors(step, step.workload.batch))
     held.pop("gradients", None)
     peak_bytes, reserved_bytes, retries = _measured(step, device)
@@ -113,6 +133,26 @@ def memory_summary(step: Step) -> Ledger:
         host_free_bytes=find_device("cpu").usable_bytes,
         pinned_bytes=_pinned_bytes(),
     )
+
+
+def _last_live() -> Step:
+    for reference in reversed(_live):
+        if (step := reference()) is not None:
+            return step
+    raise UsageError(
+        "memory_summary() finds no step: memfit.apply, adapt or train made none that is not closed by now. Call it"
+        " before step.close(), or give step="
+    )
+
+
+def _device_of(step: Step) -> torch.device:
+    return next((p.device for p in step.workload.model.parameters()), torch.device("cpu"))
+
+
+def allocation_retries(step: Step) -> int | None:
+    """Return how often the allocator of a step's GPU found no room and emptied its cache; None on the CPU."""
+    device = _device_of(step)
+    return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0)) if device.type == "cuda" else None
 
 
 def held_tensors(step: Step, batch: Any) -> dict[str, list[torch.Tensor]]:
@@ -138,8 +178,8 @@ def _grouped(by_category: Mapping[str, int]) -> dict[str, int]:
 def _measured(step: Step, device: torch.device) -> tuple[int | None, int | None, int | None]:
     """Return peak allocated, peak reserved, and allocation retries, as far as they are known."""
     if device.type == "cuda":
-        retries = torch.cuda.memory_stats(device).get("num_alloc_retries", 0)
-        return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device), retries
+        peaks = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+        return *peaks, allocation_retries(step)
     return (step.limit.peak_bytes or None if isinstance(step.limit, CpuLimit) else None), None, None
 
 

@@ -34,6 +34,8 @@ class Progress:
         predicted_peak_bytes: What the plan predicts.
         learning_rate: That of the first parameter group, in this step.
         skips: Updates skipped so far.
+        allocation_retries: How often the GPU's allocator found no room since the run began (or was resumed), and gave
+            back what it cached to look again; None on the CPU.
     """
 
     step: int
@@ -49,6 +51,7 @@ class Progress:
     predicted_peak_bytes: int | None
     learning_rate: float
     skips: int = 0
+    allocation_retries: int | None = None
 
 
 class Log:
@@ -192,6 +195,7 @@ def _scalars(line: Mapping[str, Any]) -> dict[str, float]:
     for name in ("peak_bytes", "predicted_peak_bytes"):
         gib = None if line[name] is None else line[name] / 2**30
         scalars[f"memory/{name.removesuffix('_bytes')}(GiB)"] = gib
+    scalars["memory/num_alloc_retries"] = line["allocation_retries"]
     return {tag: value for tag, value in scalars.items() if value is not None}
 
 

@@ -30,6 +30,7 @@ from memfit.train.batches import BatchStream
 from memfit.train.folder import METRICS, PLAN, RUN, TENSORBOARD, check_folder, clear_folder, remove_leftovers
 from memfit.train.history import History, resumed_history
 from memfit.train.interrupt import Interrupt, deferred_interrupts
+from memfit.train.ledger import allocation_retries
 from memfit.train.log import Log, Progress, evaluation_line, event_line, require_tensorboard, step_line
 from memfit.train.recovery import Recovery
 from memfit.train.step import Step, StepResult
@@ -126,6 +127,7 @@ class Trainer:
             WorkloadError: The workload's batches or its `evaluate` do not do what they should.
         """
         self._history = self._prepare()
+        self._retries_before = allocation_retries(self.step) or 0
         metrics, events = self.out / METRICS, self.out / TENSORBOARD if self._tensorboard else None
         with (
             contextlib.closing(self._stream),
@@ -207,7 +209,7 @@ class Trainer:
         learning_rate = float(self.step.workload.optimizer.param_groups[0]["lr"])
         epoch, number = self._stream.epoch, self.step.steps + 1
         result, peak_bytes = self._measured(batch) if self._is_measured(number) else (self.step(batch), None)
-        predicted = result.predicted_peak_bytes
+        predicted, retries = result.predicted_peak_bytes, allocation_retries(self.step)
         return Progress(
             step=number,
             epoch=epoch,
@@ -222,6 +224,7 @@ class Trainer:
             predicted_peak_bytes=self.plan.predicted.peak_bytes if predicted is None else predicted,
             learning_rate=learning_rate,
             skips=result.skips,
+            allocation_retries=None if retries is None else retries - self._retries_before,
         )
 
     def _is_measured(self, number: int) -> bool:
