@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
+import pickle
 import random
 import subprocess
 import sys
@@ -20,11 +22,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import memfit
-from memfit.errors import OutOfMemoryError
+from memfit.errors import MemoryLimitError, OutOfMemoryError
 from memfit.ir import codec
 from memfit.ir.plan import Candidate, Levers, Plan
 from memfit.ir.record import RunRecord
 from memfit.ir.remat import Region
+from memfit.pipeline import snapshotting
 from memfit.pipeline.applying import applied
 from memfit.pipeline.switching import lower_candidates
 from memfit.recipes.byte_lm import SeededBatches
@@ -331,6 +334,49 @@ def test_a_training_run_logs_what_ran_out_and_goes_on_with_the_lower_plan(tmp_pa
     assert taken.levers == plan.frontier[1].levers
     page = memfit.write_report(tmp_path / "run").read_text()
     assert "Tried to allocate 2.00 MiB" in page and "microbatches of 4, 1 regions recomputed" in page
+    assert "memory snapshot, as predicted: out-of-memory-2.pickle" in page
+    memfit.train(plan, BUILDERS["transformer"](), out=tmp_path / "run", steps=1, overwrite=True)
+    assert list((tmp_path / "run").glob("*.pickle")) == []
+
+
+@pytest.mark.parametrize("how", ["recover", "adaptive", "no recovery"])
+def test_the_snapshot_is_of_the_plan_that_ran_out(how: str, tmp_path: Path) -> None:
+    """Its live bytes peak at the predicted peak, by the ledger's categories; a run without recovery has one too."""
+    workload = BUILDERS["transformer"]()
+    plan = memfit.plan(workload, budget="90%", numerics="exact", precisions=["32-true"], points=3)
+    run: dict[str, Any] = {"recover": how == "recover", "adaptive": how == "adaptive"}
+    limit_bytes = plan.predicted.peak_bytes - 1
+    if how == "no recovery":
+        with pytest.raises(MemoryLimitError) as caught:
+            memfit.train(plan, workload, out=tmp_path, steps=2, limit_bytes=limit_bytes, **run)
+        assert "memory snapshot, as predicted: out-of-memory-2.pickle" in caught.value.__notes__[0]
+    else:
+        memfit.train(plan, workload, out=tmp_path, steps=2, limit_bytes=limit_bytes, **run)
+    record = codec.read(tmp_path / "run.json", RunRecord)
+    assert "out-of-memory-2.pickle" in record.events[0].text
+    with (tmp_path / "out-of-memory-2.pickle").open("rb") as file:
+        (entries,) = pickle.load(file)["device_traces"]
+    assert {"parameters", "optimizer state", "activations"} <= {e["category"] for e in entries}
+    changes = [e["size"] * {"alloc": 1, "free_completed": -1}.get(e["action"], 0) for e in entries]
+    rounded = 512 * sum(change > 0 for change in changes)
+    peak_bytes = max(itertools.accumulate(changes))
+    assert plan.predicted.peak_bytes <= peak_bytes <= plan.predicted.peak_bytes + rounded
+
+
+def test_the_snapshot_is_never_in_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any) -> Any:
+        raise RuntimeError("not now")
+
+    monkeypatch.setattr(snapshotting, "capture_levers", failing)
+    workload = BUILDERS["transformer"]()
+    seed()
+    with memfit.apply(plan_of("transformer"), workload, recover=True, snapshots=tmp_path) as step:
+        for index in range(STEPS):
+            with Bomb(*(40,) * (index == 1)):
+                step(workload.batch)
+        assert isinstance(step.recovery, Recovery)
+        assert "no memory snapshot (RuntimeError('not now'))" in str(step.recovery.events[0])
+        assert_same(state_of(step), expected("transformer", 1)[0])
 
 
 LIMITED = """

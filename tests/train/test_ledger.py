@@ -77,7 +77,7 @@ def test_allocation_retries_are_those_of_the_step_s_gpu(monkeypatch: pytest.Monk
         return {"num_alloc_retries": 5}
 
     device = torch.device("cuda", 1)
-    monkeypatch.setattr(ledger, "_device_of", lambda step: device)
+    monkeypatch.setattr(ledger, "device_of", lambda step: device)
     monkeypatch.setattr(torch, "cuda", SimpleNamespace(memory_stats=memory_stats))
     assert allocation_retries(step) == 5 and asked == [device]
 

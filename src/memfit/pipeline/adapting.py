@@ -7,6 +7,7 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from memfit.devices.host import find_device
 from memfit.errors import UsageError
 from memfit.ir.plan import Plan
 from memfit.ir.simulate import simulate
-from memfit.pipeline.applying import switchable
+from memfit.pipeline.applying import snapshots_of, switchable
 from memfit.pipeline.predicting import capture_levers, costs_of
 from memfit.pipeline.switching import Switch, candidates_of, lowered
 from memfit.solve.controller import Controller, Expected
@@ -37,7 +38,9 @@ _SMALLEST = 16  # of the largest size: the smallest that is captured
 Shapes = tuple[tuple[int, ...], ...]
 
 
-def adapt(plan: Plan, workload: Workload, *, limit_bytes: int | None = None) -> Step:
+def adapt(
+    plan: Plan, workload: Workload, *, limit_bytes: int | None = None, snapshots: str | Path | None = None
+) -> Step:
     """Return a training step for batches whose shapes vary, which runs each with the fastest plan that fits it.
 
     The plans are those on the frontier of `plan`, of its precision and of the numerics class that it allows. With
@@ -48,6 +51,8 @@ def adapt(plan: Plan, workload: Workload, *, limit_bytes: int | None = None) -> 
         plan: A plan for the workload, whose batch is the largest there is; the plan's budget is held for all.
         workload: The workload.
         limit_bytes: What a step may hold at a time (> 0): it fails before it exceeds that. None sets no limit.
+        snapshots: Folder for a memory snapshot of each step that runs out of memory, `out-of-memory-<step>.pickle`, at
+            most 8; None for none.
 
     Raises:
         PlanMismatchError: The plan was made for another workload.
@@ -55,7 +60,7 @@ def adapt(plan: Plan, workload: Workload, *, limit_bytes: int | None = None) -> 
     """
     with contextlib.ExitStack() as stack:
         switch = stack.enter_context(switchable(plan, workload, limit_bytes=limit_bytes))
-        switch.step.recovery = stack.enter_context(contextlib.closing(Adaptive(switch, plan)))
+        switch.step.recovery = stack.enter_context(contextlib.closing(Adaptive(switch, plan, snapshots)))
         switch.step.on_close = stack.pop_all().close
     return switch.step
 
@@ -110,14 +115,15 @@ class Adaptive(Recovery):
     Args:
         switch: Puts the step under a plan.
         plan: The plan whose frontier has the others.
+        snapshots: Folder for snapshots of steps that run out of memory; None for none.
 
     Attributes:
         candidates: The plans.
         taken: How often each was run, by bucket and position.
     """
 
-    def __init__(self, switch: Switch, plan: Plan) -> None:
-        super().__init__(switch.step, plan, self._next)
+    def __init__(self, switch: Switch, plan: Plan, snapshots: str | Path | None = None) -> None:
+        super().__init__(switch.step, plan, self._next, snapshots=snapshots_of(switch, snapshots))
         self.candidates = candidates_of(plan)
         self.taken: Counter[tuple[int, int]] = Counter()
         self._base = plan

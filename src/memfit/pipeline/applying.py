@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
+from pathlib import Path
 
-import torch
 from msgspec.structs import replace
 
 from memfit.apply.bf16_weights import Bf16Weights, bf16_weights
@@ -19,15 +19,23 @@ from memfit.errors import PlanError, PlanMismatchError, UsageError, WorkloadErro
 from memfit.ir.device import Device
 from memfit.ir.plan import Levers, Plan
 from memfit.pipeline.switching import Switch
-from memfit.train.ledger import held_tensors, live
+from memfit.train.ledger import device_of, held_tensors, live
 from memfit.train.limits import CpuLimit, CudaLimit
-from memfit.train.recovery import Recovery
+from memfit.train.recovery import Recovery, Witness
 from memfit.train.scaling import LossScaler
+from memfit.train.snapshots import Snapshots
 from memfit.train.step import Step
 from memfit.workload import Workload, batch_size_of, fingerprint
 
 
-def apply(plan: Plan, workload: Workload, *, recover: bool = False, limit_bytes: int | None = None) -> Step:
+def apply(
+    plan: Plan,
+    workload: Workload,
+    *,
+    recover: bool = False,
+    limit_bytes: int | None = None,
+    snapshots: str | Path | None = None,
+) -> Step:
     """Return the training step that runs a plan on a workload.
 
     The workload's modules are checkpointed in place, through PyTorch's public mechanisms; `step.close()`
@@ -40,6 +48,8 @@ def apply(plan: Plan, workload: Workload, *, recover: bool = False, limit_bytes:
             lower plan of the frontier, which then stays.
         limit_bytes: What a step may hold at a time, on a GPU reserve (> 0): it fails before it exceeds that. None
             sets no limit.
+        snapshots: Folder for a memory snapshot of each step that runs out of memory, `out-of-memory-<step>.pickle`, at
+            most 8; None for none.
 
     Raises:
         PlanMismatchError: The plan was made for another workload.
@@ -48,10 +58,23 @@ def apply(plan: Plan, workload: Workload, *, recover: bool = False, limit_bytes:
     """
     with contextlib.ExitStack() as stack:
         switch = stack.enter_context(switchable(plan, workload, limit_bytes=limit_bytes))
+        writer = snapshots_of(switch, snapshots)
         if recover:
-            switch.step.recovery = stack.enter_context(contextlib.closing(Recovery(switch.step, plan, switch.lower)))
+            recovery = Recovery(switch.step, plan, switch.lower, snapshots=writer)
+            switch.step.recovery = stack.enter_context(contextlib.closing(recovery))
+        elif writer is not None:
+            switch.step.recovery = Witness(switch.step, plan, writer)
         switch.step.on_close = stack.pop_all().close
     return switch.step
+
+
+def snapshots_of(switch: Switch, folder: str | Path | None) -> Snapshots | None:
+    """Return what writes snapshots of a step into a folder; None without one."""
+    from memfit.pipeline.snapshotting import write_predicted_snapshot  # which itself applies plans
+
+    if folder is None:
+        return None
+    return Snapshots(Path(folder), device_of(switch.step), functools.partial(write_predicted_snapshot, switch))
 
 
 @contextlib.contextmanager
@@ -73,7 +96,7 @@ def switchable(plan: Plan, workload: Workload, *, limit_bytes: int | None) -> It
 
 def _limit(limit_bytes: int, step: Step) -> CpuLimit | CudaLimit:
     """Return what limits a step on the device of its parameters."""
-    device = next((p.device for p in step.workload.model.parameters()), torch.device("cpu"))
+    device = device_of(step)
     named = functools.partial(held_tensors, step)
     if device.type == "cuda":
         return CudaLimit(limit_bytes, named, device)

@@ -178,9 +178,9 @@ def train(
     drawn = codec.encode(views(plan, workload, comparison))
     is_drawn = resume and (folder / VIEWS).exists() and _plan_in(folder) == plan
     with (
-        adapt(plan, workload, limit_bytes=limit_bytes)
+        adapt(plan, workload, limit_bytes=limit_bytes, snapshots=folder)
         if adaptive
-        else apply(plan, workload, recover=recover, limit_bytes=limit_bytes)
+        else apply(plan, workload, recover=recover, limit_bytes=limit_bytes, snapshots=folder)
     ) as step:
         trainer = Trainer(
             step,

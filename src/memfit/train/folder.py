@@ -9,6 +9,7 @@ from pathlib import Path
 from memfit.errors import CheckpointError, OutputError, UsageError
 from memfit.train import checkpoint
 from memfit.train.log import read_lines
+from memfit.train.snapshots import all_snapshots
 
 RUN, PLAN, METRICS, TENSORBOARD = "run.json", "plan.json", "metrics.jsonl", "tensorboard"
 VIEWS, REPORT = "views.json", "report.html"
@@ -57,8 +58,8 @@ def clear_folder(out: Path) -> None:
             elif checkpoint.step_of(path) is not None:
                 checkpoint.set_aside(path)
         remove_leftovers(out)
-        for name in _FILES:
-            (out / name).unlink(missing_ok=True)
+        for path in [*all_snapshots(out), *(out / name for name in _FILES)]:
+            path.unlink(missing_ok=True)
         events = out / TENSORBOARD
         for path in events.glob("events.out.tfevents.*"):
             path.unlink()
@@ -71,7 +72,7 @@ def clear_folder(out: Path) -> None:
 def remove_leftovers(out: Path) -> None:
     """Remove what a crash in the middle of writing left behind."""
     checkpoint.remove_leftovers(out)
-    for path in (path for name in _FILES for path in out.glob(f".{name}.*.tmp")):
+    for path in (path for name in (*_FILES, "out-of-memory-*.pickle") for path in out.glob(f".{name}.*.tmp")):
         path.unlink(missing_ok=True)
 
 

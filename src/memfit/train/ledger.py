@@ -114,7 +114,7 @@ def memory_summary(step: Step | None = None) -> Ledger:
         UsageError: There is none.
     """
     step = _last_live() if step is None else step
-    device = _device_of(step)
+    device = device_of(step)
     held = held_by_category(held_tensors(step, step.workload.batch))
     held.pop("gradients", None)
     peak_bytes, reserved_bytes, retries = _measured(step, device)
@@ -145,13 +145,14 @@ def _last_live() -> Step:
     )
 
 
-def _device_of(step: Step) -> torch.device:
+def device_of(step: Step) -> torch.device:
+    """Return the device of a step's parameters."""
     return next((p.device for p in step.workload.model.parameters()), torch.device("cpu"))
 
 
 def allocation_retries(step: Step) -> int | None:
     """Return how often the allocator of a step's GPU found no room and emptied its cache; None on the CPU."""
-    device = _device_of(step)
+    device = device_of(step)
     return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0)) if device.type == "cuda" else None
 
 

@@ -13,6 +13,7 @@ from memfit.devices.out_of_memory import OutOfMemory, out_of_memory
 from memfit.errors import OutOfMemoryError
 from memfit.ir.plan import Plan
 from memfit.train.rollback import Rollback
+from memfit.train.snapshots import Snapshots
 from memfit.train.step import Step, StepResult
 from memfit.units import format_bytes
 
@@ -30,6 +31,7 @@ class OutOfMemoryEvent:
         held_bytes: What tensors on GPUs still held afterwards, beyond what they held before the step.
         plan: The plan that ran out.
         lower: The plan that the batch was run under next; None where there was no other.
+        snapshot: What is to be said of the memory snapshot; "" where none was wanted.
     """
 
     step: int
@@ -37,21 +39,68 @@ class OutOfMemoryEvent:
     held_bytes: int
     plan: Plan
     lower: Plan | None
+    snapshot: str = ""
 
     def __str__(self) -> str:
         said = f"step {self.step} under the plan of {format_bytes(self.plan.predicted.peak_bytes)}: {self.error.text}"
         held = f"; {format_bytes(self.held_bytes)} stayed allocated" if self.held_bytes else ""
+        snapshot = f"; {self.snapshot}" if self.snapshot else ""
         if self.lower is None:
-            return f"{said}{held}; no lower plan was left"
+            return f"{said}{held}; no lower plan was left{snapshot}"
         levers = self.lower.levers
         return (
             f"{said}{held}; the step was undone, and its batch run under the plan of"
             f" {format_bytes(self.lower.predicted.peak_bytes)}: microbatches of {levers.microbatch_size},"
-            f" {len(levers.regions)} regions recomputed"
+            f" {len(levers.regions)} regions recomputed{snapshot}"
         )
 
 
-class Recovery:
+class Witness:
+    """Runs steps. Out of memory, a snapshot is written, and the error goes on with a note of it.
+
+    Args:
+        step: The step to run; use as `step.recovery = Witness(step, plan, snapshots)`.
+        plan: The plan that it runs.
+        snapshots: Writes snapshots.
+
+    Attributes:
+        plan: The plan in force.
+        events: What happened so far.
+    """
+
+    def __init__(self, step: Step, plan: Plan, snapshots: Snapshots | None) -> None:
+        self.step, self.plan = step, plan
+        self.events: list[OutOfMemoryEvent] = []
+        self._snapshots = snapshots
+
+    def __call__(self, run: Callable[[Any], StepResult], batch: Any) -> StepResult:
+        """Run a step on a batch.
+
+        Args:
+            run: Runs it once.
+            batch: The batch.
+        """
+        try:
+            return run(batch)
+        except Exception as e:
+            found = out_of_memory(e)
+            if found is not None:
+                self._keep_snapshot()
+                snapshot = self._write_snapshot(batch)
+                self.events.append(OutOfMemoryEvent(self.step.steps + 1, found, 0, self.plan, None, snapshot))
+                if snapshot:
+                    e.add_note(f"memfit: {snapshot}")
+            raise
+
+    def _keep_snapshot(self) -> None:
+        if self._snapshots is not None:
+            self._snapshots.take()
+
+    def _write_snapshot(self, batch: Any) -> str:
+        return "" if self._snapshots is None else self._snapshots.write(self.step.steps + 1, self.plan, batch)
+
+
+class Recovery(Witness):
     """Runs steps. Out of memory, one is undone, and run again on the same batch under the next lower plan.
 
     Weights, optimizer state, buffers, random states and the loss scaler are then those before the step
@@ -62,15 +111,19 @@ class Recovery:
         plan: The plan that it runs.
         lower: Puts the step under the plan after the one given, and returns it; None where there is none.
         retries: Lower plans to try for one batch (≥ 0).
-
-    Attributes:
-        plan: The plan in force.
-        events: What happened so far.
+        snapshots: Writes a snapshot each time that memory runs out; None for none.
     """
 
-    def __init__(self, step: Step, plan: Plan, lower: Callable[[Plan], Plan | None], *, retries: int = RETRIES) -> None:
-        self.step, self.plan = step, plan
-        self.events: list[OutOfMemoryEvent] = []
+    def __init__(
+        self,
+        step: Step,
+        plan: Plan,
+        lower: Callable[[Plan], Plan | None],
+        *,
+        retries: int = RETRIES,
+        snapshots: Snapshots | None = None,
+    ) -> None:
+        super().__init__(step, plan, snapshots)
         self._lower, self._retries = lower, retries
         self._rollback = Rollback(step)
 
@@ -90,19 +143,35 @@ class Recovery:
         """
         before_bytes = _held_bytes()
         for attempt in range(self._retries + 1):
-            found = _attempt(self._rollback, run, batch)
+            found = self._attempt(run, batch)
             if isinstance(found, StepResult):
                 self._rollback.settle()
                 return found
             _release()
             is_restored, plan = self._rollback.restore(), self.plan
+            snapshot = self._write_snapshot(batch)
             lowered = self._lower(plan) if is_restored and attempt < self._retries else None
             held_bytes = max(0, _held_bytes() - before_bytes)
-            self.events.append(OutOfMemoryEvent(self.step.steps + 1, found, held_bytes, plan, lowered))
+            self.events.append(OutOfMemoryEvent(self.step.steps + 1, found, held_bytes, plan, lowered, snapshot))
             if lowered is None:
                 raise self._error(found, attempt, is_torn=not is_restored)
             self.plan = lowered
         raise AssertionError("unreachable")
+
+    def _attempt(self, run: Callable[[Any], StepResult], batch: Any) -> StepResult | OutOfMemory:
+        """Run a step, and return what ran out of memory as a record of it.
+
+        The exception, and with it every frame and the tensors that they hold, is gone when this returns.
+        """
+        try:
+            self._rollback.mark()
+            return run(batch)
+        except Exception as e:
+            found = out_of_memory(e)
+            if found is None:
+                raise
+            self._keep_snapshot()
+            return found
 
     def _error(self, found: OutOfMemory, retries: int, *, is_torn: bool) -> OutOfMemoryError:
         number = self.step.steps + 1
@@ -119,21 +188,6 @@ class Recovery:
                 " a lower budget=, allow a freer numerics=, or give the step more memory"
             )
         return OutOfMemoryError(text, step=number, is_torn=is_torn)
-
-
-def _attempt(rollback: Rollback, run: Callable[[Any], StepResult], batch: Any) -> StepResult | OutOfMemory:
-    """Run a step, and return what ran out of memory as a record of it.
-
-    The exception, and with it every frame and the tensors that they hold, is gone when this returns.
-    """
-    try:
-        rollback.mark()
-        return run(batch)
-    except Exception as e:
-        found = out_of_memory(e)
-        if found is None:
-            raise
-        return found
 
 
 def _release() -> None:

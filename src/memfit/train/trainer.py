@@ -32,7 +32,7 @@ from memfit.train.history import History, resumed_history
 from memfit.train.interrupt import Interrupt, deferred_interrupts
 from memfit.train.ledger import allocation_retries
 from memfit.train.log import Log, Progress, evaluation_line, event_line, require_tensorboard, step_line
-from memfit.train.recovery import Recovery
+from memfit.train.recovery import Recovery, Witness
 from memfit.train.step import Step, StepResult
 from memfit.workload import batch_size_of, fingerprint
 
@@ -256,7 +256,7 @@ class Trainer:
     def _note_recovery(self) -> None:
         """Log what ran out of memory since the last time; the plan that was taken then is the run's plan."""
         recovery = self.step.recovery
-        if not isinstance(recovery, Recovery):
+        if not isinstance(recovery, Witness):
             return
         for event in recovery.events[self._events_noted :]:
             self.note("out of memory", str(event))
@@ -303,7 +303,8 @@ class Trainer:
         is_interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
         is_resumable = self._is_between_steps and (is_interrupted or self._is_reading)
         text = f"interrupted after step {self.step.steps}" if is_interrupted else f"{type(error).__name__}: {error}"
-        is_undone = isinstance(error, OutOfMemoryError) and not error.is_torn and self.step.recovery is not None
+        recovers = isinstance(self.step.recovery, Recovery)
+        is_undone = isinstance(error, OutOfMemoryError) and not error.is_torn and recovers
         if (is_resumable or is_undone) and self._saved_step != self.step.steps:
             with contextlib.suppress(MemfitError):
                 self._save(self._stream.take_back() if is_undone else None)
