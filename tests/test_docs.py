@@ -48,6 +48,12 @@ def test_compile_examples_run(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_structure_examples_run(tmp_path: Path) -> None:
+    program = "\n".join(blocks((ROOT / "docs" / "structure.md").read_text(), "python"))
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_sharding_examples_run(tmp_path: Path) -> None:
     program = "\n".join(blocks((ROOT / "docs" / "sharding.md").read_text(), "python"))
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)

@@ -1,0 +1,10 @@
+"""Lighter models: structure as a lever, always as a proposal with its price.
+
+Each function leaves the user's workload alone and returns a changed copy, `Proposal.workload`, which `memfit.plan`
+takes like any other. All of them are of numerics class `changed`.
+"""
+
+from memfit.structure.convolutions import grouped_convolutions, separable_convolutions
+from memfit.structure.proposal import Change, Price, Proposal, price
+
+__all__ = ["Change", "Price", "Proposal", "grouped_convolutions", "price", "separable_convolutions"]

@@ -1,0 +1,369 @@
+"""Depthwise-separable and grouped convolutions in the place of full ones, initialised from their weights.
+
+A full convolution has a kernel for each pair of an output and an input channel. A depthwise-separable one
+(Howard et al. 2017, *MobileNets*) has `rank` kernels for each input channel, and a 1×1 convolution that mixes what
+they make. Its weights follow from the original's: for each input channel i the matrix W[:, i, :], outputs by kernel
+elements, is cut to its first `rank` singular vectors, which no other choice of as many kernels comes closer to (Eckart
+and Young 1936; Jaderberg et al. 2014, *Speeding up Convolutional Neural Networks with Low Rank Expansions*). The
+1×1 convolutions are then fitted to data by least squares, one layer after the other, from what the layers changed
+before make of a batch to what the original made of it (Zhang et al. 2016, *Accelerating Very Deep Convolutional
+Networks*, section 3.3, without its non-linearity).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from memfit.errors import WorkloadError
+from memfit.structure.proposal import (
+    Change,
+    Price,
+    Proposal,
+    changeable_copy,
+    forward_pass,
+    matching,
+    price,
+    proposal,
+    replace_module,
+    replace_parameters,
+)
+from memfit.train.trainer import evaluation_mode
+from memfit.workload import Workload, batch_size_of
+
+Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
+Order = Literal["bytes", "multiply-adds"]
+_KINDS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)  # these and not what inherits from them, whose forward may differ
+_RIDGE = 1e-4  # of the mean square of the features: how strongly a fit stays with the weights' own decomposition
+
+
+def separable_convolutions(
+    workload: Workload,
+    *,
+    modules: Sequence[str] = ("*",),
+    rank: int = 1,
+    multiply_adds: float | None = None,
+    by: Order = "multiply-adds",
+    fit: Literal["weights", "batch"] = "batch",
+    device: str = "cpu",
+    measure: bool = False,
+) -> Proposal:
+    """Propose depthwise-separable convolutions in the place of full ones, initialised from them.
+
+    What would not take fewer multiply-adds stays: 1×1 kernels, and convolutions with few outputs. Stride, padding,
+    dilation, padding mode, groups, bias (the same parameter) and FQN stay; the weight becomes `depthwise.weight` and
+    `pointwise.weight` below it.
+
+    Args:
+        workload: The user's workload; nothing of it is changed.
+        modules: Patterns of FQNs ("down.*.conv") among which convolutions are replaced.
+        rank: Kernels for each input channel (> 0).
+        multiply_adds: The share of the model's multiply-adds to come down to, in (0, 1): convolutions are replaced,
+            in the order that `by` says, until that is reached. None replaces all.
+        by: "multiply-adds": those that save most of them first; "bytes": those that save most bytes at the peak for
+            each parameter less, by parameters, gradients and optimizer state against the activations added.
+        fit: "weights" takes the weights' decomposition; "batch" then fits the 1×1 convolutions to the workload's
+            batch, in evaluation mode, which makes a much better start.
+        device: That both steps are predicted for.
+        measure: Whether to run both steps on the machine at hand too: depthwise kernels are slow on some back ends.
+
+    Raises:
+        WorkloadError: An argument is out of its range, a pattern matches no convolution, nothing can be replaced, or
+            not enough for `multiply_adds`.
+    """
+    if rank < 1:
+        raise WorkloadError(f"rank={rank} is not above 0: give the number of kernels for each input channel")
+    if fit not in ("weights", "batch"):
+        raise WorkloadError(f"fit={fit!r} is unknown: use 'weights' or 'batch'")
+
+    def make(old: Convolution) -> SeparableConv:
+        return SeparableConv(old, rank)
+
+    before, made, chosen = _replaced(workload, make, modules, multiply_adds, by, device)
+    if fit == "batch":
+        _fit_to_batch(workload, made, chosen)
+    return proposal(
+        "separable convolutions", workload, made, _changes(chosen), device=device, measure=measure, before_price=before
+    )
+
+
+def grouped_convolutions(
+    workload: Workload,
+    *,
+    groups: int,
+    modules: Sequence[str] = ("*",),
+    multiply_adds: float | None = None,
+    by: Order = "multiply-adds",
+    device: str = "cpu",
+    measure: bool = False,
+) -> Proposal:
+    """Propose grouped convolutions in the place of full ones: each group of outputs sees one group of inputs.
+
+    Weights within the groups are the original's, which is the least-squares solution where inputs are alike and
+    unrelated; those across groups are dropped, and nothing mixes the groups but the layers after.
+
+    Args:
+        workload: The user's workload; nothing of it is changed.
+        groups: What the channels are cut into (> 1); convolutions with channels that it does not divide stay.
+        modules: Patterns of FQNs; see `separable_convolutions`, and so for the other arguments.
+        multiply_adds: The share of the model's multiply-adds to come down to; None replaces all.
+        by: Which come first.
+        device: That both steps are predicted for.
+        measure: Whether to run both steps on the machine at hand too.
+
+    Raises:
+        WorkloadError: As in `separable_convolutions`.
+    """
+    if groups < 2:
+        raise WorkloadError(f"groups={groups} is not above 1: give what the channels are cut into")
+
+    def make(old: Convolution) -> Convolution | None:
+        return _grouped(old, groups)
+
+    before, made, chosen = _replaced(workload, make, modules, multiply_adds, by, device)
+    return proposal(
+        "grouped convolutions", workload, made, _changes(chosen), device=device, measure=measure, before_price=before
+    )
+
+
+class SeparableConv(nn.Sequential):
+    """Depthwise kernels, `rank` for each input channel, and a 1×1 convolution of what they make.
+
+    Args:
+        old: The full convolution whose weights it starts from, and whose bias it takes over.
+        rank: Kernels for each input channel.
+    """
+
+    depthwise: Convolution
+    pointwise: Convolution
+
+    def __init__(self, old: Convolution, rank: int) -> None:
+        super().__init__()
+        self.depthwise = _like(old, old.in_channels, old.in_channels * rank, old.in_channels)
+        self.pointwise = _like(old, old.in_channels * rank, old.out_channels, old.groups, kernel_size=1)
+        depthwise, pointwise = separated(old.weight.detach(), old.groups, rank)
+        self.depthwise.weight = nn.Parameter(depthwise, old.weight.requires_grad)
+        self.pointwise.weight = nn.Parameter(pointwise, old.weight.requires_grad)
+        self.pointwise.bias = old.bias
+        self.train(old.training)
+
+
+def separated(weight: Tensor, groups: int, rank: int) -> tuple[Tensor, Tensor]:
+    """Return depthwise and pointwise weights whose product comes closest to a full convolution's.
+
+    Args:
+        weight: Of the full convolution, [out, in / groups, *kernel].
+        groups: Of the full convolution.
+        rank: Kernels for each input channel (> 0); those beyond the number of kernel elements are zero.
+
+    Returns:
+        The depthwise weight [in · rank, 1, *kernel] and the pointwise one [out, in / groups · rank, 1, ...].
+    """
+    n_out, n_in, kernel = weight.shape[0] // groups, weight.shape[1], weight.shape[2:]
+    by_input = weight.reshape(groups, n_out, n_in, -1).transpose(1, 2).double()  # [groups, in, out, elements]
+    u, s, v = torch.linalg.svd(by_input, full_matrices=False)
+    kept = min(rank, s.shape[-1])
+    scale = s[..., :kept].sqrt()  # shared between both factors, so that their gradients are of a size
+    mixing = by_input.new_zeros(groups, n_in, n_out, rank)
+    kernels = by_input.new_zeros(groups, n_in, rank, by_input.shape[-1])
+    mixing[..., :kept] = u[..., :kept] * scale[..., None, :]
+    kernels[:, :, :kept] = v[..., :kept, :] * scale[..., None]
+    pointwise = mixing.transpose(1, 2).reshape(groups * n_out, n_in * rank, *(1 for _ in kernel))
+    depthwise = kernels.reshape(groups * n_in * rank, 1, *kernel)
+    return depthwise.to(weight.dtype), pointwise.to(weight.dtype)
+
+
+def _grouped(old: Convolution, groups: int) -> Convolution | None:
+    """Return a convolution with `groups` times as many groups, or None where they don't divide the channels."""
+    total = groups * old.groups
+    if old.in_channels % total or old.out_channels % total:
+        return None
+    new = _like(old, old.in_channels, old.out_channels, total)
+    n_in, n_out = old.in_channels // total, old.out_channels // total
+    parts = old.weight.detach().reshape(old.groups, groups, n_out, groups, n_in, *old.weight.shape[2:])
+    own = torch.stack([parts[:, index, :, index] for index in range(groups)], dim=1)
+    new.weight = nn.Parameter(own.reshape(old.out_channels, n_in, *old.weight.shape[2:]), old.weight.requires_grad)
+    new.bias = old.bias
+    return new.train(old.training)
+
+
+def _like(
+    old: Convolution, in_channels: int, out_channels: int, groups: int, kernel_size: int | None = None
+) -> Convolution:
+    """Return a convolution without bias like another one, its weight not yet set; of kernel size 1, only a mixing."""
+    geometry: dict[str, Any] = {"kernel_size": 1}
+    if kernel_size is None:
+        names = ("kernel_size", "stride", "padding", "dilation", "padding_mode")
+        geometry = {name: getattr(old, name) for name in names}
+    kind: Callable[..., Convolution] = type(old)
+    return kind(in_channels, out_channels, groups=groups, bias=False, device="meta", **geometry)
+
+
+# Which
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A convolution, what may take its place, and what that saves: parameters, and for one sample the rest."""
+
+    old: Convolution
+    new: nn.Module
+    parameters: int
+    multiply_adds: int
+    bytes: float
+
+
+def _replaced(
+    workload: Workload,
+    make: Callable[[Any], nn.Module | None],
+    patterns: Sequence[str],
+    share: float | None,
+    by: Order,
+    device: str,
+) -> tuple[Price, Workload, dict[str, _Candidate]]:
+    """Return the original's price, a copy with convolutions replaced, and what was replaced by FQN, in call order."""
+    if share is not None and not 0 < share < 1:
+        raise WorkloadError(f"multiply_adds={share} is not between 0 and 1: give a share of the model's")
+    if by not in ("bytes", "multiply-adds"):
+        raise WorkloadError(f"by={by!r} is unknown: use 'bytes' or 'multiply-adds'")
+    before, copied = price(workload, device=device), changeable_copy(workload)
+    candidates = _candidates(copied, make, patterns, _bytes_per_parameter(before, workload))
+    if not candidates:
+        raise WorkloadError(
+            f"modules={tuple(patterns)} holds no convolution that would take fewer multiply-adds: 1×1 kernels,"
+            " depthwise ones, subclasses of nn.Conv1d, 2d and 3d, and ones with hooks stay as they are"
+        )
+    chosen = _chosen(candidates, share, by, before.multiply_adds)
+    for candidate in chosen.values():
+        replace_module(copied.model, candidate.old, candidate.new)
+    left = set(copied.model.parameters())
+    made: dict[Tensor, list[Tensor]] = {}
+    for candidate in chosen.values():
+        weight, bias = candidate.old.weight, candidate.old.bias
+        own = made.setdefault(weight, [weight] if weight in left else [])  # which other modules may share
+        own += [parameter for parameter in candidate.new.parameters() if parameter is not bias]
+    replace_parameters(copied, made)
+    return before, copied, chosen
+
+
+def _bytes_per_parameter(before: Price, workload: Workload) -> float:
+    """Return what a parameter takes with its gradient and its optimizer state."""
+    held = {id(p): p.numel() * p.itemsize for p in workload.model.parameters()}
+    of_optimizer = before.prediction.by_category.get("optimizer_state", 0)
+    return (2 * sum(held.values()) + of_optimizer) / max(before.parameters, 1)
+
+
+def _candidates(
+    copied: Workload, make: Callable[[Any], nn.Module | None], patterns: Sequence[str], bytes_per_parameter: float
+) -> dict[str, _Candidate]:
+    """Return what can be replaced and saves multiply-adds, by FQN in call order."""
+    outputs = forward_pass(copied).outputs
+    named = {name: m for name, m in copied.model.named_modules() if isinstance(m, _KINDS) and name}
+    samples, found = batch_size_of(copied.batch), {}
+    wanted = set(matching(list(named), patterns, "modules", "convolution"))
+    for name in (name for name in outputs if name in wanted):
+        old = named[name]
+        if type(old) not in _KINDS or old.groups == old.in_channels > 1 or old._forward_hooks or old._forward_pre_hooks:
+            continue
+        new = make(old)
+        if new is None:
+            continue
+        places = sum(math.prod(shape[2:]) * shape[0] for shape in outputs[name]) // samples
+        parts = [m for m in new.modules() if isinstance(m, _KINDS)]
+        saved = old.weight.numel() - sum(part.weight.numel() for part in parts)
+        added = sum(part.out_channels for part in parts[:-1]) * places * samples * old.weight.itemsize
+        if saved > 0:
+            found[name] = _Candidate(old, new, saved, saved * places, saved * bytes_per_parameter - added)
+    return found
+
+
+def _chosen(candidates: dict[str, _Candidate], share: float | None, by: Order, total: int) -> dict[str, _Candidate]:
+    """Return the first candidates by a measure, as many as bring the model down to a share of its multiply-adds."""
+    if share is None:
+        return candidates
+
+    def worth(name: str) -> float:
+        candidate = candidates[name]
+        return candidate.multiply_adds if by == "multiply-adds" else candidate.bytes / candidate.parameters
+
+    left, taken = float(total), set()
+    for name in sorted(candidates, key=worth, reverse=True):
+        if left <= share * total:
+            break
+        left -= candidates[name].multiply_adds
+        taken.add(name)
+    if left > share * total:
+        raise WorkloadError(
+            f"multiply_adds={share} is out of reach: with all {len(candidates)} convolutions replaced that can be,"
+            f" {left / total:.3f} of the model's multiply-adds are left. Give more, or a lower rank, or more modules"
+        )
+    return {name: candidate for name, candidate in candidates.items() if name in taken}
+
+
+def _changes(chosen: dict[str, _Candidate]) -> Iterator[Change]:
+    for name, candidate in chosen.items():
+        old, new = candidate.old, candidate.new
+        size = "×".join(map(str, old.kernel_size))
+        what = f"{type(old).__name__} {old.in_channels}→{old.out_channels}, {size}: "
+        if isinstance(new, SeparableConv):
+            rank = new.depthwise.out_channels // old.in_channels
+            what += f"{rank} kernel{'s' * (rank > 1)} an input, then 1×1"
+        else:
+            what += f"{new.groups} groups"
+        yield Change(name, f"{what}; {candidate.parameters:,} parameters less")
+
+
+# Fitted to data
+
+
+def _fit_to_batch(original: Workload, made: Workload, chosen: dict[str, _Candidate]) -> None:
+    """Fit the pointwise weights, in call order, so that each layer makes of the batch what the original makes of it."""
+    with evaluation_mode(original.model), evaluation_mode(made.model):
+        for name, candidate in chosen.items():
+            assert isinstance(candidate.new, SeparableConv)
+            targets = _seen(original, original.model.get_submodule(name), outputs=True)
+            inputs = _seen(made, candidate.new, outputs=False)
+            _fit(candidate.new, inputs, targets)
+
+
+def _seen(workload: Workload, module: nn.Module, *, outputs: bool) -> list[Tensor]:
+    """Return what a module is given in a forward pass, or what it makes of it, a tensor for each call."""
+    found: list[Tensor] = []
+    handle = module.register_forward_hook(lambda module, args, made: found.append(made if outputs else args[0]))
+    try:
+        workload.loss_fn(workload.model, workload.batch)
+    finally:
+        handle.remove()
+    return found
+
+
+def _fit(conv: SeparableConv, inputs: list[Tensor], targets: list[Tensor]) -> None:
+    """Set the pointwise weight and bias to the ridge regression of the targets, around what they are."""
+    pointwise, bias, groups = conv.pointwise, conv.pointwise.bias, conv.pointwise.groups
+    before = pointwise.weight.detach().reshape(groups, pointwise.out_channels // groups, -1).double()
+    if bias is not None:
+        before = torch.cat([before, bias.detach().double().reshape(groups, -1, 1)], dim=2)
+    gram: Tensor | float = 0.0
+    products: Tensor | float = 0.0
+    for given, target in zip(inputs, targets, strict=True):
+        x, y = (_by_group(t, groups) for t in (conv.depthwise(given), target))
+        if bias is not None:
+            x = torch.cat([x, x.new_ones(groups, 1, x.shape[2])], dim=1)
+        gram, products = gram + x @ x.mT, products + y @ x.mT
+    assert isinstance(gram, Tensor)
+    ridge = _RIDGE * gram.diagonal(dim1=1, dim2=2).mean(1)[:, None, None] * torch.eye(gram.shape[1]).to(gram)
+    fitted = torch.linalg.solve(gram + ridge, (products + before @ ridge).mT).mT
+    weight = fitted if bias is None else fitted[..., :-1]
+    pointwise.weight.copy_(weight.reshape(pointwise.weight.shape))
+    if bias is not None:
+        bias.copy_(fitted[..., -1].flatten())
+
+
+def _by_group(x: Tensor, groups: int) -> Tensor:
+    """Return [batch, channels, ...] as float64 [groups, channels of the group, places of the batch]."""
+    return x.double().transpose(0, 1).reshape(groups, x.shape[1] // groups, -1)

@@ -1,0 +1,318 @@
+"""Proposals: a lighter workload beside the user's own, and what it costs and buys."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import fnmatch
+import io
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from memfit.capture.fake import fake_copy, mode_of, nothing_changes, real_copy
+from memfit.capture.measure import measure_peak_bytes
+from memfit.capture.values import KnownValues
+from memfit.errors import WorkloadError
+from memfit.ir.plan import Levers, Numerics, Prediction
+from memfit.pipeline import estimate
+from memfit.pipeline.applying import applied
+from memfit.report.summary import MISSING, clean, ratio_text
+from memfit.train.trainer import evaluation_mode
+from memfit.units import format_bytes, format_seconds
+from memfit.workload import Workload, batch_size_of
+
+MEASURED_STEPS = 5
+
+
+@dataclass(frozen=True)
+class Price:
+    """What a workload takes, and how good its model is.
+
+    Attributes:
+        parameters: Numbers in the parameters of the model, tied ones once.
+        multiply_adds: Of the loss's forward pass, for one sample; as `torch.utils.flop_counter` counts, which leaves
+            out all but products and convolutions.
+        prediction: Of its plain step.
+        metrics: What `Workload.evaluate` says of the model as it is; empty without one.
+        measured_peak_bytes: Peak allocated of a step that ran here; None where none was measured.
+        measured_step_seconds: Median of steps that ran here.
+    """
+
+    parameters: int
+    multiply_adds: int
+    prediction: Prediction
+    metrics: Mapping[str, float]
+    measured_peak_bytes: int | None = None
+    measured_step_seconds: float | None = None
+
+    @property
+    def peak_bytes(self) -> int:
+        """Return the predicted peak of the plain step."""
+        return self.prediction.peak_bytes
+
+    @property
+    def step_seconds(self) -> float:
+        """Return the predicted time of the plain step."""
+        return self.prediction.step_seconds
+
+
+@dataclass(frozen=True)
+class Change:
+    """A module that was changed: its FQN, and what it was and is."""
+
+    module: str
+    what: str
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A lighter workload with its price. Print it for a table.
+
+    Attributes:
+        workload: The changed workload, for `memfit.plan` and `memfit.train` like any other. Its model and optimizer
+            are new; `batches` are the same object as the original's.
+        lever: What was done.
+        changes: By module.
+        before: The original's price.
+        after: The changed one's, before any fine-tuning of it.
+        notes: What to know, above all where it does not pay.
+        numerics: Class of the lever.
+    """
+
+    workload: Workload
+    lever: str
+    changes: tuple[Change, ...]
+    before: Price
+    after: Price
+    notes: tuple[str, ...] = ()
+    numerics: Numerics = field(default="changed", init=False)
+
+    def __str__(self) -> str:
+        title = f"{self.lever} of {clean(self.workload.name)}: {len(self.changes)} modules, numerics {self.numerics}"
+        table = Table(box=SIMPLE_HEAD, pad_edge=False)
+        table.add_column("", no_wrap=True)
+        for name in ("before", "after", "ratio"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for row in _rows(self.before, self.after):
+            table.add_row(*(Text(cell) for cell in row))
+        console = Console(width=100, file=io.StringIO(), color_system=None, force_terminal=False, legacy_windows=False)
+        with console.capture() as captured:
+            console.print(Text(title), table, *(Text(clean(f"{c.module}: {c.what}")) for c in self.changes), sep="\n")
+            console.print(*(Text(clean(note)) for note in self.notes), sep="\n")
+        return "\n".join(line.rstrip() for line in captured.get().splitlines()).strip("\n")
+
+
+def _rows(before: Price, after: Price) -> Iterator[tuple[str, str, str, str]]:
+    def row(what: str, values: Sequence[Any], text: Callable[[Any], str]) -> tuple[str, str, str, str]:
+        was, now = values
+        return what, text(was), text(now), ratio_text(now, was)
+
+    both = (before, after)
+    yield row("parameters", [p.parameters for p in both], lambda n: f"{n:,}")
+    yield row("multiply-adds, forward, a sample", [p.multiply_adds for p in both], lambda n: f"{n:,}")
+    yield row("peak, predicted", [p.peak_bytes for p in both], format_bytes)
+    if before.measured_peak_bytes is not None and after.measured_peak_bytes is not None:
+        yield row("peak, measured", [before.measured_peak_bytes, after.measured_peak_bytes], format_bytes)
+    yield row("step, predicted", [p.step_seconds for p in both], format_seconds)
+    if before.measured_step_seconds is not None and after.measured_step_seconds is not None:
+        yield row("step, measured", [before.measured_step_seconds, after.measured_step_seconds], format_seconds)
+    for name in before.metrics.keys() & after.metrics.keys():
+        yield f"{name}, not fine-tuned", f"{before.metrics[name]:.4g}", f"{after.metrics[name]:.4g}", MISSING
+
+
+def proposal(
+    lever: str,
+    before: Workload,
+    after: Workload,
+    changes: Iterable[Change],
+    *,
+    device: str = "cpu",
+    measure: bool = False,
+    notes: Sequence[str] = (),
+    before_price: Price | None = None,
+) -> Proposal:
+    """Return a changed workload with both prices.
+
+    Args:
+        lever: What was done.
+        before: The user's workload; nothing of it is changed.
+        after: The changed one.
+        changes: By module.
+        device: That both steps are predicted for.
+        measure: Whether to run both steps on the machine at hand too.
+        notes: What to know of the lever.
+        before_price: The price of `before`, where it is known.
+    """
+    was, now = before_price or price(before, device=device), price(after, device=device)
+    if measure:
+        was, now = (
+            dataclasses.replace(known, measured_peak_bytes=peak, measured_step_seconds=seconds)
+            for known, (peak, seconds) in zip((was, now), measured([before, after]), strict=True)
+        )
+    return Proposal(after, lever, tuple(changes), was, now, (*notes, *_advice(was, now)))
+
+
+def _advice(before: Price, after: Price) -> list[str]:
+    """Return where a change does not pay, by what is known best."""
+    found = []
+    if after.peak_bytes >= before.peak_bytes:
+        found.append(
+            f"it does not pay in memory as it is: the predicted peak goes from {format_bytes(before.peak_bytes)} to"
+            f" {format_bytes(after.peak_bytes)}. What activations it adds, memfit.plan can recompute"
+        )
+    kind, was, now = "predicted", before.step_seconds, after.step_seconds
+    if before.measured_step_seconds is not None and after.measured_step_seconds is not None:
+        kind, was, now = "measured", before.measured_step_seconds, after.measured_step_seconds
+    if now >= was:
+        found.append(
+            f"it does not pay in time on this device: the {kind} step goes from {format_seconds(was)} to"
+            f" {format_seconds(now)}, with {ratio_text(after.multiply_adds, before.multiply_adds)} the multiply-adds"
+        )
+    return found
+
+
+def price(workload: Workload, *, device: str = "cpu") -> Price:
+    """Return what a workload takes, and what its `evaluate` says; nothing of it is changed."""
+    has_data = all(p.device.type != "meta" for p in workload.model.parameters())
+    return Price(
+        parameters=sum(p.numel() for p in workload.model.parameters()),
+        multiply_adds=forward_pass(workload).multiply_adds,
+        prediction=estimate(workload, device=device),
+        metrics=evaluated(workload) if has_data else {},
+    )
+
+
+def evaluated(workload: Workload) -> dict[str, float]:
+    """Return what a workload's `evaluate` says of its model; nothing without one."""
+    if workload.evaluate is None:
+        return {}
+    with evaluation_mode(workload.model):
+        return {name: float(value) for name, value in workload.evaluate(workload.model).items()}
+
+
+def measured(workloads: Sequence[Workload], steps: int = MEASURED_STEPS) -> list[tuple[int, float]]:
+    """Run copies of workloads in turn, and return each one's peak in bytes and median step in seconds.
+
+    The first step of each, which makes the optimizer's state, is not timed.
+    """
+    seconds: list[list[float]] = [[] for _ in workloads]
+    with ExitStack() as stack:
+        for workload in workloads:
+            stack.enter_context(nothing_changes(workload))
+        running = [
+            stack.enter_context(applied(Levers(microbatch_size=batch_size_of(w.batch)), real_copy(w)))
+            for w in workloads
+        ]
+        for index in range(steps + 1):
+            for which, step in enumerate(running):
+                result = step(step.workload.batch)
+                if index > 0:
+                    seconds[which].append(result.seconds)
+        peaks = [measure_peak_bytes(step, step.workload.batch) for step in running]
+    return list(zip(peaks, [statistics.median(times) for times in seconds], strict=True))
+
+
+@dataclass(frozen=True)
+class ForwardPass:
+    """What the loss's forward pass does.
+
+    Attributes:
+        multiply_adds: For one sample.
+        outputs: The shapes of what modules returned, by FQN in the order of first calls, a shape for each call;
+            modules that return something else than one tensor are left out.
+    """
+
+    multiply_adds: int
+    outputs: dict[str, list[torch.Size]]
+
+
+def forward_pass(workload: Workload) -> ForwardPass:
+    """Return what the loss's forward pass does in evaluation mode, under fake tensors: nothing is computed."""
+    values = KnownValues.of(mode_of(workload))
+    copied = fake_copy(workload, values)
+    outputs: dict[str, list[torch.Size]] = {}
+    with nothing_changes(workload), evaluation_mode(copied.model), ExitStack() as stack:
+        for name, module in copied.model.named_modules():
+            stack.enter_context(_noting(name, module, outputs))
+        counter = FlopCounterMode(display=False)
+        with values.fake, values, counter:
+            copied.loss_fn(copied.model, copied.batch)
+    return ForwardPass(counter.get_total_flops() // 2 // batch_size_of(workload.batch), outputs)
+
+
+@contextmanager
+def _noting(name: str, module: nn.Module, outputs: dict[str, list[torch.Size]]) -> Iterator[None]:
+    def note(module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, Tensor):
+            outputs.setdefault(name, []).append(output.shape)
+
+    handle = module.register_forward_hook(note)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def changeable_copy(workload: Workload) -> Workload:
+    """Return an independent copy of a workload, its scheduler included, that a lever may change."""
+    copied = real_copy(workload)
+    if workload.scheduler is None:
+        return copied
+    scheduler = copy.deepcopy(workload.scheduler, {id(workload.optimizer): copied.optimizer})
+    scheduler._step_count += 1  # which only serves to notice optimizers whose `step` the scheduler does not watch
+    return dataclasses.replace(copied, scheduler=scheduler)
+
+
+def replace_parameters(
+    workload: Workload, made: Mapping[Tensor, Sequence[Tensor]], states: Mapping[Tensor, Any] | None = None
+) -> None:
+    """Put other parameters in the place of some in a workload's optimizer, with the same hyper-parameters.
+
+    Args:
+        workload: Whose optimizer is changed in place; its model has the new parameters already.
+        made: What takes a parameter's place; nothing where it is gone. The state of all others stays.
+        states: The optimizer's state of new parameters, where they have one.
+    """
+    optimizer = workload.optimizer
+    names: dict[Tensor, str] = {parameter: name for name, parameter in workload.model.named_parameters()}
+    for group in optimizer.param_groups:
+        group["params"][:] = [new for old in group["params"] for new in made.get(old, [old])]
+        if "param_names" in group:
+            group["param_names"] = [names.get(parameter, "") for parameter in group["params"]]
+    for old in made:
+        optimizer.state.pop(old, None)
+    optimizer.state.update(states or {})
+
+
+def matching(names: Sequence[str], patterns: Sequence[str], argument: str, noun: str) -> list[str]:
+    """Return the names that match a pattern, in their order.
+
+    Raises:
+        WorkloadError: A pattern matches none.
+    """
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            raise WorkloadError(
+                f"{argument} has {pattern!r}, which matches no {noun} of Workload.model: it has"
+                f" {', '.join(names[:6]) or 'none'}{' and so on' if len(names) > 6 else ''}"
+            )
+    return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Put a module in another's place, under all of its names."""
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if module is old:
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, new)
