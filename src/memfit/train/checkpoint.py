@@ -35,7 +35,7 @@ import torch
 
 from memfit.errors import CheckpointError, DamagedCheckpointError, OutputError, UsageError
 from memfit.ir import codec
-from memfit.ir.plan import Plan
+from memfit.ir.plan import Plan, Precision
 from memfit.rng import check_rng_state
 from memfit.train.packing import read_tensors, write_tensors
 from memfit.train.state import TrainingState, collect, prepare_restore
@@ -139,8 +139,14 @@ def save(folder: Path, step: Step, plan: Plan, position: dict[str, Any], *, keep
     return path
 
 
-def read(path: Path, step: Step) -> Loaded:
+def read(path: Path, step: Step, precision: Precision | None = None) -> Loaded:
     """Read a checkpoint, and check all of it against a step, which is not changed.
+
+    Args:
+        path: The checkpoint's folder.
+        step: The step.
+        precision: Of the step; None for that of the checkpoint. Where they differ, weights and loss scaler are
+            converted (`prepare_restore`).
 
     Raises:
         DamagedCheckpointError: It is not there, or not what was written.
@@ -163,7 +169,7 @@ def read(path: Path, step: Step) -> Loaded:
         plan = codec.read(path / "plan.json", Plan, error=DamagedCheckpointError)
         state = _read_state(path)
         check_rng_state(state.rng)
-        restore_state = prepare_restore(step, state)
+        restore_state = prepare_restore(step, state, converts=precision not in (None, plan.levers.precision))
     except CheckpointError as e:
         raise type(e)(f"can't resume from {path}: {e}") from e
     except (LookupError, TypeError, ValueError, AttributeError) as e:
@@ -176,8 +182,15 @@ def read(path: Path, step: Step) -> Loaded:
     return Loaded(path, manifest.step, plan, state, restore)
 
 
-def read_newest(folder: Path, step: Step) -> tuple[Loaded, list[DamagedCheckpointError]]:
+def read_newest(
+    folder: Path, step: Step, precision: Precision | None = None
+) -> tuple[Loaded, list[DamagedCheckpointError]]:
     """Read the newest checkpoint in a folder that is what was written; neither the step nor the folder is changed.
+
+    Args:
+        folder: Where checkpoints are.
+        step: The step.
+        precision: Of the step; see `read`.
 
     Returns:
         The checkpoint, and what is wrong with those after it, newest first.
@@ -188,7 +201,7 @@ def read_newest(folder: Path, step: Step) -> tuple[Loaded, list[DamagedCheckpoin
     damages: list[DamagedCheckpointError] = []
     for path in _newest_first(folder):
         try:
-            return read(path, step), damages
+            return read(path, step, precision), damages
         except DamagedCheckpointError as e:
             damages.append(e)
     found = "; ".join(map(str, damages)) or "there is none"

@@ -72,19 +72,25 @@ def collect(step: Step, position: dict[str, Any]) -> TrainingState:
     )
 
 
-def prepare_restore(step: Step, state: TrainingState) -> Callable[[], None]:
+def prepare_restore(step: Step, state: TrainingState, *, converts: bool = False) -> Callable[[], None]:
     """Check a state against a training, and return what restores it; nothing is changed until that is called.
+
+    Args:
+        step: Of the training.
+        state: Of a checkpoint.
+        converts: Whether it is of another precision: weights in bf16 are then widened, those that are to be in bf16
+            rounded, a loss scaler without a state begins anew, and a state without a loss scaler is dropped.
 
     Raises:
         CheckpointError: The state is that of another model, optimizer, scheduler or loss scaler.
     """
     workload, scaler = step.workload, step.scaler
     saved_training = {k: unpack(v, state.training_tensors) for k, v in state.training.items() if k != "rng"}
-    model_state = _checked_model_state(workload.model, state, saved_training["model_extras"])
+    model_state = _checked_model_state(workload.model, state, saved_training["model_extras"], converts)
     optimizer_state = _checked_optimizer_state(step, state)
     scheduler_state, scaler_state = saved_training["scheduler"], saved_training["scaler"]
     _check_scheduler(workload.scheduler, scheduler_state)
-    if (scaler is None) != (scaler_state is None):
+    if not converts and (scaler is None) != (scaler_state is None):
         had, has = ("has no loss scaler", "the step has one") if scaler else ("has a loss scaler", "the step has none")
         raise CheckpointError(f"the checkpoint {had}, and {has}: resume with the precision= that it was made with")
 
@@ -93,7 +99,7 @@ def prepare_restore(step: Step, state: TrainingState) -> Callable[[], None]:
         workload.model.load_state_dict(model_state)
         if workload.scheduler is not None:
             workload.scheduler.load_state_dict(scheduler_state["state"])
-        if scaler is not None:
+        if scaler is not None and scaler_state is not None:
             scaler.load_state_dict(scaler_state)
 
     return restore
@@ -121,15 +127,25 @@ def _model_state(model: nn.Module) -> tuple[Tensors, dict[str, str], dict[str, A
     return tensors, aliases, extras
 
 
-def _checked_model_state(model: nn.Module, state: TrainingState, extras: dict[str, Any]) -> dict[str, Any]:
+def _checked_model_state(
+    model: nn.Module, state: TrainingState, extras: dict[str, Any], converts: bool
+) -> dict[str, Any]:
     """Return the state dict to load into a model."""
     tensors, aliases, own_extras = _model_state(model)
     _check_names("the model", {*tensors, *aliases, *own_extras}, {*state.model, *state.aliases, *extras})
     if aliases != state.aliases:
         raise CheckpointError(f"the model ties {aliases or 'no weights'}, the checkpoint {state.aliases or 'none'}")
     for name, tensor in tensors.items():
-        _check_like(f"the model's {name}", tensor, state.model[name])
+        saved = state.model[name]
+        _check_like(
+            f"the model's {name}", tensor, saved.to(tensor.dtype) if converts and _fit(tensor, saved) else saved
+        )
     return {**state.model, **{name: state.model[kept] for name, kept in state.aliases.items()}, **extras}
+
+
+def _fit(own: torch.Tensor, saved: torch.Tensor) -> bool:
+    """Tell whether one is the other in bf16."""
+    return {own.dtype, saved.dtype} == {torch.float32, torch.bfloat16}
 
 
 def _check_names(what: str, own: set[str], saved: set[str]) -> None:

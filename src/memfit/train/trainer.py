@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 from memfit.errors import (
-    CheckpointError,
     DamagedCheckpointError,
     MemfitError,
     OutOfMemoryError,
@@ -60,8 +60,8 @@ class Trainer:
         measure_every: Steps between measurements (> 0), from the second step on; None measures the second alone.
         tensorboard: Whether to write TensorBoard scalars too.
         overwrite: Replace the run in `out`.
-        resume: Go on from the newest checkpoint in `out` that is what was written, under `plan`, whichever plan it
-            was made with. Damaged ones are set aside, and said to be.
+        resume: Go on from the newest checkpoint in `out` that is what was written, under `plan`, whichever plan
+            and precision it was made with. Damaged ones are set aside, and said to be.
         on_step: Called after every step, skipped ones included.
 
     Raises:
@@ -164,17 +164,14 @@ class Trainer:
         return History(self.step.workload)
 
     def _restore(self) -> History:
-        loaded, damages = checkpoint.read_newest(self.out, self.step)
-        was, is_now = loaded.plan.levers.precision, self.plan.levers.precision
-        if was != is_now:
-            raise CheckpointError(
-                f"{loaded.path} was made with precision={was!r}, the plan has precision={is_now!r}: resume with {was!r}"
-            )
+        loaded, damages = checkpoint.read_newest(self.out, self.step, self.plan.levers.precision)
         self._stream.seek(loaded.state.position)
         loaded.restore()
         history = resumed_history(self.step.workload, self.out / RUN, self.out / METRICS, loaded.step_count)
         remove_leftovers(self.out)
-        self._happened = _resumed(loaded, self.plan, damages, checkpoint.set_aside_after(self.out, loaded.step_count))
+        self._happened = _resumed(
+            loaded, self.step, self.plan, damages, checkpoint.set_aside_after(self.out, loaded.step_count)
+        )
         codec.write_atomic(self.out / PLAN, codec.encode(self.plan))
         self._saved_step = loaded.step_count
         set_rng_state(loaded.state.rng)
@@ -318,17 +315,34 @@ class Trainer:
 
 
 def _resumed(
-    loaded: checkpoint.Loaded, plan: Plan, damages: list[DamagedCheckpointError], aside: list[Path]
+    loaded: checkpoint.Loaded, step: Step, plan: Plan, damages: list[DamagedCheckpointError], aside: list[Path]
 ) -> list[tuple[str, str]]:
     """Return what is to be said of a run that was resumed: kinds and texts."""
     found = [
         ("damaged checkpoint", f"{damage}; it is now {place}, and training goes on from {loaded.path}")
         for damage, place in zip(damages, aside, strict=True)
     ]
-    if loaded.plan.levers != plan.levers:
+    if loaded.plan.levers.precision != plan.levers.precision:
+        found.append(("another precision", _precision_text(loaded, step, plan)))
+    if replace(loaded.plan.levers, precision=plan.levers.precision) != plan.levers:
         was, is_now = _levers_text(loaded.plan), _levers_text(plan)
         found.append(("another plan", f"{loaded.path} was made with {was}; training goes on with {is_now}"))
     return found
+
+
+def _precision_text(loaded: checkpoint.Loaded, step: Step, plan: Plan) -> str:
+    """Return what going on in another precision did to the state, besides that results differ from now on."""
+    was, is_now = loaded.plan.levers.precision, plan.levers.precision
+    had_scaler = loaded.state.training["scaler"] is not None
+    done = []
+    if step.scaler is not None and not had_scaler:
+        done.append(f"a new loss scaler begins at {step.scaler.scale:g}")
+    if step.scaler is None and had_scaler:
+        done.append("the loss scaler's state is dropped")
+    if step.workload.bf16_updates == "stochastic-rounding" and "bf16-true" in (was, is_now):
+        done.append(f"weights are {'widened from' if was == 'bf16-true' else 'rounded to'} bf16")
+    said = f"{loaded.path} was made with precision={was!r}; training goes on with {is_now!r}"
+    return "; ".join([said, *(done or ["weights and optimizer state are taken as they are"])])
 
 
 def _levers_text(plan: Plan) -> str:
