@@ -2,9 +2,9 @@
 
 Points that can't be the peak are left out: the program starts with a few rows, and rows that its
 solution violates are added until there are none, first for fractions of options, which is fast. Leaving
-rows out only widens the feasible set, so every bound of the solver is a bound of the whole problem. What
-`solve.search` finds is where it starts: it looks for something faster only. Solutions are rounded and
-evaluated again; the solver's own floats are not believed.
+rows out only widens the feasible set, so every bound of the solver is a bound of the whole problem. Of the
+options, those come first that the relaxed problem takes (kernel search: Angelelli, Mansini, Speranza 2010).
+Solutions are rounded and evaluated again; the solver's own floats are not believed.
 """
 
 from __future__ import annotations
@@ -15,21 +15,25 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_array, lil_array
+from scipy.optimize import Bounds, LinearConstraint, linprog, milp
+from scipy.sparse import coo_array, csr_array, vstack
 
+from memfit.solve.policies import policies
 from memfit.solve.problem import Problem
-from memfit.solve.search import Search
 
 _UNIT = float(2**20)  # bytes are solved in MiB, so that coefficients stay near one
 _ROWS_A_ROUND = 24
 _LEAST_SECONDS = 0.1
 _PEAK_TOLERANCE = 2e-3
-_SEARCH_SHARE = 0.6  # of the time limit, for a start
+_TIE = 1e-3  # MiB: what the slowest of all choices of the same peak counts more than the fastest
+_LEAST_KERNEL, _KERNEL_GROWTH = 16, 4
+_TAKEN = 1e-9
+_LEANER = (0.75, 0.5)
 _INFEASIBLE = 2
 EXACT, FINE, COARSE = 1e-4, 1e-3, 5e-3
 """How near to its bound the solver stops, as a share of the step's time: the last tenths of a percent take longest."""
@@ -57,6 +61,41 @@ class Choice:
     bound: float
 
 
+@dataclass(frozen=True)
+class _Goal:
+    """What is minimised.
+
+    Attributes:
+        cost: Of each option, each keeper, and one more variable: in `fastest` it is always 1 and costs the plain
+            step's time, so that the objective is the step's time; in `leanest` it is the peak.
+        scale: The objective is the seconds times it (`fastest`); the peak in MiB is not scaled (`leanest`).
+        budget_bytes: What the rows are held against; None against the last variable.
+    """
+
+    cost: Floats
+    scale: float
+    budget_bytes: int | None
+
+    @property
+    def last_bounds(self) -> tuple[float, float]:
+        return (1.0, 1.0) if self.budget_bytes is not None else (0.0, np.inf)
+
+
+@dataclass(frozen=True)
+class _Relaxed:
+    """A solution for fractions of options.
+
+    Attributes:
+        value: The objective's; no choice has less.
+        x: Of each option.
+        reduced: What the objective rises by at least, if an option is chosen that is not.
+    """
+
+    value: float
+    x: Floats
+    reduced: Floats
+
+
 class Solver:
     """Solves one problem for many budgets; rows that were needed once are kept.
 
@@ -66,14 +105,12 @@ class Solver:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.search = Search(problem)
         self._n_x, self._n_z = len(problem.options), len(problem.reasons)
         self._active: list[int] = []
         self._lowest: Choice | None = None
-        self._found: list[Ints] = []
+        self._found: list[Ints] = policies(problem)
         self._structure = self._structural_constraints()
-        nothing = np.zeros(self._n_x, np.int64)
-        self._add_rows(nothing, -1)
+        self._add_rows(np.zeros(self._n_x, np.int64), -1)
 
     def fastest(self, budget_bytes: int, tolerance: float = EXACT, time_limit_seconds: float = 10.0) -> Choice | None:
         """Return the fastest choice whose peak is within a budget.
@@ -89,52 +126,33 @@ class Solver:
         if not self._n_x:
             nothing = self._nothing_to_choose()
             return nothing if nothing.peak_bytes <= budget_bytes else None
-        started = time.monotonic()
-        deadline = started + time_limit_seconds
-        cost, scale = self._step_cost()
-        relaxed = self._relaxed(cost, budget_bytes, deadline)
+        deadline = time.monotonic() + time_limit_seconds
+        goal = self._step_goal(budget_bytes)
+        relaxed = self._relaxed(goal, deadline)
         if relaxed is None:
             return None
-        proven = max(self.problem.plain_seconds, relaxed / scale)
-        enough = proven / (1 - tolerance)
-        best = self._start(budget_bytes, started + _SEARCH_SHARE * time_limit_seconds, enough)
-        if best is not None and self.problem.seconds(best) * (1 - tolerance) <= proven:
-            return self._choice(best, min(proven, self.problem.seconds(best)))
-        margin = 0
-        while True:
-            rows, base = self._row_matrix()
-            limits = [LinearConstraint(_with_column(rows, 0.0), -np.inf, (budget_bytes - margin - base) / _UNIT)]
-            faster = np.inf if best is None else self.problem.seconds(best) * (1 - tolerance / 2)
-            limits.append(LinearConstraint(csr_array(cost[np.newaxis]), -np.inf, faster * scale))
-            result = self._run(cost, limits, deadline, (1.0, 1.0), tolerance)
-            if margin == 0:
-                bound = float(result.mip_dual_bound or 0.0) / scale
-                proven = max(proven, bound if np.isfinite(bound) else 0.0)
-                if result.status == _INFEASIBLE and best is not None:
-                    proven = max(proven, faster)
-            if result.x is None:
-                return None if best is None else self._choice(best, min(proven, self.problem.seconds(best)))
-            x = np.round(result.x[: self._n_x]).astype(np.int64)
-            if self._add_rows(x, budget_bytes):
-                continue
-            excess = self._peak_bytes(x) - budget_bytes
-            if excess <= 0:
-                return self._choice(x, min(proven, self.problem.seconds(x)))
-            margin = max(2 * margin, excess)  # the solver's tolerance let through what does not fit
+        for share in _LEANER:  # whole options round up: what is taken for smaller budgets helps
+            leaner = self._relaxed(self._step_goal(int(self._floor + share * (budget_bytes - self._floor))), deadline)
+            relaxed = relaxed if leaner is None else replace(relaxed, x=relaxed.x + leaner.x)
+        best, bound = self._best(goal, relaxed, self._known(budget_bytes), tolerance, deadline)
+        if best is None:  # no time to find any that fits, but for the leanest
+            self.leanest(max(_LEAST_SECONDS, time_limit_seconds / 2))
+            best = self._known(budget_bytes)
+        return None if best is None else self._choice(best, max(self.problem.plain_seconds, bound / goal.scale))
 
-    def _start(self, budget_bytes: int, deadline: float, enough_seconds: float) -> Ints | None:
-        """Return the best choice within a budget of what the search finds and what was found for other budgets."""
-        known = [x for x in self._found if self._peak_bytes(x) <= budget_bytes]
-        return self.search.fastest(budget_bytes, deadline, enough_seconds, known)
+    def _known(self, budget_bytes: int) -> Ints | None:
+        """Return the fastest choice within a budget that was found for any budget."""
+        known = [x for x in self._found if self.problem.peak_bytes(x) <= budget_bytes]
+        return min(known, key=self.problem.seconds, default=None)
 
     def bound(self, budget_bytes: int, time_limit_seconds: float = 10.0) -> float | None:
         """Return a lower bound on the seconds of every choice within a budget, found fast; None if there is none."""
         if not self._n_x:
             nothing = self._nothing_to_choose()
             return nothing.seconds if nothing.peak_bytes <= budget_bytes else None
-        cost, scale = self._step_cost()
-        relaxed = self._relaxed(cost, budget_bytes, time.monotonic() + time_limit_seconds)
-        return None if relaxed is None else max(self.problem.plain_seconds, relaxed / scale)
+        goal = self._step_goal(budget_bytes)
+        relaxed = self._relaxed(goal, time.monotonic() + time_limit_seconds)
+        return None if relaxed is None else max(self.problem.plain_seconds, relaxed.value / goal.scale)
 
     def leanest(self, time_limit_seconds: float = 10.0) -> Choice:
         """Return a choice of the lowest peak, the faster of two alike; solved once."""
@@ -142,70 +160,126 @@ class Solver:
             self._lowest = self._solve_leanest(time_limit_seconds)
         return self._lowest
 
-    def _step_cost(self) -> tuple[Floats, float]:
-        """Return the scaled cost of each variable, and the scale.
+    @cached_property
+    def _floor(self) -> float:
+        """A lower bound on every peak, in bytes."""
+        relaxed = self._relaxed(self._peak_goal(), time.monotonic() + 1.0)
+        return 0.0 if relaxed is None else relaxed.value * _UNIT
 
-        The last variable is always 1: with the plain step's time in it, the objective is the step's time.
-        """
+    def _peak_goal(self) -> _Goal:
+        slower = np.array([o.seconds for o in self.problem.options])
+        tie = slower * (_TIE / max(float(slower.sum()), 1e-12))
+        return _Goal(np.concatenate([tie, np.zeros(self._n_z), [1.0]]), 1.0, None)
+
+    def _step_goal(self, budget_bytes: int) -> _Goal:
         slower = [o.seconds for o in self.problem.options]
         scale = 1.0 / max(max(slower), 1e-12)
-        return np.concatenate([slower, np.zeros(self._n_z), [self.problem.plain_seconds]]) * scale, scale
+        cost = np.concatenate([slower, np.zeros(self._n_z), [self.problem.plain_seconds]]) * scale
+        return _Goal(cost, scale, budget_bytes)
 
     def _solve_leanest(self, time_limit_seconds: float) -> Choice:
         if not self._n_x:
             nothing = self._nothing_to_choose()
             return replace(nothing, bound=float(nothing.peak_bytes))
-        seconds = np.concatenate([[o.seconds for o in self.problem.options], np.zeros(self._n_z)])
-        cost = np.append(seconds * (1e-3 / max(float(seconds.sum()), 1e-12)), 1.0)
-        started = time.monotonic()
-        deadline = started + time_limit_seconds
-        lowest = self.search.leanest(started + _SEARCH_SHARE * time_limit_seconds)
-        bound = max(0.0, (self._relaxed(cost, None, deadline) or 0.0) - 1e-3) * _UNIT
-        while True:
-            rows, base = self._row_matrix()
-            limit = LinearConstraint(_with_column(rows, -1.0), -np.inf, -base / _UNIT)
-            result = self._run(cost, [limit], deadline, (0.0, np.inf), _PEAK_TOLERANCE)
-            if result.mip_dual_bound is not None and np.isfinite(result.mip_dual_bound):
-                bound = max(bound, (float(result.mip_dual_bound) - 1e-3) * _UNIT)
-            if result.x is None:
-                break
-            x = np.round(result.x[: self._n_x]).astype(np.int64)
-            lowest = min(x, lowest, key=lambda one: (self._peak_bytes(one), self.problem.seconds(one)))
-            if not self._add_rows(x, int(round(result.x[-1] * _UNIT)) + 1024):
-                break
+        goal = self._peak_goal()
+        deadline = time.monotonic() + time_limit_seconds
+        relaxed = self._relaxed(goal, deadline) or _Relaxed(0.0, np.ones(self._n_x), np.zeros(self._n_x))
+        start = min(self._found, key=lambda x: self._value(goal, x))
+        lowest, bound = self._best(goal, relaxed, start, _PEAK_TOLERANCE, deadline)
+        assert lowest is not None  # it starts from one
         self._found.append(lowest)
-        peak = self._peak_bytes(lowest)
+        peak, bound = self.problem.peak_bytes(lowest), max(0.0, bound - _TIE) * _UNIT
         status: Literal["optimal", "feasible"] = "optimal" if bound >= peak * (1 - _PEAK_TOLERANCE) else "feasible"
         return Choice(lowest, peak, self.problem.seconds(lowest), status, bound)
 
-    def _relaxed(self, cost: Floats, budget_bytes: int | None, deadline: float) -> float | None:
+    def _value(self, goal: _Goal, x: Ints) -> float:
+        """Return the objective of a choice."""
+        last = 1.0 if goal.budget_bytes is not None else self.problem.peak_bytes(x) / _UNIT
+        return float(goal.cost[: self._n_x] @ x + goal.cost[-1] * last)
+
+    def _best(
+        self, goal: _Goal, relaxed: _Relaxed, best: Ints | None, tolerance: float, deadline: float
+    ) -> tuple[Ints | None, float]:
+        """Return the best choice found, and a lower bound on the objective of all.
+
+        Looked for first among the options that the relaxed problem takes, then among more and more, those first
+        that cost it least; at last among all but those with which nothing is better than what was found.
+        """
+        order, bound = np.lexsort((relaxed.reduced, -relaxed.x)), relaxed.value
+        kernel = max(_LEAST_KERNEL, int(np.count_nonzero(relaxed.x > _TAKEN)))
+        for size in (kernel, _KERNEL_GROWTH * kernel, self._n_x):
+            value = np.inf if best is None else self._value(goal, best)
+            if value * (1 - tolerance) <= bound or time.monotonic() > deadline:
+                break
+            wanted = value * (1 - tolerance / 2)
+            useful = order[relaxed.value + relaxed.reduced[order] <= wanted]
+            left = deadline - time.monotonic() if size >= len(useful) else (deadline - time.monotonic()) / 2
+            found, proven = self._among(useful[:size], goal, wanted, tolerance, time.monotonic() + left)
+            best = best if found is None else found
+            if size >= len(useful):
+                bound = max(bound, min(proven, wanted))
+                break
+        return best, bound if best is None else min(bound, self._value(goal, best))
+
+    def _among(
+        self, kernel: Ints, goal: _Goal, wanted: float, tolerance: float, deadline: float
+    ) -> tuple[Ints | None, float]:
+        """Return the best choice of some options whose objective is at most `wanted`, if found, and a bound on it."""
+        allowed = np.zeros(self._n_x)
+        allowed[kernel] = 1.0
+        margin, proven, best = 0, -np.inf, None
+        while True:
+            limits = [self._row_limit(goal, margin)]
+            if np.isfinite(wanted):
+                limits.append(LinearConstraint(csr_array(goal.cost[np.newaxis]), -np.inf, wanted))
+            result = self._run(goal, limits, allowed, deadline, tolerance)
+            if margin == 0 and result.status == _INFEASIBLE:
+                proven = np.inf
+            elif margin == 0 and result.mip_dual_bound is not None:
+                proven = max(proven, float(result.mip_dual_bound))
+            if result.x is None:
+                return best, proven
+            x = np.round(result.x[: self._n_x]).astype(np.int64)
+            if goal.budget_bytes is None:
+                best = x if best is None else min(x, best, key=lambda one: self._value(goal, one))
+                if not self._add_rows(x, int(round(result.x[-1] * _UNIT)) + 1024):
+                    return best, proven
+                continue
+            if self._add_rows(x, goal.budget_bytes):
+                continue
+            excess = self.problem.peak_bytes(x) - goal.budget_bytes
+            if excess <= 0:
+                return x, proven
+            margin = max(2 * margin, excess)  # the solver's tolerance let through what does not fit
+
+    def _relaxed(self, goal: _Goal, deadline: float) -> _Relaxed | None:
         """Solve the problem with fractions of options, which is fast, taking up the rows that it violates.
 
-        Args:
-            cost: Of each variable.
-            budget_bytes: The budget; None where the last variable is the peak.
-            deadline: When to stop, as `time.monotonic` counts.
-
         Returns:
-            The lowest cost, or of fewer rows when time is up, which is no more; None if nothing is within the budget.
+            The solution, or that of fewer rows when time is up, whose value is no more; None if nothing is within
+            the budget.
         """
-        lowest = 0.0
+        found = _Relaxed(0.0, np.ones(self._n_x), np.zeros(self._n_x))
+        matrix, upper = self._structure
         while True:
-            rows, base = self._row_matrix()
-            upper = -base if budget_bytes is None else budget_bytes - base
-            limit = LinearConstraint(_with_column(rows, -1.0 if budget_bytes is None else 0.0), -np.inf, upper / _UNIT)
-            last = (0.0, np.inf) if budget_bytes is None else (1.0, 1.0)
-            result = self._run(cost, [limit], deadline, last, FINE, integral=False)
+            limit = self._row_limit(goal, 0)
+            with _silent_output():
+                result = linprog(
+                    goal.cost,
+                    A_ub=vstack([limit.A, matrix]),
+                    b_ub=np.concatenate([limit.ub, upper]),
+                    bounds=[(0.0, 1.0)] * (self._n_x + self._n_z) + [goal.last_bounds],
+                    method="highs",
+                    options={"time_limit": max(_LEAST_SECONDS, deadline - time.monotonic())},
+                )
             if result.x is None:
-                return None if result.status == _INFEASIBLE else lowest
-            lowest = float(result.fun)
-            allowed = result.x[-1] * _UNIT if budget_bytes is None else float(budget_bytes)
+                return None if result.status == _INFEASIBLE else found
+            reduced = np.maximum(result.lower.marginals[: self._n_x], 0.0)
+            found = _Relaxed(float(result.fun), result.x[: self._n_x], reduced)
+            allowed = result.x[-1] * _UNIT if goal.budget_bytes is None else float(goal.budget_bytes)
             peaks = self.problem.live_bytes(result.x[: self._n_x], result.x[self._n_x : -1])
             if not self._take_up(peaks, allowed + 1024) or time.monotonic() > deadline:
-                return lowest
-
-    def _peak_bytes(self, x: Ints) -> int:
-        return self.problem.peak_bytes(x)
+                return found
 
     def _nothing_to_choose(self) -> Choice:
         return self._choice(np.zeros(0, np.int64), self.problem.plain_seconds)
@@ -214,60 +288,57 @@ class Solver:
         """Return a choice with a lower bound on the seconds of all."""
         self._found.append(x)
         seconds = self.problem.seconds(x)
+        bound = min(bound, seconds)
         proven = bound >= seconds * (1 - FINE)
-        return Choice(x, self._peak_bytes(x), seconds, "optimal" if proven else "feasible", bound)
+        return Choice(x, self.problem.peak_bytes(x), seconds, "optimal" if proven else "feasible", bound)
 
     def _run(
-        self,
-        cost: Floats,
-        limits: list[LinearConstraint],
-        deadline: float,
-        last: tuple[float, float],
-        tolerance: float,
-        integral: bool = True,
+        self, goal: _Goal, limits: list[LinearConstraint], allowed: Floats, deadline: float, tolerance: float
     ) -> Any:
-        """Run HiGHS over the options, the keepers and one more variable, which is continuous within `last`."""
-        structure, low, high = self._structure
-        count = self._n_x + self._n_z
-        bounds = Bounds(np.append(np.zeros(count), last[0]), np.append(np.ones(count), last[1]))
-        whole = np.concatenate([np.full(self._n_x, float(integral)), np.zeros(self._n_z + 1)])
-        constraints = list(limits)
-        if structure.shape[0]:
-            constraints.append(LinearConstraint(_with_column(structure, 0.0), low, high))
+        """Run HiGHS over the options that are allowed, the keepers and one more variable, which is continuous."""
+        matrix, upper = self._structure
+        low, high = goal.last_bounds
+        bounds = Bounds(
+            np.concatenate([np.zeros(self._n_x + self._n_z), [low]]),
+            np.concatenate([allowed, np.ones(self._n_z), [high]]),
+        )
+        whole = np.concatenate([np.ones(self._n_x), np.zeros(self._n_z + 1)])
+        constraints = [*limits, LinearConstraint(matrix, -np.inf, upper)]
         options = {"time_limit": max(_LEAST_SECONDS, deadline - time.monotonic()), "mip_rel_gap": tolerance}
         with _silent_output():
-            return milp(cost, constraints=constraints, bounds=bounds, integrality=whole, options=options)
+            return milp(goal.cost, constraints=constraints, bounds=bounds, integrality=whole, options=options)
 
-    def _structural_constraints(self) -> tuple[csr_array, Floats, Floats]:
+    def _structural_constraints(self) -> tuple[csr_array, Floats]:
         """At most one option along each chain; each z at least each of its activities; no more than the host has."""
-        n_rows = len(self.problem.conflicts) + sum(len(r) for r in self.problem.reasons) + 1
-        matrix = lil_array((n_rows, self._n_x + self._n_z))
-        low, high = np.full(n_rows, -np.inf), np.full(n_rows, np.inf)
-        for row, members in enumerate(self.problem.conflicts):
-            matrix[row, sorted(members)] = 1.0
-            high[row] = 1.0
-        row = len(self.problem.conflicts)
-        for k, reasons in enumerate(self.problem.reasons):
+        problem = self.problem
+        entries: list[tuple[int, int, float]] = []
+        upper: list[float] = []
+        for members in problem.conflicts:
+            entries += [(len(upper), j, 1.0) for j in sorted(members)]
+            upper.append(1.0)
+        for k, reasons in enumerate(problem.reasons):
             for lost, members in sorted(reasons, key=lambda r: (r[0], sorted(r[1]))):
-                matrix[row, self._n_x + k] = 1.0
-                for j in members:
-                    matrix[row, j] = 1.0 if lost else -1.0
-                low[row] = 1.0 if lost else 0.0
-                row += 1
-        moving = np.nonzero(self.problem.host_bytes)[0]
-        matrix[row, moving] = self.problem.host_bytes[moving] / _UNIT
-        high[row] = self.problem.host_budget_bytes / _UNIT
-        return matrix.tocsr(), low, high
+                entries.append((len(upper), self._n_x + k, -1.0))
+                entries += [(len(upper), j, -1.0 if lost else 1.0) for j in sorted(members)]
+                upper.append(-1.0 if lost else 0.0)
+        entries += [(len(upper), int(j), problem.host_bytes[j] / _UNIT) for j in np.nonzero(problem.host_bytes)[0]]
+        upper.append(problem.host_budget_bytes / _UNIT)
+        rows, columns, values = zip(*entries, strict=True) if entries else ((), (), ())
+        shape = (len(upper), self._n_x + self._n_z + 1)
+        return coo_array((np.array(values, float), (rows, columns)), shape=shape).tocsr(), np.array(upper)
 
-    def _row_matrix(self) -> tuple[csr_array, Floats]:
-        """Return the coefficients of the rows in use, in MiB, and their constant parts, in bytes."""
+    def _row_limit(self, goal: _Goal, margin: int) -> LinearConstraint:
+        """Return the rows in use, in MiB, held against the budget less a margin, or against the last variable."""
         problem = self.problem
         active = np.array(self._active)
         coefficients = (problem.columns[:, problem.row_axis[active]] / _UNIT).T
         options = problem.row_option[active]
         with_option = np.nonzero(options >= 0)[0]
         coefficients[with_option, options[with_option]] += problem.row_bytes[active][with_option] / _UNIT
-        return csr_array(coefficients), problem.base[problem.row_axis[active]].astype(np.float64)
+        base = problem.base[problem.row_axis[active]].astype(np.float64)
+        last = np.full((len(active), 1), -1.0 if goal.budget_bytes is None else 0.0)
+        upper = (0 if goal.budget_bytes is None else goal.budget_bytes - margin) - base
+        return LinearConstraint(csr_array(np.hstack([coefficients, last])), -np.inf, upper / _UNIT)
 
     def _add_rows(self, x: Ints, budget_bytes: int) -> bool:
         """Take up the largest rows above a budget that are not in use; tell whether there were any."""
@@ -279,10 +350,6 @@ class Solver:
         new = [int(i) for i in over[np.argsort(-peaks[over], kind="stable")] if int(i) not in used]
         self._active += new[:_ROWS_A_ROUND]
         return bool(new)
-
-
-def _with_column(rows: csr_array, value: float) -> csr_array:
-    return csr_array(np.hstack([rows.toarray(), np.full((rows.shape[0], 1), value)]))
 
 
 @contextlib.contextmanager

@@ -3,9 +3,9 @@
 Variables: `x[j]`, binary, for each option (a region and what it keeps); `z[k]`, for each set of
 reasons for which storages outlive their release. A storage is alive after its release while any of its
 keepers (`ir.recompute.Keepers`) is; with several keepers, `z` is at least each one's activity, which is
-affine in `x`. The bytes alive at each point of the step, and at the peak of each recomputation, are
-then affine in `(x, z)`, and a budget is one inequality for each point. With `x` fixed the least `z`
-gives what `ir.simulate` gives.
+affine in `x` (`solve.activities`). The bytes alive at each point of the step, and at the peak of each
+recomputation, are then affine in `(x, z)`, and a budget is one inequality for each point. With `x` fixed the
+least `z` gives what `ir.simulate` gives.
 """
 
 from __future__ import annotations
@@ -24,12 +24,9 @@ from memfit.ir.cost import CostTable
 from memfit.ir.recompute import Keepers, Recomputation, released
 from memfit.ir.remat import Region, RegionCall, Regions
 from memfit.ir.simulate import repeats
+from memfit.solve.activities import ALWAYS, Activity, Tightening
 from memfit.solve.candidates import Option
 
-Activity = tuple[bool, frozenset[int]]
-"""(lost, options): 1 minus the sum of their x where `lost`, else the sum."""
-
-_ALWAYS: Activity = (True, frozenset())
 NO_ROOM = 2**62
 """The peak of a choice that the host has no room for."""
 
@@ -126,6 +123,8 @@ class _Builder:
             for one in option.transfers:
                 self.moves[one.storage][j] = max(one.landed, self.moves[one.storage].get(j, -1))
         self.keepers = Keepers(regions, self.options_of)
+        self.conflicts = self._conflicts()
+        self.tightened = Tightening(self.conflicts)
         self._lay_out_axis()
         self.base = np.zeros(self.length + 1, np.int64)
         self.x = np.zeros((len(options), self.length + 1), np.int64)
@@ -160,7 +159,7 @@ class _Builder:
         return Problem(
             options=self.options,
             reasons=list(self.z),
-            conflicts=self._conflicts(),
+            conflicts=self.conflicts,
             base=base,
             columns=columns,
             rows=rows,
@@ -219,8 +218,8 @@ class _Builder:
             self._mark_active(active, before + 1, end, nbytes)
 
     def _mark_active(self, active: set[Activity], first: int, last: int, nbytes: int) -> None:
-        reasons = _undominated(active)
-        if _ALWAYS in reasons:
+        reasons = self.tightened(active)
+        if ALWAYS in reasons:
             self._mark(self.base, first, last, nbytes)
         elif len(reasons) == 1:
             ((lost, members),) = reasons
@@ -269,12 +268,3 @@ class _Builder:
         runs = [0 if op in again.kept else workspace[op] for op in range(region.start, again.cut)]
         peak = int(np.max(inside + np.array(runs, np.int64), initial=0))
         return peak + self.regions.generator_state_bytes * again.states
-
-
-def _undominated(active: set[Activity]) -> frozenset[Activity]:
-    """Drop activities that are never larger than another."""
-    losing = {m for lost, m in active if lost}
-    gaining = {m for lost, m in active if not lost and m}
-    least_lost = {m for m in losing if not any(other < m for other in losing)}
-    most_gained = {m for m in gaining if not any(other > m for other in gaining)}
-    return frozenset({(True, m) for m in least_lost} | {(False, m) for m in most_gained})
