@@ -42,14 +42,9 @@ def test_allocator_examples_run(tmp_path: Path) -> None:
     assert "total_reserved: 66.0MiB" in done.stdout
 
 
-def test_compile_examples_run(tmp_path: Path) -> None:
-    program = "\n".join(blocks((ROOT / "docs" / "compile.md").read_text(), "python"))
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
-def test_structure_examples_run(tmp_path: Path) -> None:
-    program = "\n".join(blocks((ROOT / "docs" / "structure.md").read_text(), "python"))
+@pytest.mark.parametrize("page", ["compile", "levers", "structure"])
+def test_examples_run(page: str, tmp_path: Path) -> None:
+    program = "\n".join(blocks((ROOT / "docs" / f"{page}.md").read_text(), "python"))
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

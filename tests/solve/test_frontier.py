@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from memfit.ir.plan import NUMERICS, Candidate, Numerics, Precision
+from memfit.ir.plan import NUMERICS, Candidate, Levers, Numerics, Precision
 from memfit.ir.remat import Regions
 from memfit.solve.candidates import options
 from memfit.solve.frontier import SIMPLER_WITHIN, Combination, fastest, frontier
@@ -20,7 +20,8 @@ def combination(precision: Precision, microbatches: int, numerics: Numerics) -> 
     trace = plain_trace("transformer", precision, microbatches, large=True)
     costs = with_workspaces(trace)
     regions = Regions(trace)
-    return Combination(precision, 8 // microbatches, numerics, build(regions, costs, options(regions, costs)))
+    levers = Levers(precision=precision, microbatch_size=8 // microbatches)
+    return Combination(levers, numerics, build(regions, costs, options(regions, costs)))
 
 
 @pytest.fixture(scope="module")

@@ -81,7 +81,7 @@ def capture(
         copied = fake_copy(_shortened(moved, microbatch_size), values, place)
         with _explained(), torch.compiler.set_stance("force_eager"), libraries_run_as_with_data():
             trace = _record(workload, copied, build, values, precision, microbatch_size, attention)
-    notes = [*trace.notes, *([_COMPILED] if _is_compiled(workload) else [])]
+    notes = [*trace.notes, *([_COMPILED] if is_compiled(workload) else [])]
     return replace(trace, device=trace.device if device is None else device.name, notes=notes)
 
 
@@ -94,7 +94,7 @@ def capture_real(
         return _record(workload, copied, build, None, precision, microbatch_size)
 
 
-def _is_compiled(workload: Workload) -> bool:
+def is_compiled(workload: Workload) -> bool:
     """Tell whether a model, a module of it (`compile()` in place too), or the loss function is compiled."""
     modules = any(
         "_orig_mod" in module._modules or module._compiled_call_impl is not None for module in workload.model.modules()

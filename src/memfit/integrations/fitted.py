@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from memfit.apply.checkpoint import checkpointed
+from memfit.apply.chunked_loss import chunked
 from memfit.ir.plan import Plan, Precision
 from memfit.pipeline import plan
 from memfit.workload import Workload
@@ -21,7 +22,7 @@ NAMES: dict[Precision, str] = {"32-true": "no", "bf16-mixed": "bf16", "16-mixed"
 
 
 class Fitted:
-    """What a plan asks of a trainer, and the checkpointing that memfit does itself.
+    """What a plan asks of a trainer, and the checkpointing and chunking that memfit does itself.
 
     Args:
         workload: The step at the global batch.
@@ -44,8 +45,9 @@ class Fitted:
         self._stack = contextlib.ExitStack()
 
     def checkpoint(self, model: nn.Module) -> None:
-        """Checkpoint the plan's regions of a model, until `close`."""
+        """Checkpoint the plan's regions of a model, and chunk its loss, until `close`."""
         self.close()
+        self._stack.enter_context(chunked(model, self.plan.levers.chunked_loss))
         self._stack.enter_context(checkpointed(model, self.plan.levers.regions))
 
     def close(self) -> None:

@@ -17,6 +17,18 @@ NUMERICS: tuple[Numerics, ...] = ("exact", "reordered", "reduced", "changed")
 """Numerics classes, from the strictest to the freest."""
 
 
+class ChunkedLoss(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The loss of a few rows of logits at a time, so that they are never whole in memory.
+
+    Attributes:
+        head: FQN of the `nn.Linear` whose product the logits are.
+        rows: Rows of logits that there are at a time (> 0): tokens, of one language model's batch.
+    """
+
+    head: str
+    rows: int
+
+
 class Levers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a plan sets.
 
@@ -24,11 +36,13 @@ class Levers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         precision: Of the forward pass and the gradients it leads to.
         microbatch_size: Samples in one forward and backward pass; gradients are accumulated over them.
         regions: Modules to checkpoint. One inside another is checkpointed again while the outer one is recomputed.
+        chunked_loss: How the loss of a language model is cut; None computes it whole.
     """
 
     precision: Precision = "32-true"
     microbatch_size: int
     regions: tuple[Region, ...] = ()
+    chunked_loss: ChunkedLoss | None = None
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -231,7 +231,7 @@ class _Planner:
                     self.costs[precision],
                     [] if self.numerics == "exact" else self._regions(self.profiles[precision]),
                 )
-                self.combinations.append(Combination(precision, size, freest(self._classes(levers)), problem))
+                self.combinations.append(Combination(levers, freest(self._classes(levers)), problem))
 
     def _regions(self, profiled: Profile) -> list[list[int]]:
         """Return the blocks, and the runs of blocks, that hold enough to matter."""

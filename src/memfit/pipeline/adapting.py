@@ -198,21 +198,19 @@ class Adaptive(Recovery):
         return self._way.place(shapes)
 
     def _anchor(self, batch: Any) -> list[Expected]:
-        """Predict every plan for a batch, from a capture for each microbatch size."""
+        """Predict every plan for a batch, from a capture for each choice of its levers but regions."""
         workload = dataclasses.replace(self._workload, batch=batch)
-        bare, found = replace(self._base.levers, regions=()), []
+        bare = [replace(candidate.levers, regions=()) for candidate in self.candidates]
         with self._switch.lifted():
-            traces = {
-                size: capture_levers(workload, replace(bare, microbatch_size=size), self._device)
-                for size in dict.fromkeys(c.levers.microbatch_size for c in self.candidates)
-            }
+            traces = {levers: capture_levers(workload, levers, self._device) for levers in dict.fromkeys(bare)}
         if batch is self._workload.batch or self._device.kind == "cuda":
             self._costs = costs_of(traces.values(), self._device)
         else:
             self._costs = with_workspaces(self._costs, traces.values())
         kept_bytes = sum(t.nbytes for t in tensors_of(self._workload.batch))  # beside the batch that is run
-        for candidate in self.candidates:
-            timeline = simulate(traces[candidate.levers.microbatch_size], self._costs, candidate.levers.regions)
+        found = []
+        for levers, candidate in zip(bare, self.candidates, strict=True):
+            timeline = simulate(traces[levers], self._costs, candidate.levers.regions)
             found.append(Expected(timeline.peak_bytes + kept_bytes, candidate.step_seconds))
         return found
 

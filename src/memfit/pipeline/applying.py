@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from memfit.apply.bf16_weights import Bf16Weights, bf16_weights
 from memfit.apply.checkpoint import checkpointed, is_checkpointed
+from memfit.apply.chunked_loss import chunked, is_chunked
 from memfit.apply.precision import autocast, is_cast, kept_in_fp32, tf32
 from memfit.capture.accumulation import Accumulation
 from memfit.cost.calibrate import known_workspace_bytes
@@ -83,7 +84,7 @@ def switchable(plan: Plan, workload: Workload, *, limit_bytes: int | None) -> It
     if limit_bytes is not None and limit_bytes < 1:
         raise UsageError(f"limit_bytes={limit_bytes} is not above 0: give a number of bytes, or None for no limit")
     check_plan(plan, workload)
-    bare = replace(plan.levers, regions=())
+    bare = replace(plan.levers, regions=(), chunked_loss=None)
     with (
         applied(bare, workload, predicted_peak_bytes=plan.predicted.peak_bytes) as step,
         contextlib.closing(Switch(step, plan.levers)) as switch,
@@ -109,7 +110,11 @@ def applied(levers: Levers, workload: Workload, *, predicted_peak_bytes: int | N
     """Run levers on a workload, on the device of its parameters, until the context is left."""
     device = next((p.device.type for p in workload.model.parameters()), "cpu")
     precision, mixed = levers.precision, levers.precision in ("bf16-mixed", "16-mixed")
-    with _weights(levers, workload, device) as weights, checkpointed(workload.model, levers.regions):
+    with (
+        _weights(levers, workload, device) as weights,
+        chunked(workload.model, levers.chunked_loss),
+        checkpointed(workload.model, levers.regions),
+    ):
         yield Step(
             workload,
             microbatch_size=levers.microbatch_size,
@@ -179,7 +184,7 @@ def check_workload(workload: Workload, device: Device) -> None:
             f"Workload.model is on {', '.join(sorted(elsewhere))}, which device={device.name!r} is not: build it on"
             ' the CPU or under torch.device("meta")'
         )
-    if is_checkpointed(workload.model) or is_cast(workload.model):
+    if is_checkpointed(workload.model) or is_cast(workload.model) or is_chunked(workload.model):
         raise PlanError("a plan is applied to Workload.model already: call close() on its step first")
 
 

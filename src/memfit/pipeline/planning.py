@@ -20,6 +20,7 @@ from memfit.ir.remat import Regions
 from memfit.ir.trace import Trace
 from memfit.pipeline import remote
 from memfit.pipeline.applying import check_workload
+from memfit.pipeline.chunking import is_chunked, worthwhile
 from memfit.pipeline.predicting import (
     Progress,
     capture_levers,
@@ -30,7 +31,7 @@ from memfit.pipeline.predicting import (
     silent,
 )
 from memfit.solve.candidates import options, refusals
-from memfit.solve.frontier import Combination, fastest, frontier
+from memfit.solve.frontier import SIMPLER_WITHIN, Combination, fastest, frontier
 from memfit.solve.problem import build
 from memfit.units import format_bytes, parse_budget
 from memfit.version import __version__
@@ -151,7 +152,7 @@ class _Planner:
         chosen = replace(candidate, budget_bytes=self.budget_bytes)
         points = sorted([c for c in points if c.levers != chosen.levers] + [chosen], key=lambda c: c.step_seconds)
         bound = min(candidate.bound_seconds, prediction.step_seconds)
-        plain = self.traces["32-true", self.batch_size]
+        plain = self.traces[self.plain]
         return Plan(
             memfit_version=__version__,
             torch_version=str(torch.__version__),
@@ -181,7 +182,7 @@ class _Planner:
         return predict(trace, costs, self.device, tokens_per_sample(self.workload.batch))[0]
 
     def _note_draws(self, levers: Levers) -> None:
-        draws = any(op.random for op in self.traces["32-true", self.batch_size].ops)
+        draws = any(op.random for op in self.traces[self.plain].ops)
         if draws and levers.microbatch_size < self.batch_size:
             self.notes.append(
                 "each microbatch draws its own random numbers (dropout): as many and as likely, but other ones than the"
@@ -189,26 +190,45 @@ class _Planner:
             )
 
     def _capture_all(self) -> None:
-        """Capture the step in every precision and microbatch size that is searched."""
-        whole = Levers(microbatch_size=self.batch_size)
+        """Capture the step with every combination of levers but regions that is searched."""
         self.progress("capture", 0, 1)
-        first = capture_levers(self.workload, whole, self.device)
+        self.plain = Levers(microbatch_size=self.batch_size)
+        first = capture_levers(self.workload, self.plain, self.device)
+        self.traces = {self.plain: first}
         self.couples_batch = any(module.couples_batch for module in first.modules)
-        combinations = self._combinations()
-        self.traces = {("32-true", self.batch_size): first}
-        for index, (precision, size) in enumerate(combinations):
-            if (precision, size) not in self.traces:
-                levers = Levers(precision=precision, microbatch_size=size)
-                self.traces[precision, size] = capture_levers(self.workload, levers, self.device)
-            self.progress("capture", index + 1, len(combinations))
-        self.wanted = combinations
+        self.wanted = self._with_chunked_loss(self._combinations())
+        for index, levers in enumerate(self.wanted):
+            if levers not in self.traces:
+                self.traces[levers] = capture_levers(self.workload, levers, self.device)
+            self.progress("capture", index + 1, len(self.wanted))
         measuring = functools.partial(self.progress, "measure operators")
         in_tf32 = [trace for trace in self.traces.values() if trace.precision == "tf32"]
         others = [trace for trace in self.traces.values() if trace.precision != "tf32"]
         self.costs = costs_of(others, self.device, measuring)
         self.tf32_costs = costs_of(in_tf32, self.device) if in_tf32 else self.costs
 
-    def _combinations(self) -> list[tuple[Precision, int]]:
+    def _with_chunked_loss(self, combinations: list[Levers]) -> list[Levers]:
+        """Return combinations with those that chunk the loss, where logits take enough and nothing else asks for them.
+
+        Where the step is then as fast as before, only the plain step is searched with its loss whole.
+        """
+        plain = self._predict(self.traces[self.plain])
+        lever = worthwhile(self.workload, self.traces[self.plain], plain.peak_bytes)
+        if lever is None or not _allows(self.numerics, "reordered"):
+            return combinations
+        whole = replace(self.plain, chunked_loss=lever)
+        trace = capture_levers(self.workload, whole, self.device)
+        if not is_chunked(trace, self.traces[self.plain], lever):
+            self.notes.append(
+                f"the loss is not chunked: something else than F.cross_entropy asks for the logits of {lever.head}"
+            )
+            return combinations
+        self.traces[whole] = trace
+        chunked = [replace(levers, chunked_loss=lever) for levers in combinations]
+        is_slower = self._predict(trace).step_seconds > (1 + SIMPLER_WITHIN) * plain.step_seconds
+        return [*(combinations if is_slower else [self.plain]), *chunked]
+
+    def _combinations(self) -> list[Levers]:
         """Return what is searched, the simplest first; precisions that are not allowed with the whole batch only."""
         sizes = microbatch_sizes(self.batch_size)
         if self.couples_batch and self.numerics != "changed":
@@ -221,26 +241,26 @@ class _Planner:
             )
         elif self.numerics == "exact":
             sizes = [self.batch_size]
-        found: list[tuple[Precision, int]] = []
+        found: list[Levers] = []
         for precision in self.precisions:
             allowed = precision == "32-true" or _allows(self.numerics, "reduced")
-            found += [(precision, size) for size in (sizes if allowed else [self.batch_size])]
+            for size in sizes if allowed else [self.batch_size]:
+                found.append(Levers(precision=precision, microbatch_size=size))
         return found
 
     def _solve_all(self) -> None:
         self.combinations = []
-        for index, (precision, size) in enumerate(self.wanted):
-            regions = Regions(self.traces[precision, size])
-            costs = self.tf32_costs if precision == "tf32" else self.costs
-            found = options(regions, costs, self.excluded, offload=self.host_budget_bytes > 0)
+        for index, levers in enumerate(self.wanted):
+            regions = Regions(self.traces[levers])
+            costs = self.tf32_costs if levers.precision == "tf32" else self.costs
+            whole = _around(levers.chunked_loss.head) if levers.chunked_loss else set()
+            found = options(regions, costs, self.excluded | whole, offload=self.host_budget_bytes > 0)
             problem = build(regions, costs, found, self.host_budget_bytes)
-            classes = lever_classes(
-                Levers(precision=precision, microbatch_size=size), self.batch_size, self.couples_batch
-            )
-            combination = Combination(precision, size, freest(classes), problem)
+            classes = lever_classes(levers, self.batch_size, self.couples_batch)
+            combination = Combination(levers, freest(classes), problem)
             self.combinations.append(combination)
             self.progress("solve", index, len(self.wanted) + 1)
-        refused = refusals(Regions(self.traces["32-true", self.batch_size]))
+        refused = refusals(Regions(self.traces[self.plain]))
         self.notes += [f"{fqn} is not recomputed: it {why}" for fqn, why in refused.items() if fqn]
 
     def _choose(self) -> tuple[Candidate, Prediction]:
@@ -353,6 +373,8 @@ def lever_classes(levers: Levers, batch_size: int, couples_batch: bool) -> dict[
         classes["activation offload"] = "exact"
     if levers.microbatch_size < batch_size:
         classes["microbatches"] = "changed" if couples_batch else "reordered"
+    if levers.chunked_loss is not None:
+        classes["chunked loss"] = "reordered"
     if levers.precision != "32-true":
         classes[levers.precision] = "reduced"
     return classes

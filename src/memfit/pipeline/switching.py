@@ -8,16 +8,17 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 
 from memfit.apply.checkpoint import checkpointed
+from memfit.apply.chunked_loss import chunked
 from memfit.ir.plan import NUMERICS, Candidate, Levers, Plan, Prediction, Solution
 from memfit.train.step import Step
 from memfit.units import format_bytes
 
 
 class Switch:
-    """Checkpoints a step's regions and cuts its batches, and can do so otherwise between two steps.
+    """Checkpoints a step's regions, cuts its batches and its loss, and can do so otherwise between two steps.
 
     Args:
-        step: The step, to whose model no region is applied.
+        step: The step, to whose model neither regions nor a chunked loss are applied.
         levers: What it begins with. The precision is not switched.
 
     Raises:
@@ -27,13 +28,14 @@ class Switch:
     def __init__(self, step: Step, levers: Levers) -> None:
         self.step = step
         self._stack = contextlib.ExitStack()
-        self.levers = replace(levers, regions=())
+        self.levers = replace(levers, regions=(), chunked_loss=None)
         self.to(levers)
 
     def to(self, levers: Levers) -> None:
         """Put the step under other levers."""
-        if levers.regions != self.levers.regions:
+        if (levers.regions, levers.chunked_loss) != (self.levers.regions, self.levers.chunked_loss):
             self._stack.close()
+            self._stack.enter_context(chunked(self.step.workload.model, levers.chunked_loss))
             self._stack.enter_context(checkpointed(self.step.workload.model, levers.regions))
         self.step.microbatch_size = levers.microbatch_size
         self.levers = levers
@@ -42,7 +44,7 @@ class Switch:
     def lifted(self) -> Iterator[None]:
         """Leave the model as the user made it, until the context is left."""
         levers = self.levers
-        self.to(replace(levers, regions=()))
+        self.to(replace(levers, regions=(), chunked_loss=None))
         try:
             yield
         finally:

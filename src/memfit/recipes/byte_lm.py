@@ -40,6 +40,7 @@ def byte_lm(
     n_head: int = 8,
     context: int = 256,
     batch_size: int = 8,
+    vocabulary_size: int = N_BYTES,
     dropout: float = 0.1,
     tied_embedding: bool = True,
     learning_rate: float = 3e-4,
@@ -57,6 +58,8 @@ def byte_lm(
         n_head: Number of attention heads (> 0).
         context: Bytes in a window (> 0).
         batch_size: Windows in a batch (> 0).
+        vocabulary_size: Classes that the model tells apart (>= 256): more than there are bytes stand for the tokens of
+            other models, whose logits take memory.
         dropout: Probability of dropping an element, in [0, 1).
         tied_embedding: Whether the output layer shares the weight of the embedding.
         learning_rate: Learning rate of AdamW (> 0).
@@ -74,7 +77,15 @@ def byte_lm(
         check_positive(max_grad_norm=max_grad_norm)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(check_seed(seed))
-        model = ByteLM(n_layer, d_model, n_head, context, dropout=dropout, tied_embedding=tied_embedding)
+        model = ByteLM(
+            n_layer,
+            d_model,
+            n_head,
+            context,
+            vocabulary_size=vocabulary_size,
+            dropout=dropout,
+            tied_embedding=tied_embedding,
+        )
     training, validation = (python_source(split, max_bytes) for split in ("training", "validation"))
     _check_window_fits(training, validation, context, max_bytes)
     batches = SeededBatches(partial(random_windows, training, batch_size, context), batches_per_epoch, seed)
@@ -103,6 +114,7 @@ class ByteLM(nn.Module):
         d_model: Width of the residual stream.
         n_head: Number of attention heads; divides `d_model`.
         context: Longest sequence, in bytes.
+        vocabulary_size: Classes that the logits tell apart; at least the 256 bytes.
         dropout: Probability of dropping an element of the embedding, of the attention weights and
             of what each block adds to the residual stream.
         tied_embedding: Whether `head` shares the weight of `embed`.
@@ -118,6 +130,7 @@ class ByteLM(nn.Module):
         n_head: int,
         context: int,
         *,
+        vocabulary_size: int = N_BYTES,
         dropout: float = 0.0,
         tied_embedding: bool = True,
     ) -> None:
@@ -126,19 +139,21 @@ class ByteLM(nn.Module):
         check_probability(dropout=dropout)
         if d_model % n_head:
             raise WorkloadError(f"d_model={d_model} is not a multiple of n_head={n_head}: change d_model or n_head")
+        if vocabulary_size < N_BYTES:
+            raise WorkloadError(f"vocabulary_size={vocabulary_size} is below the {N_BYTES} bytes: give that or more")
         self.context = context
-        self.embed = nn.Embedding(N_BYTES, d_model)
+        self.embed = nn.Embedding(vocabulary_size, d_model)
         self.positions = nn.Embedding(context, d_model)
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(Block(d_model, n_head, dropout) for _ in range(n_layer))
         self.norm = nn.LayerNorm(d_model)
-        self.head = nn.Linear(d_model, N_BYTES, bias=False)
+        self.head = nn.Linear(d_model, vocabulary_size, bias=False)
         _initialise(self, n_layer)
         if tied_embedding:
             self.head.weight = self.embed.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Returns the logits of the next byte, [batch, time, 256], for int64 tokens [batch, time].
+        """Returns the logits of the next byte, [batch, time, vocabulary_size], for int64 tokens [batch, time].
 
         Raises:
             UsageError: The sequence is longer than `context`.

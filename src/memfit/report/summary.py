@@ -20,6 +20,7 @@ _LEVER_STEMS = {
     "microbatch": ("microbatch", "accumulat"),
     "checkpointing": ("checkpoint", "region", "remat"),
     "offload": ("offload",),
+    "loss": ("loss",),
 }
 _Group = tuple[tuple[str, ...], str]  # the parts of an FQN, and what is done with the module
 
@@ -112,6 +113,9 @@ def lever_rows(plan: Plan) -> list[LeverRow]:
     offloading = sum(region.offload for region in plan.levers.regions)
     if offloading:
         settings["offload"] = f"{offloading:,} of them with what they keep in host memory"
+    chunked = plan.levers.chunked_loss
+    if chunked is not None:
+        settings["loss"] = f"{chunked.rows:,} rows of {clean(chunked.head)} at a time"
     rows = []
     for name, setting in settings.items():
         key = next((k for k in left if any(stem in k.lower() for stem in _LEVER_STEMS[name])), None)

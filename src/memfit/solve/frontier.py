@@ -1,4 +1,4 @@
-"""The time-memory frontier over every combination of precision, microbatch size and checkpointing."""
+"""The time-memory frontier over every combination of levers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from msgspec.structs import replace
 
-from memfit.ir.plan import NUMERICS, Candidate, Levers, Numerics, Precision
+from memfit.ir.plan import NUMERICS, Candidate, Levers, Numerics
 from memfit.solve.milp import COARSE, FINE, Choice, Solver
 from memfit.solve.problem import Problem
 
@@ -22,14 +22,14 @@ _LEAST_SECONDS = 0.25
 
 @dataclass
 class Combination:
-    """One precision and microbatch size, with the problem of what to checkpoint under them.
+    """Levers but regions, with the problem of what to checkpoint under them.
 
     Attributes:
-        numerics: The freest class of the two.
+        levers: Without regions.
+        numerics: Their freest class.
     """
 
-    precision: Precision
-    microbatch_size: int
+    levers: Levers
     numerics: Numerics
     problem: Problem
     solver: Solver = field(init=False)
@@ -50,9 +50,8 @@ class Combination:
 
     def candidate(self, choice: Choice, budget_bytes: int) -> Candidate:
         """Return a choice as a point of the frontier."""
-        regions = self.problem.regions(choice.x)
         return Candidate(
-            levers=Levers(precision=self.precision, microbatch_size=self.microbatch_size, regions=regions),
+            levers=replace(self.levers, regions=self.problem.regions(choice.x)),
             numerics=self.numerics,
             budget_bytes=budget_bytes,
             peak_bytes=choice.peak_bytes,
