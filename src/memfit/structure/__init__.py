@@ -6,5 +6,15 @@ takes like any other. All of them are of numerics class `changed`.
 
 from memfit.structure.convolutions import grouped_convolutions, separable_convolutions
 from memfit.structure.proposal import Change, Price, Proposal, price
+from memfit.structure.pruning import batch_norm_sparsity, prune
 
-__all__ = ["Change", "Price", "Proposal", "grouped_convolutions", "price", "separable_convolutions"]
+__all__ = [
+    "Change",
+    "Price",
+    "Proposal",
+    "batch_norm_sparsity",
+    "grouped_convolutions",
+    "price",
+    "prune",
+    "separable_convolutions",
+]

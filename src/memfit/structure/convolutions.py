@@ -30,6 +30,7 @@ from memfit.structure.proposal import (
     matching,
     price,
     proposal,
+    refresh_statistics,
     replace_module,
     replace_parameters,
 )
@@ -105,7 +106,8 @@ def grouped_convolutions(
     """Propose grouped convolutions in the place of full ones: each group of outputs sees one group of inputs.
 
     Weights within the groups are the original's, which is the least-squares solution where inputs are alike and
-    unrelated; those across groups are dropped, and nothing mixes the groups but the layers after.
+    unrelated; those across groups are dropped, and nothing mixes the groups but the layers after. The running
+    statistics of BatchNorms are then those of the workload's batch.
 
     Args:
         workload: The user's workload; nothing of it is changed.
@@ -126,6 +128,8 @@ def grouped_convolutions(
         return _grouped(old, groups)
 
     before, made, chosen = _replaced(workload, make, modules, multiply_adds, by, device)
+    if all(p.device.type != "meta" for p in made.model.parameters()):
+        refresh_statistics(made)
     return proposal(
         "grouped convolutions", workload, made, _changes(chosen), device=device, measure=measure, before_price=before
     )

@@ -316,3 +316,23 @@ def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
         if module is old:
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, new)
+
+
+def refresh_statistics(workload: Workload) -> None:
+    """Set the running statistics of a workload's BatchNorms to those of its batch, where they are in training.
+
+    What comes in has changed with the layers before, and evaluation goes by these (Li et al. 2020, *EagleEye: Fast
+    Sub-Net Evaluation for Efficient Neural Network Pruning*, section 3.4).
+    """
+    kinds = nn.modules.batchnorm._BatchNorm
+    norms = [m for m in workload.model.modules() if isinstance(m, kinds) and m.training and m.running_mean is not None]
+    momenta = [norm.momentum for norm in norms]
+    with evaluation_mode(workload.model):
+        for norm in norms:
+            norm.reset_running_stats()
+            norm.momentum = None  # the mean over what follows
+            norm.train()
+        if norms:
+            workload.loss_fn(workload.model, workload.batch)
+    for norm, momentum in zip(norms, momenta, strict=True):
+        norm.momentum = momentum

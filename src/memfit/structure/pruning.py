@@ -1,0 +1,308 @@
+"""Structured pruning: whole channels taken out, with everything that depends on them.
+
+Which channels go together (through residual sums, concatenations, normalisations, depthwise kernels) is what
+torch-pruning's dependency graph tells (Fang et al. 2023, *DepGraph: Towards Any Structural Pruning*). What is new here:
+the optimizer goes on, with its state cut to the channels that are left; layers that make the model's outputs are
+found and stay; and the result is a workload that is planned like any other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from memfit.capture.fake import nothing_changes
+from memfit.errors import MissingExtraError, WorkloadError
+from memfit.structure.proposal import (
+    Change,
+    Proposal,
+    changeable_copy,
+    forward_pass,
+    matching,
+    price,
+    proposal,
+    refresh_statistics,
+    replace_parameters,
+)
+from memfit.workload import Loss, Workload, slice_batch
+
+Importance = Literal["l1", "batch-norm"]
+_STEPS = 50  # at most so many, of a fiftieth of the channels each, until the multiply-adds are few enough
+_MOST = 0.95  # of a layer's channels
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+def prune(
+    workload: Workload,
+    *,
+    multiply_adds: float,
+    importance: Importance = "l1",
+    ignored: Sequence[str] = (),
+    is_global: bool = False,
+    round_to: int = 1,
+    rounds: int = 1,
+    fine_tune: Callable[[Workload], object] | None = None,
+    device: str = "cpu",
+    measure: bool = False,
+) -> Proposal:
+    """Propose a model with fewer channels: the least important go until few enough multiply-adds are left.
+
+    The running statistics of BatchNorms are then those of the workload's batch, before any fine-tuning.
+
+    Args:
+        workload: The user's workload, with data; nothing of it is changed.
+        multiply_adds: The share of the model's multiply-adds to come down to, in (0, 1).
+        importance: "l1": the L1 norm of the weights that make and use a channel (Li et al. 2017, *Pruning Filters for
+            Efficient ConvNets*, over coupled layers); "batch-norm": the scale that BatchNorm gives it (Liu et al.
+            2017, *Network Slimming*), best after training with `batch_norm_sparsity`.
+        ignored: Patterns of FQNs of layers that keep their outputs. Layers that make the model's outputs do anyway.
+        is_global: Whether channels compete over the whole model; else each layer loses the same share, which makes
+            the better start where layers are of different sizes.
+        round_to: The channels left are a multiple of this (> 0): 8 for tensor cores.
+        rounds: Into how many prunings the way there is cut (> 0), by equal factors of multiply-adds.
+        fine_tune: Called with the changed workload after each round, which it trains in place.
+        device: That both steps are predicted for.
+        measure: Whether to run both steps on the machine at hand too.
+
+    Raises:
+        WorkloadError: An argument is out of its range, nothing can be pruned, or not enough; or parameters are tied.
+        MissingExtraError: torch-pruning is not installed.
+    """
+    if not 0 < multiply_adds < 1:
+        raise WorkloadError(f"multiply_adds={multiply_adds} is not between 0 and 1: give a share of the model's")
+    if importance not in ("l1", "batch-norm"):
+        raise WorkloadError(f"importance={importance!r} is unknown: use 'l1' or 'batch-norm'")
+    if round_to < 1 or rounds < 1:
+        raise WorkloadError(f"round_to={round_to} and rounds={rounds} have to be above 0")
+    _check(workload, importance)
+    before, made = price(workload, device=device), changeable_copy(workload)
+    lost = set[str]()
+    for index in range(rounds):
+        target = before.multiply_adds * multiply_adds ** ((index + 1) / rounds)
+        lost |= _prune_to(made, int(target), importance, ignored, is_global, round_to)
+        refresh_statistics(made)
+        if fine_tune is not None:
+            fine_tune(made)
+    notes = [f"the optimizer's state of {len(lost)} parameters could not be cut, and starts anew"] if lost else []
+    return proposal(
+        "pruning", workload, made, _changes(workload.model, made.model),
+        device=device, measure=measure, notes=notes, before_price=before,
+    )  # fmt: skip
+
+
+def batch_norm_sparsity(workload: Workload, *, strength: float = 1e-4) -> Workload:
+    """Return a workload whose loss also has the L1 norm of BatchNorm's scales, which pushes channels towards nothing.
+
+    Train it for a while, then prune the original with `importance="batch-norm"` (Liu et al. 2017, *Network Slimming*,
+    equation 1).
+
+    Args:
+        workload: Its model and optimizer are the result's too: training one trains the other.
+        strength: What the norm is multiplied by (> 0).
+
+    Raises:
+        WorkloadError: `strength` is not positive, or the model has no BatchNorm with scales.
+    """
+    if strength <= 0:
+        raise WorkloadError(f"strength={strength} is not above 0")
+    if not _scales(workload.model):
+        raise WorkloadError("Workload.model has no BatchNorm with scales, whose sparsity could be trained")
+    return dataclasses.replace(workload, loss_fn=_SparseLoss(workload.loss_fn, strength))
+
+
+@dataclass(frozen=True)
+class _SparseLoss:
+    loss_fn: Callable[[nn.Module, Any], Loss]
+    strength: float
+
+    def __call__(self, model: nn.Module, batch: Any) -> Loss:
+        loss = self.loss_fn(model, batch)
+        penalty = self.strength * torch.stack([scale.abs().sum() for scale in _scales(model)]).sum()
+        return (loss[0] + penalty * loss[1], loss[1]) if isinstance(loss, tuple) else loss + penalty
+
+
+def _scales(model: nn.Module) -> list[Tensor]:
+    return [m.weight for m in model.modules() if isinstance(m, _BATCH_NORMS) and m.affine]
+
+
+def _check(workload: Workload, importance: Importance) -> None:
+    names: dict[int, str] = {}
+    for name, parameter in workload.model.named_parameters(remove_duplicate=False):
+        if names.setdefault(id(parameter), name) != name:
+            raise WorkloadError(
+                f"{names[id(parameter)]!r} and {name!r} of Workload.model are one parameter, whose channels can't be"
+                " taken out in two places: untie them, or leave this model unpruned"
+            )
+    if importance == "batch-norm" and not _scales(workload.model):
+        raise WorkloadError(
+            "importance='batch-norm' needs BatchNorm with scales, and Workload.model has none: use 'l1'"
+        )
+
+
+def _prune_to(
+    made: Workload, multiply_adds: int, importance: Importance, ignored: Sequence[str], is_global: bool, round_to: int
+) -> set[str]:
+    """Prune a workload in place, its optimizer included; return the parameters whose optimizer state is lost."""
+    tp, model = _torch_pruning(), made.model
+    original, old = copy.deepcopy(model), dict(model.named_parameters())
+    with _tracing(made):
+        pruner = tp.pruner.BasePruner(
+            model,
+            made,
+            _importance(tp, importance),
+            global_pruning=is_global,
+            pruning_ratio=1.0,
+            max_pruning_ratio=_MOST,
+            iterative_steps=_STEPS,
+            ignored_layers=_ignored(tp, made, ignored),
+            round_to=round_to,
+            forward_fn=_outputs,
+            in_channel_groups={},
+            out_channel_groups={},
+        )
+    while (left := forward_pass(made).multiply_adds) > multiply_adds:
+        if pruner.current_step == _STEPS:
+            raise WorkloadError(
+                f"multiply_adds is out of reach: {left:,} a sample are left, and {multiply_adds:,} were asked for, with"
+                " all channels out that can be: ask for more, or give fewer modules in ignored"
+            )
+        pruner.step()
+    indices = _indices(tp, dataclasses.replace(made, model=original), pruner.pruning_history())
+    return _carry(made, old, indices)
+
+
+def _importance(tp: Any, kind: Importance) -> Callable[[Any], Tensor | None]:
+    """Return what gives each channel of a group its importance, 1 in the middle of the group."""
+    is_l1 = kind == "l1"
+    of = tp.importance.GroupMagnitudeImportance(p=1, normalizer=None) if is_l1 else tp.importance.BNScaleImportance()
+
+    def importance(group: Any) -> Tensor | None:
+        found: Tensor | None = of(group)
+        if found is None:
+            return None
+        found = found[: len(group[0].idxs)]  # longer where a concatenation follows a depthwise convolution
+        return found / found.mean().clamp(min=torch.finfo(found.dtype).tiny)
+
+    return importance
+
+
+def _ignored(tp: Any, made: Workload, patterns: Sequence[str]) -> list[nn.Module]:
+    """Return the layers that keep their channels: by pattern, and those that the model's outputs have theirs from."""
+    named = {name: m for name, m in made.model.named_modules() if name}
+    graph = _graph(tp, made.model, made)
+    found = [named[name] for name in matching(list(named), patterns, "ignored", "module")]
+    for group in graph.get_all_groups():
+        if any(dependency.target.type == tp.ops.OPTYPE.OUTPUT for dependency, _ in group):
+            found.append(group[0].dep.target.module)
+    return found
+
+
+def _graph(tp: Any, model: nn.Module, workload: Workload) -> Any:
+    with _tracing(workload):
+        return tp.DependencyGraph().build_dependency(model, workload, forward_fn=_outputs, verbose=False)
+
+
+def _outputs(model: nn.Module, workload: Workload) -> list[Tensor]:
+    """Return what the model makes of two samples, each tensor with a node of its own at the end of its graph."""
+    seen: list[Any] = []
+    handle = model.register_forward_hook(lambda module, args, output: seen.append(output))
+    try:
+        workload.loss_fn(model, slice_batch(workload.batch, 0, 2))
+    finally:
+        handle.remove()
+    tensors = [t for t in tree_leaves(seen) if isinstance(t, Tensor) and t.requires_grad]
+    if not tensors:
+        raise WorkloadError(
+            "Workload.loss_fn does not call the model it is given, so that its layers can't be followed"
+        )
+    return [tensor * 1 for tensor in tensors]
+
+
+@contextlib.contextmanager
+def _tracing(workload: Workload) -> Iterator[None]:
+    """Have torch-pruning trace a model, which leaves it in evaluation mode, and all else as it was."""
+    modes = {module: module.training for module in workload.model.modules()}
+    try:
+        with nothing_changes(workload), torch.enable_grad():
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _indices(tp: Any, original: Workload, history: list[Any]) -> dict[str, Tensor]:
+    """Return, for each parameter of the pruned model, where its numbers were in the original's, flattened.
+
+    The same pruning is done to a model whose parameters hold their own indices.
+    """
+    model = original.model
+    graph = _graph(tp, model, original)
+    for parameter in model.parameters():
+        parameter.data = torch.arange(parameter.numel(), dtype=torch.float64).view(parameter.shape)
+    graph.load_pruning_history(history)
+    return {name: parameter.detach().long() for name, parameter in model.named_parameters()}
+
+
+def _carry(made: Workload, old: Mapping[str, nn.Parameter], indices: Mapping[str, Tensor]) -> set[str]:
+    """Put the pruned parameters in the optimizer, with its state cut like them; return those whose state is lost."""
+    replaced: dict[Tensor, list[Tensor]] = {}
+    states: dict[Tensor, dict[str, Any]] = {}
+    lost = set()
+    for name, new in made.model.named_parameters():
+        was = old[name]
+        if new is was:
+            continue
+        new.requires_grad_(was.requires_grad)
+        replaced[was] = [new]
+        where = indices[name].to(was.device)
+        if not torch.equal(was.detach().flatten()[where], new.detach()):
+            raise WorkloadError(f"{name!r} can't be pruned: torch-pruning changes more of it than which numbers it has")
+        state = made.optimizer.state.get(was, {})
+        if all(_follows(value, was) for value in state.values()):
+            states[new] = {key: _cut(value, was, where) for key, value in state.items()}
+        else:
+            lost.add(name)
+    replace_parameters(made, replaced, {new: state for new, state in states.items() if state})
+    return lost
+
+
+def _follows(value: Any, parameter: Tensor) -> bool:
+    return not isinstance(value, Tensor) or value.dim() == 0 or value.shape == parameter.shape
+
+
+def _cut(value: Any, parameter: Tensor, where: Tensor) -> Any:
+    is_whole = isinstance(value, Tensor) and value.dim() > 0
+    return value.flatten()[where] if is_whole else value
+
+
+def _changes(old: nn.Module, new: nn.Module) -> Iterator[Change]:
+    """Tell which layers have fewer outputs or inputs."""
+    were = dict(old.named_modules())
+    for name, module in new.named_modules():
+        sizes = [_channels(m) for m in (were[name], module)]
+        if sizes[0] != sizes[1]:
+            was, now = ("→".join(map(str, size)) for size in sizes)
+            yield Change(name, f"{type(module).__name__} {was}: now {now} channels")
+
+
+def _channels(module: nn.Module) -> tuple[int, ...]:
+    for names in (("in_channels", "out_channels"), ("in_features", "out_features")):
+        if all(isinstance(getattr(module, name, None), int) for name in names):
+            return tuple(getattr(module, name) for name in names)
+    return ()
+
+
+def _torch_pruning() -> Any:
+    try:
+        return importlib.import_module("torch_pruning")
+    except ModuleNotFoundError as e:
+        raise MissingExtraError("structure.prune", "structure", e.name or "torch_pruning") from e
