@@ -20,6 +20,7 @@ from memfit.errors import UsageError
 from memfit.ir.plan import Plan
 from memfit.ir.simulate import simulate
 from memfit.pipeline.applying import snapshots_of, switchable
+from memfit.pipeline.coupling import without_coupled
 from memfit.pipeline.predicting import capture_levers, costs_of
 from memfit.pipeline.switching import Switch, candidates_of, lowered
 from memfit.solve.controller import Controller, Expected
@@ -58,6 +59,7 @@ def adapt(
         PlanMismatchError: The plan was made for another workload.
         UsageError: `limit_bytes` is not positive, or a batch, when the step is called, is larger than the workload's.
     """
+    plan = without_coupled(plan, workload)
     with contextlib.ExitStack() as stack:
         switch = stack.enter_context(switchable(plan, workload, limit_bytes=limit_bytes))
         switch.step.recovery = stack.enter_context(contextlib.closing(Adaptive(switch, plan, snapshots)))

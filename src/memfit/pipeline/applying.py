@@ -19,6 +19,7 @@ from memfit.devices.host import find_device
 from memfit.errors import PlanError, PlanMismatchError, UsageError, WorkloadError
 from memfit.ir.device import Device
 from memfit.ir.plan import Levers, Plan
+from memfit.pipeline.coupling import without_coupled
 from memfit.pipeline.switching import Switch
 from memfit.train.ledger import device_of, held_tensors, live
 from memfit.train.limits import CpuLimit, CudaLimit
@@ -54,9 +55,11 @@ def apply(
 
     Raises:
         PlanMismatchError: The plan was made for another workload.
-        PlanError: A plan is applied to the workload already, or its levers are not legal.
+        PlanError: A plan is applied to the workload already, its levers are not legal, or it cuts batches whose samples
+            the loss couples.
         UsageError: `limit_bytes` is not positive.
     """
+    plan = without_coupled(plan, workload)
     with contextlib.ExitStack() as stack:
         switch = stack.enter_context(switchable(plan, workload, limit_bytes=limit_bytes))
         writer = snapshots_of(switch, snapshots)

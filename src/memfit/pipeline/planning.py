@@ -21,6 +21,7 @@ from memfit.ir.trace import Trace
 from memfit.pipeline import remote
 from memfit.pipeline.applying import check_workload
 from memfit.pipeline.chunking import is_chunked, worthwhile
+from memfit.pipeline.coupling import coupling
 from memfit.pipeline.predicting import (
     Progress,
     capture_levers,
@@ -195,7 +196,8 @@ class _Planner:
         self.plain = Levers(microbatch_size=self.batch_size)
         first = capture_levers(self.workload, self.plain, self.device)
         self.traces = {self.plain: first}
-        self.couples_batch = any(module.couples_batch for module in first.modules)
+        self.coupling = coupling(first, self.workload)
+        self.couples_batch = self.coupling is not None
         self.wanted = self._with_chunked_loss(self._combinations())
         for index, levers in enumerate(self.wanted):
             if levers not in self.traces:
@@ -231,14 +233,9 @@ class _Planner:
     def _combinations(self) -> list[Levers]:
         """Return what is searched, the simplest first; precisions that are not allowed with the whole batch only."""
         sizes = microbatch_sizes(self.batch_size)
-        if self.couples_batch and self.numerics != "changed":
+        if self.coupling is not None and self.numerics != "changed":
             sizes = [self.batch_size]
-            self.notes.append(
-                "microbatches are left out: the model normalises over the batch (BatchNorm in training mode), so that"
-                " they would change the training; numerics='changed' allows them all the same, and without BatchNorm's"
-                " statistics of the batch nothing is in their way: memfit.freeze_batch_norm(model) takes its running"
-                " statistics, memfit.group_norm_for_batch_norm(model) normalises each sample by itself"
-            )
+            self.notes.append(self.coupling)
         elif self.numerics == "exact":
             sizes = [self.batch_size]
         found: list[Levers] = []

@@ -17,6 +17,7 @@ from memfit.ir.plan import Levers, Numerics, Plan
 from memfit.ir.remat import Region
 from memfit.ir.verification import GradientDifference, Verification
 from memfit.pipeline.applying import applied, check_runs_here
+from memfit.pipeline.coupling import coupling
 from memfit.pipeline.planning import freest, lever_classes
 from memfit.pipeline.predicting import capture_levers, costs_of, predict
 from memfit.units import format_bytes
@@ -179,7 +180,7 @@ def _prediction_failures(plan: Plan, workload: Workload, device: Device) -> list
             f"the plan states predicted.peak_bytes={plan.predicted.peak_bytes}, but its levers give"
             f" {prediction.peak_bytes}: it was changed after it was made, or made with another torch"
         )
-    classes = lever_classes(plan.levers, batch_size_of(workload.batch), any(m.couples_batch for m in trace.modules))
+    classes = lever_classes(plan.levers, batch_size_of(workload.batch), coupling(trace, workload) is not None)
     if classes != plan.classes:
         failures.append(f"the plan states the classes {plan.classes}, but its levers have {classes}")
     if plan.numerics != freest(classes):

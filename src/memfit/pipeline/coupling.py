@@ -1,0 +1,137 @@
+"""Are the samples of a batch coupled, by the model or by the loss? Then microbatches would be another training.
+
+Normalisations over the batch are seen in the program. A contrastive loss, a Dice over all samples, or a mean over
+something else than the samples is a program like any other: what gives it away are its numbers. So the loss of a few
+real samples together is held against that of them in two parts, put together as a step does it.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import torch
+from msgspec.structs import replace
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_map
+
+from memfit.errors import PlanError
+from memfit.ir.plan import Candidate, Plan
+from memfit.ir.trace import Trace
+from memfit.rng import rng_state
+from memfit.train.trainer import evaluation_mode
+from memfit.workload import Workload, batch_size_of, slice_batch, tensors_of
+
+_NORMALISES = (
+    "microbatches are left out: the model normalises over the batch (BatchNorm in training mode), so that"
+    " they would change the training; numerics='changed' allows them all the same, and without BatchNorm's"
+    " statistics of the batch nothing is in their way: memfit.freeze_batch_norm(model) takes its running"
+    " statistics, memfit.group_norm_for_batch_norm(model) normalises each sample by itself"
+)
+SAMPLES = 8
+"""Samples that are looked at, at most."""
+TOLERANCE = {"cpu": 1e-4}
+"""Relative difference that may be rounding, by kind of device."""
+_TOLERANCE = 1e-2  # of others, whose kernels may change with the batch's size
+
+
+def coupling(trace: Trace, workload: Workload) -> str | None:
+    """Return a note on what couples the samples of a batch; None where nothing is seen to.
+
+    Args:
+        trace: Of the workload's step.
+        workload: The workload; nothing of it is changed.
+    """
+    if any(module.couples_batch for module in trace.modules):
+        return _NORMALISES
+    found = coupled_samples(workload)
+    return None if found is None else _note(found)
+
+
+def coupled_samples(workload: Workload) -> str | None:
+    """Return what shows that the samples of a batch are coupled by the loss; None where nothing does.
+
+    Two forward passes over a few samples of the workload's batch, in evaluation mode and fp32. Nothing is said where
+    there is no data, where the loss draws random numbers, or where it can't be computed like this.
+
+    Args:
+        workload: The workload; nothing of it is changed.
+    """
+    samples = min(SAMPLES, batch_size_of(workload.batch))
+    tensors = [*workload.model.parameters(), *tensors_of(workload.batch)]
+    has_data = not any(isinstance(t, FakeTensor) or t.device.type == "meta" for t in tensors)
+    is_wide = all(p.itemsize >= 4 for p in workload.model.parameters())
+    if samples < 2 or not (has_data and is_wide):
+        return None
+    try:
+        whole, together = _losses(workload, samples)
+    except Exception:  # someone's loss in evaluation mode, on other samples than it is made for
+        return None
+    kind = next((t.device.type for t in tensors), "cpu")
+    scale = max(abs(whole), abs(together))
+    if not math.isfinite(whole) or abs(whole - together) <= TOLERANCE.get(kind, _TOLERANCE) * scale:
+        return None
+    return f"the loss of {samples} samples is {whole:.5g}, that of them in two parts {together:.5g}"
+
+
+def _losses(workload: Workload, samples: int) -> tuple[float, float]:
+    """Return the loss of some samples together, and of them in two parts of unequal size."""
+    size, cut = batch_size_of(workload.batch), max(1, samples // 2 - 1)
+    chosen = [round(i * (size - 1) / (samples - 1)) for i in range(samples)]
+    batch = tree_map(lambda leaf: leaf[chosen] if isinstance(leaf, torch.Tensor) else leaf, workload.batch)
+    parameters = {id(p): p for p in workload.model.parameters()}
+    model = copy.deepcopy(workload.model, parameters)  # all else that a model has, it may change
+    with evaluation_mode(model):
+        before = rng_state()
+        whole, *parts = (
+            _value(workload.loss_fn(model, slice_batch(batch, start, stop)))
+            for start, stop in ((0, samples), (0, cut), (cut, samples))
+        )
+        if rng_state() != before:
+            raise ValueError("the loss draws random numbers")
+    if whole[1] is None:
+        return whole[0], sum(loss * n / samples for (loss, _), n in zip(parts, (cut, samples - cut), strict=True))
+    return whole[0] / whole[1], sum(loss for loss, _ in parts) / sum(count or 0.0 for _, count in parts)
+
+
+def _value(value: Any) -> tuple[float, float | None]:
+    """Return a loss and its count, None where it is a mean."""
+    return (float(value[0]), float(value[1])) if isinstance(value, tuple) else (float(value), None)
+
+
+def without_coupled(plan: Plan, workload: Workload) -> Plan:
+    """Return a plan without the points of its frontier that a coupling loss forbids.
+
+    For plans that were made for a device elsewhere, from shapes alone: those for the CPU have looked at the data.
+
+    Raises:
+        PlanError: The plan's own levers are forbidden.
+    """
+    chosen = plan.levers.microbatch_size < plan.batch_size and plan.numerics != "changed"
+    if plan.device == "cpu" or not (chosen or any(_is_cut(plan, point) for point in plan.frontier)):
+        return plan
+    found = coupled_samples(workload)
+    if found is None:
+        return plan
+    if chosen:
+        raise PlanError(
+            f"the plan's levers.microbatch_size={plan.levers.microbatch_size} of {plan.batch_size} would change the"
+            f" training: Workload.loss_fn couples the samples of a batch ({found}). Return (sum, count) where it is a"
+            " mean over tokens or voxels, plan with numerics='exact', or allow numerics='changed'"
+        )
+    return replace(plan, frontier=[p for p in plan.frontier if not _is_cut(plan, p)], notes=[*plan.notes, _note(found)])
+
+
+def _is_cut(plan: Plan, point: Candidate) -> bool:
+    return point.levers.microbatch_size < plan.batch_size and point.numerics != "changed"
+
+
+def _note(found: str) -> str:
+    """Return what is said where microbatches are left out of a plan."""
+    return (
+        f"microbatches are left out: Workload.loss_fn couples the samples of a batch ({found}), so that they would"
+        " change the training. A mean over tokens or voxels is no mean over samples: return (sum, count) for it. What a"
+        " Dice over the batch or a contrastive loss computes is another loss for each batch size; numerics='changed'"
+        " allows microbatches all the same"
+    )
