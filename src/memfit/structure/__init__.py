@@ -5,16 +5,22 @@ takes like any other. All of them are of numerics class `changed`.
 """
 
 from memfit.structure.convolutions import grouped_convolutions, separable_convolutions
+from memfit.structure.distillation import distill, softened_loss, student
 from memfit.structure.proposal import Change, Price, Proposal, price
 from memfit.structure.pruning import batch_norm_sparsity, prune
+from memfit.structure.targets import precompute
 
 __all__ = [
     "Change",
     "Price",
     "Proposal",
     "batch_norm_sparsity",
+    "distill",
     "grouped_convolutions",
+    "precompute",
     "price",
     "prune",
     "separable_convolutions",
+    "softened_loss",
+    "student",
 ]
