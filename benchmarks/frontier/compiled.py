@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +13,10 @@ from torch import nn
 import memfit
 from benchmarks.frontier.checkpointing import checkpointing, segment_sizes, segmented, whole
 from benchmarks.frontier.methods import LOWEST, OURS, PLAIN, Apply, Method, Prepared, Task, Unsupported
+from memfit import InfeasibleError
+from memfit.capture.fake import real_copy
 from memfit.train.step import Step
+from memfit.units import format_bytes
 from memfit.workload import Workload
 
 ACTIVATION_BUDGETS = (0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.0)
@@ -78,13 +82,50 @@ def _segments(task: Task, studied: None, size: int) -> Prepared:
     return Prepared(compiling(inductor(), lambda model: segmented(model, task.subject.chains, size)))
 
 
-def _ours(task: Task, studied: None, share: float | str) -> Prepared:
+@dataclass(frozen=True)
+class _Floor:
+    """What a step takes at least: in all, and of it the optimizer's state, which no graph sees."""
+
+    lowest_bytes: int
+    state_bytes: int
+
+
+def _floor(task: Task) -> _Floor:
+    """Find the smallest budget that fits, as the error for one that does not says it."""
+    state_bytes = _state_bytes(task.workload)
+    copied = real_copy(task.workload)
+    backend = memfit.compile_backend(budget=state_bytes + 1, reserved_bytes=state_bytes)
+    with compiling(backend)(copied) as step:
+        try:
+            step.gradients(copied.batch)
+        except InfeasibleError as e:
+            return _Floor(e.lowest_peak_bytes + state_bytes, state_bytes)
+    raise Unsupported("torch.compile makes no graph of this model: all of it runs as it is")
+
+
+def _state_bytes(workload: Workload) -> int:
+    """Return what an optimizer's state takes once it has made a step."""
+    copied = real_copy(workload)
+    Step(copied)(copied.batch)
+    state = [value for values in copied.optimizer.state.values() for value in values.values()]
+    return sum(t.untyped_storage().nbytes() for t in state if isinstance(t, torch.Tensor))
+
+
+def _ours(task: Task, floor: _Floor, share: float | str) -> Prepared:
     """Compile with memfit's back end for a budget of the whole step."""
-    make = getattr(memfit, "compile_backend", None)
-    if make is None:
-        raise Unsupported("this memfit has no compile_backend")
-    budget = 0 if share == LOWEST else task.budget_bytes(float(share))
-    return Prepared(compiling(make(budget=budget)), {"budget_bytes": budget} if share != LOWEST else {})
+    budget = floor.lowest_bytes if share == LOWEST else task.budget_bytes(float(share))
+    if budget < floor.lowest_bytes:
+        raise Unsupported(f"no plan fits: the lowest peak that memfit finds is {format_bytes(floor.lowest_bytes)}")
+    facts: dict[str, Any] = {"budget_bytes": budget}
+    backend = memfit.compile_backend(budget=budget, reserved_bytes=floor.state_bytes)
+
+    def planned(graph: Any, inputs: Any) -> Any:
+        made = backend(graph, inputs)
+        facts["gap"] = max(plan.gap for plan in backend.plans)
+        facts["predicted_seconds"] = sum(plan.step_seconds for plan in backend.plans)
+        return made
+
+    return Prepared(compiling(planned), facts)
 
 
 COMPILED = (
@@ -92,5 +133,5 @@ COMPILED = (
     Method("activation_memory_budget", "compiled", lambda task: ACTIVATION_BUDGETS, _budget),
     Method("checkpoint every K-th block", "compiled", lambda task: [1, 2], _blocks),
     Method("segments of K blocks", "compiled", lambda task: segment_sizes(task)[:1], _segments),
-    Method(OURS, "compiled", lambda task: [*task.shares, LOWEST], _ours),
+    Method(OURS, "compiled", lambda task: [*task.shares, LOWEST], _ours, _floor),
 )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from time import thread_time
 
 import numpy as np
 from msgspec.structs import replace
@@ -78,14 +78,14 @@ def fastest(
         budget_bytes: The budget.
         time_limit_seconds: For all of them together; the best found by then is returned.
     """
-    deadline = time.monotonic() + time_limit_seconds
+    deadline = thread_time() + time_limit_seconds
     bounds = {i: b for i, c in enumerate(combinations) if (b := c.solver.bound(budget_bytes)) is not None}
     found: dict[int, Candidate] = {}
     for rank, index in enumerate(sorted(bounds, key=lambda i: bounds[i])):
         best = min((c.step_seconds for c in found.values()), default=float("inf"))
         if bounds[index] > best:
             continue  # the relaxed problem is already slower: nothing it has can win
-        share = (deadline - time.monotonic()) / (len(bounds) - rank + 1)
+        share = (deadline - thread_time()) / (len(bounds) - rank + 1)
         candidate = combinations[index].fastest(budget_bytes, COARSE, max(share, _LEAST_SECONDS))
         if candidate is not None:
             found[index] = candidate
@@ -94,7 +94,7 @@ def fastest(
         return None
     within = min(c.step_seconds for c in found.values()) * (1 + SIMPLER_WITHIN)
     index = next(i for i in sorted(found) if found[i].step_seconds <= within)
-    left = max(deadline - time.monotonic(), _LEAST_SECONDS)
+    left = max(deadline - thread_time(), _LEAST_SECONDS)
     refined = combinations[index].fastest(budget_bytes, FINE, left)  # only what is chosen is worth the last tenths
     if refined is not None:
         bounds[index] = max(bounds[index], refined.bound_seconds)
@@ -118,7 +118,7 @@ def frontier(
         progress: Called with how many budgets are solved, of how many.
         time_limit_seconds: For all of them together, about; the best found by then is returned.
     """
-    deadline = time.monotonic() + time_limit_seconds
+    deadline = thread_time() + time_limit_seconds
     total = len(combinations) * points
     lowest_seconds = max(_LEANEST_SHARE * time_limit_seconds / len(combinations), _LEAST_SECONDS)
     found: list[Candidate] = []
@@ -127,7 +127,7 @@ def frontier(
         found += [combination.candidate(choice, choice.peak_bytes) for choice in (plain, leanest)]
         for step, budget in enumerate(np.linspace(plain.peak_bytes, leanest.peak_bytes, points + 1)[1:]):
             done = index * points + step
-            share = max((deadline - time.monotonic()) / (total - done), _LEAST_SECONDS)
+            share = max((deadline - thread_time()) / (total - done), _LEAST_SECONDS)
             if not _is_beaten(combination, int(budget), found):
                 candidate = combination.fastest(int(budget), COARSE, share)
                 found += [candidate] if candidate is not None else []

@@ -12,10 +12,10 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from time import thread_time
 from typing import Any, Literal
 
 import numpy as np
@@ -118,7 +118,7 @@ class Solver:
         Args:
             budget_bytes: The budget.
             tolerance: How much slower than the bound it may be, as a share of the step's time.
-            time_limit_seconds: Of all rounds together.
+            time_limit_seconds: Of all rounds together; on a busy machine it is the thread's own time that counts.
 
         Returns:
             None when there is none: proven, or none was found within the time limit.
@@ -126,7 +126,7 @@ class Solver:
         if not self._n_x:
             nothing = self._nothing_to_choose()
             return nothing if nothing.peak_bytes <= budget_bytes else None
-        deadline = time.monotonic() + time_limit_seconds
+        deadline = thread_time() + time_limit_seconds
         goal = self._step_goal(budget_bytes)
         relaxed = self._relaxed(goal, deadline)
         if relaxed is None:
@@ -151,7 +151,7 @@ class Solver:
             nothing = self._nothing_to_choose()
             return nothing.seconds if nothing.peak_bytes <= budget_bytes else None
         goal = self._step_goal(budget_bytes)
-        relaxed = self._relaxed(goal, time.monotonic() + time_limit_seconds)
+        relaxed = self._relaxed(goal, thread_time() + time_limit_seconds)
         return None if relaxed is None else max(self.problem.plain_seconds, relaxed.value / goal.scale)
 
     def leanest(self, time_limit_seconds: float = 10.0) -> Choice:
@@ -163,7 +163,7 @@ class Solver:
     @cached_property
     def _floor(self) -> float:
         """A lower bound on every peak, in bytes."""
-        relaxed = self._relaxed(self._peak_goal(), time.monotonic() + 1.0)
+        relaxed = self._relaxed(self._peak_goal(), thread_time() + 1.0)
         return 0.0 if relaxed is None else relaxed.value * _UNIT
 
     def _peak_goal(self) -> _Goal:
@@ -182,7 +182,7 @@ class Solver:
             nothing = self._nothing_to_choose()
             return replace(nothing, bound=float(nothing.peak_bytes))
         goal = self._peak_goal()
-        deadline = time.monotonic() + time_limit_seconds
+        deadline = thread_time() + time_limit_seconds
         relaxed = self._relaxed(goal, deadline) or _Relaxed(0.0, np.ones(self._n_x), np.zeros(self._n_x))
         start = min(self._found, key=lambda x: self._value(goal, x))
         lowest, bound = self._best(goal, relaxed, start, _PEAK_TOLERANCE, deadline)
@@ -209,12 +209,12 @@ class Solver:
         kernel = max(_LEAST_KERNEL, int(np.count_nonzero(relaxed.x > _TAKEN)))
         for size in (kernel, _KERNEL_GROWTH * kernel, self._n_x):
             value = np.inf if best is None else self._value(goal, best)
-            if value * (1 - tolerance) <= bound or time.monotonic() > deadline:
+            if value * (1 - tolerance) <= bound or thread_time() > deadline:
                 break
             wanted = value * (1 - tolerance / 2)
             useful = order[relaxed.value + relaxed.reduced[order] <= wanted]
-            left = deadline - time.monotonic() if size >= len(useful) else (deadline - time.monotonic()) / 2
-            found, proven = self._among(useful[:size], goal, wanted, tolerance, time.monotonic() + left)
+            left = deadline - thread_time() if size >= len(useful) else (deadline - thread_time()) / 2
+            found, proven = self._among(useful[:size], goal, wanted, tolerance, thread_time() + left)
             best = best if found is None else found
             if size >= len(useful):
                 bound = max(bound, min(proven, wanted))
@@ -270,7 +270,7 @@ class Solver:
                     b_ub=np.concatenate([limit.ub, upper]),
                     bounds=[(0.0, 1.0)] * (self._n_x + self._n_z) + [goal.last_bounds],
                     method="highs",
-                    options={"time_limit": max(_LEAST_SECONDS, deadline - time.monotonic())},
+                    options={"time_limit": max(_LEAST_SECONDS, deadline - thread_time())},
                 )
             if result.x is None:
                 return None if result.status == _INFEASIBLE else found
@@ -278,7 +278,7 @@ class Solver:
             found = _Relaxed(float(result.fun), result.x[: self._n_x], reduced)
             allowed = result.x[-1] * _UNIT if goal.budget_bytes is None else float(goal.budget_bytes)
             peaks = self.problem.live_bytes(result.x[: self._n_x], result.x[self._n_x : -1])
-            if not self._take_up(peaks, allowed + 1024) or time.monotonic() > deadline:
+            if not self._take_up(peaks, allowed + 1024) or thread_time() > deadline:
                 return found
 
     def _nothing_to_choose(self) -> Choice:
@@ -304,7 +304,7 @@ class Solver:
         )
         whole = np.concatenate([np.ones(self._n_x), np.zeros(self._n_z + 1)])
         constraints = [*limits, LinearConstraint(matrix, -np.inf, upper)]
-        options = {"time_limit": max(_LEAST_SECONDS, deadline - time.monotonic()), "mip_rel_gap": tolerance}
+        options = {"time_limit": max(_LEAST_SECONDS, deadline - thread_time()), "mip_rel_gap": tolerance}
         with _silent_output():
             return milp(goal.cost, constraints=constraints, bounds=bounds, integrality=whole, options=options)
 
@@ -345,11 +345,13 @@ class Solver:
         return self._take_up(self.problem.row_peaks(x), budget_bytes)
 
     def _take_up(self, peaks: npt.NDArray[Any], allowed_bytes: float) -> bool:
-        over = np.nonzero(peaks > allowed_bytes)[0]
-        used = set(self._active)
-        new = [int(i) for i in over[np.argsort(-peaks[over], kind="stable")] if int(i) not in used]
-        self._active += new[:_ROWS_A_ROUND]
-        return bool(new)
+        """Take up the largest rows above what is allowed, of points next to each other only the highest."""
+        over = np.setdiff1d(np.nonzero(peaks > allowed_bytes)[0], self._active)
+        over = over[np.argsort(self.problem.row_axis[over], kind="stable")]
+        around = np.concatenate([[-np.inf], peaks[over], [-np.inf]])
+        highest = over[(around[1:-1] >= around[:-2]) & (around[1:-1] >= around[2:])]
+        self._active += highest[np.argsort(-peaks[highest], kind="stable")][:_ROWS_A_ROUND].tolist()
+        return bool(over.size)
 
 
 @contextlib.contextmanager
