@@ -22,6 +22,7 @@ from torch._compile import _disable_dynamo
 from memfit.apply.containers import tensors_in
 from memfit.apply.frame import Frame
 from memfit.apply.keep import Kept, Wanted
+from memfit.apply.lean import within_region
 from memfit.errors import PlanError, PlanMismatchError
 from memfit.ir.remat import Region
 
@@ -202,4 +203,4 @@ class _Recomputed:
         forward = self.forward or functools.partial(type(self.module).forward, self.module)
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return self.passes.call(self.position, forward, args, kwargs)
+        return self.passes.call(self.position, within_region(forward, args, kwargs), args, kwargs)

@@ -44,6 +44,12 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _outside_of_backward = itertools.count(-2, -1)
 
 
+def graph_task() -> int:
+    """Return the number of the backward pass that is running; outside of one, a new negative one."""
+    task = torch._C._current_graph_task_id()
+    return next(_outside_of_backward) if task == -1 else task
+
+
 class Holder:
     """What autograd holds in place of a tensor.
 
@@ -77,7 +83,7 @@ class _Stop(BaseException):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Generators:
+class Generators:
     """The states of the random number generators of the CPU and of the devices of some tensors."""
 
     cpu: torch.Tensor
@@ -86,7 +92,7 @@ class _Generators:
     states: list[torch.Tensor]
 
     @classmethod
-    def of(cls, tensors: Iterable[torch.Tensor]) -> _Generators:
+    def of(cls, tensors: Iterable[torch.Tensor]) -> Generators:
         places = {t.device: t for t in tensors if t.device.type not in ("cpu", "meta")}
         kind = next((device.type for device in places), "cpu")
         devices: list[int] = []
@@ -94,6 +100,13 @@ class _Generators:
         if kind != "cpu" and getattr(torch.get_device_module(kind), "_initialized", False):
             devices, states = get_device_states(*places.values())
         return cls(torch.get_rng_state(), kind, devices, states)
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Set the generators back to these states, until the context is left."""
+        with torch.random.fork_rng(self.devices, device_type=self.kind if self.devices else "cuda"):
+            self.restore()
+            yield
 
     def restore(self) -> None:
         torch.set_rng_state(self.cpu)
@@ -108,7 +121,7 @@ class _Call:
     module: str
     forward: Callable[..., Any]
     given: Any
-    generators: _Generators
+    generators: Generators
     outputs: Sequence[int] = ()
 
 
@@ -221,7 +234,7 @@ class Frame(Dropping):
             history = [(n, t.requires_grad and not t.is_leaf) for n, t in fresh.items()]
             anchor = torch.empty(0, requires_grad=True)
             self._saved.append((_Save.apply(anchor, held), history))  # type: ignore[no-untyped-call]
-        return _Call(self.modules[position], forward, given, _Generators.of(tensors))
+        return _Call(self.modules[position], forward, given, Generators.of(tensors))
 
     def _know(self, tensor: torch.Tensor) -> int:
         number = len(self._last_use)
@@ -238,9 +251,7 @@ class Frame(Dropping):
         return holder
 
     def _unpack(self, holder: Holder) -> torch.Tensor:
-        task = torch._C._current_graph_task_id()
-        if task == -1:
-            task = next(_outside_of_backward)
+        task = graph_task()
         if self._differences is not None and holder.original is not None:
             self._probe(self._differences, task)
             return holder.original

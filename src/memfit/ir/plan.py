@@ -37,12 +37,15 @@ class Levers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         microbatch_size: Samples in one forward and backward pass; gradients are accumulated over them.
         regions: Modules to checkpoint. One inside another is checkpointed again while the outer one is recomputed.
         chunked_loss: How the loss of a language model is cut; None computes it whole.
+        lean: Normalisations, activations and dropouts whose outputs are made again in the backward pass: FQNs, in which
+            * stands for anything.
     """
 
     precision: Precision = "32-true"
     microbatch_size: int
     regions: tuple[Region, ...] = ()
     chunked_loss: ChunkedLoss | None = None
+    lean: tuple[str, ...] = ()
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -10,8 +10,9 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from memfit.apply.bf16_weights import Bf16Weights, bf16_weights
-from memfit.apply.checkpoint import checkpointed, is_checkpointed
-from memfit.apply.chunked_loss import chunked, is_chunked
+from memfit.apply.checkpoint import is_checkpointed
+from memfit.apply.chunked_loss import is_chunked
+from memfit.apply.lean import is_made_lean
 from memfit.apply.precision import autocast, is_cast, kept_in_fp32, tf32
 from memfit.capture.accumulation import Accumulation
 from memfit.cost.calibrate import known_workspace_bytes
@@ -20,7 +21,7 @@ from memfit.errors import PlanError, PlanMismatchError, UsageError, WorkloadErro
 from memfit.ir.device import Device
 from memfit.ir.plan import Levers, Plan
 from memfit.pipeline.coupling import without_coupled
-from memfit.pipeline.switching import Switch
+from memfit.pipeline.switching import Switch, switched, without_switched
 from memfit.train.ledger import device_of, held_tensors, live
 from memfit.train.limits import CpuLimit, CudaLimit
 from memfit.train.recovery import Recovery, Witness
@@ -87,7 +88,7 @@ def switchable(plan: Plan, workload: Workload, *, limit_bytes: int | None) -> It
     if limit_bytes is not None and limit_bytes < 1:
         raise UsageError(f"limit_bytes={limit_bytes} is not above 0: give a number of bytes, or None for no limit")
     check_plan(plan, workload)
-    bare = replace(plan.levers, regions=(), chunked_loss=None)
+    bare = without_switched(plan.levers)
     with (
         applied(bare, workload, predicted_peak_bytes=plan.predicted.peak_bytes) as step,
         contextlib.closing(Switch(step, plan.levers)) as switch,
@@ -115,8 +116,7 @@ def applied(levers: Levers, workload: Workload, *, predicted_peak_bytes: int | N
     precision, mixed = levers.precision, levers.precision in ("bf16-mixed", "16-mixed")
     with (
         _weights(levers, workload, device) as weights,
-        chunked(workload.model, levers.chunked_loss),
-        checkpointed(workload.model, levers.regions),
+        switched(workload.model, levers),
     ):
         yield Step(
             workload,
@@ -187,7 +187,7 @@ def check_workload(workload: Workload, device: Device) -> None:
             f"Workload.model is on {', '.join(sorted(elsewhere))}, which device={device.name!r} is not: build it on"
             ' the CPU or under torch.device("meta")'
         )
-    if is_checkpointed(workload.model) or is_cast(workload.model) or is_chunked(workload.model):
+    if any(is_on(workload.model) for is_on in (is_checkpointed, is_cast, is_chunked, is_made_lean)):
         raise PlanError("a plan is applied to Workload.model already: call close() on its step first")
 
 

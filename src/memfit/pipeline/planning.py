@@ -368,6 +368,8 @@ def lever_classes(levers: Levers, batch_size: int, couples_batch: bool) -> dict[
         classes["activation checkpointing"] = "exact"
     if any(region.offload for region in levers.regions):
         classes["activation offload"] = "exact"
+    if levers.lean:
+        classes["lean norms and activations"] = "exact"
     if levers.microbatch_size < batch_size:
         classes["microbatches"] = "changed" if couples_batch else "reordered"
     if levers.chunked_loss is not None:

@@ -6,12 +6,26 @@ import contextlib
 from collections.abc import Iterator
 
 from msgspec.structs import replace
+from torch import nn
 
 from memfit.apply.checkpoint import checkpointed
 from memfit.apply.chunked_loss import chunked
+from memfit.apply.lean import lean
 from memfit.ir.plan import NUMERICS, Candidate, Levers, Plan, Prediction, Solution
 from memfit.train.step import Step
 from memfit.units import format_bytes
+
+
+@contextlib.contextmanager
+def switched(model: nn.Module, levers: Levers) -> Iterator[None]:
+    """Put on a model those of the levers that can be others from one step to the next, until the context is left."""
+    with chunked(model, levers.chunked_loss), lean(model, levers.lean), checkpointed(model, levers.regions):
+        yield
+
+
+def without_switched(levers: Levers) -> Levers:
+    """Return levers without those that `switched` puts on a model."""
+    return replace(levers, chunked_loss=None, lean=(), regions=())
 
 
 class Switch:
@@ -28,15 +42,14 @@ class Switch:
     def __init__(self, step: Step, levers: Levers) -> None:
         self.step = step
         self._stack = contextlib.ExitStack()
-        self.levers = replace(levers, regions=(), chunked_loss=None)
+        self.levers = without_switched(levers)
         self.to(levers)
 
     def to(self, levers: Levers) -> None:
         """Put the step under other levers."""
-        if (levers.regions, levers.chunked_loss) != (self.levers.regions, self.levers.chunked_loss):
+        if replace(levers, microbatch_size=1) != replace(self.levers, microbatch_size=1):
             self._stack.close()
-            self._stack.enter_context(chunked(self.step.workload.model, levers.chunked_loss))
-            self._stack.enter_context(checkpointed(self.step.workload.model, levers.regions))
+            self._stack.enter_context(switched(self.step.workload.model, levers))
         self.step.microbatch_size = levers.microbatch_size
         self.levers = levers
 
@@ -44,7 +57,7 @@ class Switch:
     def lifted(self) -> Iterator[None]:
         """Leave the model as the user made it, until the context is left."""
         levers = self.levers
-        self.to(replace(levers, regions=(), chunked_loss=None))
+        self.to(without_switched(levers))
         try:
             yield
         finally:
