@@ -203,4 +203,5 @@ class _Recomputed:
         forward = self.forward or functools.partial(type(self.module).forward, self.module)
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return self.passes.call(self.position, within_region(forward, args, kwargs), args, kwargs)
+        forward = within_region(self.module, forward, args, kwargs)
+        return self.passes.call(self.position, forward, args, kwargs)
