@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from memfit.apply.checkpoint import checkpointed
+from memfit.apply.keep import hooks_around
 from memfit.apply.lean import is_lean, is_made_lean, lean
 from memfit.capture.fake import real_copy
 from memfit.capture.measure import measure_peak_bytes
@@ -180,11 +181,11 @@ def brain() -> Workload:
     return brain_segmentation(patch=(16, 16, 16), batch_size=2, channels=(8, 16, 32), resolution=4)
 
 
-@pytest.mark.parametrize("build", [brain, unet])
-def test_a_u_net_keeps_a_fifth_less_at_least(build: Callable[[], Workload]) -> None:
+@pytest.mark.parametrize(("build", "most"), [(brain, 0.55), (unet, 0.8)])
+def test_a_u_net_keeps_a_fifth_less_at_least(build: Callable[[], Workload], most: float) -> None:
     workload = build()
     plain, made_lean = (trace_of(workload, levers(workload, patterns=patterns)) for patterns in ((), ALL))
-    assert kept_bytes(made_lean) <= 0.8 * kept_bytes(plain)
+    assert kept_bytes(made_lean) <= most * kept_bytes(plain)
     assert measured_bytes(workload, levers(workload)) < measured_bytes(workload, levers(workload, patterns=()))
 
 
@@ -370,6 +371,29 @@ def test_a_module_that_does_something_else_the_second_time_is_named() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), CountingNorm(), nn.Linear(4, 1))
     with lean(model, ALL), pytest.raises(RecomputationError, match="'2' can't be recomputed"):
         model(torch.randn(3, 4)).sum().backward()
+
+
+def test_a_forward_pass_that_is_interrupted_leaves_nothing_behind() -> None:
+    class Interrupted(nn.Module):
+        is_interrupted = True
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.is_interrupted:
+                raise KeyboardInterrupt
+            return x
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), Interrupted(), nn.Linear(4, 1))
+    x = torch.randn(2, 4)
+    with lean(model, ALL):
+        with pytest.raises(KeyboardInterrupt):
+            model(x)
+        model[2].is_interrupted = False
+        model(x).sum().backward()
+        assert hooks_around() is None
+        model[2].is_interrupted = True
+        with pytest.raises(KeyboardInterrupt):
+            model(x)
+    assert hooks_around() is None
 
 
 # What is named, and what is left behind

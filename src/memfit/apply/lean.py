@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -89,11 +88,12 @@ def lean(model: nn.Module, patterns: Sequence[str]) -> Iterator[None]:
     if patterns and is_made_lean(model):
         raise PlanError("Workload.model is made lean by a plan already: call close() on the earlier step first")
     modules = lean_modules(model, patterns)
-    before = model.__dict__.get("forward")
+    root = _Root()
     handles: list[Any] = []
     try:
         if modules:
-            model.__dict__["forward"] = _Forward(model, before)
+            handles.append(model.register_forward_pre_hook(root.enter))
+            handles.append(model.register_forward_hook(root.leave, always_call=True))
         for fqn, module in modules.items():
             handles.append(module.register_forward_pre_hook(functools.partial(_begin, fqn), with_kwargs=True))
             handles.append(module.register_forward_hook(_end, always_call=True))
@@ -101,14 +101,13 @@ def lean(model: nn.Module, patterns: Sequence[str]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-        model.__dict__.pop("forward", None)
-        if before is not None:
-            model.__dict__["forward"] = before
+        root.leave()
 
 
 def is_made_lean(model: nn.Module) -> bool:
     """Tell whether a model's modules are lean at present."""
-    return isinstance(model.__dict__.get("forward"), _Forward)
+    owners = (getattr(hook, "__self__", None) for hook in model._forward_pre_hooks.values())
+    return any(isinstance(owner, _Root) for owner in owners)
 
 
 def within_region(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Callable[..., Any]:
@@ -147,19 +146,24 @@ def _current() -> _Layer | None:
     return owner if isinstance(owner, _Layer) else None
 
 
-class _Forward:
-    """The model's `forward`, run in a layer. Copies with the model (`copy.deepcopy`), bound to the copy."""
+class _Root:
+    """Hooks of the model itself: a layer for each of its forward passes. Copies with none open (`copy.deepcopy`)."""
 
-    def __init__(self, model: nn.Module, forward: Callable[..., Any] | None) -> None:
-        self.model, self.forward = model, forward
-        self.__signature__ = inspect.signature(model.forward)  # which trainers look at
+    def __init__(self) -> None:
+        self.layer: _Layer | None = None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward = self.forward or functools.partial(type(self.model).forward, self.model)
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or _current() is not None:
-            return forward(*args, **kwargs)
-        with _layer():
-            return forward(*args, **kwargs)
+    def __deepcopy__(self, memo: Any) -> _Root:
+        return _Root()
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        self.leave()  # a forward pass that was interrupted from the keyboard did not
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling() and _current() is None:
+            self.layer = _layer().__enter__()
+
+    def leave(self, *_: Any) -> None:
+        layer, self.layer = self.layer, None
+        if layer is not None:
+            layer.__exit__(None, None, None)
 
 
 def _begin(fqn: str, module: nn.Module, args: Any, kwargs: Any) -> None:

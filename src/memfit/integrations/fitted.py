@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.apply.checkpoint import checkpointed
-from memfit.apply.chunked_loss import chunked
 from memfit.ir.plan import Plan, Precision
 from memfit.pipeline import plan
+from memfit.pipeline.switching import switched
 from memfit.workload import Workload
 
 MIXED: tuple[Precision, ...] = ("32-true", "bf16-mixed", "16-mixed")
@@ -22,7 +21,7 @@ NAMES: dict[Precision, str] = {"32-true": "no", "bf16-mixed": "bf16", "16-mixed"
 
 
 class Fitted:
-    """What a plan asks of a trainer, and the checkpointing and chunking that memfit does itself.
+    """What a plan asks of a trainer, and what memfit does to the model itself.
 
     Args:
         workload: The step at the global batch.
@@ -45,10 +44,9 @@ class Fitted:
         self._stack = contextlib.ExitStack()
 
     def checkpoint(self, model: nn.Module) -> None:
-        """Checkpoint the plan's regions of a model, and chunk its loss, until `close`."""
+        """Checkpoint the plan's regions of a model, make it lean and chunk its loss as the plan says, until `close`."""
         self.close()
-        self._stack.enter_context(chunked(model, self.plan.levers.chunked_loss))
-        self._stack.enter_context(checkpointed(model, self.plan.levers.regions))
+        self._stack.enter_context(switched(model, self.plan.levers))
 
     def close(self) -> None:
         """Undo it."""

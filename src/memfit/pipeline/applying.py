@@ -7,8 +7,6 @@ import functools
 from collections.abc import Iterator
 from pathlib import Path
 
-from msgspec.structs import replace
-
 from memfit.apply.bf16_weights import Bf16Weights, bf16_weights
 from memfit.apply.checkpoint import is_checkpointed
 from memfit.apply.chunked_loss import is_chunked

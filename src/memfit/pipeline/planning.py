@@ -18,7 +18,7 @@ from memfit.ir.device import Device
 from memfit.ir.plan import NUMERICS, Candidate, Levers, Numerics, Plan, Precision, Prediction, Solution
 from memfit.ir.remat import Regions
 from memfit.ir.trace import Trace
-from memfit.pipeline import remote
+from memfit.pipeline import leaning, remote
 from memfit.pipeline.applying import check_workload
 from memfit.pipeline.chunking import is_chunked, worthwhile
 from memfit.pipeline.coupling import coupling
@@ -56,9 +56,10 @@ def plan(
 ) -> Plan:
     """Choose the fastest combination of levers whose predicted peak fits a budget.
 
-    Searched are precision, microbatch size (the global batch stays), activation checkpointing of any
-    modules, whole or selective, and, for a GPU with `host_budget`, activation offload. The plan chosen is
-    applied to a copy and captured again; what it says is predicted is predicted for that step.
+    Searched are precision, microbatch size (the global batch stays), chunked losses of language models, lean
+    normalisations and activations, activation checkpointing of any modules, whole or selective, and, for a GPU
+    with `host_budget`, activation offload. The plan chosen is applied to a copy and captured again; what it says
+    is predicted is predicted for that step.
 
     Args:
         workload: The user's workload; nothing of it is changed.
@@ -198,7 +199,7 @@ class _Planner:
         self.traces = {self.plain: first}
         self.coupling = coupling(first, self.workload)
         self.couples_batch = self.coupling is not None
-        self.wanted = self._with_chunked_loss(self._combinations())
+        self.wanted = self._with_lean(self._with_chunked_loss(self._combinations()))
         for index, levers in enumerate(self.wanted):
             if levers not in self.traces:
                 self.traces[levers] = capture_levers(self.workload, levers, self.device)
@@ -229,6 +230,22 @@ class _Planner:
         chunked = [replace(levers, chunked_loss=lever) for levers in combinations]
         is_slower = self._predict(trace).step_seconds > (1 + SIMPLER_WITHIN) * plain.step_seconds
         return [*(combinations if is_slower else [self.plain]), *chunked]
+
+    def _with_lean(self, combinations: list[Levers]) -> list[Levers]:
+        """Return combinations, and each with lean normalisations and activations, where these save enough."""
+        plain = self._predict(self.traces[self.plain])
+        if not leaning.worthwhile(self.workload, self.traces[self.plain], plain.peak_bytes):
+            return combinations
+        whole = replace(self.plain, lean=("*",))
+        try:
+            trace = capture_levers(self.workload, whole, self.device)
+        except RecomputationError as e:
+            self.notes.append(f"no normalisation or activation is made again: {e.module} does something else ({e.how})")
+            return combinations
+        if self._predict(trace).peak_bytes > (1 - leaning.LEAST_SHARE) * plain.peak_bytes:
+            return combinations
+        self.traces[whole] = trace
+        return [*combinations, *(replace(levers, lean=("*",)) for levers in combinations)]
 
     def _combinations(self) -> list[Levers]:
         """Return what is searched, the simplest first; precisions that are not allowed with the whole batch only."""

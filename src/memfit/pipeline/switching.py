@@ -29,10 +29,10 @@ def without_switched(levers: Levers) -> Levers:
 
 
 class Switch:
-    """Checkpoints a step's regions, cuts its batches and its loss, and can do so otherwise between two steps.
+    """Puts a step under the levers that `switched` knows, cuts its batches, and can do so otherwise between two steps.
 
     Args:
-        step: The step, to whose model neither regions nor a chunked loss are applied.
+        step: The step, to whose model none of these is applied.
         levers: What it begins with. The precision is not switched.
 
     Raises:

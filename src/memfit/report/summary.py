@@ -21,6 +21,7 @@ _LEVER_STEMS = {
     "checkpointing": ("checkpoint", "region", "remat"),
     "offload": ("offload",),
     "loss": ("loss",),
+    "lean": ("lean",),
 }
 _Group = tuple[tuple[str, ...], str]  # the parts of an FQN, and what is done with the module
 
@@ -116,6 +117,9 @@ def lever_rows(plan: Plan) -> list[LeverRow]:
     chunked = plan.levers.chunked_loss
     if chunked is not None:
         settings["loss"] = f"{chunked.rows:,} rows of {clean(chunked.head)} at a time"
+    if plan.levers.lean:
+        what = "all norms and activations" if "*" in plan.levers.lean else clean(", ".join(plan.levers.lean))
+        settings["lean"] = f"{what} made again"
     rows = []
     for name, setting in settings.items():
         key = next((k for k in left if any(stem in k.lower() for stem in _LEVER_STEMS[name])), None)
