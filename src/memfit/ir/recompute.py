@@ -20,6 +20,9 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from memfit.ir.remat import RegionCall, Regions
 
 
@@ -135,6 +138,32 @@ def released(regions: Regions, storage: int, cut: int) -> int:
     """Return the last forward operator of a recomputation that holds a storage made, or kept, in the region."""
     record = regions.trace.storages[storage]
     return min(max(record.release, record.birth), cut - 1)
+
+
+def added_bytes(
+    regions: Regions, again: Recomputation, workspace: Sequence[int], moved: frozenset[int] = frozenset()
+) -> npt.NDArray[np.int64]:
+    """Return what a recomputation adds, at each of its operators, to what is alive when it starts.
+
+    Args:
+        regions: The regions of the trace.
+        again: The recomputation.
+        workspace: What each operator of the trace allocates inside, in bytes.
+        moved: Storages that wait in host memory, which are counted where they come back.
+    """
+    region, storages = again.region, regions.trace.storages
+    change = np.zeros(again.cut - region.start + 1, np.int64)
+    for copy in again.copies:
+        change[copy.born - region.start] += storages[copy.storage].nbytes
+        if not copy.survives:
+            change[copy.released - region.start + 1] -= storages[copy.storage].nbytes
+    saved = {regions.trace.saves[s].storage for s in region.saves} | moved
+    for storage in (s for op in again.kept for s in regions.trace.births[op] if s not in saved):
+        change[0] += storages[storage].nbytes
+        change[released(regions, storage, region.cut) - region.start + 1] -= storages[storage].nbytes
+    runs = [0 if op in again.kept else workspace[op] for op in range(region.start, again.cut)]
+    added: npt.NDArray[np.int64] = np.cumsum(change)[:-1] + np.array(runs, np.int64)
+    return added
 
 
 @dataclass(frozen=True)

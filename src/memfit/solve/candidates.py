@@ -11,16 +11,16 @@ from msgspec.structs import replace
 
 from memfit.ir.cost import CostTable
 from memfit.ir.offload import Transfer, fetch_stall_seconds, host_bytes, stall_seconds, transfers
-from memfit.ir.recompute import Recomputation, recomputations
+from memfit.ir.recompute import Recomputation, added_bytes, recomputations
 from memfit.ir.remat import Keep, Region, RegionCall, Regions
 from memfit.ir.simulate import overhead_seconds, repeats, repeats_of
 from memfit.ir.trace import Trace
-from memfit.solve.keeps import Worth, keep_sets
+from memfit.solve.keeps import FEW_OPERATORS, Ints, Worth, every_keep_set, keep_sets
 
 _LEAST_SHARE = 0.002
 _NESTED_LEAST_SHARE = 0.05
 _KEEP_SETS = 768
-_MOST_KEEP_SETS, _LEAST_KEEP_SETS = 48, 5
+_MOST_KEEP_SETS, _LEAST_KEEP_SETS = 128, 5
 _LONGEST_CHAIN = 24
 _OFFLOADED_KEEP_SETS = 6
 _CAST = "aten._to_copy.default"
@@ -119,6 +119,7 @@ class _Finder:
         refused = refusals(regions)
         self.allowed = {fqn for fqn in regions.calls if fqn and fqn not in refused and fqn not in excluded}
         self.seconds = np.array([costs.seconds_of(trace.signatures[op.signature]) for op in trace.ops])
+        self.workspace = [costs.of(trace.signatures[op.signature]).workspace_bytes for op in trace.ops]
         self.weighted = self.seconds * repeats(trace)
         self.forward_bytes = sum(s.nbytes for s in trace.storages if s.category == "activations")
         self.mutated = {m for op in trace.ops for m in op.mutates}
@@ -266,13 +267,23 @@ class _Finder:
     def _keeps(self, region: RegionCall, most: int) -> list[Keep]:
         """Return the sets of operators to keep; regions of the same operators share them."""
         ops = self.trace.ops[region.start : region.stop]
-        structure = (tuple((op.name, op.signature) for op in ops), region.cut - region.start)
+        structure = (tuple((op.name, op.signature) for op in ops), region.cut - region.start, most)
         if structure not in self.keeps_like:
-            found = keep_sets(list(self._worth(region)), most)
+            found = self._keep_sets(region, list(self._worth(region)), most)
             self.keeps_like[structure] = [
                 tuple(sorted(self.regions.op_key(region, op) for op in kept)) for kept in found
             ]
         return self.keeps_like[structure]
+
+    def _keep_sets(self, region: RegionCall, worth: list[Worth], most: int) -> list[tuple[int, ...]]:
+        if len(worth) > FEW_OPERATORS:
+            return keep_sets(worth, most)
+        nothing, *each = np.array([self._added_bytes(region, kept) for kept in ((), *((w.op,) for w in worth))])
+        return every_keep_set(worth, nothing, np.array(each) - nothing, most) if each else []
+
+    def _added_bytes(self, region: RegionCall, kept: tuple[int, ...]) -> Ints:
+        (again,) = recomputations(self.regions, region, frozenset(kept))
+        return added_bytes(self.regions, again, self.workspace)
 
     def _worth(self, region: RegionCall) -> Iterator[Worth]:
         """Return what it takes and saves to keep each operator's output.

@@ -3,7 +3,8 @@
 Keeping an output takes its bytes from the forward pass to the recomputation, and saves the seconds of
 its operator; what the sets take and save are sums, so that the sets worth having are the Pareto set of a
 knapsack. It is built one operator after the other (Nemhauser and Ullmann, 1969, Discrete Dynamic
-Programming and Capital Allocation), dropping at each step what another set beats.
+Programming and Capital Allocation), dropping at each step what another set beats. Of few operators every
+set is looked at, and counts also if it needs less than others while the region is recomputed.
 """
 
 from __future__ import annotations
@@ -11,7 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
+FEW_OPERATORS = 12
+"""Of so many, every set is looked at."""
 _MOST_STATES = 256
+
+Ints = npt.NDArray[np.int64]
 
 
 class Worth(NamedTuple):
@@ -44,6 +52,30 @@ def keep_sets(worth: Sequence[Worth], most: int) -> list[tuple[int, ...]]:
         states = _spread(_undominated([*states, *grown]), _MOST_STATES)
     chosen = _spread([s for s in states if s.kept], most)
     return [tuple(sorted(w.op for bit, w in enumerate(ranked) if s.kept >> bit & 1)) for s in chosen]
+
+
+def every_keep_set(worth: Sequence[Worth], added: Ints, changes: Ints, most: int) -> list[tuple[int, ...]]:
+    """Return sets of operators to keep, of all there are: none beats another, while recomputed neither.
+
+    All such sets, where there are no more than `most`; else as many of them, spread evenly over the seconds saved.
+
+    Args:
+        worth: The operators that can be kept, `FEW_OPERATORS` at most.
+        added: Bytes that the recomputation adds at each of its operators, if nothing is kept.
+        changes: What keeping each of the operators changes about that, in a row for each.
+        most: How many sets to return.
+    """
+    sets = np.arange(1 << len(worth))
+    kept = sets[:, np.newaxis] >> np.arange(len(worth)) & 1
+    nbytes, seconds = kept @ [w.nbytes for w in worth], kept @ [w.seconds for w in worth]
+    again = (added + kept @ changes).max(axis=1)
+    found: list[int] = []
+    for one in np.lexsort((again, -seconds, nbytes)):  # what beats a set comes before it
+        if not np.any((seconds[found] >= seconds[one]) & (again[found] <= again[one])):
+            found.append(int(one))
+    states = sorted((_State(int(nbytes[i]), float(seconds[i]), i) for i in found if i), key=lambda s: s.seconds)
+    chosen = sorted(_spread(states, most))
+    return [tuple(sorted(w.op for bit, w in enumerate(worth) if s.kept >> bit & 1)) for s in chosen]
 
 
 def _undominated(states: list[_State]) -> list[_State]:

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.ir.cost import CostTable
-from memfit.ir.recompute import Keepers, Recomputation, released
+from memfit.ir.recompute import Keepers, Recomputation, added_bytes
 from memfit.ir.remat import Region, RegionCall, Regions
 from memfit.ir.simulate import repeats
 from memfit.solve.activities import ALWAYS, Activity, Tightening
@@ -253,18 +253,6 @@ class _Builder:
 
     def _inner_peak(self, j: int, again: Recomputation, workspace: list[int]) -> int:
         """Return the most bytes that a recomputation adds to what is alive when it starts."""
-        region, storages = again.region, self.trace.storages
-        change = np.zeros(again.cut - region.start + 1, np.int64)
-        for copy in again.copies:
-            change[copy.born - region.start] += storages[copy.storage].nbytes
-            if not copy.survives:
-                change[copy.released - region.start + 1] -= storages[copy.storage].nbytes
-        saved = {self.trace.saves[s].storage for s in region.saves}
-        saved |= {one.storage for one in self.options[j].transfers}
-        for storage in (s for op in again.kept for s in self.trace.births[op] if s not in saved):
-            change[0] += storages[storage].nbytes
-            change[released(self.regions, storage, region.cut) - region.start + 1] -= storages[storage].nbytes
-        inside = np.cumsum(change)[:-1]
-        runs = [0 if op in again.kept else workspace[op] for op in range(region.start, again.cut)]
-        peak = int(np.max(inside + np.array(runs, np.int64), initial=0))
-        return peak + self.regions.generator_state_bytes * again.states
+        moved = frozenset(one.storage for one in self.options[j].transfers)
+        added = added_bytes(self.regions, again, workspace, moved)
+        return int(added.max(initial=0)) + self.regions.generator_state_bytes * again.states
