@@ -20,7 +20,7 @@ import torch
 from memfit.devices.host import cgroup_oom_kills
 from memfit.errors import MemoryLimitError
 
-Kind = Literal["allocator", "driver", "library", "host", "control group", "limit"]
+Kind = Literal["allocator", "driver", "library", "host", "control group", "limit", "another rank"]
 
 _TEXTS: tuple[tuple[Kind, str], ...] = (
     ("allocator", r"DefaultCPUAllocator: (can't allocate|not enough) memory"),
@@ -48,7 +48,7 @@ class OutOfMemory:
 
     Attributes:
         kind: Who refused: PyTorch's allocator, the driver, a library, the operating system, the control
-            group that killed a process, or `memfit.limit`.
+            group that killed a process, `limit_bytes`, or what another rank of the training met.
         requested_bytes: What was asked for, where the error says so.
         text: The error, as "type: first line".
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from msgspec.structs import replace
+from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_map
 
 from memfit.cost.calibrate import with_workspaces
@@ -19,7 +21,7 @@ from memfit.devices.host import find_device
 from memfit.errors import UsageError
 from memfit.ir.plan import Plan
 from memfit.ir.simulate import simulate
-from memfit.pipeline.applying import snapshots_of, switchable
+from memfit.pipeline.applying import join, snapshots_of, switchable
 from memfit.pipeline.coupling import without_coupled
 from memfit.pipeline.predicting import capture_levers, costs_of
 from memfit.pipeline.switching import Switch, candidates_of, lowered
@@ -40,7 +42,12 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 def adapt(
-    plan: Plan, workload: Workload, *, limit_bytes: int | None = None, snapshots: str | Path | None = None
+    plan: Plan,
+    workload: Workload,
+    *,
+    limit_bytes: int | None = None,
+    snapshots: str | Path | None = None,
+    process_group: ProcessGroup | None = None,
 ) -> Step:
     """Return a training step for batches whose shapes vary, which runs each with the fastest plan that fits it.
 
@@ -54,6 +61,8 @@ def adapt(
         limit_bytes: What a step may hold at a time (> 0): it fails before it exceeds that. None sets no limit.
         snapshots: Folder for a memory snapshot of each step that runs out of memory, `out-of-memory-<step>.pickle`, at
             most 8; None for none.
+        process_group: Ranks that train together, as for `apply`; all take the same plan, the one for the largest batch
+            among them. None for one process.
 
     Raises:
         PlanMismatchError: The plan was made for another workload.
@@ -62,7 +71,9 @@ def adapt(
     plan = without_coupled(plan, workload)
     with contextlib.ExitStack() as stack:
         switch = stack.enter_context(switchable(plan, workload, limit_bytes=limit_bytes))
-        switch.step.recovery = stack.enter_context(contextlib.closing(Adaptive(switch, plan, snapshots)))
+        adaptive = stack.enter_context(contextlib.closing(Adaptive(switch, plan, snapshots)))
+        switch.step.recovery = adaptive
+        join(adaptive, process_group)
         switch.step.on_close = stack.pop_all().close
     return switch.step
 
@@ -139,11 +150,11 @@ class Adaptive(Recovery):
 
     def __call__(self, run: Callable[[Any], StepResult], batch: Any) -> StepResult:
         """Run a batch with the plan that is chosen for it."""
-        place = self._place(batch)
+        (place,) = self._ranks.most([self._place(batch)])
         self._bucket = min(BUCKETS - 1, int(place * BUCKETS))
         self._expected = self.expected_at(place)
         arm = self.controller.choose(self._bucket, self._expected)
-        self._take(self._leanest() if arm is None else arm)
+        self._take(self._ranks.first(self._leanest() if arm is None else arm))
         if self._device.kind == "cuda":
             torch.cuda.reset_peak_memory_stats()
         try:
@@ -153,7 +164,7 @@ class Adaptive(Recovery):
         limit = self.step.limit
         is_slowed = isinstance(limit, CpuLimit) and limit.has_looked_up
         seconds = None if is_slowed else result.seconds
-        self.controller.learn(self._bucket, self._arm, self._expected[self._arm], seconds, self._peak_bytes())
+        self.controller.learn(self._bucket, self._arm, self._expected[self._arm], *self._seen(seconds))
         self.taken[self._bucket, self._arm] += 1
         return result
 
@@ -230,11 +241,18 @@ class Adaptive(Recovery):
         before = self._expected[self._arm]
         self.controller.ran_out(before)
         arm = self.controller.choose(self._bucket, self._expected)
-        arm = self._leanest() if arm is None else arm
+        arm = self._ranks.first(self._leanest() if arm is None else arm)
         return self._take(arm) if self._expected[arm].peak_bytes < before.peak_bytes else None
 
     def _leanest(self) -> int:
         return min(range(len(self.candidates)), key=lambda arm: self._expected[arm].peak_bytes)
+
+    def _seen(self, seconds: float | None) -> tuple[float | None, int | None]:
+        """Return what the slowest rank took and the fullest one held, so that all ranks learn the same."""
+        peak_bytes = self._peak_bytes()
+        said = [math.inf if seconds is None else seconds, -1.0 if peak_bytes is None else float(peak_bytes)]
+        slowest, fullest = self._ranks.most(said)
+        return None if math.isinf(slowest) else slowest, None if fullest < 0 else int(fullest)
 
     def _peak_bytes(self) -> int | None:
         if self._device.kind == "cuda":

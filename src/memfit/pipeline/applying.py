@@ -7,6 +7,8 @@ import functools
 from collections.abc import Iterator
 from pathlib import Path
 
+from torch.distributed import ProcessGroup
+
 from memfit.apply.bf16_weights import Bf16Weights, bf16_weights
 from memfit.apply.checkpoint import is_checkpointed
 from memfit.apply.chunked_loss import is_chunked
@@ -22,6 +24,7 @@ from memfit.pipeline.coupling import without_coupled
 from memfit.pipeline.switching import Switch, switched, without_switched
 from memfit.train.ledger import device_of, held_tensors, live
 from memfit.train.limits import CpuLimit, CudaLimit
+from memfit.train.ranks import check_can_recover
 from memfit.train.recovery import Recovery, Witness
 from memfit.train.scaling import LossScaler
 from memfit.train.snapshots import Snapshots
@@ -36,6 +39,7 @@ def apply(
     recover: bool = False,
     limit_bytes: int | None = None,
     snapshots: str | Path | None = None,
+    process_group: ProcessGroup | None = None,
 ) -> Step:
     """Return the training step that runs a plan on a workload.
 
@@ -51,13 +55,19 @@ def apply(
             sets no limit.
         snapshots: Folder for a memory snapshot of each step that runs out of memory, `out-of-memory-<step>.pickle`, at
             most 8; None for none.
+        process_group: Ranks that train together, each with a copy of the model, its own batches and the same plan: what
+            runs out of memory on one is undone on all, and gradients are averaged after the backward pass. None for
+            one process.
 
     Raises:
         PlanMismatchError: The plan was made for another workload.
         PlanError: A plan is applied to the workload already, its levers are not legal, or it cuts batches whose samples
             the loss couples.
-        UsageError: `limit_bytes` is not positive.
+        UsageError: `limit_bytes` is not positive, `process_group` is given without `recover`, the ranks have different
+            plans, or the model is one whose ranks can't recover together.
     """
+    if process_group is not None and not recover:
+        raise UsageError("process_group= has ranks undo steps together: give recover=True too")
     plan = without_coupled(plan, workload)
     with contextlib.ExitStack() as stack:
         switch = stack.enter_context(switchable(plan, workload, limit_bytes=limit_bytes))
@@ -65,10 +75,29 @@ def apply(
         if recover:
             recovery = Recovery(switch.step, plan, switch.lower, snapshots=writer)
             switch.step.recovery = stack.enter_context(contextlib.closing(recovery))
+            join(recovery, process_group)
         elif writer is not None:
             switch.step.recovery = Witness(switch.step, plan, writer)
         switch.step.on_close = stack.pop_all().close
     return switch.step
+
+
+def join(recovery: Recovery, process_group: ProcessGroup | None) -> None:
+    """Have ranks recover together, where there are several.
+
+    Raises:
+        UsageError: They can't.
+    """
+    workload = recovery.step.workload
+    check_can_recover(workload.model)
+    if process_group is None:
+        return
+    if recovery.plan.levers.precision == "bf16-true" and workload.bf16_updates == "stochastic-rounding":
+        raise UsageError(
+            "process_group= with Workload.bf16_updates='stochastic-rounding': each rank would round otherwise, and the"
+            " weights drift apart; give bf16_updates='master-weights'"
+        )
+    recovery.join(process_group)
 
 
 def snapshots_of(switch: Switch, folder: str | Path | None) -> Snapshots | None:

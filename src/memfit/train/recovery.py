@@ -7,11 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
+from torch.distributed import ProcessGroup
 
 from memfit.devices.out_of_memory import OutOfMemory, out_of_memory
-from memfit.errors import OutOfMemoryError
+from memfit.errors import MemfitError, OutOfMemoryError
 from memfit.ir.plan import Plan
+from memfit.train.ranks import PeerError, Ranks
 from memfit.train.rollback import Rollback
 from memfit.train.snapshots import Snapshots
 from memfit.train.step import Step, StepResult
@@ -126,10 +129,24 @@ class Recovery(Witness):
         super().__init__(step, plan, snapshots)
         self._lower, self._retries = lower, retries
         self._rollback = Rollback(step)
+        self._ranks = step.ranks
+
+    def join(self, group: ProcessGroup) -> None:
+        """Have all ranks of a process group decide together; call it on each of them.
+
+        Raises:
+            UsageError: They have different plans.
+        """
+        workload = self.step.workload
+        ranks = Ranks(group, workload.model, workload.optimizer, self.step.parameters)
+        self._ranks = self.step.ranks = ranks  # its hook comes after the rollback's, which takes what memory it needs
+        levers = [self.plan.levers, *(point.levers for point in self.plan.frontier)]
+        ranks.check_same("plans", msgspec.json.encode(levers))
 
     def close(self) -> None:
         """Watch the step no more."""
         self._rollback.close()
+        self._ranks.close()
 
     def __call__(self, run: Callable[[Any], StepResult], batch: Any) -> StepResult:
         """Run a step on a batch, under lower plans where memory runs out.
@@ -140,17 +157,22 @@ class Recovery(Witness):
 
         Raises:
             OutOfMemoryError: No lower plan is left, or the optimizer had begun to change the weights.
+            MemfitError: Another rank failed otherwise. Nothing was updated.
         """
         before_bytes = _held_bytes()
         for attempt in range(self._retries + 1):
             found = self._attempt(run, batch)
             if isinstance(found, StepResult):
                 self._rollback.settle()
+                self._ranks.settle()
                 return found
             _release()
-            is_restored, plan = self._rollback.restore(), self.plan
-            snapshot = self._write_snapshot(batch)
+            if self._ranks.is_updating:  # the others have updated, and this rank has not
+                raise self._error(found, attempt, is_torn=True)
+            is_restored, plan = self._ranks.all(self._rollback.restore()), self.plan
+            snapshot = "" if found.kind == "another rank" else self._write_snapshot(batch)
             lowered = self._lower(plan) if is_restored and attempt < self._retries else None
+            lowered = lowered if self._ranks.all(lowered is not None) else None
             held_bytes = max(0, _held_bytes() - before_bytes)
             self.events.append(OutOfMemoryEvent(self.step.steps + 1, found, held_bytes, plan, lowered, snapshot))
             if lowered is None:
@@ -164,13 +186,23 @@ class Recovery(Witness):
         The exception, and with it every frame and the tensors that they hold, is gone when this returns.
         """
         try:
+            self._ranks.begin()
             self._rollback.mark()
-            return run(batch)
+            result = run(batch)
+            self._ranks.finish()
+            return result
+        except PeerError as e:
+            if e.ran_out:
+                return OutOfMemory("another rank", None, str(e))
+            raise MemfitError(
+                f"step {self.step.steps + 1}: {e}. Nothing was updated; see what that rank says"
+            ) from None
         except Exception as e:
             found = out_of_memory(e)
-            if found is None:
+            if found is not None:
+                self._keep_snapshot()
+            if not self._ranks.failed(found is not None) or found is None:
                 raise
-            self._keep_snapshot()
             return found
 
     def _error(self, found: OutOfMemory, retries: int, *, is_torn: bool) -> OutOfMemoryError:

@@ -17,6 +17,7 @@ from memfit.ir.plan import Prediction
 from memfit.ir.trace import Phase
 from memfit.rng import rng_preserved
 from memfit.train.diagnosis import FirstNotFinite, watching
+from memfit.train.ranks import Alone
 from memfit.train.scaling import LossScaler
 from memfit.train.window import Window, checked_loss, gradient_values
 from memfit.workload import Workload, batch_size_of, slice_batch
@@ -71,6 +72,7 @@ class Step:
         prediction: What its plan predicts; None without a plan.
         recovery: Runs each step, and runs it again where memory runs out (`memfit.train.recovery`); None for nothing.
         limit: Makes the context of a step on a batch in which no more may be held than it says; None for no limit.
+        ranks: Those that train together.
 
     Raises:
         UsageError: `microbatch_size` is not positive.
@@ -100,6 +102,7 @@ class Step:
         self.recovery: Callable[[Callable[[Any], StepResult], Any], StepResult] | None = None
         self.limit: Callable[[Any], AbstractContextManager[object]] | None = None
         self.prediction: Prediction | None = None
+        self.ranks = Alone()
         self._autocast = autocast
         self._around = around
         self._optimize = update
@@ -187,6 +190,7 @@ class Step:
             loss = self._accumulate(batch, parameters)
             self._check_loss(loss, batch)
             self._phase("optimizer", 0)
+            self.ranks.average()
             scale = 1.0 if self.scaler is None else self.scaler.scale
             norm = self._update(loss, batch)
         finally:
@@ -215,6 +219,10 @@ class Step:
             if isinstance(module, nn.modules.batchnorm._NormBase) and module.training:
                 statistics += [buffer for buffer in module._buffers.values() if buffer is not None]
         return list(parameters.values()), statistics
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return every parameter, of optimizer and model."""
+        return self._held()[0]
 
     def _updated(self) -> list[nn.Parameter]:
         return [p for g in self.workload.optimizer.param_groups for p in g["params"]]
