@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.faults import figures as faults
+from memfit.ir import combinations
 from memfit.ir.codec import write_atomic
 from memfit.units import format_bytes
 
 ROOT = Path(__file__).parent.parent
-PAGES = (ROOT / "README.md", ROOT / "docs" / "accuracy.md", ROOT / "docs" / "training.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "accuracy.md", ROOT / "docs" / "training.md", ROOT / "docs" / "levers.md")
 RESULTS = ROOT / "benchmarks" / "results"
 
 
@@ -106,8 +107,9 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "prediction": ("prediction", summary_table),
     "cases": ("prediction", cases_table),
     "faults": ("faults", faults_table),
+    "combinations": ("", lambda _: combinations.markdown()),
 }
-"""For each mark on a page, the benchmark and what makes its table."""
+"""For each mark on a page, the benchmark, if it needs one, and what makes its table."""
 
 
 def with_tables(text: str) -> str:
@@ -116,7 +118,7 @@ def with_tables(text: str) -> str:
         if f"<!-- {mark}: " not in text:
             continue
         pattern = rf"(<!-- {mark}: [^>]*-->\n).*?(<!-- /{mark} -->)"
-        made = table(results(name))
+        made = table(results(name)) if name else table({})
         text = re.sub(pattern, lambda match, made=made: f"{match[1]}{made}\n{match[2]}", text, flags=re.DOTALL)  # type: ignore[misc]
     return text
 

@@ -19,7 +19,7 @@ from memfit.devices.host import find_device
 from memfit.ir import codec
 from memfit.ir.plan import ChunkedLoss, Levers, Plan
 from memfit.pipeline.applying import applied, switchable
-from memfit.pipeline.planning import lever_classes
+from memfit.pipeline.classes import lever_classes
 from memfit.pipeline.predicting import capture_levers, costs_of, predict
 from memfit.recipes import byte_lm
 from memfit.workload import Workload

@@ -20,7 +20,8 @@ from memfit.errors import BudgetError, InfeasibleError, PlanError, PlanMismatchE
 from memfit.ir.plan import NUMERICS, Levers, Plan
 from memfit.ir.remat import Region
 from memfit.pipeline.applying import applied
-from memfit.pipeline.planning import lever_classes, microbatch_sizes
+from memfit.pipeline.classes import lever_classes
+from memfit.pipeline.planning import microbatch_sizes
 from memfit.pipeline.verifying import verify
 from memfit.rng import rng_state
 from memfit.workload import Workload

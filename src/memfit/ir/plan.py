@@ -12,6 +12,7 @@ from memfit.ir.remat import Region
 from memfit.ir.throughput import Throughput
 
 Precision = Literal["32-true", "tf32", "bf16-mixed", "16-mixed", "bf16-true"]
+OptimizerLever = Literal["as-is", "in-backward"]
 Numerics = Literal["exact", "reordered", "reduced", "changed"]
 NUMERICS: tuple[Numerics, ...] = ("exact", "reordered", "reduced", "changed")
 """Numerics classes, from the strictest to the freest."""
@@ -39,6 +40,8 @@ class Levers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         chunked_loss: How the loss of a language model is cut; None computes it whole.
         lean: Normalisations, activations and dropouts whose outputs are made again in the backward pass: FQNs, in which
             * stands for anything.
+        optimizer: What becomes of the user's optimizer: "as-is", or each parameter updated "in-backward", as soon as
+            its gradient is there.
     """
 
     precision: Precision = "32-true"
@@ -46,6 +49,7 @@ class Levers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     regions: tuple[Region, ...] = ()
     chunked_loss: ChunkedLoss | None = None
     lean: tuple[str, ...] = ()
+    optimizer: OptimizerLever = "as-is"
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -12,6 +12,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from memfit.errors import InfeasibleError, PlanMismatchError, RecomputationError, UsageError
+from memfit.ir import combinations
 from memfit.ir.plan import NUMERICS, Candidate, Levers, Numerics, Plan, Precision, Prediction, Solution
 from memfit.ir.remat import Region
 from memfit.jittor import memory
@@ -20,7 +21,8 @@ from memfit.jittor.profile import Profile, profile
 from memfit.jittor.step import Step
 from memfit.jittor.variables import modules_of
 from memfit.jittor.workload import Workload, batch_size_of, fingerprint, first
-from memfit.pipeline.planning import freest, microbatch_sizes
+from memfit.pipeline.classes import freest
+from memfit.pipeline.planning import microbatch_sizes
 from memfit.solve.candidates import Option
 from memfit.solve.frontier import Combination, fastest, frontier
 from memfit.solve.problem import Problem, Row
@@ -91,6 +93,7 @@ def apply(plan: Plan, workload: Workload) -> Step:
             f"the plan was made for the workload {plan.workload!r} with the fingerprint {plan.fingerprint}, not for"
             f" this one with {fingerprint(workload)}: plan again with memfit.jittor.plan"
         )
+    combinations.check(combinations.names_of(plan.levers, batch_size_of(workload.batch)) | {combinations.JITTOR})
     return _step(workload, plan.levers, plan.predicted.peak_bytes)
 
 

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from memfit.apply.bf16_weights import Bf16Weights, bf16_weights
 from memfit.apply.checkpoint import is_checkpointed
 from memfit.apply.chunked_loss import is_chunked
+from memfit.apply.in_backward import InBackward, in_backward
 from memfit.apply.lean import is_made_lean
 from memfit.apply.precision import autocast, is_cast, kept_in_fp32, tf32
 from memfit.capture.accumulation import Accumulation
@@ -20,6 +21,7 @@ from memfit.devices.host import find_device
 from memfit.errors import PlanError, PlanMismatchError, UsageError, WorkloadError
 from memfit.ir.device import Device
 from memfit.ir.plan import Levers, Plan
+from memfit.pipeline.combining import check_combination
 from memfit.pipeline.coupling import without_coupled
 from memfit.pipeline.switching import Switch, switched, without_switched
 from memfit.train.ledger import device_of, held_tensors, live
@@ -141,8 +143,10 @@ def applied(levers: Levers, workload: Workload, *, predicted_peak_bytes: int | N
     """Run levers on a workload, on the device of its parameters, until the context is left."""
     device = next((p.device.type for p in workload.model.parameters()), "cpu")
     precision, mixed = levers.precision, levers.precision in ("bf16-mixed", "16-mixed")
+    check_combination(levers, workload)
     with (
         _weights(levers, workload, device) as weights,
+        _optimizer(levers, workload) as updating,
         switched(workload.model, levers),
     ):
         yield Step(
@@ -152,6 +156,7 @@ def applied(levers: Levers, workload: Workload, *, predicted_peak_bytes: int | N
             around=tf32 if precision == "tf32" else None,
             scaler=LossScaler(workload.loss_scaling) if precision == "16-mixed" else None,
             update=weights.update if weights else None,
+            in_backward=updating,
             masters=weights.masters if weights else None,
             predicted_peak_bytes=predicted_peak_bytes,
         )
@@ -161,7 +166,6 @@ def applied(levers: Levers, workload: Workload, *, predicted_peak_bytes: int | N
 def _weights(levers: Levers, workload: Workload, device: str) -> Iterator[Bf16Weights | None]:
     """Have the model's weights, and the modules that are to stay in fp32, as the precision asks."""
     if levers.precision == "bf16-true":
-        check_bf16_updates(workload)
         with bf16_weights(workload, accumulates=levers.microbatch_size < batch_size_of(workload.batch)) as weights:
             yield weights
     else:
@@ -170,14 +174,14 @@ def _weights(levers: Levers, workload: Workload, device: str) -> Iterator[Bf16We
             yield None
 
 
-def check_bf16_updates(workload: Workload) -> None:
-    """Raise PlanError unless a workload says how weights in bf16 are updated."""
-    if workload.bf16_updates is None:
-        raise PlanError(
-            "precision='bf16-true' with Workload.bf16_updates=None loses every update below 1/256 of its weight: give"
-            " bf16_updates='master-weights' (fp32 copies that the optimizer updates) or 'stochastic-rounding', or use"
-            " 'bf16-mixed'"
-        )
+@contextlib.contextmanager
+def _optimizer(levers: Levers, workload: Workload) -> Iterator[InBackward | None]:
+    """Have the optimizer update the parameters when the plan says."""
+    if levers.optimizer == "in-backward":
+        with in_backward(workload.optimizer) as updating:
+            yield updating
+    else:
+        yield None
 
 
 def check_plan(plan: Plan, workload: Workload) -> None:
@@ -185,7 +189,7 @@ def check_plan(plan: Plan, workload: Workload) -> None:
 
     Raises:
         PlanMismatchError: It was made for another one.
-        PlanError: Its microbatch size is not one.
+        PlanError: Its microbatch size is not one, or its levers don't go together.
     """
     found = fingerprint(workload)
     if found != plan.fingerprint:
@@ -199,6 +203,7 @@ def check_plan(plan: Plan, workload: Workload) -> None:
             f"the plan's levers.microbatch_size is {plan.levers.microbatch_size}: it must be from 1 to the batch's"
             f" {size} samples"
         )
+    check_combination(plan.levers, workload, allowed=plan.allowed)
 
 
 def check_workload(workload: Workload, device: Device) -> None:

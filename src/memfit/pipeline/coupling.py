@@ -17,18 +17,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
 from memfit.errors import PlanError
+from memfit.ir.combinations import BATCH_NORM, COUPLING_LOSS, MICROBATCHES, between
 from memfit.ir.plan import Candidate, Plan
 from memfit.ir.trace import Trace
 from memfit.rng import rng_state
 from memfit.train.trainer import evaluation_mode
 from memfit.workload import Workload, batch_size_of, slice_batch, tensors_of
 
-_NORMALISES = (
-    "microbatches are left out: the model normalises over the batch (BatchNorm in training mode), so that"
-    " they would change the training; numerics='changed' allows them all the same, and without BatchNorm's"
-    " statistics of the batch nothing is in their way: memfit.freeze_batch_norm(model) takes its running"
-    " statistics, memfit.group_norm_for_batch_norm(model) normalises each sample by itself"
-)
 SAMPLES = 8
 """Samples that are looked at, at most."""
 TOLERANCE = {"cpu": 1e-4}
@@ -44,7 +39,8 @@ def coupling(trace: Trace, workload: Workload) -> str | None:
         workload: The workload; nothing of it is changed.
     """
     if any(module.couples_batch for module in trace.modules):
-        return _NORMALISES
+        row = between(MICROBATCHES, BATCH_NORM)
+        return f"microbatches are left out ({row.other}): {row.why}; {row.instead}"
     found = coupled_samples(workload)
     return None if found is None else _note(found)
 
@@ -115,10 +111,11 @@ def without_coupled(plan: Plan, workload: Workload) -> Plan:
     if found is None:
         return plan
     if chosen:
+        row = between(MICROBATCHES, COUPLING_LOSS)
         raise PlanError(
             f"the plan's levers.microbatch_size={plan.levers.microbatch_size} of {plan.batch_size} would change the"
-            f" training: Workload.loss_fn couples the samples of a batch ({found}). Return (sum, count) where it is a"
-            " mean over tokens or voxels, plan with numerics='exact', or allow numerics='changed'"
+            f" training: {row.other} ({found}): {row.why}. What to do: {row.instead}. The row in docs/levers.md:"
+            f" {row.row()}"
         )
     return replace(plan, frontier=[p for p in plan.frontier if not _is_cut(plan, p)], notes=[*plan.notes, _note(found)])
 

@@ -14,13 +14,16 @@ from memfit.apply.probe import probing
 from memfit.devices.advice import precisions as precisions_of
 from memfit.devices.host import find_device
 from memfit.errors import InfeasibleError, RecomputationError, UsageError
+from memfit.ir import combinations
 from memfit.ir.device import Device
-from memfit.ir.plan import NUMERICS, Candidate, Levers, Numerics, Plan, Precision, Prediction, Solution
+from memfit.ir.plan import NUMERICS, Candidate, Levers, Numerics, OptimizerLever, Plan, Precision, Prediction, Solution
 from memfit.ir.remat import Regions
 from memfit.ir.trace import Trace
 from memfit.pipeline import leaning, remote
 from memfit.pipeline.applying import check_workload
-from memfit.pipeline.chunking import is_chunked, worthwhile
+from memfit.pipeline.chunking import LEAST_SHARE, is_chunked, worthwhile
+from memfit.pipeline.classes import OPTIMIZER_CLASSES, allows, freest, lever_classes
+from memfit.pipeline.combining import circumstances
 from memfit.pipeline.coupling import coupling
 from memfit.pipeline.predicting import (
     Progress,
@@ -39,6 +42,7 @@ from memfit.version import __version__
 from memfit.workload import Workload, batch_size_of, fingerprint, tokens_per_sample
 
 _ATTEMPTS = 6
+_CHEAP = 0.05  # a plan that is slower than the fastest step by no more needs no other optimizer
 _ROUNDING_BYTES = 64  # what floats in the solver may miss
 
 
@@ -90,13 +94,11 @@ def plan(
     for precision in precisions or ():
         check_precision(precision, "precisions", found, workload)
     host_budget_bytes = 0 if host_budget is None else parse_budget(host_budget, None, "host_budget")
-    if host_budget_bytes and not (found.kind == "cuda" and found.link_bytes_per_second):
-        raise UsageError(
-            f"host_budget={host_budget!r}: device={device!r} has no link to the host whose rate is known, so that"
-            " nothing can be offloaded; leave host_budget out, or name a GPU"
-        )
+    if host_budget_bytes:
+        used = {combinations.OFFLOAD} | circumstances(workload, found)
+        combinations.check(used, where=f"host_budget={host_budget!r} on {found.name}: ")
     searched = tuple(precisions or precisions_of(found))
-    if "32-true" not in searched and not _allows(numerics, "reduced"):
+    if "32-true" not in searched and not allows(numerics, "reduced"):
         raise UsageError(
             f"precisions={list(searched)} are not allowed by numerics={numerics!r}: allow numerics='reduced'"
         )
@@ -200,52 +202,58 @@ class _Planner:
         self.coupling = coupling(first, self.workload)
         self.couples_batch = self.coupling is not None
         self.wanted = self._with_lean(self._with_chunked_loss(self._combinations()))
-        for index, levers in enumerate(self.wanted):
+        self._capture(self.wanted)
+
+    def _capture(self, wanted: list[Levers]) -> None:
+        """Capture the step with combinations of levers, and measure its operators."""
+        for index, levers in enumerate(wanted):
             if levers not in self.traces:
                 self.traces[levers] = capture_levers(self.workload, levers, self.device)
-            self.progress("capture", index + 1, len(self.wanted))
+            self.progress("capture", index + 1, len(wanted))
+        if not wanted:
+            return
         measuring = functools.partial(self.progress, "measure operators")
         in_tf32 = [trace for trace in self.traces.values() if trace.precision == "tf32"]
         others = [trace for trace in self.traces.values() if trace.precision != "tf32"]
         self.costs = costs_of(others, self.device, measuring)
         self.tf32_costs = costs_of(in_tf32, self.device) if in_tf32 else self.costs
 
-    def _with_chunked_loss(self, combinations: list[Levers]) -> list[Levers]:
+    def _with_chunked_loss(self, wanted: list[Levers]) -> list[Levers]:
         """Return combinations with those that chunk the loss, where logits take enough and nothing else asks for them.
 
         Where the step is then as fast as before, only the plain step is searched with its loss whole.
         """
         plain = self._predict(self.traces[self.plain])
         lever = worthwhile(self.workload, self.traces[self.plain], plain.peak_bytes)
-        if lever is None or not _allows(self.numerics, "reordered"):
-            return combinations
+        if lever is None or not allows(self.numerics, "reordered"):
+            return wanted
         whole = replace(self.plain, chunked_loss=lever)
         trace = capture_levers(self.workload, whole, self.device)
         if not is_chunked(trace, self.traces[self.plain], lever):
             self.notes.append(
                 f"the loss is not chunked: something else than F.cross_entropy asks for the logits of {lever.head}"
             )
-            return combinations
+            return wanted
         self.traces[whole] = trace
-        chunked = [replace(levers, chunked_loss=lever) for levers in combinations]
+        chunked = [replace(levers, chunked_loss=lever) for levers in wanted]
         is_slower = self._predict(trace).step_seconds > (1 + SIMPLER_WITHIN) * plain.step_seconds
-        return [*(combinations if is_slower else [self.plain]), *chunked]
+        return [*(wanted if is_slower else [self.plain]), *chunked]
 
-    def _with_lean(self, combinations: list[Levers]) -> list[Levers]:
+    def _with_lean(self, wanted: list[Levers]) -> list[Levers]:
         """Return combinations, and each with lean normalisations and activations, where these save enough."""
         plain = self._predict(self.traces[self.plain])
         if not leaning.worthwhile(self.workload, self.traces[self.plain], plain.peak_bytes):
-            return combinations
+            return wanted
         whole = replace(self.plain, lean=("*",))
         try:
             trace = capture_levers(self.workload, whole, self.device)
         except RecomputationError as e:
             self.notes.append(f"no normalisation or activation is made again: {e.module} does something else ({e.how})")
-            return combinations
+            return wanted
         if self._predict(trace).peak_bytes > (1 - leaning.LEAST_SHARE) * plain.peak_bytes:
-            return combinations
+            return wanted
         self.traces[whole] = trace
-        return [*combinations, *(replace(levers, lean=("*",)) for levers in combinations)]
+        return [*wanted, *(replace(levers, lean=("*",)) for levers in wanted)]
 
     def _combinations(self) -> list[Levers]:
         """Return what is searched, the simplest first; precisions that are not allowed with the whole batch only."""
@@ -257,39 +265,76 @@ class _Planner:
             sizes = [self.batch_size]
         found: list[Levers] = []
         for precision in self.precisions:
-            allowed = precision == "32-true" or _allows(self.numerics, "reduced")
+            allowed = precision == "32-true" or allows(self.numerics, "reduced")
             for size in sizes if allowed else [self.batch_size]:
                 found.append(Levers(precision=precision, microbatch_size=size))
         return found
 
     def _solve_all(self) -> None:
-        self.combinations = []
+        self.combinations: list[Combination] = []
         for index, levers in enumerate(self.wanted):
-            regions = Regions(self.traces[levers])
-            costs = self.tf32_costs if levers.precision == "tf32" else self.costs
-            whole = _around(levers.chunked_loss.head) if levers.chunked_loss else set()
-            found = options(regions, costs, self.excluded | whole, offload=self.host_budget_bytes > 0)
-            problem = build(regions, costs, found, self.host_budget_bytes)
-            classes = lever_classes(levers, self.batch_size, self.couples_batch)
-            combination = Combination(levers, freest(classes), problem)
-            self.combinations.append(combination)
+            self._solve(levers)
             self.progress("solve", index, len(self.wanted) + 1)
         refused = refusals(Regions(self.traces[self.plain]))
         self.notes += [f"{fqn} is not recomputed: it {why}" for fqn, why in refused.items() if fqn]
 
+    def _solve(self, levers: Levers) -> Combination:
+        """Make the problem of what to checkpoint under some levers."""
+        regions = Regions(self.traces[levers])
+        costs = self.tf32_costs if levers.precision == "tf32" else self.costs
+        whole = _around(levers.chunked_loss.head) if levers.chunked_loss else set()
+        found = options(regions, costs, self.excluded | whole, offload=self.host_budget_bytes > 0)
+        problem = build(regions, costs, found, self.host_budget_bytes)
+        classes = lever_classes(levers, self.batch_size, self.couples_batch)
+        self.combinations.append(Combination(levers, freest(classes), problem))
+        return self.combinations[-1]
+
     def _choose(self) -> tuple[Candidate, Prediction]:
-        """Return the fastest plan whose applied step, captured again, is predicted to fit."""
-        allowed = [c for c in self.combinations if _allows(self.numerics, c.numerics)]
+        """Return the fastest plan that fits. How parameters are updated is changed only where no other is cheap."""
+        best = self._fastest(self._allowed(), self.time_limit_seconds)
+        least = min(c.problem.plain_seconds for c in self._allowed())
+        for lever in OPTIMIZER_CLASSES:
+            if best is not None and best[1].step_seconds <= (1 + _CHEAP) * least:
+                break
+            found = self._fastest(self._with_optimizer(lever), self.time_limit_seconds / 4)
+            best = found if best is None else best if found is None else _faster(best, found)
+        return best or self._leanest(self._allowed())
+
+    def _allowed(self) -> list[Combination]:
+        return [c for c in self.combinations if allows(self.numerics, c.numerics)]
+
+    def _with_optimizer(self, lever: OptimizerLever) -> list[Combination]:
+        """Capture and return the combinations that another way of updating the parameters adds."""
+        first = self.traces[self.plain]
+        saved = sum(p.nbytes for p in first.parameters if p.trainable and p.group >= 0)  # at most
+        enough = saved >= LEAST_SHARE * self._predict(first).peak_bytes
+        if not enough or not allows(self.numerics, OPTIMIZER_CLASSES[lever]):
+            return []
+        whole = [c.levers for c in self._allowed() if c.levers.microbatch_size == self.batch_size]
+        bases = {levers.precision: levers for levers in whole if levers.optimizer == "as-is"}
+        around = circumstances(self.workload, self.device)
+        added = [
+            levers
+            for base in bases.values()
+            if (levers := replace(base, optimizer=lever)) not in self.wanted
+            and not combinations.refusals(combinations.names_of(levers, self.batch_size) | around, self.numerics)
+        ]
+        self.wanted += added
+        self._capture(added)
+        return [self._solve(levers) for levers in added]
+
+    def _fastest(self, allowed: list[Combination], seconds: float) -> tuple[Candidate, Prediction] | None:
+        """Return the fastest plan of some combinations whose applied step, captured again, is predicted to fit."""
         target = int(self.budget_bytes / (1 + self.costs.peak_error))
-        for attempt in range(_ATTEMPTS):
-            candidate = fastest(allowed, target, self.time_limit_seconds / 2 ** (attempt + 1))
+        for attempt in range(_ATTEMPTS if allowed else 0):
+            candidate = fastest(allowed, target, seconds / 2 ** (attempt + 1))
             if candidate is None:
                 break
             prediction = self._confirm(candidate)
             if prediction.peak_upper_bytes <= self.budget_bytes:
                 return candidate, prediction
             target = int(target - (prediction.peak_upper_bytes - self.budget_bytes) / (1 + self.costs.peak_error)) - 1
-        return self._leanest(allowed)
+        return None
 
     def _confirm(self, candidate: Candidate) -> Prediction:
         """Predict a plan from a capture of the step with the plan applied."""
@@ -359,13 +404,13 @@ def _around(fqn: str) -> set[str]:
     return {".".join(parts[: n + 1]) for n in range(len(parts))}
 
 
-def _allows(allowed: Numerics, used: Numerics) -> bool:
-    return NUMERICS.index(used) <= NUMERICS.index(allowed)
-
-
-def freest(classes: dict[str, Numerics]) -> Numerics:
-    """Return the freest class of some levers; "exact" where there are none."""
-    return max(classes.values(), key=NUMERICS.index, default="exact")
+def _faster(one: tuple[Candidate, Prediction], other: tuple[Candidate, Prediction]) -> tuple[Candidate, Prediction]:
+    """Return the faster of two plans, with the bound of both; the first where the other is hardly faster."""
+    is_faster = one[1].step_seconds > (1 + SIMPLER_WITHIN) * other[1].step_seconds
+    candidate, prediction = other if is_faster else one
+    bound = min(one[0].bound_seconds, other[0].bound_seconds)
+    proven = one[0].status == other[0].status == "optimal" and candidate.bound_seconds <= bound
+    return replace(candidate, bound_seconds=bound, status="optimal" if proven else "feasible"), prediction
 
 
 def microbatch_sizes(batch_size: int, most: int = 5) -> list[int]:
@@ -376,21 +421,3 @@ def microbatch_sizes(batch_size: int, most: int = 5) -> list[int]:
         if divisor * 2 <= sizes[-1] or divisor == 1:
             sizes.append(divisor)
     return sizes if len(sizes) <= most else [*sizes[: most - 1], 1]
-
-
-def lever_classes(levers: Levers, batch_size: int, couples_batch: bool) -> dict[str, Numerics]:
-    """Return the numerics class of each lever that is used."""
-    classes: dict[str, Numerics] = {}
-    if levers.regions:
-        classes["activation checkpointing"] = "exact"
-    if any(region.offload for region in levers.regions):
-        classes["activation offload"] = "exact"
-    if levers.lean:
-        classes["lean norms and activations"] = "exact"
-    if levers.microbatch_size < batch_size:
-        classes["microbatches"] = "changed" if couples_batch else "reordered"
-    if levers.chunked_loss is not None:
-        classes["chunked loss"] = "reordered"
-    if levers.precision != "32-true":
-        classes[levers.precision] = "reduced"
-    return classes

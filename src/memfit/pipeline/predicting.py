@@ -13,9 +13,10 @@ from memfit.capture.step import capture
 from memfit.cost.calibrate import calibrate
 from memfit.cost.roofline import roofline
 from memfit.devices import fake_cuda
-from memfit.devices.advice import precisions, supports_bfloat16, supports_tf32
+from memfit.devices.advice import precisions, supports_bfloat16
 from memfit.devices.host import find_device
 from memfit.errors import UsageError
+from memfit.ir import combinations
 from memfit.ir.allocations import allocations
 from memfit.ir.cost import CostTable
 from memfit.ir.device import Device
@@ -28,7 +29,8 @@ from memfit.ir.throughput import throughput
 from memfit.ir.timeline import Timeline
 from memfit.ir.trace import Trace
 from memfit.pipeline import remote
-from memfit.pipeline.applying import applied, check_bf16_updates, check_workload
+from memfit.pipeline.applying import applied, check_workload
+from memfit.pipeline.combining import circumstances
 from memfit.report.chrome_trace import write_chrome_trace
 from memfit.report.snapshot import write_snapshot
 from memfit.units import format_bytes, format_seconds
@@ -228,7 +230,5 @@ def check_precision(precision: str, argument: str, device: Device, workload: Wor
     """
     if precision not in PRECISIONS:
         raise UsageError(f"{argument}={precision!r} is unknown: use one of {', '.join(PRECISIONS)}")
-    if precision == "tf32" and not supports_tf32(device):
-        raise UsageError(f"{argument}='tf32': {device.name} has no TF32; NVIDIA's GPUs from Ampere on have")
-    if precision == "bf16-true":
-        check_bf16_updates(workload)
+    used = {precision} | circumstances(workload, device)
+    combinations.check(used, where=f"{argument}={precision!r} on {device.name}: ")

@@ -12,6 +12,7 @@ from memfit.apply.checkpoint import checkpointed
 from memfit.apply.chunked_loss import chunked
 from memfit.apply.lean import lean
 from memfit.ir.plan import NUMERICS, Candidate, Levers, Plan, Prediction, Solution
+from memfit.pipeline.classes import lever_classes
 from memfit.train.step import Step
 from memfit.units import format_bytes
 
@@ -118,8 +119,6 @@ def lowered(plan: Plan, candidate: Candidate) -> Plan:
 
 def at_point(plan: Plan, candidate: Candidate, predicted: Prediction, note: str) -> Plan:
     """Return the plan that runs a point of a plan's frontier."""
-    from memfit.pipeline.planning import lever_classes  # which itself applies plans
-
     bound = min(predicted.step_seconds, *(c.bound_seconds for c in plan.frontier))
     solution = Solution(
         status="feasible",

@@ -17,8 +17,8 @@ from memfit.ir.plan import Levers, Numerics, Plan
 from memfit.ir.remat import Region
 from memfit.ir.verification import GradientDifference, Verification
 from memfit.pipeline.applying import applied, check_runs_here
+from memfit.pipeline.classes import freest, lever_classes
 from memfit.pipeline.coupling import coupling
-from memfit.pipeline.planning import freest, lever_classes
 from memfit.pipeline.predicting import capture_levers, costs_of, predict
 from memfit.units import format_bytes
 from memfit.workload import Workload, batch_size_of

@@ -22,6 +22,7 @@ _LEVER_STEMS = {
     "offload": ("offload",),
     "loss": ("loss",),
     "lean": ("lean",),
+    "optimizer": ("optimizer",),
 }
 _Group = tuple[tuple[str, ...], str]  # the parts of an FQN, and what is done with the module
 
@@ -120,6 +121,8 @@ def lever_rows(plan: Plan) -> list[LeverRow]:
     if plan.levers.lean:
         what = "all norms and activations" if "*" in plan.levers.lean else clean(", ".join(plan.levers.lean))
         settings["lean"] = f"{what} made again"
+    if plan.levers.optimizer != "as-is":
+        settings["optimizer"] = plan.levers.optimizer
     rows = []
     for name, setting in settings.items():
         key = next((k for k in left if any(stem in k.lower() for stem in _LEVER_STEMS[name])), None)

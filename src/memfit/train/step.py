@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -21,6 +21,16 @@ from memfit.train.ranks import Alone
 from memfit.train.scaling import LossScaler
 from memfit.train.window import Window, checked_loss, gradient_values
 from memfit.workload import Workload, batch_size_of, slice_batch
+
+
+class InBackward(Protocol):
+    """Updates each parameter in the backward pass, as soon as its gradient is there."""
+
+    def taken(self) -> AbstractContextManager[object]:
+        """Make the context of a backward pass that updates."""
+
+    def norms(self) -> list[torch.Tensor]:
+        """Return the norms of the gradients that it used."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +73,7 @@ class Step:
         around: Makes the context of a whole step.
         scaler: Scales the loss of fp16 steps.
         update: Updates the parameters from their gradients; None for `Workload.optimizer.step`.
+        in_backward: Updates them in the backward pass instead; then there is one microbatch, and no clipping.
         masters: For parameters of the model that another one is updated for, which has the gradient: that one.
         predicted_peak_bytes: Goes into the results.
 
@@ -87,6 +98,7 @@ class Step:
         around: Callable[[], AbstractContextManager[object]] | None = None,
         scaler: LossScaler | None = None,
         update: Callable[[], object] | None = None,
+        in_backward: InBackward | None = None,
         masters: Mapping[nn.Parameter, nn.Parameter] | None = None,
         predicted_peak_bytes: int | None = None,
     ) -> None:
@@ -106,6 +118,7 @@ class Step:
         self._autocast = autocast
         self._around = around
         self._optimize = update
+        self._in_backward = in_backward
         self._masters = masters or {}
         self.predicted_peak_bytes = predicted_peak_bytes
 
@@ -187,7 +200,7 @@ class Step:
         _clear(parameters)
         norm = math.nan
         try:
-            loss = self._accumulate(batch, parameters)
+            loss = self._accumulate(batch, parameters, updating=self._in_backward)
             self._check_loss(loss, batch)
             self._phase("optimizer", 0)
             self.ranks.average()
@@ -239,7 +252,7 @@ class Step:
         cuts = [(start, min(start + piece, samples)) for start in range(0, samples, piece)]
         return [(slice_batch(batch, start, stop), stop - start) for start, stop in cuts]
 
-    def _accumulate(self, batch: Any, parameters: list[nn.Parameter]) -> float:
+    def _accumulate(self, batch: Any, parameters: list[nn.Parameter], updating: InBackward | None = None) -> float:
         """Run every microbatch forward and backward; return the mean loss of the whole batch."""
         self._phase("optimizer", 0)
         samples = batch_size_of(batch)
@@ -249,14 +262,19 @@ class Step:
             loss, count = self.compute_loss(microbatch)
             loss = window.weigh(loss, count, size)
             scaled = loss if self.scaler is None else self.scaler.scaled(loss)
+            if updating is not None:
+                self._check_loss(window.mean_loss(), batch)
             self._phase("backward", index)
-            scaled.backward()
+            with nullcontext() if updating is None else updating.taken():
+                scaled.backward()
             del loss, scaled
         window.finish(_gradients_of(parameters))
         return window.mean_loss()
 
     def _update(self, loss: float, batch: Any) -> float:
         """Unscale, clip, step, update the scale. Return the gradient norm; where it is not finite nothing was done."""
+        if self._in_backward is not None:
+            return self._norm_in_backward(self._in_backward.norms(), loss)
         updated = self._updated()
         gradients = _gradients_of(updated)
         if not gradients:
@@ -276,6 +294,23 @@ class Step:
             self._optimize()
         if self.scaler is not None:
             self.scaler.update(overflowed=False)
+        if self.workload.scheduler is not None:
+            self.workload.scheduler.step()
+        return norm
+
+    def _norm_in_backward(self, norms: list[torch.Tensor], loss: float) -> float:
+        """Return the norm of the gradients that the backward pass used."""
+        if not norms:
+            raise WorkloadError("Workload.loss_fn returned a loss that no parameter of Workload.optimizer leads to")
+        norm = float(torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms])))
+        if not math.isfinite(norm):
+            raise NonFiniteError(
+                f"the gradient norm is {norm} at step {self.steps} (loss {loss:g}), and the weights were updated with"
+                " it, as each gradient is used in the backward pass: go on from a checkpoint, lower the learning rate,"
+                " or set levers.optimizer to 'as-is', which looks before it updates",
+                step=self.steps,
+                value=norm,
+            )
         if self.workload.scheduler is not None:
             self.workload.scheduler.step()
         return norm

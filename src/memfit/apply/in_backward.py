@@ -1,0 +1,81 @@
+"""The optimizer in the backward pass, as a lever: each gradient is used as soon as it is there, and freed.
+
+Gradients are then never all in memory. Autograd tells when a parameter's gradient is complete
+(`Tensor.register_post_accumulate_grad_hook`); the user's own optimizer takes its step for that parameter alone, with
+the same operators as in its whole step, so that the result is bitwise the same. By then no operator of the backward
+pass needs the parameter any more; where one does, autograd notices that it has changed, and says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+import torch
+
+from memfit.apply.one_by_one import restricted
+from memfit.errors import PlanError
+
+
+class InBackward:
+    """Takes an optimizer's steps in the backward pass, while `taken` is entered.
+
+    Args:
+        optimizer: Of `torch.optim`, which updates each parameter by itself.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._groups = {p: group for group in optimizer.param_groups for p in group["params"]}
+        self._handles = [p.register_post_accumulate_grad_hook(self._update) for p in self._groups if p.requires_grad]
+        self._norms: dict[torch.Tensor, torch.Tensor] = {}
+        self._is_taking = False
+        self._lock = threading.Lock()  # each device has a thread of its own in the backward pass
+
+    def close(self) -> None:
+        """Leave gradients to the user again."""
+        for handle in self._handles:
+            handle.remove()
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[None]:
+        """Update parameters in the backward pass that runs until the context is left."""
+        self._norms, self._is_taking = {}, True
+        try:
+            yield
+        finally:
+            self._is_taking = False
+
+    def norms(self) -> list[torch.Tensor]:
+        """Return the norms of the gradients that the last such pass used, in the order of the parameters."""
+        return [self._norms[p] for p in self._groups if p in self._norms]
+
+    def _update(self, parameter: torch.Tensor) -> None:
+        if not self._is_taking:
+            return
+        with self._lock, torch.no_grad():
+            if parameter in self._norms:
+                raise PlanError(
+                    f"the gradient of a parameter of shape {tuple(parameter.shape)} arrives twice in one backward pass,"
+                    " as under reentrant checkpointing, and was used already: set levers.optimizer to 'as-is'"
+                )
+            gradient = parameter.grad
+            assert gradient is not None
+            values = gradient.coalesce().values() if gradient.is_sparse else gradient
+            wide = torch.promote_types(values.dtype, torch.float32)
+            self._norms[parameter] = torch.linalg.vector_norm(values, dtype=wide)
+            del gradient, values
+            with restricted(self._optimizer, self._groups[parameter], [parameter]):
+                self._optimizer.step()
+            parameter.grad = None
+
+
+@contextlib.contextmanager
+def in_backward(optimizer: torch.optim.Optimizer) -> Iterator[InBackward]:
+    """Have an optimizer take its steps in the backward pass, until the context is left."""
+    updating = InBackward(optimizer)
+    try:
+        yield updating
+    finally:
+        updating.close()

@@ -1,0 +1,62 @@
+"""The table of combinations refuses what it names, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memfit.errors import PlanError
+from memfit.ir import combinations
+from memfit.ir.combinations import TABLE, between, check, markdown, names_of, refusals
+from memfit.ir.plan import ChunkedLoss, Levers
+from memfit.ir.remat import Region
+
+NAMES = sorted({name for row in TABLE for name in (row.one, row.other)})
+
+
+@given(used=st.sets(st.sampled_from(NAMES)), allowed=st.sampled_from(["exact", "changed"]))
+def test_what_is_refused_is_what_the_table_names(used: set[str], allowed: str) -> None:
+    named = [row for row in TABLE if {row.one, row.other} <= used and not (row.unless and allowed == row.unless)]
+    assert refusals(used, allowed) == named  # type: ignore[arg-type]
+    if not named:
+        check(used, allowed)  # type: ignore[arg-type]
+    else:
+        with pytest.raises(PlanError) as error:
+            check(used, allowed, where="here: ")  # type: ignore[arg-type]
+        first = named[0]
+        assert all(part in str(error.value) for part in ("here: ", first.one, first.other, first.why, first.row()))
+        assert first.row() in markdown()
+
+
+def test_pairs_are_named_once() -> None:
+    pairs = [frozenset((row.one, row.other)) for row in TABLE]
+    assert len(set(pairs)) == len(pairs)
+    assert between("tf32", combinations.NO_TF32).instead
+
+
+def test_levers_have_the_names_of_the_table() -> None:
+    assert names_of(Levers(microbatch_size=4), 4) == {"32-true"}
+    regions = (Region(("body",), offload=True), Region(("body.last",)))
+    used = Levers(
+        precision="tf32",
+        microbatch_size=2,
+        regions=regions,
+        chunked_loss=ChunkedLoss(head="head", rows=1),
+        optimizer="in-backward",
+    )
+    assert names_of(used, 4) == {
+        "tf32",
+        combinations.MICROBATCHES,
+        combinations.CHECKPOINTING,
+        combinations.OFFLOAD,
+        combinations.CHUNKED_LOSS,
+        combinations.IN_BACKWARD,
+    }
+
+
+@pytest.mark.parametrize(("head", "inside"), [("body.head", True), ("body", True), ("body2.head", False), ("x", False)])
+def test_regions_around_the_head_are_found(head: str, inside: bool) -> None:
+    for modules, expected in ((("body",), inside), (("",), True)):
+        levers = Levers(microbatch_size=1, regions=(Region(modules),), chunked_loss=ChunkedLoss(head=head, rows=1))
+        assert (combinations.HEAD_INSIDE in names_of(levers, 1)) == expected

@@ -1,0 +1,165 @@
+"""What does not combine is refused by every verb, with the row of the table."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+import memfit
+from memfit.devices.host import find_device
+from memfit.errors import InfeasibleError, PlanError
+from memfit.ir import combinations
+from memfit.ir.combinations import between
+from memfit.ir.plan import ChunkedLoss, Levers, Plan
+from memfit.ir.remat import Region
+from memfit.pipeline.combining import check_combination, circumstances
+from memfit.pipeline.predicting import capture_levers
+from memfit.recipes import byte_lm
+from memfit.train.optimizers import Optimizers
+from memfit.workload import Workload
+from tests.workloads import tiny
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return memfit.plan(tiny(), budget="1GiB", numerics="exact", precisions=["32-true"], points=1)
+
+
+def unclipped() -> Workload:
+    return dataclasses.replace(tiny(), max_grad_norm=None)
+
+
+def with_batch_norm() -> Workload:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    return Workload(model, torch.randn(4, 4), lambda m, x: m(x).sum(), torch.optim.SGD(model.parameters()))
+
+
+def with_two_optimizers() -> Workload:
+    workload = unclipped()
+    first, *others = workload.model.parameters()
+    several = Optimizers([torch.optim.SGD([first]), torch.optim.SGD(others)])
+    return dataclasses.replace(workload, optimizer=several)
+
+
+class Foreign(torch.optim.SGD):
+    pass
+
+
+def compiled() -> Workload:
+    workload = tiny()
+    workload.model._compiled_call_impl = workload.model.forward  # as model.compile() leaves it
+    return workload
+
+
+IN_BACKWARD = Levers(microbatch_size=4, optimizer="in-backward")
+CASES: dict[tuple[str, str], tuple[Callable[[], Workload], Levers]] = {
+    (combinations.MICROBATCHES, combinations.BATCH_NORM): (with_batch_norm, Levers(microbatch_size=2)),
+    ("bf16-true", combinations.NO_UPDATES): (tiny, Levers(precision="bf16-true", microbatch_size=4)),
+    ("tf32", combinations.NO_TF32): (tiny, Levers(precision="tf32", microbatch_size=4)),
+    (combinations.OFFLOAD, combinations.NO_LINK): (
+        tiny,
+        Levers(microbatch_size=4, regions=(Region(("blocks.0",), offload=True),)),
+    ),
+    (combinations.CHUNKED_LOSS, combinations.HEAD_INSIDE): (
+        tiny,
+        Levers(microbatch_size=4, regions=(Region(("",)),), chunked_loss=ChunkedLoss(head="head", rows=1)),
+    ),
+    (combinations.CHUNKED_LOSS, combinations.COMPILED): (
+        compiled,
+        Levers(microbatch_size=4, chunked_loss=ChunkedLoss(head="head", rows=1)),
+    ),
+    (combinations.IN_BACKWARD, combinations.MICROBATCHES): (unclipped, replace(IN_BACKWARD, microbatch_size=1)),
+    (combinations.IN_BACKWARD, combinations.CLIPPING): (tiny, IN_BACKWARD),
+    (combinations.IN_BACKWARD, "16-mixed"): (unclipped, replace(IN_BACKWARD, precision="16-mixed")),
+    (combinations.IN_BACKWARD, "bf16-true"): (
+        lambda: dataclasses.replace(unclipped(), bf16_updates="master-weights"),
+        replace(IN_BACKWARD, precision="bf16-true"),
+    ),
+    (combinations.IN_BACKWARD, combinations.SEVERAL_OPTIMIZERS): (with_two_optimizers, IN_BACKWARD),
+    (combinations.IN_BACKWARD, combinations.FOREIGN_OPTIMIZER): (
+        lambda: (w := unclipped()) and dataclasses.replace(w, optimizer=Foreign(w.model.parameters())),
+        IN_BACKWARD,
+    ),
+}
+
+
+@pytest.mark.parametrize("pair", CASES, ids=" x ".join)
+def test_each_row_is_refused(pair: tuple[str, str]) -> None:
+    make, levers = CASES[pair]
+    device = find_device("cpu")
+    with pytest.raises(PlanError) as error:
+        check_combination(levers, make(), device, allowed="reduced")
+    assert between(*pair).row() in str(error.value)
+
+
+def test_every_row_but_those_of_other_frameworks_is_tested() -> None:
+    elsewhere = {combinations.JITTOR, combinations.COUPLING_LOSS}  # tests/jittor, test_coupling.py
+    assert set(CASES) == {(r.one, r.other) for r in combinations.TABLE if r.other not in elsewhere}
+
+
+def test_batch_norm_is_allowed_microbatches_under_changed() -> None:
+    check_combination(Levers(microbatch_size=2), with_batch_norm(), allowed="changed")
+
+
+def test_an_ordinary_step_meets_no_circumstance_but_what_the_cpu_lacks() -> None:
+    found = circumstances(dataclasses.replace(unclipped(), bf16_updates="master-weights"), find_device("cpu"))
+    assert found == {combinations.NO_TF32, combinations.NO_LINK}
+    assert combinations.NO_LINK not in circumstances(unclipped(), find_device("rtx-3090"))
+
+
+@pytest.mark.parametrize(
+    "levers",
+    [
+        {"optimizer": "in-backward"},
+        {"chunked_loss": ChunkedLoss(head="head", rows=1), "regions": (Region(("",)),)},
+        {"precision": "bf16-true"},
+    ],
+)
+def test_verbs_refuse_plans_made_by_hand(plan: Plan, levers: dict[str, Any]) -> None:
+    edited = replace(plan, levers=replace(plan.levers, **levers))
+    for verb in (memfit.apply, memfit.verify, memfit.adapt):
+        with pytest.raises(PlanError, match="does not go with .* The row in docs/levers.md: "):
+            verb(edited, tiny())  # type: ignore[operator]
+
+
+def test_arguments_are_named() -> None:
+    with pytest.raises(PlanError, match="^precision='tf32' on cpu: tf32 does not go with a device without TF32"):
+        memfit.estimate(tiny(), precision="tf32")
+    with pytest.raises(PlanError, match="^host_budget='1GiB' on cpu: activation offload does not go with a device"):
+        memfit.plan(tiny(), budget="1GiB", host_budget="1GiB")
+
+
+def test_the_optimizer_is_changed_where_nothing_else_is_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    from memfit.pipeline import planning
+
+    captured: list[Levers] = []
+
+    def counted(workload: Workload, levers: Levers, device: Any) -> Any:
+        captured.append(levers)
+        return capture_levers(workload, levers, device)
+
+    monkeypatch.setattr(planning, "capture_levers", counted)
+    sizes = {"n_layer": 3, "d_model": 128, "n_head": 2, "context": 32, "batch_size": 1}
+    workload = byte_lm(max_grad_norm=None, max_bytes=200_000, dropout=0.0, **sizes)  # type: ignore[arg-type]
+    plain_bytes = memfit.estimate(workload).peak_bytes
+    gradient_bytes = sum(p.nbytes for p in workload.model.parameters())
+    roomy = memfit.plan(workload, budget=2 * plain_bytes, numerics="exact", precisions=["32-true"], points=1)
+    assert roomy.levers.optimizer == "as-is" and {levers.optimizer for levers in captured} == {"as-is"}
+    captured.clear()
+    with pytest.raises(InfeasibleError) as lowest:
+        memfit.plan(dataclasses.replace(workload, max_grad_norm=1.0), budget="1MiB", numerics="exact", points=1)
+    assert {levers.optimizer for levers in captured} == {"as-is"}
+    captured.clear()
+    budget = int(lowest.value.lowest_peak_bytes - 0.2 * gradient_bytes)
+    tight = memfit.plan(workload, budget=budget, numerics="exact", precisions=["32-true"], points=1)
+    assert tight.levers.optimizer == "in-backward" and tight.classes[combinations.IN_BACKWARD] == "exact"
+    bare = {replace(levers, regions=()) for levers in captured if levers.optimizer != "as-is"}
+    assert bare == {Levers(microbatch_size=1, optimizer="in-backward")}
+    assert "optimizer" in str(tight) and "in-backward" in str(tight)
+    verification = memfit.verify(tight, workload)
+    assert verification.holds and verification.bitwise, verification.failures
