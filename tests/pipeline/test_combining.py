@@ -98,7 +98,7 @@ def test_each_row_is_refused(pair: tuple[str, str]) -> None:
 
 
 def test_every_row_but_those_of_other_frameworks_is_tested() -> None:
-    elsewhere = {combinations.JITTOR, combinations.COUPLING_LOSS}  # tests/jittor, test_coupling.py
+    elsewhere = {combinations.JITTOR, combinations.COUPLING_LOSS}  # an environment of its own; test_coupling.py
     assert set(CASES) == {(r.one, r.other) for r in combinations.TABLE if r.other not in elsewhere}
 
 
