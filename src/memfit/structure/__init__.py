@@ -8,18 +8,25 @@ from memfit.structure.convolutions import grouped_convolutions, separable_convol
 from memfit.structure.distillation import distill, softened_loss, student
 from memfit.structure.proposal import Change, Price, Proposal, price
 from memfit.structure.pruning import batch_norm_sparsity, prune
+from memfit.structure.scaling import COMPOUND, SINGLE, Member, Rule, Scaling, scale
 from memfit.structure.targets import precompute
 
 __all__ = [
+    "COMPOUND",
+    "SINGLE",
     "Change",
+    "Member",
     "Price",
     "Proposal",
+    "Rule",
+    "Scaling",
     "batch_norm_sparsity",
     "distill",
     "grouped_convolutions",
     "precompute",
     "price",
     "prune",
+    "scale",
     "separable_convolutions",
     "softened_loss",
     "student",

@@ -1,0 +1,308 @@
+"""Compound scaling: the largest member of a family of models that fits a budget.
+
+A family is a function of three multipliers, of width, depth and resolution. A rule says how they grow together;
+EfficientNet's (Tan and Le 2019, *EfficientNet: Rethinking Model Scaling for Convolutional Neural Networks*, section
+3.3, equation 3) is depth 1.2^φ, width 1.1^φ, resolution 1.15^φ, found by a grid search on a small model so that the
+multiply-adds about double with each φ. It is not the best rule for every family: give several, and what to go by.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from memfit.errors import InfeasibleError, MissingExtraError, WorkloadError
+from memfit.ir import codec
+from memfit.ir.plan import Numerics
+from memfit.pipeline import estimate, find_device, plan
+from memfit.structure.proposal import forward_pass
+from memfit.units import format_bytes, format_seconds, parse_budget
+from memfit.workload import Workload, fingerprint
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How multipliers grow: each is its base to the power of φ.
+
+    Args:
+        name: What tables call it.
+        depth: Base of the depth's multiplier (≥ 1), and so on.
+        width: Of the width's.
+        resolution: Of the resolution's.
+    """
+
+    name: str
+    depth: float
+    width: float
+    resolution: float
+
+    def at(self, phi: float) -> tuple[float, float, float]:
+        """Return the multipliers of width, depth and resolution at a φ."""
+        return self.width**phi, self.depth**phi, self.resolution**phi
+
+
+COMPOUND = Rule("compound", depth=1.2, width=1.1, resolution=1.15)
+"""EfficientNet's."""
+SINGLE = (
+    Rule("depth", 2.0, 1.0, 1.0),
+    Rule("width", 1.0, math.sqrt(2), 1.0),
+    Rule("resolution", 1.0, 1.0, math.sqrt(2)),
+)
+"""One multiplier alone, which doubles a convolutional network's multiply-adds with each φ too."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A member of a family, as predicted.
+
+    Attributes:
+        rule: The rule's name.
+        phi: Where on it.
+        width: Multiplier, and so on.
+        parameters: Numbers in its parameters.
+        multiply_adds: Of the loss's forward pass, for one sample.
+        peak_bytes: Of its step: the plain one, or the planned one where that was asked for.
+        step_seconds: Of the same.
+        fits: Whether the upper end of the predicted peak is within the budget.
+        proxy: What members are chosen by; None for those that do not fit.
+    """
+
+    rule: str
+    phi: float
+    width: float
+    depth: float
+    resolution: float
+    parameters: int
+    multiply_adds: int
+    peak_bytes: int
+    step_seconds: float
+    fits: bool
+    proxy: float | None
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """The members of a family that were looked at. Print it for a table.
+
+    Attributes:
+        workload: The chosen member's.
+        chosen: The one with the best proxy that fits.
+        members: All, by rule and φ.
+        budget_bytes: What they were to fit.
+        notes: What to know.
+    """
+
+    workload: Workload
+    chosen: Member
+    members: tuple[Member, ...]
+    budget_bytes: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def frontier(self) -> list[Member]:
+        """Return the members that no other of less multiply-adds needs more memory than, from small to large."""
+        found: list[Member] = []
+        for member in sorted(self.members, key=lambda m: (m.peak_bytes, -m.multiply_adds)):
+            if not found or member.multiply_adds > found[-1].multiply_adds:
+                found.append(member)
+        return found
+
+    def __str__(self) -> str:
+        table = Table(box=SIMPLE_HEAD, pad_edge=False)
+        names = ("rule", "φ", "width", "depth", "resol.", "parameters", "multiply-adds", "peak", "step", "proxy")
+        table.add_column("")
+        for name in names:
+            table.add_column(name, justify="left" if name == "rule" else "right", no_wrap=True)
+        for member in self.members:
+            mark = "▶" if member is self.chosen else "" if member.fits else "▲"
+            table.add_row(mark, *(Text(cell) for cell in _cells(member)))
+        console = Console(width=120, file=io.StringIO(), color_system=None, force_terminal=False, legacy_windows=False)
+        with console.capture() as captured:
+            console.print(table)
+            console.print(f"▶ chosen   ▲ over the budget of {format_bytes(self.budget_bytes)}", *self.notes, sep="\n")
+        return "\n".join(line.rstrip() for line in captured.get().splitlines()).strip("\n")
+
+    def plot(self, path: Path | str) -> Path:
+        """Write the frontier as an HTML page that needs no network: multiply-adds over the predicted peak.
+
+        Raises:
+            MissingExtraError: Plotly is not installed.
+            OutputError: The file can't be written.
+        """
+        figure = _figure(self)
+        return codec.write_atomic(path, figure.to_html(include_plotlyjs=True).encode())
+
+
+def scale(
+    family: Callable[[float, float, float], Workload],
+    *,
+    budget: int | float | str,
+    rules: Sequence[Rule] = (COMPOUND,),
+    proxy: Callable[[Workload], float] | None = None,
+    planned: bool = False,
+    numerics: Numerics = "reordered",
+    device: str = "cpu",
+    tolerance: float = 0.1,
+    phi_range: tuple[float, float] = (-8.0, 8.0),
+) -> Scaling:
+    """Find the largest member of a family that fits a budget: for each rule by bisection, then the best by a proxy.
+
+    Args:
+        family: `family(width, depth, resolution)` returns the workload of multipliers, whose peak must not fall as φ
+            grows; `family(1, 1, 1)` is φ = 0. Multiply sizes and round them; build under `torch.device("meta")` where
+            models are large.
+        budget: Bytes, or a string with a unit ("24GiB"), or a share of the device ("90%").
+        rules: Ways to grow.
+        proxy: What stands for accuracy, the higher the better, of the members that fit, the largest of each rule among
+            them: an accuracy after a short training, say. None takes the multiply-adds.
+        planned: Whether a member fits if any plan of it does; else its plain step has to.
+        numerics: What plans may do; see `memfit.plan`.
+        device: That steps are predicted for.
+        tolerance: How near the largest φ that fits is found (> 0).
+        phi_range: The smallest and the largest φ that are looked at.
+
+    Raises:
+        WorkloadError: An argument is out of its range.
+        InfeasibleError: Under no rule the smallest member fits.
+    """
+    if tolerance <= 0 or not phi_range[0] < phi_range[1] or not rules:
+        raise WorkloadError(
+            f"tolerance={tolerance}, phi_range={phi_range}, rules={len(rules)}: give a tolerance above 0, a range from"
+            " low to high, and at least one rule"
+        )
+    budget_bytes = parse_budget(budget, find_device(device).usable_bytes)
+    search = _Search(family, budget_bytes, proxy, planned, numerics, device)
+    best = [found for rule in rules if (found := search.largest(rule, tolerance, phi_range)) is not None]
+    members = sorted(search.members, key=lambda m: ([r.name for r in rules].index(m.rule), m.phi))
+    if not best:
+        lowest = min(members, key=lambda m: m.peak_bytes)
+        raise InfeasibleError(
+            f"no member of the family fits {format_bytes(budget_bytes)}: the smallest, at φ={lowest.phi:g} of the rule"
+            f" {lowest.rule!r}, takes {format_bytes(lowest.peak_bytes)}. Raise budget, or lower phi_range",
+            budget_bytes=budget_bytes,
+            lowest_peak_bytes=lowest.peak_bytes,
+            where=f"φ={lowest.phi:g}",
+        )
+    chosen = max(best, key=lambda m: m.proxy or -math.inf)
+    workload = family(chosen.width, chosen.depth, chosen.resolution)
+    return Scaling(workload, chosen, tuple(members), budget_bytes, tuple(_notes(members, best, phi_range)))
+
+
+class _Search:
+    """Predictions for members of a family, each made once."""
+
+    def __init__(
+        self,
+        family: Callable[[float, float, float], Workload],
+        budget_bytes: int,
+        proxy: Callable[[Workload], float] | None,
+        planned: bool,
+        numerics: Numerics,
+        device: str,
+    ) -> None:
+        self.family, self.budget_bytes, self.proxy = family, budget_bytes, proxy
+        self.planned, self.numerics, self.device = planned, numerics, device
+        self.members: list[Member] = []
+        self._known: dict[str, tuple[int, float, bool]] = {}
+
+    def largest(self, rule: Rule, tolerance: float, phi_range: tuple[float, float]) -> Member | None:
+        """Return the member at the largest φ of a rule that fits; None where none does."""
+        lowest, highest = phi_range
+        low, step = min(max(0.0, lowest), highest), 1.0
+        found = self.member(rule, low)
+        while not found.fits and low > lowest:
+            low, step = max(low - step, lowest), 2 * step
+            found = self.member(rule, low)
+        if not found.fits:
+            return None
+        over = [m.phi for m in self.members if m.rule == rule.name and m.phi > low]
+        high = min(over, default=None)
+        step = 1.0
+        while high is None and low < highest:
+            tried = self.member(rule, min(low + step, highest))
+            low, found, high = (tried.phi, tried, None) if tried.fits else (low, found, tried.phi)
+            step *= 2
+        while high is not None and high - low > tolerance:
+            tried = self.member(rule, (low + high) / 2)
+            low, found, high = (tried.phi, tried, high) if tried.fits else (low, found, tried.phi)
+        return found
+
+    def member(self, rule: Rule, phi: float) -> Member:
+        """Return a member's prediction."""
+        width, depth, resolution = rule.at(phi)
+        workload = self.family(width, depth, resolution)
+        key = fingerprint(workload)
+        if key not in self._known:
+            self._known[key] = self._predicted(workload)
+        peak_bytes, step_seconds, fits = self._known[key]
+        multiply_adds = forward_pass(workload).multiply_adds
+        proxy = None
+        if fits:
+            proxy = float(multiply_adds if self.proxy is None else self.proxy(workload))
+        made = Member(
+            rule.name, phi, width, depth, resolution, sum(p.numel() for p in workload.model.parameters()),
+            multiply_adds, peak_bytes, step_seconds, fits, proxy,
+        )  # fmt: skip
+        self.members.append(made)
+        return made
+
+    def _predicted(self, workload: Workload) -> tuple[int, float, bool]:
+        """Return the peak, the time, and whether it fits, of a plain or a planned step."""
+        plain = estimate(workload, device=self.device)
+        fits = plain.peak_upper_bytes <= self.budget_bytes
+        if fits or not self.planned:
+            return plain.peak_bytes, plain.step_seconds, fits
+        try:
+            made = plan(workload, budget=self.budget_bytes, device=self.device, numerics=self.numerics, points=1)
+        except InfeasibleError as e:
+            return e.lowest_peak_bytes, plain.step_seconds, False
+        return made.predicted.peak_bytes, made.predicted.step_seconds, True
+
+
+def _notes(members: Sequence[Member], best: Sequence[Member], phi_range: tuple[float, float]) -> Iterator[str]:
+    for member in best:
+        if member.phi == phi_range[1]:
+            yield f"{member.rule}: the largest φ that was looked at fits too: raise phi_range for more"
+        larger = [m.phi for m in members if m.rule == member.rule and m.phi < member.phi and not m.fits]
+        if larger:
+            yield f"{member.rule}: φ={max(larger):g} does not fit although a larger one does: peaks are not monotone"
+
+
+def _cells(member: Member) -> Iterator[str]:
+    yield member.rule
+    for multiplier in (member.phi, member.width, member.depth, member.resolution):
+        yield f"{multiplier:.2f}"
+    yield f"{member.parameters:,}"
+    yield f"{member.multiply_adds:,}"
+    yield format_bytes(member.peak_bytes)
+    yield format_seconds(member.step_seconds)
+    yield "" if member.proxy is None else f"{member.proxy:.4g}"
+
+
+def _figure(scaling: Scaling) -> Any:
+    try:
+        go = importlib.import_module("plotly.graph_objects")
+    except ModuleNotFoundError as e:
+        raise MissingExtraError("Scaling.plot", "report", e.name or "plotly") from e
+    figure = go.Figure()
+    for rule in dict.fromkeys(member.rule for member in scaling.members):
+        own = [member for member in scaling.members if member.rule == rule]
+        mib, work = [m.peak_bytes / 2**20 for m in own], [m.multiply_adds for m in own]
+        told = [f"φ={m.phi:.2f}" for m in own]
+        figure.add_scatter(x=mib, y=work, name=rule, mode="lines+markers", text=told)
+    at = scaling.chosen
+    star = {"size": 16, "symbol": "star"}
+    figure.add_scatter(x=[at.peak_bytes / 2**20], y=[at.multiply_adds], name="chosen", mode="markers", marker=star)
+    figure.add_vline(x=scaling.budget_bytes / 2**20, line_dash="dash", annotation_text="budget")
+    figure.update_layout(xaxis_title="predicted peak, MiB", yaxis_title="multiply-adds of a sample", yaxis_type="log")
+    return figure
