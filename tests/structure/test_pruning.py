@@ -106,6 +106,11 @@ def test_rounds_come_down_in_equal_factors_with_training_between() -> None:
     assert len(found.workload.optimizer.state) == len(list(found.workload.model.parameters()))
 
 
+def test_channels_of_equal_importance_do_not_all_go_at_once() -> None:
+    found = prune(convnet(), multiply_adds=0.5, importance="batch-norm", is_global=True)
+    assert found.after.multiply_adds > 0.2 * found.before.multiply_adds
+
+
 def test_plan_is_made_anew_for_the_smaller_model() -> None:
     workload = convnet(channels=16, blocks=1)
     found = prune(workload, multiply_adds=0.5)

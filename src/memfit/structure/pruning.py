@@ -37,6 +37,7 @@ from memfit.workload import Loss, Workload, slice_batch
 
 Importance = Literal["l1", "batch-norm"]
 _STEPS = 50  # at most so many, of a fiftieth of the channels each, until the multiply-adds are few enough
+_TIE = 1e-5
 _MOST = 0.95  # of a layer's channels
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
@@ -190,7 +191,8 @@ def _importance(tp: Any, kind: Importance) -> Callable[[Any], Tensor | None]:
         if found is None:
             return None
         found = found[: len(group[0].idxs)]  # longer where a concatenation follows a depthwise convolution
-        return found / found.mean().clamp(min=torch.finfo(found.dtype).tiny)
+        first = torch.linspace(0, _TIE, len(found), device=found.device)  # of equals, which else would all go at once
+        return found / found.mean().clamp(min=torch.finfo(found.dtype).tiny) + first
 
     return importance
 
