@@ -86,13 +86,16 @@ def test_the_import_leaves_the_surroundings_as_they_were(monkeypatch: pytest.Mon
 
     def fake(name: str) -> ModuleType:
         seen.update(os.environ, node=platform.node())
-        return SimpleNamespace(flags=SimpleNamespace(log_silent=1), LOG=SimpleNamespace(log_silent=1))  # type: ignore[return-value]
+        flags = SimpleNamespace(log_silent=1, cc_type="g++", cc_flags="-Ofast")
+        return SimpleNamespace(flags=flags, LOG=SimpleNamespace(log_silent=1))  # type: ignore[return-value]
 
     monkeypatch.setattr(doctor.importlib, "import_module", fake)
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     jittor = doctor._import_jittor()
     assert (seen["HOME"], seen["nvcc_path"], seen["log_silent"], seen["node"]) == (str(home), "", "1", "memfit")
     assert dict(os.environ) == before and platform.node is node
     assert jittor.flags.log_silent == jittor.LOG.log_silent == 0  # or errors would be silent too
+    assert doctor._set_up(jittor).flags.cc_flags.split() == ["-Ofast", "-fno-reciprocal-math", "-mno-recip"]  # once
 
 
 def test_onednn_is_linked_from_its_wheels(monkeypatch: pytest.MonkeyPatch, home: Path, tmp_path: Path) -> None:

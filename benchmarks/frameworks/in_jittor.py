@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 import memfit.jittor as mj
-from benchmarks.frameworks.subject import LEARNING_RATE, SUBJECTS, data, report, resident_bytes
+from benchmarks.frameworks.subject import LEARNING_RATE, SUBJECTS, UNetSizes, data, report, resident_bytes
 from memfit.errors import InfeasibleError
 from memfit.jittor import memory
 from memfit.jittor.variables import named_variables
@@ -23,18 +23,18 @@ def workload(name: str, weights: str) -> mj.Workload:
     from benchmarks.frameworks.jittor_models import UNet, transformer
 
     subject = SUBJECTS[name]
-    model = UNet(**subject.model) if subject.kind == "unet" else transformer(**subject.model)
+    model = UNet(subject.sizes) if isinstance(subject.sizes, UNetSizes) else transformer(subject.sizes)
     arrays = np.load(weights)
     for fqn, variable in named_variables(model).items():
         variable.assign(jt.array(arrays[fqn]))
     given = data(subject)
-    y = jt.array(given["y"].astype("int32" if subject.kind == "unet" else "float32")).stop_grad()
+    y = jt.array(given["y"].astype("int32" if isinstance(model, UNet) else "float32")).stop_grad()
     batch = {"x": jt.array(given["x"]).stop_grad(), "y": y}
     classes = [0, *range(2, len(subject.shape)), 1]
 
     def loss_fn(model: Any, batch: Any) -> Any:
         y = model(batch["x"])
-        if subject.kind != "unet":
+        if not isinstance(model, UNet):
             return (y - batch["y"]).sqr().mean()
         return jt.nn.cross_entropy_loss(y.transpose(*classes).reshape((-1, y.shape[1])), batch["y"].reshape((-1,)))
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import memfit
-from benchmarks.frameworks.subject import LEARNING_RATE, SUBJECTS, data, report, resident_bytes
+from benchmarks.frameworks.subject import LEARNING_RATE, SUBJECTS, UNetSizes, data, report, resident_bytes
 from benchmarks.frameworks.torch_models import UNet, transformer
 from memfit.capture.measure import measure_peak_bytes
 from memfit.train.step import Step
@@ -22,12 +22,12 @@ def workload(name: str) -> memfit.Workload:
     """Return a subject's workload, with weights drawn anew."""
     subject = SUBJECTS[name]
     torch.manual_seed(0)
-    model = UNet(**subject.model) if subject.kind == "unet" else transformer(**subject.model)
+    model = UNet(subject.sizes) if isinstance(subject.sizes, UNetSizes) else transformer(subject.sizes)
     batch = {key: torch.from_numpy(value) for key, value in data(subject).items()}
 
     def loss_fn(model: Any, batch: Any) -> torch.Tensor:
         y = model(batch["x"])
-        return F.cross_entropy(y, batch["y"]) if subject.kind == "unet" else F.mse_loss(y, batch["y"])
+        return F.cross_entropy(y, batch["y"]) if isinstance(model, UNet) else F.mse_loss(y, batch["y"])
 
     return memfit.Workload(model, batch, loss_fn, torch.optim.SGD(model.parameters(), LEARNING_RATE), name=name)
 

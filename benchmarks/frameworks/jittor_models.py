@@ -7,6 +7,8 @@ from typing import Any
 import jittor as jt
 from jittor import nn
 
+from benchmarks.frameworks.subject import TransformerSizes, UNetSizes
+
 
 class DoubleConv(nn.Module):
     def __init__(self, inputs: int, outputs: int, conv: Any, norm: Any) -> None:
@@ -36,22 +38,17 @@ class Up(nn.Module):
 
 
 class UNet(nn.Module):
-    """Base channels double with each of the levels."""
-
-    def __init__(
-        self, *, inputs: int = 3, outputs: int = 2, base: int = 8, levels: int = 3, dims: int = 2, norm: Any = None
-    ) -> None:
+    def __init__(self, sizes: UNetSizes, norm: Any = nn.BatchNorm) -> None:
         super().__init__()
-        norm = norm or nn.BatchNorm
-        conv = nn.Conv if dims == 2 else nn.Conv3d
-        widths = [base * 2**level for level in range(levels + 1)]
-        self.levels = levels
-        self.pool = nn.Pool(2, op="maximum") if dims == 2 else nn.Pool3d(2, op="maximum")
+        conv, pool = (nn.Conv, nn.Pool) if sizes.dims == 2 else (nn.Conv3d, nn.Pool3d)
+        widths = sizes.widths
+        self.levels = sizes.levels
+        self.pool = pool(2, op="maximum")
         for level, width in enumerate(widths):
-            setattr(self, f"down{level}", DoubleConv(widths[level - 1] if level else inputs, width, conv, norm))
-        for level in range(levels):
+            setattr(self, f"down{level}", DoubleConv(widths[level - 1] if level else sizes.inputs, width, conv, norm))
+        for level in range(sizes.levels):
             setattr(self, f"up{level}", Up(widths[level + 1], widths[level], conv, norm))
-        self.head = conv(base, outputs, 1)
+        self.head = conv(sizes.base, sizes.outputs, 1)
 
     def execute(self, x: Any) -> Any:
         skips = []
@@ -68,13 +65,12 @@ class UNet(nn.Module):
 class Block(nn.Module):
     """A pre-norm Transformer block."""
 
-    def __init__(self, width: int, heads: int, dropout: float = 0.0) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.dropout = nn.Dropout(dropout, is_train=True)
 
     def attention(self, x: Any) -> Any:
         samples, length, width = x.shape
@@ -86,9 +82,9 @@ class Block(nn.Module):
         return self.out(nn.bmm(weights, v).transpose(0, 2, 1, 3).reshape((samples, length, width)))
 
     def execute(self, x: Any) -> Any:
-        x = x + self.dropout(self.attention(self.norm1(x)))
+        x = x + self.attention(self.norm1(x))
         return x + self.down(nn.gelu(self.up(self.norm2(x))))
 
 
-def transformer(blocks: int = 6, width: int = 32, heads: int = 2, dropout: float = 0.0) -> Any:
-    return nn.Sequential(*(Block(width, heads, dropout) for _ in range(blocks)))
+def transformer(sizes: TransformerSizes) -> Any:
+    return nn.Sequential(*(Block(sizes.width, sizes.heads) for _ in range(sizes.blocks)))

@@ -17,18 +17,41 @@ LEARNING_RATE = 0.05
 
 
 @dataclass(frozen=True)
+class UNetSizes:
+    """Of a U-Net in two or three dimensions, whose channels double with each level."""
+
+    inputs: int = 3
+    outputs: int = 2
+    base: int = 8
+    levels: int = 3
+    dims: int = 2
+
+    @property
+    def widths(self) -> list[int]:
+        """Channels of each level, the finest first."""
+        return [self.base * 2**level for level in range(self.levels + 1)]
+
+
+@dataclass(frozen=True)
+class TransformerSizes:
+    """Of a small Transformer."""
+
+    blocks: int = 6
+    width: int = 32
+    heads: int = 2
+
+
+@dataclass(frozen=True)
 class Subject:
     """A model and its batch.
 
     Attributes:
-        model: Arguments of `UNet`, or of `transformer`.
         shape: Of the input.
         share: Of the plain step's own peak, for the planned step.
     """
 
     name: str
-    kind: str
-    model: dict[str, int]
+    sizes: UNetSizes | TransformerSizes
     shape: tuple[int, ...]
     share: float
 
@@ -36,12 +59,12 @@ class Subject:
 SUBJECTS = {
     s.name: s
     for s in (
-        Subject("U-Net 2-D", "unet", {"base": 16, "dims": 2}, (8, 3, 128, 128), 0.7),
-        Subject("U-Net 3-D", "unet", {"base": 8, "dims": 3, "inputs": 1}, (2, 1, 48, 48, 48), 0.8),
-        Subject("Transformer", "transformer", {"blocks": 6, "width": 128, "heads": 4}, (16, 128, 128), 0.5),
-        Subject("U-Net 2-D, small", "unet", {"base": 8, "dims": 2}, (8, 3, 64, 64), 0.8),
-        Subject("U-Net 3-D, small", "unet", {"base": 8, "dims": 3, "inputs": 1}, (2, 1, 32, 32, 32), 0.9),
-        Subject("Transformer, small", "transformer", {"blocks": 6, "width": 64, "heads": 2}, (16, 64, 64), 0.5),
+        Subject("U-Net 2-D", UNetSizes(base=16), (8, 3, 128, 128), 0.7),
+        Subject("U-Net 3-D", UNetSizes(inputs=1, dims=3), (2, 1, 48, 48, 48), 0.8),
+        Subject("Transformer", TransformerSizes(width=128, heads=4), (16, 128, 128), 0.5),
+        Subject("U-Net 2-D, small", UNetSizes(), (8, 3, 64, 64), 0.8),
+        Subject("U-Net 3-D, small", UNetSizes(inputs=1, dims=3), (2, 1, 32, 32, 32), 0.9),
+        Subject("Transformer, small", TransformerSizes(width=64), (16, 64, 64), 0.5),
     )
 }
 
@@ -51,7 +74,8 @@ def data(subject: Subject) -> dict[str, Any]:
     random = np.random.RandomState(0)
     x = random.randn(*subject.shape).astype("float32")
     spatial = (subject.shape[0], *subject.shape[2:])
-    return {"x": x, "y": (random.rand(*spatial) > 0.5).astype("int64") if subject.kind == "unet" else np.tanh(x)}
+    is_unet = isinstance(subject.sizes, UNetSizes)
+    return {"x": x, "y": (random.rand(*spatial) > 0.5).astype("int64") if is_unet else np.tanh(x)}
 
 
 def report(

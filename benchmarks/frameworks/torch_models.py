@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from benchmarks.frameworks.subject import TransformerSizes, UNetSizes
+
 
 class DoubleConv(nn.Module):
     def __init__(self, inputs: int, outputs: int, conv: Any, norm: Any) -> None:
@@ -33,22 +35,18 @@ class Up(nn.Module):
 
 
 class UNet(nn.Module):
-    """Base channels double with each of the levels."""
-
-    def __init__(
-        self, *, inputs: int = 3, outputs: int = 2, base: int = 8, levels: int = 3, dims: int = 2, norm: Any = None
-    ) -> None:
+    def __init__(self, sizes: UNetSizes) -> None:
         super().__init__()
-        norm = norm or (nn.BatchNorm2d if dims == 2 else nn.BatchNorm3d)
-        conv = nn.Conv2d if dims == 2 else nn.Conv3d
-        widths = [base * 2**level for level in range(levels + 1)]
-        self.levels = levels
-        self.pool = nn.MaxPool2d(2) if dims == 2 else nn.MaxPool3d(2)
+        is_flat = sizes.dims == 2
+        conv, norm = (nn.Conv2d, nn.BatchNorm2d) if is_flat else (nn.Conv3d, nn.BatchNorm3d)
+        widths = sizes.widths
+        self.levels = sizes.levels
+        self.pool = nn.MaxPool2d(2) if is_flat else nn.MaxPool3d(2)
         for level, width in enumerate(widths):
-            setattr(self, f"down{level}", DoubleConv(widths[level - 1] if level else inputs, width, conv, norm))
-        for level in range(levels):
+            setattr(self, f"down{level}", DoubleConv(widths[level - 1] if level else sizes.inputs, width, conv, norm))
+        for level in range(sizes.levels):
             setattr(self, f"up{level}", Up(widths[level + 1], widths[level], conv, norm))
-        self.head = conv(base, outputs, 1)
+        self.head = conv(sizes.base, sizes.outputs, 1)
 
     def forward(self, x: torch.Tensor) -> Any:
         skips = []
@@ -84,5 +82,5 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
-def transformer(blocks: int = 6, width: int = 32, heads: int = 2) -> Any:
-    return nn.Sequential(*(Block(width, heads) for _ in range(blocks)))
+def transformer(sizes: TransformerSizes) -> Any:
+    return nn.Sequential(*(Block(sizes.width, sizes.heads) for _ in range(sizes.blocks)))

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from benchmarks.frameworks.page import PAGE, table, with_table
-from benchmarks.frameworks.subject import SUBJECTS, data
+from benchmarks.frameworks.subject import SUBJECTS, UNetSizes, data
 
 
 def test_the_table_is_that_of_the_result_file() -> None:
@@ -22,5 +22,5 @@ def test_subjects_have_data_of_their_shape() -> None:
     for subject in SUBJECTS.values():
         arrays = data(subject)
         assert arrays["x"].shape == subject.shape
-        labels = (subject.shape[0], *subject.shape[2:]) if subject.kind == "unet" else subject.shape
+        labels = (subject.shape[0], *subject.shape[2:]) if isinstance(subject.sizes, UNetSizes) else subject.shape
         assert arrays["y"].shape == labels

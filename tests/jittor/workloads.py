@@ -8,6 +8,7 @@ import jittor as jt
 import numpy as np
 
 from benchmarks.frameworks.jittor_models import UNet
+from benchmarks.frameworks.subject import UNetSizes
 from memfit.jittor import Workload, seed
 
 nn = jt.nn
@@ -20,7 +21,7 @@ def group_norm(channels: int) -> Any:
 def unet(norm: Any = group_norm, size: int = 128, samples: int = 8) -> Workload:
     """A 2-D U-Net on noise; with GroupNorm, so that microbatches leave the training as it is."""
     seed(0)
-    model = UNet(norm=norm)
+    model = UNet(UNetSizes(), norm)
     random = np.random.RandomState(0)
     batch = {
         "x": jt.array(random.randn(samples, 3, size, size).astype("float32")).stop_grad(),

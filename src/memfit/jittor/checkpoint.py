@@ -30,7 +30,7 @@ import numpy as np
 from memfit.errors import RecomputationError
 from memfit.jittor.draws import Draws, draws, substituted
 from memfit.jittor.graph import Node, nodes, reached
-from memfit.jittor.variables import emptied, filled, is_trainable, slots_of, variables_of
+from memfit.jittor.variables import emptied, filled, is_trainable, patched, slots_of, variables_of
 
 _READS = ("item", "numpy", "fetch_sync", "sync", "data", "tolist", "__bool__", "__int__", "__float__", "__index__")
 _searched: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -205,24 +205,16 @@ def _name_of(function: Any) -> str:
     return getattr(function, "__qualname__", type(function).__name__)
 
 
-@contextlib.contextmanager
-def _no_reads(name: str) -> Iterator[None]:
+def _no_reads(name: str) -> contextlib.AbstractContextManager[None]:
     """Refuse to read values of variables."""
-    found = {read: jt.Var.__dict__[read] for read in _READS if read in jt.Var.__dict__}
 
-    def refusal(read: str) -> Any:
+    def refusal(read: str, _: Any) -> Any:
         def refuse(*_: Any, **__: Any) -> Any:
             raise RecomputationError((name,), name, f"it reads values, by {read}, for which Jittor has to execute")
 
         return property(refuse) if read == "data" else refuse
 
-    for read in found:
-        setattr(jt.Var, read, refusal(read))
-    try:
-        yield
-    finally:
-        for read, original in found.items():
-            setattr(jt.Var, read, original)
+    return patched(_READS, refusal)
 
 
 @contextlib.contextmanager

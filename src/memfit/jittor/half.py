@@ -15,7 +15,7 @@ from typing import Any
 import jittor as jt
 
 from memfit.jittor.regions import executing
-from memfit.jittor.variables import FLOATS, is_trainable, mapped, modules_of, slots_of
+from memfit.jittor.variables import FLOATS, is_trainable, mapped, modules_of, patched, slots_of
 
 _NORMALISATIONS = (jt.nn.BatchNorm, jt.nn.LayerNorm, jt.nn.GroupNorm, jt.nn.InstanceNorm)
 
@@ -52,21 +52,13 @@ def _runs_in_fp32(module: Any) -> bool:
 _COMPARISONS = ("__gt__", "__ge__", "__lt__", "__le__", "__eq__", "__ne__")
 
 
-@contextlib.contextmanager
-def _comparable() -> Iterator[None]:
+def _comparable() -> contextlib.AbstractContextManager[None]:
     """Compare fp16 variables in fp32: Jittor's code for the CPU does not compile otherwise, not even that of relu."""
-    found = {name: getattr(jt.Var, name) for name in _COMPARISONS}
 
-    def widened(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def widened(_: str, original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         return lambda v, other: original(v.float32() if str(v.dtype) == "float16" else v, other)
 
-    for name, original in found.items():
-        setattr(jt.Var, name, widened(original))
-    try:
-        yield
-    finally:
-        for name, original in found.items():
-            setattr(jt.Var, name, original)
+    return patched(_COMPARISONS, widened)
 
 
 def _in(execute: Callable[..., Any], inside: str, outside: str) -> Callable[..., Any]:

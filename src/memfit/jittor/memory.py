@@ -19,9 +19,10 @@ import psutil
 
 from memfit.errors import MemoryLimitError, UsageError
 from memfit.jittor.graph import nodes
-from memfit.jittor.variables import is_trainable, named_variables, variables_of
+from memfit.jittor.variables import is_trainable, named_variables, patched, variables_of
 from memfit.units import format_bytes, parse_budget
 
+_WATCHED = ("item", "numpy", "fetch_sync", "sync", "data")
 _limits: list[int] = []
 
 
@@ -162,7 +163,7 @@ def limit(budget: int | float | str, *, swap: bool = False) -> Iterator[None]:
         return
     _limits.append(nbytes)
     try:
-        with _watched_reads():
+        with patched(_WATCHED, _watched):  # sizes of variables are checked before their values are made
             yield
     finally:
         _limits.pop()
@@ -207,22 +208,6 @@ def refuse(requested_bytes: int, where: str, **known: Any) -> None:
         by_category=by_category,
         where=where,
     )
-
-
-_WATCHED = ("item", "numpy", "fetch_sync", "sync", "data")
-
-
-@contextlib.contextmanager
-def _watched_reads() -> Iterator[None]:
-    """Check the size of variables before their values are made."""
-    found = {name: jt.Var.__dict__[name] for name in _WATCHED}
-    for name, original in found.items():
-        setattr(jt.Var, name, _watched(name, original))
-    try:
-        yield
-    finally:
-        for name, original in found.items():
-            setattr(jt.Var, name, original)
 
 
 def _watched(name: str, original: Any) -> Any:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jittor as jt
@@ -44,6 +45,24 @@ def mapped(tree: Any, change: Callable[[Any], Any], kind: type = jt.Var) -> Any:
     if isinstance(tree, list | tuple):
         return type(tree)(mapped(value, change, kind) for value in tree)
     return tree
+
+
+@contextlib.contextmanager
+def patched(names: Iterable[str], replacement: Callable[[str, Any], Any]) -> Iterator[None]:
+    """Put others in the place of attributes of all variables, inside this context.
+
+    Args:
+        names: The attributes; those that Jittor's variables lack are passed over.
+        replacement: Returns the other one, given a name and what is there.
+    """
+    found = {name: vars(jt.Var)[name] for name in names if name in vars(jt.Var)}
+    for name, original in found.items():
+        setattr(jt.Var, name, replacement(name, original))
+    try:
+        yield
+    finally:
+        for name, original in found.items():
+            setattr(jt.Var, name, original)
 
 
 def modules_of(model: Any) -> dict[str, Any]:
