@@ -55,7 +55,7 @@ def test_the_comparison_notices_a_set_left_out() -> None:
 def test_every_set_counts_that_needs_less_while_recomputed(worth: list[Worth], seed: int) -> None:
     rng = np.random.default_rng(seed)
     added, changes = rng.integers(0, 50, 6), rng.integers(-20, 20, (len(worth), 6))
-    found = every_keep_set(worth, added, changes, 10_000)
+    found = every_keep_set(worth, added, changes)
 
     def figures(kept: tuple[int, ...]) -> tuple[int, float, int]:
         nbytes, seconds = taken(worth, kept)

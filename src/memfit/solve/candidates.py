@@ -276,10 +276,12 @@ class _Finder:
         return self.keeps_like[structure]
 
     def _keep_sets(self, region: RegionCall, worth: list[Worth], most: int) -> list[tuple[int, ...]]:
-        if len(worth) > FEW_OPERATORS:
-            return keep_sets(worth, most)
-        nothing, *each = np.array([self._added_bytes(region, kept) for kept in ((), *((w.op,) for w in worth))])
-        return every_keep_set(worth, nothing, np.array(each) - nothing, most) if each else []
+        if 0 < len(worth) <= FEW_OPERATORS:
+            nothing, *each = np.array([self._added_bytes(region, kept) for kept in ((), *((w.op,) for w in worth))])
+            found = every_keep_set(worth, nothing, np.array(each) - nothing)
+            if len(found) <= most:
+                return found
+        return keep_sets(worth, most)
 
     def _added_bytes(self, region: RegionCall, kept: tuple[int, ...]) -> Ints:
         (again,) = recomputations(self.regions, region, frozenset(kept))

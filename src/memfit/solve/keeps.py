@@ -54,16 +54,13 @@ def keep_sets(worth: Sequence[Worth], most: int) -> list[tuple[int, ...]]:
     return [tuple(sorted(w.op for bit, w in enumerate(ranked) if s.kept >> bit & 1)) for s in chosen]
 
 
-def every_keep_set(worth: Sequence[Worth], added: Ints, changes: Ints, most: int) -> list[tuple[int, ...]]:
-    """Return sets of operators to keep, of all there are: none beats another, while recomputed neither.
-
-    All such sets, where there are no more than `most`; else as many of them, spread evenly over the seconds saved.
+def every_keep_set(worth: Sequence[Worth], added: Ints, changes: Ints) -> list[tuple[int, ...]]:
+    """Return the sets of operators to keep that no other beats, in what it needs while recomputed neither.
 
     Args:
         worth: The operators that can be kept, `FEW_OPERATORS` at most.
         added: Bytes that the recomputation adds at each of its operators, if nothing is kept.
         changes: What keeping each of the operators changes about that, in a row for each.
-        most: How many sets to return.
     """
     sets = np.arange(1 << len(worth))
     kept = sets[:, np.newaxis] >> np.arange(len(worth)) & 1
@@ -73,9 +70,7 @@ def every_keep_set(worth: Sequence[Worth], added: Ints, changes: Ints, most: int
     for one in np.lexsort((again, -seconds, nbytes)):  # what beats a set comes before it
         if not np.any((seconds[found] >= seconds[one]) & (again[found] <= again[one])):
             found.append(int(one))
-    states = sorted((_State(int(nbytes[i]), float(seconds[i]), i) for i in found if i), key=lambda s: s.seconds)
-    chosen = sorted(_spread(states, most))
-    return [tuple(sorted(w.op for bit, w in enumerate(worth) if s.kept >> bit & 1)) for s in chosen]
+    return [tuple(sorted(w.op for bit, w in enumerate(worth) if one >> bit & 1)) for one in found if one]
 
 
 def _undominated(states: list[_State]) -> list[_State]:
