@@ -81,6 +81,22 @@ CASES: dict[tuple[str, str], tuple[Callable[[], Workload], Levers]] = {
         replace(IN_BACKWARD, precision="bf16-true"),
     ),
     (combinations.IN_BACKWARD, combinations.SEVERAL_OPTIMIZERS): (with_two_optimizers, IN_BACKWARD),
+    (combinations.ADAMW_8BIT, combinations.NOT_ADAMW): (
+        with_batch_norm,
+        Levers(microbatch_size=4, optimizer="adamw-8bit"),
+    ),
+    (combinations.ADAMW_8BIT, "bf16-true"): (
+        lambda: dataclasses.replace(tiny(), bf16_updates="master-weights"),
+        Levers(microbatch_size=4, precision="bf16-true", optimizer="adamw-8bit"),
+    ),
+    (combinations.ADAFACTOR, "bf16-true"): (
+        lambda: dataclasses.replace(tiny(), bf16_updates="master-weights"),
+        Levers(microbatch_size=4, precision="bf16-true", optimizer="adafactor"),
+    ),
+    (combinations.ADAFACTOR, combinations.SEVERAL_OPTIMIZERS): (
+        with_two_optimizers,
+        Levers(microbatch_size=4, optimizer="adafactor"),
+    ),
     (combinations.IN_BACKWARD, combinations.FOREIGN_OPTIMIZER): (
         lambda: (w := unclipped()) and dataclasses.replace(w, optimizer=Foreign(w.model.parameters())),
         IN_BACKWARD,
@@ -98,8 +114,36 @@ def test_each_row_is_refused(pair: tuple[str, str]) -> None:
 
 
 def test_every_row_but_those_of_other_frameworks_is_tested() -> None:
-    elsewhere = {combinations.JITTOR, combinations.COUPLING_LOSS}  # an environment of its own; test_coupling.py
+    elsewhere = {
+        combinations.JITTOR,
+        combinations.COUPLING_LOSS,
+        combinations.NO_BITSANDBYTES,
+    }  # an environment of its own; test_coupling.py
     assert set(CASES) == {(r.one, r.other) for r in combinations.TABLE if r.other not in elsewhere}
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(PlanError, match=r"bitsandbytes not installed.*pip install 'memfit\[optimizers\]'"):
+        check_combination(Levers(microbatch_size=4, optimizer="adamw-8bit"), tiny())
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "is_adamw"),
+    [
+        (torch.optim.AdamW, {}, True),
+        (torch.optim.Adam, {}, True),
+        (torch.optim.Adam, {"weight_decay": 0.1}, False),
+        (torch.optim.Adam, {"weight_decay": 0.1, "decoupled_weight_decay": True}, True),
+        (torch.optim.AdamW, {"amsgrad": True}, False),
+        (torch.optim.AdamW, {"maximize": True}, False),
+        (torch.optim.RMSprop, {}, False),
+    ],
+)
+def test_what_does_the_mathematics_of_adamw_is_known(kind: Any, options: dict[str, Any], is_adamw: bool) -> None:
+    workload = tiny()
+    workload = dataclasses.replace(workload, optimizer=kind(workload.model.parameters(), **options))
+    assert (combinations.NOT_ADAMW in circumstances(workload)) != is_adamw
 
 
 def test_batch_norm_is_allowed_microbatches_under_changed() -> None:

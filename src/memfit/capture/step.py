@@ -204,7 +204,7 @@ def _record(
         recorder.begin_step()
         if attention is not None:
             attention.chosen.clear()
-        categories = _Categories(recorder, copied)
+        categories = _Categories(recorder, step.workload)
         step.on_phase = categories.on_phase
         with recorder.saving():
             step(copied.batch)

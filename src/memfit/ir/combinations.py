@@ -14,6 +14,10 @@ OFFLOAD = "activation offload"
 CHUNKED_LOSS = "chunked loss"
 IN_BACKWARD = "optimizer in the backward pass"
 COUPLING_LOSS = "a loss that couples the samples of a batch"
+ADAMW_8BIT = "AdamW with 8-bit states"
+ADAFACTOR = "Adafactor"
+NOT_ADAMW = "an optimizer other than AdamW, or Adam without weight decay"
+NO_BITSANDBYTES = "bitsandbytes not installed"
 BATCH_NORM = "BatchNorm in training mode"
 CLIPPING = "Workload.max_grad_norm"
 SEVERAL_OPTIMIZERS = "several optimizers"
@@ -128,9 +132,37 @@ TABLE: tuple[Refused, ...] = (
         "it may use more than the gradient of the parameter at hand",
         "use an optimizer of torch.optim, or set levers.optimizer to 'as-is'",
     ),
+    Refused(
+        ADAMW_8BIT,
+        NOT_ADAMW,
+        "it does AdamW's mathematics, without amsgrad and maximize, and no other's",
+        "use torch.optim.AdamW, or set levers.optimizer to 'as-is'",
+    ),
+    Refused(ADAMW_8BIT, NO_BITSANDBYTES, "the optimizer is that package's", "pip install 'memfit[optimizers]'"),
+    Refused(
+        ADAMW_8BIT,
+        "bf16-true",
+        "weights in bf16 are updated through the user's own optimizer",
+        "use 'bf16-mixed', or set levers.optimizer to 'as-is'",
+    ),
+    Refused(
+        ADAFACTOR,
+        "bf16-true",
+        "weights in bf16 are updated through the user's own optimizer",
+        "use 'bf16-mixed', or set levers.optimizer to 'as-is'",
+    ),
+    Refused(
+        ADAFACTOR,
+        SEVERAL_OPTIMIZERS,
+        "parameters that are updated by different rules are so for a reason",
+        "use one optimizer, or set levers.optimizer to 'as-is'",
+    ),
     Refused(OFFLOAD, JITTOR, "Jittor moves memory by itself", "leave out offload="),
     Refused(CHUNKED_LOSS, JITTOR, "it is made of PyTorch's functions", "set levers.chunked_loss to null"),
-    Refused(IN_BACKWARD, JITTOR, "it is made of PyTorch's hooks", "set levers.optimizer to 'as-is'"),
+    *(
+        Refused(optimizer, JITTOR, "it is made for PyTorch", "set levers.optimizer to 'as-is'")
+        for optimizer in (IN_BACKWARD, ADAMW_8BIT, ADAFACTOR)
+    ),
 )
 """Everything else combines."""
 
@@ -154,7 +186,7 @@ def names_of(levers: Levers, batch_size: int) -> set[str]:
     return used
 
 
-OPTIMIZERS = {"in-backward": IN_BACKWARD}
+OPTIMIZERS = {"in-backward": IN_BACKWARD, "adamw-8bit": ADAMW_8BIT, "adafactor": ADAFACTOR}
 """What the table calls the values of `Levers.optimizer`."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from memfit.apply.chunked_loss import is_chunked
 from memfit.apply.in_backward import InBackward, in_backward
 from memfit.apply.lean import is_made_lean
 from memfit.apply.precision import autocast, is_cast, kept_in_fp32, tf32
+from memfit.apply.replaced_optimizer import replaced
 from memfit.capture.accumulation import Accumulation
 from memfit.cost.calibrate import known_workspace_bytes
 from memfit.devices.host import find_device
@@ -146,11 +148,11 @@ def applied(levers: Levers, workload: Workload, *, predicted_peak_bytes: int | N
     check_combination(levers, workload)
     with (
         _weights(levers, workload, device) as weights,
-        _optimizer(levers, workload) as updating,
+        _optimizer(levers, workload) as (updated, updating),
         switched(workload.model, levers),
     ):
         yield Step(
-            workload,
+            updated,
             microbatch_size=levers.microbatch_size,
             autocast=functools.partial(autocast, precision, device) if mixed else None,
             around=tf32 if precision == "tf32" else None,
@@ -175,13 +177,16 @@ def _weights(levers: Levers, workload: Workload, device: str) -> Iterator[Bf16We
 
 
 @contextlib.contextmanager
-def _optimizer(levers: Levers, workload: Workload) -> Iterator[InBackward | None]:
-    """Have the optimizer update the parameters when the plan says."""
-    if levers.optimizer == "in-backward":
+def _optimizer(levers: Levers, workload: Workload) -> Iterator[tuple[Workload, InBackward | None]]:
+    """Have the parameters updated as the plan says: by another optimizer, or in the backward pass."""
+    if levers.optimizer == "as-is":
+        yield workload, None
+    elif levers.optimizer == "in-backward":
         with in_backward(workload.optimizer) as updating:
-            yield updating
+            yield workload, updating
     else:
-        yield None
+        with replaced(workload.optimizer, levers.optimizer) as optimizer:
+            yield dataclasses.replace(workload, optimizer=optimizer), None
 
 
 def check_plan(plan: Plan, workload: Workload) -> None:

@@ -5,7 +5,11 @@ from __future__ import annotations
 from memfit.ir import combinations
 from memfit.ir.plan import NUMERICS, Levers, Numerics, OptimizerLever
 
-OPTIMIZER_CLASSES: dict[OptimizerLever, Numerics] = {"in-backward": "exact"}
+OPTIMIZER_CLASSES: dict[OptimizerLever, Numerics] = {
+    "in-backward": "exact",
+    "adamw-8bit": "reduced",
+    "adafactor": "changed",
+}
 """The numerics class of each value of `Levers.optimizer` but "as-is", those of the lowest price first."""
 
 

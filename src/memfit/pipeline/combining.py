@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+
+import torch
 from torch import nn
 
 from memfit.capture.step import is_compiled
@@ -24,6 +27,8 @@ def circumstances(workload: Workload, device: Device | None = None) -> set[str]:
         combinations.NO_UPDATES: workload.bf16_updates is None,
         combinations.SEVERAL_OPTIMIZERS: several,
         combinations.FOREIGN_OPTIMIZER: not several and not type(optimizer).__module__.startswith("torch.optim"),
+        combinations.NOT_ADAMW: not _is_adamw(optimizer),
+        combinations.NO_BITSANDBYTES: importlib.util.find_spec("bitsandbytes") is None,
         combinations.NO_TF32: device is not None and not supports_tf32(device),
         combinations.NO_LINK: device is not None
         and not (device.kind == "cuda" and device.link_bytes_per_second is not None),
@@ -47,6 +52,16 @@ def check_combination(
     """
     used = combinations.names_of(levers, batch_size_of(workload.batch))
     combinations.check(used | circumstances(workload, device), allowed)
+
+
+def _is_adamw(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether an optimizer does AdamW's mathematics: Adam with decoupled weight decay, or with none."""
+    return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and not any(
+        group["amsgrad"]
+        or group["maximize"]
+        or (group["weight_decay"] and not (group.get("decoupled_weight_decay") or type(optimizer) is torch.optim.AdamW))
+        for group in optimizer.param_groups
+    )
 
 
 def _couples_batch(model: nn.Module) -> bool:

@@ -306,12 +306,13 @@ class _Planner:
     def _with_optimizer(self, lever: OptimizerLever) -> list[Combination]:
         """Capture and return the combinations that another way of updating the parameters adds."""
         first = self.traces[self.plain]
-        saved = sum(p.nbytes for p in first.parameters if p.trainable and p.group >= 0)  # at most
-        enough = saved >= LEAST_SHARE * self._predict(first).peak_bytes
-        if not enough or not allows(self.numerics, OPTIMIZER_CLASSES[lever]):
+        if _most_saved(lever, first) < LEAST_SHARE * self._predict(first).peak_bytes:
             return []
-        whole = [c.levers for c in self._allowed() if c.levers.microbatch_size == self.batch_size]
-        bases = {levers.precision: levers for levers in whole if levers.optimizer == "as-is"}
+        if not allows(self.numerics, OPTIMIZER_CLASSES[lever]):
+            return []
+        as_is = [c.levers for c in self._allowed() if c.levers.optimizer == "as-is"]
+        sizes = {self.batch_size, min(levers.microbatch_size for levers in as_is)}
+        bases = {(x.precision, x.microbatch_size): x for x in as_is if x.microbatch_size in sizes}
         around = circumstances(self.workload, self.device)
         added = [
             levers
@@ -402,6 +403,13 @@ def _around(fqn: str) -> set[str]:
     """Return a module and those around it: a region with it inside can't be recomputed either."""
     parts = fqn.split(".")
     return {".".join(parts[: n + 1]) for n in range(len(parts))}
+
+
+def _most_saved(lever: OptimizerLever, trace: Trace) -> int:
+    """Return a bound on the bytes that another way of updating the parameters saves."""
+    if lever == "in-backward":
+        return sum(p.nbytes for p in trace.parameters if p.trainable and p.group >= 0)
+    return sum(storage.nbytes for storage in trace.storages if storage.category == "optimizer state")
 
 
 def _faster(one: tuple[Candidate, Prediction], other: tuple[Candidate, Prediction]) -> tuple[Candidate, Prediction]:

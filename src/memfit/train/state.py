@@ -24,7 +24,7 @@ class TrainingState:
     Attributes:
         model: The model's state dict, without tied duplicates.
         aliases: For each tied duplicate, the name it is kept under.
-        optimizer: The FQNs of the optimizer's parameters by group, and its packed state dict.
+        optimizer: Its kind, the FQNs of its parameters by group, and its packed state dict.
         training: Scheduler, loss scaler, random states, data position, and what in the model's state dict is no tensor.
     """
 
@@ -66,7 +66,8 @@ def collect(step: Step, position: dict[str, Any]) -> TrainingState:
     }
     training = {key: pack(value, training_tensors, key) for key, value in packed.items()}
     state = pack(step.workload.optimizer.state_dict(), optimizer_tensors, "optimizer")
-    optimizer = {"parameters": _parameter_names(step), "state": state}
+    kind = type(step.workload.optimizer).__qualname__
+    optimizer = {"kind": kind, "parameters": _parameter_names(step), "state": state}
     return TrainingState(
         model, aliases, optimizer, optimizer_tensors, training | {"rng": rng_state()}, training_tensors
     )
@@ -174,6 +175,13 @@ def _parameter_names(step: Step) -> list[list[str]]:
 
 def _checked_optimizer_state(step: Step, state: TrainingState) -> dict[str, Any]:
     """Return the state dict to load into an optimizer."""
+    kind = type(step.workload.optimizer).__qualname__
+    saved_kind = state.optimizer.get("kind", kind)
+    if kind != saved_kind:
+        raise CheckpointError(
+            f"the checkpoint holds the state of {saved_kind}, and the step's optimizer is {kind}: resume with the"
+            " levers.optimizer that it was made with"
+        )
     own, saved_names = _parameter_names(step), state.optimizer["parameters"]
     if own != saved_names:
         pairs = zip(own, saved_names, strict=False)

@@ -1,0 +1,120 @@
+"""Optimizers of less state, as levers: another one in place of the user's, over the same parameters and groups.
+
+- `adamw-8bit` is AdamW with states of 8 bits, each block of 256 numbers with a scale of its own (T. Dettmers, M. Lewis,
+  S. Shleifer, L. Zettlemoyer 2022, *8-bit Optimizers via Block-wise Quantization*), from bitsandbytes. States that are
+  there are quantised, and given back to the user's optimizer in fp32 at the end.
+- `adafactor` keeps a row and a column of the second moment (N. Shazeer, M. Stern 2018, *Adafactor: Adaptive Learning
+  Rates with Sublinear Memory Cost*), from PyTorch. Its steps are relative to each parameter's size: its learning rate
+  is that of its paper, scheduled as the user's is, and weights decay per step as before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from memfit.errors import MissingExtraError
+from memfit.ir.plan import OptimizerLever
+
+_ADAFACTOR_RATE = 1e-2
+_PAIRS = (("exp_avg", "1"), ("exp_avg_sq", "2"))  # of states: AdamW's name, and the number in bitsandbytes' names
+_BLOCK = 256
+
+Optimizer = torch.optim.Optimizer
+
+
+@contextlib.contextmanager
+def replaced(optimizer: Optimizer, lever: OptimizerLever) -> Iterator[Optimizer]:
+    """Return the optimizer that a lever puts in place of the user's, until the context is left.
+
+    Its learning rates and weight decays follow those of the user's groups, which schedulers set.
+
+    Args:
+        optimizer: The user's.
+        lever: "adamw-8bit" or "adafactor".
+
+    Raises:
+        MissingExtraError: bitsandbytes is not installed.
+    """
+    is_8bit = lever == "adamw-8bit"
+    made: Any = _adamw_8bit(optimizer) if is_8bit else torch.optim.Adafactor(_groups(optimizer, _as_adafactor))
+    made.memfit_stands_for = type(optimizer).__qualname__
+    convert = _as_adamw if is_8bit else _as_adafactor
+
+    def follow(*_: Any) -> None:
+        for group, followed in zip(made.param_groups, optimizer.param_groups, strict=True):
+            group.update(convert(followed))
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # as schedulers want to see
+
+    made.register_step_pre_hook(follow)
+    yield made
+    if is_8bit:
+        _give_back(made, optimizer)
+
+
+def _groups(optimizer: Optimizer, convert: Callable[[dict[str, Any]], dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"params": list(group["params"]), **convert(group)} for group in optimizer.param_groups]
+
+
+def _as_adamw(group: dict[str, Any]) -> dict[str, Any]:
+    return {"lr": float(group["lr"]), **{name: group[name] for name in ("betas", "eps", "weight_decay")}}
+
+
+def _as_adafactor(group: dict[str, Any]) -> dict[str, Any]:
+    rate, first = float(group["lr"]), float(group.get("initial_lr", group["lr"]))
+    scale = rate / first if first else 0.0
+    decay = float(group.get("weight_decay", 0.0)) * first / _ADAFACTOR_RATE
+    return {"lr": _ADAFACTOR_RATE * scale, "weight_decay": decay}
+
+
+# States of 8 bits
+
+
+def _bitsandbytes() -> Any:
+    try:
+        import bitsandbytes
+    except ImportError as e:
+        raise MissingExtraError("levers.optimizer='adamw-8bit'", "optimizers", "bitsandbytes") from e
+    return bitsandbytes
+
+
+def _adamw_8bit(optimizer: Optimizer) -> Any:
+    """Return an AdamW of 8 bits that goes on from the state of one of fp32."""
+    made = _bitsandbytes().optim.AdamW8bit(_groups(optimizer, _as_adamw))
+    for index, group in enumerate(made.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            values = optimizer.state.get(parameter)
+            if values:
+                made.init_state(group, parameter, index, position)
+                _quantise(made.state[parameter], values)
+    return made
+
+
+def _quantise(state: dict[str, Any], values: dict[str, Any]) -> None:
+    quantise = _bitsandbytes().functional.quantize_blockwise
+    state["step"] = int(values["step"])
+    for name, number in _PAIRS:
+        held = state[f"state{number}"]
+        if held.dtype is not torch.uint8:
+            held.copy_(values[name])
+            continue
+        codes, found = quantise(values[name].contiguous(), code=state[f"qmap{number}"], blocksize=_BLOCK)
+        held.copy_(codes)
+        state[f"absmax{number}"].copy_(found.absmax)
+
+
+def _give_back(made: Any, optimizer: Optimizer) -> None:
+    """Put the state of an AdamW of 8 bits into the user's optimizer, in fp32."""
+    dequantise = _bitsandbytes().functional.dequantize_blockwise
+    for parameter, state in made.state.items():
+        values: dict[str, Any] = {"step": torch.tensor(float(state["step"]))}
+        for name, number in _PAIRS:
+            held = state[f"state{number}"]
+            if held.dtype is torch.uint8:
+                scales, codes = state[f"absmax{number}"], state[f"qmap{number}"]
+                held = dequantise(held, absmax=scales, code=codes, blocksize=_BLOCK)
+            values[name] = held.to(torch.float32).reshape(parameter.shape)
+        optimizer.state[parameter] = values
