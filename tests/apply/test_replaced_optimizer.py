@@ -74,7 +74,6 @@ def test_states_are_taken_over_and_given_back() -> None:
         made.optimizer.step()
     before = {p: dict(values) for p, values in made.optimizer.state.items()}
     with replaced(made.optimizer, "adamw-8bit") as optimizer:
-        assert {type(v["state1"].dtype) for v in optimizer.state.values()} == {torch.dtype}
         assert {v["state1"].dtype for v in optimizer.state.values()} == {torch.uint8, torch.float32}
         assert {v["step"] for v in optimizer.state.values()} == {3}
     for parameter, values in before.items():
@@ -143,17 +142,14 @@ def test_it_is_another_optimizer_of_the_same_workload() -> None:
         assert fingerprint(step.workload) == before
 
 
-@pytest.mark.parametrize(
-    ("numerics", "levers"), [("reduced", {"adamw-8bit"}), ("changed", {"adamw-8bit", "adafactor"})]
-)
-def test_plans_take_them_where_nothing_else_fits(numerics: Any, levers: set[str]) -> None:
+@pytest.mark.parametrize(("numerics", "lever"), [("reduced", "adamw-8bit"), ("changed", "adafactor")])
+def test_plans_take_them_where_nothing_else_fits(numerics: Any, lever: str) -> None:
     made = workload()
     with pytest.raises(memfit.InfeasibleError) as lowest:
         memfit.plan(made, budget="1MiB", numerics="reordered", precisions=["32-true"], points=1)
     state_bytes = 8 * sum(p.numel() for p in made.model.parameters())
-    share = 0.3 if numerics == "reduced" else 0.85
-    budget = int(lowest.value.lowest_peak_bytes - share * state_bytes)
+    budget = int(lowest.value.lowest_peak_bytes - {"reduced": 0.3, "changed": 0.85}[numerics] * state_bytes)
     found = memfit.plan(made, budget=budget, numerics=numerics, precisions=["32-true"], points=1)
-    assert found.levers.optimizer in levers and found.numerics == numerics
+    assert found.levers.optimizer == lever and found.numerics == numerics
     verification = memfit.verify(found, made)
     assert verification.holds, verification.failures

@@ -114,11 +114,8 @@ def test_each_row_is_refused(pair: tuple[str, str]) -> None:
 
 
 def test_every_row_but_those_of_other_frameworks_is_tested() -> None:
-    elsewhere = {
-        combinations.JITTOR,
-        combinations.COUPLING_LOSS,
-        combinations.NO_BITSANDBYTES,
-    }  # an environment of its own; test_coupling.py
+    # tested with an environment of its own, in test_coupling.py, and below
+    elsewhere = {combinations.JITTOR, combinations.COUPLING_LOSS, combinations.NO_BITSANDBYTES}
     assert set(CASES) == {(r.one, r.other) for r in combinations.TABLE if r.other not in elsewhere}
 
 
