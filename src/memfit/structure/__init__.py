@@ -9,6 +9,7 @@ from memfit.structure.distillation import distill, softened_loss, student
 from memfit.structure.proposal import Change, Price, Proposal, price
 from memfit.structure.pruning import batch_norm_sparsity, prune
 from memfit.structure.scaling import COMPOUND, SINGLE, Member, Rule, Scaling, scale
+from memfit.structure.sparsity import sparsify, to_sparse
 from memfit.structure.targets import precompute
 
 __all__ = [
@@ -29,5 +30,7 @@ __all__ = [
     "scale",
     "separable_convolutions",
     "softened_loss",
+    "sparsify",
     "student",
+    "to_sparse",
 ]

@@ -1,0 +1,154 @@
+"""2:4 semi-structured sparsity: of every four weights in a row, the two smallest are zero.
+
+GPUs from NVIDIA's Ampere on multiply such matrices up to twice as fast, from half the bytes (Mishra et al. 2021,
+*Accelerating Sparse Deep Neural Networks*): with PyTorch's sparse tensors, for inference, in 16 bits. Training with
+masks gains nothing anywhere, and on a CPU nothing does; a proposal's price says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from memfit.errors import UsageError, WorkloadError
+from memfit.structure.proposal import Change, Proposal, changeable_copy, matching, proposal
+from memfit.workload import Workload
+
+_CAPABILITY = (8, 0)
+_MULTIPLES = (32, 64)  # of a 16-bit weight's rows and columns that PyTorch's kernels take
+_DTYPES = (torch.float16, torch.bfloat16)
+
+
+def sparsify(
+    workload: Workload, *, modules: Sequence[str] = ("*",), device: str = "cpu", measure: bool = False
+) -> Proposal:
+    """Propose linear layers whose weights are masked 2:4 by magnitude, with the mask kept while they are fine-tuned.
+
+    Masked weights get no gradient. Masks are a parametrization: the parameters stay those of the optimizer, under the
+    name `parametrizations.weight.original`. When training is over, `to_sparse` makes sparse tensors of them.
+
+    Args:
+        workload: The user's workload; nothing of it is changed.
+        modules: Patterns of FQNs among which `nn.Linear` layers are masked; layers whose inputs are not a multiple of
+            4 stay dense. List none whose weight another module shares.
+        device: That both steps are predicted for.
+        measure: Whether to run both steps on the machine at hand too.
+
+    Raises:
+        WorkloadError: A pattern matches no linear layer, or none can be masked.
+    """
+    made = changeable_copy(workload)
+    named = {n: m for n, m in made.model.named_modules() if type(m) is nn.Linear}
+    chosen = [n for n in matching(list(named), modules, "modules", "nn.Linear") if named[n].in_features % 4 == 0]
+    if not chosen:
+        raise WorkloadError(f"modules={tuple(modules)} holds no nn.Linear whose in_features is a multiple of 4")
+    _check_shared(made.model, {n: named[n] for n in chosen})
+    for name in chosen:
+        parametrize.register_parametrization(named[name], "weight", Masked(mask_2_to_4(named[name].weight)))
+    return proposal(
+        "2:4 sparsity", workload, made, _changes(named, chosen), device=device, measure=measure, notes=[_NOTE]
+    )
+
+
+_NOTE = (
+    "masks gain nothing while training, and cost a copy of the weights: only memfit.structure.to_sparse pays,"
+    " after it, for inference in 16 bits on CUDA from compute capability 8.0 on; on a CPU there is no gain at all"
+)
+
+
+def mask_2_to_4(weight: Tensor) -> Tensor:
+    """Return which weights stay: of every four in a row, the two of largest magnitude.
+
+    Args:
+        weight: [rows, columns], columns a multiple of 4.
+
+    Returns:
+        Booleans of the same shape, two of four of them true.
+    """
+    fours = weight.detach().abs().reshape(-1, 4)
+    kept = fours.topk(2, dim=1).indices
+    return torch.zeros_like(fours, dtype=torch.bool).scatter_(1, kept, True).reshape(weight.shape)
+
+
+class Masked(nn.Module):
+    """A parametrization: the weight where the mask is true, zero elsewhere."""
+
+    mask: Tensor
+
+    def __init__(self, mask: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("mask", mask)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """Return the masked weight."""
+        return weight * self.mask
+
+
+def to_sparse(model: nn.Module) -> list[str]:
+    """Make PyTorch's sparse tensors of a model's masked weights, in place, for inference; it can't be trained then.
+
+    Args:
+        model: On a GPU of compute capability 8.0 or more, in fp16 or bf16, with layers that `sparsify` masked.
+
+    Returns:
+        The FQNs of the layers that are sparse now. Masked layers whose rows are not a multiple of 32, or whose columns
+        are not one of 64, keep their zeros in a dense tensor.
+
+    Raises:
+        UsageError: The model has no masked layer, or is not where sparse tensors are; it says why.
+    """
+    masked = {name: module for name, module in model.named_modules() if is_masked(module)}
+    if not masked:
+        raise UsageError("the model has no layer masked by memfit.structure.sparsify, of which to_sparse could be made")
+    for name, module in masked.items():
+        why = why_not_sparse(module.weight)
+        if why is not None:
+            raise UsageError(f"{name!r} can't be a sparse tensor: {why}")
+    found = []
+    for name, module in masked.items():
+        parametrize.remove_parametrizations(module, "weight")
+        weight = module.weight.detach()
+        if not any(size % multiple for size, multiple in zip(weight.shape, _MULTIPLES, strict=True)):
+            sparse = torch.sparse.to_sparse_semi_structured(weight)
+            module.weight = nn.Parameter(sparse, requires_grad=False)
+            found.append(name)
+    return found
+
+
+def why_not_sparse(weight: Tensor) -> str | None:
+    """Return why there are no sparse tensors for a weight where it is; None where there are."""
+    if weight.device.type != "cuda":
+        return f"it is on {weight.device.type}, where 2:4 sparsity gains nothing: move the model to a GPU"
+    capability = torch.cuda.get_device_capability(weight.device)
+    if capability < _CAPABILITY:
+        return f"the GPU's compute capability is {capability[0]}.{capability[1]}, and 8.0 is needed"
+    if weight.dtype not in _DTYPES:
+        return f"its dtype is {weight.dtype}: make the model fp16 or bf16, model.to(torch.bfloat16)"
+    return None
+
+
+def is_masked(module: nn.Module) -> bool:
+    """Tell whether `sparsify` masked a module's weight."""
+    return isinstance(module, nn.Linear) and any(isinstance(part, Masked) for part in module.modules())
+
+
+def _check_shared(model: nn.Module, chosen: dict[str, nn.Linear]) -> None:
+    """Refuse weights that other modules have too, which a mask would not reach."""
+    owners: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(name)
+    for name, module in chosen.items():
+        others = [owner for owner in owners[id(module.weight)] if owner != f"{name}.weight"]
+        if others:
+            raise WorkloadError(
+                f"{name}.weight is {others[0]} too, which would stay dense: leave {name!r} out of modules"
+            )
+
+
+def _changes(named: dict[str, nn.Linear], chosen: Sequence[str]) -> Iterator[Change]:
+    for name in chosen:
+        module = named[name]
+        yield Change(name, f"Linear {module.in_features}→{module.out_features}: 2 of 4 weights stay")
