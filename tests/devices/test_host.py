@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -130,6 +131,44 @@ def test_a_group_of_version_one_leaves_the_difference(cgroup: Path) -> None:
 def test_no_limit_is_none(cgroup: Path, files: dict[str, str]) -> None:
     write(cgroup, **files)
     assert host.cgroup_limit_bytes() is None
+
+
+def test_the_groups_around_a_job_count_too(cgroup: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those that a scheduler makes: the tightest limit holds, wherever it is."""
+    for version, root, names in (
+        (0, cgroup, ("memory.max", "memory.current")),
+        (1, cgroup / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")),
+    ):
+        paths = (("slurm", "job_1"), ()) if version == 0 else ((), ("slurm", "job_1"))
+        monkeypatch.setattr(host, "_own_groups", lambda paths=paths: paths)
+        (root / "slurm/job_1").mkdir(parents=True)
+        for folder, left in (("slurm/job_1", 700), ("slurm", 500), ("", 600)):
+            for name, value in zip(names, (1000, 1000 - left), strict=True):
+                (root / folder / name).write_text(str(value))
+        assert host.cgroup_limit_bytes() == 500
+        for name in names:
+            (root / "slurm" / name).unlink()
+        assert host.cgroup_limit_bytes() == 600
+        for name in names:
+            (root / name).unlink()
+        assert host.cgroup_limit_bytes() == 700
+        for name in names:
+            (root / "slurm/job_1" / name).unlink()
+
+
+@pytest.mark.parametrize(
+    ("text", "groups"),
+    [
+        ("0::/\n", ((), ())),
+        ("0::/system.slice/job_1\n", (("system.slice", "job_1"), ())),
+        ("9:name=systemd:/\n4:memory:/a/b\n1:cpu,cpuacct:/c\n0::/\n", ((), ("a", "b"))),
+        ("3:cpu,memory:/x\n", ((), ("x",))),
+    ],
+)
+def test_a_process_knows_its_group(text: str, groups: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "cgroup").write_text(text)
+    monkeypatch.setattr(host, "Path", lambda path: tmp_path / "cgroup")
+    assert host._own_groups() == groups
 
 
 def test_a_group_above_its_limit_leaves_nothing(cgroup: Path) -> None:

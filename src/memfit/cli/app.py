@@ -301,6 +301,13 @@ def train(
     adaptive: Annotated[
         bool, typer.Option("--adaptive", help="Run batches of other shapes with plans of their own.")
     ] = False,
+    host_budget: Annotated[
+        str | None,
+        typer.Option(
+            help="What the run may take of the host's memory (64GiB, 90%); by default what the host has left.",
+            show_default=False,
+        ),
+    ] = None,
     tensorboard: Annotated[bool, typer.Option(help="Write TensorBoard scalars too.")] = False,
     resume: Annotated[bool, typer.Option(help="Go on from the run's latest checkpoint.")] = False,
     overwrite: Overwrite = False,
@@ -332,6 +339,7 @@ def train(
         recover=recover,
         limit_bytes=limit_bytes,
         adaptive=adaptive,
+        host_budget=host_budget,
         tensorboard=tensorboard,
         resume=resume,
         overwrite=overwrite,

@@ -61,13 +61,7 @@ def _cpu(known: Iterable[Device]) -> Device:
     """Return this machine's CPU, with the figures of a probe that ran with as many threads."""
     import torch
 
-    memory = psutil.virtual_memory()
-    limit = cgroup_limit_bytes()
-    now = {
-        "name": "cpu",
-        "memory_bytes": memory.total,
-        "usable_bytes": min(memory.available, limit) if limit is not None else memory.available,
-    }
+    now = {"name": "cpu", "memory_bytes": psutil.virtual_memory().total, "usable_bytes": free_bytes()}
     threads = torch.get_num_threads()
     for device in known:
         if device.kind == "cpu" and device.cores == threads and cpu_model() in device.products:
@@ -120,21 +114,60 @@ def present_gpu(
     )
 
 
-def cgroup_limit_bytes() -> int | None:
-    """Return what the control group still allows this process, or None where nothing limits it.
+def free_bytes() -> int:
+    """Return what the host has left for this process: what is available, within what its control groups allow."""
+    available, limit = int(psutil.virtual_memory().available), cgroup_limit_bytes()
+    return available if limit is None else min(available, limit)
 
-    Cached files that can be dropped count as free.
+
+def own_bytes() -> int:
+    """Return what this process holds of the host's memory, without files that are mapped, which can be dropped."""
+    held = psutil.Process().memory_info()
+    return int(held.rss - getattr(held, "shared", 0))
+
+
+def cgroup_limit_bytes() -> int | None:
+    """Return what the control groups still allow this process, or None where nothing limits it.
+
+    Its own group counts, and those around it, as those of a job within a machine's. Cached files that can be dropped
+    count as free.
     """
-    for folder, limit, used, cached in (
-        ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
-        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    ):
-        try:
-            free = int(Path(folder, limit).read_text()) - int(Path(folder, used).read_text())
-        except (OSError, ValueError):  # no such file, or "max"
-            continue
-        return max(0, free + _statistic(Path(folder, "memory.stat"), cached))
-    return None
+    group, old_group = _own_groups()
+    found = [
+        free
+        for root, path, limit, used, cached in (
+            ("/sys/fs/cgroup", group, "memory.max", "memory.current", "inactive_file"),
+            (
+                "/sys/fs/cgroup/memory",
+                old_group,
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                "total_inactive_file",
+            ),
+        )
+        for folder in (Path(root, *path[:n]) for n in range(len(path) + 1))
+        if (free := _left_bytes(folder, limit, used, cached)) is not None
+    ]
+    return min(found, default=None)
+
+
+def _own_groups() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the path of this process's control group below the mount: that of version 2, and that of version 1."""
+    try:
+        text = Path("/proc/self/cgroup").read_text()
+    except OSError:
+        return (), ()
+    found = (re.search(pattern, text, re.MULTILINE) for pattern in (r"^0::/(.*)$", r"^\d+:[^:]*\bmemory\b[^:]*:/(.*)$"))
+    one, other = (tuple(part for part in match[1].split("/") if part) if match else () for match in found)
+    return one, other
+
+
+def _left_bytes(folder: Path, limit: str, used: str, cached: str) -> int | None:
+    try:
+        free = int((folder / limit).read_text()) - int((folder / used).read_text())
+    except (OSError, ValueError):  # no such file, or "max"
+        return None
+    return max(0, free + _statistic(folder / "memory.stat", cached))
 
 
 def cgroup_oom_kills(root: Path = Path("/sys/fs/cgroup")) -> int:

@@ -126,6 +126,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         predicted: The prediction for this plan, from a capture of the step with the plan applied.
         frontier: Plans from the fastest to the leanest, so that another budget is a look-up.
         notes: What was assumed, excluded or skipped, and why.
+        host_budget_bytes: Pinned host memory that offloaded activations may take.
     """
 
     schema: str = "memfit.plan/1"
@@ -145,6 +146,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     solution: Solution
     frontier: list[Candidate] = []
     notes: list[str] = []
+    host_budget_bytes: int = 0
 
     def __str__(self) -> str:
         return _text(self)

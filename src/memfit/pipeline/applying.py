@@ -26,6 +26,7 @@ from memfit.ir.plan import Levers, Plan
 from memfit.pipeline.combining import check_combination
 from memfit.pipeline.coupling import without_coupled
 from memfit.pipeline.switching import Switch, switched, without_switched
+from memfit.train.host_memory import check_host, host_needs
 from memfit.train.ledger import device_of, held_tensors, live
 from memfit.train.limits import CpuLimit, CudaLimit
 from memfit.train.ranks import check_can_recover
@@ -65,6 +66,7 @@ def apply(
 
     Raises:
         PlanMismatchError: The plan was made for another workload.
+        BudgetError: The plan offloads activations, and the host has less memory left than they may take.
         PlanError: A plan is applied to the workload already, its levers are not legal, or it cuts batches whose samples
             the loss couples.
         UsageError: `limit_bytes` is not positive, `process_group` is given without `recover`, the ranks have different
@@ -119,6 +121,8 @@ def switchable(plan: Plan, workload: Workload, *, limit_bytes: int | None) -> It
     if limit_bytes is not None and limit_bytes < 1:
         raise UsageError(f"limit_bytes={limit_bytes} is not above 0: give a number of bytes, or None for no limit")
     check_plan(plan, workload)
+    if any(region.offload for region in plan.levers.regions):
+        check_host(host_needs(plan, workload), None)
     bare = without_switched(plan.levers)
     with (
         applied(bare, workload, predicted_peak_bytes=plan.predicted.peak_bytes) as step,

@@ -165,6 +165,7 @@ class _Planner:
             device=self.device.name,
             batch_size=self.batch_size,
             budget_bytes=self.budget_bytes,
+            host_budget_bytes=self.host_budget_bytes,
             levers=candidate.levers,
             numerics=candidate.numerics,
             classes=lever_classes(candidate.levers, self.batch_size, self.couples_batch),

@@ -12,7 +12,7 @@ import torch
 
 from memfit.capture.fake import nothing_changes, real_copy
 from memfit.capture.measure import measure_peak_bytes
-from memfit.devices.host import find_device
+from memfit.devices.host import find_device, free_bytes
 from memfit.errors import UsageError
 from memfit.ir import codec
 from memfit.ir.modules import module_table
@@ -25,9 +25,11 @@ from memfit.pipeline.predicting import capture_levers, costs_of
 from memfit.report.html import write as write_html
 from memfit.rng import rng_preserved
 from memfit.train.folder import METRICS, PLAN, REPORT, RUN, VIEWS, check_folder
+from memfit.train.host_memory import HostWatch, check_host, host_needs
 from memfit.train.log import Progress, read_lines
 from memfit.train.step import Step
 from memfit.train.trainer import Trainer
+from memfit.units import parse_budget
 from memfit.workload import Workload, tensors_of
 
 
@@ -145,6 +147,7 @@ def train(
     recover: bool = True,
     limit_bytes: int | None = None,
     adaptive: bool = False,
+    host_budget: int | float | str | None = None,
     progress: Callable[[int, int], None] | None = None,
     on_step: Callable[[Progress], None] | None = None,
 ) -> RunRecord:
@@ -163,10 +166,15 @@ def train(
         limit_bytes: What a step may hold at a time (> 0): it fails before it exceeds that. None sets no limit.
         adaptive: Whether batches of other shapes than the workload's are run with plans of their own; see `adapt`.
             Steps that run out of memory are then always run again.
+        host_budget: What the run may take of the host's memory beyond what the process holds when it begins: bytes, a
+            string with a unit, or a share ("90%") of what the host has left; None for all of that. What plan, batches
+            made ahead, checkpoints and recovery need is counted before the run begins. Between steps the process is
+            held to it, as its resident memory says, and the run stopped with a checkpoint.
         progress: Called with how many of those are done, of how many.
 
     Raises:
         UsageError: An argument is out of its range, or the plan does not fit the workload.
+        BudgetError: The run needs more of the host's memory than there is, or `host_budget` says no number of bytes.
         OutputError: `out` can't be written, or must not be overwritten.
         OutOfMemoryError: A step ran out of memory, and so it did under every lower plan.
         NonFiniteError: The loss or a gradient is not finite.
@@ -174,6 +182,9 @@ def train(
     folder = Path(out)
     check_runs_here(plan, workload)
     check_folder(folder, overwrite=overwrite, resume=resume)
+    host_bytes = None if host_budget is None else parse_budget(host_budget, free_bytes(), "host_budget")
+    recovers = recover or adaptive
+    check_host(host_needs(plan, workload, prefetch_batches=prefetch_batches, recover=recovers), host_bytes)
     comparison = compare(plan, workload, steps=compare_steps, progress=progress) if compare_steps else None
     drawn = codec.encode(views(plan, workload, comparison))
     is_drawn = resume and (folder / VIEWS).exists() and _plan_in(folder) == plan
@@ -198,6 +209,7 @@ def train(
             overwrite=overwrite,
             resume=resume,
             on_step=on_step,
+            watch=HostWatch(step, host_bytes).check,
         )
         try:
             return trainer.fit()

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import torch
 
-from memfit.devices.host import find_device
+from memfit.devices.host import free_bytes
 from memfit.errors import UsageError
 from memfit.train.limits import CpuLimit, held_by_category
 from memfit.train.step import Step
@@ -130,7 +130,7 @@ def memory_summary(step: Step | None = None) -> Ledger:
         reserved_bytes=reserved_bytes,
         allocation_retries=retries,
         host_bytes=psutil.Process().memory_info().rss,
-        host_free_bytes=find_device("cpu").usable_bytes,
+        host_free_bytes=free_bytes(),
         pinned_bytes=_pinned_bytes(),
     )
 

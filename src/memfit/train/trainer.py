@@ -16,6 +16,7 @@ from torch import nn
 from memfit.errors import (
     DamagedCheckpointError,
     MemfitError,
+    MemoryLimitError,
     OutOfMemoryError,
     PlanMismatchError,
     UsageError,
@@ -63,6 +64,7 @@ class Trainer:
         resume: Go on from the newest checkpoint in `out` that is what was written, under `plan`, whichever plan
             and precision it was made with. Damaged ones are set aside, and said to be.
         on_step: Called after every step, skipped ones included.
+        watch: Called before every batch is made; a MemoryLimitError of it ends the run with a checkpoint.
 
     Raises:
         UsageError: An argument is out of its range.
@@ -90,6 +92,7 @@ class Trainer:
         overwrite: bool = False,
         resume: bool = False,
         on_step: Callable[[Progress], None] | None = None,
+        watch: Callable[[], None] | None = None,
     ) -> None:
         if (steps is None) == (epochs is None):
             raise UsageError(f"steps={steps} and epochs={epochs}: give one of them")
@@ -105,7 +108,7 @@ class Trainer:
         self._keep_checkpoints = keep_checkpoints
         self._measure, self._measure_every = measure, measure_every
         self._tensorboard, self._overwrite, self._resume = tensorboard, overwrite, resume
-        self._on_step = on_step
+        self._on_step, self._watch = on_step, watch
         self._stream = BatchStream(step.workload, prefetch_batches)
         self._events_noted = 0
         self._saved_step: int | None = None
@@ -186,6 +189,8 @@ class Trainer:
             self._save()
         while self.steps is None or self.step.steps < self.steps:
             interrupt.check()
+            if self._watch is not None:
+                self._watch()
             started = time.perf_counter()
             self._is_reading = True
             batch = self._stream.next_batch(self.epochs)
@@ -298,9 +303,10 @@ class Trainer:
         with contextlib.suppress(MemfitError):
             self._note_recovery()
         is_interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
-        is_resumable = self._is_between_steps and (is_interrupted or self._is_reading)
+        is_stopped = is_interrupted or isinstance(error, MemoryLimitError)
+        is_resumable = self._is_between_steps and (is_stopped or self._is_reading)
         text = f"interrupted after step {self.step.steps}" if is_interrupted else f"{type(error).__name__}: {error}"
-        recovers = isinstance(self.step.recovery, Recovery)
+        recovers = isinstance(self.step.recovery, Recovery) and not self._is_between_steps
         is_undone = isinstance(error, OutOfMemoryError) and not error.is_torn and recovers
         if (is_resumable or is_undone) and self._saved_step != self.step.steps:
             with contextlib.suppress(MemfitError):
