@@ -231,3 +231,13 @@ def test_kinds_that_are_not_known_stay() -> None:
     workload = Workload(model, data, cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1))
     assert [c.module for c in separable_convolutions(workload).changes] == ["0"]
     assert changeable_copy(workload).model is not model
+
+
+def test_models_without_data_are_priced_but_not_fitted() -> None:
+    with torch.device("meta"):
+        workload = convnet()
+    found = separable_convolutions(workload, fit="weights")
+    assert found.after.multiply_adds < found.before.multiply_adds and not found.after.metrics
+    assert found.before.peak_bytes == separable_convolutions(convnet()).before.peak_bytes
+    with pytest.raises(WorkloadError, match="use fit='weights'"):
+        separable_convolutions(workload)

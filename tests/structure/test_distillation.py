@@ -87,6 +87,17 @@ def test_only_the_student_is_trained_and_the_users_models_stay() -> None:
         step(alone.batch)
 
 
+def test_named_parameters_keep_their_names() -> None:
+    workload = convnet(**SMALL)
+    optimizer = torch.optim.Adam(workload.model.named_parameters(), lr=0.1)
+    workload = dataclasses.replace(workload, optimizer=optimizer)
+    made = distill(workload, teacher(), features={"stem": "stem"})
+    names = [name for name, p in made.model.named_parameters() if p.requires_grad]
+    assert made.optimizer.param_groups[0]["param_names"] == names and names[-1] == "projections.stem.weight"
+    alone = student(made, workload)
+    assert alone.optimizer.param_groups[0]["param_names"] == [name for name, _ in workload.model.named_parameters()]
+
+
 def test_features_come_near_through_a_projection() -> None:
     workload, large = convnet(**SMALL), teacher()
     made = distill(workload, large, weight=0.0, features={"stages.0": "stages.1", "stem": "stem"}, feature_weight=2.0)

@@ -197,6 +197,13 @@ def test_wrong_use_is_named(make: Any, arguments: Any, words: str) -> None:
     assert words in str(e.value)
 
 
+def test_models_without_data_are_refused() -> None:
+    with torch.device("meta"):
+        workload = convnet()
+    with pytest.raises(WorkloadError, match="on meta"):
+        prune(workload, multiply_adds=0.5)
+
+
 def test_sparsity_needs_scales() -> None:
     with pytest.raises(WorkloadError, match="no BatchNorm"):
         batch_norm_sparsity(unet())

@@ -27,6 +27,7 @@ from memfit.structure.proposal import (
     Proposal,
     changeable_copy,
     forward_pass,
+    has_data,
     matching,
     price,
     proposal,
@@ -81,6 +82,8 @@ def separable_convolutions(
         raise WorkloadError(f"rank={rank} is not above 0: give the number of kernels for each input channel")
     if fit not in ("weights", "batch"):
         raise WorkloadError(f"fit={fit!r} is unknown: use 'weights' or 'batch'")
+    if fit == "batch" and not has_data(workload):
+        raise WorkloadError("fit='batch' needs a model with data, and Workload.model is on meta: use fit='weights'")
 
     def make(old: Convolution) -> SeparableConv:
         return SeparableConv(old, rank)
@@ -128,7 +131,7 @@ def grouped_convolutions(
         return _grouped(old, groups)
 
     before, made, chosen = _replaced(workload, make, modules, multiply_adds, by, device)
-    if all(p.device.type != "meta" for p in made.model.parameters()):
+    if has_data(made):
         refresh_statistics(made)
     return proposal(
         "grouped convolutions", workload, made, _changes(chosen), device=device, measure=measure, before_price=before

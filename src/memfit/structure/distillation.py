@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from memfit.apply.precision import cast
 from memfit.errors import WorkloadError
-from memfit.structure.proposal import changeable_copy, forward_pass
+from memfit.structure.proposal import changeable_copy, forward_pass, replace_parameters
 from memfit.structure.targets import Targets, logits_of
 from memfit.workload import Loss, Workload, batch_size_of, slice_batch
 
@@ -78,7 +78,7 @@ def distill(
             raise WorkloadError("features= needs the teacher itself: a file of its outputs holds no features")
         model = Distilled(made.model)
     own = (made.loss_fn, temperature, weight, feature_weight, channel_dim)
-    return dataclasses.replace(
+    distilled = dataclasses.replace(
         made if targets is None else targets.joined(made),
         model=model,
         loss_fn=DistillationLoss(*own, is_precomputed=targets is not None),
@@ -86,26 +86,25 @@ def distill(
         fp32_modules=tuple(f"student.{pattern}".rstrip(".") for pattern in made.fp32_modules),
         name=f"{made.name}, distilled",
     )
+    replace_parameters(distilled, {})
+    return distilled
 
 
 def student(distilled: Workload, original: Workload) -> Workload:
     """Return the workload of a distilled model's student alone: the original's, with the model and optimizer trained.
 
     Args:
-        distilled: What `distill` made of `original`.
+        distilled: What `distill` made of `original`. Its optimizer becomes the student's, and loses the projections.
         original: For its loss, data and evaluation.
     """
     model = distilled.model
     if not isinstance(model, Distilled):
         raise WorkloadError(f"distilled.model is a {type(model).__name__}: give what memfit.structure.distill returned")
-    held = set(model.projections.parameters())
-    for group in distilled.optimizer.param_groups:
-        group["params"][:] = [parameter for parameter in group["params"] if parameter not in held]
-    for parameter in held:
-        distilled.optimizer.state.pop(parameter, None)
-    return dataclasses.replace(
+    alone = dataclasses.replace(
         original, model=model.student, optimizer=distilled.optimizer, scheduler=distilled.scheduler
     )
+    replace_parameters(alone, {parameter: [] for parameter in model.projections.parameters()})
+    return alone
 
 
 def softened_loss(student: Tensor, teacher: Tensor, *, temperature: float = 4.0, channel_dim: int = 1) -> Tensor:

@@ -85,7 +85,7 @@ class Proposal:
         lever: What was done.
         changes: By module.
         before: The original's price.
-        after: The changed one's, before any fine-tuning of it.
+        after: The changed one's, as it is here: fine-tuning is still to come, but for what `prune` does between rounds.
         notes: What to know, above all where it does not pay.
         numerics: Class of the lever.
     """
@@ -127,8 +127,8 @@ def _rows(before: Price, after: Price) -> Iterator[tuple[str, str, str, str]]:
     yield row("step, predicted", [p.step_seconds for p in both], format_seconds)
     if before.measured_step_seconds is not None and after.measured_step_seconds is not None:
         yield row("step, measured", [before.measured_step_seconds, after.measured_step_seconds], format_seconds)
-    for name in before.metrics.keys() & after.metrics.keys():
-        yield f"{name}, not fine-tuned", f"{before.metrics[name]:.4g}", f"{after.metrics[name]:.4g}", MISSING
+    for name in (name for name in before.metrics if name in after.metrics):
+        yield clean(name), f"{before.metrics[name]:.4g}", f"{after.metrics[name]:.4g}", MISSING
 
 
 def proposal(
@@ -184,13 +184,17 @@ def _advice(before: Price, after: Price) -> list[str]:
 
 def price(workload: Workload, *, device: str = "cpu") -> Price:
     """Return what a workload takes, and what its `evaluate` says; nothing of it is changed."""
-    has_data = all(p.device.type != "meta" for p in workload.model.parameters())
     return Price(
         parameters=sum(p.numel() for p in workload.model.parameters()),
         multiply_adds=forward_pass(workload).multiply_adds,
         prediction=estimate(workload, device=device),
-        metrics=evaluated(workload) if has_data else {},
+        metrics=evaluated(workload) if has_data(workload) else {},
     )
+
+
+def has_data(workload: Workload) -> bool:
+    """Tell whether a model has values: one built under `torch.device("meta")` has none."""
+    return all(parameter.device.type != "meta" for parameter in workload.model.parameters())
 
 
 def evaluated(workload: Workload) -> dict[str, float]:
@@ -278,6 +282,8 @@ def replace_parameters(
     workload: Workload, made: Mapping[Tensor, Sequence[Tensor]], states: Mapping[Tensor, Any] | None = None
 ) -> None:
     """Put other parameters in the place of some in a workload's optimizer, with the same hyper-parameters.
+
+    Where its groups name their parameters, the names are then those of the model.
 
     Args:
         workload: Whose optimizer is changed in place; its model has the new parameters already.

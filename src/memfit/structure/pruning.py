@@ -27,6 +27,7 @@ from memfit.structure.proposal import (
     Proposal,
     changeable_copy,
     forward_pass,
+    has_data,
     matching,
     price,
     proposal,
@@ -136,6 +137,8 @@ def _scales(model: nn.Module) -> list[Tensor]:
 
 
 def _check(workload: Workload, importance: Importance) -> None:
+    if not has_data(workload):
+        raise WorkloadError("Workload.model is on meta, with no weights that could tell which channels matter")
     names: dict[int, str] = {}
     for name, parameter in workload.model.named_parameters(remove_duplicate=False):
         if names.setdefault(id(parameter), name) != name:
