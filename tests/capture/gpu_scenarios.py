@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -20,13 +21,14 @@ from memfit.capture.step import capture
 from memfit.capture.values import KnownValues
 from memfit.cost.roofline import roofline
 from memfit.devices.catalogue import catalogue
+from memfit.devices.host import find_device
 from memfit.ir.plan import Levers
 from memfit.ir.remat import Regions
 from memfit.ir.simulate import simulate
 from memfit.ir.trace import Trace
 from memfit.pipeline.applying import applied
 from memfit.pipeline.planning import plan
-from memfit.pipeline.predicting import estimate
+from memfit.pipeline.predicting import capture_levers, estimate, predict
 from memfit.recipes import byte_lm
 from memfit.solve.candidates import options
 from memfit.workload import Workload, batch_size_of
@@ -148,6 +150,30 @@ def offload_planned() -> Any:
             "classes": made.classes,
         }
     return found
+
+
+@scenario("optimizer states planned")
+def optimizer_states_planned() -> Any:
+    """A plan that only states in the host's memory make fit, and the same states in 8 bits."""
+    workload = byte_lm(n_layer=2, d_model=512, n_head=8, context=32, batch_size=1, max_bytes=100_000, dropout=0.0)
+    found_device, whole = find_device("rtx-3090"), Levers(microbatch_size=1)
+    peaks, seconds = {}, {}
+    for lever in ("as-is", "offloaded", "adamw-8bit"):
+        trace = capture_levers(workload, replace(whole, optimizer=lever), found_device)
+        made = predict(trace, roofline([trace], found_device), found_device)[0]
+        peaks[lever], seconds[lever] = made.peak_bytes, made.step_seconds
+    settings = {"device": "rtx-3090", "numerics": "exact", "precisions": ["32-true"], "points": 1}
+    budget = (peaks["as-is"] + peaks["offloaded"]) // 2
+    planned = plan(workload, budget=budget, host_budget="1GiB", time_limit_seconds=2.0, **settings)  # type: ignore[arg-type]
+    return {
+        "state_bytes": sum(2 * p.nbytes for p in workload.model.parameters()),
+        "link": found_device.link_bytes_per_second,
+        "peaks": peaks,
+        "seconds": seconds,
+        "classes": planned.classes,
+        "budget": budget,
+        "upper": planned.predicted.peak_upper_bytes,
+    }
 
 
 def mlp() -> nn.Module:

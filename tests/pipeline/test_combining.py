@@ -56,6 +56,12 @@ def compiled() -> Workload:
     return workload
 
 
+def foreign() -> Workload:
+    workload = unclipped()
+    return dataclasses.replace(workload, optimizer=Foreign(workload.model.parameters()))
+
+
+OFFLOADED = Levers(microbatch_size=4, optimizer="offloaded")
 IN_BACKWARD = Levers(microbatch_size=4, optimizer="in-backward")
 CASES: dict[tuple[str, str], tuple[Callable[[], Workload], Levers]] = {
     (combinations.MICROBATCHES, combinations.BATCH_NORM): (with_batch_norm, Levers(microbatch_size=2)),
@@ -81,6 +87,13 @@ CASES: dict[tuple[str, str], tuple[Callable[[], Workload], Levers]] = {
         replace(IN_BACKWARD, precision="bf16-true"),
     ),
     (combinations.IN_BACKWARD, combinations.SEVERAL_OPTIMIZERS): (with_two_optimizers, IN_BACKWARD),
+    (combinations.OFFLOADED, combinations.NO_LINK): (tiny, OFFLOADED),
+    (combinations.OFFLOADED, "bf16-true"): (
+        lambda: dataclasses.replace(tiny(), bf16_updates="master-weights"),
+        replace(OFFLOADED, precision="bf16-true"),
+    ),
+    (combinations.OFFLOADED, combinations.SEVERAL_OPTIMIZERS): (with_two_optimizers, OFFLOADED),
+    (combinations.OFFLOADED, combinations.FOREIGN_OPTIMIZER): (foreign, OFFLOADED),
     (combinations.ADAMW_8BIT, combinations.NOT_ADAMW): (
         with_batch_norm,
         Levers(microbatch_size=4, optimizer="adamw-8bit"),
@@ -97,17 +110,14 @@ CASES: dict[tuple[str, str], tuple[Callable[[], Workload], Levers]] = {
         with_two_optimizers,
         Levers(microbatch_size=4, optimizer="adafactor"),
     ),
-    (combinations.IN_BACKWARD, combinations.FOREIGN_OPTIMIZER): (
-        lambda: (w := unclipped()) and dataclasses.replace(w, optimizer=Foreign(w.model.parameters())),
-        IN_BACKWARD,
-    ),
+    (combinations.IN_BACKWARD, combinations.FOREIGN_OPTIMIZER): (foreign, IN_BACKWARD),
 }
 
 
 @pytest.mark.parametrize("pair", CASES, ids=" x ".join)
 def test_each_row_is_refused(pair: tuple[str, str]) -> None:
     make, levers = CASES[pair]
-    device = find_device("cpu")
+    device = find_device("cpu" if combinations.NO_LINK in pair or combinations.NO_TF32 in pair else "rtx-3090")
     with pytest.raises(PlanError) as error:
         check_combination(levers, make(), device, allowed="reduced")
     assert between(*pair).row() in str(error.value)

@@ -14,6 +14,7 @@ OFFLOAD = "activation offload"
 CHUNKED_LOSS = "chunked loss"
 IN_BACKWARD = "optimizer in the backward pass"
 COUPLING_LOSS = "a loss that couples the samples of a batch"
+OFFLOADED = "optimizer states in host memory"
 ADAMW_8BIT = "AdamW with 8-bit states"
 ADAFACTOR = "Adafactor"
 NOT_ADAMW = "an optimizer other than AdamW, or Adam without weight decay"
@@ -133,6 +134,30 @@ TABLE: tuple[Refused, ...] = (
         "use an optimizer of torch.optim, or set levers.optimizer to 'as-is'",
     ),
     Refused(
+        OFFLOADED,
+        NO_LINK,
+        "nothing is known of how fast copies to the host are, or its memory is the device's",
+        "name a GPU, or set levers.optimizer to 'as-is'",
+    ),
+    Refused(
+        OFFLOADED,
+        "bf16-true",
+        "weights in bf16 are updated by a pass of their own",
+        "use 'bf16-mixed', or set levers.optimizer to 'as-is'",
+    ),
+    Refused(
+        OFFLOADED,
+        SEVERAL_OPTIMIZERS,
+        "states are moved for one optimizer's groups",
+        "use one optimizer with several groups, or set levers.optimizer to 'as-is'",
+    ),
+    Refused(
+        OFFLOADED,
+        FOREIGN_OPTIMIZER,
+        "it may use more than the state of the parameter at hand",
+        "use an optimizer of torch.optim, or set levers.optimizer to 'as-is'",
+    ),
+    Refused(
         ADAMW_8BIT,
         NOT_ADAMW,
         "it does AdamW's mathematics, without amsgrad and maximize, and no other's",
@@ -161,7 +186,7 @@ TABLE: tuple[Refused, ...] = (
     Refused(CHUNKED_LOSS, JITTOR, "it is made of PyTorch's functions", "set levers.chunked_loss to null"),
     *(
         Refused(optimizer, JITTOR, "it is made for PyTorch", "set levers.optimizer to 'as-is'")
-        for optimizer in (IN_BACKWARD, ADAMW_8BIT, ADAFACTOR)
+        for optimizer in (IN_BACKWARD, OFFLOADED, ADAMW_8BIT, ADAFACTOR)
     ),
 )
 """Everything else combines."""
@@ -186,7 +211,7 @@ def names_of(levers: Levers, batch_size: int) -> set[str]:
     return used
 
 
-OPTIMIZERS = {"in-backward": IN_BACKWARD, "adamw-8bit": ADAMW_8BIT, "adafactor": ADAFACTOR}
+OPTIMIZERS = {"in-backward": IN_BACKWARD, "offloaded": OFFLOADED, "adamw-8bit": ADAMW_8BIT, "adafactor": ADAFACTOR}
 """What the table calls the values of `Levers.optimizer`."""
 
 

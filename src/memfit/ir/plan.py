@@ -12,7 +12,7 @@ from memfit.ir.remat import Region
 from memfit.ir.throughput import Throughput
 
 Precision = Literal["32-true", "tf32", "bf16-mixed", "16-mixed", "bf16-true"]
-OptimizerLever = Literal["as-is", "in-backward", "adamw-8bit", "adafactor"]
+OptimizerLever = Literal["as-is", "in-backward", "offloaded", "adamw-8bit", "adafactor"]
 Numerics = Literal["exact", "reordered", "reduced", "changed"]
 NUMERICS: tuple[Numerics, ...] = ("exact", "reordered", "reduced", "changed")
 """Numerics classes, from the strictest to the freest."""
@@ -41,7 +41,8 @@ class Levers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         lean: Normalisations, activations and dropouts whose outputs are made again in the backward pass: FQNs, in which
             * stands for anything.
         optimizer: What becomes of the user's optimizer: "as-is", or each parameter updated "in-backward", as soon as
-            its gradient is there; or "adamw-8bit" or "adafactor", with less state, in its place.
+            its gradient is there; its states "offloaded" to the host's memory; or "adamw-8bit" or "adafactor", with
+            less state, in its place.
     """
 
     precision: Precision = "32-true"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from torch.distributed import ProcessGroup
 
@@ -15,6 +16,7 @@ from memfit.apply.checkpoint import is_checkpointed
 from memfit.apply.chunked_loss import is_chunked
 from memfit.apply.in_backward import InBackward, in_backward
 from memfit.apply.lean import is_made_lean
+from memfit.apply.offloaded_state import offloaded_state
 from memfit.apply.precision import autocast, is_cast, kept_in_fp32, tf32
 from memfit.apply.replaced_optimizer import replaced
 from memfit.capture.accumulation import Accumulation
@@ -152,17 +154,17 @@ def applied(levers: Levers, workload: Workload, *, predicted_peak_bytes: int | N
     check_combination(levers, workload)
     with (
         _weights(levers, workload, device) as weights,
-        _optimizer(levers, workload) as (updated, updating),
+        _optimizer(levers, workload) as optimizer,
         switched(workload.model, levers),
     ):
         yield Step(
-            updated,
+            optimizer.workload,
             microbatch_size=levers.microbatch_size,
             autocast=functools.partial(autocast, precision, device) if mixed else None,
             around=tf32 if precision == "tf32" else None,
             scaler=LossScaler(workload.loss_scaling) if precision == "16-mixed" else None,
-            update=weights.update if weights else None,
-            in_backward=updating,
+            update=weights.update if weights else optimizer.update,
+            in_backward=optimizer.in_backward,
             masters=weights.masters if weights else None,
             predicted_peak_bytes=predicted_peak_bytes,
         )
@@ -180,17 +182,28 @@ def _weights(levers: Levers, workload: Workload, device: str) -> Iterator[Bf16We
             yield None
 
 
+class _Optimizer(NamedTuple):
+    """How a step updates the parameters: its workload, with the optimizer, and what `Step` takes."""
+
+    workload: Workload
+    update: Callable[[], object] | None = None
+    in_backward: InBackward | None = None
+
+
 @contextlib.contextmanager
-def _optimizer(levers: Levers, workload: Workload) -> Iterator[tuple[Workload, InBackward | None]]:
-    """Have the parameters updated as the plan says: by another optimizer, or in the backward pass."""
+def _optimizer(levers: Levers, workload: Workload) -> Iterator[_Optimizer]:
+    """Have the parameters updated as the plan says: by another optimizer, in the backward pass, or one by one."""
     if levers.optimizer == "as-is":
-        yield workload, None
+        yield _Optimizer(workload)
     elif levers.optimizer == "in-backward":
         with in_backward(workload.optimizer) as updating:
-            yield workload, updating
+            yield _Optimizer(workload, in_backward=updating)
+    elif levers.optimizer == "offloaded":
+        with offloaded_state(workload.optimizer) as state:
+            yield _Optimizer(workload, update=state.step)
     else:
         with replaced(workload.optimizer, levers.optimizer) as optimizer:
-            yield dataclasses.replace(workload, optimizer=optimizer), None
+            yield _Optimizer(dataclasses.replace(workload, optimizer=optimizer))
 
 
 def check_plan(plan: Plan, workload: Workload) -> None:

@@ -7,6 +7,7 @@ from memfit.ir.plan import NUMERICS, Levers, Numerics, OptimizerLever
 
 OPTIMIZER_CLASSES: dict[OptimizerLever, Numerics] = {
     "in-backward": "exact",
+    "offloaded": "exact",
     "adamw-8bit": "reduced",
     "adafactor": "changed",
 }

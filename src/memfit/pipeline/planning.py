@@ -74,7 +74,8 @@ def plan(
         precisions: Precisions to search; None for "32-true" and the mixed one that the device is made
             for; "tf32" and "bf16-true" only when asked for. Those that `numerics` does not allow are solved for
             the frontier only.
-        host_budget: Pinned host memory that activations may wait in: bytes, or a string with a unit. None for none.
+        host_budget: Pinned host memory for activations and optimizer states: bytes, or a string with a unit. None for
+            none.
         points: Budgets that the frontier is solved for, for each precision and microbatch size.
         time_limit_seconds: Of solving, about: half for the plan, half for the frontier. When time is up, the
             best found and how far it is from the bound proven are returned.
@@ -285,10 +286,15 @@ class _Planner:
         costs = self.tf32_costs if levers.precision == "tf32" else self.costs
         whole = _around(levers.chunked_loss.head) if levers.chunked_loss else set()
         found = options(regions, costs, self.excluded | whole, offload=self.host_budget_bytes > 0)
-        problem = build(regions, costs, found, self.host_budget_bytes)
+        problem = build(regions, costs, found, max(0, self._host_bytes_left(levers.optimizer)))
         classes = lever_classes(levers, self.batch_size, self.couples_batch)
         self.combinations.append(Combination(levers, freest(classes), problem))
         return self.combinations[-1]
+
+    def _host_bytes_left(self, lever: OptimizerLever) -> int:
+        """Return what a way of updating the parameters leaves of the host's memory; below 0 where it is not enough."""
+        taken = _most_saved(lever, self.traces[self.plain]) if lever == "offloaded" else 0
+        return self.host_budget_bytes - taken
 
     def _choose(self) -> tuple[Candidate, Prediction]:
         """Return the fastest plan that fits. How parameters are updated is changed only where no other is cheap."""
@@ -309,7 +315,7 @@ class _Planner:
         first = self.traces[self.plain]
         if _most_saved(lever, first) < LEAST_SHARE * self._predict(first).peak_bytes:
             return []
-        if not allows(self.numerics, OPTIMIZER_CLASSES[lever]):
+        if not allows(self.numerics, OPTIMIZER_CLASSES[lever]) or self._host_bytes_left(lever) < 0:
             return []
         as_is = [c.levers for c in self._allowed() if c.levers.optimizer == "as-is"]
         sizes = {self.batch_size, min(levers.microbatch_size for levers in as_is)}
