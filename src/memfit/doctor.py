@@ -2,7 +2,7 @@
 
 Jittor compiles itself when it is first imported, and that import fails or starts over for reasons that
 have nothing to do with the user's program (Note [What Jittor's import trips over]). `load` is the way in:
-it imports Jittor with all of them out of the way, and nothing of the user's files or environment changed.
+it imports Jittor with all of them out of the way, and leaves the user's environment as it was.
 
 Note [What Jittor's import trips over], of Jittor 1.3.11:
 1. oneDNN is downloaded from a server that is often out of reach, though wheels of it exist: they are linked to
@@ -10,7 +10,9 @@ Note [What Jittor's import trips over], of Jittor 1.3.11:
 2. With nvcc but without the CUDA runtime library the import dies: nvcc is then hidden from it.
 3. The cache's folder is named after the host, the kernel and the git branch, so that a new container or
    branch compiles everything anew: the three are pinned, compiler, Python and processor are not.
-4. JITTOR_HOME is written to the user's ~/.cache/jittor/config.json for good: HOME is another one meanwhile.
+4. JITTOR_HOME is written to the user's ~/.cache/jittor/config.json for good: HOME is another one meanwhile. When
+   kernels are compiled later, and JITTOR_HOME is set, Jittor still writes it, by truncating: programs with different
+   ones that compile at the same time can fail, and succeed when run again.
 5. torch is imported whenever it is installed: FIX_TORCH_ERROR=0.
 6. Warnings and notices are printed at each import: it is silent meanwhile, and only then, since errors are too.
 7. Kernels are compiled for fast mathematics, in which g++ divides and takes roots by approximations in vectors, and
