@@ -47,6 +47,7 @@ def main(
     run: Callable[..., tuple[list[Case], dict[str, Any]]],
     doc: str | None,
     options: Mapping[str, Mapping[str, Any]] | None = None,
+    package: str = "benchmarks",
 ) -> None:
     """Run a benchmark from the command line and write its result file where asked.
 
@@ -55,8 +56,9 @@ def main(
         run: Called with whether to be quick, and with the options by name; returns cases and their summary.
         doc: For `--help`.
         options: Further options of the command, with the arguments of `ArgumentParser.add_argument`.
+        package: Where it is.
     """
-    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=doc)
+    parser = argparse.ArgumentParser(prog=f"python -m {package}.{name}", description=doc)
     parser.add_argument("--quick", action="store_true", help="fewer cases, about two minutes on two cores")
     parser.add_argument("--json", type=Path, metavar="FILE", help=f"e.g. benchmarks/results/{name}-{host_name()}.json")
     added = [parser.add_argument(flag, **settings).dest for flag, settings in (options or {}).items()]
@@ -65,7 +67,7 @@ def main(
     print(json.dumps(summary, indent=2))
     if arguments.json is not None:
         result = {
-            "command": _command(name, sys.argv[1:]),
+            "command": _command(f"{package}.{name}", sys.argv[1:]),
             "machine": {
                 "name": host_name(),
                 "description": devices()[0].description,
@@ -81,13 +83,13 @@ def main(
         print(f"written to {arguments.json}", file=sys.stderr)
 
 
-def _command(name: str, given: Sequence[str]) -> str:
+def _command(module: str, given: Sequence[str]) -> str:
     """Return the command as it was given, but for where its result goes."""
     options = list(given)
     if "--json" in options:
         at = options.index("--json")
         del options[at : at + 2]
-    return shlex.join(["python", "-m", f"benchmarks.{name}", *(o for o in options if not o.startswith("--json="))])
+    return shlex.join(["python", "-m", module, *(o for o in options if not o.startswith("--json="))])
 
 
 def whole_run_peak_bytes(workload: Workload, levers: Levers, steps: int = 2) -> int:

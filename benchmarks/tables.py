@@ -1,4 +1,4 @@
-"""Makes the tables of predictions and of faults in the README and the docs: `python -m benchmarks.tables [--check]`."""
+"""Makes the tables in the README, the docs and the examples: `python -m benchmarks.tables [--check]`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ from memfit.ir.codec import write_atomic
 from memfit.units import format_bytes
 
 ROOT = Path(__file__).parent.parent
-PAGES = (ROOT / "README.md", ROOT / "docs" / "accuracy.md", ROOT / "docs" / "training.md", ROOT / "docs" / "levers.md")
+PAGES = (
+    ROOT / "README.md",
+    ROOT / "docs" / "accuracy.md",
+    ROOT / "docs" / "training.md",
+    ROOT / "docs" / "levers.md",
+    ROOT / "examples" / "compress" / "README.md",
+)
 RESULTS = ROOT / "benchmarks" / "results"
 
 
@@ -59,6 +65,25 @@ def faults_table(result: dict[str, Any]) -> str:
     return (
         f"{faults.table(result['cases'])}\n\nTrainings: {'; '.join(subjects)}. `{result['command']}`,"
         f" {result['machine']['description']}, torch {result['versions']['torch']}, {result['date']}."
+    )
+
+
+def compress_table(result: dict[str, Any]) -> str:
+    """Return what a digits ResNet takes and how good it is, before and after it is made smaller."""
+    sizes_of = ("model", "multiply-adds", "parameters", "peak, predicted", "peak, measured", "step")
+    headings = (*sizes_of, "accuracy with random weights", "at the start", "trained")
+    lines, plain = [_row(headings), _row(["---"] * len(headings))], result["cases"][0]
+    for case in result["cases"]:
+        sizes = [f"{case[key]:,}" for key in ("multiply_adds", "parameters")]
+        peaks = [format_bytes(case[key]) for key in ("predicted_peak_bytes", "measured_peak_bytes")]
+        ratio = f"{case['step_seconds'] * 1e3:.0f} ms, ×{case['step_seconds'] / plain['step_seconds']:.2f}"
+        found = [case[key] for key in ("random_accuracy", "start_accuracy", "accuracy")]
+        shares = ["" if share is None else f"{share:.1%}" for share in found]
+        lines.append(_row([case["model"], *sizes, *peaks, ratio, *shares]))
+    threads = result["machine"]["threads"]
+    return "\n".join(lines) + (
+        f"\n\n`{result['command']}`, {result['machine']['description']}, {threads} threads, torch"
+        f" {result['versions']['torch']}, {result['date']}."
     )
 
 
@@ -107,6 +132,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "prediction": ("prediction", summary_table),
     "cases": ("prediction", cases_table),
     "faults": ("faults", faults_table),
+    "compress": ("compress", compress_table),
     "combinations": ("", lambda _: combinations.markdown()),
 }
 """For each mark on a page, the benchmark, if it needs one, and what makes its table."""

@@ -1,0 +1,1 @@
+"""A digits ResNet at half the multiply-adds: separable, pruned, and pruned and distilled."""
