@@ -7,6 +7,7 @@ result = step(batch)
 """
 
 from memfit.apply.batch_norm import freeze_batch_norm, group_norm_for_batch_norm
+from memfit.climbing import ladder
 from memfit.errors import (
     BudgetError,
     CaptureError,
@@ -67,6 +68,7 @@ __all__ = [
     "estimate",
     "freeze_batch_norm",
     "group_norm_for_batch_norm",
+    "ladder",
     "load_plan",
     "load_workload",
     "look_up",
