@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.faults import figures as faults
 from memfit.ir import combinations
 from memfit.ir.codec import write_atomic
-from memfit.units import format_bytes
+from memfit.units import format_bytes, format_seconds
 
 ROOT = Path(__file__).parent.parent
 PAGES = (
@@ -21,6 +21,7 @@ PAGES = (
     ROOT / "docs" / "accuracy.md",
     ROOT / "docs" / "training.md",
     ROOT / "docs" / "levers.md",
+    ROOT / "docs" / "ladder.md",
     ROOT / "examples" / "compress" / "README.md",
 )
 RESULTS = ROOT / "benchmarks" / "results"
@@ -87,6 +88,29 @@ def compress_table(result: dict[str, Any]) -> str:
     )
 
 
+def ladder_table(result: dict[str, Any]) -> str:
+    """Return what each lever bought, one on top of those that paid."""
+    headings = ("workload", "rung", "peak", "", "step", "", "largest batch", "samples/s there", "class", "outcome")
+    lines = [_row(headings), _row(["---"] * len(headings))]
+    for case in result["cases"]:
+        if case.get("peak_bytes") is not None:
+            lines.append(_row([case["workload"], *_climbed(case)]))
+    return (
+        f"{chr(10).join(lines)}\n\n`{result['command']}`, {result['machine']['description']},"
+        f" {result['machine']['threads']} threads, torch {result['versions']['torch']}, {result['date']}."
+    )
+
+
+def _climbed(case: dict[str, Any]) -> list[str]:
+    ratios = ["" if case[key] is None else f"×{case[key]:.2f}" for key in ("peak_ratio", "step_ratio")]
+    speed, largest = case["samples_per_second"], case["largest_batch"]
+    batch = "" if speed is None else "any" if largest is None else f"{largest:,}"
+    return [
+        *(case["name"], format_bytes(case["peak_bytes"]), ratios[0], format_seconds(case["step_seconds"]), ratios[1]),
+        *(batch, "" if speed is None else f"{speed:,.4g}", case["numerics"], case["outcome"]),
+    ]
+
+
 def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
@@ -133,6 +157,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "cases": ("prediction", cases_table),
     "faults": ("faults", faults_table),
     "compress": ("compress", compress_table),
+    "ladder": ("ladder", ladder_table),
     "combinations": ("", lambda _: combinations.markdown()),
 }
 """For each mark on a page, the benchmark, if it needs one, and what makes its table."""

@@ -38,6 +38,7 @@ PUBLIC = [
     "estimate",
     "freeze_batch_norm",
     "group_norm_for_batch_norm",
+    "ladder",
     "load_plan",
     "load_workload",
     "look_up",

@@ -24,15 +24,18 @@ from memfit.capture.fake import nothing_changes, real_copy
 from memfit.capture.measure import measure_peak_bytes
 from memfit.devices.advice import precisions
 from memfit.devices.host import find_device
-from memfit.errors import CaptureError, MemfitError, RecomputationError, UsageError, WorkloadError
+from memfit.errors import CaptureError, MemfitError, PlanError, RecomputationError, UsageError, WorkloadError
+from memfit.ir import combinations
 from memfit.ir.ladder import Ladder, Outcome, Rung, print_ladders_with
-from memfit.ir.plan import NUMERICS, Levers, Numerics, Prediction
+from memfit.ir.plan import NUMERICS, Levers, Numerics, OptimizerLever, Prediction
 from memfit.ir.remat import Regions
 from memfit.ir.trace import Trace
 from memfit.pipeline import chunking, leaning
 from memfit.pipeline.applying import applied, check_workload
+from memfit.pipeline.classes import OPTIMIZER_CLASSES, allows, freest, lever_classes
+from memfit.pipeline.combining import check_combination
 from memfit.pipeline.coupling import coupling
-from memfit.pipeline.planning import freest, lever_classes, microbatch_sizes
+from memfit.pipeline.planning import microbatch_sizes
 from memfit.pipeline.predicting import Progress, capture_levers, costs_of, predict, silent
 from memfit.report.ladders import ladder_text
 from memfit.solve.candidates import options
@@ -46,6 +49,7 @@ from memfit.workload import Workload, batch_size_of, fingerprint
 PAYS = 0.02
 """By how much a rung must be better to be kept."""
 _ROUNDS = 5  # in which two steps are timed in turn
+_SOLVE_SECONDS = 0.5  # for each choice of what to checkpoint: within a few percent of the best
 _NO_GPU = "nothing to copy to: it waits in host memory what a GPU need not hold, and this ladder is measured on the CPU"
 
 
@@ -139,11 +143,14 @@ class _Climb:
         try:
             levers, what = propose(self, before.levers)
             numerics = self.numerics_of(levers)
-            if NUMERICS.index(numerics) > NUMERICS.index(self.numerics):
+            check_combination(levers, self.workload, self.device, allowed=self.numerics)
+            if not allows(self.numerics, numerics):
                 raise _NotAvailable(f"of class {numerics}: numerics={numerics!r} allows it")
             return self._measured(name, levers, what, before)
         except _NotAvailable as e:
             return Rung(name=name, outcome="not available", why=str(e))
+        except PlanError as e:
+            return Rung(name=name, outcome="not available", why=str(e).partition(" The row in")[0])
         except (CaptureError, RecomputationError) as e:
             return Rung(name=name, outcome="not available", why=f"it can't be run: {e}")
 
@@ -152,15 +159,18 @@ class _Climb:
         with ExitStack() as stack:
             step = self._running(levers, stack)
             peak_bytes = measure_peak_bytes(step, step.workload.batch)
+            peak_ratio: float | None = None
+            step_ratio: float | None = None
             if before is None:
-                (seconds,) = timed([step], self.min_run_seconds)
+                seconds = timed([step], self.min_run_seconds)[0]
                 self.budget_bytes = self.budget_bytes or peak_bytes
-                ratios: tuple[float | None, float | None] = None, None
             else:
                 assert before.levers is not None
                 assert before.peak_bytes is not None
-                was, seconds = timed([self._running(before.levers, stack), step], self.min_run_seconds)
-                ratios = peak_bytes / before.peak_bytes, seconds / was
+                assert before.step_seconds is not None
+                was, now = timed([self._running(before.levers, stack), step], self.min_run_seconds)
+                peak_ratio, step_ratio = peak_bytes / before.peak_bytes, now / was
+                seconds = before.step_seconds * step_ratio
         largest, per_second = self._at_largest_batch(levers, peak_bytes, seconds)
         rung = Rung(
             name=name,
@@ -170,8 +180,8 @@ class _Climb:
             numerics=self.numerics_of(levers),
             peak_bytes=peak_bytes,
             step_seconds=seconds,
-            peak_ratio=ratios[0],
-            step_ratio=ratios[1],
+            peak_ratio=peak_ratio,
+            step_ratio=step_ratio,
             predicted_peak_bytes=self.predicted(levers).peak_bytes,
             largest_batch=largest,
             samples_per_second=per_second,
@@ -281,7 +291,7 @@ def pays(rung: Rung, before: Rung, budget_bytes: int | None) -> bool:
 
 
 def timed(steps: Sequence[Step], min_run_seconds: float) -> list[float]:
-    """Return the median time of each of some steps, in seconds, run in turn in blocks of PyTorch's benchmark timer."""
+    """Return the median time in seconds of each of some steps, run in turn in blocks of PyTorch's benchmark timer."""
     timers = [
         Timer("step(batch)", globals={"step": step, "batch": step.workload.batch}, num_threads=torch.get_num_threads())
         for step in steps
@@ -337,14 +347,14 @@ def _checkpointed(climb: _Climb, levers: Levers, whole: bool) -> tuple[Levers, s
     """Checkpoint for the lowest peak; or as is fastest within the budget, halfway down where that is no bound."""
     bare = with_fields(levers, regions=())
     combination = climb.combination(bare)
-    lowest = combination.leanest(2.0)
+    lowest = combination.leanest(_SOLVE_SECONDS)
     if whole:
         chosen = combination.candidate(lowest, lowest.peak_bytes).levers
     else:
         assert climb.budget_bytes is not None
         halfway = (combination.plain().peak_bytes + lowest.peak_bytes) // 2
         is_bound = climb.is_budget_given and lowest.peak_bytes <= climb.budget_bytes < combination.plain().peak_bytes
-        found = combination.fastest(climb.budget_bytes if is_bound else halfway, 0.005, 4.0)
+        found = combination.fastest(climb.budget_bytes if is_bound else halfway, 0.01, _SOLVE_SECONDS)
         chosen = bare if found is None else found.levers
     if not chosen.regions or chosen == levers:
         raise _NotAvailable("no choice of modules lowers the peak further")
@@ -370,6 +380,10 @@ def _microbatches(climb: _Climb, levers: Levers) -> tuple[Levers, str]:
     return with_fields(levers, microbatch_size=best), f"{-(-climb.batch_size // best)} of {best} samples"
 
 
+def _optimizer(climb: _Climb, levers: Levers, name: OptimizerLever) -> tuple[Levers, str]:
+    return with_fields(levers, optimizer=name), name
+
+
 def _offload(climb: _Climb, levers: Levers) -> tuple[Levers, str]:
     raise _NotAvailable(_NO_GPU)
 
@@ -381,6 +395,7 @@ _RUNGS: dict[str, _Propose] = {
     "selective checkpointing": functools.partial(_checkpointed, whole=False),
     "full checkpointing": functools.partial(_checkpointed, whole=True),
     "microbatches": _microbatches,
+    **{combinations.OPTIMIZERS[name]: functools.partial(_optimizer, name=name) for name in OPTIMIZER_CLASSES},
     "offload": _offload,
 }
 

@@ -57,6 +57,25 @@ def test_estimate(memfit: Shell) -> None:
     assert "activations" in output
 
 
+def test_ladder_is_printed_and_written(memfit: Shell, tmp_path: Path) -> None:
+    page, record = tmp_path / "ladder.html", tmp_path / "ladder.json"
+    options = ("--numerics", "exact", "--seconds", "0.02", "--html", str(page), "--output", str(record))
+    status, output, _ = memfit("ladder", TINY, *options)
+    assert status == 0
+    for name in ("plain", "lean norms and activations", "full checkpointing", "offload"):
+        assert name in output
+        assert name in page.read_text()
+    found = json.loads(record.read_text())
+    assert found["schema"] == "memfit.ladder/1"
+    assert found["rungs"][0]["peak_bytes"] == found["budget_bytes"]
+    status, _, errors = memfit("ladder", TINY, "--html", str(page))
+    assert status == 2
+    assert "--overwrite" in errors
+    status, _, errors = memfit("ladder", TINY, "--budget", "plenty")
+    assert status == 2
+    assert "budget" in errors
+
+
 def test_plan_is_written_and_never_overwritten_unasked(memfit: Shell, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     command = ("plan", TINY, "--budget", "20MiB", "--points", "1", "-o", str(path))

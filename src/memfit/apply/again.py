@@ -145,7 +145,8 @@ class Call:
         given = list(zip(self._tensors, self._versions, self._arguments, strict=True))
         arguments = {(storage_of(tensor), version) for tensor, version, _ in given}
         there = {storage_of(tensor) for tensor, _, made in given if made is not None or tensor.is_leaf}
-        own = {storage_of(tensor) for tensor in (*self.module.parameters(), *self.module.buffers())}
+        held = (*self.module._parameters.values(), *self.module._buffers.values())
+        own = {storage_of(tensor) for tensor in held if tensor is not None}
         large = _bytes(output) / _SMALL
         gains: dict[int, int] = {}
         dropped = set()

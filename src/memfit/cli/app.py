@@ -371,6 +371,44 @@ def report(
 
 
 @app.command()
+def ladder(
+    workload: WorkloadName,
+    budget: Annotated[
+        str | None,
+        typer.Option(help="Bytes, or with a unit, or a share of the machine; what the plain step takes by default."),
+    ] = None,
+    numerics: Annotated[
+        NumericsName, typer.Option(help="How far the numbers of the training may change.")
+    ] = NumericsName.reduced,
+    seconds: Annotated[float, typer.Option(help="How long each step is timed for, at least.", min=0.01)] = 2.0,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the ladder there, as JSON.")] = None,
+    page: Annotated[Path | None, typer.Option("--html", help="Write a page with table and plot there.")] = None,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Climb the levers one by one, and measure on this machine what each buys."""
+    from memfit import climbing, pipeline
+    from memfit.ir import codec
+    from memfit.report.ladders import ladder_table, write_ladder
+
+    _check_new("--output", output, overwrite)
+    _check_new("--html", page, overwrite)
+    loaded = pipeline.load_workload(workload)
+    with stages() as progress:
+        found = climbing.ladder(
+            loaded, budget=budget, numerics=numerics.value, min_run_seconds=seconds, progress=progress
+        )
+    if output is not None:
+        codec.write_atomic(output, codec.encode(found))
+    if page is not None:
+        write_ladder(page, found)
+    if as_json:
+        print_json(found)
+    else:
+        out.print(ladder_table(found))
+
+
+@app.command()
 def devices(
     name: Annotated[
         str | None, typer.Argument(metavar="[NAME]", help="Show all of one device.", show_default=False)

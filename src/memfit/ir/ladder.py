@@ -23,7 +23,8 @@ class Rung(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         levers: What the step ran with; None where it was not measured, or is another model's.
         numerics: The freest class of these.
         peak_bytes: Measured peak allocated, at the workload's batch.
-        step_seconds: Measured, of one update at the workload's batch: the median.
+        step_seconds: Measured, of one update at the workload's batch: the median of the plain step, times the
+            ratios of those that were kept since.
         peak_ratio: Its peak in that of the rung kept before.
         step_ratio: Its time in that of the rung kept before, of steps that ran in turn.
         predicted_peak_bytes: What was predicted for `peak_bytes`.

@@ -25,13 +25,13 @@ _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 720, 380, 80, 50
 
 def ladder_table(ladder: Ladder) -> Group:
     """Return a ladder, a row for each rung, and why for those that have no figures."""
-    budget = format_bytes(ladder.budget_bytes)
-    given = f"budget {budget}" if ladder.is_budget_given else f"budget {budget}, the plain step's peak"
     table = Table(
         box=SIMPLE_HEAD,
         show_edge=False,
         padding=(0, 1, 0, 0),
-        title=Text.assemble(("memfit ladder", "bold"), f" for {clean(ladder.workload)} on {ladder.device}, {given}"),
+        title=Text.assemble(
+            ("memfit ladder", "bold"), f" for {clean(ladder.workload)} on {ladder.device}, {_budget(ladder)}"
+        ),
         title_justify="left",
         title_style="",
     )
@@ -76,7 +76,7 @@ def ladder_page(ladder: Ladder) -> str:
     )
     rest = "".join(f"<li><b>{html.escape(r.name)}</b>: {html.escape(clean(r.why))}</li>" for r in _rest(ladder))
     made = f"memfit {ladder.memfit_version}, torch {ladder.torch_version}, {ladder.threads} threads"
-    budget = "" if ladder.is_budget_given else ", the plain step's peak"
+    budget = _budget(ladder)
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title>
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
@@ -88,9 +88,10 @@ th, td {{ padding: .3rem .7rem; border-bottom: 1px solid #dde2ea; text-align: le
 .scroll {{ overflow-x: auto; }} svg {{ max-width: 100%; height: auto; }} text {{ font: 12px system-ui, sans-serif; }}
 </style></head><body><main>
 <h1>{title}</h1>
-<p>Batch of {ladder.batch_size:,} on {html.escape(ladder.device)}, budget {format_bytes(ladder.budget_bytes)}{budget}.</p>
+<p>Batch of {ladder.batch_size:,} on {html.escape(ladder.device)}, {budget}.</p>
 {ladder_plot(ladder)}
-<div class="scroll"><table><thead><tr>{head}<th scope=col>what it does</th></tr></thead><tbody>{rows}</tbody></table></div>
+<div class="scroll"><table><thead><tr>{head}<th scope=col>what it does</th></tr></thead>
+<tbody>{rows}</tbody></table></div>
 <h2>Not measured here</h2><ul>{rest}</ul>
 </main><footer><p>Measured with {html.escape(made)}.</p></footer></body></html>
 """
@@ -127,6 +128,12 @@ def ladder_plot(ladder: Ladder) -> str:
 <path d="M{_LEFT} 0V{floor}H{_WIDTH}" fill="none" stroke="#8a93a5"/>{"".join(ticks)}
 <text x="{_WIDTH - 90}" y="{_HEIGHT - 8}">peak ({unit})</text><text x="0" y="-1">step ({time_unit})</text>
 <polyline points="{line}" fill="none" stroke="{_COLOURS["kept"]}" stroke-opacity=".5"/>{"".join(marks)}</svg>"""
+
+
+def _budget(ladder: Ladder) -> str:
+    return (
+        f"budget {format_bytes(ladder.budget_bytes)}{'' if ladder.is_budget_given else ', the peak of the plain step'}"
+    )
 
 
 def _rest(ladder: Ladder) -> list[Rung]:
