@@ -24,7 +24,15 @@ from memfit.capture.fake import nothing_changes, real_copy
 from memfit.capture.measure import measure_peak_bytes
 from memfit.devices.advice import precisions
 from memfit.devices.host import find_device
-from memfit.errors import CaptureError, MemfitError, PlanError, RecomputationError, UsageError, WorkloadError
+from memfit.errors import (
+    CaptureError,
+    MemfitError,
+    MissingExtraError,
+    PlanError,
+    RecomputationError,
+    UsageError,
+    WorkloadError,
+)
 from memfit.ir import combinations
 from memfit.ir.ladder import Ladder, Outcome, Rung, print_ladders_with
 from memfit.ir.plan import NUMERICS, Levers, Numerics, OptimizerLever, Prediction
@@ -149,7 +157,7 @@ class _Climb:
             return self._measured(name, levers, what, before)
         except _NotAvailable as e:
             return Rung(name=name, outcome="not available", why=str(e))
-        except PlanError as e:
+        except (PlanError, MissingExtraError) as e:
             return Rung(name=name, outcome="not available", why=str(e).partition(" The row in")[0])
         except (CaptureError, RecomputationError) as e:
             return Rung(name=name, outcome="not available", why=f"it can't be run: {e}")
