@@ -19,6 +19,7 @@ from memfit.ir.plan import ChunkedLoss, Levers, Plan
 from memfit.ir.remat import Region
 from memfit.pipeline.combining import check_combination, circumstances
 from memfit.pipeline.predicting import capture_levers
+from memfit.pipeline.switching import candidates_of
 from memfit.recipes import byte_lm
 from memfit.train.optimizers import Optimizers
 from memfit.workload import Workload
@@ -207,6 +208,8 @@ def test_the_optimizer_is_changed_where_nothing_else_is_cheap(monkeypatch: pytes
     assert {levers.optimizer for levers in captured} == {"as-is"}
     captured.clear()
     budget = int(lowest.value.lowest_peak_bytes - 0.2 * gradient_bytes)
+    with pytest.raises(InfeasibleError):
+        memfit.plan(workload, budget=budget, numerics="exact", precisions=["32-true"], optimizers=(), points=1)
     tight = memfit.plan(workload, budget=budget, numerics="exact", precisions=["32-true"], points=1)
     assert tight.levers.optimizer == "in-backward" and tight.classes[combinations.IN_BACKWARD] == "exact"
     bare = {replace(levers, regions=()) for levers in captured if levers.optimizer != "as-is"}
@@ -214,3 +217,12 @@ def test_the_optimizer_is_changed_where_nothing_else_is_cheap(monkeypatch: pytes
     assert "optimizer" in str(tight) and "in-backward" in str(tight)
     verification = memfit.verify(tight, workload)
     assert verification.holds and verification.bitwise, verification.failures
+
+
+def test_a_running_step_keeps_its_optimizer(plan: Plan) -> None:
+    (point, *_) = plan.frontier
+    levers = [replace(plan.levers, optimizer=x) for x in ("as-is", "in-backward", "adafactor")]
+    frontier = [replace(point, levers=x, peak_bytes=100 - n) for n, x in enumerate(levers)]
+    for chosen in levers[:2]:
+        mixed = replace(plan, levers=chosen, frontier=frontier)
+        assert [c.levers for c in candidates_of(mixed)] == [chosen]

@@ -36,7 +36,7 @@ class Fitted:
 
     def __init__(self, workload: Workload, **options: Any) -> None:
         kind = next((p.device.type for p in workload.model.parameters()), "cpu")
-        self.plan: Plan = plan(workload, **({"device": kind} | options))
+        self.plan: Plan = plan(workload, **({"device": kind} | options), optimizers=())  # the trainer updates
         self.precision = self.plan.levers.precision
         size = self.plan.batch_size
         self.microbatch_size = next(d for d in range(self.plan.levers.microbatch_size, 0, -1) if size % d == 0)

@@ -53,6 +53,7 @@ def plan(
     device: str = "cpu",
     numerics: Numerics = "reordered",
     precisions: Sequence[Precision] | None = None,
+    optimizers: Sequence[OptimizerLever] | None = None,
     points: int = 8,
     host_budget: int | str | None = None,
     time_limit_seconds: float = 8.0,
@@ -76,6 +77,8 @@ def plan(
             the frontier only.
         host_budget: Pinned host memory for activations and optimizer states: bytes, or a string with a unit. None for
             none.
+        optimizers: Ways of updating the parameters that may be tried where no other plan is cheap (`Levers.optimizer`);
+            None for all that `numerics` allows.
         points: Budgets that the frontier is solved for, for each precision and microbatch size.
         time_limit_seconds: Of solving, about: half for the plan, half for the frontier. When time is up, the
             best found and how far it is from the bound proven are returned.
@@ -92,6 +95,8 @@ def plan(
         raise UsageError(f"numerics={numerics!r} is unknown: use one of {', '.join(NUMERICS)}")
     if points < 1:
         raise UsageError(f"points={points} is not above 0: give the budgets to solve the frontier for")
+    for lever in set(optimizers or ()) - {"as-is", *OPTIMIZER_CLASSES}:
+        raise UsageError(f"optimizers={lever!r} is unknown: use some of {', '.join(OPTIMIZER_CLASSES)}")
     for precision in precisions or ():
         check_precision(precision, "precisions", found, workload)
     host_budget_bytes = 0 if host_budget is None else parse_budget(host_budget, None, "host_budget")
@@ -109,6 +114,7 @@ def plan(
             "device": device,
             "numerics": numerics,
             "precisions": precisions,
+            "optimizers": optimizers,
             "points": points,
             "host_budget": host_budget,
             "time_limit_seconds": time_limit_seconds,
@@ -116,8 +122,18 @@ def plan(
         made: Plan = remote.call(plan, workload, options, progress)
         return made
     check_workload(workload, found)
+    ways = tuple(OPTIMIZER_CLASSES) if optimizers is None else tuple(optimizers)
     planner = _Planner(
-        workload, budget_bytes, host_budget_bytes, found, numerics, searched, points, time_limit_seconds, progress
+        workload,
+        budget_bytes,
+        host_budget_bytes,
+        found,
+        numerics,
+        searched,
+        tried,
+        points,
+        time_limit_seconds,
+        progress,
     )
     return planner.plan()
 
@@ -130,6 +146,7 @@ class _Planner:
     device: Device
     numerics: Numerics
     precisions: Sequence[Precision]
+    optimizers: Sequence[OptimizerLever]
     points: int
     time_limit_seconds: float
     progress: Progress
@@ -300,7 +317,7 @@ class _Planner:
         """Return the fastest plan that fits. How parameters are updated is changed only where no other is cheap."""
         best = self._fastest(self._allowed(), self.time_limit_seconds)
         least = min(c.problem.plain_seconds for c in self._allowed())
-        for lever in OPTIMIZER_CLASSES:
+        for lever in (lever for lever in OPTIMIZER_CLASSES if lever in self.optimizers):
             if best is not None and best[1].step_seconds <= (1 + _CHEAP) * least:
                 break
             found = self._fastest(self._with_optimizer(lever), self.time_limit_seconds / 4)

@@ -83,11 +83,12 @@ class Switch:
 def candidates_of(plan: Plan) -> list[Candidate]:
     """Return the points of a plan's frontier that may take its place while it trains, those of most memory first.
 
-    They are of its precision, which a training keeps, and of a numerics class that the user allowed. With weights in
-    bf16 gradients are accumulated or not as in the plan, which decides where they are.
+    They are of its precision and its optimizer, which a training keeps, and of a numerics class that the user
+    allowed. With weights in bf16 gradients are accumulated or not as in the plan, which decides where they are.
     """
     allowed = NUMERICS[: NUMERICS.index(plan.allowed) + 1]
-    found = [c for c in plan.frontier if c.numerics in allowed and c.levers.precision == plan.levers.precision]
+    kept = (plan.levers.precision, plan.levers.optimizer)
+    found = [c for c in plan.frontier if c.numerics in allowed and (c.levers.precision, c.levers.optimizer) == kept]
     if plan.levers.precision == "bf16-true":
         accumulates = plan.levers.microbatch_size < plan.batch_size
         found = [c for c in found if (c.levers.microbatch_size < plan.batch_size) == accumulates]
@@ -120,6 +121,7 @@ def lowered(plan: Plan, candidate: Candidate) -> Plan:
 def at_point(plan: Plan, candidate: Candidate, predicted: Prediction, note: str) -> Plan:
     """Return the plan that runs a point of a plan's frontier."""
     bound = min(predicted.step_seconds, *(c.bound_seconds for c in plan.frontier))
+    couples_batch = candidate.numerics == "changed" and candidate.levers.optimizer != "adafactor"
     solution = Solution(
         status="feasible",
         bound_seconds=bound,
@@ -130,7 +132,7 @@ def at_point(plan: Plan, candidate: Candidate, predicted: Prediction, note: str)
         plan,
         levers=candidate.levers,
         numerics=candidate.numerics,
-        classes=lever_classes(candidate.levers, plan.batch_size, candidate.numerics == "changed"),
+        classes=lever_classes(candidate.levers, plan.batch_size, couples_batch),
         predicted=predicted,
         solution=solution,
         notes=[*plan.notes, note],
