@@ -130,7 +130,7 @@ def plan(
         found,
         numerics,
         searched,
-        tried,
+        ways,
         points,
         time_limit_seconds,
         progress,
