@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 import memfit
-from memfit.errors import UsageError
-from memfit.ir.plan import Plan
+from memfit.apply.precision import is_cast
+from memfit.errors import PlanError, UsageError
+from memfit.ir.plan import Levers, Plan
 from memfit.pipeline.adapting import Adaptive, Way, shapes_of
+from memfit.pipeline.applying import applied
 from memfit.train.step import Step
+from memfit.workload import fingerprint
 from tests.models import transformer
 
 TOKENS = 64
@@ -113,3 +118,39 @@ def test_places_on_the_way_are_the_smallest_that_cover_a_batch() -> None:
     assert way.place(((8, 40), (8, 41), (8, 90, 40))) == way.place(((8, 90), (8, 91), (8, 90, 90)))
     assert way.place(((2, 3), (2, 3), (2, 3, 3))) == 0.0
     assert way.covers(((8, 9), (8, 8), (8, 7, 6))) and not way.covers(((7, 100), (8, 101), (8, 100, 100)))
+
+
+def test_modules_in_fp32_stay_so_while_plans_change() -> None:
+    """Another shape is predicted from the modules as they were made; what runs is cast as before."""
+
+    def mixed() -> memfit.Workload:
+        made = transformer(batch=1, tokens=TOKENS, dim=32, layers=3, dropout=0.0)
+        return dataclasses.replace(made, fp32_modules=("head", "blocks.0.mlp.*"))
+
+    budget = int(0.75 * memfit.estimate(mixed(), precision="bf16-mixed").peak_bytes)
+    made = memfit.plan(
+        mixed(),
+        budget=budget,
+        numerics="reduced",
+        precisions=["bf16-mixed"],
+        optimizers=(),
+        points=2,
+        time_limit_seconds=1,
+    )
+    planned, plain = mixed(), mixed()
+    lengths = [64, 20, 48]
+    with memfit.adapt(made, planned) as step:
+        losses = [step(cut(planned, tokens, 1)).loss for tokens in lengths]
+        assert is_cast(planned.model)
+    assert not is_cast(planned.model)
+    with applied(Levers(precision="bf16-mixed", microbatch_size=1), plain) as single:
+        assert losses == pytest.approx([single(cut(plain, tokens, 1)).loss for tokens in lengths], rel=1e-3)
+
+
+def test_weights_in_bf16_are_refused_with_the_table_s_row(plan: Plan) -> None:
+    work = dataclasses.replace(workload(), bf16_updates="master-weights")
+    lower = msgspec.structs.replace(plan.levers, precision="bf16-true")
+    other = msgspec.structs.replace(plan, levers=lower, fingerprint=fingerprint(work), allowed="reduced")
+    with pytest.raises(PlanError, match="other shapes are predicted from the model as it was made"):
+        memfit.adapt(other, work)
+    assert not is_cast(work.model)

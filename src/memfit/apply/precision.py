@@ -93,6 +93,21 @@ def casting(
             module.forward = before
 
 
+@contextlib.contextmanager
+def uncast(model: nn.Module) -> Iterator[None]:
+    """Take the casts off a model's modules, until the context is left."""
+    casts = [(m, m.__dict__["forward"]) for m in model.modules() if isinstance(m.__dict__.get("forward"), Casting)]
+    for module, cast_forward in casts:
+        del module.forward
+        if cast_forward.forward is not None:
+            module.forward = cast_forward.forward
+    try:
+        yield
+    finally:
+        for module, cast_forward in casts:
+            module.forward = cast_forward
+
+
 def is_cast(model: nn.Module) -> bool:
     """Tell whether modules compute in another dtype at present."""
     return any(isinstance(module.__dict__.get("forward"), Casting) for module in model.modules())

@@ -29,6 +29,7 @@ NO_UPDATES = "Workload.bf16_updates=None"
 NO_TF32 = "a device without TF32"
 NO_LINK = "a device without a link to the host"
 JITTOR = "memfit.jittor"
+ADAPTING = "a plan for each batch's shapes (`memfit.adapt`)"
 
 
 class Refused(NamedTuple):
@@ -181,6 +182,12 @@ TABLE: tuple[Refused, ...] = (
         SEVERAL_OPTIMIZERS,
         "parameters that are updated by different rules are so for a reason",
         "use one optimizer, or set levers.optimizer to 'as-is'",
+    ),
+    Refused(
+        ADAPTING,
+        "bf16-true",
+        "other shapes are predicted from the model as it was made, and its weights are in bf16 by then",
+        "use 'bf16-mixed', or memfit.apply, which has one plan for all shapes",
     ),
     Refused(OFFLOAD, JITTOR, "Jittor moves memory by itself", "leave out offload="),
     Refused(CHUNKED_LOSS, JITTOR, "it is made of PyTorch's functions", "set levers.chunked_loss to null"),

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 from memfit.cost.calibrate import with_workspaces
 from memfit.devices.host import find_device
 from memfit.errors import UsageError
+from memfit.ir import combinations
 from memfit.ir.plan import Plan
 from memfit.ir.simulate import simulate
 from memfit.pipeline.applying import join, snapshots_of, switchable
@@ -66,6 +67,7 @@ def adapt(
 
     Raises:
         PlanMismatchError: The plan was made for another workload.
+        PlanError: Its precision is bf16-true, or its levers don't go together.
         UsageError: `limit_bytes` is not positive, or a batch, when the step is called, is larger than the workload's.
     """
     plan = without_coupled(plan, workload)
@@ -136,6 +138,7 @@ class Adaptive(Recovery):
     """
 
     def __init__(self, switch: Switch, plan: Plan, snapshots: str | Path | None = None) -> None:
+        combinations.check({combinations.ADAPTING, plan.levers.precision})
         super().__init__(switch.step, plan, self._next, snapshots=snapshots_of(switch, snapshots))
         self.candidates = candidates_of(plan)
         self.taken: Counter[tuple[int, int]] = Counter()

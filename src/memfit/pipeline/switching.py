@@ -11,6 +11,7 @@ from torch import nn
 from memfit.apply.checkpoint import checkpointed
 from memfit.apply.chunked_loss import chunked
 from memfit.apply.lean import lean
+from memfit.apply.precision import uncast
 from memfit.ir.plan import NUMERICS, Candidate, Levers, Plan, Prediction, Solution
 from memfit.pipeline.classes import lever_classes
 from memfit.train.step import Step
@@ -56,11 +57,12 @@ class Switch:
 
     @contextlib.contextmanager
     def lifted(self) -> Iterator[None]:
-        """Leave the model as the user made it, until the context is left."""
+        """Leave the model's modules as the user made them, until the context is left; not weights that are in bf16."""
         levers = self.levers
         self.to(without_switched(levers))
         try:
-            yield
+            with uncast(self.step.workload.model):
+                yield
         finally:
             self.to(levers)
 
