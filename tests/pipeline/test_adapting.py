@@ -127,7 +127,7 @@ def test_modules_in_fp32_stay_so_while_plans_change() -> None:
         made = transformer(batch=1, tokens=TOKENS, dim=32, layers=3, dropout=0.0)
         return dataclasses.replace(made, fp32_modules=("head", "blocks.0.mlp.*"))
 
-    budget = int(0.75 * memfit.estimate(mixed(), precision="bf16-mixed").peak_bytes)
+    budget = int(0.95 * memfit.estimate(mixed(), precision="bf16-mixed").peak_bytes)
     made = memfit.plan(
         mixed(),
         budget=budget,
