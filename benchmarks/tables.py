@@ -19,6 +19,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = (
     ROOT / "README.md",
     ROOT / "docs" / "accuracy.md",
+    ROOT / "docs" / "method.md",
     ROOT / "docs" / "training.md",
     ROOT / "docs" / "levers.md",
     ROOT / "docs" / "ladder.md",
@@ -111,6 +112,35 @@ def _climbed(case: dict[str, Any]) -> list[str]:
     ]
 
 
+def solving_table(result: dict[str, Any]) -> str:
+    """Return how near to its bound solving ends, for each model."""
+    headings = ("model", "budgets solved for", "largest gap", "at a budget of", "time to plain's there", "longest")
+    lines = [_row(headings), _row(["---"] * len(headings))]
+    for model in dict.fromkeys(case["model"] for case in result["cases"]):
+        cases = [case for case in result["cases"] if case["model"] == model]
+        worst = max(cases, key=lambda case: case["gap"])
+        longest = format_seconds(max(case["solve_seconds"] for case in cases))
+        figures = (f"{worst['gap']:.2%}", f"{worst['share']:.1%}", f"{worst['time_ratio']:.3f}", longest)
+        lines.append(_row((model, str(len(cases)), *figures)))
+    return "\n".join([*lines, "", _made_by(result)])
+
+
+def exactness_table(result: dict[str, Any]) -> str:
+    """Return in how many steps each model's exact plan gave the plain step's bits."""
+    headings = ("model", "equal steps", "regions", "peak to plain's, predicted", "first loss", "last loss")
+    lines = [_row(headings), _row(["---"] * len(headings))]
+    for case in result["cases"]:
+        equal = f"{case['equal_steps']} of {result['summary']['steps']}"
+        share, losses = f"{case['predicted_share']:.1%}", (f"{case['first_loss']:.4f}", f"{case['last_loss']:.4f}")
+        lines.append(_row((case["model"], equal, str(case["regions"]), share, *losses)))
+    return "\n".join([*lines, "", _made_by(result)])
+
+
+def _made_by(result: dict[str, Any]) -> str:
+    machine = f"{result['machine']['description']}, threads: {result['machine']['threads']}"
+    return f"`{result['command']}`, {machine}, torch {result['versions']['torch']}, {result['date']}."
+
+
 def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
@@ -158,6 +188,8 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "faults": ("faults", faults_table),
     "compress": ("compress", compress_table),
     "ladder": ("ladder", ladder_table),
+    "solving": ("solving", solving_table),
+    "exactness": ("exactness", exactness_table),
     "combinations": ("", lambda _: combinations.markdown()),
 }
 """For each mark on a page, the benchmark, if it needs one, and what makes its table."""
