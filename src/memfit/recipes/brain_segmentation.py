@@ -136,19 +136,25 @@ def _dice_and_cross_entropy() -> nn.Module:
 
 
 def evaluate_dice(model: nn.Module, *, slab: Slab, patch: tuple[int, int, int], batch_size: int) -> dict[str, float]:
-    """Returns the Dice coefficient of the validation slab, for each tissue and their mean.
+    """Returns the Dice coefficient of the validation slab, for each tissue and their mean."""
+    return dice_coefficients(segment(model, slab.image, patch, batch_size), slab.label)
 
-    The slab is covered by overlapping windows of the size of a patch (MONAI's sliding-window
+
+def segment(model: nn.Module, image: Tensor, patch: tuple[int, int, int], batch_size: int) -> Tensor:
+    """Returns the index in `CLASSES` that a model gives each voxel of an image [x, y, z].
+
+    The image is covered by overlapping windows of the size of a patch (MONAI's sliding-window
     inference). Where it is smaller than a patch, it is padded with background.
     """
     logits = _import("monai.inferers").sliding_window_inference(
-        slab.image[None, None].to(next(model.parameters()).device),
+        image[None, None].to(next(model.parameters()).device),
         roi_size=patch,
         sw_batch_size=batch_size,
         predictor=model,
-        cval=float(slab.image.min()),
+        cval=float(image.min()),
     )
-    return dice_coefficients(logits[0].argmax(0).cpu(), slab.label)
+    classes: Tensor = logits[0].argmax(0).cpu()
+    return classes
 
 
 def dice_coefficients(predicted: Tensor, label: Tensor) -> dict[str, float]:

@@ -1,0 +1,85 @@
+"""The tables of the examples that are trained in one budget, from their result files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from memfit.units import format_bytes
+
+NOT_TRAINED = "does not fit"
+
+
+def brain_segmentation_table(result: dict[str, Any]) -> str:
+    """Return Dice, peak and time of each training, and the planned ones against the plain one."""
+    headings = ("training", "patch", "parameters", "peak, predicted", "measured", "steps", "CPU seconds")
+    cases, summary = result["cases"], result["summary"]
+    lines = [_row([*headings, "Dice, grey", "Dice, white", "levers"]), _row(["---"] * 10)]
+    for case in cases:
+        cells = [case["training"], "×".join(map(str, case["patch"])), f"{case['parameters']:,}", *_peaks(case)]
+        if "curve" in case:
+            last = case["curve"][-1]
+            cells += [str(case["steps"]), f"{case['cpu_seconds']:.0f}"]
+            cells += [f"{last['dice/grey']:.3f}", f"{last['dice/white']:.3f}", "; ".join(case["levers"]) or "none"]
+        lines.append(_row([*cells, *[NOT_TRAINED] * (len(cells) == 5), *[""] * (9 - len(cells))]))
+    _, plain, *others = cases
+    compared = (f"{case['training']}: {_against(plain, case)}" for case in others)
+    return "\n".join(lines) + (
+        f"\n\nBudget {format_bytes(summary['budget_bytes'])}; about {summary['voxels'] / 1e6:.1f} million voxels each,"
+        f" batches of {summary['batch_size']} patches at {summary['resolution']} mm. Against plain with the small patch:"
+        f" {'; '.join(compared)}. The lighter structure has ×{summary['multiply_adds_ratio_structured']:.2f} the"
+        f" multiply-adds.\n\n{_sources(result)}"
+    )
+
+
+def language_model_table(result: dict[str, Any]) -> str:
+    """Return bits per byte, peak and time of each training, at as many bytes and at as many seconds."""
+    headings = ("training", "context", "peak, predicted", "measured", "bytes seen", "CPU seconds", "bits per byte")
+    (unfit, plain, planned), summary = result["cases"], result["summary"]
+    lines = [_row([*headings, "first quarter", "last quarter"]), _row(["---"] * 9)]
+    lines.append(_row([unfit["training"], f"{unfit['context']:,}", *_peaks(unfit), NOT_TRAINED, *[""] * 4]))
+    for case, point, more in (
+        (plain, plain["curve"][summary["evaluations"] - 1], ", as many bytes"),
+        (plain, plain["curve"][-1], ", as many seconds"),
+        (planned, planned["curve"][-1], ""),
+    ):
+        bits = [point[f"bits_per_byte{part}"] for part in ("", "_first_quarter", "_last_quarter")]
+        seen = [f"{point['steps'] * case['context']:,}", f"{point['cpu_seconds']:.0f}", *(f"{b:.3f}" for b in bits)]
+        lines.append(_row([case["training"] + more, f"{case['context']:,}", *_peaks(case), *seen]))
+    return "\n".join(lines) + (
+        f"\n\nBudget {format_bytes(summary['budget_bytes'])}. The plan: {'; '.join(planned['levers'])}."
+        f" {_verdict(summary)} A quarter is one of windows of {planned['context']:,} bytes.\n\n{_sources(result)}"
+    )
+
+
+def _peaks(case: dict[str, Any]) -> list[str]:
+    return [format_bytes(case[key]) for key in ("predicted_peak_bytes", "measured_peak_bytes")]
+
+
+def _against(plain: dict[str, Any], case: dict[str, Any]) -> str:
+    dice = case["curve"][-1]["dice/mean"] - plain["curve"][-1]["dice/mean"]
+    return f"mean Dice {dice:+.3f} in ×{case['cpu_seconds'] / plain['cpu_seconds']:.2f} the CPU seconds"
+
+
+def _verdict(summary: dict[str, Any]) -> str:
+    """Return who wins, and by how much."""
+    long = summary["bits_per_byte_planned"]
+    said = []
+    for what in ("bytes", "seconds"):
+        lead = summary[f"bits_per_byte_equal_{what}"] - long
+        said.append(f"at as many {what} by {abs(lead):.3f} bits per byte{' (the long one wins)' if lead > 0 else ''}")
+    if all(summary[f"bits_per_byte_equal_{what}"] <= long for what in ("bytes", "seconds")):
+        return f"The long context does not win in so short a run: the short one is ahead {' and '.join(said)}."
+    return f"The two are apart {' and '.join(said)}."
+
+
+def _sources(result: dict[str, Any]) -> str:
+    machine, versions = result["machine"], result["versions"]
+    return (
+        f"`{result['command']}`, {machine['description']}, {machine['threads']} thread{'s' * (machine['threads'] > 1)},"
+        f" torch {versions['torch']}, {result['date']}; {result['summary']['timing']}."
+    )
+
+
+def _row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
