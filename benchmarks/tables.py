@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.case_studies import brain_segmentation_table, language_model_table
 from benchmarks.faults import figures as faults
 from memfit.ir import combinations
 from memfit.ir.codec import write_atomic
@@ -190,6 +191,8 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "ladder": ("ladder", ladder_table),
     "solving": ("solving", solving_table),
     "exactness": ("exactness", exactness_table),
+    "brain_segmentation": ("brain_segmentation", brain_segmentation_table),
+    "language_model": ("language_model", language_model_table),
     "combinations": ("", lambda _: combinations.markdown()),
 }
 """For each mark on a page, the benchmark, if it needs one, and what makes its table."""
