@@ -34,18 +34,9 @@ def brain_segmentation_table(result: dict[str, Any]) -> str:
 
 def language_model_table(result: dict[str, Any]) -> str:
     """Return bits per byte, peak and time of each training, at as many bytes and at as many seconds."""
-    headings = (
-        "training",
-        "context",
-        "peak, predicted",
-        "measured",
-        "steps",
-        "bytes seen",
-        "CPU seconds",
-        "bits per byte",
-    )
+    headings = ("training", "context", "peak, predicted", "measured", "steps", "bytes seen", "CPU seconds")
     (unfit, plain, planned), summary = result["cases"], result["summary"]
-    lines = [_row([*headings, "first quarter", "last quarter"]), _row(["---"] * 10)]
+    lines = [_row([*headings, "bits per byte", "first quarter", "last quarter"]), _row(["---"] * 10)]
     lines.append(_row([unfit["training"], f"{unfit['context']:,}", *_peaks(unfit), NOT_TRAINED, *[""] * 5]))
     for case, point, more in (
         *((plain, point, ", as many steps") for point in plain["curve"] if point["steps"] == planned["steps"]),
@@ -54,12 +45,8 @@ def language_model_table(result: dict[str, Any]) -> str:
         (planned, planned["curve"][-1], ""),
     ):
         bits = [point[f"bits_per_byte{part}"] for part in ("", "_first_quarter", "_last_quarter")]
-        seen = [
-            f"{point['steps']:,}",
-            f"{point['steps'] * case['context']:,}",
-            f"{point['cpu_seconds']:.0f}",
-            *(f"{b:.3f}" for b in bits),
-        ]
+        seen = [f"{point['steps']:,}", f"{point['steps'] * case['context']:,}", f"{point['cpu_seconds']:.0f}"]
+        seen += [f"{b:.3f}" for b in bits]
         lines.append(_row([case["training"] + more, f"{case['context']:,}", *_peaks(case), *seen]))
     return "\n".join(lines) + (
         f"\n\nBudget {format_bytes(summary['budget_bytes'])}. The plan: {'; '.join(planned['levers'])}."

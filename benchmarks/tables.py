@@ -24,7 +24,7 @@ PAGES = (
     ROOT / "docs" / "training.md",
     ROOT / "docs" / "levers.md",
     ROOT / "docs" / "ladder.md",
-    ROOT / "examples" / "compress" / "README.md",
+    *(ROOT / "examples" / name / "README.md" for name in ("compress", "brain_segmentation", "language_model")),
 )
 RESULTS = ROOT / "benchmarks" / "results"
 

@@ -159,8 +159,24 @@ def test_readme_examples_run(tmp_path: Path) -> None:
 def test_tables_of_predictions_are_those_of_the_result_file() -> None:
     from benchmarks.tables import PAGES, with_tables
 
-    true_lines = ("| memfit, plain", "| gpt2 |", "| SIGKILL |", "| tf32 |", "| original |")
-    wrong_lines = ("| memwit, plain", "| gpt3 |", "| SIGKILLED |", "| tf33 |", "| copied |")
+    true_lines = (
+        "| memfit, plain",
+        "| gpt2 |",
+        "| SIGKILL |",
+        "| tf32 |",
+        "| original |",
+        "| planned |",
+        "| plain, short",
+    )
+    wrong_lines = (
+        "| memwit, plain",
+        "| gpt3 |",
+        "| SIGKILLED |",
+        "| tf33 |",
+        "| copied |",
+        "| banned |",
+        "| plain, shorn",
+    )
     for page, true, wrong in zip(PAGES, true_lines, wrong_lines, strict=True):
         text = page.read_text()
         assert with_tables(text) == text

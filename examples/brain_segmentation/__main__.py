@@ -33,8 +33,8 @@ class Size:
     batch_size: int = 2
     resolution: int = 2
     budget: str = "160MiB"
-    steps: int = 80
-    evaluations: int = 4
+    steps: int = 60
+    evaluations: int = 3
 
 
 QUICK = Size(
