@@ -49,7 +49,6 @@ QUICK = Size(
 
 def run(quick: bool, picture: Path | None = None) -> tuple[list[Case], dict[str, Any]]:
     """Return a case for the plain step with the large patch, which is not trained, and for each training."""
-    torch.set_num_threads(1)
     if picture is not None:
         figure_class()  # says what is missing before anything is trained
     size = QUICK if quick else Size()
@@ -170,5 +169,6 @@ def _case(name: str, workload: Workload, predicted_peak_bytes: int) -> Case:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)
     picture = {"type": Path, "metavar": "FILE", "help": "a PNG file of slices of the held-out part"}
     main("brain_segmentation", run, __doc__, {"--picture": picture}, package="examples")

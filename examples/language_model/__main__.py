@@ -37,7 +37,6 @@ QUICK = Size(context=512, d_model=16, n_layer=2, budget="1.5MiB", steps=4, evalu
 
 def run(quick: bool) -> tuple[list[Case], dict[str, Any]]:
     """Return a case for the plain step with the long context, which is not trained, and for each training."""
-    torch.set_num_threads(1)
     size = QUICK if quick else Size()
     long = language_model(size, size.context)
     plan = memfit.plan(long, budget=size.budget, precisions=["32-true"], points=1)
@@ -120,4 +119,5 @@ def _summary(size: Size, budget_bytes: int, plain: Case, planned: Case) -> dict[
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)
     main("language_model", run, __doc__, package="examples")
