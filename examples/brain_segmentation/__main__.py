@@ -26,22 +26,25 @@ Patch = tuple[int, int, int]
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """What is trained: patches in voxels from large to small, the model, the budget, steps of the large patch."""
+    """What is trained: patches in voxels from large to small, the model, the budget, steps of the large patch.
 
-    patches: tuple[Patch, ...] = ((80, 64, 80), (64, 64, 64), (64, 48, 64), (48, 48, 48), (32, 32, 32))
+    No patch is larger than the validation slab, which would be padded otherwise.
+    """
+
+    patches: tuple[Patch, ...] = ((96, 40, 88), (80, 40, 80), (64, 40, 64), (48, 40, 48), (32, 32, 32))
     channels: tuple[int, ...] = (16, 32, 64)
     batch_size: int = 2
     resolution: int = 2
-    budget: str = "160MiB"
-    steps: int = 60
-    evaluations: int = 3
+    budget: str = "132MiB"
+    steps: int = 140
+    evaluations: int = 4
 
 
 QUICK = Size(
-    patches=((32, 24, 32), (24, 16, 24), (16, 16, 16)),
+    patches=((32, 20, 32), (24, 16, 24), (16, 16, 16)),
     channels=(8, 16),
     resolution=4,
-    budget="9MiB",
+    budget="8MiB",
     steps=3,
     evaluations=1,
 )
@@ -131,18 +134,22 @@ def figure_class() -> Any:
 
 
 def draw(segmentations: dict[str, Tensor], size: Size, path: Path) -> None:
-    """Draw the slices of the validation slab with most tissue: the image, the truth, and what each model says."""
+    """Draw slices with most tissue in the middle of the validation slab: image, truth, and what each model says."""
     _, validation = load_slabs(size.resolution)
     columns = {"T1": validation.image, "truth": validation.label, **segmentations}
     views = {"axial": 2, "coronal": 1, "sagittal": 0}
     drawing = figure_class()(figsize=(2 * len(columns), 2 * len(views)), layout="constrained")
     for row, (view, axis) in enumerate(views.items()):
         others = [a for a in range(3) if a != axis]
-        at = int((validation.label > 0).sum(others).argmax())
+        tissue = (validation.label > 0).sum(others)
+        edge = len(tissue) // 4  # where a model does not see what is around
+        at = edge + int(tissue[edge:-edge].argmax())
         for column, (name, volume) in enumerate(columns.items()):
             axes = drawing.add_subplot(len(views), len(columns), row * len(columns) + column + 1)
             limits = {} if name == "T1" else {"vmin": 0, "vmax": 2}
-            axes.imshow(volume.select(axis, at).T, cmap="gray", origin="lower", interpolation="nearest", **limits)
+            axes.imshow(
+                volume.select(axis, at).T.numpy(), cmap="gray", origin="lower", interpolation="nearest", **limits
+            )
             axes.set(xticks=[], yticks=[], title=name if row == 0 else "", ylabel=view if column == 0 else "")
     drawn = io.BytesIO()
     drawing.savefig(drawn, dpi=80, metadata={"Software": None})
