@@ -116,24 +116,40 @@ def frontier(
         combinations: Each is solved from its plain peak down to its lowest.
         points: Budgets for each combination.
         progress: Called with how many budgets are solved, of how many.
-        time_limit_seconds: For all of them together, about; the best found by then is returned.
+        time_limit_seconds: For all of them together, about: when it is up, budgets that are left are not solved for.
     """
     deadline = thread_time() + time_limit_seconds
-    total = len(combinations) * points
+    total, done = len(combinations) * points, 0
     lowest_seconds = max(_LEANEST_SHARE * time_limit_seconds / len(combinations), _LEAST_SECONDS)
     found: list[Candidate] = []
-    for index, combination in enumerate(combinations):
-        plain, leanest = combination.plain(), combination.leanest(lowest_seconds)
+    budgets: list[list[tuple[Combination, int]]] = [[] for _ in range(points)]
+    for combination in combinations:
+        seconds = lowest_seconds if thread_time() < deadline else 0.0
+        plain, leanest = combination.plain(), combination.leanest(seconds)
         found += [combination.candidate(choice, choice.peak_bytes) for choice in (plain, leanest)]
         for step, budget in enumerate(np.linspace(plain.peak_bytes, leanest.peak_bytes, points + 1)[1:]):
-            done = index * points + step
-            share = max((deadline - thread_time()) / (total - done), _LEAST_SECONDS)
-            if not _is_beaten(combination, int(budget), found):
-                candidate = combination.fastest(int(budget), COARSE, share)
-                found += [candidate] if candidate is not None else []
-            if progress is not None:
-                progress(done + 1, total)
+            budgets[step].append((combination, int(budget)))
+    for combination, budget in (one for step in _spread(points) for one in budgets[step]):
+        left = deadline - thread_time()
+        if left > 0 and not _is_beaten(combination, budget, found):
+            candidate = combination.fastest(budget, COARSE, max(left / (total - done), _LEAST_SECONDS))
+            found += [candidate] if candidate is not None else []
+        done += 1
+        if progress is not None:
+            progress(done, total)
     return _undominated(found)
+
+
+def _spread(count: int) -> list[int]:
+    """Return the numbers below a count, those in the middle of what is open first."""
+    order, open_spans = [], [(0, count)]
+    while open_spans:
+        first, last = open_spans.pop(0)
+        if first < last:
+            middle = (first + last) // 2
+            order.append(middle)
+            open_spans += [(first, middle), (middle + 1, last)]
+    return order
 
 
 def _is_beaten(combination: Combination, budget_bytes: int, found: Sequence[Candidate]) -> bool:

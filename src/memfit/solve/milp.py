@@ -29,8 +29,8 @@ from memfit.solve.problem import Problem
 _UNIT = float(2**20)  # bytes are solved in MiB, so that coefficients stay near one
 _ROWS_A_ROUND = 24
 _LEAST_SECONDS = 0.1
-_PEAK_TOLERANCE = 2e-3
-_TIE = 1e-3  # MiB: what the slowest of all choices of the same peak counts more than the fastest
+_PEAK_TOLERANCE = 2e-4
+_TIE = 1e-4  # MiB: what the slowest of all choices of the same peak counts more than the fastest
 _LEAST_KERNEL, _KERNEL_GROWTH = 16, 4
 _TAKEN = 1e-9
 _LEANER = (0.75, 0.5)
@@ -108,6 +108,7 @@ class Solver:
         self._n_x, self._n_z = len(problem.options), len(problem.reasons)
         self._active: list[int] = []
         self._lowest: Choice | None = None
+        self._relaxations: dict[int, _Relaxed | None] = {}
         self._found: list[Ints] = policies(problem)
         self._structure = self._structural_constraints()
         self._add_rows(np.zeros(self._n_x, np.int64), -1)
@@ -128,11 +129,12 @@ class Solver:
             return nothing if nothing.peak_bytes <= budget_bytes else None
         deadline = thread_time() + time_limit_seconds
         goal = self._step_goal(budget_bytes)
-        relaxed = self._relaxed(goal, deadline)
+        relaxed = self._relaxed_for(budget_bytes, deadline)
         if relaxed is None:
             return None
-        for share in _LEANER:  # whole options round up: what is taken for smaller budgets helps
-            leaner = self._relaxed(self._step_goal(int(self._floor + share * (budget_bytes - self._floor))), deadline)
+        # Whole options round up: what is taken for smaller budgets helps.
+        for share in _LEANER if thread_time() < deadline else ():
+            leaner = self._relaxed_for(int(self._floor + share * (budget_bytes - self._floor)), deadline)
             relaxed = relaxed if leaner is None else replace(relaxed, x=relaxed.x + leaner.x)
         best, bound = self._best(goal, relaxed, self._known(budget_bytes), tolerance, deadline)
         if best is None:  # no time to find any that fits, but for the leanest
@@ -150,12 +152,24 @@ class Solver:
         if not self._n_x:
             nothing = self._nothing_to_choose()
             return nothing.seconds if nothing.peak_bytes <= budget_bytes else None
-        goal = self._step_goal(budget_bytes)
-        relaxed = self._relaxed(goal, thread_time() + time_limit_seconds)
-        return None if relaxed is None else max(self.problem.plain_seconds, relaxed.value / goal.scale)
+        relaxed = self._relaxed_for(budget_bytes, thread_time() + time_limit_seconds)
+        scale = self._step_goal(budget_bytes).scale
+        return None if relaxed is None else max(self.problem.plain_seconds, relaxed.value / scale)
+
+    def _relaxed_for(self, budget_bytes: int, deadline: float) -> _Relaxed | None:
+        """Return the fastest fractions of options within a budget, solved for once where there is time for it."""
+        if budget_bytes in self._relaxations:
+            return self._relaxations[budget_bytes]
+        found = self._relaxed(self._step_goal(budget_bytes), deadline)
+        if thread_time() < deadline:
+            self._relaxations[budget_bytes] = found
+        return found
 
     def leanest(self, time_limit_seconds: float = 10.0) -> Choice:
-        """Return a choice of the lowest peak, the faster of two alike; solved once."""
+        """Return a choice of the lowest peak, the faster of two alike; solved once. Without time, of those known."""
+        if self._lowest is None and time_limit_seconds <= 0:
+            known = min(self._found, key=self.problem.peak_bytes)
+            return Choice(known, self.problem.peak_bytes(known), self.problem.seconds(known), "feasible", 0.0)
         if self._lowest is None:
             self._lowest = self._solve_leanest(time_limit_seconds)
         return self._lowest
