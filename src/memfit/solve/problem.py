@@ -94,7 +94,9 @@ class Problem:
 
     def live_bytes(self, x: npt.NDArray[Any], z: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Return the bytes at every row for values of the variables, which may be fractions."""
-        live = self.base + np.concatenate([x, z]) @ self.columns
+        values = np.concatenate([x, z])
+        taken = np.nonzero(values)[0]  # few
+        live = self.base + values[taken] @ self.columns[taken]
         chosen = np.append(x, 0)[self.row_option]  # -1, no option, takes the last
         return live[self.row_axis] + np.where(self.row_option >= 0, self.row_bytes * chosen, 0)
 
