@@ -65,7 +65,7 @@ def test_state_goes_with_the_channels_that_are_left(make: Any, is_global: bool, 
         for key, value in state.items():
             torch.testing.assert_close(value, parameter.detach() * 3 if value.dim() else was[key], rtol=0, atol=0)
         cut += parameter.numel() < old[name].numel()
-    assert cut >= 6 and not found.notes
+    assert cut >= 6 and not any("could not be cut" in note for note in found.notes)
     assert [p for g in made.optimizer.param_groups for p in g["params"]] == list(made.model.parameters())
     x = made.batch["x"]
     assert made.model(x).shape == workload.model(x).shape and made.model.training

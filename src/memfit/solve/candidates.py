@@ -267,7 +267,7 @@ class _Finder:
     def _keeps(self, region: RegionCall, most: int) -> list[Keep]:
         """Return the sets of operators to keep; regions of the same operators share them."""
         ops = self.trace.ops[region.start : region.stop]
-        structure = (tuple((op.name, op.signature) for op in ops), region.cut - region.start, most)
+        structure = (tuple((op.name, op.signature) for op in ops), region.cut - region.start)
         if structure not in self.keeps_like:
             found = self._keep_sets(region, list(self._worth(region)), most)
             self.keeps_like[structure] = [
