@@ -145,7 +145,8 @@ def compile_backend(
 
     Args:
         budget: Bytes, a string with a unit ("2GiB"), or a share of the device ("90%").
-        reserved_bytes: What is held beside the graph (the optimizer's state, other graphs), in bytes or with a unit.
+        reserved_bytes: What is held beside the graph (the optimizer's state, what a loss outside of the model holds,
+            other graphs), in bytes or with a unit.
         lowering: "inductor", or "eager" to run the operators as they are.
 
     Raises:
