@@ -68,7 +68,8 @@ def separable_convolutions(
         multiply_adds: The share of the model's multiply-adds to come down to, in (0, 1): convolutions are replaced,
             in the order that `by` says, until that is reached. None replaces all.
         by: "multiply-adds": those that save most of them first; "bytes": those that save most bytes at the peak for
-            each parameter less, by parameters, gradients and optimizer state against the activations added.
+            each parameter less, which are those that add the fewest bytes of activations for it: what a parameter
+            takes with its gradient and optimizer state is the same for all.
         fit: "weights" takes the weights' decomposition; "batch" then fits the 1×1 convolutions to the workload's
             batch, in evaluation mode, which makes a much better start.
         device: That both steps are predicted for.
@@ -216,13 +217,13 @@ def _like(
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A convolution, what may take its place, and what that saves: parameters, and for one sample the rest."""
+    """A convolution, what may take its place, what that saves, and the bytes of activations that it adds."""
 
     old: Convolution
     new: nn.Module
     parameters: int
-    multiply_adds: int
-    bytes: float
+    multiply_adds: int  # of one sample
+    added_bytes: int
 
 
 def _replaced(
@@ -239,7 +240,7 @@ def _replaced(
     if by not in ("bytes", "multiply-adds"):
         raise WorkloadError(f"by={by!r} is unknown: use 'bytes' or 'multiply-adds'")
     before, copied = price(workload, device=device), changeable_copy(workload)
-    candidates = _candidates(copied, make, patterns, _bytes_per_parameter(before, workload))
+    candidates = _candidates(copied, make, patterns)
     if not candidates:
         raise WorkloadError(
             f"modules={tuple(patterns)} holds no convolution that would take fewer multiply-adds: 1×1 kernels,"
@@ -258,15 +259,8 @@ def _replaced(
     return before, copied, chosen
 
 
-def _bytes_per_parameter(before: Price, workload: Workload) -> float:
-    """Return what a parameter takes with its gradient and its optimizer state."""
-    held = {id(p): p.numel() * p.itemsize for p in workload.model.parameters()}
-    of_optimizer = before.prediction.by_category.get("optimizer_state", 0)
-    return (2 * sum(held.values()) + of_optimizer) / max(before.parameters, 1)
-
-
 def _candidates(
-    copied: Workload, make: Callable[[Any], nn.Module | None], patterns: Sequence[str], bytes_per_parameter: float
+    copied: Workload, make: Callable[[Any], nn.Module | None], patterns: Sequence[str]
 ) -> dict[str, _Candidate]:
     """Return what can be replaced and saves multiply-adds, by FQN in call order."""
     outputs = forward_pass(copied).outputs
@@ -285,7 +279,7 @@ def _candidates(
         saved = old.weight.numel() - sum(part.weight.numel() for part in parts)
         added = sum(part.out_channels for part in parts[:-1]) * places * samples * old.weight.itemsize
         if saved > 0:
-            found[name] = _Candidate(old, new, saved, saved * places, saved * bytes_per_parameter - added)
+            found[name] = _Candidate(old, new, saved, saved * places, added)
     return found
 
 
@@ -296,7 +290,7 @@ def _chosen(candidates: dict[str, _Candidate], share: float | None, by: Order, t
 
     def worth(name: str) -> float:
         candidate = candidates[name]
-        return candidate.multiply_adds if by == "multiply-adds" else candidate.bytes / candidate.parameters
+        return candidate.multiply_adds if by == "multiply-adds" else -candidate.added_bytes / candidate.parameters
 
     left, taken = float(total), set()
     for name in sorted(candidates, key=worth, reverse=True):
