@@ -100,6 +100,13 @@ def test_rules_compete_by_the_proxy() -> None:
     assert all((m.proxy is None) != m.fits for m in widest.members)
 
 
+def test_a_proxy_of_zero_is_above_those_below() -> None:
+    whole = len(family(1, 1, 1).model)
+    closest = scale(family, budget=400_000, rules=SINGLE[:2], tolerance=1.0, proxy=lambda w: whole - len(w.model))
+    assert any(m.proxy is not None and m.proxy < 0 for m in closest.members)
+    assert (closest.chosen.rule, closest.chosen.proxy) == ("width", 0.0)
+
+
 def test_plans_make_room_for_larger_members() -> None:
     options: dict[str, Any] = {"budget": 300_000, "tolerance": 1.0, "phi_range": (-2.0, 3.0)}
     plain, planned = scale(family, **options), scale(family, planned=True, **options)

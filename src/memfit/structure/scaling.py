@@ -193,7 +193,7 @@ def scale(
             lowest_peak_bytes=lowest.peak_bytes,
             where=f"φ={lowest.phi:g}",
         )
-    chosen = max(best, key=lambda m: m.proxy or -math.inf)
+    chosen = max(best, key=lambda m: -math.inf if m.proxy is None else m.proxy)
     workload = family(chosen.width, chosen.depth, chosen.resolution)
     return Scaling(workload, chosen, tuple(members), budget_bytes, tuple(_notes(members, best, phi_range)))
 
