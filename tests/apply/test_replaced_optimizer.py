@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,16 +69,27 @@ def test_it_trains_about_as_well(lever: OptimizerLever) -> None:
     assert fallen == pytest.approx(1.0, rel=0.02 if lever == "adamw-8bit" else 0.5)
 
 
-def test_states_are_taken_over_and_given_back() -> None:
+def update(made: Workload, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    made.loss_fn(made.model, made.batch)[0].backward()  # type: ignore[index]
+    optimizer.step()
+
+
+def updated() -> Workload:
+    """A workload whose optimizer has made its state."""
     made = workload()
     for _ in range(3):
-        made.optimizer.zero_grad()
-        made.loss_fn(made.model, made.batch)[0].backward()  # type: ignore[index]
-        made.optimizer.step()
+        update(made, made.optimizer)
+    return made
+
+
+def test_states_are_taken_over_and_given_back() -> None:
+    made = updated()
     before = {p: dict(values) for p, values in made.optimizer.state.items()}
     with replaced(made.optimizer, "adamw-8bit") as optimizer:
         assert {v["state1"].dtype for v in optimizer.state.values()} == {torch.uint8, torch.float32}
         assert {v["step"] for v in optimizer.state.values()} == {3}
+        assert not made.optimizer.state  # or it would be held beside the other
     for parameter, values in before.items():
         after = made.optimizer.state[parameter]
         assert after["step"] == values["step"]
@@ -83,9 +97,45 @@ def test_states_are_taken_over_and_given_back() -> None:
             largest = values[name].abs().max()
             assert (after[name] - values[name]).abs().max() <= 0.02 * largest
             assert after[name].shape == values[name].shape
-    made.optimizer.zero_grad()
-    made.loss_fn(made.model, made.batch)[0].backward()  # type: ignore[index]
-    made.optimizer.step()  # it goes on
+    update(made, made.optimizer)  # it goes on
+
+
+def test_states_are_given_back_where_training_fails() -> None:
+    found = []
+    for error in (None, KeyboardInterrupt()):
+        made = updated()
+        with contextlib.suppress(KeyboardInterrupt), replaced(made.optimizer, "adamw-8bit") as optimizer:
+            update(made, optimizer)
+            if error is not None:
+                raise error
+        found.append([made.optimizer.state[p] for p in made.model.parameters()])
+    assert {int(values["step"]) for values in found[1]} == {4}
+    for expected, values in zip(*found, strict=True):
+        assert all(torch.equal(values[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("make", [updated, workload])
+def test_what_was_not_quantised_when_memory_ran_out_is_as_it_was(
+    make: Callable[[], Workload], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bitsandbytes.optim import AdamW8bit
+
+    init_state, calls = AdamW8bit.init_state, itertools.count()
+
+    def fifth_fails(self: Any, group: Any, parameter: Any, *indices: int) -> None:
+        if next(calls) == 4:
+            self.state[parameter]["step"] = 0
+            raise torch.OutOfMemoryError
+        init_state(self, group, parameter, *indices)
+
+    made = make()
+    before = dict(made.optimizer.state)
+    monkeypatch.setattr(AdamW8bit, "init_state", fifth_fails)
+    with pytest.raises(torch.OutOfMemoryError), replaced(made.optimizer, "adamw-8bit") as optimizer:
+        update(made, optimizer)
+    after = made.optimizer.state
+    assert len(after) == (len(before) or 4)
+    assert [p for p, values in before.items() if after[p] is not values] == list(before)[:4]
 
 
 @pytest.mark.parametrize("lever", LEVERS)

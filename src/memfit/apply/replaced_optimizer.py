@@ -2,7 +2,8 @@
 
 - `adamw-8bit` is AdamW with states of 8 bits, each block of 256 numbers with a scale of its own (T. Dettmers, M. Lewis,
   S. Shleifer, L. Zettlemoyer 2022, *8-bit Optimizers via Block-wise Quantization*), from bitsandbytes. States that are
-  there are quantised, and given back to the user's optimizer in fp32 at the end.
+  there are quantised, so that those of fp32 are not held beside them, and given back to the user's optimizer in fp32
+  at the end.
 - `adafactor` keeps a row and a column of the second moment (N. Shazeer, M. Stern 2018, *Adafactor: Adaptive Learning
   Rates with Sublinear Memory Cost*), from PyTorch. Its steps are relative to each parameter's size: its learning rate
   is that of its paper, scheduled as the user's is, and weights decay per step as before.
@@ -11,7 +12,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -40,9 +41,9 @@ def replaced(optimizer: Optimizer, lever: OptimizerLever) -> Iterator[Optimizer]
         MissingExtraError: bitsandbytes is not installed.
     """
     is_8bit = lever == "adamw-8bit"
-    made: Any = _adamw_8bit(optimizer) if is_8bit else torch.optim.Adafactor(_groups(optimizer, _as_adafactor))
+    kind, convert = (_bitsandbytes().optim.AdamW8bit, _as_adamw) if is_8bit else (torch.optim.Adafactor, _as_adafactor)
+    made: Any = kind([{"params": list(group["params"]), **convert(group)} for group in optimizer.param_groups])
     made.memfit_stands_for = type(optimizer).__qualname__
-    convert = _as_adamw if is_8bit else _as_adafactor
 
     def follow(*_: Any) -> None:
         for group, followed in zip(made.param_groups, optimizer.param_groups, strict=True):
@@ -50,13 +51,14 @@ def replaced(optimizer: Optimizer, lever: OptimizerLever) -> Iterator[Optimizer]
         optimizer._opt_called = True  # type: ignore[attr-defined]  # as schedulers want to see
 
     made.register_step_pre_hook(follow)
-    yield made
-    if is_8bit:
+    if not is_8bit:
+        yield made
+        return
+    try:
+        _take_over(made, optimizer)
+        yield made
+    finally:
         _give_back(made, optimizer)
-
-
-def _groups(optimizer: Optimizer, convert: Callable[[dict[str, Any]], dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{"params": list(group["params"]), **convert(group)} for group in optimizer.param_groups]
 
 
 def _as_adamw(group: dict[str, Any]) -> dict[str, Any]:
@@ -81,21 +83,19 @@ def _bitsandbytes() -> Any:
     return bitsandbytes
 
 
-def _adamw_8bit(optimizer: Optimizer) -> Any:
-    """Return an AdamW of 8 bits that goes on from the state of one of fp32."""
-    made = _bitsandbytes().optim.AdamW8bit(_groups(optimizer, _as_adamw))
+def _take_over(made: Any, optimizer: Optimizer) -> None:
+    """Have an AdamW of 8 bits go on from the state of one of fp32, which keeps none of it."""
     for index, group in enumerate(made.param_groups):
         for position, parameter in enumerate(group["params"]):
             values = optimizer.state.get(parameter)
             if values:
                 made.init_state(group, parameter, index, position)
                 _quantise(made.state[parameter], values)
-    return made
+                del optimizer.state[parameter]
 
 
 def _quantise(state: dict[str, Any], values: dict[str, Any]) -> None:
     quantise = _bitsandbytes().functional.quantize_blockwise
-    state["step"] = int(values["step"])
     for name, number in _PAIRS:
         held = state[f"state{number}"]
         if held.dtype is not torch.uint8:
@@ -104,12 +104,15 @@ def _quantise(state: dict[str, Any], values: dict[str, Any]) -> None:
         codes, found = quantise(values[name].contiguous(), code=state[f"qmap{number}"], blocksize=_BLOCK)
         held.copy_(codes)
         state[f"absmax{number}"].copy_(found.absmax)
+    state["step"] = int(values["step"])
 
 
 def _give_back(made: Any, optimizer: Optimizer) -> None:
     """Put the state of an AdamW of 8 bits into the user's optimizer, in fp32."""
     dequantise = _bitsandbytes().functional.dequantize_blockwise
     for parameter, state in made.state.items():
+        if not state.get("step"):  # memory ran out before it was whole
+            continue
         values: dict[str, Any] = {"step": torch.tensor(float(state["step"]))}
         for name, number in _PAIRS:
             held = state[f"state{number}"]
