@@ -69,13 +69,3 @@ class InBackward:
             with restricted(self._optimizer, self._groups[parameter], [parameter]):
                 self._optimizer.step()
             parameter.grad = None
-
-
-@contextlib.contextmanager
-def in_backward(optimizer: torch.optim.Optimizer) -> Iterator[InBackward]:
-    """Have an optimizer take its steps in the backward pass, until the context is left."""
-    updating = InBackward(optimizer)
-    try:
-        yield updating
-    finally:
-        updating.close()

@@ -7,7 +7,6 @@ computation; host memory is pinned. On the CPU the host's memory is the device's
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -84,13 +83,3 @@ class OffloadedState:
         device = next((p.device for group in self._optimizer.param_groups for p in group["params"]), None)
         if device is not None and device.type != "cpu":
             torch.get_device_module(device).current_stream(device).synchronize()
-
-
-@contextlib.contextmanager
-def offloaded_state(optimizer: torch.optim.Optimizer) -> Iterator[OffloadedState]:
-    """Keep an optimizer's states in host memory, until the context is left."""
-    state = OffloadedState(optimizer)
-    try:
-        yield state
-    finally:
-        state.close()

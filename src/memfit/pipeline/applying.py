@@ -14,9 +14,9 @@ from torch.distributed import ProcessGroup
 from memfit.apply.bf16_weights import Bf16Weights, bf16_weights
 from memfit.apply.checkpoint import is_checkpointed
 from memfit.apply.chunked_loss import is_chunked
-from memfit.apply.in_backward import InBackward, in_backward
+from memfit.apply.in_backward import InBackward
 from memfit.apply.lean import is_made_lean
-from memfit.apply.offloaded_state import offloaded_state
+from memfit.apply.offloaded_state import OffloadedState
 from memfit.apply.precision import autocast, is_cast, kept_in_fp32, tf32
 from memfit.apply.replaced_optimizer import replaced
 from memfit.capture.accumulation import Accumulation
@@ -196,10 +196,10 @@ def _optimizer(levers: Levers, workload: Workload) -> Iterator[_Optimizer]:
     if levers.optimizer == "as-is":
         yield _Optimizer(workload)
     elif levers.optimizer == "in-backward":
-        with in_backward(workload.optimizer) as updating:
+        with contextlib.closing(InBackward(workload.optimizer)) as updating:
             yield _Optimizer(workload, in_backward=updating)
     elif levers.optimizer == "offloaded":
-        with offloaded_state(workload.optimizer) as state:
+        with contextlib.closing(OffloadedState(workload.optimizer)) as state:
             yield _Optimizer(workload, update=state.step)
     else:
         with replaced(workload.optimizer, levers.optimizer) as optimizer:
