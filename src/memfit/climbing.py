@@ -12,7 +12,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from msgspec.structs import replace as with_fields
@@ -110,7 +110,6 @@ def ladder(
         is_budget_given=budget_bytes is not None,
         allowed=numerics,
         rungs=rungs,
-        notes=climb.notes,
     )
 
 
@@ -124,7 +123,6 @@ class _Climb:
     budget_bytes: int | None
     numerics: Numerics
     min_run_seconds: float
-    notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.device = find_device("cpu")

@@ -74,7 +74,6 @@ class Ladder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     is_budget_given: bool
     allowed: Numerics
     rungs: list[Rung]
-    notes: list[str] = []
 
     @property
     def top(self) -> Rung:

@@ -45,7 +45,7 @@ def ladder_table(ladder: Ladder) -> Group:
         Text(clean(f"{rung.name}: {rung.outcome}; {rung.why}"), "dim") for rung in _rest(ladder)
     ]
     kept = [Text(clean(f"{rung.name}: {rung.why}")) for rung in ladder.rungs if rung.is_measured]
-    return Group(table, Text(), *kept, *said, *(Text(clean(note), "dim") for note in ladder.notes))
+    return Group(table, Text(), *kept, *said)
 
 
 def ladder_text(ladder: Ladder) -> str:
@@ -75,7 +75,7 @@ def ladder_page(ladder: Ladder) -> str:
         if rung.is_measured
     )
     rest = "".join(f"<li><b>{html.escape(r.name)}</b>: {html.escape(clean(r.why))}</li>" for r in _rest(ladder))
-    made = f"memfit {ladder.memfit_version}, torch {ladder.torch_version}, {ladder.threads} threads"
+    made = f"memfit {ladder.memfit_version}, torch {ladder.torch_version}, threads: {ladder.threads}"
     budget = _budget(ladder)
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title>
