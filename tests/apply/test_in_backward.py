@@ -8,19 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from memfit.capture.fake import real_copy
-from memfit.capture.measure import measure_peak_bytes
-from memfit.devices.host import find_device
 from memfit.errors import NonFiniteError, PlanError, WorkloadError
 from memfit.ir.plan import ChunkedLoss, Levers
 from memfit.ir.remat import Region
 from memfit.pipeline.applying import applied
-from memfit.pipeline.predicting import capture_levers, costs_of, predict
 from memfit.recipes import byte_lm
 from memfit.workload import Workload, batch_size_of
+from tests.measuring import peaks
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2),
@@ -87,20 +86,9 @@ def test_it_combines(others: dict[str, Any]) -> None:
 @pytest.mark.parametrize("regions", [(), (Region(("blocks.0",)), Region(("blocks.1",)))])
 def test_saving_is_predicted(regions: tuple[Region, ...]) -> None:
     large = byte_lm(n_layer=4, d_model=128, n_head=2, context=32, batch_size=1, max_grad_norm=None, max_bytes=200_000)
-    device, peaks = find_device("cpu"), []
-    for lever in ("as-is", "in-backward"):
-        levers = Levers(microbatch_size=1, regions=regions, optimizer=lever)  # type: ignore[arg-type]
-        trace = capture_levers(large, levers, device)
-        copied = real_copy(large)
-        with applied(levers, copied) as step:
-            step(copied.batch)
-            peaks.append(
-                (
-                    predict(trace, costs_of([trace], device), device)[0].peak_bytes,
-                    measure_peak_bytes(step, copied.batch),
-                )
-            )
-    (predicted, measured), (lean_predicted, lean_measured) = peaks
+    plain = Levers(microbatch_size=1, regions=regions)
+    predicted, measured = peaks(large, plain)
+    lean_predicted, lean_measured = peaks(large, replace(plain, optimizer="in-backward"))
     assert lean_predicted == pytest.approx(lean_measured, rel=0.01)
     assert predicted - lean_predicted == pytest.approx(measured - lean_measured, rel=0.05)
     gradient_bytes = sum(p.nbytes for p in large.model.parameters())

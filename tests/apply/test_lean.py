@@ -19,7 +19,6 @@ from memfit.apply.checkpoint import checkpointed
 from memfit.apply.keep import hooks_around
 from memfit.apply.lean import is_lean, is_made_lean, lean
 from memfit.capture.fake import real_copy
-from memfit.capture.measure import measure_peak_bytes
 from memfit.capture.step import capture
 from memfit.cost.calibrate import calibrate
 from memfit.devices.allocation import allocated
@@ -32,6 +31,7 @@ from memfit.pipeline.applying import applied
 from memfit.recipes import brain_segmentation
 from memfit.workload import Workload, batch_size_of
 from tests.apply.steps import Executed, differing
+from tests.measuring import step_peak_bytes
 from tests.models import BUILDERS, COSTS, convnet, transformer, twice, unet
 
 ALL = ("*",)
@@ -168,13 +168,6 @@ def kept_bytes(trace: Trace) -> int:
     return sum(storage.nbytes for storage in born_forward if storage.category == "activations")
 
 
-def measured_bytes(workload: Workload, given: Levers) -> int:
-    copied = real_copy(workload)
-    with applied(given, copied) as step:
-        step(copied.batch)
-        return measure_peak_bytes(step, copied.batch)
-
-
 def brain() -> Workload:
     pytest.importorskip("monai")
     pytest.importorskip("nilearn")
@@ -186,7 +179,7 @@ def test_a_u_net_keeps_a_fifth_less_at_least(build: Callable[[], Workload], most
     workload = build()
     plain, made_lean = (trace_of(workload, levers(workload, patterns=patterns)) for patterns in ((), ALL))
     assert kept_bytes(made_lean) <= most * kept_bytes(plain)
-    assert measured_bytes(workload, levers(workload)) < measured_bytes(workload, levers(workload, patterns=()))
+    assert step_peak_bytes(workload, levers(workload)) < step_peak_bytes(workload, levers(workload, patterns=()))
 
 
 @pytest.mark.parametrize("build", [brain, unet, transformer, convnet, twice])
@@ -194,7 +187,7 @@ def test_the_peak_is_predicted(build: Callable[[], Workload]) -> None:
     workload = build()
     trace = trace_of(workload, levers(workload))
     predicted = simulate(trace, calibrate([trace])).peak_bytes
-    assert predicted == pytest.approx(measured_bytes(workload, levers(workload)), rel=0.01)
+    assert predicted == pytest.approx(step_peak_bytes(workload, levers(workload)), rel=0.01)
 
 
 @pytest.mark.parametrize(

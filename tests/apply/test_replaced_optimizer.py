@@ -15,15 +15,12 @@ from msgspec.structs import replace
 
 import memfit
 from memfit.apply.replaced_optimizer import replaced
-from memfit.capture.fake import real_copy
-from memfit.capture.measure import measure_peak_bytes
-from memfit.devices.host import find_device
 from memfit.errors import CheckpointError
 from memfit.ir.plan import Levers, OptimizerLever, Plan
 from memfit.pipeline.applying import applied
-from memfit.pipeline.predicting import capture_levers, costs_of, predict
 from memfit.recipes import byte_lm
 from memfit.workload import Workload, fingerprint
+from tests.measuring import peaks
 
 LEVERS: list[OptimizerLever] = ["adamw-8bit", "adafactor"]
 
@@ -31,17 +28,6 @@ LEVERS: list[OptimizerLever] = ["adamw-8bit", "adafactor"]
 def workload(**options: Any) -> Workload:
     sizes = {"n_layer": 2, "d_model": 128, "n_head": 2, "context": 16, "batch_size": 2, "dropout": 0.0}
     return byte_lm(max_bytes=200_000, learning_rate=1e-3, **{**sizes, **options})
-
-
-def peaks(workload: Workload, levers: Levers) -> tuple[int, int]:
-    """Return the peak of a step, predicted and measured."""
-    device = find_device("cpu")
-    trace = capture_levers(workload, levers, device)
-    prediction, _ = predict(trace, costs_of([trace], device), device)
-    copied = real_copy(workload)
-    with applied(levers, copied) as step:
-        step(copied.batch)
-        return prediction.peak_bytes, measure_peak_bytes(step, copied.batch)
 
 
 @pytest.mark.parametrize("lever", LEVERS)

@@ -12,16 +12,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 import memfit
-from memfit.capture.fake import real_copy
-from memfit.capture.measure import measure_peak_bytes
 from memfit.climbing import _RUNGS, PAYS, _Climb, _NotAvailable, pays
 from memfit.errors import BudgetError, UsageError, WorkloadError
 from memfit.ir import codec
 from memfit.ir.ladder import Ladder, Rung
 from memfit.ir.plan import Levers
-from memfit.pipeline.applying import applied
 from memfit.report.ladders import ladder_page, ladder_text
 from memfit.workload import Workload
+from tests.measuring import step_peak_bytes
 from tests.models import convnet
 
 
@@ -45,13 +43,6 @@ def climbed(batch: int = 512) -> Ladder:
 
 def named(ladder: Ladder) -> dict[str, Rung]:
     return {rung.name: rung for rung in ladder.rungs}
-
-
-def measured_bytes(workload: Workload, levers: Levers) -> int:
-    copied = real_copy(workload)
-    with applied(levers, copied) as step:
-        step(copied.batch)
-        return measure_peak_bytes(step, copied.batch)
 
 
 def test_every_rung_is_measured_or_says_why_not() -> None:
@@ -85,7 +76,7 @@ def test_peaks_are_those_of_the_steps_and_were_predicted() -> None:
     workload = deep(512)
     for rung in climbed().rungs:
         if rung.levers is not None:
-            assert rung.peak_bytes == measured_bytes(workload, rung.levers)
+            assert rung.peak_bytes == step_peak_bytes(workload, rung.levers)
             assert rung.predicted_peak_bytes == pytest.approx(rung.peak_bytes, rel=0.02)
 
 
@@ -94,8 +85,8 @@ def test_the_largest_batch_fits_and_one_tenth_more_does_not() -> None:
     lean = named(ladder)["lean norms and activations"]
     assert lean.largest_batch > 512
     most, more = lean.largest_batch, int(1.1 * lean.largest_batch)
-    assert measured_bytes(deep(most), Levers(microbatch_size=most, lean=("*",))) <= 1.01 * ladder.budget_bytes
-    assert measured_bytes(deep(more), Levers(microbatch_size=more, lean=("*",))) > ladder.budget_bytes
+    assert step_peak_bytes(deep(most), Levers(microbatch_size=most, lean=("*",))) <= 1.01 * ladder.budget_bytes
+    assert step_peak_bytes(deep(more), Levers(microbatch_size=more, lean=("*",))) > ladder.budget_bytes
 
 
 def test_a_budget_is_climbed_down_to() -> None:

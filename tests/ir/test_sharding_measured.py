@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from msgspec.structs import replace
-from torch import multiprocessing, nn
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.nn.parallel import DistributedDataParallel
@@ -31,8 +29,8 @@ from memfit.ir.trace import Trace
 from memfit.train.step import Step
 from memfit.workload import Workload, tensors_of
 from tests.models import COSTS, captured, regions_of, transformer
+from tests.ranks import WORLD_SIZE, on_two_ranks
 
-WORLD_SIZE = 2
 TOLERANCE_BYTES = 512
 """Scalars of autograd, which the profiler sees besides, and when exactly the generator's states are let go."""
 SETTLE_SECONDS = 0.003
@@ -151,33 +149,14 @@ def measure(case: Case) -> tuple[int, list[int]]:
     return resident_bytes(plain, optimizer) + sum(sizes) + min(found), sizes
 
 
-def rank_main(rank: int, port: int, queue: Any) -> None:
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, WORLD_SIZE, is_master=rank == 0)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE)
-    try:
-        for name, case in CASES.items():
-            queue.put((name, *measure(case)))
-    finally:
-        dist.destroy_process_group()
-
-
-def free_port() -> int:
-    with contextlib.closing(socket.socket()) as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])
+def each_measured(rank: int) -> Iterator[tuple[int, list[int]]]:
+    yield from map(measure, CASES.values())
 
 
 @pytest.fixture(scope="module")
-def measured() -> Iterator[dict[str, list[tuple[int, list[int]]]]]:
-    """Run every case on two ranks, in one pair of processes."""
-    queue = multiprocessing.get_context("spawn").SimpleQueue()
-    multiprocessing.spawn(rank_main, args=(free_port(), queue), nprocs=WORLD_SIZE)
-    found: dict[str, list[tuple[int, list[int]]]] = {name: [] for name in CASES}
-    while not queue.empty():
-        name, *result = queue.get()
-        found[name].append(tuple(result))
-    yield found
+def measured() -> dict[str, list[tuple[int, list[int]]]]:
+    """What every case gave on each rank, in one pair of processes."""
+    return dict(zip(CASES, map(list, zip(*on_two_ranks(each_measured), strict=True)), strict=True))
 
 
 def trace_of(case: Case) -> Trace:

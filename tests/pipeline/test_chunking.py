@@ -14,15 +14,14 @@ from torch import nn
 
 import memfit
 from memfit.capture.fake import real_copy
-from memfit.capture.measure import measure_peak_bytes
-from memfit.devices.host import find_device
 from memfit.ir import codec
 from memfit.ir.plan import ChunkedLoss, Levers, Plan
+from memfit.pipeline import planning
 from memfit.pipeline.applying import applied, switchable
 from memfit.pipeline.classes import lever_classes
-from memfit.pipeline.predicting import capture_levers, costs_of, predict
 from memfit.recipes import byte_lm
 from memfit.workload import Workload
+from tests.measuring import peaks
 
 
 def large_vocabulary(**options: Any) -> Workload:
@@ -33,17 +32,6 @@ def large_vocabulary(**options: Any) -> Workload:
 def one_sample() -> Workload:
     """Nothing but a chunked loss saves much of it."""
     return large_vocabulary(context=256, batch_size=1)
-
-
-def peaks(workload: Workload, levers: Levers) -> tuple[int, int]:
-    """Return the peak of a step, predicted and measured."""
-    device = find_device("cpu")
-    trace = capture_levers(workload, levers, device)
-    prediction, _ = predict(trace, costs_of([trace], device), device)
-    copied = real_copy(workload)
-    with applied(levers, copied) as step:
-        step(copied.batch)
-        return prediction.peak_bytes, measure_peak_bytes(step, copied.batch)
 
 
 @pytest.fixture(scope="module")
@@ -101,26 +89,17 @@ def test_exact_plans_keep_the_loss_whole() -> None:
     assert {c.levers.chunked_loss for c in plan.frontier} == {None}
 
 
-def test_one_capture_tells_where_it_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    from memfit.pipeline import planning
-
-    captured: list[Levers] = []
-
-    def counted(workload: Workload, levers: Levers, device: Any) -> Any:
-        captured.append(levers)
-        return capture_levers(workload, levers, device)
-
-    monkeypatch.setattr(planning, "capture_levers", counted)
+def test_one_capture_tells_where_it_does_not_matter(captures: list[Levers], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning.leaning, "worthwhile", lambda *_: False)  # which has captures of its own
     small = byte_lm(n_layer=2, d_model=64, n_head=4, context=64, batch_size=4, max_bytes=200_000)
     memfit.plan(small, budget="1GiB", precisions=["32-true"], points=1)
-    assert len(captured) == 4 and not any(levers.chunked_loss for levers in captured)
+    assert len(captures) == 4 and not any(levers.chunked_loss for levers in captures)
     for within, expected in ((1e9, [False, True, True]), (-1.0, [False, True, False, True])):
         monkeypatch.setattr(planning, "SIMPLER_WITHIN", within)  # as if it were as fast as the whole loss; slower
-        captured.clear()
+        captures.clear()
         workload = large_vocabulary(batch_size=2, context=128, vocabulary_size=8192)
         memfit.plan(workload, budget="1GiB", precisions=["32-true"], points=1)
-        assert [bool(levers.chunked_loss) for levers in captured] == [*expected, captured[-1].chunked_loss is not None]
+        assert [bool(levers.chunked_loss) for levers in captures] == [*expected, captures[-1].chunked_loss is not None]
 
 
 def test_logits_that_something_else_asks_for_are_left_alone() -> None:

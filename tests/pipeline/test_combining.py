@@ -18,7 +18,6 @@ from memfit.ir.combinations import between
 from memfit.ir.plan import ChunkedLoss, Levers, Plan
 from memfit.ir.remat import Region
 from memfit.pipeline.combining import check_combination, circumstances
-from memfit.pipeline.predicting import capture_levers
 from memfit.pipeline.switching import candidates_of
 from memfit.recipes import byte_lm
 from memfit.train.optimizers import Optimizers
@@ -186,33 +185,24 @@ def test_arguments_are_named() -> None:
         memfit.plan(tiny(), budget="1GiB", host_budget="1GiB")
 
 
-def test_the_optimizer_is_changed_where_nothing_else_is_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
-    from memfit.pipeline import planning
-
-    captured: list[Levers] = []
-
-    def counted(workload: Workload, levers: Levers, device: Any) -> Any:
-        captured.append(levers)
-        return capture_levers(workload, levers, device)
-
-    monkeypatch.setattr(planning, "capture_levers", counted)
+def test_the_optimizer_is_changed_where_nothing_else_is_cheap(captures: list[Levers]) -> None:
     sizes = {"n_layer": 3, "d_model": 128, "n_head": 2, "context": 32, "batch_size": 1}
     workload = byte_lm(max_grad_norm=None, max_bytes=200_000, dropout=0.0, **sizes)  # type: ignore[arg-type]
     plain_bytes = memfit.estimate(workload).peak_bytes
     gradient_bytes = sum(p.nbytes for p in workload.model.parameters())
     roomy = memfit.plan(workload, budget=2 * plain_bytes, numerics="exact", precisions=["32-true"], points=1)
-    assert roomy.levers.optimizer == "as-is" and {levers.optimizer for levers in captured} == {"as-is"}
-    captured.clear()
+    assert roomy.levers.optimizer == "as-is" and {levers.optimizer for levers in captures} == {"as-is"}
+    captures.clear()
     with pytest.raises(InfeasibleError) as lowest:
         memfit.plan(dataclasses.replace(workload, max_grad_norm=1.0), budget="1MiB", numerics="exact", points=1)
-    assert {levers.optimizer for levers in captured} == {"as-is"}
-    captured.clear()
+    assert {levers.optimizer for levers in captures} == {"as-is"}
+    captures.clear()
     budget = int(lowest.value.lowest_peak_bytes - 0.2 * gradient_bytes)
     with pytest.raises(InfeasibleError):
         memfit.plan(workload, budget=budget, numerics="exact", precisions=["32-true"], optimizers=(), points=1)
     tight = memfit.plan(workload, budget=budget, numerics="exact", precisions=["32-true"], points=1)
     assert tight.levers.optimizer == "in-backward" and tight.classes[combinations.IN_BACKWARD] == "exact"
-    bare = {replace(levers, regions=()) for levers in captured if levers.optimizer != "as-is"}
+    bare = {replace(levers, regions=()) for levers in captures if levers.optimizer != "as-is"}
     assert bare == {Levers(microbatch_size=1, optimizer="in-backward")}
     assert "optimizer" in str(tight) and "in-backward" in str(tight)
     verification = memfit.verify(tight, workload)

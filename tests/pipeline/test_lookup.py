@@ -6,11 +6,9 @@ import pytest
 from msgspec.structs import replace
 
 import memfit
-from memfit.capture.fake import real_copy
-from memfit.capture.measure import measure_peak_bytes
 from memfit.errors import BudgetError, InfeasibleError, PlanMismatchError
 from memfit.ir.plan import Plan
-from memfit.pipeline.applying import applied
+from tests.measuring import step_peak_bytes
 from tests.workloads import other, tiny
 
 
@@ -29,10 +27,7 @@ def test_any_budget_is_the_fastest_point_that_fits_and_is_kept(plan: Plan) -> No
         faster = [c for c in plan.frontier if c.step_seconds < point.step_seconds]
         assert all(c.peak_bytes > found.budget_bytes / (1 + 0.01) for c in faster)
         assert found.budget_bytes == int(share * lowest)
-        copied = real_copy(workload)
-        with applied(found.levers, copied) as step:
-            step(copied.batch)
-            peak = measure_peak_bytes(step, copied.batch)
+        peak = step_peak_bytes(workload, found.levers)
         assert found.predicted.peak_bytes == pytest.approx(peak, rel=0.02)
         assert peak <= found.predicted.peak_upper_bytes <= found.budget_bytes
         assert found.solution.bound_seconds <= found.predicted.step_seconds

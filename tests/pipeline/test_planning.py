@@ -14,17 +14,15 @@ from msgspec.structs import replace
 from torch import nn
 
 import memfit
-from memfit.capture.fake import real_copy
-from memfit.capture.measure import measure_peak_bytes
 from memfit.errors import BudgetError, InfeasibleError, PlanError, PlanMismatchError, UsageError, WorkloadError
 from memfit.ir.plan import NUMERICS, Levers, Plan
 from memfit.ir.remat import Region
-from memfit.pipeline.applying import applied
 from memfit.pipeline.classes import lever_classes
 from memfit.pipeline.planning import microbatch_sizes
 from memfit.pipeline.verifying import verify
 from memfit.rng import rng_state
 from memfit.workload import Workload
+from tests.measuring import step_peak_bytes
 from tests.workloads import other, tiny
 
 
@@ -40,15 +38,8 @@ def lowest() -> InfeasibleError:
     return caught.value
 
 
-def measured(workload: Workload, levers: Levers) -> int:
-    copied = real_copy(workload)
-    with applied(levers, copied) as step:
-        step(copied.batch)
-        return measure_peak_bytes(step, copied.batch)
-
-
 def test_estimate_is_what_is_measured(plain_bytes: int) -> None:
-    assert plain_bytes == pytest.approx(measured(tiny(), Levers(microbatch_size=4)), rel=0.02)
+    assert plain_bytes == pytest.approx(step_peak_bytes(tiny(), Levers(microbatch_size=4)), rel=0.02)
 
 
 @pytest.mark.parametrize("share", [0.9, 0.7, 0.5])
@@ -56,7 +47,7 @@ def test_estimate_is_what_is_measured(plain_bytes: int) -> None:
 def test_planned_step_stays_within_its_budget(plain_bytes: int, share: float, numerics: memfit.Plan) -> None:
     budget = int(share * plain_bytes)
     plan = memfit.plan(tiny(), budget=budget, numerics=numerics, precisions=["32-true"], points=1)
-    peak = measured(tiny(), plan.levers)
+    peak = step_peak_bytes(tiny(), plan.levers)
     assert peak <= budget
     assert plan.predicted.peak_bytes == pytest.approx(peak, rel=0.02)
     assert plan.predicted.peak_upper_bytes <= budget
@@ -66,7 +57,7 @@ def test_planned_step_stays_within_its_budget(plain_bytes: int, share: float, nu
 
 def test_lowest_budget_fits_and_the_one_below_does_not(lowest: InfeasibleError) -> None:
     plan = memfit.plan(tiny(), budget=lowest.lowest_peak_bytes, points=1)
-    assert measured(tiny(), plan.levers) <= lowest.lowest_peak_bytes
+    assert step_peak_bytes(tiny(), plan.levers) <= lowest.lowest_peak_bytes
     with pytest.raises(InfeasibleError):
         memfit.plan(tiny(), budget=int(lowest.lowest_peak_bytes * 0.97), points=1)
 
@@ -251,4 +242,4 @@ def test_modules_that_do_something_else_when_they_run_again_are_left_out() -> No
     assert {note[:20] for note in plan.notes} & {"1 is not recomputed:", "3 is not recomputed:"}
     assert plan.levers.regions and not {f for r in plan.levers.regions for f in r.modules} & {"1", "3"}
     assert verify(plan, workload).failures == []
-    assert measured(workload, plan.levers) <= plan.budget_bytes
+    assert step_peak_bytes(workload, plan.levers) <= plan.budget_bytes

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
-import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from msgspec.structs import replace
-from torch import multiprocessing, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -21,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import memfit
 from memfit.errors import MemfitError, NonFiniteError, OutOfMemoryError, UsageError
 from memfit.ir import codec
-from memfit.ir.plan import Candidate, Plan
+from memfit.ir.plan import Plan
 from memfit.ir.remat import Region
 from memfit.pipeline.adapting import Adaptive
 from memfit.pipeline.applying import applied
@@ -29,6 +27,8 @@ from memfit.train.ranks import check_can_recover
 from memfit.train.recovery import Recovery
 from memfit.workload import Workload, fingerprint
 from tests.bombs import Bomb
+from tests.pipeline.frontiers import with_frontier
+from tests.ranks import free_port, on_two_ranks
 
 STEPS, SAMPLES, WIDTH = 3, 6, 8
 
@@ -50,20 +50,7 @@ def squared_error(model: nn.Module, batch: Any) -> torch.Tensor:
 def plan_of_two() -> Plan:
     """A plan of no regions, with one below it that checkpoints both blocks, and one that checkpoints the model."""
     plan = memfit.plan(workload_of(0), budget="90%", numerics="exact", precisions=["32-true"], points=1)
-    regions: list[tuple[Region, ...]] = [(), (Region(("0",)), Region(("1",))), (Region(("",)),)]
-    points = [
-        Candidate(
-            levers=replace(plan.levers, regions=chosen),
-            numerics="exact",
-            budget_bytes=plan.budget_bytes,
-            peak_bytes=plan.plain.peak_bytes - n,
-            step_seconds=1.0 + n,
-            status="feasible",
-            bound_seconds=1.0,
-        )
-        for n, chosen in enumerate(regions)
-    ]
-    return replace(plan, levers=points[0].levers, frontier=points)
+    return with_frontier(plan, [(), (Region(("0",)), Region(("1",))), (Region(("",)),)])
 
 
 def weights(workload: Workload) -> list[str]:
@@ -193,37 +180,20 @@ CASES: dict[str, Callable[[int, Plan], dict[str, Any]]] = {
 }
 
 
-def rank_main(rank: int, port: int, data: bytes, queue: Any) -> None:
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+def each_case(rank: int, data: bytes) -> Iterator[dict[str, Any]]:
     plan = codec.decode(data, Plan, source="the test")
-    try:
-        for name, case in CASES.items():
-            queue.put((rank, name, case(rank, plan)))
-    finally:
-        dist.destroy_process_group()
-
-
-def free_port() -> int:
-    with contextlib.closing(socket.socket()) as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])
-
-
-@pytest.fixture(scope="module")
-def found() -> Iterator[dict[str, tuple[dict[str, Any], dict[str, Any]]]]:
-    """What every case gave on both ranks, in one pair of processes."""
-    queue = multiprocessing.get_context("spawn").SimpleQueue()
-    multiprocessing.spawn(rank_main, args=(free_port(), codec.encode(plan_of_two()), queue), nprocs=2)
-    by_rank: list[dict[str, Any]] = [{}, {}]
-    while not queue.empty():
-        rank, name, result = queue.get()
-        by_rank[rank][name] = result
-    yield {name: (by_rank[0][name], by_rank[1][name]) for name in CASES}
+    for case in CASES.values():
+        yield case(rank, plan)
 
 
 Found = dict[str, tuple[dict[str, Any], dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def found() -> Found:
+    """What every case gave on both ranks, in one pair of processes."""
+    by_rank = on_two_ranks(each_case, codec.encode(plan_of_two()))
+    return dict(zip(CASES, zip(*by_rank, strict=True), strict=True))
 
 
 def test_an_undisturbed_training_is_that_of_ddp_bitwise(found: Found) -> None:

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import memfit
 from memfit.errors import MemoryLimitError, OutOfMemoryError
 from memfit.ir import codec
-from memfit.ir.plan import Candidate, Levers, Plan
+from memfit.ir.plan import Levers, Plan
 from memfit.ir.record import RunRecord
 from memfit.ir.remat import Region
 from memfit.pipeline import snapshotting
@@ -40,6 +40,7 @@ from memfit.train.trainer import Trainer
 from memfit.workload import Workload
 from tests import models
 from tests.bombs import Bomb
+from tests.pipeline.frontiers import with_frontier
 
 STEPS = 3
 
@@ -78,21 +79,7 @@ def plan_of(name: str) -> Plan:
     workload = BUILDERS[name]()
     plan = memfit.plan(workload, budget="90%", numerics="exact", precisions=["32-true"], points=2)
     modules = [fqn for fqn, module in workload.model.named_modules() if isinstance(module, nn.Sequential) and fqn]
-    levers = [Levers(microbatch_size=plan.batch_size, regions=tuple(Region((m,)) for m in modules[:n])) for n in (0, 1)]
-    levers.append(levers[0].__class__(microbatch_size=plan.batch_size, regions=(Region(("",)),)))
-    points = [
-        Candidate(
-            levers=levers[n],
-            numerics="exact",
-            budget_bytes=plan.budget_bytes,
-            peak_bytes=plan.plain.peak_bytes - n,
-            step_seconds=1.0 + n,
-            status="feasible",
-            bound_seconds=1.0,
-        )
-        for n in range(len(levers))
-    ]
-    return replace(plan, levers=levers[0], frontier=points)
+    return with_frontier(plan, [(), tuple(Region((m,)) for m in modules[:1]), (Region(("",)),)])
 
 
 def state_of(step: memfit.Step) -> dict[str, Any]:
