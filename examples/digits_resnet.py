@@ -43,11 +43,11 @@ def resnet() -> nn.Sequential:
     )
 
 
-def digits() -> tuple[Tensor, Tensor]:
-    """The images, enlarged from 8x8 to 32x32, and their labels, in random order."""
+def digits(size: int) -> tuple[Tensor, Tensor]:
+    """The images, enlarged from 8x8 to size x size, and their labels, in random order."""
     data = load_digits()
     images = torch.tensor(data.images, dtype=torch.float32)[:, None] / 16
-    images = F.interpolate(images, size=32, mode="bilinear", align_corners=False)
+    images = F.interpolate(images, size=size, mode="bilinear", align_corners=False)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
     return images[order], torch.tensor(data.target)[order]
 
@@ -57,9 +57,10 @@ def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
     return F.cross_entropy(model(images), labels)
 
 
-def workload() -> Workload:
+def workload(size: int = 32) -> Workload:
+    """Return the training step on images of size x size."""
     torch.manual_seed(0)
-    images, labels = digits()
+    images, labels = digits(size)
     held_out_images, held_out_labels = images[:N_HELD_OUT], labels[:N_HELD_OUT]
     train = TensorDataset(images[N_HELD_OUT:], labels[N_HELD_OUT:])
     shuffle = torch.Generator().manual_seed(0)

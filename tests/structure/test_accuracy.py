@@ -14,7 +14,7 @@ from torch import nn
 pytest.importorskip("sklearn")
 pytest.importorskip("torch_pruning")
 
-from examples.compress.subject import workload as digits
+from examples import digits_resnet
 from memfit.structure import prune, separable_convolutions
 from memfit.structure.proposal import evaluated, refresh_statistics
 from memfit.train.step import Step
@@ -38,7 +38,7 @@ def train(workload: Workload, epochs: int, learning_rate: float) -> float:
 
 @cache
 def trained() -> Workload:
-    workload = digits()
+    workload = digits_resnet.workload(size=16)
     train(workload, 8, 0.02)
     return workload
 
