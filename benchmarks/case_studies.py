@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
+from benchmarks.markdown import head, made_by, row
 from memfit.units import format_bytes
 
 NOT_TRAINED = "does not fit"
@@ -15,14 +15,14 @@ def brain_segmentation_table(result: dict[str, Any]) -> str:
     """Return Dice, peak and time of each training, and the planned ones against the plain one."""
     headings = ("training", "patch", "parameters", "peak, predicted", "measured", "steps", "CPU seconds")
     cases, summary = result["cases"], result["summary"]
-    lines = [_row([*headings, "Dice, grey", "Dice, white", "levers"]), _row(["---"] * 10)]
+    lines = head([*headings, "Dice, grey", "Dice, white", "levers"])
     for case in cases:
         cells = [case["training"], "×".join(map(str, case["patch"])), f"{case['parameters']:,}", *_peaks(case)]
         if "curve" in case:
             last = case["curve"][-1]
             cells += [str(case["steps"]), f"{case['cpu_seconds']:.0f}"]
             cells += [f"{last['dice/grey']:.3f}", f"{last['dice/white']:.3f}", "; ".join(case["levers"]) or "none"]
-        lines.append(_row([*cells, *[NOT_TRAINED] * (len(cells) == 5), *[""] * (9 - len(cells))]))
+        lines.append(row([*cells, *[NOT_TRAINED] * (len(cells) == 5), *[""] * (9 - len(cells))]))
     _, plain, *others = cases
     compared = (f"{case['training']}: {_against(plain, case)}" for case in others)
     loses = all(_mean_dice(case) <= _mean_dice(plain) for case in others)
@@ -38,8 +38,8 @@ def language_model_table(result: dict[str, Any]) -> str:
     """Return bits per byte, peak and time of each training, at as many bytes and at as many seconds."""
     headings = ("training", "context", "peak, predicted", "measured", "steps", "bytes seen", "CPU seconds")
     (unfit, plain, planned), summary = result["cases"], result["summary"]
-    lines = [_row([*headings, "bits per byte", "first quarter", "last quarter"]), _row(["---"] * 10)]
-    lines.append(_row([unfit["training"], f"{unfit['context']:,}", *_peaks(unfit), NOT_TRAINED, *[""] * 5]))
+    lines = head([*headings, "bits per byte", "first quarter", "last quarter"])
+    lines.append(row([unfit["training"], f"{unfit['context']:,}", *_peaks(unfit), NOT_TRAINED, *[""] * 5]))
     for case, point, more in (
         *((plain, point, ", as many steps") for point in plain["curve"] if point["steps"] == planned["steps"]),
         (plain, plain["curve"][summary["evaluations"] - 1], ", as many bytes"),
@@ -49,7 +49,7 @@ def language_model_table(result: dict[str, Any]) -> str:
         bits = [point[f"bits_per_byte{part}"] for part in ("", "_first_quarter", "_last_quarter")]
         seen = [f"{point['steps']:,}", f"{point['steps'] * case['context']:,}", f"{point['cpu_seconds']:.0f}"]
         seen += [f"{b:.3f}" for b in bits]
-        lines.append(_row([case["training"] + more, f"{case['context']:,}", *_peaks(case), *seen]))
+        lines.append(row([case["training"] + more, f"{case['context']:,}", *_peaks(case), *seen]))
     return "\n".join(lines) + (
         f"\n\nBudget {format_bytes(summary['budget_bytes'])}. The plan: {'; '.join(planned['levers'])}."
         f" {_verdict(summary)} A quarter is one of windows of {planned['context']:,} bytes.\n\n{_sources(result)}"
@@ -83,12 +83,4 @@ def _verdict(summary: dict[str, Any]) -> str:
 
 
 def _sources(result: dict[str, Any]) -> str:
-    machine, versions = result["machine"], result["versions"]
-    return (
-        f"`{result['command']}`, {machine['description']}, {machine['threads']} thread{'s' * (machine['threads'] > 1)},"
-        f" torch {versions['torch']}, {result['date']}; {result['summary']['timing']}."
-    )
-
-
-def _row(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+    return f"{made_by(result)}; {result['summary']['timing']}."

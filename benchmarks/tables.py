@@ -6,12 +6,13 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from benchmarks.case_studies import brain_segmentation_table, language_model_table
 from benchmarks.faults import figures as faults
+from benchmarks.markdown import head, made_by, row
 from memfit.ir import combinations
 from memfit.ir.codec import write_atomic
 from memfit.units import format_bytes, format_seconds
@@ -52,55 +53,45 @@ def cases_table(result: dict[str, Any]) -> str:
     headings = ["workload"]
     for precision in precisions:
         headings += [f"{precision}: plain, measured", "error", "planned, measured", "error"]
-    lines = [_row(headings), _row(["---"] * len(headings))]
+    lines = head(headings)
     for workload in dict.fromkeys(c["workload"] for c in result["cases"]):
         cells = [workload]
         for precision in precisions:
             for kind in ("plain", "planned"):
                 cells += _compared(cases[workload, precision, kind])
-        lines.append(_row(cells))
+        lines.append(row(cells))
     return "\n".join([*lines, "", _sources(result)])
 
 
 def faults_table(result: dict[str, Any]) -> str:
     """Return what became of the trainings that were disturbed."""
     subjects = dict.fromkeys(case["subject"] for case in result["cases"])
-    return (
-        f"{faults.table(result['cases'])}\n\nTrainings: {'; '.join(subjects)}. `{result['command']}`,"
-        f" {result['machine']['description']}, torch {result['versions']['torch']}, {result['date']}."
-    )
+    return f"{faults.table(result['cases'])}\n\nTrainings: {'; '.join(subjects)}. {made_by(result)}."
 
 
 def compress_table(result: dict[str, Any]) -> str:
     """Return what a digits ResNet takes and how good it is, before and after it is made smaller."""
     sizes_of = ("model", "multiply-adds", "parameters", "peak, predicted", "peak, measured", "step")
     headings = (*sizes_of, "accuracy with random weights", "at the start", "trained")
-    lines, plain = [_row(headings), _row(["---"] * len(headings))], result["cases"][0]
+    lines, plain = head(headings), result["cases"][0]
     for case in result["cases"]:
         sizes = [f"{case[key]:,}" for key in ("multiply_adds", "parameters")]
         peaks = [format_bytes(case[key]) for key in ("predicted_peak_bytes", "measured_peak_bytes")]
         ratio = f"{case['step_seconds'] * 1e3:.0f} ms, ×{case['step_seconds'] / plain['step_seconds']:.2f}"
         found = [case[key] for key in ("random_accuracy", "start_accuracy", "accuracy")]
         shares = ["" if share is None else f"{share:.1%}" for share in found]
-        lines.append(_row([case["model"], *sizes, *peaks, ratio, *shares]))
-    threads = result["machine"]["threads"]
-    return "\n".join(lines) + (
-        f"\n\n`{result['command']}`, {result['machine']['description']}, {threads} threads, torch"
-        f" {result['versions']['torch']}, {result['date']}."
-    )
+        lines.append(row([case["model"], *sizes, *peaks, ratio, *shares]))
+    return "\n".join([*lines, "", f"{made_by(result)}."])
 
 
 def ladder_table(result: dict[str, Any]) -> str:
     """Return what each lever bought, one on top of those that paid."""
     headings = ("workload", "rung", "peak", "", "step", "", "largest batch", "samples/s there", "class", "outcome")
-    lines = [_row(headings), _row(["---"] * len(headings))]
+    lines = head(headings)
     for case in result["cases"]:
         if case.get("peak_bytes") is not None:
-            lines.append(_row([case["workload"], *_climbed(case)]))
-    return (
-        f"{chr(10).join(lines)}\n\n`{result['command']}`, {result['machine']['description']},"
-        f" {result['machine']['threads']} threads, torch {result['versions']['torch']}, {result['date']}."
-    )
+            lines.append(row([case["workload"], *_climbed(case)]))
+    return "\n".join([*lines, "", f"{made_by(result)}."])
 
 
 def _climbed(case: dict[str, Any]) -> list[str]:
@@ -116,34 +107,25 @@ def _climbed(case: dict[str, Any]) -> list[str]:
 def solving_table(result: dict[str, Any]) -> str:
     """Return how near to its bound solving ends, for each model."""
     headings = ("model", "budgets solved for", "largest gap", "at a budget of", "time to plain's there", "longest")
-    lines = [_row(headings), _row(["---"] * len(headings))]
+    lines = head(headings)
     for model in dict.fromkeys(case["model"] for case in result["cases"]):
         cases = [case for case in result["cases"] if case["model"] == model]
         worst = max(cases, key=lambda case: case["gap"])
         longest = format_seconds(max(case["solve_seconds"] for case in cases))
         figures = (f"{worst['gap']:.2%}", f"{worst['share']:.1%}", f"{worst['time_ratio']:.3f}", longest)
-        lines.append(_row((model, str(len(cases)), *figures)))
-    return "\n".join([*lines, "", _made_by(result)])
+        lines.append(row((model, str(len(cases)), *figures)))
+    return "\n".join([*lines, "", f"{made_by(result)}."])
 
 
 def exactness_table(result: dict[str, Any]) -> str:
     """Return in how many steps each model's exact plan gave the plain step's bits."""
     headings = ("model", "equal steps", "regions", "peak to plain's, predicted", "first loss", "last loss")
-    lines = [_row(headings), _row(["---"] * len(headings))]
+    lines = head(headings)
     for case in result["cases"]:
         equal = f"{case['equal_steps']} of {result['summary']['steps']}"
         share, losses = f"{case['predicted_share']:.1%}", (f"{case['first_loss']:.4f}", f"{case['last_loss']:.4f}")
-        lines.append(_row((case["model"], equal, str(case["regions"]), share, *losses)))
-    return "\n".join([*lines, "", _made_by(result)])
-
-
-def _made_by(result: dict[str, Any]) -> str:
-    machine = f"{result['machine']['description']}, threads: {result['machine']['threads']}"
-    return f"`{result['command']}`, {machine}, torch {result['versions']['torch']}, {result['date']}."
-
-
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+        lines.append(row((case["model"], equal, str(case["regions"]), share, *losses)))
+    return "\n".join([*lines, "", f"{made_by(result)}."])
 
 
 def _compared(case: dict[str, Any]) -> list[str]:
@@ -156,18 +138,18 @@ def _rivals(result: dict[str, Any]) -> str:
     """Return how far each prediction of the plain steps is off, ours among them."""
     summary = result["summary"]
     headings = ("prediction", "steps", "failed", "median error", "95th percentile", "largest", "too low")
-    lines = [_row(headings), _row(["---"] * len(headings))]
+    lines = head(headings)
     rows = {
         "memfit, plain and planned": summary,
         **{f"{name}, plain": figures for name, figures in summary["rivals"].items()},
     }
     for name, figures in rows.items():
         if not figures["cases"]:
-            lines.append(_row([name, "0", str(figures["failed"]), "", "", "", ""]))
+            lines.append(row([name, "0", str(figures["failed"]), "", "", "", ""]))
             continue
         errors = [f"{figures[key]:.2%}" for key in ("median_abs_error", "p95_abs_error", "largest_abs_error")]
         lines.append(
-            _row([name, str(figures["cases"]), str(figures["failed"]), *errors, f"{figures['underestimate_rate']:.1%}"])
+            row([name, str(figures["cases"]), str(figures["failed"]), *errors, f"{figures['underestimate_rate']:.1%}"])
         )
     return "\n".join(lines)
 
@@ -178,8 +160,7 @@ def _sources(result: dict[str, Any]) -> str:
         f"{summary['cases']} steps of {len({c['workload'] for c in result['cases']})} workloads ({summary['failed']}"
         f' failed); "too low" is how often the measured peak was above the stated upper end (for the others: above'
         f" their figure). {summary['over_budget']} of {summary['planned']} planned steps went over their budget."
-        f" `{result['command']}`, {result['machine']['description']}, {result['machine']['threads']} threads, torch"
-        f" {result['versions']['torch']}, {result['date']}."
+        f" {made_by(result)}."
     )
 
 

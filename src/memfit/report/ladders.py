@@ -75,7 +75,8 @@ def ladder_page(ladder: Ladder) -> str:
         if rung.is_measured
     )
     rest = "".join(f"<li><b>{html.escape(r.name)}</b>: {html.escape(clean(r.why))}</li>" for r in _rest(ladder))
-    made = f"memfit {ladder.memfit_version}, torch {ladder.torch_version}, threads: {ladder.threads}"
+    threads = f"{ladder.threads} thread{'s' * (ladder.threads > 1)}"
+    made = f"memfit {ladder.memfit_version}, torch {ladder.torch_version}, {threads}"
     budget = _budget(ladder)
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title>
