@@ -13,6 +13,14 @@ import torch
 from memfit.pipeline import planning
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what is marked `gpu` where there is none."""
+    needing = [item for item in items if item.get_closest_marker("gpu") is not None]
+    if needing and not torch.cuda.is_available():
+        for item in needing:
+            item.add_marker(pytest.mark.skip(reason="there is no GPU here"))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     gc.collect()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-import torch
 
 import memfit
 from benchmarks.on_cuda import measure
@@ -14,10 +13,7 @@ from memfit.recipes import byte_lm
 from memfit.workload import Workload, batch_size_of
 from tests.models import BUILDERS, LARGE
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here"),
-]
+pytestmark = pytest.mark.gpu
 MAKERS: dict[str, Callable[[], Workload]] = {
     "byte_lm": lambda: byte_lm(n_layer=8, d_model=512, n_head=8, context=512, batch_size=16),
     **{name: lambda name=name: BUILDERS[name](**LARGE[name]) for name in ("convnet", "unet")},  # type: ignore[misc]

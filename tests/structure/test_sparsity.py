@@ -106,7 +106,6 @@ def test_wrong_use_is_named() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_sparse_tensors_compute_what_the_masks_do() -> None:
     model = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 64))
     batch = {"x": torch.randn(64, 128), "y": torch.randint(0, 64, (64,))}
