@@ -110,7 +110,7 @@ class Scaling:
 
     @property
     def frontier(self) -> list[Member]:
-        """Return the members that no other of less multiply-adds needs more memory than, from small to large."""
+        """Return the members with more multiply-adds than all that need less memory, from small to large."""
         found: list[Member] = []
         for member in sorted(self.members, key=lambda m: (m.peak_bytes, -m.multiply_adds)):
             if not found or member.multiply_adds > found[-1].multiply_adds:
