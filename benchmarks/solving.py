@@ -1,4 +1,5 @@
-"""How long solving takes and how near to its bound it ends: the frontier's models, checkpointing alone, each budget.
+"""How long solving takes and how near to its bound it ends: the frontier's models, checkpointing alone, each budget,
+and the lowest peak found.
 
 Each model's plain step is captured and costed once. Then the fastest plan within each budget is solved for, by a new
 solver that knows of no other budget. Seconds are the thread's own on the CPU, the making of the options and of the
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import Case, main
+from benchmarks.frontier.cells import SHARES
 from benchmarks.frontier.models import QUICK, SUBJECTS, Subject
 from memfit.devices.host import find_device
 from memfit.ir.plan import Levers
@@ -25,8 +27,6 @@ from memfit.solve.problem import Problem, build
 from memfit.units import format_seconds
 from memfit.workload import batch_size_of
 
-SHARES = (0.9, 0.75, 0.6, 0.45, 0.35)
-"""Budgets as shares of the plain peak; and the lowest peak found, at which solving is hardest."""
 TIME_LIMIT_SECONDS = 8.0
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from memfit.ir.plan import Levers
-from memfit.pipeline import planning
+from memfit.pipeline import predicting
 from memfit.workload import Workload
 
 
@@ -13,11 +13,11 @@ from memfit.workload import Workload
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[Levers]:
     """The levers of every capture that plans make in the test."""
     found: list[Levers] = []
-    capture_levers = planning.capture_levers
+    captured = predicting._captured
 
-    def counted(workload: Workload, levers: Levers, device: Any) -> Any:
+    def counted(workload: Workload, levers: Levers, *arguments: Any, **options: Any) -> Any:
         found.append(levers)
-        return capture_levers(workload, levers, device)
+        return captured(workload, levers, *arguments, **options)
 
-    monkeypatch.setattr(planning, "capture_levers", counted)
+    monkeypatch.setattr(predicting, "_captured", counted)
     return found

@@ -117,9 +117,10 @@ class _Faker:
 
     def _scalar(self, tensor: torch.Tensor) -> torch.Tensor:
         """Step counters and tensor learning rates are read by optimizers: a constant keeps its value, on the CPU."""
-        if isinstance(tensor, FakeTensor):
+        real = self.values.value_of(tensor)
+        if real is None:
             return tensor
-        value = tensor.item()
+        value = real.item()
         with self.mode:
             return torch.tensor(value, dtype=tensor.dtype)
 

@@ -54,6 +54,7 @@ def capture(
     device: Device | None = None,
     precision: str = "32-true",
     microbatch_size: int | None = None,
+    warm: bool = False,
 ) -> Trace:
     """Return the trace of a step, run under fake tensors: no data, no memory, nothing of the user's changed.
 
@@ -67,11 +68,41 @@ def capture(
             needs fake CUDA in this process (`memfit.devices.fake_cuda`).
         precision: Goes into the trace.
         microbatch_size: Samples in a microbatch; None for the whole batch.
+        warm: The workload comes from `warmed`, and the step updates its parameters as the one there did: it runs
+            once.
 
     Raises:
         CaptureError: The step can't be run under fake tensors.
         WorkloadError: The workload can't be copied, or its loss function uses the original model.
     """
+    with _fake_copied(workload, device, microbatch_size) as (copied, values, attention):
+        trace = _record(workload, copied, build, values, precision, microbatch_size, attention, warm)
+    notes = [*trace.notes, *([_COMPILED] if is_compiled(workload) else [])]
+    return replace(trace, device=trace.device if device is None else device.name, notes=notes)
+
+
+def warmed(workload: Workload, build: BuildStep, *, device: Device | None = None) -> Workload:
+    """Return a copy under fake tensors that has made a step: for many captures, which then need not make it first.
+
+    Args:
+        workload: The user's workload.
+        build: Makes the step from a copy of it.
+        device: As of the captures.
+
+    Raises:
+        CaptureError: The step can't be run under fake tensors.
+        WorkloadError: The workload can't be copied, or its loss function uses the original model.
+    """
+    with _fake_copied(workload, device, None) as (copied, values, _), _faked(values), build(copied) as step:
+        step(copied.batch)
+    return copied
+
+
+@contextlib.contextmanager
+def _fake_copied(
+    workload: Workload, device: Device | None, microbatch_size: int | None
+) -> Iterator[tuple[Workload, KnownValues, Attention | None]]:
+    """Yield a copy of a workload under fake tensors, for a step to run there."""
     values = KnownValues.of(mode_of(workload))
     attention = fake_gpu(device) if device is not None and device.kind == "cuda" else None
     place = torch.device("cuda", 0) if attention else None
@@ -80,9 +111,7 @@ def capture(
         moved = workload if place is None else dataclasses.replace(workload, batch=_as_moved(workload.batch, values))
         copied = fake_copy(_shortened(moved, microbatch_size), values, place)
         with _explained(), torch.compiler.set_stance("force_eager"), libraries_run_as_with_data():
-            trace = _record(workload, copied, build, values, precision, microbatch_size, attention)
-    notes = [*trace.notes, *([_COMPILED] if is_compiled(workload) else [])]
-    return replace(trace, device=trace.device if device is None else device.name, notes=notes)
+            yield copied, values, attention
 
 
 def capture_real(
@@ -192,6 +221,7 @@ def _record(
     precision: str,
     microbatch_size: int | None,
     attention: Attention | None = None,
+    warm: bool = False,
 ) -> Trace:
     recorder = Recorder(values.fake if values else None, "cuda" if attention else "cpu")
     with _faked(values), recorder, build(copied) as step, recorder.watch(copied.model), recorder.generator_states():
@@ -199,8 +229,9 @@ def _record(
         masters = [p for group in copied.optimizer.param_groups for p in group["params"]]
         for tensor in [*copied.model.parameters(), *copied.model.buffers(), *tensors_of(copied.batch), *masters]:
             recorder.observe(tensor, -1)
-        step(step.split(copied.batch)[0])  # makes the optimizer's state
-        gc.collect()
+        if not warm:
+            step(step.split(copied.batch)[0])  # makes the optimizer's state
+            gc.collect()
         recorder.begin_step()
         if attention is not None:
             attention.chosen.clear()

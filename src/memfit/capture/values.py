@@ -69,6 +69,14 @@ class KnownValues(TorchDispatchMode):
             with unset_fake_temporarily():
                 self._real[fake] = real.detach().to("cpu", copy=True)
 
+    def value_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return a tensor with the value of a tensor on the CPU; None where it is not known."""
+        if not isinstance(tensor, FakeTensor):
+            return tensor
+        with unset_fake_temporarily():
+            value = self._value(tensor)
+        return None if value is _Unknown else value
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "prim":  # questions about a tensor, such as its device, are most of all calls

@@ -24,7 +24,7 @@ from memfit.ir.plan import Plan
 from memfit.ir.simulate import simulate
 from memfit.pipeline.applying import join, snapshots_of, switchable
 from memfit.pipeline.coupling import without_coupled
-from memfit.pipeline.predicting import capture_levers, costs_of
+from memfit.pipeline.predicting import Captures, costs_of
 from memfit.pipeline.switching import Switch, candidates_of, lowered
 from memfit.solve.controller import Controller, Expected
 from memfit.train.limits import CpuLimit
@@ -218,7 +218,8 @@ class Adaptive(Recovery):
         workload = dataclasses.replace(self._workload, batch=batch)
         bare = [replace(candidate.levers, regions=()) for candidate in self.candidates]
         with self._switch.lifted():
-            traces = {levers: capture_levers(workload, levers, self._device) for levers in dict.fromkeys(bare)}
+            captures = Captures(workload, self._device)
+            traces = {levers: captures(levers) for levers in dict.fromkeys(bare)}
         if batch is self._workload.batch or self._device.kind == "cuda":
             self._costs = costs_of(traces.values(), self._device)
         else:

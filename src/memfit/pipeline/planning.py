@@ -26,6 +26,7 @@ from memfit.pipeline.classes import OPTIMIZER_CLASSES, allows, freest, lever_cla
 from memfit.pipeline.combining import circumstances
 from memfit.pipeline.coupling import coupling
 from memfit.pipeline.predicting import (
+    Captures,
     Progress,
     capture_levers,
     check_precision,
@@ -42,6 +43,7 @@ from memfit.version import __version__
 from memfit.workload import Workload, batch_size_of, fingerprint, tokens_per_sample
 
 _ATTEMPTS = 6
+_FIRST_SHARE = 0.8  # of the time for solving that the first attempt may take; the second, of what it leaves; and so on
 _CHEAP = 0.05  # a plan that is slower than the fastest step by no more needs no other optimizer
 _ROUNDING_BYTES = 64  # what floats in the solver may miss
 
@@ -56,7 +58,7 @@ def plan(
     optimizers: Sequence[OptimizerLever] | None = None,
     points: int = 8,
     host_budget: int | str | None = None,
-    time_limit_seconds: float = 8.0,
+    time_limit_seconds: float = 10.0,
     progress: Progress = silent,
 ) -> Plan:
     """Choose the fastest combination of levers whose predicted peak fits a budget.
@@ -80,8 +82,8 @@ def plan(
         optimizers: Ways of updating the parameters that may be tried where no other plan is cheap (`Levers.optimizer`);
             None for all that `numerics` allows.
         points: Budgets that the frontier is solved for, for each precision and microbatch size.
-        time_limit_seconds: Of solving, about: half for the plan, half for the frontier. When time is up, the
-            best found and how far it is from the bound proven are returned.
+        time_limit_seconds: Of solving, about: four fifths for the plan where it needs them, the rest for the frontier.
+            When time is up, the best found and how far it is from the bound proven are returned.
         progress: Told how far it is.
 
     Raises:
@@ -153,9 +155,11 @@ class _Planner:
     notes: list[str] = field(default_factory=list)
     excluded: set[str] = field(default_factory=set)
     couples_batch: bool = False
+    solving_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         self.batch_size = batch_size_of(self.workload.batch)
+        self.captures = Captures(self.workload, self.device)
 
     def plan(self) -> Plan:
         """Capture and solve; a region that can't be recomputed is left out, and the rest solved again."""
@@ -170,7 +174,8 @@ class _Planner:
                 self.excluded |= e.modules
         self._note_draws(candidate.levers)
         progress = functools.partial(self.progress, "frontier")
-        points = frontier(self.combinations, self.points, progress, self.time_limit_seconds / 2)
+        left = max((1 - _FIRST_SHARE) * self.time_limit_seconds, self.time_limit_seconds - self.solving_seconds)
+        points = frontier(self.combinations, self.points, progress, left)
         chosen = replace(candidate, budget_bytes=self.budget_bytes)
         points = sorted([c for c in points if c.levers != chosen.levers] + [chosen], key=lambda c: c.step_seconds)
         bound = min(candidate.bound_seconds, prediction.step_seconds)
@@ -188,7 +193,7 @@ class _Planner:
             numerics=candidate.numerics,
             classes=lever_classes(candidate.levers, self.batch_size, self.couples_batch),
             allowed=self.numerics,
-            plain=self._predict(plain),
+            plain=self._as_is,
             predicted=prediction,
             solution=Solution(
                 status=candidate.status,
@@ -203,6 +208,11 @@ class _Planner:
     def _predict(self, trace: Trace) -> Prediction:
         costs = costs_of([trace], self.device)
         return predict(trace, costs, self.device, tokens_per_sample(self.workload.batch))[0]
+
+    @functools.cached_property
+    def _as_is(self) -> Prediction:
+        """What is predicted for the step as the user wrote it."""
+        return self._predict(self.traces[self.plain])
 
     def _note_draws(self, levers: Levers) -> None:
         draws = any(op.random for op in self.traces[self.plain].ops)
@@ -227,7 +237,7 @@ class _Planner:
         """Capture the step with combinations of levers, and measure its operators."""
         for index, levers in enumerate(wanted):
             if levers not in self.traces:
-                self.traces[levers] = capture_levers(self.workload, levers, self.device)
+                self.traces[levers] = self.captures(levers)
             self.progress("capture", index + 1, len(wanted))
         if not wanted:
             return
@@ -242,12 +252,12 @@ class _Planner:
 
         Where the step is then as fast as before, only the plain step is searched with its loss whole.
         """
-        plain = self._predict(self.traces[self.plain])
+        plain = self._as_is
         lever = worthwhile(self.workload, self.traces[self.plain], plain.peak_bytes)
         if lever is None or not allows(self.numerics, "reordered"):
             return wanted
         whole = replace(self.plain, chunked_loss=lever)
-        trace = capture_levers(self.workload, whole, self.device)
+        trace = self.captures(whole)
         if not is_chunked(trace, self.traces[self.plain], lever):
             self.notes.append(
                 f"the loss is not chunked: something else than F.cross_entropy asks for the logits of {lever.head}"
@@ -260,12 +270,12 @@ class _Planner:
 
     def _with_lean(self, wanted: list[Levers]) -> list[Levers]:
         """Return combinations, and each with lean normalisations and activations, where these save enough."""
-        plain = self._predict(self.traces[self.plain])
+        plain = self._as_is
         if not leaning.worthwhile(self.workload, self.traces[self.plain], plain.peak_bytes):
             return wanted
         whole = replace(self.plain, lean=("*",))
         try:
-            trace = capture_levers(self.workload, whole, self.device)
+            trace = self.captures(whole)
         except RecomputationError as e:
             self.notes.append(f"no normalisation or activation is made again: {e.module} does something else ({e.how})")
             return wanted
@@ -320,21 +330,22 @@ class _Planner:
         for lever in (lever for lever in OPTIMIZER_CLASSES if lever in self.optimizers):
             if best is not None and best[1].step_seconds <= (1 + _CHEAP) * least:
                 break
-            found = self._fastest(self._with_optimizer(lever), self.time_limit_seconds / 4)
+            precisions = {c.levers.precision for c in self._allowed()} if best is None else {best[0].levers.precision}
+            found = self._fastest(self._with_optimizer(lever, precisions), self.time_limit_seconds / 4)
             best = found if best is None else best if found is None else _faster(best, found)
         return best or self._leanest(self._allowed())
 
     def _allowed(self) -> list[Combination]:
         return [c for c in self.combinations if allows(self.numerics, c.numerics)]
 
-    def _with_optimizer(self, lever: OptimizerLever) -> list[Combination]:
+    def _with_optimizer(self, lever: OptimizerLever, precisions: set[Precision]) -> list[Combination]:
         """Capture and return the combinations that another way of updating the parameters adds."""
         first = self.traces[self.plain]
-        if _most_saved(lever, first) < LEAST_SHARE * self._predict(first).peak_bytes:
+        if _most_saved(lever, first) < LEAST_SHARE * self._as_is.peak_bytes:
             return []
         if not allows(self.numerics, OPTIMIZER_CLASSES[lever]) or self._host_bytes_left(lever) < 0:
             return []
-        as_is = [c.levers for c in self._allowed() if c.levers.optimizer == "as-is"]
+        as_is = [x for c in self._allowed() if (x := c.levers).optimizer == "as-is" and x.precision in precisions]
         sizes = {self.batch_size, min(levers.microbatch_size for levers in as_is)}
         bases = {(x.precision, x.microbatch_size): x for x in as_is if x.microbatch_size in sizes}
         around = circumstances(self.workload, self.device)
@@ -352,7 +363,9 @@ class _Planner:
         """Return the fastest plan of some combinations whose applied step, captured again, is predicted to fit."""
         target = int(self.budget_bytes / (1 + self.costs.peak_error))
         for attempt in range(_ATTEMPTS if allowed else 0):
-            candidate = fastest(allowed, target, seconds / 2 ** (attempt + 1))
+            started = time.thread_time()
+            candidate = fastest(allowed, target, _FIRST_SHARE * (1 - _FIRST_SHARE) ** attempt * seconds)
+            self.solving_seconds += time.thread_time() - started
             if candidate is None:
                 break
             prediction = self._confirm(candidate)

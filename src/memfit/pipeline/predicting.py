@@ -9,13 +9,13 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from memfit.capture.step import capture
+from memfit.capture.step import capture, warmed
 from memfit.cost.calibrate import calibrate
 from memfit.cost.roofline import roofline
 from memfit.devices import fake_cuda
 from memfit.devices.advice import precisions, supports_bfloat16
 from memfit.devices.host import find_device
-from memfit.errors import UsageError
+from memfit.errors import CaptureError, UsageError
 from memfit.ir import combinations
 from memfit.ir.allocations import allocations
 from memfit.ir.cost import CostTable
@@ -144,22 +144,58 @@ def is_elsewhere(device: Device) -> bool:
 
 def capture_levers(workload: Workload, levers: Levers, device: Device) -> Trace:
     """Return the trace of a workload's step with levers applied, under fake tensors."""
-    is_cuda = device.kind == "cuda"
-    has_cuda = is_cuda and fake_cuda.is_loaded()
+    return _captured(workload, levers, device)
+
+
+class Captures:
+    """Captures a workload's step under many levers, in less time than one by one.
+
+    All are of one copy that has made a step before, but where levers change what the optimizer holds.
+
+    Args:
+        workload: The user's workload.
+        device: Captured for.
+    """
+
+    def __init__(self, workload: Workload, device: Device) -> None:
+        self.workload, self.device = workload, device
+
+    def __call__(self, levers: Levers) -> Trace:
+        """Return the trace of the step with levers applied, as `capture_levers` does."""
+        if levers.optimizer != "as-is" or levers.precision == "bf16-true":
+            return _captured(self.workload, levers, self.device)
+        try:
+            return _captured(self._warm, levers, self.device, warm=True)
+        except CaptureError:  # as for a model that holds something of the step before, in another precision
+            return _captured(self.workload, levers, self.device)
+
+    @functools.cached_property
+    def _warm(self) -> Workload:
+        plain = Levers(microbatch_size=batch_size_of(self.workload.batch))
+        return warmed(self.workload, functools.partial(applied, plain), device=_fake_device(self.device))
+
+
+def _captured(workload: Workload, levers: Levers, device: Device, *, warm: bool = False) -> Trace:
     trace = capture(
         workload,
         functools.partial(applied, levers),
-        device=device if has_cuda or not is_cuda else None,
+        device=_fake_device(device),
         precision=levers.precision,
         microbatch_size=levers.microbatch_size,
+        warm=warm,
     )
-    if has_cuda or not is_cuda:
+    if _fake_device(device) is not None:
         return trace
     note = (
         f"the step was captured as it runs on a CPU, since fake CUDA tensors can't be had: {fake_cuda.why_not()}."
         " Attention, normalisation and the optimizer take other kernels on a GPU, so the error bar is wide"
     )
     return replace(trace, device=device.name, notes=[*trace.notes, note])
+
+
+def _fake_device(device: Device) -> Device | None:
+    """Return the device whose fake tensors a step is captured under; None for the CPU's, where a GPU's can't be had."""
+    return device if device.kind != "cuda" or fake_cuda.is_loaded() else None
 
 
 def costs_of(traces: Iterable[Trace], device: Device, progress: Callable[[int, int], None] | None = None) -> CostTable:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from time import thread_time
@@ -30,6 +30,7 @@ _UNIT = float(2**20)  # bytes are solved in MiB, so that coefficients stay near 
 _ROWS_A_ROUND = 24
 _LEAST_SECONDS = 0.1
 _PEAK_TOLERANCE = 2e-4
+_NEAR = 2e-3  # of what is allowed: rows that are further from it for fractions of options are left out for whole ones
 _TIE = 1e-4  # MiB: what the slowest of all choices of the same peak counts more than the fastest
 _LEAST_KERNEL, _KERNEL_GROWTH = 16, 4
 _TAKEN = 1e-9
@@ -89,15 +90,17 @@ class _Relaxed:
         value: The objective's; no choice has less.
         x: Of each option.
         reduced: What the objective rises by at least, if an option is chosen that is not.
+        rows: Those of the rows in use that it comes near to.
     """
 
     value: float
     x: Floats
     reduced: Floats
+    rows: tuple[int, ...] = ()
 
 
 class Solver:
-    """Solves one problem for many budgets; rows that were needed once are kept.
+    """Solves one problem for many budgets; rows that fractions of options needed once are kept.
 
     Args:
         problem: The problem.
@@ -108,10 +111,11 @@ class Solver:
         self._n_x, self._n_z = len(problem.options), len(problem.reasons)
         self._active: list[int] = []
         self._lowest: Choice | None = None
+        self._lowest_seconds = 0.0  # that were spent on it
         self._relaxations: dict[int, _Relaxed | None] = {}
         self._found: list[Ints] = policies(problem)
         self._structure = self._structural_constraints()
-        self._add_rows(np.zeros(self._n_x, np.int64), -1)
+        self._take_up(self._active, problem.row_peaks(np.zeros(self._n_x, np.int64)), -1)
 
     def fastest(self, budget_bytes: int, tolerance: float = EXACT, time_limit_seconds: float = 10.0) -> Choice | None:
         """Return the fastest choice whose peak is within a budget.
@@ -166,12 +170,15 @@ class Solver:
         return found
 
     def leanest(self, time_limit_seconds: float = 10.0) -> Choice:
-        """Return a choice of the lowest peak, the faster of two alike; solved once. Without time, of those known."""
+        """Return a choice of the lowest peak, the faster of two alike. Without time, of those known.
+
+        It is solved for once, and again where there is more time than was enough to prove it the lowest.
+        """
         if self._lowest is None and time_limit_seconds <= 0:
             known = min(self._found, key=self.problem.peak_bytes)
             return Choice(known, self.problem.peak_bytes(known), self.problem.seconds(known), "feasible", 0.0)
-        if self._lowest is None:
-            self._lowest = self._solve_leanest(time_limit_seconds)
+        if self._lowest is None or (self._lowest.status != "optimal" and time_limit_seconds > self._lowest_seconds):
+            self._lowest, self._lowest_seconds = self._solve_leanest(time_limit_seconds), time_limit_seconds
         return self._lowest
 
     @cached_property
@@ -220,6 +227,7 @@ class Solver:
         that cost it least; at last among all but those with which nothing is better than what was found.
         """
         order, bound = np.lexsort((relaxed.reduced, -relaxed.x)), relaxed.value
+        rows = list(relaxed.rows)
         kernel = max(_LEAST_KERNEL, int(np.count_nonzero(relaxed.x > _TAKEN)))
         for size in (kernel, _KERNEL_GROWTH * kernel, self._n_x):
             value = np.inf if best is None else self._value(goal, best)
@@ -228,7 +236,7 @@ class Solver:
             wanted = value * (1 - tolerance / 2)
             useful = order[relaxed.value + relaxed.reduced[order] <= wanted]
             left = deadline - thread_time() if size >= len(useful) else (deadline - thread_time()) / 2
-            found, proven = self._among(useful[:size], goal, wanted, tolerance, thread_time() + left)
+            found, proven = self._among(useful[:size], goal, rows, wanted, tolerance, thread_time() + left)
             best = best if found is None else found
             if size >= len(useful):
                 bound = max(bound, min(proven, wanted))
@@ -236,14 +244,17 @@ class Solver:
         return best, bound if best is None else min(bound, self._value(goal, best))
 
     def _among(
-        self, kernel: Ints, goal: _Goal, wanted: float, tolerance: float, deadline: float
+        self, kernel: Ints, goal: _Goal, rows: list[int], wanted: float, tolerance: float, deadline: float
     ) -> tuple[Ints | None, float]:
-        """Return the best choice of some options whose objective is at most `wanted`, if found, and a bound on it."""
+        """Return the best choice of some options whose objective is at most `wanted`, if found, and a bound on it.
+
+        Rows that solutions violate are added to those given.
+        """
         allowed = np.zeros(self._n_x)
         allowed[kernel] = 1.0
         margin, proven, best = 0, -np.inf, None
         while True:
-            limits = [self._row_limit(goal, margin)]
+            limits = [self._row_limit(goal, rows, margin)]
             if np.isfinite(wanted):
                 limits.append(LinearConstraint(csr_array(goal.cost[np.newaxis]), -np.inf, wanted))
             result = self._run(goal, limits, allowed, deadline, tolerance)
@@ -256,10 +267,10 @@ class Solver:
             x = np.round(result.x[: self._n_x]).astype(np.int64)
             if goal.budget_bytes is None:
                 best = x if best is None else min(x, best, key=lambda one: self._value(goal, one))
-                if not self._add_rows(x, int(round(result.x[-1] * _UNIT)) + 1024):
+                if not self._take_up(rows, self.problem.row_peaks(x), result.x[-1] * _UNIT + 1024):
                     return best, proven
                 continue
-            if self._add_rows(x, goal.budget_bytes):
+            if self._take_up(rows, self.problem.row_peaks(x), goal.budget_bytes):
                 continue
             excess = self.problem.peak_bytes(x) - goal.budget_bytes
             if excess <= 0:
@@ -276,7 +287,7 @@ class Solver:
         found = _Relaxed(0.0, np.ones(self._n_x), np.zeros(self._n_x))
         matrix, upper = self._structure
         while True:
-            limit = self._row_limit(goal, 0)
+            limit = self._row_limit(goal, self._active, 0)
             with _silent_output():
                 result = linprog(
                     goal.cost,
@@ -289,10 +300,11 @@ class Solver:
             if result.x is None:
                 return None if result.status == _INFEASIBLE else found
             reduced = np.maximum(result.lower.marginals[: self._n_x], 0.0)
-            found = _Relaxed(float(result.fun), result.x[: self._n_x], reduced)
             allowed = result.x[-1] * _UNIT if goal.budget_bytes is None else float(goal.budget_bytes)
             peaks = self.problem.live_bytes(result.x[: self._n_x], result.x[self._n_x : -1])
-            if not self._take_up(peaks, allowed + 1024) or thread_time() > deadline:
+            near = tuple(row for row in self._active if peaks[row] >= (1 - _NEAR) * allowed)
+            found = _Relaxed(float(result.fun), result.x[: self._n_x], reduced, near)
+            if not self._take_up(self._active, peaks, allowed + 1024) or thread_time() > deadline:
                 return found
 
     def _nothing_to_choose(self) -> Choice:
@@ -316,7 +328,7 @@ class Solver:
             np.concatenate([np.zeros(self._n_x + self._n_z), [low]]),
             np.concatenate([allowed, np.ones(self._n_z), [high]]),
         )
-        whole = np.concatenate([np.ones(self._n_x), np.zeros(self._n_z + 1)])
+        whole = np.concatenate([np.ones(self._n_x + self._n_z), [0]])  # a keeper follows, but branching on it is faster
         constraints = [*limits, LinearConstraint(matrix, -np.inf, upper)]
         options = {"time_limit": max(_LEAST_SECONDS, deadline - thread_time()), "mip_rel_gap": tolerance}
         with _silent_output():
@@ -341,10 +353,10 @@ class Solver:
         shape = (len(upper), self._n_x + self._n_z + 1)
         return coo_array((np.array(values, float), (rows, columns)), shape=shape).tocsr(), np.array(upper)
 
-    def _row_limit(self, goal: _Goal, margin: int) -> LinearConstraint:
-        """Return the rows in use, in MiB, held against the budget less a margin, or against the last variable."""
+    def _row_limit(self, goal: _Goal, rows: Sequence[int], margin: int) -> LinearConstraint:
+        """Return rows, in MiB, held against the budget less a margin, or against the last variable."""
         problem = self.problem
-        active = np.array(self._active)
+        active = np.array(rows, np.int64)
         coefficients = (problem.columns[:, problem.row_axis[active]] / _UNIT).T
         options = problem.row_option[active]
         with_option = np.nonzero(options >= 0)[0]
@@ -354,17 +366,17 @@ class Solver:
         upper = (0 if goal.budget_bytes is None else goal.budget_bytes - margin) - base
         return LinearConstraint(csr_array(np.hstack([coefficients, last])), -np.inf, upper / _UNIT)
 
-    def _add_rows(self, x: Ints, budget_bytes: int) -> bool:
-        """Take up the largest rows above a budget that are not in use; tell whether there were any."""
-        return self._take_up(self.problem.row_peaks(x), budget_bytes)
+    def _take_up(self, rows: list[int], peaks: npt.NDArray[Any], allowed_bytes: float) -> bool:
+        """Add the largest rows above what is allowed to those in use, of points next to each other only the highest.
 
-    def _take_up(self, peaks: npt.NDArray[Any], allowed_bytes: float) -> bool:
-        """Take up the largest rows above what is allowed, of points next to each other only the highest."""
-        over = np.setdiff1d(np.nonzero(peaks > allowed_bytes)[0], self._active)
+        Returns:
+            Whether there were any.
+        """
+        over = np.setdiff1d(np.nonzero(peaks > allowed_bytes)[0], rows)
         over = over[np.argsort(self.problem.row_axis[over], kind="stable")]
         around = np.concatenate([[-np.inf], peaks[over], [-np.inf]])
         highest = over[(around[1:-1] >= around[:-2]) & (around[1:-1] >= around[2:])]
-        self._active += highest[np.argsort(-peaks[highest], kind="stable")][:_ROWS_A_ROUND].tolist()
+        rows += highest[np.argsort(-peaks[highest], kind="stable")][:_ROWS_A_ROUND].tolist()
         return bool(over.size)
 
 
