@@ -3,6 +3,7 @@
 Its estimators time operators with CUDA events; here they are given the times that the operators take on this machine.
 Three things that stop it are put right in its favour: modules without bytes of their own, modules that are called
 twice, and modules of so few operators that its fit of their curve is not a number. Everything else is PyTorch's.
+What it solved, which takes minutes where budgets are loose, is kept in `runs/sac_milp` for the next run.
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import json
 import logging
 import math
+import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,12 +28,14 @@ from benchmarks.frontier.selective import contexts_of
 from memfit.capture.fake import fake_copy
 from memfit.capture.values import KnownValues, libraries_run_as_with_data
 from memfit.cost.calibrate import measure
+from memfit.ir.codec import write_atomic
 from memfit.signature import signature
 from memfit.train.step import Step
-from memfit.workload import tensors_of
+from memfit.workload import fingerprint, tensors_of
 
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.45, 0.4, 0.35, 0.3)
 """Of the peak that PyTorch's own statistics give: the budgets it is asked for."""
+SOLVED = Path("runs/sac_milp")
 
 
 @dataclass(frozen=True)
@@ -103,11 +109,8 @@ def study(task: Task) -> Statistics:
 
 
 def _make(task: Task, found: Statistics, share: float) -> Prepared:
-    from torch.distributed._tools.sac_ilp import sac_milp
-
-    logging.disable(logging.WARNING)
-    discarded, _, predicted = sac_milp(found.graph, share * found.peak_bytes / 2**30)
-    logging.disable(logging.NOTSET)
+    solved = _solved(fingerprint(task.workload), found, share)
+    discarded, predicted = solved["discarded"], solved["predicted_peak_bytes"]
     if predicted == -1:
         raise Unsupported(f"sac_milp finds no solution within {share:.0%} of its estimated peak")
     root = task.workload.model.__class__.__name__
@@ -116,8 +119,24 @@ def _make(task: Task, found: Statistics, share: float) -> Prepared:
         raise Unsupported("sac_milp checkpoints the whole model, so that nothing is saved")
     return Prepared(
         stepping(lambda workload: checkpointing(workload.model, regions)),
-        {"predicted_peak_bytes": predicted, "regions": len(regions)},
+        {"predicted_peak_bytes": predicted, "regions": len(regions), "plan_seconds": solved["seconds"]},
     )
+
+
+def _solved(model: str, found: Statistics, share: float) -> dict[str, Any]:
+    """Return what share of each module's bytes to discard, the predicted peak, and the seconds that solving took."""
+    from torch.distributed._tools.sac_ilp import sac_milp
+
+    path = SOLVED / f"{model}-{share}.json"
+    if not path.exists():
+        started = time.perf_counter()
+        logging.disable(logging.WARNING)
+        discarded, _, predicted = sac_milp(found.graph, share * found.peak_bytes / 2**30)
+        logging.disable(logging.NOTSET)
+        seconds = time.perf_counter() - started
+        solved = {"discarded": discarded, "predicted_peak_bytes": predicted, "seconds": seconds}
+        write_atomic(path, json.dumps(solved).encode())
+    return dict(json.loads(path.read_text()))
 
 
 def greedy(estimator: Any, fqn: str, ratio: float) -> Contexts | None:

@@ -158,7 +158,6 @@ def _one_thread_and_no_collector() -> Iterator[None]:
     of the collector's time.
     """
     enabled, freeze = gc.isenabled(), gc.get_freeze_count() == 0
-    gc.collect()
     gc.disable()
     if freeze:
         gc.freeze()

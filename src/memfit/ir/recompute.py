@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +27,7 @@ import numpy.typing as npt
 from memfit.ir.remat import RegionCall, Regions
 
 
-@dataclass(frozen=True)
-class Copy:
+class Copy(NamedTuple):
     """A storage born again: alive from a position in its recomputation.
 
     Attributes:
