@@ -189,3 +189,17 @@ def test_no_options_leave_the_plain_step() -> None:
     choice = solver.fastest(plain)
     assert choice is not None and choice.seconds == problem.plain_seconds
     assert solver.fastest(plain - 1) is None
+
+
+def test_the_leanest_is_solved_again_where_there_is_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = small("transformer", 0)
+    solver = Solver(problem)
+    with monkeypatch.context() as patch:
+        nothing = OptimizeResult(x=None, status=1, fun=None, mip_dual_bound=None)
+        patch.setattr(module, "milp", lambda *_, **__: nothing)
+        patch.setattr(module, "linprog", lambda *_, **__: nothing)
+        assert solver.leanest(0.5).status == "feasible"
+    assert solver.leanest(0.5).status == "feasible"  # no more time than before
+    found = solver.leanest(5.0)
+    assert found.status == "optimal"
+    assert found.peak_bytes == min(peak for peak, _ in every("transformer", 0))
