@@ -151,8 +151,8 @@ def _shortened(workload: Workload, microbatch_size: int | None) -> Workload:
 
 
 @contextlib.contextmanager
-def _one_thread_and_no_collector() -> Iterator[None]:
-    """Run the backward pass in this thread, and Python's collector only at known points.
+def without_collector() -> Iterator[None]:
+    """Run Python's collector only at known points.
 
     What is alive before is set aside meanwhile, since going through all of PyTorch's objects takes most
     of the collector's time.
@@ -162,13 +162,19 @@ def _one_thread_and_no_collector() -> Iterator[None]:
     if freeze:
         gc.freeze()
     try:
-        with torch.autograd.set_multithreading_enabled(False):
-            yield
+        yield
     finally:
         if freeze:
             gc.unfreeze()
         if enabled:
             gc.enable()
+
+
+@contextlib.contextmanager
+def _one_thread_and_no_collector() -> Iterator[None]:
+    """Run the backward pass in this thread, and Python's collector only at known points."""
+    with without_collector(), torch.autograd.set_multithreading_enabled(False):
+        yield
 
 
 @contextlib.contextmanager
@@ -230,7 +236,7 @@ def _record(
             recorder.observe(tensor, -1)
         if not warm:
             step(step.split(copied.batch)[0])  # makes the optimizer's state
-            gc.collect()
+            gc.collect(0)  # what the step made, and no collection saw before
         recorder.begin_step()
         if attention is not None:
             attention.chosen.clear()

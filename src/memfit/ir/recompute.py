@@ -124,11 +124,15 @@ def _recomputation(
             if save.storage in child.inputs:
                 deaths[save.storage].append(save.death)
     cut = min(cut, region.stop)
-    copies = tuple(
-        Copy(storage, op, released(regions, storage, cut), max(deaths[storage], default=-1), taken_by.get(storage))
+    last = {storage: max(found) for storage, found in deaths.items()}
+    births, storages = trace.births, trace.storages
+    copies = tuple(  # most of the time of making options goes by here
+        Copy(
+            storage, op, min(max(storages[storage].release, op), cut - 1), last.get(storage, -1), taken_by.get(storage)
+        )
         for op in range(region.start, cut)
         if op not in kept
-        for storage in trace.births[op]
+        for storage in births[op]
     )
     states = 1 + sum(len(child.calls) for child in children)
     return Recomputation(region, depth, cut, kept, copies, states)

@@ -11,6 +11,7 @@ import torch
 from msgspec.structs import replace
 
 from memfit.apply.probe import probing
+from memfit.capture.step import without_collector
 from memfit.devices.advice import precisions as precisions_of
 from memfit.devices.host import find_device
 from memfit.errors import InfeasibleError, RecomputationError, UsageError
@@ -82,8 +83,8 @@ def plan(
         optimizers: Ways of updating the parameters that may be tried where no other plan is cheap (`Levers.optimizer`);
             None for all that `numerics` allows.
         points: Budgets that the frontier is solved for, for each precision and microbatch size.
-        time_limit_seconds: Of solving, about: four fifths for the plan where it needs them, the rest for the frontier.
-            When time is up, the best found and how far it is from the bound proven are returned.
+        time_limit_seconds: Of solving, about: four fifths for the plan where it needs them, the rest, up to half,
+            for the frontier. When time is up, the best found and how far it is from the bound proven are returned.
         progress: Told how far it is.
 
     Raises:
@@ -137,7 +138,8 @@ def plan(
         time_limit_seconds,
         progress,
     )
-    return planner.plan()
+    with without_collector():  # which would go through millions of objects, none of which is garbage
+        return planner.plan()
 
 
 @dataclass
@@ -174,7 +176,8 @@ class _Planner:
                 self.excluded |= e.modules
         self._note_draws(candidate.levers)
         progress = functools.partial(self.progress, "frontier")
-        left = max((1 - _FIRST_SHARE) * self.time_limit_seconds, self.time_limit_seconds - self.solving_seconds)
+        limit = self.time_limit_seconds
+        left = min(max((1 - _FIRST_SHARE) * limit, limit - self.solving_seconds), limit / 2)
         points = frontier(self.combinations, self.points, progress, left)
         chosen = replace(candidate, budget_bytes=self.budget_bytes)
         points = sorted([c for c in points if c.levers != chosen.levers] + [chosen], key=lambda c: c.step_seconds)

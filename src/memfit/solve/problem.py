@@ -157,7 +157,9 @@ class _Builder:
                 rows.append(Row(self.gap_axis[again.order], j, self._inner_peak(j, again, workspace)))
         base = np.cumsum(self.base)[: self.length] + self.costs.resident_workspace_bytes
         base[self.op_axis] += np.array(workspace, np.int64)
-        columns = np.cumsum(np.vstack([self.x, *self.z.values()]), axis=1)[:, : self.length]
+        columns = np.empty((len(self.options) + len(self.z), self.length), np.int64)
+        for changes, line in zip(itertools.chain(self.x, self.z.values()), columns, strict=True):
+            np.cumsum(changes[: self.length], out=line)
         return Problem(
             options=self.options,
             reasons=list(self.z),
