@@ -125,14 +125,11 @@ def _recomputation(
                 deaths[save.storage].append(save.death)
     cut = min(cut, region.stop)
     last = {storage: max(found) for storage, found in deaths.items()}
-    births, storages = trace.births, trace.storages
-    copies = tuple(  # most of the time of making options goes by here
-        Copy(
-            storage, op, min(max(storages[storage].release, op), cut - 1), last.get(storage, -1), taken_by.get(storage)
-        )
+    copies = tuple(
+        Copy(storage, op, released(regions, storage, cut), last.get(storage, -1), taken_by.get(storage))
         for op in range(region.start, cut)
         if op not in kept
-        for storage in births[op]
+        for storage in trace.births[op]
     )
     states = 1 + sum(len(child.calls) for child in children)
     return Recomputation(region, depth, cut, kept, copies, states)
