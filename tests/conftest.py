@@ -5,12 +5,15 @@ from __future__ import annotations
 import gc
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from memfit.pipeline import planning
+from memfit.ir.plan import Levers
+from memfit.pipeline import planning, predicting
+from memfit.workload import Workload
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -38,3 +41,17 @@ def _seeded() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[Levers]:
+    """The levers of every capture that plans make in the test."""
+    found: list[Levers] = []
+    captured = predicting._captured
+
+    def counted(workload: Workload, levers: Levers, *arguments: Any, **options: Any) -> Any:
+        found.append(levers)
+        return captured(workload, levers, *arguments, **options)
+
+    monkeypatch.setattr(predicting, "_captured", counted)
+    return found

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from memfit.cli import main
+from memfit.ir.plan import Levers
 
 TINY = "tests.workloads:tiny"
 
@@ -184,7 +185,7 @@ def test_help_of_train_names_what_guards_a_run(memfit: Shell) -> None:
     assert all(option in output for option in ("--recover", "--no-recover", "--limit", "--adaptive", "--resume"))
 
 
-def test_precision_auto_is_what_suits_the_device(memfit: Shell, tmp_path: Path) -> None:
+def test_precision_auto_is_what_suits_the_device(memfit: Shell, captures: list[Levers]) -> None:
     names = ("auto", "bf16-mixed", "32-true")
     peaks = [
         json.loads(memfit("estimate", TINY, "--precision", name, "--json")[1])["by_category"]["activations"]
@@ -193,8 +194,9 @@ def test_precision_auto_is_what_suits_the_device(memfit: Shell, tmp_path: Path) 
     assert peaks[0] == peaks[1] < peaks[2]
     assert "cpu, bf16-mixed" in memfit("estimate", TINY, "--precision", "auto")[1]
     options = ("--budget", "20MiB", "--points", "1", "--json")
-    plan = json.loads(memfit("plan", TINY, *options, "--precision", "auto")[1])
-    assert {point["levers"]["precision"] for point in plan["frontier"]} == {"32-true", "bf16-mixed"}
+    captures.clear()
+    assert memfit("plan", TINY, *options, "--precision", "auto")[0] == 0
+    assert {levers.precision for levers in captures} == {"32-true", "bf16-mixed"}
     status, _, errors = memfit("plan", TINY, *options, "--precision", "auto", "--precision", "tf32")
     assert status == 2 and "leave out --precision tf32" in errors.replace("\n", "")
 

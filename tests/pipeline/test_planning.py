@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 import types
 from typing import Any
@@ -76,12 +77,15 @@ def test_plain_step_is_left_alone_where_it_fits(plain_bytes: int) -> None:
     assert plan.classes == {}
 
 
-def test_frontier_is_undominated_and_holds_the_plan(plain_bytes: int) -> None:
+def test_frontier_is_undominated_and_holds_the_plan(plain_bytes: int, captures: list[Levers]) -> None:
     plan = memfit.plan(tiny(), budget=int(0.5 * plain_bytes), points=4)
     assert plan.levers in [c.levers for c in plan.frontier]
     seconds = [c.step_seconds for c in plan.frontier]
     assert seconds == sorted(seconds)
-    assert {c.numerics for c in plan.frontier} >= {"exact", "reduced"}
+    assert {levers.precision for levers in captures} == {"32-true", "bf16-mixed"}
+    for a, b in itertools.permutations([c for c in plan.frontier if c.levers != plan.levers], 2):
+        as_strict = NUMERICS.index(a.numerics) <= NUMERICS.index(b.numerics)
+        assert not (as_strict and a.step_seconds <= b.step_seconds and a.peak_bytes <= b.peak_bytes)
 
 
 def test_planning_changes_nothing_of_the_users() -> None:
