@@ -39,10 +39,14 @@ contracts: $(STAMP)
 unit: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
-# Jittor needs NumPy 1 and compiles itself: an environment and a cache of its own, both kept in build/.
+# Jittor needs NumPy 1 and compiles itself: an environment and a cache of its own, both kept in build/. It notes its home in
+# the user's, which its compilers read while another writes it, and fail; with one and the same home it writes nothing.
+JITTOR_HOMES := HOME=$(CURDIR)/build/jittor-home JITTOR_HOME=$(CURDIR)/build/jittor-home
+
 test-jittor: $(JITTOR_STAMP)
-	JITTOR_HOME=$(CURDIR)/build/jittor-home $(JITTOR_VENV)/bin/memfit doctor jittor
-	JITTOR_HOME=$(CURDIR)/build/jittor-home $(JITTOR_VENV)/bin/python -m pytest tests/jittor
+	mkdir -p build/jittor-home
+	$(JITTOR_HOMES) $(JITTOR_VENV)/bin/memfit doctor jittor
+	$(JITTOR_HOMES) $(JITTOR_VENV)/bin/python -m pytest tests/jittor
 
 $(JITTOR_STAMP): pyproject.toml constraints.txt
 	test -x $(JITTOR_VENV)/bin/python || $(PYTHON) -m venv $(JITTOR_VENV)
