@@ -81,9 +81,9 @@ def test_figures_of_large_models_are_those_of_the_result_file() -> None:
         for what, more in (("estimate 1 B", ""), ("estimate 7 B", ""), ("plan 1 B", ", 40 GiB"))
     )
     words = " ".join((ROOT / "docs" / "gpus.md").read_text().split())
-    assert round(one["seconds"]) == round(seven["seconds"])
     assert f"takes {one['seconds']:.0f} seconds and {one['resident_bytes'] / 2**20:.0f} MiB of memory" in words
-    assert f"a plan with its whole frontier took {plan['seconds']:.0f} seconds" in words
+    assert f"7-billion-parameter one {seven['seconds']:.0f} seconds" in words
+    assert f"a plan with its whole frontier takes {plan['seconds']:.0f} seconds" in words
 
 
 @pytest.mark.slow
