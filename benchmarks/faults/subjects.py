@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from msgspec.structs import replace
 from torch import Tensor
@@ -45,17 +44,11 @@ class Subject:
     def plan(self) -> Plan:
         """Return a plan in the middle of a frontier whose plans all compute the same, bit for bit.
 
-        They differ in what they recompute. Each has this subject's precision and microbatches, whichever it was
-        found for, so that the peaks on the frontier say only which is lower.
+        They are exact ones: they differ in what they recompute. Each gets this subject's precision and microbatches,
+        so that the peaks on the frontier say only which is lower.
         """
-        numerics: Any = "reordered" if self.precision == "32-true" else "reduced"
         found = memfit.plan(
-            self.make(),
-            budget="1GiB",
-            numerics=numerics,
-            precisions=[self.precision],
-            points=3,
-            time_limit_seconds=1.0,
+            self.make(), budget="1GiB", numerics="exact", precisions=["32-true"], points=3, time_limit_seconds=1.0
         )
         by_regions = {c.levers.regions: c for c in found.frontier}
         ours = {"precision": self.precision, "microbatch_size": self.microbatch_size}
