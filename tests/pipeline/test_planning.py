@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import random
@@ -18,6 +19,7 @@ import memfit
 from memfit.errors import BudgetError, InfeasibleError, PlanError, PlanMismatchError, UsageError, WorkloadError
 from memfit.ir.plan import NUMERICS, Levers, Plan
 from memfit.ir.remat import Region
+from memfit.pipeline import planning
 from memfit.pipeline.classes import lever_classes
 from memfit.pipeline.planning import microbatch_sizes
 from memfit.pipeline.verifying import verify
@@ -86,6 +88,33 @@ def test_frontier_is_undominated_and_holds_the_plan(plain_bytes: int, captures: 
     for a, b in itertools.permutations([c for c in plan.frontier if c.levers != plan.levers], 2):
         as_strict = NUMERICS.index(a.numerics) <= NUMERICS.index(b.numerics)
         assert not (as_strict and a.step_seconds <= b.step_seconds and a.peak_bytes <= b.peak_bytes)
+
+
+@pytest.mark.parametrize(
+    ("slow_seconds", "budget", "is_needed"),
+    [
+        (1e9, "1GiB", False),  # slower than whatever is planned
+        (1e-6, "1GiB", True),  # faster than what is planned
+        (1e9, "1MiB", True),  # nothing else fits, nor does this
+    ],
+)
+def test_slow_precisions_are_microbatched_where_nothing_else_is_as_fast(
+    slow_seconds: float, budget: str, is_needed: bool, captures: list[Levers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = {"32-true": 1e-9, "bf16-mixed": slow_seconds}
+    monkeypatch.setattr(planning._Planner, "_seconds_of_precisions", lambda *_: seconds)
+    model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256))
+    workload = Workload(
+        model=model,
+        batch=torch.randn(64, 256),
+        loss_fn=lambda model, batch: model(batch).square().mean(),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+    )
+    with contextlib.suppress(InfeasibleError) if budget == "1MiB" else contextlib.nullcontext():
+        memfit.plan(workload, budget=budget, numerics="reduced", precisions=["32-true", "bf16-mixed"], points=1)
+    sizes = {precision: {c.microbatch_size for c in captures if c.precision == precision} for precision in seconds}
+    assert len(sizes["32-true"]) > 1
+    assert sizes["bf16-mixed"] == (sizes["32-true"] if is_needed else {64})
 
 
 def test_planning_changes_nothing_of_the_users() -> None:

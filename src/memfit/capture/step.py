@@ -297,16 +297,23 @@ class _Categories:
 
 
 def _release_points(recorder: Recorder, step: StepProgram, batch: Any) -> list[Recording]:
-    """Run each microbatch's forward pass with nothing saved, to see when its storages die by themselves."""
-    recordings = []
+    """Run the forward pass with nothing saved, to see when its storages die by themselves: for each microbatch.
+
+    Those of one size run once.
+    """
+    recordings: dict[int, Recording] = {}
+    sizes = []
     for index, microbatch in enumerate(step.split(batch)):
+        sizes.append(batch_size_of(microbatch))
+        if sizes[-1] in recordings:
+            continue
         recorder.begin_step()
         recorder.enter_phase("forward", index)
         with recorder.saving(keep=False):
             loss = step.compute_loss(microbatch)
-        recordings.append(recorder.end_step())
+        recordings[sizes[-1]] = recorder.end_step()
         del loss
-    return recordings
+    return [recordings[size] for size in sizes]
 
 
 def _releases(recording: Recording, dry: list[Recording]) -> dict[int, int]:

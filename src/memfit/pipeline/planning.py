@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -46,6 +47,7 @@ from memfit.workload import Workload, batch_size_of, fingerprint, tokens_per_sam
 _ATTEMPTS = 6
 _FIRST_SHARE = 0.8  # of the time for solving that the first attempt may take; the second, of what it leaves; and so on
 _CHEAP = 0.05  # a plan that is slower than the fastest step by no more needs no other optimizer
+_ALL_AGAIN = 2.0  # a step with all of its forward pass computed again takes less than this times as long
 _ROUNDING_BYTES = 64  # what floats in the solver may miss
 
 
@@ -194,7 +196,7 @@ class _Planner:
             host_budget_bytes=self.host_budget_bytes,
             levers=candidate.levers,
             numerics=candidate.numerics,
-            classes=lever_classes(candidate.levers, self.batch_size, self.couples_batch),
+            classes=self._classes(candidate.levers),
             allowed=self.numerics,
             plain=self._as_is,
             predicted=prediction,
@@ -233,8 +235,24 @@ class _Planner:
         self.traces = {self.plain: first}
         self.coupling = coupling(first, self.workload)
         self.couples_batch = self.coupling is not None
-        self.wanted = self._with_lean(self._with_chunked_loss(self._combinations()))
+        searched = self._with_lean(self._with_chunked_loss(self._combinations()))
+        whole = [levers for levers in searched if levers.microbatch_size == self.batch_size]
+        self._capture(whole)
+        seconds = self._seconds_of_precisions(whole)
+        slow = {p: s for p, s in seconds.items() if s > _ALL_AGAIN * min(seconds.values())}
+        self.postponed = [levers for levers in searched if levers not in whole and levers.precision in slow]
+        self.postponed_seconds = min(slow.values(), default=math.inf)
+        self.wanted = [levers for levers in searched if levers not in self.postponed]
         self._capture(self.wanted)
+
+    def _seconds_of_precisions(self, whole: list[Levers]) -> dict[Precision, float]:
+        """Return how long the step takes in each precision that is allowed, with the whole batch."""
+        seconds: dict[Precision, float] = {}
+        for levers in whole:
+            if allows(self.numerics, freest(self._classes(levers))):
+                found = self._predict(self.traces[levers]).step_seconds
+                seconds[levers.precision] = min(found, seconds.get(levers.precision, math.inf))
+        return seconds
 
     def _capture(self, wanted: list[Levers]) -> None:
         """Capture the step with combinations of levers, and measure its operators."""
@@ -317,9 +335,11 @@ class _Planner:
         whole = _around(levers.chunked_loss.head) if levers.chunked_loss else set()
         found = options(regions, costs, self.excluded | whole, offload=self.host_budget_bytes > 0)
         problem = build(regions, costs, found, max(0, self._host_bytes_left(levers.optimizer)))
-        classes = lever_classes(levers, self.batch_size, self.couples_batch)
-        self.combinations.append(Combination(levers, freest(classes), problem))
+        self.combinations.append(Combination(levers, freest(self._classes(levers)), problem))
         return self.combinations[-1]
+
+    def _classes(self, levers: Levers) -> dict[str, Numerics]:
+        return lever_classes(levers, self.batch_size, self.couples_batch)
 
     def _host_bytes_left(self, lever: OptimizerLever) -> int:
         """Return what a way of updating the parameters leaves of the host's memory; below 0 where it is not enough."""
@@ -329,14 +349,22 @@ class _Planner:
     def _choose(self) -> tuple[Candidate, Prediction]:
         """Return the fastest plan that fits. How parameters are updated is changed only where no other is cheap."""
         best = self._fastest(self._allowed(), self.time_limit_seconds)
+        if self.postponed and (best is None or best[1].step_seconds > self.postponed_seconds):
+            best = self._fastest(self._with_postponed(), self.time_limit_seconds, best)
         least = min(c.problem.plain_seconds for c in self._allowed())
         for lever in (lever for lever in OPTIMIZER_CLASSES if lever in self.optimizers):
             if best is not None and best[1].step_seconds <= (1 + _CHEAP) * least:
                 break
             precisions = {c.levers.precision for c in self._allowed()} if best is None else {best[0].levers.precision}
-            found = self._fastest(self._with_optimizer(lever, precisions), self.time_limit_seconds / 4)
-            best = found if best is None else best if found is None else _faster(best, found)
+            best = self._fastest(self._with_optimizer(lever, precisions), self.time_limit_seconds / 4, best)
         return best or self._leanest(self._allowed())
+
+    def _with_postponed(self) -> list[Combination]:
+        """Capture and return the combinations of precisions so slow that they were left for when no other is fast."""
+        added, self.postponed = self.postponed, []
+        self.wanted += added
+        self._capture(added)
+        return [self._solve(levers) for levers in added]
 
     def _allowed(self) -> list[Combination]:
         return [c for c in self.combinations if allows(self.numerics, c.numerics)]
@@ -362,8 +390,13 @@ class _Planner:
         self._capture(added)
         return [self._solve(levers) for levers in added]
 
-    def _fastest(self, allowed: list[Combination], seconds: float) -> tuple[Candidate, Prediction] | None:
-        """Return the fastest plan of some combinations whose applied step, captured again, is predicted to fit."""
+    def _fastest(
+        self, allowed: list[Combination], seconds: float, best: tuple[Candidate, Prediction] | None = None
+    ) -> tuple[Candidate, Prediction] | None:
+        """Return the fastest plan of some combinations whose applied step, captured again, is predicted to fit.
+
+        Where that is hardly faster than the best known before, the latter.
+        """
         target = int(self.budget_bytes / (1 + self.costs.peak_error))
         for attempt in range(_ATTEMPTS if allowed else 0):
             started = time.thread_time()
@@ -371,11 +404,14 @@ class _Planner:
             self.solving_seconds += time.thread_time() - started
             if candidate is None:
                 break
+            if best is not None and not _is_faster(candidate.step_seconds, best[1].step_seconds):
+                return _bounded(best[0], candidate), best[1]
             prediction = self._confirm(candidate)
             if prediction.peak_upper_bytes <= self.budget_bytes:
-                return candidate, prediction
+                found = candidate, prediction
+                return found if best is None else _faster(best, found)
             target = int(target - (prediction.peak_upper_bytes - self.budget_bytes) / (1 + self.costs.peak_error)) - 1
-        return None
+        return best
 
     def _confirm(self, candidate: Candidate) -> Prediction:
         """Predict a plan from a capture of the step with the plan applied."""
@@ -453,12 +489,21 @@ def _most_saved(lever: OptimizerLever, trace: Trace) -> int:
 
 
 def _faster(one: tuple[Candidate, Prediction], other: tuple[Candidate, Prediction]) -> tuple[Candidate, Prediction]:
-    """Return the faster of two plans, with the bound of both; the first where the other is hardly faster."""
-    is_faster = one[1].step_seconds > (1 + SIMPLER_WITHIN) * other[1].step_seconds
-    candidate, prediction = other if is_faster else one
-    bound = min(one[0].bound_seconds, other[0].bound_seconds)
-    proven = one[0].status == other[0].status == "optimal" and candidate.bound_seconds <= bound
-    return replace(candidate, bound_seconds=bound, status="optimal" if proven else "feasible"), prediction
+    """Return the faster of two plans; the first where the other is hardly faster."""
+    chosen, left = (other, one) if _is_faster(other[1].step_seconds, one[1].step_seconds) else (one, other)
+    return _bounded(chosen[0], left[0]), chosen[1]
+
+
+def _is_faster(seconds: float, than: float) -> bool:
+    """Tell whether a plan is enough faster to take another precision or way of updating the parameters for it."""
+    return than > (1 + SIMPLER_WITHIN) * seconds
+
+
+def _bounded(chosen: Candidate, other: Candidate) -> Candidate:
+    """Return a plan with the bound of what it was chosen of: none of the combinations of either is faster."""
+    bound = min(chosen.bound_seconds, other.bound_seconds)
+    proven = chosen.status == other.status == "optimal" and chosen.bound_seconds <= bound
+    return replace(chosen, bound_seconds=bound, status="optimal" if proven else "feasible")
 
 
 def microbatch_sizes(batch_size: int, most: int = 5) -> list[int]:
