@@ -27,7 +27,7 @@ from memfit.solve.problem import Problem, build
 from memfit.units import format_seconds
 from memfit.workload import batch_size_of
 
-TIME_LIMIT_SECONDS = 8.0
+TIME_LIMIT_SECONDS = 9.0
 
 
 def run(quick: bool, models: Sequence[str] | None = None) -> tuple[list[Case], dict[str, Any]]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import itertools
+from time import perf_counter
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-from scipy.optimize import OptimizeResult
+from scipy.optimize import OptimizeResult, milp
 
 from memfit.ir.remat import Regions
 from memfit.solve import milp as module
@@ -126,6 +128,23 @@ def test_a_short_time_limit_gives_a_legal_choice_or_none(limit: float, monkeypat
     leanest = solver.leanest(limit)
     check(problem, leanest)
     assert leanest.bound <= leanest.peak_bytes
+
+
+def test_on_a_busy_machine_the_solver_gets_longer_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float] = []
+
+    def noted(*arguments: Any, options: dict[str, float], **others: Any) -> Any:
+        limits.append(options["time_limit"])
+        return milp(*arguments, options=options, **others)
+
+    monkeypatch.setattr(module, "milp", noted)
+    monkeypatch.setattr(module, "thread_time", lambda: perf_counter() / 3)  # a third of the machine
+    trace = plain_trace("transformer", large=True)
+    costs = with_workspaces(trace)
+    problem = build(Regions(trace), costs, options(Regions(trace), costs))
+    plain = int(problem.row_peaks(np.zeros(len(problem.options), np.int64)).max())
+    assert Solver(problem).fastest(plain * 3 // 4, time_limit_seconds=10.0) is not None
+    assert limits and 10.0 < max(limits) <= 3.01 * 10.0
 
 
 def test_the_leanest_without_time_is_the_best_policy(monkeypatch: pytest.MonkeyPatch) -> None:

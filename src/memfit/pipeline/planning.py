@@ -45,7 +45,7 @@ from memfit.version import __version__
 from memfit.workload import Workload, batch_size_of, fingerprint, tokens_per_sample
 
 _ATTEMPTS = 6
-_FIRST_SHARE = 0.8  # of the time for solving that the first attempt may take; the second, of what it leaves; and so on
+_FIRST_SHARE = 0.9  # of the time for solving that the first attempt may take; the second, of what it leaves; and so on
 _CHEAP = 0.05  # a plan that is slower than the fastest step by no more needs no other optimizer
 _ALL_AGAIN = 2.0  # a step with all of its forward pass computed again takes less than this times as long
 _ROUNDING_BYTES = 64  # what floats in the solver may miss
@@ -85,7 +85,7 @@ def plan(
         optimizers: Ways of updating the parameters that may be tried where no other plan is cheap (`Levers.optimizer`);
             None for all that `numerics` allows.
         points: Budgets that the frontier is solved for, for each precision and microbatch size.
-        time_limit_seconds: Of solving, about: four fifths for the plan where it needs them, the rest, up to half,
+        time_limit_seconds: Of solving, about: nine tenths for the plan where it needs them, the rest, up to half,
             for the frontier. When time is up, the best found and how far it is from the bound proven are returned.
         progress: Told how far it is.
 
@@ -398,10 +398,12 @@ class _Planner:
         Where that is hardly faster than the best known before, the latter.
         """
         target = int(self.budget_bytes / (1 + self.costs.peak_error))
-        for attempt in range(_ATTEMPTS if allowed else 0):
+        for _ in range(_ATTEMPTS if allowed else 0):
             started = time.thread_time()
-            candidate = fastest(allowed, target, _FIRST_SHARE * (1 - _FIRST_SHARE) ** attempt * seconds)
-            self.solving_seconds += time.thread_time() - started
+            candidate = fastest(allowed, target, _FIRST_SHARE * seconds)
+            taken = time.thread_time() - started
+            self.solving_seconds += taken
+            seconds -= taken
             if candidate is None:
                 break
             if best is not None and not _is_faster(candidate.step_seconds, best[1].step_seconds):
