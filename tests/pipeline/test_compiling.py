@@ -206,3 +206,20 @@ def test_kernels_of_inductor_keep_to_the_budget(name: str) -> None:
     assert all((a - b).abs().max() <= 1e-5 * (1 + b.abs().max()) for a, b in zip(found, expected, strict=True))
     assert plan.recomputed_ops and peak < plain_peak
     assert peak + held_bytes(workload) <= budget
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Inductor imports
+def test_what_a_kernel_of_inductor_writes_down_in_between_is_counted() -> None:
+    """The gradient of logits takes the place of what its kernel sums, and not that of the logits."""
+    model, x, y = nn.Linear(64, 2048), torch.randn(512, 64), torch.randint(0, 2048, (512,))
+    backend = memfit.compile_backend("1GiB")
+    step = torch.compile(lambda: nn.functional.cross_entropy(model(x), y), backend=backend, fullgraph=True)
+    step().backward()
+    model.zero_grad()
+    with allocated() as meter:
+        step().backward()
+    held = sum(t.untyped_storage().nbytes() for t in (*model.parameters(), x, y))
+    (plan,) = backend.plans
+    assert plan.peak_bytes <= (held + meter.peak_bytes) * 1.03
+    assert held + meter.peak_bytes <= plan.peak_upper_bytes

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from memfit.capture.fusion import is_fusible, kernels
 from memfit.capture.module_calls import ModuleCalls, module_stack
 from memfit.capture.recorder import as_the_kernel, draws_random_numbers, work_of
+from memfit.ir.operators import REDUCTIONS, operator_class
 from memfit.ir.trace import Call, Category, Op, Phase, Save, Storage, Trace, Work
 from memfit.signature import signature
 
@@ -320,12 +321,22 @@ class _Reader:
         return Op(str(working[-1].target), call, phase, 0, self._signature(working, reused), (), False)
 
     def _reused_bytes(self, nodes: tuple[fx.Node, ...], index: int, storages: Sequence[Storage]) -> int:
-        """Return what a kernel writes in place: into what it takes and nothing takes after it, of the same layout."""
+        """Return what a kernel writes in place: into what it takes and nothing takes after it, of the same layout.
+
+        What a kernel reduces and takes again it may write down in between (Inductor weighs what computing it twice
+        costs); what it makes then goes in the place of that.
+        """
         given = {s for node in nodes for g in node.all_input_nodes for s in self.storages[g]}
         ending = Counter(self._layout(s) for s in given if 0 <= storages[s].birth < index == storages[s].death)
-        written = {s for node in nodes for s in self.storages[node] if storages[s].birth == index < storages[s].death}
-        made = Counter(self._layout(s) for s in written)
-        return sum(count * layout[0] for layout, count in (ending & made).items())
+        made = {s for node in nodes for s in self.storages[node] if storages[s].birth == index}
+        written = Counter(self._layout(s) for s in made if index < storages[s].death)
+        between = Counter(self._layout(s) for s in made if index == storages[s].death and self._is_reduced_too(s))
+        return sum(count * layout[0] for layout, count in (ending & (written - between)).items())
+
+    def _is_reduced_too(self, storage: int) -> bool:
+        """Tell whether a reduction takes a storage, and something else does."""
+        users = self.makers[storage].users
+        return len(users) > 1 and any(operator_class(str(user.target)) == REDUCTIONS for user in users)
 
     def _layout(self, storage: int) -> tuple[int, torch.dtype, bool]:
         tensor = next(t for t in _tensors(self.makers[storage]) if _key(t) == self.keys[storage])
