@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 
 KERNEL = "memfit_kernel"
@@ -67,6 +68,19 @@ def split(module: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphModule,
     module.recompile()
     parts: tuple[fx.GraphModule, fx.GraphModule] = default_partition(module, None, num_fwd_outputs=forward_outputs)
     return parts
+
+
+def keep_apart(product: fx.Node) -> None:
+    """Keep Inductor from making one operator of a matrix product and the sum that it goes into, where that comes late.
+
+    a - (-b) is a + b, bit for bit, and is left alone.
+    """
+    (total,) = product.users
+    (other,) = [given for given in total.args if isinstance(given, fx.Node) and given is not product]
+    with total.graph.inserting_before(total):
+        negative = total.graph.call_function(torch.ops.aten.neg.default, (other,))
+    negative.meta = {**total.meta, "val": torch.ops.aten.neg.default(other.meta["val"])}
+    total.target, total.args = torch.ops.aten.sub.Tensor, (product, negative)
 
 
 Partition = Callable[[fx.GraphModule, int], tuple[fx.GraphModule, fx.GraphModule]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,15 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memfit.apply.compiled import KERNEL, GraphRegion, lower_to_eager, lower_to_inductor, rematerialize, split
+from memfit.apply.compiled import (
+    KERNEL,
+    GraphRegion,
+    keep_apart,
+    lower_to_eager,
+    lower_to_inductor,
+    rematerialize,
+    split,
+)
 from memfit.capture.inlining import inlined, mark_inlined, users_by_call
 from memfit.capture.joint import Joint, has_symbols, mark_recomputed, read
 from memfit.devices.host import find_device
@@ -305,6 +313,10 @@ class GraphPlanner:
         self._rewrite(self.graph, regions, lambda node: node)
         self.graph.eliminate_dead_code()
         joint = self._read(self.graph)
+        if self.fused:
+            for product in list(_early_products(joint)):
+                keep_apart(product)
+            joint = self._read(self.graph)
         for index, nodes in enumerate(joint.ops):
             for node in joint.call_of.keys() & nodes:
                 node.meta[KERNEL] = index
@@ -313,6 +325,25 @@ class GraphPlanner:
         storages = {nodes(node): found for node, found in self.joint.storages.items()}
         backward = [nodes(node) for node in self.joint.call_of]
         rematerialize(graph, _graph_regions(self.joint, regions, nodes), storages, backward, mark_recomputed)
+
+
+def _early_products(joint: Joint) -> Iterator[fx.Node]:
+    """Yield matrix products that take more that ends before something is added to them than they make.
+
+    Inductor would multiply where it adds, and what the product takes would stay until then: for the gradient of a
+    head's weight that the embedding shares, all of the logits' gradient, until the end.
+    """
+    storages = joint.trace.storages
+    position = {node: index for index, nodes in enumerate(joint.ops) for node in nodes}
+    for node, index in position.items():
+        users = list(node.users)
+        if node.target is not torch.ops.aten.mm.default or [u.target for u in users] != [torch.ops.aten.add.Tensor]:
+            continue
+        taken = {s for given in node.all_input_nodes for s in joint.storages[given]}
+        longer = sum(storages[s].nbytes for s in taken if index <= storages[s].death < position[users[0]])
+        made = sum(storages[s].nbytes for s in joint.storages[node])
+        if longer > made and len(users[0].all_input_nodes) == 2:
+            yield node
 
 
 def _with_kernels(costs: CostTable, joint: Joint) -> CostTable:
