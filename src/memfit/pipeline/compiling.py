@@ -342,7 +342,7 @@ def _early_products(joint: Joint) -> Iterator[fx.Node]:
         taken = {s for given in node.all_input_nodes for s in joint.storages[given]}
         longer = sum(storages[s].nbytes for s in taken if index <= storages[s].death < position[users[0]])
         made = sum(storages[s].nbytes for s in joint.storages[node])
-        if longer > made and len(users[0].all_input_nodes) == 2:
+        if longer > made and len(users[0].all_input_nodes) == 2 and not users[0].kwargs:
             yield node
 
 

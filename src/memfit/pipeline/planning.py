@@ -362,6 +362,9 @@ class _Planner:
     def _with_postponed(self) -> list[Combination]:
         """Capture and return the combinations of precisions so slow that they were left for when no other is fast."""
         added, self.postponed = self.postponed, []
+        return self._search_too(added)
+
+    def _search_too(self, added: list[Levers]) -> list[Combination]:
         self.wanted += added
         self._capture(added)
         return [self._solve(levers) for levers in added]
@@ -386,9 +389,7 @@ class _Planner:
             if (levers := replace(base, optimizer=lever)) not in self.wanted
             and not combinations.refusals(combinations.names_of(levers, self.batch_size) | around, self.numerics)
         ]
-        self.wanted += added
-        self._capture(added)
-        return [self._solve(levers) for levers in added]
+        return self._search_too(added)
 
     def _fastest(
         self, allowed: list[Combination], seconds: float, best: tuple[Candidate, Prediction] | None = None
