@@ -73,7 +73,7 @@ def rebuild(text: str, device: str) -> tuple[Callable[..., Any], list[Any], dict
         raise LookupError(f"this PyTorch has no operator {body['op']}") from e
     args = [_rebuild(a, device) for a in body["args"]]
     kwargs = {k: _rebuild(v, device) for k, v in body.get("kwargs", {}).items()}
-    if name == "_grouped_mm":
+    if "grouped_mm" in name:
         _spread_groups(args)
     return func, args, kwargs
 

@@ -34,7 +34,7 @@ def rewritten(regions: list[tuple[range, range]], length: int = 6) -> tuple[fx.G
     storages = {node: (index,) for index, node in enumerate(graph.nodes)}
     parts = [GraphRegion(frozenset(forward[i] for i in a), frozenset(last[i] for i in u)) for a, u in regions]
     copies: list[fx.Node] = []
-    rematerialize(graph, parts, storages, backward, lambda copy, _: copies.append(copy))
+    rematerialize(graph, parts, storages, backward, lambda copy, *_: copies.append(copy))
     graph.lint()
     return graph, copies
 

@@ -20,7 +20,7 @@ from torch import fx
 KERNEL = "memfit_kernel"
 """The key of a node's meta data that says which kernel of the plan it is in."""
 
-Mark = Callable[[fx.Node, fx.Node], None]
+Mark = Callable[[fx.Node, fx.Node, tuple[str, ...]], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,10 +30,12 @@ class GraphRegion:
     Attributes:
         again: The forward nodes that are computed again where their values are needed.
         users: The backward nodes that take the copies.
+        modules: The FQNs of its modules.
     """
 
     again: frozenset[fx.Node]
     users: frozenset[fx.Node]
+    modules: tuple[str, ...] = ()
 
 
 def rematerialize(
@@ -50,7 +52,7 @@ def rematerialize(
         regions: The regions, innermost first.
         storages: The storages of each node's outputs.
         backward: The backward nodes, in order.
-        mark: Called with each copy, and the backward node that it is made for.
+        mark: Called with each copy, the backward node that it is made for, and the modules of its region.
     """
     _Rewriter(graph, regions, storages, backward, mark).rewrite()
 
@@ -173,7 +175,7 @@ class _Rewriter:
             copy = self.graph.node_copy(original, lambda given: self._resolved(given, chain))
         copy.meta = dict(original.meta)
         copy.meta["partitioner_tag"] = "is_backward"
-        self.mark(copy, before)
+        self.mark(copy, before, self.regions[region].modules)
         self.copies[region, original] = copy
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import heapq
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,17 @@ import torch
 from torch import fx
 
 from memfit.ir.operators import REDUCTIONS, operator_class
+
+
+INLINED = "memfit_inlined"
+"""The key of a node's meta data that says that it is a copy to run in the kernel that it is made for."""
+
+
+COMPUTED_FOR_EACH = "memfit_computed_for_each"
+"""The key of a node's meta data that says that its kernel computes it once for each loop that takes it."""
+
+_SLOW = frozenset({"exp", "log", "log10", "log1p", "log2", "sigmoid", "tanh"})
+"""What Inductor never computes twice on a CPU (`TensorBox.should_realize_on_reuse`, torch 2.13)."""
 
 
 @functools.cache
@@ -29,27 +40,81 @@ def _types() -> Any:
 
 def is_fusible(node: fx.Node) -> bool:
     """Tell whether Inductor generates code for a node that can be fused."""
-    return isinstance(node.target, torch._ops.OpOverload) and bool(_types().is_fusible(node))
+    return isinstance(node.target, torch._ops.OpOverload) and (bool(_types().is_fusible(node)) or puts_into(node))
+
+
+def puts_into(node: fx.Node) -> bool:
+    """Tell whether a node puts one tensor into a part of another, which Inductor does in a loop over all of it."""
+    return node.target in (
+        torch.ops.aten.slice_scatter.default,
+        torch.ops.aten.select_scatter.default,
+        torch.ops.aten.constant_pad_nd.default,
+    )
+
+
+def is_written_between(node: fx.Node, kernel: Set[fx.Node]) -> bool:
+    """Tell whether a kernel writes down what a node of it makes, since loops of it take it: one that reduces, and others.
+
+    What reads one tensor only, and is computed fast, is computed in each loop instead.
+    """
+    if len(node.users) < 2 or not any(map(reduces, node.users)):
+        return False
+    return is_slow(computed_of(node, kernel)) or len(_read(node, kernel)) > 1
+
+
+def reduces(node: fx.Node) -> bool:
+    """Tell whether a node is a reduction."""
+    return operator_class(str(node.target)) == REDUCTIONS
+
+
+def is_slow(nodes: Iterable[fx.Node]) -> bool:
+    """Tell whether one of some nodes is a function that Inductor doesn't compute twice."""
+    return any(str(node.target).split(".")[1:2] == [name] for node in nodes for name in _SLOW)
+
+
+def computed_of(node: fx.Node, kernel: Set[fx.Node]) -> set[fx.Node]:
+    """Return a node and those of its kernel that are computed in the same loop for it."""
+    found, waiting = {node}, [node]
+    while waiting:
+        near = {g for g in waiting.pop().all_input_nodes if g in kernel and not reduces(g)} - found
+        found |= near
+        waiting += near
+    return found
+
+
+def _read(node: fx.Node, kernel: Set[fx.Node]) -> set[fx.Node]:
+    """Return what the loop that computes a node reads."""
+    computed = computed_of(node, kernel)
+    return {given for one in computed for given in one.all_input_nodes} - computed
 
 
 def kernels(
-    nodes: Sequence[fx.Node], sources: Mapping[fx.Node, fx.Node], place: Callable[[fx.Node], Hashable]
+    nodes: Sequence[fx.Node],
+    sources: Mapping[fx.Node, fx.Node],
+    place: Callable[[fx.Node], Hashable],
+    waits: Callable[[fx.Node], bool] = lambda node: False,
 ) -> list[tuple[fx.Node, ...]]:
     """Return the nodes of one pass of a graph by kernel, in an order that they can run in.
 
     Args:
         nodes: The pass, in order.
         sources: For each view, and each part of an operator's outputs, the node that it is of.
-        place: Nodes of different places are not fused.
+        place: Nodes of different places are not fused; those of None are with any.
+        waits: Nodes for which this holds are fused with what takes them first, where that can be.
     """
-    return _Fusion(sources, place).of(nodes)
+    return _Fusion(sources, place, waits).of(nodes)
 
 
 @dataclass
 class _Kernel:
-    """Some nodes; `before` and `barred` are bits: the kernels that must run before it, and those that it can't join."""
+    """Some nodes, at most one place of which is not None.
+
+    `before` and `barred` are bits: the kernels that must run before it, and those that it can't join.
+    """
 
     nodes: list[fx.Node]
+    place: Hashable
+    waits: bool
     before: int = 0
     barred: int = 0
 
@@ -58,6 +123,7 @@ class _Kernel:
 class _Fusion:
     sources: Mapping[fx.Node, fx.Node]
     place: Callable[[fx.Node], Hashable]
+    waits: Callable[[fx.Node], bool]
     of_node: dict[fx.Node, int] = field(default_factory=dict)
     kernels: dict[int, _Kernel] = field(default_factory=dict)
 
@@ -87,21 +153,37 @@ class _Fusion:
         return {source: self.of_node[source] for source in sources if source in self.of_node}
 
     def _add(self, index: int, node: fx.Node) -> None:
-        kernel = self.kernels[index] = _Kernel([node])
+        kernel = self.kernels[index] = _Kernel([node], self.place(node), self.waits(node))
         self.of_node[node] = index
         taken = self._taken(node)
         for source, other in taken.items():
             kernel.before |= self.kernels[other].before | 1 << other
             kernel.barred |= self.kernels[other].barred | (1 << other if _ends_loop(source) else 0)
-        for other in sorted(set(taken.values()), reverse=True):
+        if not kernel.waits:
+            self._join_taken(index)
+
+    def _join_taken(self, index: int) -> None:
+        """Fuse a kernel with those that it takes something of; one that waited and can't be is fused by itself."""
+        waiting, tried = self._kernels_taken(index), {index}
+        while waiting := waiting - tried:
+            other = max(waiting)
+            tried.add(other)
+            waited = self.kernels[other].waits
             if self._may_join(other, index):
+                waiting |= self._kernels_taken(other) if waited else set()
                 self._join(other, index)
+            elif waited:
+                self.kernels[other].waits = False
+                self._join_taken(other)
+
+    def _kernels_taken(self, index: int) -> set[int]:
+        return {kernel for node in self.kernels[index].nodes for kernel in self._taken(node).values()}
 
     def _may_join(self, first: int, second: int) -> bool:
         one, two = self.kernels[first], self.kernels[second]
         if not (is_fusible(one.nodes[0]) and is_fusible(two.nodes[0])) or two.barred >> first & 1:
             return False
-        if self.place(one.nodes[0]) != self.place(two.nodes[0]):
+        if None not in (one.place, two.place) and one.place != two.place:
             return False
         between = two.before & ~(1 << first)
         return not any(between >> k & 1 and other.before >> first & 1 for k, other in self.kernels.items())
@@ -110,6 +192,7 @@ class _Fusion:
         """Put the nodes of a kernel into a later one."""
         gone, kernel = self.kernels.pop(first), self.kernels[second]
         kernel.nodes += gone.nodes
+        kernel.place = gone.place if kernel.place is None else kernel.place
         self.of_node.update(dict.fromkeys(gone.nodes, second))
         kernel.before = (kernel.before | gone.before) & ~(1 << first)
         kernel.barred |= gone.barred
@@ -122,10 +205,7 @@ class _Fusion:
     def _order(self, position: Mapping[fx.Node, int]) -> list[int]:
         """Return the kernels in an order that they can run in, near that of their first nodes."""
         first = {index: position[kernel.nodes[0]] for index, kernel in self.kernels.items()}
-        takes = {
-            index: {k for node in kernel.nodes for k in self._taken(node).values()} - {index}
-            for index, kernel in self.kernels.items()
-        }
+        takes = {index: self._kernels_taken(index) - {index} for index in self.kernels}
         after: dict[int, list[int]] = {index: [] for index in takes}
         for index, others in takes.items():
             for other in others:
@@ -146,7 +226,7 @@ class _Fusion:
 
 def _ends_loop(node: fx.Node) -> bool:
     """Tell whether a node reduces other dimensions than the last ones: no row of its result is ready before all are."""
-    if operator_class(str(node.target)) != REDUCTIONS:
+    if not reduces(node):
         return False
     dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
     value = node.args[0].meta.get("val") if isinstance(node.args[0], fx.Node) else None

@@ -12,10 +12,13 @@ from collections.abc import Iterator
 
 from torch import fx
 
+from memfit.capture.fusion import INLINED, computed_of, is_slow, is_written_between
 from memfit.capture.joint import Joint
+from memfit.ir.operators import COPIES, ELEMENTWISE, VIEWS, operator_class
 
 _SMALL = 8
 _WORTH = 1.25
+_FEW = 24
 
 
 def inlined(joint: Joint) -> frozenset[fx.Node]:
@@ -45,9 +48,32 @@ def users_by_call(joint: Joint) -> Iterator[frozenset[fx.Node]]:
         yield frozenset(nodes)
 
 
-def mark_inlined(node: fx.Node, before: fx.Node) -> None:
-    """Let a copy count for the call of the backward node that it is made for."""
+def reduced_too(joint: Joint) -> Iterator[tuple[fx.Node, frozenset[fx.Node]]]:
+    """Yield what kernels of the backward pass would write down in between but can compute fast for each who takes it.
+
+    Of the gradient of logits, for one, that is a tensor as large as they are.
+
+    Yields:
+        A node, and all of its kernel that it is computed of.
+    """
+    for nodes in joint.ops:
+        kernel = frozenset(nodes)
+        for node in nodes:
+            if node in joint.call_of and is_written_between(node, kernel):
+                computed = frozenset(computed_of(node, kernel))
+                if len(computed) <= _FEW and not is_slow(computed) and all(map(_is_copyable, computed)):
+                    yield node, computed
+
+
+def _is_copyable(node: fx.Node) -> bool:
+    name = str(node.target)
+    return operator_class(name) in (ELEMENTWISE, COPIES, VIEWS) or name.startswith("prims.")
+
+
+def mark_inlined(node: fx.Node, before: fx.Node, _: tuple[str, ...]) -> None:
+    """Let a copy count for the call of the backward node that it is made for, and run in its kernel."""
     node.meta["seq_nr"] = before.meta.get("seq_nr", -1)
+    node.meta[INLINED] = True
 
 
 def _unwritten(joint: Joint) -> set[int]:

@@ -19,10 +19,9 @@ from msgspec.structs import replace
 from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from memfit.capture.fusion import is_fusible, kernels
+from memfit.capture.fusion import COMPUTED_FOR_EACH, INLINED, is_fusible, is_written_between, kernels, puts_into
 from memfit.capture.module_calls import ModuleCalls, module_stack
 from memfit.capture.recorder import as_the_kernel, draws_random_numbers, work_of
-from memfit.ir.operators import REDUCTIONS, operator_class
 from memfit.ir.trace import Call, Category, Op, Phase, Save, Storage, Trace, Work
 from memfit.signature import signature
 
@@ -100,9 +99,15 @@ class Joint:
         )
 
 
-def mark_recomputed(node: fx.Node, _: fx.Node) -> None:
-    """Say of a backward node that it computes again what the forward pass did."""
-    node.meta[_RECOMPUTED] = True
+def mark_recomputed(node: fx.Node, _: fx.Node, modules: tuple[str, ...]) -> None:
+    """Say of a backward node that it computes again what the forward pass did in one of a region's modules.
+
+    Each of these is computed again by itself: fused where both take the same (an attention mask), they would be at
+    once, and what the second one makes would wait.
+    """
+    fqns = {name.partition("@")[0] for name in modules}
+    stack = (entry.partition("\0")[0] for entry in module_stack(node))
+    node.meta[_RECOMPUTED] = modules, next((fqn for fqn in stack if fqn in fqns), None)
 
 
 def has_symbols(graph: fx.Graph) -> bool:
@@ -165,11 +170,11 @@ class _Reader:
         for node in (*self.inputs, *graph.find_nodes(op="get_attr"), *self.forward, *self.backward):
             self._observe(node)
         forward = self._ops(self.forward, lambda node: tuple(module_stack(node)))
-        self.ops = [*forward, *self._ops(self.backward, lambda node: None)]
+        self.ops = [*forward, *self._ops(self.backward, lambda node: node.meta.get(_RECOMPUTED))]
         self.turn = len(forward)
         self.position = {node: index for index, nodes in enumerate(self.ops) for node in nodes}
         self.birth = [self.position.get(node, -1) for node in self.makers]
-        self.calls = ModuleCalls(nodes[0] for nodes in forward)
+        self.calls = ModuleCalls(forward)
         self.parts: dict[str, tuple[str, ...]] = {}
         self.in_place: dict[str, int] = {}
         self.index: dict[str, int] = {}
@@ -254,7 +259,7 @@ class _Reader:
     def _ops(self, nodes: list[fx.Node], place: Callable[[fx.Node], Any]) -> list[tuple[fx.Node, ...]]:
         """Return the nodes of a pass by operator: kernels, or single nodes with those that take their outputs apart."""
         if self.fused:
-            return kernels(nodes, self.sources, place)
+            return kernels(nodes, self.sources, place, lambda node: INLINED in node.meta)
         return [
             (node, *(user for user in node.users if user.target is operator.getitem))
             for node in nodes
@@ -323,20 +328,25 @@ class _Reader:
     def _reused_bytes(self, nodes: tuple[fx.Node, ...], index: int, storages: Sequence[Storage]) -> int:
         """Return what a kernel writes in place: into what it takes and nothing takes after it, of the same layout.
 
-        What a kernel reduces and takes again it may write down in between (Inductor weighs what computing it twice
-        costs); what it makes then goes in the place of that.
+        What it writes down in between comes off. What it makes can go in the place of that, and not in that of what it
+        takes where all is computed for each of its loops; what puts values into other places goes in none.
         """
         given = {s for node in nodes for g in node.all_input_nodes for s in self.storages[g]}
         ending = Counter(self._layout(s) for s in given if 0 <= storages[s].birth < index == storages[s].death)
         made = {s for node in nodes for s in self.storages[node] if storages[s].birth == index}
         written = Counter(self._layout(s) for s in made if index < storages[s].death)
-        between = Counter(self._layout(s) for s in made if index == storages[s].death and self._is_reduced_too(s))
-        return sum(count * layout[0] for layout, count in (ending & (written - between)).items())
+        between = Counter(self._layout(s) for s in self._between(nodes) & made if index == storages[s].death)
+        if any(puts_into(node) for node in nodes):
+            written = Counter()
+        if any(COMPUTED_FOR_EACH in node.meta for node in nodes):
+            ending = Counter()
+        reused = ending & (written - between)
+        reused.subtract(between - written)
+        return sum(count * layout[0] for layout, count in reused.items())
 
-    def _is_reduced_too(self, storage: int) -> bool:
-        """Tell whether a reduction takes a storage, and something else does."""
-        users = self.makers[storage].users
-        return len(users) > 1 and any(operator_class(str(user.target)) == REDUCTIONS for user in users)
+    def _between(self, nodes: tuple[fx.Node, ...]) -> set[int]:
+        kernel = frozenset(nodes)
+        return {s for node in nodes if is_written_between(node, kernel) for s in self.storages[node]}
 
     def _layout(self, storage: int) -> tuple[int, torch.dtype, bool]:
         tensor = next(t for t in _tensors(self.makers[storage]) if _key(t) == self.keys[storage])
@@ -368,12 +378,12 @@ class _Reader:
 
 
 def _must_run_once(node: fx.Node, mutated: set[Any]) -> bool:
-    """Tell whether a node would give something else, or do something again, if it ran twice.
+    """Tell whether a node would give something else, or do something again, if it ran twice, as collectives do.
 
     What trains with BatchNorm takes running statistics, which are written at the end, but makes its output without.
     """
     func = node.target
-    if not isinstance(func, torch._ops.OpOverload) or func.namespace not in ("aten", "prims"):
+    if not isinstance(func, torch._ops.OpOverload) or "c10d" in func.namespace or node.is_impure():
         return True
     args, kwargs = _values(node)
     if func._schema.is_mutable or draws_random_numbers(func, args, kwargs):

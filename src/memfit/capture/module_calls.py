@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -23,7 +23,7 @@ class ModuleCalls:
     computed again by itself.
 
     Args:
-        nodes: A node of each operator, in order.
+        ops: The nodes of each operator, in order; those of a kernel are all of one module.
 
     Attributes:
         modules: A module for each call.
@@ -31,15 +31,15 @@ class ModuleCalls:
         of_op: For each operator, the innermost call, or -1.
     """
 
-    def __init__(self, nodes: Iterable[fx.Node]) -> None:
+    def __init__(self, ops: Iterable[Sequence[fx.Node]]) -> None:
         self.modules: list[Module] = []
         self.calls: list[Call] = []
         self.of_op: list[int] = []
         self._names: dict[str, int] = defaultdict(int)
         self._of_sequence: dict[int, int] = {}
         open_calls: list[tuple[str, int]] = []
-        for index, node in enumerate(nodes):
-            stack = module_stack(node)
+        for index, nodes in enumerate(ops):
+            stack = module_stack(nodes[0])
             same = sum(1 for _ in itertools.takewhile(lambda p: p[0][0] == p[1], zip(open_calls, stack, strict=False)))
             del open_calls[same:]
             for key in stack[same:]:
@@ -48,8 +48,9 @@ class ModuleCalls:
                 self.calls[call] = replace(self.calls[call], end=index + 1)
             current = open_calls[-1][1] if open_calls else -1
             self.of_op.append(current)
-            if (number := node.meta.get("seq_nr")) is not None:
-                self._of_sequence.setdefault(number, current)
+            for node in nodes:
+                if (number := node.meta.get("seq_nr")) is not None:
+                    self._of_sequence.setdefault(number, current)
 
     def _enter(self, key: str, parent: int, index: int) -> int:
         fqn = key.split("\0")[0]

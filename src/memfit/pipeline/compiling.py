@@ -379,9 +379,10 @@ def _copied(graph: fx.Graph) -> tuple[fx.Graph, Callable[[fx.Node], fx.Node]]:
 
 def _graph_regions(joint: Joint, regions: Sequence[Region], nodes: Callable[[fx.Node], fx.Node]) -> list[GraphRegion]:
     """Return regions as nodes of the graph, the smallest first."""
-    spans = [(*joint.span(region.modules), region.keep) for region in regions]
+    spans = [(*joint.span(region.modules), region) for region in regions]
     found = []
-    for start, end, keep in sorted(spans, key=lambda span: span[1] - span[0]):
-        again = frozenset(map(nodes, joint.again(start, end, keep)))
-        found.append(GraphRegion(again, frozenset(map(nodes, joint.gradients(start, end)))))
+    for start, end, region in sorted(spans, key=lambda span: span[1] - span[0]):
+        again = frozenset(map(nodes, joint.again(start, end, region.keep)))
+        users = frozenset(map(nodes, joint.gradients(start, end)))
+        found.append(GraphRegion(again, users, tuple(region.modules)))
     return found
