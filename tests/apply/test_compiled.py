@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from memfit.apply.compiled import GraphRegion, rematerialize
+from memfit.apply.compiled import GraphRegion, compute_for_each, rematerialize
 
 
 def chain(length: int = 6) -> tuple[fx.Graph, list[fx.Node], list[fx.Node]]:
@@ -66,3 +66,21 @@ def test_an_inner_region_starts_from_copies_of_the_outer_one() -> None:
     originals = [node for node in graph.nodes if node.target is torch.sin][:6]
     assert len(copies) == 5  # the outer region up to where the inner one starts, and the inner one
     assert not any(user.target is torch.mul for node in originals[:5] for user in node.users)
+
+
+def test_each_user_computes_for_itself() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    doubled = graph.call_function(torch.add, (x, x))
+    root = graph.call_function(torch.sin, (doubled,))
+    users = [graph.call_function(func, (root,)) for func in (torch.cos, torch.exp, torch.neg)]
+    graph.output(tuple(users))
+    expected = fx.GraphModule({}, graph)(torch.ones(3))
+    marked: list[fx.Node] = []
+    compute_for_each(root, {doubled, root}, marked.append)
+    graph.lint()
+    assert [len(user.args[0].users) for user in users] == [1, 1, 1]  # type: ignore[union-attr]
+    assert len({user.args[0] for user in users}) == 3 and len(marked) == 4
+    assert len(doubled.users) == 1
+    found = fx.GraphModule({}, graph)(torch.ones(3))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

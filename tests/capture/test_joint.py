@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._functorch.partitioners import default_partition
 
 from memfit.apply.compiled import lower_to_eager
 from memfit.capture.inlining import inlined
-from memfit.capture.joint import Joint, read
+from memfit.capture.joint import Joint, _must_run_once, read
 
 
 class Block(nn.Module):
@@ -97,3 +97,29 @@ def test_the_backward_pass_computes_what_the_forward_pass_does_not_write() -> No
     joint = joint_of(model, fused=True)
     assert {str(node.target) for node in inlined(joint)} >= {"aten.tanh.default", "aten.exp.default"}
     assert not any("addmm" in str(node.target) for node in inlined(joint))
+
+
+def test_operators_of_other_libraries_may_run_again_unless_they_mutate_or_draw_random_numbers() -> None:
+    with torch.library._scoped_library("memfit_tests", "DEF") as library:
+        for name, tags in (("twice", ()), ("drawn", (torch.Tag.nondeterministic_seeded,))):
+            library.define(f"{name}(Tensor x) -> Tensor", tags=tags)
+            library.impl(name, torch.Tensor.clone, "CPU")
+            library.impl(name, torch.Tensor.clone, "Meta")
+        library.define("counted(Tensor(a!) x) -> ()")
+        graph = fx.Graph()
+        x = graph.placeholder("x")
+        x.meta["val"] = torch.empty(3)
+        calls = [
+            graph.call_function(getattr(torch.ops.memfit_tests, n).default, (x,)) for n in ("twice", "drawn", "counted")
+        ]
+        assert [_must_run_once(call, set()) for call in calls] == [False, True, True]
+    reduced = graph.call_function(torch.ops._c10d_functional.all_reduce.default, (x, "sum", "0"))
+    assert _must_run_once(reduced, set())
+
+
+def test_every_operator_of_a_kernel_says_whose_gradient_it_is() -> None:
+    joint = joint_of(nn.Sequential(Block(), Block()), fused=True)
+    of_modules = {joint.trace.modules[joint.trace.calls[c].module].fqn for c in joint.call_of.values() if c >= 0}
+    assert {"0.norm", "1.norm", "0.linear", "1.linear"} <= of_modules
+    norms = [node for node in joint.call_of if "1.norm" in str(node.meta.get("fwd_nn_module_stack", ""))]
+    assert norms and all(joint.call_of[node] >= 0 for node in norms)

@@ -10,7 +10,7 @@ PyTorch's compilers are imported when they are used: they take seconds, and this
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,6 +70,26 @@ def split(module: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphModule,
     module.recompile()
     parts: tuple[fx.GraphModule, fx.GraphModule] = default_partition(module, None, num_fwd_outputs=forward_outputs)
     return parts
+
+
+def compute_for_each(node: fx.Node, computed: Set[fx.Node], mark: Callable[[fx.Node], None]) -> None:
+    """Give each user of a node but the first a copy of it, and of what it is computed of.
+
+    Args:
+        node: The node.
+        computed: What is copied, the node itself included.
+        mark: Called with each copy.
+    """
+    graph = node.graph
+    ordered = [one for one in graph.nodes if one in computed]
+    for user in list(node.users)[1:]:
+        copies: dict[fx.Node, fx.Node] = {}
+        with graph.inserting_before(user):
+            for one in ordered:
+                copies[one] = graph.node_copy(one, lambda given, copies=copies: copies.get(given, given))  # type: ignore[misc]
+                copies[one].meta = dict(one.meta)
+                mark(copies[one])
+        user.replace_input_with(node, copies[node])
 
 
 def keep_apart(product: fx.Node) -> None:

@@ -19,7 +19,6 @@ from torch import fx
 
 from memfit.ir.operators import REDUCTIONS, operator_class
 
-
 INLINED = "memfit_inlined"
 """The key of a node's meta data that says that it is a copy to run in the kernel that it is made for."""
 
@@ -53,7 +52,7 @@ def puts_into(node: fx.Node) -> bool:
 
 
 def is_written_between(node: fx.Node, kernel: Set[fx.Node]) -> bool:
-    """Tell whether a kernel writes down what a node of it makes, since loops of it take it: one that reduces, and others.
+    """Tell whether a kernel writes down what a node makes: a loop that reduces takes it, and another one.
 
     What reads one tensor only, and is computed fast, is computed in each loop instead.
     """

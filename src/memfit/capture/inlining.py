@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from memfit.capture.fusion import INLINED, computed_of, is_slow, is_written_between
+from memfit.capture.fusion import COMPUTED_FOR_EACH, INLINED, computed_of, is_slow, is_written_between
 from memfit.capture.joint import Joint
 from memfit.ir.operators import COPIES, ELEMENTWISE, VIEWS, operator_class
 
@@ -74,6 +74,11 @@ def mark_inlined(node: fx.Node, before: fx.Node, _: tuple[str, ...]) -> None:
     """Let a copy count for the call of the backward node that it is made for, and run in its kernel."""
     node.meta["seq_nr"] = before.meta.get("seq_nr", -1)
     node.meta[INLINED] = True
+
+
+def mark_for_each(node: fx.Node) -> None:
+    """Say of a node that its kernel computes it once for each loop that takes it."""
+    node.meta[COMPUTED_FOR_EACH] = True
 
 
 def _unwritten(joint: Joint) -> set[int]:

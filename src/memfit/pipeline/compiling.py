@@ -16,13 +16,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memfit.apply.compiled import (
     KERNEL,
     GraphRegion,
+    compute_for_each,
     keep_apart,
     lower_to_eager,
     lower_to_inductor,
     rematerialize,
     split,
 )
-from memfit.capture.inlining import inlined, mark_inlined, users_by_call
+from memfit.capture.inlining import inlined, mark_for_each, mark_inlined, reduced_too, users_by_call
 from memfit.capture.joint import Joint, has_symbols, mark_recomputed, read
 from memfit.devices.host import find_device
 from memfit.errors import BudgetError, InfeasibleError, MemfitError, UsageError
@@ -222,6 +223,9 @@ class GraphPlanner:
         parts = [GraphRegion(again, users) for users in users_by_call(self.joint)]
         rematerialize(self.graph, parts, self.joint.storages, list(self.joint.call_of), mark_inlined)
         self.graph.eliminate_dead_code()
+        self.joint = self._read(self.graph)
+        for node, computed in list(reduced_too(self.joint)):
+            compute_for_each(node, computed, mark_for_each)
         self.joint = self._read(self.graph)
 
     def plan(self, budget_bytes: int) -> CompiledPlan:
