@@ -15,7 +15,7 @@ from scipy.optimize import OptimizeResult, milp
 from memfit.ir.remat import Regions
 from memfit.solve import milp as module
 from memfit.solve.candidates import options
-from memfit.solve.milp import Choice, Ints, Solver
+from memfit.solve.milp import EXACT, Choice, Ints, Solver
 from memfit.solve.problem import Problem, build
 from tests.models import plain_trace
 from tests.solve.test_problem import with_workspaces
@@ -44,6 +44,12 @@ def every(name: str, seed: int) -> tuple[tuple[int, float], ...]:
         if legal(problem, x):
             found.append((int(problem.row_peaks(x).max()), problem.seconds(x)))
     return tuple(found)
+
+
+def quarter_way(name: str, seed: int) -> int:
+    """Return the peak that a quarter of all peaks are below."""
+    peaks = sorted({peak for peak, _ in every(name, seed)})
+    return peaks[len(peaks) // 4]
 
 
 def legal(problem: Problem, x: Ints) -> bool:
@@ -81,6 +87,56 @@ def test_the_fastest_is_the_fastest_of_all(name: str, seed: int) -> None:
         assert choice.seconds <= before * (1 + 2e-4)
         assert choice.status == "optimal"
         before = choice.seconds
+
+
+@pytest.mark.parametrize("tolerance", [EXACT, 0.05])
+@pytest.mark.parametrize(("name", "seed"), CASES)
+def test_small_kernels_leave_the_bound_below_every_choice(
+    name: str, seed: int, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_LEAST_KERNEL", 1)
+    problem = small(name, seed)
+    peaks = sorted({peak for peak, _ in every(name, seed)})
+    for budget in (peaks[0], peaks[len(peaks) // 4], peaks[len(peaks) // 2]):
+        best = min(seconds for peak, seconds in every(name, seed) if peak <= budget)
+        choice = Solver(problem).fastest(budget, tolerance)
+        assert choice is not None and choice.peak_bytes <= budget
+        assert choice.bound <= best * (1 + 1e-9) and choice.seconds <= best * (1 + 2 * tolerance)
+
+
+def test_only_the_search_among_a_few_options_has_a_cutoff(monkeypatch: pytest.MonkeyPatch) -> None:
+    searches: list[tuple[int, bool]] = []
+    among = Solver._among
+
+    def noted(solver: Solver, kernel: Ints, goal: Any, rows: Any, cutoff: float, *others: Any) -> Any:
+        searches.append((len(kernel), bool(np.isfinite(cutoff))))
+        return among(solver, kernel, goal, rows, cutoff, *others)
+
+    monkeypatch.setattr(Solver, "_among", noted)
+    monkeypatch.setattr(module, "_LEAST_KERNEL", 1)
+    solver = Solver(small("unet", 0))
+    solver.leanest()  # a choice that fits is known from now on
+    searches.clear()
+    solver.fastest(quarter_way("unet", 0))
+    (few, few_cut), (useful, useful_cut) = searches
+    assert few < useful and few_cut and not useful_cut
+
+
+def test_the_last_search_takes_nothing_slower_than_what_was_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    budget = quarter_way("unet", 0)
+    solver = Solver(small("unet", 0))
+    leanest, known = solver.leanest(), solver.fastest(budget)
+    assert known is not None and leanest.peak_bytes <= budget and leanest.seconds > 1.01 * known.seconds
+    searches: list[int] = []
+
+    def slow(_: Solver, kernel: Ints, *__: Any) -> Any:
+        searches.append(len(kernel))
+        return leanest.x, -np.inf
+
+    monkeypatch.setattr(Solver, "_among", slow)
+    again = solver.fastest(budget)
+    assert searches and again is not None
+    assert again.seconds == known.seconds and again.bound < again.seconds
 
 
 @pytest.mark.parametrize(("name", "seed"), CASES)

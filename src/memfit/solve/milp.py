@@ -236,18 +236,22 @@ class Solver:
                 break
             wanted = value * (1 - tolerance / 2)
             useful = order[relaxed.value + relaxed.reduced[order] <= wanted]
-            left = deadline - thread_time() if size >= len(useful) else (deadline - thread_time()) / 2
-            found, proven = self._among(useful[:size], goal, rows, wanted, tolerance, thread_time() + left)
-            best = best if found is None else found
-            if size >= len(useful):
-                bound = max(bound, min(proven, wanted))
+            is_last = size >= len(useful)
+            left = (deadline - thread_time()) / (1 if is_last else 2)
+            # A kernel without anything better is soon known to be so; over all options that row slows HiGHS down.
+            cutoff = np.inf if is_last else wanted
+            found, proven = self._among(useful[:size], goal, rows, cutoff, tolerance, thread_time() + left)
+            if found is not None and self._value(goal, found) < value:
+                best = found
+            if is_last:
+                bound = max(bound, min(proven, wanted))  # what needs options left out is not below `wanted`
                 break
         return best, bound if best is None else min(bound, self._value(goal, best))
 
     def _among(
-        self, kernel: Ints, goal: _Goal, rows: list[int], wanted: float, tolerance: float, deadline: float
+        self, kernel: Ints, goal: _Goal, rows: list[int], cutoff: float, tolerance: float, deadline: float
     ) -> tuple[Ints | None, float]:
-        """Return the best choice of some options whose objective is at most `wanted`, if found, and a bound on it.
+        """Return the best choice of some options whose objective is at most `cutoff`, if found, and a bound on it.
 
         Rows that solutions violate are added to those given.
         """
@@ -256,8 +260,8 @@ class Solver:
         margin, proven, best = 0, -np.inf, None
         while True:
             limits = [self._row_limit(goal, rows, margin)]
-            if np.isfinite(wanted):
-                limits.append(LinearConstraint(csr_array(goal.cost[np.newaxis]), -np.inf, wanted))
+            if np.isfinite(cutoff):
+                limits.append(LinearConstraint(csr_array(goal.cost[np.newaxis]), -np.inf, cutoff))
             result = self._run(goal, limits, allowed, deadline, tolerance)
             if margin == 0 and result.status == _INFEASIBLE:
                 proven = np.inf
