@@ -10,7 +10,7 @@ from memfit.ir.plan import NUMERICS, Candidate, Levers, Numerics, Precision
 from memfit.ir.remat import Regions
 from memfit.solve.candidates import options
 from memfit.solve.frontier import SIMPLER_WITHIN, Combination, fastest, frontier
-from memfit.solve.milp import FINE
+from memfit.solve.milp import COARSE, FINE, Choice, Solver
 from memfit.solve.problem import build
 from tests.models import plain_trace
 from tests.solve.test_problem import with_workspaces
@@ -84,5 +84,31 @@ def test_the_plain_step_wins_where_it_fits(combinations: list[Combination]) -> N
     assert chosen is not None and chosen.levers.regions == () and chosen.numerics == "exact"
 
 
+@pytest.mark.parametrize(("count", "tolerances"), [(1, [FINE]), (2, [COARSE, COARSE, FINE])])
+def test_only_several_combinations_are_solved_coarsely_first(
+    count: int, tolerances: list[float], combinations: list[Combination], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    solved: list[float] = []
+    solving = Solver.fastest
+
+    def noted(solver: Solver, budget_bytes: int, tolerance: float, *others: float) -> Choice | None:
+        solved.append(tolerance)
+        return solving(solver, budget_bytes, tolerance, *others)
+
+    monkeypatch.setattr(Solver, "fastest", noted)
+    monkeypatch.setattr(Solver, "bound", lambda *_: 0.0)  # whatever is found, the others may be faster
+    chosen = fastest(combinations[:count], int(combinations[0].plain().peak_bytes * 0.8))
+    assert chosen is not None and solved == tolerances
+
+
+def test_one_combination_that_only_fractions_fit_has_no_plan(
+    combinations: list[Combination], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Solver, "fastest", lambda *_: None)
+    for count in (1, 2):
+        assert fastest(combinations[:count], combinations[0].plain().peak_bytes) is None
+
+
 def test_nothing_fits_nothing(combinations: list[Combination]) -> None:
     assert fastest(combinations, 1000) is None
+    assert fastest(combinations[:1], 1000) is None

@@ -80,6 +80,27 @@ def fastest(
     """
     deadline = thread_time() + time_limit_seconds
     bounds = {i: b for i, c in enumerate(combinations) if (b := c.solver.bound(budget_bytes)) is not None}
+    several = len(bounds) > 1  # one alone need not be solved coarsely first
+    found = _compared(combinations, budget_bytes, bounds, deadline) if several else {}
+    index = _simplest(found) if several else next(iter(bounds), None)
+    if index is None:
+        return None
+    left = max(deadline - thread_time(), _LEAST_SECONDS)
+    refined = combinations[index].fastest(budget_bytes, FINE, left)  # only what is chosen is worth the last tenths
+    if refined is not None:
+        bounds[index] = max(bounds[index], refined.bound_seconds)
+        found[index] = min(found.get(index, refined), refined, key=lambda c: c.step_seconds)
+    if not found:
+        return None
+    chosen, bound = found[index], min(bounds.values())
+    proven = chosen.step_seconds * (1 - FINE) <= bound
+    return replace(chosen, status="optimal" if proven else "feasible", bound_seconds=min(bound, chosen.step_seconds))
+
+
+def _compared(
+    combinations: Sequence[Combination], budget_bytes: int, bounds: dict[int, float], deadline: float
+) -> dict[int, Candidate]:
+    """Return the fastest points, solved coarsely, of the combinations that can win, by number; raise their bounds."""
     found: dict[int, Candidate] = {}
     for rank, index in enumerate(sorted(bounds, key=lambda i: bounds[i])):
         best = min((c.step_seconds for c in found.values()), default=float("inf"))
@@ -90,18 +111,13 @@ def fastest(
         if candidate is not None:
             found[index] = candidate
             bounds[index] = max(bounds[index], candidate.bound_seconds)
-    if not found:
-        return None
-    within = min(c.step_seconds for c in found.values()) * (1 + SIMPLER_WITHIN)
-    index = next(i for i in sorted(found) if found[i].step_seconds <= within)
-    left = max(deadline - thread_time(), _LEAST_SECONDS)
-    refined = combinations[index].fastest(budget_bytes, FINE, left)  # only what is chosen is worth the last tenths
-    if refined is not None:
-        bounds[index] = max(bounds[index], refined.bound_seconds)
-        found[index] = min(found[index], refined, key=lambda c: c.step_seconds)
-    chosen, bound = found[index], min(bounds.values())
-    proven = chosen.step_seconds * (1 - FINE) <= bound
-    return replace(chosen, status="optimal" if proven else "feasible", bound_seconds=min(bound, chosen.step_seconds))
+    return found
+
+
+def _simplest(found: dict[int, Candidate]) -> int | None:
+    """Return the first of the points that are about as fast as the fastest, by number; None of none."""
+    within = min((c.step_seconds for c in found.values()), default=0.0) * (1 + SIMPLER_WITHIN)
+    return next((i for i in sorted(found) if found[i].step_seconds <= within), None)
 
 
 def frontier(
