@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import threading
+import time
+import types
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,6 +71,110 @@ def test_the_workspace_is_what_is_allocated_beyond_the_outputs() -> None:
     assert found[text].measured
 
 
+class Calls:
+    """Stands in for an operator, what empties the caches and the clock, and notes what happens when.
+
+    Args:
+        nbytes: Of the operator's argument.
+    """
+
+    def __init__(self, nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.events: list[str] = []
+        self.nbytes = 2**22  # of what empties the caches
+        self.sets = 0
+        self.outputs: list[weakref.ref[torch.Tensor]] = []
+        self.given = nbytes
+        monkeypatch.setattr(module, "rebuild", self.rebuild)
+        monkeypatch.setattr(module, "_clock", lambda: self.clock)
+
+    def rebuild(self, *_: Any) -> Any:
+        self.sets += 1
+        return self.operator, [torch.zeros(self.given, dtype=torch.uint8), "AB"[self.sets - 1]], {}
+
+    def operator(self, _: torch.Tensor, name: str) -> torch.Tensor:
+        alive = any(output() is not None for output in self.outputs)
+        self.events.append(f"{name} beside an output" if alive else name)
+        out = torch.zeros(1)
+        self.outputs.append(weakref.ref(out))
+        return out
+
+    def fill_(self, _: int) -> None:
+        self.events.append("evict")
+
+    def clock(self) -> float:
+        self.events.append("clock")
+        return 0.0
+
+
+def test_what_is_timed_was_not_touched_since_the_caches_were_emptied_but_its_code_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = Calls(2**20, monkeypatch)
+    module._least_seconds("", calls)  # type: ignore[arg-type]
+    run = ["evict", "B", "clock", "clock", "A beside an output", "clock"]
+    assert calls.events == ["A", *run * 5]
+
+
+@pytest.mark.parametrize("nbytes", [2**10, 2**22])
+def test_caches_are_not_emptied_of_what_is_too_small_or_too_large_for_them(
+    nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = Calls(nbytes, monkeypatch)
+    module._least_seconds("", calls)  # type: ignore[arg-type]
+    assert calls.events == ["A", *["clock", "A", "clock"] * 10]
+
+
+@pytest.mark.parametrize(
+    ("times", "runs", "least"),
+    [
+        ([2.0, 2.1, 9.0], 2, 2.0),  # long ones need no more than to be confirmed
+        ([2.0, 9.0, 8.0, 2.2, 9.0], 4, 2.0),
+        ([9.0, 8.9, 2.0], 2, 8.9),
+        ([3.0, 9.0, 8.0, 2.0, 3.1, 2.1, 9.0], 6, 2.0),  # the least changes
+        ([1.0] + [2.0] * 20, 10, 1.0),  # never confirmed: there is an end
+        ([1e-6] * 20, 5, 1e-6),  # short ones
+        ([1e-6] + [2e-6] * 6 + [1e-6] * 20, 8, 1e-6),
+        ([0.0] * 20, 5, 0.0),
+    ],
+)
+def test_the_least_time_is_one_that_another_confirms(times: list[float], runs: int, least: float) -> None:
+    left = iter(times)
+    assert module._least(lambda: next(left), 5) == least
+    assert len(list(left)) == len(times) - runs
+
+
+@pytest.mark.parametrize(
+    ("threads", "tick_seconds", "clock"),
+    [(1, 2e-7, time.thread_time), (2, 2e-7, time.perf_counter), (1, 0.01, time.perf_counter)],
+)
+def test_one_thread_is_timed_by_its_own_clock_where_that_is_fine(
+    threads: int, tick_seconds: float, clock: Callable[[], float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readings = itertools.chain([5.0, 5.0], itertools.count(5.0 + tick_seconds, tick_seconds))
+    fake = types.SimpleNamespace(thread_time=lambda: next(readings), perf_counter=time.perf_counter)
+    own = fake.thread_time if clock is time.thread_time else clock
+    monkeypatch.setattr(module, "time", fake)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    module._thread_clock_is_fine.cache_clear()
+    try:
+        assert module._clock() is own
+    finally:
+        module._thread_clock_is_fine.cache_clear()
+
+
+def test_backward_passes_run_in_the_thread_that_is_timed() -> None:
+    x = torch.ones(8, requires_grad=True)
+    threads: set[int] = set()
+
+    def forward() -> torch.Tensor:
+        y = x.sin()
+        y.register_hook(lambda _: threads.add(threading.get_ident()))
+        return y
+
+    assert module._backward_seconds(forward) > 0
+    assert threads == {threading.get_ident()}
+
+
 def test_outputs_in_place_are_no_workspace() -> None:
     text = text_of(aten.relu_.default, torch.zeros(256, 256))
     assert measure([text])[text].workspace_bytes == 0
@@ -124,6 +233,16 @@ def test_the_cache_is_used_again(cache: Path, measured: list[int]) -> None:
     assert measured == [len(TRACE.signatures), len(new)]
     assert both.ops.keys() == set(TRACE.signatures) | set(other.signatures)
     assert all(both.ops[s] == first.ops[s] for s in TRACE.signatures)
+
+
+def test_times_measured_in_another_way_are_not_mixed_in(
+    cache: Path, measured: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_MEASURING", module._MEASURING - 1)
+        calibrate([TRACE])
+    calibrate([TRACE])
+    assert measured == [len(TRACE.signatures)] * 2
 
 
 def another_schema(data: bytes) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import time
@@ -28,11 +29,14 @@ from memfit.signature import rebuild
 
 _MARK = "memfit-op-"
 _ENOUGH_SECONDS = 0.02
-_LEAST_RUNS, _MOST_RUNS = 3, 10
-_MOST_COLD_RUNS = 5
+_LEAST_RUNS, _COLD_RUNS, _WARM_RUNS = 2, 5, 10
+_ALIKE = 1.1  # a time is believed when another one is no more than this times as long
+_FINE_SECONDS = 1e-5
 _CACHE_BYTES, _NOTICED_BYTES = 48 * 2**20, 2**16
 _OVERHEAD_RUNS = 40
+_MEASURING = 2  # raised when times are measured in another way, so that a cache does not mix the two
 
+Clock = Callable[[], float]
 Progress = Callable[[int, int], None]
 
 
@@ -70,7 +74,8 @@ def known_workspace_bytes() -> dict[str, int]:
 def cache_path() -> Path:
     """Return where this machine's costs are kept: below MEMFIT_CACHE_DIR, or the user's cache folder."""
     folder = os.environ.get("MEMFIT_CACHE_DIR") or platformdirs.user_cache_dir("memfit")
-    return Path(folder) / f"costs-{host_name()}-torch{torch.__version__}-{torch.get_num_threads()}threads.json"
+    machine = f"{host_name()}-torch{torch.__version__}-{torch.get_num_threads()}threads"
+    return Path(folder) / f"costs{_MEASURING}-{machine}.json"
 
 
 def _cached(path: Path) -> CostTable:
@@ -158,10 +163,9 @@ def _is_dense(value: Any) -> bool:
 
 
 def _least_seconds(text: str, evicting: torch.Tensor) -> float:
-    """Return the least time of several calls, with the caches emptied before each where that tells.
+    """Return the least time of several calls, with the caches emptied of the arguments before each where that tells.
 
-    The least: what else runs on the machine only ever adds to it. Emptied: in a step, what an operator reads was
-    written long before.
+    The least: what else runs on the machine only ever adds to it.
 
     Args:
         text: The call's signature.
@@ -169,18 +173,69 @@ def _least_seconds(text: str, evicting: torch.Tensor) -> float:
     """
     func, args, kwargs = rebuild(text, "cpu")
     given = sum(t.untyped_storage().nbytes() for t in tree_leaves((args, kwargs)) if _is_dense(t))
-    cold = _NOTICED_BYTES <= given < evicting.nbytes
+    call = functools.partial(func, *args, **kwargs)
+    clock = _clock()
+    call()
+    if not _NOTICED_BYTES <= given < evicting.nbytes:
+        return _least(lambda: _seconds(call, clock), _WARM_RUNS)
+    _, args, kwargs = rebuild(text, "cpu")
+    alike = functools.partial(func, *args, **kwargs)
+    return _least(lambda: _cold_seconds(call, alike, evicting, clock), _COLD_RUNS)
+
+
+def _least(run: Callable[[], float], runs: int) -> float:
+    """Return the least of a few times, which another confirms: one alone may be anything.
+
+    Args:
+        run: Returns another time.
+        runs: How many are enough where they are short; twice as many where none confirms the least.
+    """
     times: list[float] = []
-    func(*args, **kwargs)
-    while len(times) < (_MOST_COLD_RUNS if cold else _MOST_RUNS) and (
-        sum(times) < _ENOUGH_SECONDS or len(times) < _LEAST_RUNS
-    ):
-        if cold:
-            evicting.fill_(len(times))
-        started = time.perf_counter()
-        func(*args, **kwargs)
-        times.append(time.perf_counter() - started)
+    while len(times) < 2 * runs:
+        times.append(run())
+        enough = len(times) >= runs or (len(times) >= _LEAST_RUNS and sum(times) >= _ENOUGH_SECONDS)
+        if enough and sorted(times)[1] <= _ALIKE * min(times):
+            break
     return min(times)
+
+
+def _cold_seconds(call: Callable[[], Any], alike: Callable[[], Any], evicting: torch.Tensor, clock: Clock) -> float:
+    """Return the time of a call whose arguments are in no cache, but whose code is.
+
+    In a step, what an operator reads was written long before, but its code ran just before, in the layer above.
+
+    Args:
+        call: The call.
+        alike: The same call on other arguments.
+        evicting: What is written to empty the caches.
+        clock: What to measure with.
+    """
+    evicting.fill_(1)
+    held = alike()  # or the call would write to its memory, which is in the caches
+    clock()  # its code too, of which half is in the time measured
+    seconds = _seconds(call, clock)
+    del held
+    return seconds
+
+
+def _seconds(call: Callable[[], Any], clock: Clock) -> float:
+    started = clock()
+    call()
+    return clock() - started
+
+
+def _clock() -> Clock:
+    """Return what to measure with: with one thread its own time, which other programs don't add to."""
+    return time.thread_time if torch.get_num_threads() == 1 and _thread_clock_is_fine() else time.perf_counter
+
+
+@functools.cache
+def _thread_clock_is_fine() -> bool:
+    """Tell whether a thread's own clock moves by microseconds; that of some systems counts ticks of milliseconds."""
+    started = time.thread_time()
+    while (now := time.thread_time()) == started:
+        pass
+    return now - started < _FINE_SECONDS
 
 
 class _Count(TorchDispatchMode):
@@ -224,9 +279,5 @@ def _checkpoint_overheads() -> tuple[float, float]:
 
 
 def _backward_seconds(forward: Callable[[], torch.Tensor]) -> float:
-    times = []
-    for _ in range(_OVERHEAD_RUNS):
-        started = time.perf_counter()
-        forward().sum().backward()
-        times.append(time.perf_counter() - started)
-    return min(times)
+    clock = _clock()  # on the CPU the backward pass runs in the thread that calls it
+    return min(_seconds(lambda: forward().sum().backward(), clock) for _ in range(_OVERHEAD_RUNS))
