@@ -11,6 +11,7 @@ import functools
 import gc
 import json
 import os
+import re
 import sys
 import time
 import traceback
@@ -41,6 +42,8 @@ from memfit.errors import MemfitError
 
 SECONDS = 120.0
 """Of timing, for each model and kind."""
+_DIRECTORIES = re.compile(r"(?:file://|(?<=-[IL])|(?<![\w./~]))/(?:[^\s/'\"`<>()\[\],;:=]+/+)+")
+"""Of absolute paths, also behind a compiler's -I and -L; not of addresses of the web, nor of relative paths."""
 
 
 def methods(kind: Kind) -> tuple[Method, ...]:
@@ -181,7 +184,12 @@ def _attempt(make: Any) -> tuple[Any, float, Case | None]:
         traceback.print_exc(limit=-1)
         frame = traceback.extract_tb(e.__traceback__)[-1]
         failure = f"{type(e).__name__}: {e}" if str(e) else f"{type(e).__name__} in {frame.name}: {frame.line}"
-    return None, time.perf_counter() - started, {"error_message": failure.strip()[:1000]}
+    return None, time.perf_counter() - started, {"error_message": without_place(failure).strip()[:1000]}
+
+
+def without_place(text: str) -> str:
+    """Return a text whose absolute paths are cut down to their last part: where things lie is this machine's own."""
+    return _DIRECTORIES.sub("", text)
 
 
 def _today() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from benchmarks.frontier.measuring import Gradients, difference, interleaved, pe
 from benchmarks.frontier.methods import LOWEST, OURS, PLAIN, Task
 from benchmarks.frontier.models import Subject
 from benchmarks.frontier.page import files, model_chart, page, pareto, tables
-from benchmarks.frontier.subject import Bench, methods
+from benchmarks.frontier.subject import Bench, methods, without_place
 from benchmarks.tables import results
 from memfit import Workload
 from memfit.capture.fake import real_copy
@@ -394,6 +395,31 @@ def test_a_small_case_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no plan fits" in by[OURS, "0.01"]["error_message"]
     assert by[OURS, LOWEST]["peak_bytes"] <= by["checkpoint every K-th block", "1"]["peak_bytes"]
     assert summarised(rows)["eager"]["budget_violations"] == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("No such file: '/home/someone/.venv/lib/python3.11/site-packages/torch/x.py'", "No such file: 'x.py'"),
+        ('  File "/tmp/torchinductor_me/ab/cab.py", line 3, in <module>', '  File "cab.py", line 3, in <module>'),
+        ("g++ /tmp/me/a.cpp -I/usr/include/python3.11 -o=/tmp/me/a.so", "g++ a.cpp -Ipython3.11 -o=a.so"),
+        ("see file:///home/me/log.txt, /a/b:/c/d", "see log.txt, b:d"),
+        ("https://pytorch.org/docs/stable and memfit/capture/fake.py, 3 MiB/s, 1 / 2 / 3, ~/x/y", None),
+    ],
+)
+def test_what_failed_is_said_without_the_directories_of_this_machine(text: str, expected: str | None) -> None:
+    assert without_place(text) == (text if expected is None else expected)
+
+
+def test_a_row_of_what_failed_has_no_directories(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any) -> None:
+        raise FileNotFoundError(2, "No such file or directory", "/home/me/kernels/a.so")
+
+    chosen = tuple(dataclasses.replace(m, make=failing) for m in methods("eager") if m.name == PLAIN)
+    bench = Bench("gpt", SUBJECT, (0.8,), 0.0)
+    monkeypatch.setattr("benchmarks.frontier.subject.methods", lambda kind: chosen)
+    (row,) = bench.rows("eager")
+    assert row["error_message"] == "FileNotFoundError: [Errno 2] No such file or directory: 'a.so'"
 
 
 def test_the_copy_that_is_measured_is_not_the_workload() -> None:
