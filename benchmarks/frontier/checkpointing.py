@@ -18,17 +18,36 @@ Contexts = Callable[[], Any]
 """Makes the pair of contexts that `torch.utils.checkpoint.checkpoint` takes as `context_fn`."""
 
 
-@contextlib.contextmanager
-def checkpointing(model: nn.Module, regions: Mapping[str, Contexts | None]) -> Iterator[None]:
+Forwards = Mapping[nn.Module, Callable[..., Any]]
+"""What modules run in place of their own forward."""
+Replaced = Mapping[nn.Module, Mapping[str, nn.Module]]
+"""What modules hold in place of their own children."""
+
+
+def checkpointing(model: nn.Module, regions: Mapping[str, Contexts | None]) -> contextlib.AbstractContextManager[None]:
     """Run the modules of these FQNs under non-reentrant checkpoints, each with its contexts if any."""
-    modules = {fqn: model.get_submodule(fqn) for fqn in regions}
+    return forwarding(checkpointed(model, regions))
+
+
+def checkpointed(model: nn.Module, regions: Mapping[str, Contexts | None]) -> Forwards:
+    """Return the forwards under checkpoints of the modules of these FQNs: what is compiled must find the same again."""
+    made: dict[nn.Module, Callable[..., Any]] = {}
+    for fqn, contexts in regions.items():
+        module = model.get_submodule(fqn)
+        selective: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
+        made[module] = functools.partial(checkpoint, module.forward, use_reentrant=False, **selective)
+    return made
+
+
+@contextlib.contextmanager
+def forwarding(forwards: Forwards) -> Iterator[None]:
+    """Run modules with other forwards than their class's."""
     try:
-        for fqn, contexts in regions.items():
-            selective: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
-            modules[fqn].forward = functools.partial(checkpoint, modules[fqn].forward, use_reentrant=False, **selective)
+        for module, forward in forwards.items():
+            module.__dict__["forward"] = forward
         yield
     finally:
-        for module in modules.values():
+        for module in forwards:
             module.__dict__.pop("forward", None)
 
 
@@ -48,23 +67,38 @@ class Segment(nn.Module):
         return x
 
 
-@contextlib.contextmanager
-def segmented(model: nn.Module, chains: Sequence[Sequence[str]], size: int) -> Iterator[None]:
+def segmented(model: nn.Module, chains: Sequence[Sequence[str]], size: int) -> contextlib.AbstractContextManager[None]:
     """Cut each chain of blocks into segments of a size, and put these into the model's lists for the blocks."""
-    before: list[tuple[nn.Module, dict[str, nn.Module | None]]] = []
+    return holding(segments(model, chains, size))
+
+
+def segments(model: nn.Module, chains: Sequence[Sequence[str]], size: int) -> Replaced:
+    """Return the lists of blocks of these chains, each with the segments that take the place of its blocks."""
+    made = {}
+    for chain in chains:
+        blocks = [model.get_submodule(fqn) for fqn in chain]
+        cut = [Segment(blocks[start : start + size]) for start in range(0, len(blocks), size)]
+        parent = model.get_submodule(chain[0].rpartition(".")[0])
+        made[parent] = {str(index): segment for index, segment in enumerate(cut)}
+    return made
+
+
+@contextlib.contextmanager
+def holding(replaced: Replaced) -> Iterator[None]:
+    """Let modules hold other children than their own."""
+    before = {parent: dict(parent._modules) for parent in replaced}
     try:
-        for chain in chains:
-            parent = model.get_submodule(chain[0].rpartition(".")[0])
-            before.append((parent, dict(parent._modules)))
-            blocks = [model.get_submodule(fqn) for fqn in chain]
-            cut = [Segment(blocks[start : start + size]) for start in range(0, len(blocks), size)]
-            parent._modules.clear()
-            parent._modules.update({str(index): segment for index, segment in enumerate(cut)})
+        for parent, children in replaced.items():
+            _set_children(parent, children)
         yield
     finally:
-        for parent, modules in before:
-            parent._modules.clear()
-            parent._modules.update(modules)
+        for parent, own in before.items():
+            _set_children(parent, own)
+
+
+def _set_children(parent: nn.Module, children: Mapping[str, nn.Module | None]) -> None:
+    parent._modules.clear()
+    parent._modules.update(children)
 
 
 def whole(fqns: Sequence[str]) -> dict[str, Contexts | None]:

@@ -150,6 +150,8 @@ class Bench:
 
     def _timed(self, kind: Kind, measured: Mapping[str, tuple[Case, Apply]]) -> Iterator[Case]:
         """Yield the rows with the times of their steps."""
+        if not measured:
+            return
         plain = next((key for key, (row, _) in measured.items() if row["method"] == PLAIN), PLAIN)
         applies = {plain: self.plain_apply, **{key: apply for key, (_, apply) in measured.items()}}
         gc.freeze()

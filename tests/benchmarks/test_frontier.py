@@ -22,7 +22,7 @@ from benchmarks.frontier.cells import cells_of, contenders, summarised
 from benchmarks.frontier.checkpointing import Segment, segmented
 from benchmarks.frontier.joint import largest_of_accelerate, largest_of_lightning
 from benchmarks.frontier.measuring import Gradients, difference, interleaved, peak_bytes, spread
-from benchmarks.frontier.methods import LOWEST, OURS, PLAIN, Task
+from benchmarks.frontier.methods import LOWEST, OURS, PLAIN, Task, Unsupported
 from benchmarks.frontier.models import Subject
 from benchmarks.frontier.page import files, model_chart, page, pareto, tables
 from benchmarks.frontier.subject import Bench, methods, without_place
@@ -332,6 +332,47 @@ def test_a_method_takes_less_memory_gives_the_same_gradients_and_leaves_the_mode
     assert {n: id(p) for n, p in workload.model.named_parameters()} == before
     assert not any("forward" in module.__dict__ for module in workload.model.modules())
     assert peak_bytes(apply, workload) < peak_bytes(plain, workload)
+
+
+class Counted:
+    """A back end that runs graphs as they are; `graphs` says of each whether the loss is in it."""
+
+    def __init__(self) -> None:
+        self.graphs: list[bool] = []
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        self.graphs.append(any("cross_entropy" in str(node.target) for node in graph.graph.nodes))
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+
+def test_a_compiled_step_is_compiled_once_loss_and_all_and_leaves_the_model_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    workload, plain = applied(PLAIN, "")
+    gradients, backends, applies = Gradients(workload), [], []
+    expected = gradients.of(plain)[1]
+    modules = dict(workload.model.named_modules())
+    task = Task(SUBJECT, workload, 1, (0.5,))
+    for name, setting in ((PLAIN, ""), ("checkpoint every K-th block", 2), ("segments of K blocks", 3)):
+        backends.append(Counted())
+        monkeypatch.setattr("benchmarks.frontier.compiled.inductor", lambda: backends[-1])
+        (method,) = (m for m in methods("compiled") if m.name == name)
+        applies.append(method.make(task, None, setting).apply)
+    for _ in range(3):
+        for apply in applies:
+            assert difference(gradients.of(apply)[1], expected)[0] < 1e-4
+            assert dict(workload.model.named_modules()) == modules
+            assert not any("forward" in module.__dict__ for module in modules.values())
+    assert [backend.graphs for backend in backends] == [[True]] * 3
+
+
+def test_of_a_step_without_one_graph_one_line_says_so() -> None:
+    workload = models.QUICK["lstm"].make()
+    for method in methods("compiled"):
+        task = Task(models.QUICK["lstm"], workload, 1, (0.5,))
+        with pytest.raises(Unsupported, match=r"^torch.compile makes no graph of this step: .*LSTM$"):
+            apply = method.make(task, method.study(task), method.settings(task)[0]).apply
+            Gradients(workload).of(apply)
 
 
 def test_other_gradients_are_told_from_the_plain_ones() -> None:
