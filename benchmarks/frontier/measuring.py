@@ -18,6 +18,10 @@ from memfit.workload import Workload
 
 FIRST_ROUNDS = 3
 LEAST_ROUNDS, MOST_ROUNDS = 6, 16
+ROUNDINGS = 3
+"""How often parameters are rounded to see what that does."""
+MARGIN = 5.0
+"""How much more than a rounding of the parameters another order of sums may do: up to 3.5 was measured (ViT)."""
 
 Times = list[float | None]
 """Seconds of a step in each round; None in rounds that it did not take part in."""
@@ -49,11 +53,17 @@ class Gradients:
         self.names = {id(p): name for name, p in self.workload.model.named_parameters()}
         self.values = {name: p.detach().clone() for name, p in self.workload.model.named_parameters()}
 
-    def of(self, apply: Apply) -> tuple[float, dict[str, torch.Tensor]]:
-        """Return the loss, and the gradients by the parameters' own names, whatever a method calls them."""
+    def of(
+        self, apply: Apply, values: Mapping[str, torch.Tensor] | None = None
+    ) -> tuple[float, dict[str, torch.Tensor]]:
+        """Return the loss, and the gradients by the parameters' own names, whatever a method calls them.
+
+        Args:
+            values: Of the parameters; None for what they were.
+        """
         with torch.no_grad():
             for name, parameter in self.workload.model.named_parameters():
-                parameter.copy_(self.values[name])
+                parameter.copy_((self.values if values is None else values)[name])
         torch.manual_seed(0)
         with apply(self.workload) as step:
             now = {name: self.names[id(p)] for name, p in step.workload.model.named_parameters()}
@@ -67,6 +77,34 @@ def difference(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.T
         return float("inf"), False
     off = [float((found[n] - g).abs().max() / g.abs().max().clamp_min(1e-30)) for n, g in expected.items()]
     return max(off), all(torch.equal(found[n], g) for n, g in expected.items())
+
+
+def rounding_of(gradients: Gradients, apply: Apply, expected: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """Return how far each gradient moves, at most, when every parameter is one rounding up or down.
+
+    A gradient that is zero but for rounding moves by as much as it is.
+    """
+    generator, moved = torch.Generator().manual_seed(0), dict.fromkeys(expected, 0.0)
+    for _ in range(ROUNDINGS):
+        _, found = gradients.of(apply, {n: _rounded(value, generator) for n, value in gradients.values.items()})
+        moved = {n: max(moved[n], float((found[n] - g).abs().max())) for n, g in expected.items()}
+    return moved
+
+
+def _rounded(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    up = torch.rand(value.shape, generator=generator) < 0.5
+    return torch.nextafter(value, torch.where(up, torch.inf, -torch.inf).to(value.dtype))
+
+
+def beyond_rounding(
+    found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], rounding: Mapping[str, float]
+) -> float:
+    """Return how far gradients are off beyond what rounding does, relative to the largest of their parameter."""
+    if found.keys() != expected.keys():
+        return float("inf")
+    beyond = {n: ((found[n] - g).abs().max() - MARGIN * rounding[n]).clamp_min(0) for n, g in expected.items()}
+    relative = [(beyond[n] / g.abs().max().clamp_min(1e-30)).double() for n, g in expected.items()]
+    return float(torch.stack(relative).max())  # NaN where any is, unlike Python's
 
 
 def interleaved(

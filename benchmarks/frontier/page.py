@@ -131,7 +131,9 @@ def rows_table(rows: Sequence[Case], model: str, kind: str) -> str:
 def _gradients(row: Case) -> str:
     if row["bitwise"]:
         return "bitwise equal"
-    return f"{row['gradient_difference']:.0e} off, the loss {row['loss_difference']:.0e}"
+    beyond = row.get("gradient_difference_beyond_rounding")  # not in earlier results
+    rounding = "" if beyond is None else f", {beyond:.0e} beyond rounding"
+    return f"{row['gradient_difference']:.0e} off{rounding}, the loss {row['loss_difference']:.0e}"
 
 
 def _named(row: Case) -> str:

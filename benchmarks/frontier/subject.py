@@ -27,11 +27,13 @@ from benchmarks.frontier import cells
 from benchmarks.frontier.measuring import (
     Gradients,
     Times,
+    beyond_rounding,
     difference,
     interleaved,
     least_ratio,
     median_ratio,
     ratios,
+    rounding_of,
     spread,
 )
 from benchmarks.frontier.measuring import peak_bytes as measured_peak
@@ -67,6 +69,25 @@ def methods(kind: Kind) -> tuple[Method, ...]:
 
 
 @dataclass
+class Reference:
+    """The plain step of a kind, which the others are held against.
+
+    Args:
+        gradients: What made `found`.
+    """
+
+    gradients: Gradients
+    apply: Apply
+    loss: float
+    found: Mapping[str, torch.Tensor]
+
+    @functools.cached_property
+    def rounding(self) -> Mapping[str, float]:
+        """What rounding does to each gradient."""
+        return rounding_of(self.gradients, self.apply, self.found)
+
+
+@dataclass
 class Bench:
     """Measures the methods on one model.
 
@@ -85,6 +106,7 @@ class Bench:
         workload = self.subject.make()
         self.shared = real_copy(workload)
         self.gradients = Gradients(self.shared)
+        self.reference: Reference | None = None
         self.parameter_bytes = sum(p.numel() * p.element_size() for p in workload.model.parameters())
         plain = methods("eager")[0]
         task = Task(self.subject, workload, 0, self.shares)
@@ -93,7 +115,9 @@ class Bench:
 
     def rows(self, kind: Kind) -> Iterator[Case]:
         """Yield a row for each method and setting of a kind."""
-        self.reference = None if kind == "compiled" else self.gradients.of(self.plain_apply)
+        self.reference = None
+        if kind != "compiled":
+            self.reference = Reference(self.gradients, self.plain_apply, *self.gradients.of(self.plain_apply))
         measured: dict[str, tuple[Case, Apply]] = {}
         for method in methods(kind):
             for row, apply in self._points(method):
@@ -132,15 +156,20 @@ class Bench:
         loss, found = self.gradients.of(apply)
         compile_seconds = time.perf_counter() - started
         if self.reference is None:
-            self.reference = loss, found
-        off, bitwise = difference(found, self.reference[1])
-        lost = abs(loss / self.reference[0] - 1)
+            if method.name != PLAIN:
+                raise Unsupported("the plain step of its kind failed: there is nothing to hold the gradients against")
+            self.reference = Reference(self.gradients, apply, loss, found)
+        reference = self.reference
+        off, bitwise = difference(found, reference.found)
+        beyond = 0.0 if bitwise else beyond_rounding(found, reference.found, reference.rounding)
+        lost = abs(loss / reference.loss - 1)
         del found
         gc.collect()
         peak = measured_peak(apply, self.shared, warm=True)
         return {
             "loss_difference": lost,
             "gradient_difference": off,
+            "gradient_difference_beyond_rounding": beyond,
             "bitwise": bitwise,
             "peak_bytes": peak,
             "above_parameters_bytes": peak - self.parameter_bytes,
@@ -205,9 +234,10 @@ def _report(row: Case) -> None:
         return
     share = row["peak_bytes"] / row["plain_peak_bytes"]
     over = row.get("budget_bytes", sys.maxsize) < row["peak_bytes"]
+    found = ["WRONG"] * cells.is_wrong(row) + ["OVER BUDGET"] * over
     print(
         f"{start}{row['peak_bytes'] / 2**20:8.1f} MiB {share:6.1%}  gradients {row['gradient_difference']:.0e}"
-        f"  planned in {row['plan_seconds']:.1f} s{'  OVER BUDGET' if over else ''}",
+        f"  planned in {row['plan_seconds']:.1f} s  {'  '.join(found)}".rstrip(),
         file=sys.stderr,
         flush=True,
     )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -18,11 +21,19 @@ from torch import nn
 from benchmarks.claims_page import stale
 from benchmarks.frontier import models
 from benchmarks.frontier.__main__ import merge, read
-from benchmarks.frontier.cells import cells_of, contenders, summarised
-from benchmarks.frontier.checkpointing import Segment, segmented
+from benchmarks.frontier.cells import WRONG, cells_of, contenders, is_wrong, summarised
+from benchmarks.frontier.checkpointing import Segment, forwarding, segmented
 from benchmarks.frontier.joint import largest_of_accelerate, largest_of_lightning
-from benchmarks.frontier.measuring import Gradients, difference, interleaved, peak_bytes, spread
-from benchmarks.frontier.methods import LOWEST, OURS, PLAIN, Task, Unsupported
+from benchmarks.frontier.measuring import (
+    Gradients,
+    beyond_rounding,
+    difference,
+    interleaved,
+    peak_bytes,
+    rounding_of,
+    spread,
+)
+from benchmarks.frontier.methods import LOWEST, OURS, PLAIN, Kind, Method, Prepared, Task, Unsupported, stepping
 from benchmarks.frontier.models import Subject
 from benchmarks.frontier.page import files, model_chart, page, pareto, tables
 from benchmarks.frontier.subject import Bench, methods, without_place
@@ -158,6 +169,14 @@ def test_a_peer_with_other_gradients_is_none_and_is_named() -> None:
     assert summary(*GOOD, rounded)["worst_ratio_to_best_peer"] > 1.3
     joint = {**wrong, "kind": "joint", "share": 0.45}
     assert summarised([joint, {**ours(0.45, 0.4, 0.9), "kind": "joint"}])["joint_throughput_ratio"] == pytest.approx(1)
+
+
+def test_what_counts_of_gradients_is_beyond_rounding_where_a_row_says_it() -> None:
+    facts = {"gradient_difference": 0.9, "bitwise": False}
+    assert is_wrong(row("a", 1, 0.2, 0.9, **facts))
+    assert not is_wrong(row("a", 1, 0.2, 0.9, **facts, gradient_difference_beyond_rounding=1e-3))
+    assert is_wrong(row("a", 1, 0.2, 0.9, **facts, gradient_difference_beyond_rounding=0.2))
+    assert is_wrong(row("a", 1, 0.2, 0.9, **facts, gradient_difference_beyond_rounding=float("nan")))
 
 
 def test_joint_rows_are_held_to_the_peers_of_their_budget() -> None:
@@ -383,6 +402,88 @@ def test_other_gradients_are_told_from_the_plain_ones() -> None:
     assert difference(other, expected) == (pytest.approx(0.5), False)
     del other["head.bias"]
     assert difference(other, expected) == (float("inf"), False)
+
+
+class Attention(nn.Module):
+    """The bias of its keys shifts all scores of a row alike: its gradient is zero but for rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.head = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 4)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = torch.softmax(self.query(x) @ self.key(x).mT, dim=-1)
+        logits: torch.Tensor = self.head(self.dropout(weights @ x).mean(dim=1))
+        return logits
+
+
+def attention() -> Workload:
+    torch.manual_seed(0)
+    model = Attention()
+    batch = {"x": torch.randn(16, 24, 32), "y": torch.randint(0, 4, (16,))}
+    return dataclasses.replace(
+        chain(), model=model, batch=batch, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), name="attention"
+    )
+
+
+def rounded_otherwise(workload: Workload) -> Any:
+    """Run the linear layers in double precision: the same step, with other roundings."""
+
+    def forward(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x.double(), module.weight.double(), module.bias.double()).float()
+
+    linear = [module for module in workload.model.modules() if isinstance(module, nn.Linear)]
+    return forwarding({module: functools.partial(forward, module) for module in linear})
+
+
+@contextlib.contextmanager
+def drawn_again(workload: Workload) -> Iterator[None]:
+    torch.manual_seed(1)
+    yield
+
+
+@pytest.mark.parametrize("kind", ["eager", "compiled"])
+def test_zero_but_for_rounding_is_not_wrong_and_dropout_drawn_again_is(
+    kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arounds = {PLAIN: lambda workload: contextlib.nullcontext(), "right": rounded_otherwise, "wrong": drawn_again}
+    applies = {name: stepping(around) for name, around in arounds.items()}
+    made = [Method(name, kind, lambda task: [""], lambda *_, a=apply: Prepared(a)) for name, apply in applies.items()]
+    bench = Bench("gpt", Subject(attention, ()), (0.8,), 0.0)
+    monkeypatch.setattr("benchmarks.frontier.subject.methods", lambda kind: made)
+    rows = {row["method"]: row for row in bench.rows(kind)}
+    assert rows["right"]["gradient_difference"] > 10 * WRONG  # of the keys' bias
+    assert rows["right"]["gradient_difference_beyond_rounding"] < WRONG / 100
+    assert rows["wrong"]["gradient_difference_beyond_rounding"] > 10 * WRONG
+    assert [is_wrong(rows[name]) for name in (PLAIN, "right", "wrong")] == [False, False, True]
+
+
+def test_without_the_plain_compiled_step_no_other_is_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any) -> Prepared:
+        raise Unsupported("no graph")
+
+    apply = stepping(lambda workload: contextlib.nullcontext())
+    other = Method("other", "compiled", lambda task: [""], lambda *_: Prepared(apply))
+    bench = Bench("gpt", SUBJECT, (0.8,), 0.0)
+    chosen = (dataclasses.replace(other, name=PLAIN, make=failing), other)
+    monkeypatch.setattr("benchmarks.frontier.subject.methods", lambda kind: chosen)
+    assert ["error_message" in row for row in bench.rows("compiled")] == [True, True]
+
+
+def test_one_parameter_with_another_gradient_and_one_that_is_not_a_number_are_beyond_rounding() -> None:
+    workload, plain = applied(PLAIN, "")
+    gradients = Gradients(workload)
+    expected = gradients.of(plain)[1]
+    rounding = rounding_of(gradients, plain, expected)
+    assert all(0 < moved < 1e-4 * expected[name].abs().max() for name, moved in rounding.items())
+    other = copy.deepcopy(expected)
+    other["blocks.2.0.bias"][3] += 0.2 * other["blocks.2.0.bias"].abs().max()
+    assert beyond_rounding(other, expected, rounding) == pytest.approx(0.2, rel=1e-2)
+    other["head.bias"][0] = torch.nan
+    assert math.isnan(beyond_rounding(other, expected, rounding))
+    del other["head.bias"]
+    assert beyond_rounding(other, expected, rounding) == float("inf")
 
 
 def test_segments_hold_the_blocks_of_their_chain_in_order() -> None:
