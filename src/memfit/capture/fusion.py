@@ -163,20 +163,22 @@ class _Fusion:
 
     def _join_taken(self, index: int) -> None:
         """Fuse a kernel with those that it takes something of; one that waited and can't be is fused by itself."""
-        waiting, tried = self._kernels_taken(index), {index}
+        waiting, tried = self._kernels_taken(index, made=True), {index}
         while waiting := waiting - tried:
             other = max(waiting)
             tried.add(other)
             waited = self.kernels[other].waits
             if self._may_join(other, index):
-                waiting |= self._kernels_taken(other) if waited else set()
+                waiting |= self._kernels_taken(other, made=True) if waited else set()
                 self._join(other, index)
             elif waited:
                 self.kernels[other].waits = False
                 self._join_taken(other)
 
-    def _kernels_taken(self, index: int) -> set[int]:
-        return {kernel for node in self.kernels[index].nodes for kernel in self._taken(node).values()}
+    def _kernels_taken(self, index: int, made: bool = False) -> set[int]:
+        """Return the kernels that a kernel takes something of; those of which it takes more than a view, if `made`."""
+        taken = (item for node in self.kernels[index].nodes for item in self._taken(node).items())
+        return {kernel for source, kernel in taken if not (made and source in self.sources)}
 
     def _may_join(self, first: int, second: int) -> bool:
         one, two = self.kernels[first], self.kernels[second]

@@ -56,10 +56,11 @@ def reduced_too(joint: Joint) -> Iterator[tuple[fx.Node, frozenset[fx.Node]]]:
     Yields:
         A node, and all of its kernel that it is computed of.
     """
-    for nodes in joint.ops:
+    for index, nodes in enumerate(joint.ops):
         kernel = frozenset(nodes)
         for node in nodes:
-            if node in joint.call_of and is_written_between(node, kernel):
+            written = any(joint.trace.storages[s].death > index for s in joint.storages[node])
+            if node in joint.call_of and not written and is_written_between(node, kernel):
                 computed = frozenset(computed_of(node, kernel))
                 if len(computed) <= _FEW and not is_slow(computed) and all(map(_is_copyable, computed)):
                     yield node, computed
