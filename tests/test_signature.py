@@ -125,3 +125,12 @@ def test_groups_of_a_grouped_product_are_equally_large(gradient: bool) -> None:
     func, args, kwargs = rebuild(text, "cpu")
     assert args[2].tolist() == [256, 512, 768, 1024] and args[2].dtype == torch.int32
     assert func(*args, **kwargs).shape == ((4, 64, 96) if gradient else (1024, 96))
+
+
+def test_groups_of_a_product_of_another_library_are_equally_large_too() -> None:
+    transformers = pytest.importorskip("transformers.integrations.moe")
+    assert transformers
+    a, b, ends = torch.randn(1024, 64), torch.randn(4, 64, 96), torch.tensor([1, 2, 3, 1024], dtype=torch.int32)
+    text = signature(torch.ops.transformers.grouped_mm_fallback.default, (a, b, ends), {})
+    _, args, _ = rebuild(text, "cpu")
+    assert args[2].tolist() == [256, 512, 768, 1024]

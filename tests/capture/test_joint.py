@@ -10,7 +10,7 @@ from torch._functorch.partitioners import default_partition
 
 from memfit.apply.compiled import lower_to_eager
 from memfit.capture.inlining import inlined
-from memfit.capture.joint import Joint, _must_run_once, read
+from memfit.capture.joint import _RECOMPUTED, Joint, _must_run_once, mark_recomputed, read
 
 
 class Block(nn.Module):
@@ -123,3 +123,16 @@ def test_every_operator_of_a_kernel_says_whose_gradient_it_is() -> None:
     assert {"0.norm", "1.norm", "0.linear", "1.linear"} <= of_modules
     norms = [node for node in joint.call_of if "1.norm" in str(node.meta.get("fwd_nn_module_stack", ""))]
     assert norms and all(joint.call_of[node] >= 0 for node in norms)
+
+
+def test_what_is_computed_again_counts_for_its_module_in_the_region() -> None:
+    def marked(path: str, modules: tuple[str, ...]) -> Any:
+        node = fx.Graph().placeholder("x")
+        node.meta["nn_module_stack"] = {path: (f"L['self'].{path}", nn.Linear)}
+        mark_recomputed(node, node, modules)
+        return node.meta[_RECOMPUTED]
+
+    run = ("blocks.0", "blocks.1@2")
+    assert marked("blocks.0", run) != marked("blocks.1", run)
+    assert marked("blocks.1", run) != marked("blocks.1", ("blocks.1",))
+    assert marked("blocks.1", run) == marked("blocks.1", run)

@@ -246,6 +246,28 @@ def test_what_a_kernel_of_inductor_writes_down_in_between_is_counted() -> None:
     assert plan.peak_bytes <= peak * 1.03 and peak <= plan.peak_upper_bytes
 
 
+class NextToken(nn.Module):
+    """Logits of all but the last token of each row, as language models compute them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, 2048, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x)[:, :-1].reshape(-1, 2048)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Inductor imports
+def test_the_gradient_of_a_part_of_the_logits_needs_no_second_tensor_of_their_size() -> None:
+    """What is summed and taken again is computed for each, and nothing of its size is written down in between."""
+    x, y = torch.randn(8, 65, 64), torch.randint(0, 2048, (512,))
+    peak, plan = step_under_inductor(NextToken(), x, y, "1GiB")
+    logits_bytes = 8 * 65 * 2048 * 4
+    assert plan.peak_bytes == pytest.approx(peak, rel=0.005)
+    assert peak < 2.5 * logits_bytes
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Inductor imports
 def test_the_gradient_of_logits_does_not_wait_for_that_of_the_embedding() -> None:

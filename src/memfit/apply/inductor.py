@@ -70,8 +70,7 @@ def lower(
        passes but not all together: 12 MiB of 128 above the prediction. The allocator gets memory back at once instead.
     2. `realize_reads_threshold`: what several kernels use is inlined into each where it reads up to 4 tensors, which
        all stay alive instead of one result: 0.5 MiB of 5 in a residual network.
-    3. `layout_optimization`: where a convolution runs again before max pooling's backward pass, the pool's indices and
-       its input have other layouts, and the gradients of a U-Net were wrong.
+    3. `layout_optimization`: it is the graph that says which convolutions have their channels last (`apply.layouts`).
     """
     with (
         functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True),
