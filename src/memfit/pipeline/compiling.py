@@ -355,7 +355,9 @@ def _fastest_of(planners: Sequence[GraphPlanner], budget_bytes: int) -> tuple[Gr
             errors.append(e)
     if not found:
         raise min(errors, key=lambda e: e.lowest_peak_bytes)
-    return min(found, key=lambda one: one[1].step_seconds)
+    planner, plan = min(found, key=lambda one: one[1].step_seconds)
+    bound_seconds = min(one.bound_seconds for _, one in found)
+    return planner, msgspec.structs.replace(plan, bound_seconds=bound_seconds)
 
 
 def _early_products(joint: Joint) -> Iterator[fx.Node]:
