@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from scipy.sparse import coo_array, csr_array
 
 from memfit.ir.cost import CostTable
 from memfit.ir.recompute import Keepers, Recomputation, added_bytes
@@ -67,8 +68,18 @@ class Problem:
     row_option: npt.NDArray[np.int64] = field(init=False)
     row_bytes: npt.NDArray[np.int64] = field(init=False)
     host_bytes: npt.NDArray[np.int64] = field(init=False)
+    _signs: csr_array = field(init=False)
+    _constants: npt.NDArray[np.int64] = field(init=False)
+    _starts: npt.NDArray[np.int64] = field(init=False)
 
     def __post_init__(self) -> None:
+        activities = [activity for reasons in self.reasons for activity in reasons]
+        entries = [(row, j, -1 if lost else 1) for row, (lost, members) in enumerate(activities) for j in members]
+        rows, columns, signs = zip(*entries, strict=True) if entries else ((), (), ())
+        shape = (len(activities), len(self.options))
+        self._signs = coo_array((np.array(signs, np.int64), (rows, columns)), shape=shape).tocsr()
+        self._constants = np.array([int(lost) for lost, _ in activities], np.int64)
+        self._starts = np.cumsum([0, *map(len, self.reasons)])[:-1]
         self.row_axis = np.array([r.axis for r in self.rows], np.int64)
         self.row_option = np.array([r.option for r in self.rows], np.int64)
         self.row_bytes = np.array([r.nbytes for r in self.rows], np.int64)
@@ -80,16 +91,11 @@ class Problem:
             return NO_ROOM
         return int(self.row_peaks(x).max(initial=0))
 
-    def activity(self, activity: Activity, x: npt.NDArray[np.int64]) -> int:
-        """Return the value of an activity."""
-        lost, members = activity
-        chosen = int(sum(x[j] for j in members))
-        return 1 - chosen if lost else chosen
-
     def row_peaks(self, x: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the bytes at every row for a choice of options; a recomputation not chosen counts as its point."""
-        z = [max(self.activity(a, x) for a in reasons) for reasons in self.reasons]
-        peaks: npt.NDArray[np.int64] = self.live_bytes(x, np.array(z, np.int64))
+        activities = self._constants + self._signs @ x
+        z = np.maximum.reduceat(activities, self._starts) if self.reasons else activities
+        peaks: npt.NDArray[np.int64] = self.live_bytes(x, z)
         return peaks
 
     def live_bytes(self, x: npt.NDArray[Any], z: npt.NDArray[Any]) -> npt.NDArray[Any]:
