@@ -246,6 +246,35 @@ def test_what_a_kernel_of_inductor_writes_down_in_between_is_counted() -> None:
     assert plan.peak_bytes <= peak * 1.03 and peak <= plan.peak_upper_bytes
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Inductor imports
+def test_masks_of_dropout_are_those_of_the_plain_compiled_step() -> None:
+    """Gradients are those of Inductor's own step under the same seed."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.5)) for _ in range(4)))
+    x = torch.randn(4096, 64)
+
+    def gradients(backend: Any) -> tuple[list[torch.Tensor], int]:
+        torch._dynamo.reset()
+        step = torch.compile(lambda: model(x).square().mean(), backend=backend, fullgraph=True)
+        for _ in range(2):
+            model.zero_grad()
+            torch.manual_seed(1)
+            with allocated() as meter:
+                step().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None], meter.peak_bytes
+
+    expected, plain_peak = gradients("inductor")
+    with pytest.raises(memfit.InfeasibleError) as caught:
+        gradients(memfit.compile_backend(1))
+    backend = memfit.compile_backend(int(caught.value.lowest_peak_bytes * 1.01))
+    found, peak = gradients(backend)
+    assert all((a - b).abs().max() <= 1e-5 * (1 + b.abs().max()) for a, b in zip(found, expected, strict=True))
+    held = sum(t.untyped_storage().nbytes() for t in (*model.parameters(), x))
+    (plan,) = backend.plans
+    assert peak < plain_peak and peak + held <= plan.peak_upper_bytes
+
+
 class NextToken(nn.Module):
     """Logits of all but the last token of each row, as language models compute them."""
 

@@ -25,7 +25,7 @@ from memfit.capture.recorder import as_the_kernel, draws_random_numbers, work_of
 from memfit.ir.trace import Call, Category, Op, Phase, Save, Storage, Trace, Work
 from memfit.signature import signature
 
-_RECOMPUTED = "memfit_recomputed"
+_RECOMPUTED, _KEPT = "memfit_recomputed", "memfit_kept"
 _CPU = torch.device("cpu")
 _NO_WORK = Work(0, 0, 0, "", False)
 
@@ -108,6 +108,11 @@ def mark_recomputed(node: fx.Node, _: fx.Node, modules: tuple[str, ...]) -> None
     fqns = {name.partition("@")[0] for name in modules}
     stack = (entry.partition("\0")[0] for entry in module_stack(node))
     node.meta[_RECOMPUTED] = modules, next((fqn for fqn in stack if fqn in fqns), None)
+
+
+def mark_kept(node: fx.Node) -> None:
+    """Say of a node of the forward pass that what it makes is never computed again."""
+    node.meta[_KEPT] = True
 
 
 def has_symbols(graph: fx.Graph) -> bool:
@@ -373,7 +378,7 @@ class _Reader:
         mutated = {node.args[0] for node in self.graph.nodes if node.target is torch.ops.aten.copy_.default}
         for node in self.forward:
             source = node.args[0] if node.target is operator.getitem else node
-            if isinstance(source, fx.Node) and _must_run_once(source, mutated):
+            if isinstance(source, fx.Node) and (_KEPT in node.meta or _must_run_once(source, mutated)):
                 yield node
 
 

@@ -24,8 +24,9 @@ from memfit.apply.compiled import (
     split,
 )
 from memfit.apply.layouts import lay_out_channels_last, show_in_any_layout
+from memfit.apply.masks import hold_masks_as_bytes
 from memfit.capture.inlining import inlined, mark_for_each, mark_inlined, reduced_too, users_by_call
-from memfit.capture.joint import Joint, has_symbols, mark_recomputed, read
+from memfit.capture.joint import Joint, has_symbols, mark_kept, mark_recomputed, read
 from memfit.devices.host import find_device
 from memfit.errors import BudgetError, InfeasibleError, MemfitError, UsageError
 from memfit.ir.cost import CostTable, OpCost
@@ -185,6 +186,7 @@ def _failing(error: MemfitError) -> Callable[..., Any]:
 def _in_layouts(graph: fx.Graph) -> list[fx.Graph]:
     """Return a graph as it is, and where it has convolutions, with their channels last."""
     show_in_any_layout(graph)
+    hold_masks_as_bytes(graph, mark_kept)
     copied, _ = _copied(graph)
     return [graph, copied] if lay_out_channels_last(copied) else [graph]
 
