@@ -292,7 +292,8 @@ class _Reader:
 
     def _lives(self, uses: list[list[tuple[int, int]]]) -> list[Storage]:
         end = len(self.ops)
-        held = {s for node in self.forward_outputs for s in self.storages.get(node, ())}
+        kept = [node for node in self.forward if _KEPT in node.meta]
+        held = {s for node in (*self.forward_outputs, *kept) for s in self.storages.get(node, ())}
         returned = {s for node in self.outputs for s in self.storages.get(node, ())}
         categories = {s: _category(node) for node in self.inputs for s in self.storages[node]}
         found = []
