@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch._functorch.partitioners import default_partition
 
 from memfit.apply.compiled import lower_to_eager
 from memfit.capture.inlining import inlined
-from memfit.capture.joint import _RECOMPUTED, Joint, _must_run_once, mark_recomputed, read
+from memfit.capture.joint import _RECOMPUTED, Joint, _must_run_once, mark_kept, mark_recomputed, read
 
 
 class Block(nn.Module):
@@ -25,12 +26,14 @@ class Block(nn.Module):
         return x + self.drop(left * torch.sigmoid(right))
 
 
-def joint_of(model: nn.Module, fused: bool = False) -> Joint:
+def joint_of(model: nn.Module, fused: bool = False, change: Callable[[fx.Graph], None] | None = None) -> Joint:
     """Return the joint graph of a model's sum over 16 rows of 32."""
     found: list[Joint] = []
 
     def backend(module: Any, inputs: Any) -> Any:
         def partition(joint: Any, outputs: int) -> Any:
+            if change is not None:
+                change(joint.graph)
             found.append(read(joint.graph, outputs, "graph", fused))
             return default_partition(joint, None, num_fwd_outputs=outputs)
 
@@ -136,3 +139,17 @@ def test_what_is_computed_again_counts_for_its_module_in_the_region() -> None:
     assert marked("blocks.0", run) != marked("blocks.1", run)
     assert marked("blocks.1", run) != marked("blocks.1", ("blocks.1",))
     assert marked("blocks.1", run) == marked("blocks.1", run)
+
+
+def test_what_is_kept_is_fixed_and_never_released() -> None:
+    def released(joint: Joint) -> list[tuple[bool, bool]]:
+        nodes = [node for nodes in joint.ops for node in nodes if node.target is torch.ops.aten.sigmoid.default]
+        storages = [joint.trace.storages[s] for node in nodes for s in joint.storages[node]]
+        return [(node in joint.fixed, s.release == s.death) for node, s in zip(nodes, storages, strict=True)]
+
+    def keep(graph: fx.Graph) -> None:
+        for node in graph.find_nodes(op="call_function", target=torch.ops.aten.sigmoid.default):
+            mark_kept(node)
+
+    assert released(joint_of(Block())) == [(False, False)]
+    assert released(joint_of(Block(), change=keep)) == [(True, True)]
