@@ -127,7 +127,7 @@ def test_the_host_is_looked_at_once_in_a_while(monkeypatch: pytest.MonkeyPatch) 
 
 def test_what_the_process_holds_rises_with_what_it_takes() -> None:
     """Mapped anew: an allocator may have as much left from before, and the process then takes nothing."""
-    with mmap.mmap(-1, 2**26) as taken:
+    with mmap.mmap(-1, 2**26, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as taken:
         before = host_memory.own_bytes()
         for page in range(0, len(taken), mmap.PAGESIZE):
             taken[page] = 1
