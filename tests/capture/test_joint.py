@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import fx, nn
 from torch._functorch.partitioners import default_partition
@@ -79,6 +80,21 @@ def test_what_draws_random_numbers_is_fixed_with_its_parts() -> None:
     targets = {str(node.target) for node in joint.fixed}
     assert any("dropout" in target or "bernoulli" in target for target in targets)
     assert not any("layer_norm" in target or "addmm" in target for target in targets)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_attention_draws_random_numbers_only_with_dropout(dropout: float) -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(32, 96)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = self.linear(x).view(1, 16, 3, 2, 16).permute(2, 0, 3, 1, 4)
+            return nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
+
+    joint = joint_of(Attention())
+    assert bool(joint.fixed) == (dropout > 0)
 
 
 def test_what_is_used_in_one_kernel_only_is_never_written() -> None:

@@ -389,7 +389,9 @@ def _must_run_once(node: fx.Node, mutated: set[Any]) -> bool:
     What trains with BatchNorm takes running statistics, which are written at the end, but makes its output without.
     """
     func = node.target
-    if not isinstance(func, torch._ops.OpOverload) or "c10d" in func.namespace or node.is_impure():
+    if not isinstance(func, torch._ops.OpOverload) or "c10d" in func.namespace:
+        return True
+    if node.is_impure(impure_random=False):
         return True
     args, kwargs = _values(node)
     if func._schema.is_mutable or draws_random_numbers(func, args, kwargs):

@@ -305,6 +305,9 @@ class GraphPlanner:
                 break
         if best is None:
             self._try(self.solver.leanest())
+            self._try(
+                self.solver.least_kept()
+            )  # computed again just before use, what is kept may take less than solved
         # What was tried for other budgets counts too, so that a larger one never takes longer.
         fitting = (tried for tried in self.tried if tried.timeline.peak_bytes <= limit_bytes)
         found = min(fitting, key=lambda tried: tried.timeline.step_seconds, default=None)
@@ -322,7 +325,7 @@ class GraphPlanner:
         return found
 
     def _infeasible(self, budget_bytes: int) -> InfeasibleError:
-        lowest = self._try(self.solver.leanest()).timeline
+        lowest = min((tried.timeline for tried in self.tried), key=lambda timeline: timeline.peak_bytes)
         lowest_bytes = self._upper_bytes(lowest.peak_bytes)
         return InfeasibleError(
             f"graph {self.name} does not fit budget= less reserved_bytes=, {format_bytes(budget_bytes)}: the lowest"

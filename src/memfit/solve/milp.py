@@ -182,6 +182,24 @@ class Solver:
             self._lowest, self._lowest_seconds = self._solve_leanest(time_limit_seconds), time_limit_seconds
         return self._lowest
 
+    def least_kept(self, time_limit_seconds: float = 10.0) -> Choice:
+        """Return a choice of the lowest peak that keeps least, summed over all points of the step.
+
+        A step that takes less than the problem says, wherever that is, takes the least with this one, or nearly so.
+        """
+        lowest = self.leanest(time_limit_seconds)
+        if not self._n_x:
+            return lowest
+        kept = self.problem.columns.sum(axis=1).astype(np.float64)
+        scale = 1.0 / max(float(np.abs(kept).max()), 1.0)
+        goal = _Goal(np.append(kept, self.problem.base.sum()) * scale, scale, lowest.peak_bytes)
+        options, rows = np.arange(self._n_x), list(self._active)
+        x, _ = self._among(options, goal, rows, np.inf, FINE, thread_time() + time_limit_seconds)
+        if x is None:
+            return lowest
+        self._found.append(x)
+        return replace(lowest, x=x, peak_bytes=self.problem.peak_bytes(x), seconds=self.problem.seconds(x))
+
     @cached_property
     def _floor(self) -> float:
         """A lower bound on every peak, in bytes."""
