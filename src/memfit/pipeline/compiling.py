@@ -304,10 +304,9 @@ class GraphPlanner:
             if abs(target - fitting_bytes) < _CLOSE * limit_bytes:
                 break
         if best is None:
-            self._try(self.solver.leanest())
-            self._try(
-                self.solver.least_kept()
-            )  # computed again just before use, what is kept may take less than solved
+            # What is computed again just before use takes less than was solved for: either may be the lowest.
+            for choice in (self.solver.leanest(), self.solver.least_kept()):
+                self._try(choice)
         # What was tried for other budgets counts too, so that a larger one never takes longer.
         fitting = (tried for tried in self.tried if tried.timeline.peak_bytes <= limit_bytes)
         found = min(fitting, key=lambda tried: tried.timeline.step_seconds, default=None)
