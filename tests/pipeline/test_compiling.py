@@ -98,6 +98,7 @@ def test_operators_run_one_by_one_give_the_plain_steps_bits_within_what_was_pred
     assert peak <= predicted * 1.001 and predicted <= peak * 1.03
     assert plan.recomputed_ops and plan.regions and peak < plain_peak
     assert plan.peak_upper_bytes <= budget < plan.plain_peak_bytes and plan.step_seconds >= plan.plain_seconds
+    assert plan.bound_seconds > plan.plain_seconds
 
 
 def test_the_lowest_peak_does_not_depend_on_how_fast_operators_ran(monkeypatch: pytest.MonkeyPatch) -> None:

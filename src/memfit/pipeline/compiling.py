@@ -304,13 +304,22 @@ class GraphPlanner:
             if abs(target - fitting_bytes) < _CLOSE * limit_bytes:
                 break
         if best is None:
-            # What is computed again just before use takes less than was solved for: either may be the lowest.
-            for choice in (self.solver.leanest(), self.solver.least_kept()):
-                self._try(choice)
+            bound = max(bound, self._try_lowest(limit_bytes))
         # What was tried for other budgets counts too, so that a larger one never takes longer.
         fitting = (tried for tried in self.tried if tried.timeline.peak_bytes <= limit_bytes)
         found = min(fitting, key=lambda tried: tried.timeline.step_seconds, default=None)
         return found and replace(found, choice=replace(found.choice, bound=bound))
+
+    def _try_lowest(self, limit_bytes: int) -> float:
+        """Try what has the lowest peak solved for, and return a lower bound on its time where that is over the limit.
+
+        What is computed again just before use takes less than was solved for: any of these may fit.
+        """
+        leanest, least_kept = self.solver.leanest(), self.solver.least_kept()
+        fastest = self.solver.fastest(leanest.peak_bytes)
+        for choice in (leanest, least_kept, *([fastest] if fastest else [])):
+            self._try(choice)
+        return fastest.bound if fastest and leanest.peak_bytes > limit_bytes else 0.0
 
     def _try(self, choice: Choice) -> _Tried:
         regions = self.problem.regions(choice.x)
