@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from time import thread_time
 from typing import Any
 
 import msgspec
@@ -36,11 +37,13 @@ from memfit.ir.simulate import simulate
 from memfit.ir.timeline import Timeline
 from memfit.pipeline.predicting import costs_of
 from memfit.solve.candidates import options
-from memfit.solve.milp import Choice, Solver
+from memfit.solve.milp import EXACT, FINE, Choice, Solver
 from memfit.solve.problem import build
 from memfit.units import format_bytes, parse_budget
 
 _ROUNDS = 6
+_SOLVE_SECONDS = 6.0
+"""Of the thread's time, for all rounds together."""
 _CLOSE = 0.01
 """Targets as near to each other as that, as a share of the limit, are not told apart."""
 _FUSED_ERROR = 0.05
@@ -285,8 +288,9 @@ class GraphPlanner:
         """
         target, best, bound = limit_bytes, None, self.problem.plain_seconds
         fitting_bytes, failing_bytes = 0, 0
-        for _ in range(_ROUNDS):
-            choice = self.solver.fastest(target)
+        deadline = thread_time() + _SOLVE_SECONDS
+        for tolerance in (EXACT, *[FINE] * (_ROUNDS - 1)):
+            choice = self.solver.fastest(target, tolerance, deadline - thread_time())
             if choice is None:
                 break
             if target == limit_bytes:
@@ -301,7 +305,7 @@ class GraphPlanner:
                 if choice.seconds <= self.problem.plain_seconds:
                     break
             target = (fitting_bytes + failing_bytes) // 2 if fitting_bytes and failing_bytes else target - over
-            if abs(target - fitting_bytes) < _CLOSE * limit_bytes:
+            if abs(target - fitting_bytes) < _CLOSE * limit_bytes or thread_time() > deadline:
                 break
         if best is None:
             bound = max(bound, self._try_lowest(limit_bytes))
@@ -315,8 +319,8 @@ class GraphPlanner:
 
         What is computed again just before use takes less than was solved for: any of these may fit.
         """
-        leanest, least_kept = self.solver.leanest(), self.solver.least_kept()
-        fastest = self.solver.fastest(leanest.peak_bytes)
+        leanest, least_kept = self.solver.leanest(), self.solver.least_kept(_SOLVE_SECONDS / 2)
+        fastest = self.solver.fastest(leanest.peak_bytes, FINE, _SOLVE_SECONDS / 2)
         for choice in (leanest, least_kept, *([fastest] if fastest else [])):
             self._try(choice)
         return fastest.bound if fastest and leanest.peak_bytes > limit_bytes else 0.0
