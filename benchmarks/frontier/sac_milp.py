@@ -1,8 +1,9 @@
 """PyTorch's `sac_milp` (torch.distributed._tools), on the CPU: its statistics, its program, its greedy order applied.
 
 Its estimators time operators with CUDA events; here they are given the times that the operators take on this machine.
-Three things that stop it are put right in its favour: modules without bytes of their own, modules that are called
-twice, and modules of so few operators that its fit of their curve is not a number. Everything else is PyTorch's.
+What stops it is put right in its favour: modules without bytes of their own, modules that are called twice, and modules
+of so few operators that its fit of their curve is not a number. So is its order where random operators work in place,
+as dropouts do: it would draw some of a module's random numbers again and keep others. Everything else is PyTorch's.
 What it solved, which takes minutes where budgets are loose, is kept in `runs/sac_milp` for the next run.
 """
 
@@ -140,25 +141,35 @@ def _solved(model: str, found: Statistics, share: float) -> dict[str, Any]:
 
 
 def greedy(estimator: Any, fqn: str, ratio: float) -> Contexts | None:
-    """Return contexts that discard a share of a module's bytes, by the estimator's order: most bytes a second first."""
+    """Return contexts that discard a share of a module's bytes."""
     from torch.distributed._tools.sac_estimator import OPS_TO_ALWAYS_SKIP
 
+    again = recomputed(estimator, fqn, ratio)
+    return contexts_of(
+        lambda index, func: index not in again, lambda func: func not in OPS_TO_ALWAYS_SKIP, mutation=True
+    )
+
+
+def recomputed(estimator: Any, fqn: str, ratio: float) -> set[int]:
+    """Return the operators that discard a share of a module's bytes in its order: most bytes a second first."""
     stats, order = estimator.sac_mod_stats[fqn], estimator.sac_mod_greedy_order_meta[fqn]
     wanted = ratio * sum(stats.memory)
-    again = _group(order, order.recomputed_ops)
+    again, stored = grouped(order, order.recomputed_ops), grouped(order, order.stored_ops)
     for candidate in order.msps_meta:
         if sum(stats.memory[i] for i in again) >= wanted:
             break
-        again |= _group(order, {candidate.op_idx})
-    kept = set(range(len(stats.memory))) - again
-    return contexts_of(lambda index, func: index in kept, lambda func: func not in OPS_TO_ALWAYS_SKIP, mutation=True)
+        together = grouped(order, {candidate.op_idx})
+        if not together & stored:
+            again |= together
+    return again
 
 
-def _group(order: Any, heads: set[int]) -> set[int]:
+def grouped(order: Any, heads: set[int]) -> set[int]:
     """Return operators with those that are recomputed together with them: in place on their outputs, random."""
+    groups = [*order.inplace_op_groups.values(), *order.random_ops_group.values()]
     found = set(heads)
-    for head in heads:
-        found |= order.inplace_op_groups.get(head, set()) | order.random_ops_group.get(head, set())
+    while joined := [group for group in groups if group & found and not group <= found]:
+        found.update(*joined)
     return found
 
 

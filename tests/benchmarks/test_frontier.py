@@ -9,6 +9,7 @@ import functools
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from benchmarks.claims_page import stale
-from benchmarks.frontier import models
+from benchmarks.frontier import models, sac_milp
 from benchmarks.frontier.__main__ import merge, read
 from benchmarks.frontier.cells import WRONG, cells_of, contenders, is_wrong, summarised
 from benchmarks.frontier.checkpointing import Segment, forwarding, segmented
@@ -327,6 +328,24 @@ def applied(name: str, setting: Any) -> tuple[Workload, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:.*PuLP 4.0:DeprecationWarning")
+def test_random_operators_of_a_module_are_recomputed_together_also_where_they_work_in_place() -> None:
+    """Two dropouts: operators 1 to 3 and 5 to 7 are empty_like, bernoulli_ and div_."""
+    order = SimpleNamespace(
+        recomputed_ops={4},
+        stored_ops=set(),
+        inplace_op_groups={1: {1, 2, 3}, 5: {5, 6, 7}},
+        random_ops_group={2: {2, 6}},
+        msps_meta=[SimpleNamespace(op_idx=i) for i in (5, 0, 1)],
+    )
+    assert sac_milp.grouped(order, {5}) == {1, 2, 3, 5, 6, 7}
+    estimator = SimpleNamespace(
+        sac_mod_stats={"m": SimpleNamespace(memory=[1] * 8)}, sac_mod_greedy_order_meta={"m": order}
+    )
+    assert sac_milp.recomputed(estimator, "m", 0.2) == {1, 2, 3, 4, 5, 6, 7}
+    order.stored_ops = {1}
+    assert sac_milp.recomputed(estimator, "m", 0.2) == {0, 4}
+
+
 @pytest.mark.parametrize(
     ("name", "setting"),
     [
