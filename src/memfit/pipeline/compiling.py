@@ -286,7 +286,7 @@ class GraphPlanner:
 
         Once one target was too much and another one was not, those between are halved.
         """
-        target, best, bound = limit_bytes, None, self.problem.plain_seconds
+        target, bound = limit_bytes, self.problem.plain_seconds
         fitting_bytes, failing_bytes = 0, 0
         deadline = thread_time() + _SOLVE_SECONDS
         for tolerance in (EXACT, *[FINE] * (_ROUNDS - 1)):
@@ -301,13 +301,12 @@ class GraphPlanner:
                 failing_bytes = target
             else:
                 fitting_bytes = target
-                best = min(best or tried, tried, key=lambda one: one.timeline.step_seconds)
                 if choice.seconds <= self.problem.plain_seconds:
                     break
             target = (fitting_bytes + failing_bytes) // 2 if fitting_bytes and failing_bytes else target - over
             if abs(target - fitting_bytes) < _CLOSE * limit_bytes or thread_time() > deadline:
                 break
-        if best is None:
+        if not fitting_bytes:
             bound = max(bound, self._try_lowest(limit_bytes))
         # What was tried for other budgets counts too, so that a larger one never takes longer.
         fitting = (tried for tried in self.tried if tried.timeline.peak_bytes <= limit_bytes)
