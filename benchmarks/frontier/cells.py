@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.common import Case
-from benchmarks.frontier.measuring import LEAST_ROUNDS, median_ratio
+from benchmarks.frontier.measuring import LEAST_ROUNDS, median_ratio, spread
 from benchmarks.frontier.methods import OURS, PLAIN
 
 SHARES = (0.9, 0.75, 0.6, 0.45, 0.35, 0.3, 0.25, 0.2)
@@ -31,6 +31,8 @@ WRONG = 0.01
 A dropout mask that is drawn again moves gradients by a tenth and more. Microbatches draw masks of their own, so that
 joint rows are not held to this.
 """
+SURE = 3
+"""How many standard errors a measured difference has at least, to count."""
 _BELOW = 0.6
 _CLOSE = 1.06
 _MOST_CONTENDERS = 3
@@ -156,7 +158,8 @@ def _summary(rows: Sequence[Case], kind: str) -> dict[str, Any]:
         "reached_by_memfit_only": sum(cell.best is None and cell.reached for cell in cells),
         "failures": failures(cells),
         "not_bitwise": [f"{r['model']} {r['setting']}" for r in _measured_ours(rows, kind) if not r["bitwise"]],
-        "predicted_time_grows": _growing(rows, kind),
+        "predicted_time_grows": _growing(rows, kind, _predicted_longer),
+        "measured_time_grows": _growing(rows, kind, _measured_longer),
         "wrong_gradients": [
             f"{r['model']} {r['method']} {r['setting']}"
             for r in rows
@@ -194,16 +197,26 @@ def _lowest_ratio(rows: Sequence[Case], model: str, kind: str) -> float | None:
     return min(ours) / min(others) if ours and others else None
 
 
-def _growing(rows: Sequence[Case], kind: str) -> list[str]:
-    """Return where a plan for a larger budget is predicted to be slower than one for a smaller budget."""
+def _growing(rows: Sequence[Case], kind: str, longer: Callable[[Case, Case], bool]) -> list[str]:
+    """Return where a plan for a larger budget takes longer than one for a smaller budget."""
     found = []
     for model in _models(rows, kind):
-        plans = [r for r in _ours(rows, kind) if r["model"] == model and "predicted_seconds" in r and "share" in r]
+        plans = [r for r in _measured_ours(rows, kind) if r["model"] == model and "share" in r]
         plans.sort(key=lambda row: float(row["share"]))
         for smaller, larger in zip(plans[:-1], plans[1:], strict=True):
-            if larger["predicted_seconds"] > smaller["predicted_seconds"] * (1 + 1e-9):
+            if longer(larger, smaller):
                 found.append(f"{model} {kind} {smaller['share']:.0%} to {larger['share']:.0%}")
     return found
+
+
+def _predicted_longer(row: Case, other: Case) -> bool:
+    return bool(row["predicted_seconds"] > other["predicted_seconds"] * (1 + 1e-9))
+
+
+def _measured_longer(row: Case, other: Case) -> bool:
+    """Tell whether a step takes longer than another one in the same rounds, by more than what noise makes likely."""
+    rounds = [a / b for a, b in zip(row["times"], other["times"], strict=True) if a is not None and b is not None]
+    return bool(statistics.median(rounds) > 1 + SURE * spread(rounds))
 
 
 def _ours(rows: Sequence[Case], kind: str) -> list[Case]:

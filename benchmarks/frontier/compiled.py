@@ -132,8 +132,9 @@ def _ours(task: Task, floor: _Floor, share: float | str) -> Prepared:
 
     def planned(graph: Any, inputs: Any) -> Any:
         made = backend(graph, inputs)
-        facts["gap"] = max(plan.gap for plan in backend.plans)
-        facts["predicted_seconds"] = sum(plan.step_seconds for plan in backend.plans)
+        if backend.plans:  # else what was made raises when it is called
+            facts["gap"] = max(plan.gap for plan in backend.plans)
+            facts["predicted_seconds"] = sum(plan.step_seconds for plan in backend.plans)
         return made
 
     return Prepared(compiling(planned), facts)

@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.charts import COLOURS, Axis, Line, Panel, chart
 from benchmarks.claims_page import DOCS, stale
 from benchmarks.common import Case
-from benchmarks.frontier.cells import AT_BOUND, FASTER, LIMIT, Cell, cells_of
+from benchmarks.frontier.cells import AT_BOUND, FASTER, LIMIT, SURE, Cell, cells_of
 from benchmarks.frontier.methods import OURS, Kind
 from benchmarks.frontier.models import SUBJECTS
 from benchmarks.tables import results
@@ -71,6 +71,9 @@ def summary_table(result: dict[str, Any]) -> str:
             f"Where memfit takes over {LIMIT} × the fastest peer's time, or misses a budget that one reaches:",
         ]
         lines += ["", *failed]
+    growing = [f"- {text}" for kind in kinds for text in summary[kind]["measured_time_grows"]]
+    if growing:
+        lines += ["", f"Where a larger budget takes longer, by over {SURE} standard errors:", "", *growing]
     dates = sorted({row["date"] for row in result["cases"]})
     threads = " or ".join(str(n) for n in sorted({row["threads"] for row in result["cases"] if "threads" in row}))
     source = (

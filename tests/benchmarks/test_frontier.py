@@ -148,8 +148,13 @@ def test_a_higher_lowest_peak_a_gap_and_a_time_that_grows_with_the_budget_show()
     found = summary(ours(0.75, 0.7, 1.2, gap=0.3), ours(0.45, 0.44, 1.1), lowest)
     assert found["lowest_peak_ratio_to_best_peer"]["gpt"] == pytest.approx(1.2)
     assert found["largest_gap"] == 0.3
-    assert found["predicted_time_grows"] == ["gpt eager 45% to 75%"]
+    assert found["predicted_time_grows"] == found["measured_time_grows"] == ["gpt eager 45% to 75%"]
     assert found["not_bitwise"] == ["gpt lowest"]
+
+
+def test_a_time_that_grows_within_noise_is_none() -> None:
+    noisy = ours(0.75, 0.7, 1.2, times=[1.0, 1.5, 1.1, 1.3, 0.9, 1.2])
+    assert summary(noisy, ours(0.45, 0.44, 1.1))["measured_time_grows"] == []
 
 
 def test_ratios_are_over_the_rounds_that_both_took_part_in() -> None:
@@ -229,9 +234,10 @@ def test_the_page_has_every_cell_every_row_and_what_failed() -> None:
     assert "| 45%, 450.0 MiB | 44.0% | 1.200 | checkpoint every K-th block 1 | 40.0% | 1.300 | 0.923 |" in made
     assert "| 20%, 200.0 MiB | no plan fits |" in made and "InfeasibleError: no plan fits" in made
     slower = result()
-    slower["cases"] = [*PEERS, ours(0.45, 0.44, 1.5)]
+    slower["cases"] = [*PEERS, ours(0.75, 0.7, 1.6), ours(0.45, 0.44, 1.5)]
     slower["summary"] = summarised(slower["cases"])
     assert "memfit takes 1.154 times as long" in tables(slower)
+    assert "- gpt eager 45% to 75%" in tables(slower) and "45% to 75%" not in made
 
 
 def test_the_page_is_that_of_the_committed_result() -> None:

@@ -44,6 +44,8 @@ from memfit.units import format_bytes, parse_budget
 _ROUNDS = 6
 _SOLVE_SECONDS = 6.0
 """Of the thread's time, for all rounds together."""
+_LEANEST_SECONDS = (10.0, 30.0)
+_LITTLE = 0.02
 _CLOSE = 0.01
 """Targets as near to each other as that, as a share of the limit, are not told apart."""
 _FUSED_ERROR = 0.05
@@ -316,13 +318,20 @@ class GraphPlanner:
     def _try_lowest(self, limit_bytes: int) -> float:
         """Try what has the lowest peak solved for, and return a lower bound on its time where that is over the limit.
 
-        What is computed again just before use takes less than was solved for: any of these may fit.
+        What is computed again just before use takes less than was solved for: any of these may fit. Where little is
+        missing, and the lowest peak is not proven, it is solved for again with more time.
         """
-        leanest, least_kept = self.solver.leanest(), self.solver.least_kept(_SOLVE_SECONDS / 2)
-        fastest = self.solver.fastest(leanest.peak_bytes, FINE, _SOLVE_SECONDS / 2)
-        for choice in (leanest, least_kept, *([fastest] if fastest else [])):
-            self._try(choice)
-        return fastest.bound if fastest and leanest.peak_bytes > limit_bytes else 0.0
+        bound = 0.0
+        for seconds in _LEANEST_SECONDS:
+            leanest, least_kept = self.solver.leanest(seconds), self.solver.least_kept(_SOLVE_SECONDS / 2)
+            fastest = self.solver.fastest(leanest.peak_bytes, FINE, _SOLVE_SECONDS / 2)
+            found = [self._try(choice) for choice in (leanest, least_kept, fastest) if choice]
+            if fastest and leanest.peak_bytes > limit_bytes:
+                bound = fastest.bound
+            lowest_bytes = min(tried.timeline.peak_bytes for tried in found)
+            if leanest.status == "optimal" or not limit_bytes < lowest_bytes <= limit_bytes * (1 + _LITTLE):
+                break
+        return bound
 
     def _try(self, choice: Choice) -> _Tried:
         regions = self.problem.regions(choice.x)
