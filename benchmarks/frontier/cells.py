@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.common import Case
-from benchmarks.frontier.measuring import LEAST_ROUNDS, median_ratio, spread
+from benchmarks.frontier.measuring import LEAST_ROUNDS, median_ratio
 from benchmarks.frontier.methods import OURS, PLAIN
 
 SHARES = (0.9, 0.75, 0.6, 0.45, 0.35, 0.3, 0.25, 0.2)
@@ -216,7 +216,7 @@ def _predicted_longer(row: Case, other: Case) -> bool:
 def _measured_longer(row: Case, other: Case) -> bool:
     """Tell whether a step takes longer than another one in the same rounds, by more than what noise makes likely."""
     rounds = [a / b for a, b in zip(row["times"], other["times"], strict=True) if a is not None and b is not None]
-    return bool(statistics.median(rounds) > 1 + SURE * spread(rounds))
+    return bool(statistics.mean(rounds) > 1 + SURE * statistics.stdev(rounds) / len(rounds) ** 0.5)
 
 
 def _ours(rows: Sequence[Case], kind: str) -> list[Case]:
