@@ -16,6 +16,7 @@ import json
 import logging
 import math
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,7 +133,9 @@ def _solved(model: str, found: Statistics, share: float) -> dict[str, Any]:
     if not path.exists():
         started = time.perf_counter()
         logging.disable(logging.WARNING)
-        discarded, _, predicted = sac_milp(found.graph, share * found.peak_bytes / 2**30)
+        with warnings.catch_warnings():  # PyTorch calls PuLP 3 in ways that PuLP 4 will not have
+            warnings.simplefilter("ignore", DeprecationWarning)
+            discarded, _, predicted = sac_milp(found.graph, share * found.peak_bytes / 2**30)
         logging.disable(logging.NOTSET)
         seconds = time.perf_counter() - started
         solved = {"discarded": discarded, "predicted_peak_bytes": predicted, "seconds": seconds}
