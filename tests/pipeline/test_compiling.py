@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from memfit.devices.allocation import allocated
 from memfit.ir.cost import CostTable
 from memfit.pipeline.compiling import CompileBackend, GraphPlanner
 from memfit.pipeline.predicting import costs_of
+from memfit.solve.milp import Choice
 from memfit.workload import Workload, tensors_of
 from tests.models import BUILDERS, LARGE
 
@@ -114,11 +116,32 @@ def test_the_lowest_peak_does_not_depend_on_how_fast_operators_ran(monkeypatch: 
 
     monkeypatch.setattr("memfit.pipeline.compiling.costs_of", vary)
     for _ in range(6):
+        planner = planners("tied")
         with pytest.raises(memfit.InfeasibleError) as caught:
-            planners("tied").plan(1)
+            planner.plan(1)
         found.add(caught.value.lowest_peak_bytes)
         torch._dynamo.reset()
-    assert len(found) == 1
+    assert len(found) == 1 and max(found) < 0.81 * planner.solver.leanest().peak_bytes
+
+
+@pytest.mark.parametrize(("share", "asked"), [(0.99, [10.0, 30.0]), (0.5, [10.0])])
+def test_where_little_is_missing_the_lowest_peak_is_solved_for_again(
+    share: float, asked: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planner = planners("convnet")
+    with pytest.raises(memfit.InfeasibleError) as caught:
+        planner.plan(1)
+    planner.tried.clear()
+    unproven, seen = dataclasses.replace(planner.solver.leanest(), status="feasible"), list[float]()
+
+    def leanest(seconds: float) -> Choice:
+        seen.append(seconds)
+        return unproven
+
+    monkeypatch.setattr(planner.solver, "leanest", leanest)
+    with pytest.raises(memfit.InfeasibleError):
+        planner.plan(int(share * caught.value.lowest_peak_bytes))
+    assert [seconds for seconds in seen if seconds >= 10] == asked
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -46,6 +46,7 @@ _SOLVE_SECONDS = 6.0
 """Of the thread's time, for all rounds together."""
 _LEANEST_SECONDS = (10.0, 30.0)
 _LITTLE = 0.02
+"""What may be missing, as a share of the limit, for the lowest peak to be looked for again with more time."""
 _CLOSE = 0.01
 """Targets as near to each other as that, as a share of the limit, are not told apart."""
 _FUSED_ERROR = 0.05

@@ -69,7 +69,8 @@ class _Goal:
     Attributes:
         cost: Of each option, each keeper, and one more variable: in `fastest` it is always 1 and costs the plain
             step's time, so that the objective is the step's time; in `leanest` it is the peak.
-        scale: The objective is the seconds times it (`fastest`); the peak in MiB is not scaled (`leanest`).
+        scale: The objective is the seconds times it (`fastest`), or bytes at all points (`least_kept`); the peak in MiB
+            is not scaled (`leanest`).
         budget_bytes: What the rows are held against; None against the last variable.
     """
 
