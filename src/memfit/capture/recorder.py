@@ -395,7 +395,7 @@ def _hooks(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Te
             if ours:
                 torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
-    graph.disable_saved_tensors_hooks = without
+    graph.disable_saved_tensors_hooks = without  # type: ignore[assignment]
     try:
         with graph.saved_tensors_hooks(pack, unpack):
             yield

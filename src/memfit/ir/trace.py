@@ -169,6 +169,8 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         signatures: The distinct operator calls, as text that `cost` can run again.
         works: What a call of each signature does.
         notes: What a reader should know (assumptions made while capturing).
+        slack: By what share of the peak the step may take more on another course: for other draws, or where values
+            that code reads were guessed.
     """
 
     schema: str = "memfit.trace/1"
@@ -190,6 +192,7 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     works: list[Work]
     parameters: list[Parameter] = []
     notes: list[str] = []
+    slack: float = 0.0
 
     @functools.cached_property
     def ancestors(self) -> list[tuple[int, ...]]:
