@@ -16,8 +16,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from memfit.apply.containers import Value, mapped
-from memfit.apply.frame import Generators, autocast_state, graph_task, statistics_untouched
+from memfit.apply.frame import autocast_state, graph_task, statistics_untouched
+from memfit.apply.generators import Draws, Generators, preserved, sources
 from memfit.errors import RecomputationError
+from memfit.held_state import own_generators
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 """Of saved tensors: pack and unpack."""
@@ -97,8 +99,11 @@ class Call:
         self._versions = [tensor._version for tensor in self._tensors]
         self._arguments: list[Call | Saved | None] = [call_of(tensor) for tensor in self._tensors]
         self._needs_gradient = [tensor.requires_grad for tensor in self._tensors]
-        draws = isinstance(module, nn.modules.dropout._DropoutNd) and module.training
-        self._generators = Generators.of(self._tensors) if draws else None
+        drops = isinstance(module, nn.modules.dropout._DropoutNd) and module.training
+        is_foreign = not type(module).__module__.startswith("torch.")  # it may draw from anything
+        self._generators = Generators.of(self._tensors) if drops or is_foreign else None
+        self._draws = Draws(sources(own_generators(module))) if is_foreign else Draws(())
+        self._is_sure_to_draw = drops
         self._autocast = autocast_state()
 
     def _number(self, tensor: torch.Tensor) -> Value:
@@ -112,6 +117,9 @@ class Call:
             output: What the module returned.
             hooks: Keep what is kept.
         """
+        self._draws.end()
+        if self._generators is not None and not self._is_sure_to_draw and self._generators.are_as_before():
+            self._generators = None
         dropped = self._droppable(output) if self._can_run_again(output) else None
         for number, saved in enumerate(self.saves):
             if saved.tensor is not None and dropped is not None and number in dropped:
@@ -223,6 +231,8 @@ class Call:
                 stack.enter_context(statistics_untouched([self.module]))
             if self._generators is not None:
                 stack.enter_context(self._generators.again())
+            stack.enter_context(preserved(self._draws.drawn))
+            self._draws.restore()
             if getattr(self.module, "inplace", False):  # the argument may be waited for
                 self.module.__dict__["inplace"] = False
                 stack.callback(self.module.__dict__.update, inplace=True)

@@ -71,6 +71,10 @@ def refusals(regions: Regions) -> dict[str, str]:
             refused[fqn] = "is checkpointed by the model itself"
             continue
         for region in calls:
+            changed = next((name for c in region.calls if (name := trace.calls[c].changed)), "")
+            if changed:
+                refused[fqn] = f"reads {changed}, which has changed by the time that it would run again"
+                continue
             culprit = _writes_outside(trace, region)
             if culprit is not None:
                 refused[fqn] = f"changes what was there before ({culprit}), which a recomputation would do again"
