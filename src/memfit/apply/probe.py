@@ -136,7 +136,7 @@ def _crc(tensor: torch.Tensor, start: int) -> int:
     """Go on with a cyclic redundancy check; what is not contiguous is copied in pieces, by NumPy."""
     if tensor.is_contiguous() or tensor.nbytes <= _PIECE_BYTES or tensor.dim() == 0:
         values = tensor.view(_integer(tensor)).numpy()
-        return zlib.crc32(values if tensor.is_contiguous() else values.copy(order="C"), start)
+        return zlib.crc32((values if tensor.is_contiguous() else values.copy(order="C")).data, start)
     for piece in tensor.unbind(0):
         start = _crc(piece, start)
     return start
@@ -147,7 +147,7 @@ def _sums(tensor: torch.Tensor) -> tuple[int, ...]:
     if tensor.numel() == 0:
         return ()
     if not tensor.is_contiguous() and tensor.dim() > 1 and tensor.nbytes > _PIECE_BYTES:
-        return tuple(sum(number, ()) for number in zip(*map(_sums, tensor.unbind(0)), strict=False))
+        return tuple(number for piece in tensor.unbind(0) for number in _sums(piece))
     flat = tensor.contiguous().view(-1).view(_integer(tensor))
     width = max(1, int(flat.numel() ** 0.5))
     whole = flat[: flat.numel() // width * width].view(-1, width)
