@@ -15,6 +15,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from memfit.apply import probe
 from memfit.apply.containers import Value, mapped
 from memfit.apply.frame import autocast_state, graph_task, statistics_untouched
 from memfit.apply.generators import Draws, Generators, preserved, sources
@@ -35,9 +36,10 @@ class Saved:
         task: That backward pass.
         call: The call that makes it again; None where it is kept.
         place: In the output of that call (shape, strides, offset), or among what is saved inside (its number).
+        before: What is known of the tensor, where what is made again is probed or checked; otherwise None.
     """
 
-    __slots__ = ("__weakref__", "call", "packed", "place", "task", "tensor", "unpack")
+    __slots__ = ("__weakref__", "before", "call", "packed", "place", "task", "tensor", "unpack")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor: torch.Tensor | None = tensor
@@ -46,6 +48,7 @@ class Saved:
         self.unpack: Callable[[Any], torch.Tensor] = _never
         self.call: Call | None = None
         self.place: Any = None
+        self.before: probe.Saved | None = None
 
     def keep(self, hooks: Hooks) -> None:
         """Give the tensor to hooks of saved tensors."""
@@ -57,7 +60,8 @@ class Saved:
         """Have the tensor made again by a call: as its output, or as the tensor saved inside of a number."""
         assert self.tensor is not None
         strides = self.tensor.shape, self.tensor.stride(), self.tensor.storage_offset()
-        self.call, self.place, self.tensor = call, strides if number is None else number, None
+        self.call, self.place = call, strides if number is None else number
+        self.before, self.tensor = probe.saved(self.tensor), None
         call.waiting.append(weakref.ref(self))
 
     def fill(self, task: int, output: torch.Tensor, inside: Mapping[int, torch.Tensor]) -> None:
@@ -65,6 +69,14 @@ class Saved:
         if task != self.task:
             is_inside = isinstance(self.place, int)
             self.task, self.tensor = task, inside[self.place] if is_inside else output.as_strided(*self.place)
+
+    def difference(self) -> str | None:
+        """Return how what was made again differs; where all is kept to compare with, go on with what was kept."""
+        if self.before is None or self.tensor is None:
+            return None
+        how = self.before.difference(self.tensor)
+        self.tensor = self.tensor if self.before.original is None else self.before.original
+        return how
 
     def take(self) -> torch.Tensor:
         """Return the tensor."""
@@ -183,6 +195,9 @@ class Call:
         for saved in self._waiting():
             if task >= 0 or saved is asked:  # outside of a backward pass, no other takes it
                 saved.fill(task, output, inside)
+                differing = saved.difference()
+                if differing is not None:
+                    probe.report(RecomputationError((self.fqn,), self.fqn, differing), output.device)
         return output
 
     def output(self, task: int) -> torch.Tensor:

@@ -122,14 +122,14 @@ def report(error: RecomputationError, device: torch.device) -> None:
         warnings.warn(f"{text}_algorithms(True) tells", RuntimeWarning, stacklevel=2)
 
 
-def checksum(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """Return numbers that other bits, or the same in another order, would hardly have; None where none can be read."""
+def checksum(tensor: torch.Tensor) -> int | None:
+    """Return a number that other bits, or the same in another order, would hardly have; None where none can be read."""
     if is_fake(tensor) or tensor.layout is not torch.strided or tensor.device.type == "meta":
         return None
     with torch.no_grad(), _disable_current_modes():
         bits = tensor.detach()
         bits = torch.view_as_real(bits.resolve_conj()) if bits.is_complex() else bits.resolve_neg()
-        return (_crc(bits, 0),) if bits.device.type == "cpu" else _sums(bits)
+        return _crc(bits, 0) if bits.device.type == "cpu" else hash(_sums(bits))
 
 
 def _crc(tensor: torch.Tensor, start: int) -> int:
