@@ -70,6 +70,7 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
         inputs: The storages of the tensors among its arguments.
         phase: "recompute" for calls that happen inside the backward pass.
         activations: Those of `inputs` that are covered by a tensor with a gradient, made by an operator.
+        changed: What its code reads besides its arguments and is another by the backward pass; "" for nothing.
     """
 
     module: int
@@ -80,6 +81,7 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     inputs: tuple[int, ...]
     phase: Phase
     activations: tuple[int, ...] = ()
+    changed: str = ""
 
 
 class Op(msgspec.Struct, frozen=True, array_like=True):
