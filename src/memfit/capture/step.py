@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import itertools
 import logging
 import traceback
 from collections.abc import Callable, Iterator
@@ -18,8 +19,8 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
-from torch.utils._pytree import tree_map
 
+from memfit.batch import map_tensors
 from memfit.capture.attention import Attention
 from memfit.capture.fake import fake_copy, mode_of, nothing_changes, real_copy
 from memfit.capture.gpu import fake_gpu
@@ -28,7 +29,7 @@ from memfit.capture.values import KnownValues, libraries_run_as_with_data
 from memfit.errors import CaptureError, MemfitError
 from memfit.ir.device import Device
 from memfit.ir.trace import Category, Module, Parameter, Storage, Trace
-from memfit.workload import StepProgram, Workload, batch_size_of, fingerprint, slice_batch, tensors_of
+from memfit.workload import StepProgram, Workload, fingerprint, part_of, samples_of, tensors_of, uncut_note
 
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 _VALUES_HINT = (
@@ -77,7 +78,8 @@ def capture(
     """
     with _fake_copied(workload, device, microbatch_size) as (copied, values, attention):
         trace = _record(workload, copied, build, values, precision, microbatch_size, attention, warm)
-    notes = [*trace.notes, *([_COMPILED] if is_compiled(workload) else [])]
+    said = [uncut_note(workload), _COMPILED if is_compiled(workload) else None]
+    notes = [*trace.notes, *(note for note in said if note)]
     return replace(trace, device=trace.device if device is None else device.name, notes=notes)
 
 
@@ -134,20 +136,38 @@ def is_compiled(workload: Workload) -> bool:
 def _as_moved(batch: Any, values: KnownValues) -> Any:
     """Return a batch as it is once moved to another device: of a view's storage, only what the view shows."""
 
-    def moved(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
+    def moved(leaf: torch.Tensor) -> torch.Tensor:
+        if leaf.layout is not torch.strided:
             return leaf
         return leaf if leaf.untyped_storage().nbytes() == leaf.numel() * leaf.itemsize else leaf.clone()
 
     with _faked(values):
-        return tree_map(moved, batch)
+        return map_tensors(moved, batch)
 
 
 def _shortened(workload: Workload, microbatch_size: int | None) -> Workload:
     """Return the workload with at most two microbatches in its batch, as views: its storages keep their size."""
-    size = batch_size_of(workload.batch)
+    size = samples_of(workload)
     two = min(size, 2 * (microbatch_size or size))
-    return dataclasses.replace(workload, batch=slice_batch(workload.batch, 0, two)) if two < size else workload
+    if two == size:
+        return workload
+    start = _heaviest(workload, microbatch_size or size, size)
+    batch = part_of(workload, workload.batch, start, start + two)
+    counted = workload.batch_size if callable(workload.batch_size) or workload.batch_size is None else two
+    return dataclasses.replace(workload, batch=batch, batch_size=counted)
+
+
+def _heaviest(workload: Workload, microbatch_size: int, size: int) -> int:
+    """Return the sample at which the two microbatches begin that have most elements: samples may differ in size."""
+    if workload.split is None and len({t.shape[0] for t in tensors_of(workload.batch) if t.dim()}) == 1:
+        return 0
+    parts = [
+        part_of(workload, workload.batch, start, min(start + microbatch_size, size))
+        for start in range(0, size, microbatch_size)
+    ]
+    elements = [sum(t.numel() for t in tensors_of(part)) for part in parts]
+    pairs = [one + other for one, other in itertools.pairwise(elements[: size // microbatch_size])]
+    return microbatch_size * pairs.index(max(pairs))
 
 
 @contextlib.contextmanager
@@ -299,12 +319,12 @@ class _Categories:
 def _release_points(recorder: Recorder, step: StepProgram, batch: Any) -> list[Recording]:
     """Run the forward pass with nothing saved, to see when its storages die by themselves: for each microbatch.
 
-    Those of one size run once.
+    Those of the same shapes run once.
     """
-    recordings: dict[int, Recording] = {}
+    recordings: dict[Any, Recording] = {}
     sizes = []
     for index, microbatch in enumerate(step.split(batch)):
-        sizes.append(batch_size_of(microbatch))
+        sizes.append(tuple(tuple(t.shape) for t in tensors_of(microbatch)))
         if sizes[-1] in recordings:
             continue
         recorder.begin_step()
@@ -371,7 +391,7 @@ def _assemble(
     for save in saves:
         last_save[save.storage] = max(save.death, last_save.get(save.storage, -1))
     releases = _releases(recording, dry)
-    full, captured = batch_size_of(workload.batch), batch_size_of(copied.batch)
+    full, captured = samples_of(workload), samples_of(copied)
     storages = []
     for index, storage in enumerate(recording.storages):
         category = categories.found.get(index) or _category(storage, recording, index in last_save)

@@ -36,7 +36,7 @@ from memfit.train.recovery import Recovery, Witness
 from memfit.train.scaling import LossScaler
 from memfit.train.snapshots import Snapshots
 from memfit.train.step import Step
-from memfit.workload import Workload, batch_size_of, fingerprint
+from memfit.workload import Workload, fingerprint, samples_of
 
 
 def apply(
@@ -174,7 +174,7 @@ def applied(levers: Levers, workload: Workload, *, predicted_peak_bytes: int | N
 def _weights(levers: Levers, workload: Workload, device: str) -> Iterator[Bf16Weights | None]:
     """Have the model's weights, and the modules that are to stay in fp32, as the precision asks."""
     if levers.precision == "bf16-true":
-        with bf16_weights(workload, accumulates=levers.microbatch_size < batch_size_of(workload.batch)) as weights:
+        with bf16_weights(workload, accumulates=levers.microbatch_size < samples_of(workload)) as weights:
             yield weights
     else:
         mixed = levers.precision in ("bf16-mixed", "16-mixed")
@@ -219,7 +219,7 @@ def check_plan(plan: Plan, workload: Workload) -> None:
             f"the plan was made for the workload {plan.workload!r} with fingerprint {plan.fingerprint}, but"
             f" {workload.name!r} has {found}: modules, parameters, batch shapes or optimizer differ. Make a plan for it"
         )
-    size = batch_size_of(workload.batch)
+    size = samples_of(workload)
     if not 1 <= plan.levers.microbatch_size <= size:
         raise PlanError(
             f"the plan's levers.microbatch_size is {plan.levers.microbatch_size}: it must be from 1 to the batch's"

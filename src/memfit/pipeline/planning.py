@@ -42,7 +42,7 @@ from memfit.solve.frontier import SIMPLER_WITHIN, Combination, fastest, frontier
 from memfit.solve.problem import build
 from memfit.units import format_bytes, parse_budget
 from memfit.version import __version__
-from memfit.workload import Workload, batch_size_of, fingerprint, tokens_per_sample
+from memfit.workload import Workload, fingerprint, samples_of, tokens_per_sample
 
 _ATTEMPTS = 6
 _FIRST_SHARE = 0.9  # of the time for solving that the first attempt may take; the second, of what it leaves; and so on
@@ -162,7 +162,7 @@ class _Planner:
     solving_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        self.batch_size = batch_size_of(self.workload.batch)
+        self.batch_size = samples_of(self.workload)
         self.captures = Captures(self.workload, self.device)
 
     def plan(self) -> Plan:

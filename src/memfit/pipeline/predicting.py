@@ -34,7 +34,7 @@ from memfit.pipeline.combining import circumstances
 from memfit.report.chrome_trace import write_chrome_trace
 from memfit.report.snapshot import write_snapshot
 from memfit.units import format_bytes, format_seconds
-from memfit.workload import Workload, batch_size_of, tokens_per_sample
+from memfit.workload import Workload, samples_of, tokens_per_sample
 
 PRECISIONS: tuple[Precision, ...] = ("32-true", "tf32", "bf16-mixed", "16-mixed", "bf16-true")
 _FALLBACK_ERROR = 0.25  # of a GPU's peak predicted from the CPU's program: 8 % was seen on a small GPT
@@ -101,7 +101,7 @@ def estimate(
         return prediction
     check_workload(workload, found)
     progress("capture", 0, 1)
-    size = microbatch_size or batch_size_of(workload.batch)
+    size = microbatch_size or samples_of(workload)
     trace = capture_levers(workload, Levers(precision=precision, microbatch_size=size), found)
     progress("capture", 1, 1)
     costs = costs_of([trace], found, functools.partial(progress, "measure operators"))
@@ -171,7 +171,7 @@ class Captures:
 
     @functools.cached_property
     def _warm(self) -> Workload:
-        plain = Levers(microbatch_size=batch_size_of(self.workload.batch))
+        plain = Levers(microbatch_size=samples_of(self.workload))
         return warmed(self.workload, functools.partial(applied, plain), device=_fake_device(self.device))
 
 

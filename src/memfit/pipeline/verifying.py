@@ -21,7 +21,7 @@ from memfit.pipeline.classes import freest, lever_classes
 from memfit.pipeline.coupling import coupling
 from memfit.pipeline.predicting import capture_levers, costs_of, predict
 from memfit.units import format_bytes
-from memfit.workload import Workload, batch_size_of
+from memfit.workload import Workload, samples_of
 
 TOLERANCE: dict[Numerics, float] = {"exact": 0.0, "reordered": 1e-3, "reduced": 0.25, "changed": math.inf}
 """Largest relative difference of the loss, and of all gradients in the Euclidean norm, by numerics class.
@@ -49,7 +49,7 @@ def verify(plan: Plan, workload: Workload) -> Verification:
         PlanError: Its levers are not legal.
     """
     device = check_runs_here(plan, workload)
-    size = batch_size_of(workload.batch)
+    size = samples_of(workload)
     plain = Levers(microbatch_size=size)
     quiet = plan.levers.microbatch_size < size
     with nothing_changes(workload):
@@ -180,7 +180,7 @@ def _prediction_failures(plan: Plan, workload: Workload, device: Device) -> list
             f"the plan states predicted.peak_bytes={plan.predicted.peak_bytes}, but its levers give"
             f" {prediction.peak_bytes}: it was changed after it was made, or made with another torch"
         )
-    classes = lever_classes(plan.levers, batch_size_of(workload.batch), coupling(trace, workload) is not None)
+    classes = lever_classes(plan.levers, samples_of(workload), coupling(trace, workload) is not None)
     if classes != plan.classes:
         failures.append(f"the plan states the classes {plan.classes}, but its levers have {classes}")
     if plan.numerics != freest(classes):
