@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_is_leaf, tree_unflatten
 
@@ -55,6 +56,11 @@ def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
     return ()
+
+
+def packed_in(batch: Any) -> list[PackedSequence]:
+    """Return the packed sequences of a batch, in order."""
+    return [leaf for leaf in _leaves(batch, set(), packed=True) if isinstance(leaf, PackedSequence)]
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:
@@ -90,7 +96,7 @@ def samples_in(batch: Any) -> int | None:
 def _samples(batch: Any) -> tuple[int | None, bool]:
     """Return the number of samples, and whether it is the first dimension of every tensor."""
     found = [leaf for leaf in _leaves(batch, set(), packed=True) if isinstance(leaf, torch.Tensor | PackedSequence)]
-    sizes = {_rows(leaf) or _is_uncut(leaf) for leaf in found} - {0}
+    sizes = {_rows(leaf) or is_uncut(leaf) for leaf in found} - {0}
     if not sizes:
         shapes = sorted({tuple(t.shape) for t in tensors_of(batch)})
         raise WorkloadError(
@@ -98,7 +104,7 @@ def _samples(batch: Any) -> tuple[int | None, bool]:
             f" {type(batch).__name__} with tensors of shapes {shapes}. Where Workload.loss_fn makes its own data, give"
             " Workload.batch_size=1"
         )
-    if len(sizes) == 1 and not any(map(_is_uncut, found)):
+    if len(sizes) == 1 and not any(map(is_uncut, found)):
         return int(sizes.pop()), True
     counts = _counts(batch, set())
     return (min(counts) if counts else None), False
@@ -294,17 +300,17 @@ def _rows(leaf: Any) -> int:
     """Return the first dimension of a tensor, or the samples of a packed sequence; 0 where there is none to cut."""
     if isinstance(leaf, PackedSequence):
         return int(leaf.batch_sizes[0])
-    return 0 if _is_uncut(leaf) or not leaf.dim() or not leaf.numel() else int(leaf.shape[0])
+    return 0 if is_uncut(leaf) or not leaf.dim() or not leaf.numel() else int(leaf.shape[0])
 
 
-def _is_uncut(leaf: Any) -> bool:
+def is_uncut(leaf: Any) -> bool:
     """Tell whether a leaf is a tensor that no operator slices."""
     return isinstance(leaf, torch.Tensor) and (leaf.layout is not torch.strided or leaf.is_nested)
 
 
 def _counts(node: Any, seen: set[int], root: bool = True) -> _Counts:
     """Return the numbers of samples that a node may have, by the note at the top; None for any."""
-    if _is_uncut(node):
+    if is_uncut(node):
         return set()
     if isinstance(node, torch.Tensor | PackedSequence):
         return {rows} if (rows := _rows(node)) else None
@@ -397,7 +403,8 @@ def _packed_samples(value: PackedSequence, samples: Sequence[int]) -> PackedSequ
     chosen = [rows for rows in chosen if rows]
     device = value.data.device
     rows = torch.tensor([row for step in chosen for row in step], device=device)
-    lengths = torch.tensor([len(step) for step in chosen])
+    with unset_fake_temporarily():  # PyTorch's C++ reads the lengths, where all else is fake too
+        lengths = torch.tensor([len(step) for step in chosen])
     if value.unsorted_indices is None:
         return PackedSequence(value.data[rows], lengths)
     back = sorted(range(len(order)), key=order.__getitem__)
