@@ -83,6 +83,8 @@ def real_copy(workload: Workload, device: torch.device | None = None) -> Workloa
     def convert(tensor: torch.Tensor) -> torch.Tensor:
         counter = tensor.dim() == 0 and not tensor.requires_grad
         place = tensor.device if device is None or counter else device
+        if tensor.layout is not torch.strided:
+            return tensor.detach().to(place, copy=True)
         storage = tensor.untyped_storage()
         if storage._cdata not in storages:
             source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
