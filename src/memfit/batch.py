@@ -28,6 +28,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_is_leaf, tree_unflatten
 
 from memfit.errors import WorkloadError
+from memfit.sparse import parts
 
 _OPAQUE = (nn.Module, torch.optim.Optimizer, logging.Logger, type, types.ModuleType, types.FunctionType)
 _BASES = {object, dict, OrderedDict, defaultdict, list, tuple, types.SimpleNamespace}
@@ -42,20 +43,11 @@ def tensors_of(batch: Any) -> list[torch.Tensor]:
     return [part for leaf in _leaves(batch, set()) if isinstance(leaf, torch.Tensor) for part in parts_of(leaf)]
 
 
-def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the strided tensors that hold a tensor's memory: itself, unless it is sparse."""
-    if tensor.layout is torch.strided:
-        return (tensor,)
-    tensor = tensor.detach()
+def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the strided tensors that hold a tensor's memory: itself, unless it is sparse or jagged."""
     if tensor.layout is torch.jagged:
-        return tensor.values(), tensor.offsets()  # type: ignore[attr-defined]
-    if tensor.layout is torch.sparse_coo:
-        return tensor._indices(), tensor._values()
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
-    return ()
+        return [tensor.values(), tensor.offsets()]  # type: ignore[attr-defined]
+    return parts(tensor)
 
 
 def packed_in(batch: Any) -> list[PackedSequence]:

@@ -13,11 +13,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from memfit.batch import is_uncut, packed_in, parts_of
+from memfit.batch import is_uncut, packed_in
 from memfit.capture.copying import copied, rebind
 from memfit.capture.values import KnownValues
 from memfit.errors import MemfitError, WorkloadError
 from memfit.rng import rng_preserved
+from memfit.sparse import assembled, parts
 from memfit.workload import Workload, tensors_of
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
@@ -90,9 +91,8 @@ def _of_parts(tensor: torch.Tensor, convert: Convert) -> torch.Tensor:
             f"Workload holds a tensor of shape {_shape_of(tensor)} and layout {tensor.layout}, which can't be"
             " captured without data: give a dense tensor, padded where it is nested, or tensor.to_sparse_coo()"
         )
-    indices, values = (convert(part) for part in parts_of(tensor))
-    made = torch.sparse_coo_tensor(indices, values, tensor.shape, is_coalesced=tensor.is_coalesced())
-    return made.requires_grad_(tensor.requires_grad)
+    indices, values = (convert(part) for part in parts(tensor))
+    return assembled(indices, values, tensor.shape, tensor.is_coalesced()).requires_grad_(tensor.requires_grad)
 
 
 def _shape_of(tensor: torch.Tensor) -> tuple[Any, ...] | str:

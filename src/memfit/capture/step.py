@@ -29,6 +29,7 @@ from memfit.capture.values import KnownValues, libraries_run_as_with_data
 from memfit.errors import CaptureError, MemfitError
 from memfit.ir.device import Device
 from memfit.ir.trace import Category, Module, Parameter, Storage, Trace
+from memfit.sparse import parts
 from memfit.workload import StepProgram, Workload, fingerprint, part_of, samples_of, tensors_of, uncut_note
 
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
@@ -60,7 +61,7 @@ def capture(
     """Return the trace of a step, run under fake tensors: no data, no memory, nothing of the user's changed.
 
     The step runs twice, since the first makes the optimizer's state, and the second is recorded. Of
-    many equal microbatches two are run: the second repeats.
+    many equal microbatches two are run: the second repeats. All are run where they add up sparse gradients.
 
     Args:
         workload: The user's workload.
@@ -78,6 +79,9 @@ def capture(
     """
     with _fake_copied(workload, device, microbatch_size) as (copied, values, attention):
         trace = _record(workload, copied, build, values, precision, microbatch_size, attention, warm)
+    if trace.microbatches < trace.scale_microbatches and _adds_up_sparse_gradients(trace):
+        with _fake_copied(workload, device, None) as (copied, values, attention):
+            trace = _record(workload, copied, build, values, precision, microbatch_size, attention, warm)
     said = [uncut_note(workload), _COMPILED if is_compiled(workload) else None]
     notes = [*trace.notes, *(note for note in said if note)]
     return replace(trace, device=trace.device if device is None else device.name, notes=notes)
@@ -98,6 +102,12 @@ def warmed(workload: Workload, build: BuildStep, *, device: Device | None = None
     with _fake_copied(workload, device, None) as (copied, values, _), _faked(values), build(copied) as step:
         step(copied.batch)
     return copied
+
+
+def _adds_up_sparse_gradients(trace: Trace) -> bool:
+    """Tell whether a microbatch adds to a sparse gradient, which then has the entries of both."""
+    adding = (op for op in trace.ops if op.phase == "backward" and op.microbatch and op.name == "aten.add_.Tensor")
+    return any('"args":[{"s":' in trace.signatures[op.signature] for op in adding)
 
 
 @contextlib.contextmanager
@@ -289,7 +299,7 @@ class _Categories:
         self._see(tensors_of(workload.batch), "inputs")
 
     def _see(self, tensors: Any, category: Category, owner: int = -1, parameter: Any = None) -> None:
-        for tensor in tensors:
+        for tensor in [part for tensor in tensors for part in parts(tensor)]:
             index = self.recorder.observe(tensor, -1)
             if index is not None:
                 self.found[index] = category

@@ -20,6 +20,7 @@ from memfit.pipeline.applying import applied, check_runs_here
 from memfit.pipeline.classes import freest, lever_classes
 from memfit.pipeline.coupling import coupling
 from memfit.pipeline.predicting import capture_levers, costs_of, predict
+from memfit.train.window import gradient_values
 from memfit.units import format_bytes
 from memfit.workload import Workload, samples_of
 
@@ -58,10 +59,7 @@ def verify(plan: Plan, workload: Workload) -> Verification:
         differences = probe_regions(workload, plan.levers)
         plain_peak, peak = _peak(workload, plain), _peak(workload, plan.levers)
     each = [_difference(name, gradients.get(name), g) for name, g in plain_gradients.items()]
-    total = _relative(
-        torch.cat([gradients[n].flatten() for n in plain_gradients if n in gradients]),
-        torch.cat([plain_gradients[n].flatten() for n in plain_gradients if n in gradients]),
-    )
+    total = _relative([(gradients[name], g) for name, g in plain_gradients.items() if name in gradients])
     found = Verification(
         failures=[],
         numerics=plan.numerics,
@@ -126,14 +124,31 @@ def _peak(workload: Workload, levers: Levers) -> int:
         return measure_peak_bytes(step, copied.batch)
 
 
-def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found - expected).norm() / expected.norm().clamp_min(1e-30))
+def _relative(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    """Return the Euclidean norm of the differences of what was found and expected, relative to what was expected."""
+    alike = [_alike(found, expected) for found, expected in pairs]
+    away = [float(gradient_values(found - expected).norm()) for found, expected in alike]
+    return math.hypot(*away) / max(math.hypot(*(float(gradient_values(e).norm()) for _, e in alike)), 1e-30)
+
+
+def _alike(found: torch.Tensor, expected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return two gradients in one layout: where only one is sparse, both dense."""
+    return (found, expected) if found.layout is expected.layout else (found.to_dense(), expected.to_dense())
+
+
+def _equal(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Tell whether two gradients have the same bits; sparse ones with their repeated entries added up."""
+    found, expected = _alike(found, expected)
+    if not found.is_sparse:
+        return torch.equal(found, expected)
+    one, other = found.coalesce(), expected.coalesce()
+    return torch.equal(one.indices(), other.indices()) and torch.equal(one.values(), other.values())
 
 
 def _difference(name: str, found: torch.Tensor | None, expected: torch.Tensor) -> GradientDifference:
     if found is None:
         return GradientDifference(parameter=name, relative=math.inf, equal=False)
-    return GradientDifference(parameter=name, relative=_relative(found, expected), equal=torch.equal(found, expected))
+    return GradientDifference(parameter=name, relative=_relative([(found, expected)]), equal=_equal(found, expected))
 
 
 def _failures(plan: Plan, workload: Workload, device: Device, found: Verification) -> list[str]:
