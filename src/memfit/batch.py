@@ -13,6 +13,7 @@ alone, as sizes of images do. Tensors without dimensions or without elements bel
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import types
@@ -23,8 +24,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_is_leaf, tree_unflatten
 
 from memfit.errors import WorkloadError
@@ -291,7 +292,7 @@ def _fill(new: Any, value: Any, items: list[Any]) -> None:
 def _rows(leaf: Any) -> int:
     """Return the first dimension of a tensor, or the samples of a packed sequence; 0 where there is none to cut."""
     if isinstance(leaf, PackedSequence):
-        return int(leaf.batch_sizes[0])
+        return _lengths(leaf)[0]
     return 0 if is_uncut(leaf) or not leaf.dim() or not leaf.numel() else int(leaf.shape[0])
 
 
@@ -358,7 +359,7 @@ class _Cutting(_Rebuilding):
     """
 
     def __init__(self, size: int, is_uniform: bool, which: slice | list[int], root: Any) -> None:
-        super().__init__(self._rows_of)
+        super().__init__(functools.partial(_rows_taken, which))  # no method of its own: a cycle would keep what it made
         self.size, self.is_uniform, self.which, self.root = size, is_uniform, which, root
 
     def __call__(self, value: Any) -> Any:
@@ -368,9 +369,6 @@ class _Cutting(_Rebuilding):
 
     def packed(self, value: PackedSequence) -> PackedSequence:
         return _packed_samples(value, self._positions())
-
-    def _rows_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor[self.which] if tensor.dim() and tensor.numel() else tensor
 
     def _positions(self) -> Sequence[int]:
         return range(self.size)[self.which] if isinstance(self.which, slice) else self.which
@@ -385,17 +383,28 @@ class _Cutting(_Rebuilding):
         return not self.is_uniform or (not root and _are_records(children))
 
 
+def _rows_taken(which: slice | list[int], tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[which] if tensor.dim() and tensor.numel() else tensor
+
+
+def _lengths(value: PackedSequence) -> list[int]:
+    """Return how many samples reach each step; no mode sees that they are read."""
+    with _disable_current_modes():
+        sizes: list[int] = value.batch_sizes.tolist()
+    return sizes
+
+
 def _packed_samples(value: PackedSequence, samples: Sequence[int]) -> PackedSequence:
     """Return some samples of a packed sequence, packed: each step has the rows of those that reach it."""
     places = list(samples) if value.unsorted_indices is None else value.unsorted_indices[list(samples)].tolist()
     order = sorted(range(len(places)), key=places.__getitem__)  # stays sorted by length
-    sizes = value.batch_sizes.tolist()
+    sizes = _lengths(value)
     starts = [0, *itertools.accumulate(sizes[:-1])]
     chosen = [[start + places[i] for i in order if places[i] < n] for start, n in zip(starts, sizes, strict=True)]
     chosen = [rows for rows in chosen if rows]
     device = value.data.device
     rows = torch.tensor([row for step in chosen for row in step], device=device)
-    with unset_fake_temporarily():  # PyTorch's C++ reads the lengths, where all else is fake too
+    with _disable_current_modes():  # PyTorch's C++ reads the lengths, where all else is fake too
         lengths = torch.tensor([len(step) for step in chosen])
     if value.unsorted_indices is None:
         return PackedSequence(value.data[rows], lengths)

@@ -121,7 +121,7 @@ def _fake_copied(
     values.fake.allow_fallback_kernels = attention is None  # which run operators on real zeros
     with nothing_changes(workload), _one_thread_and_no_collector():
         moved = workload if place is None else dataclasses.replace(workload, batch=_as_moved(workload.batch, values))
-        copied = fake_copy(_shortened(moved, microbatch_size), values, place)
+        copied = _unwrapped(fake_copy(_shortened(moved, microbatch_size), values, place))
         with _explained(), torch.compiler.set_stance("force_eager"), libraries_run_as_with_data():
             yield copied, values, attention
 
@@ -131,7 +131,7 @@ def capture_real(
 ) -> Trace:
     """Return the trace of a step that really runs, on a copy of the workload, through the same records."""
     with nothing_changes(workload), _one_thread_and_no_collector():
-        copied = real_copy(_shortened(workload, microbatch_size))
+        copied = _unwrapped(real_copy(_shortened(workload, microbatch_size)))
         return _record(workload, copied, build, None, precision, microbatch_size)
 
 
@@ -164,7 +164,22 @@ def _shortened(workload: Workload, microbatch_size: int | None) -> Workload:
     start = _heaviest(workload, microbatch_size or size, size)
     batch = part_of(workload, workload.batch, start, start + two)
     counted = workload.batch_size if callable(workload.batch_size) or workload.batch_size is None else two
-    return dataclasses.replace(workload, batch=batch, batch_size=counted)
+    return dataclasses.replace(workload, batch=_Shortened(batch, workload.batch), batch_size=counted)
+
+
+@dataclasses.dataclass
+class _Shortened:
+    """A part of a batch that is run, and the batch, whose memory is held meanwhile."""
+
+    part: Any
+    whole: Any
+
+
+def _unwrapped(copied: Workload) -> Workload:
+    """Return a copied workload with the part of its batch as its batch, and the whole one as its batches."""
+    if isinstance(copied.batch, _Shortened):
+        return dataclasses.replace(copied, batch=copied.batch.part, batches=[copied.batch.whole])
+    return dataclasses.replace(copied, batches=None)
 
 
 def _heaviest(workload: Workload, microbatch_size: int, size: int) -> int:
@@ -178,6 +193,11 @@ def _heaviest(workload: Workload, microbatch_size: int, size: int) -> int:
     elements = [sum(t.numel() for t in tensors_of(part)) for part in parts]
     pairs = [one + other for one, other in itertools.pairwise(elements[: size // microbatch_size])]
     return microbatch_size * pairs.index(max(pairs))
+
+
+def _inputs(copied: Workload) -> list[torch.Tensor]:
+    """Return the tensors of a copy's batch, and of the whole one that it is a part of."""
+    return tensors_of([copied.batch, copied.batches])
 
 
 @contextlib.contextmanager
@@ -262,7 +282,7 @@ def _record(
     with _faked(values), recorder, build(copied) as step, recorder.watch(copied.model), recorder.generator_states():
         step.on_phase = recorder.enter_phase
         masters = [p for group in copied.optimizer.param_groups for p in group["params"]]
-        for tensor in [*copied.model.parameters(), *copied.model.buffers(), *tensors_of(copied.batch), *masters]:
+        for tensor in [*copied.model.parameters(), *copied.model.buffers(), *_inputs(copied), *masters]:
             recorder.observe(tensor, -1)
         if not warm:
             step(step.split(copied.batch)[0])  # makes the optimizer's state
@@ -296,7 +316,7 @@ class _Categories:
             self._see(module.buffers(recurse=False), "buffers", position)
             for parameter in module.parameters(recurse=False):
                 self._see([parameter], "parameters", position, parameter)
-        self._see(tensors_of(workload.batch), "inputs")
+        self._see(_inputs(workload), "inputs")
 
     def _see(self, tensors: Any, category: Category, owner: int = -1, parameter: Any = None) -> None:
         for tensor in [part for tensor in tensors for part in parts(tensor)]:
@@ -333,7 +353,10 @@ def _release_points(recorder: Recorder, step: StepProgram, batch: Any) -> list[R
     """
     recordings: dict[Any, Recording] = {}
     sizes = []
-    for index, microbatch in enumerate(step.split(batch)):
+    recorder.begin_step()  # what splitting makes, as of packed sequences, is no part of the step recorded before
+    microbatches = step.split(batch)
+    recorder.end_step()
+    for index, microbatch in enumerate(microbatches):
         sizes.append(tuple(tuple(t.shape) for t in tensors_of(microbatch)))
         if sizes[-1] in recordings:
             continue
