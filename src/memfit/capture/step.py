@@ -38,6 +38,14 @@ _VALUES_HINT = (
     " Workload.loss_fn; mixtures of experts of transformers take experts_implementation='grouped_mm'"
 )
 _OPERATOR_HINT = "PyTorch can't run this operator without data: take it out of Workload.loss_fn, or estimate without it"
+_CLOSURE_HINT = (
+    "memfit runs the forward and backward passes once a step and calls Workload.optimizer.step() without a closure: give"
+    " an optimizer that needs none"
+)
+_SUBCLASS_HINT = (
+    "Tensors of classes of their own are captured as plain ones, with their attributes and without their methods: give"
+    " Workload.batch tensor.as_subclass(torch.Tensor), and what the method returns beside it"
+)
 _OTHER_HINT = "See whether Workload.loss_fn(model, batch) and backward() run with data"
 
 _COMPILED = (
@@ -256,6 +264,10 @@ def _explained() -> Iterator[None]:
 def _hint(error: Exception) -> str:
     if isinstance(error, UnsupportedOperatorException):
         return _OPERATOR_HINT
+    if "closure" in str(error):
+        return _CLOSURE_HINT
+    if isinstance(error, AttributeError) and "'FakeTensor'" in str(error):
+        return _SUBCLASS_HINT
     return _VALUES_HINT if isinstance(error, _NEEDS_VALUES) or ".numpy()" in str(error) else _OTHER_HINT
 
 

@@ -27,6 +27,7 @@ from memfit.ir.device import Device
 from memfit.ir.plan import Levers, Plan
 from memfit.pipeline.combining import check_combination
 from memfit.pipeline.coupling import without_coupled
+from memfit.pipeline.refusals import check_supported
 from memfit.pipeline.switching import Switch, switched, without_switched
 from memfit.train.host_memory import check_host, host_needs
 from memfit.train.ledger import device_of, held_tensors, live
@@ -122,6 +123,7 @@ def switchable(plan: Plan, workload: Workload, *, limit_bytes: int | None) -> It
     """Run a plan on a workload, and what may be put in its place, until the context is left; see `apply`."""
     if limit_bytes is not None and limit_bytes < 1:
         raise UsageError(f"limit_bytes={limit_bytes} is not above 0: give a number of bytes, or None for no limit")
+    check_supported(workload)
     check_plan(plan, workload)
     if any(region.offload for region in plan.levers.regions):
         check_host(host_needs(plan, workload), None)
@@ -233,8 +235,9 @@ def check_workload(workload: Workload, device: Device) -> None:
 
     Raises:
         PlanError: A plan is applied to it.
-        WorkloadError: Its model is elsewhere.
+        WorkloadError: Its model is elsewhere, or of a kind that can't be run.
     """
+    check_supported(workload)
     elsewhere = {p.device.type for p in workload.model.parameters()} - {"cpu", "meta", device.kind}
     if elsewhere:
         raise WorkloadError(

@@ -37,6 +37,7 @@ from memfit.pipeline.predicting import (
     predict,
     silent,
 )
+from memfit.pipeline.refusals import check_supported
 from memfit.solve.candidates import options, refusals
 from memfit.solve.frontier import SIMPLER_WITHIN, Combination, fastest, frontier
 from memfit.solve.problem import build
@@ -94,6 +95,7 @@ def plan(
         InfeasibleError: No plan that `numerics` allows fits.
         CaptureError: The step can't be captured.
     """
+    check_supported(workload)
     found = find_device(device)
     budget_bytes = parse_budget(budget, found.usable_bytes)
     if numerics not in NUMERICS:

@@ -31,6 +31,7 @@ from memfit.ir.trace import Trace
 from memfit.pipeline import remote
 from memfit.pipeline.applying import applied, check_workload
 from memfit.pipeline.combining import circumstances
+from memfit.pipeline.refusals import check_supported
 from memfit.report.chrome_trace import write_chrome_trace
 from memfit.report.snapshot import write_snapshot
 from memfit.units import format_bytes, format_seconds
@@ -79,6 +80,7 @@ def estimate(
         UsageError: No such device, precision or sharding.
         CaptureError: The step can't be captured.
     """
+    check_supported(workload)
     found = find_device(device)
     if precision == "auto":
         precision = precisions(found)[-1]
