@@ -25,10 +25,12 @@ import cloudpickle
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.utils.rnn import PackedSequence
 
 from memfit.capture.values import KnownValues, is_followed
 from memfit.devices import fake_cuda
 from memfit.errors import CaptureError, MemfitError, WorkloadError
+from memfit.sparse import assembled, parts
 from memfit.workload import Workload
 
 Progress = Callable[[str, int, int], None]
@@ -121,8 +123,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(value, types.ModuleType) and sys.modules.get(value.__name__) is value:
             if type(value) is not types.ModuleType:  # such as `torch.backends`, which cloudpickle takes apart
                 return importlib.import_module, (value.__name__,)
+        if isinstance(value, PackedSequence):
+            return _receive_packed, (value.data, value.batch_sizes.tolist(), *value[2:])
         if not isinstance(value, torch.Tensor):
             return super().reducer_override(value)
+        if value.layout is torch.sparse_coo:
+            return assembled, (*parts(value), value.shape, value.is_coalesced())
         if value.layout is not torch.strided:
             raise TypeError(f"a tensor with layout {value.layout}")
         storage = value.untyped_storage()
@@ -156,6 +162,11 @@ def _receive(stands: _Storage, form: Any, is_parameter: bool, requires_grad: boo
     if values is not None:
         _receiving.know(fake, torch.from_numpy(values))
     return nn.Parameter(fake, requires_grad) if is_parameter else fake.requires_grad_(requires_grad)
+
+
+def _receive_packed(data: Any, lengths: list[int], *indices: Any) -> PackedSequence:
+    """Return a packed sequence, with lengths that PyTorch's C++ can read."""
+    return PackedSequence(data, torch.tensor(lengths), *indices)
 
 
 def main(request: str, reply: str, told: str) -> None:
