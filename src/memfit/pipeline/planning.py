@@ -52,6 +52,7 @@ from memfit.pipeline.predicting import (
     silent,
 )
 from memfit.pipeline.proving import differences, why_not_here
+from memfit.pipeline.reading import readings_to_send
 from memfit.pipeline.refusals import check_supported
 from memfit.pipeline.trials import Trials, failing, fails, first_line, refusal_notes
 from memfit.solve.candidates import options, refusals
@@ -142,7 +143,8 @@ def plan(
             "host_budget": host_budget,
             "time_limit_seconds": time_limit_seconds,
         }
-        made: Plan = remote.call(plan, workload, options, progress)
+        readings = readings_to_send(workload, microbatch_sizes(samples_of(workload)))
+        made: Plan = remote.call(plan, workload, options, progress, readings)
         return made
     check_workload(workload, found)
     ways = tuple(OPTIMIZER_CLASSES) if optimizers is None else tuple(optimizers)

@@ -31,7 +31,7 @@ from memfit.ir.trace import Trace
 from memfit.pipeline import remote
 from memfit.pipeline.applying import applied, check_workload
 from memfit.pipeline.combining import circumstances
-from memfit.pipeline.reading import WithData
+from memfit.pipeline.reading import WithData, readings_to_send
 from memfit.pipeline.refusals import check_supported
 from memfit.report.chrome_trace import write_chrome_trace
 from memfit.report.snapshot import write_snapshot
@@ -100,7 +100,8 @@ def estimate(
             "snapshot": snapshot and Path(snapshot).resolve(),
             "chrome_trace": chrome_trace and Path(chrome_trace).resolve(),
         }
-        prediction: Prediction = remote.call(estimate, workload, options, progress)
+        readings = readings_to_send(workload, [microbatch_size or samples_of(workload)])
+        prediction: Prediction = remote.call(estimate, workload, options, progress, readings)
         return prediction
     check_workload(workload, found)
     progress("capture", 0, 1)

@@ -27,16 +27,24 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.utils.rnn import PackedSequence
 
+from memfit.capture.courses import Readings
 from memfit.capture.values import KnownValues, is_followed
 from memfit.devices import fake_cuda
 from memfit.errors import CaptureError, MemfitError, WorkloadError
+from memfit.pipeline.reading import receive
 from memfit.sparse import assembled, parts
 from memfit.workload import Workload
 
 Progress = Callable[[str, int, int], None]
 
 
-def call(function: Callable[..., Any], workload: Workload, options: dict[str, Any], progress: Progress) -> Any:
+def call(
+    function: Callable[..., Any],
+    workload: Workload,
+    options: dict[str, Any],
+    progress: Progress,
+    readings: dict[int, Readings] | None = None,
+) -> Any:
     """Return what `function(workload, **options, progress=...)` returns in a process with fake CUDA.
 
     Args:
@@ -44,6 +52,7 @@ def call(function: Callable[..., Any], workload: Workload, options: dict[str, An
         workload: The user's workload; its data and its scheduler stay here.
         options: What can be pickled.
         progress: Told how far it is.
+        readings: What the step reads with data, by microbatch size.
 
     Raises:
         WorkloadError: The workload can't be sent.
@@ -52,7 +61,7 @@ def call(function: Callable[..., Any], workload: Workload, options: dict[str, An
     """
     with tempfile.TemporaryDirectory(prefix="memfit-") as folder:
         request, reply = Path(folder, "request"), Path(folder, "reply")
-        request.write_bytes(_request(function, workload, options))
+        request.write_bytes(_request(function, workload, options, readings or {}))
         reading, writing = os.pipe()
         line = fake_cuda.command("memfit.pipeline.worker", str(request), str(reply), str(writing))
         with subprocess.Popen(line, pass_fds=(writing,), stdout=2) as process:
@@ -84,7 +93,9 @@ def _settings() -> list[tuple[Callable[..., Any], Any]]:
     ]
 
 
-def _request(function: Callable[..., Any], workload: Workload, options: dict[str, Any]) -> bytes:
+def _request(
+    function: Callable[..., Any], workload: Workload, options: dict[str, Any], readings: dict[int, Readings]
+) -> bytes:
     """Return what the process needs: where modules are, and the call."""
     here = dataclasses.replace(workload, batches=None, evaluate=None, scheduler=None)
     body = io.BytesIO()
@@ -101,7 +112,7 @@ def _request(function: Callable[..., Any], workload: Workload, options: dict[str
     finally:
         for module in loaded:
             cloudpickle.unregister_pickle_by_value(module)
-    return pickle.dumps((sys.path, pickle.dumps(_settings()), body.getvalue()))
+    return pickle.dumps((sys.path, pickle.dumps([*_settings(), (receive, readings)]), body.getvalue()))
 
 
 class _Storage:
