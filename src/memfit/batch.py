@@ -134,13 +134,9 @@ def take(batch: Any, samples: Sequence[int]) -> Any:
 
 def tokens_per_sample(batch: Any) -> int | None:
     """Return the length of a batch's sequences: of its first tensor of integers with two dimensions; None without."""
-    size = samples_in(batch)
-    found = [
-        t
-        for t in tensors_of(batch)
-        if t.dim() == 2 and t.shape[0] == size and not t.is_floating_point() and t.dtype is not torch.bool
-    ]
-    return int(found[0].shape[1]) if found else None
+    found = [t for t in tensors_of(batch) if t.dim() == 2 and not t.is_floating_point() and t.dtype is not torch.bool]
+    size = samples_in(batch) if found else None
+    return next((int(t.shape[1]) for t in found if t.shape[0] == size), None)
 
 
 def _cut(batch: Any, which: slice | list[int]) -> Any:
