@@ -71,7 +71,7 @@ def _storage_key(tensor: torch.Tensor) -> int:
 
 
 def _dense(tensors: Any) -> list[torch.Tensor]:
-    """Return the tensors with memory of their own among an operator's arguments or outputs: of sparse ones the parts."""
+    """Return the tensors that hold the memory of an operator's arguments or outputs: of sparse ones the parts."""
     found = tensors_in(tensors)
     return found if all(t.layout is torch.strided for t in found) else [part for t in found for part in parts(t)]
 

@@ -279,8 +279,8 @@ class _Categories:
         self._see(tensors_of(workload.batch), "inputs")
 
     def _see(self, tensors: Any, category: Category, owner: int = -1, parameter: Any = None) -> None:
-        for tensor in [part for tensor in tensors for part in parts(tensor)]:
-            index = self.recorder.observe(tensor, -1)
+        for part in [part for tensor in tensors for part in parts(tensor)]:
+            index = self.recorder.observe(part, -1)
             if index is not None:
                 self.found[index] = category
                 self.owners[index] = owner
