@@ -132,6 +132,24 @@ def _is_taken_over(func: Any, args: Any) -> bool:
     return func is _aten.clone.default and node is not None and node.name().endswith("AccumulateGrad")
 
 
+def one_by_one(func: Any, args: Any) -> list[tuple[Any, tuple[Any, ...]]] | None:
+    """Return what an operator on a list does to each tensor in place, where one is sparse; None for other operators.
+
+    The kernels for lists take them one by one then, so that each gives up its memory before the next gets more.
+    """
+    if not func._schema.name.startswith("aten::_foreach_"):
+        return None
+    name = func._schema.name.removeprefix("aten::_foreach_")
+    if not name.endswith("_") or len(args) != 2 or not any(t.layout is torch.sparse_coo for t in args[0]):
+        return None
+    others = args[1] if isinstance(args[1], list | tuple) else [args[1]] * len(args[0])
+    packet = getattr(_aten, name)
+    return [
+        (packet.Tensor if isinstance(other, torch.Tensor) else packet.Scalar, (tensor, other))
+        for tensor, other in zip(args[0], others, strict=True)
+    ]
+
+
 def _with_bags(func: Any, args: Any) -> Any:
     """Return arguments that name the bag of each index: where the forward pass names none, the kernel finds them."""
     if func is not _aten._embedding_bag_backward.default or args[3].numel() == args[1].numel():
