@@ -159,6 +159,17 @@ class Step:
                 value = self.workload.loss_fn(self.workload.model, microbatch)
         return checked_loss(value)
 
+    def autocast(self) -> AbstractContextManager[object]:
+        """Make the context of a forward pass."""
+        return nullcontext() if self._autocast is None else self._autocast()
+
+    def update_parameters(self) -> None:
+        """Update the parameters from their gradients, whatever those are."""
+        if self._optimize is None:
+            self.workload.optimizer.step()
+        else:
+            self._optimize()
+
     def __call__(self, batch: Any) -> StepResult:
         """Run one optimizer update.
 
@@ -300,10 +311,7 @@ class Step:
             return norm
         if self.workload.max_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(updated, self.workload.max_grad_norm, total)
-        if self._optimize is None:
-            self.workload.optimizer.step()
-        else:
-            self._optimize()
+        self.update_parameters()
         if self.scaler is not None:
             self.scaler.update(overflowed=False)
         if self.workload.scheduler is not None:
