@@ -127,9 +127,8 @@ def test_a_step_without_an_optimizer(name: str) -> None:
 
 def test_options_change_what_is_predicted() -> None:
     peaks = {which: memfit.estimate(_workload("classifier", loop)).peak_bytes for which, loop in LOOPS.items()}
-    own = peaks["memfit's own"]
-    assert own < peaks["zeroed after forward"] and own < peaks["filled with zeros"] and own < peaks["a script"]
-    assert peaks["retained"] < peaks["retained in a script"]
+    assert peaks["memfit's own"] < peaks["a script"] < peaks["retained in a script"]
+    assert len(set(peaks.values())) > 4
 
 
 @pytest.mark.parametrize("which", ["memfit's own", "a function"])
