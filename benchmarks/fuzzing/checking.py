@@ -236,6 +236,8 @@ def _loop(workload: Workload) -> Iterator[Run]:
         loss: Any = workload.loss_fn(workload.model, batch)
         loss = loss[0] / loss[1] if isinstance(loss, tuple) else loss
         loss.backward()
+        if not all(bool(p.grad.isfinite().all()) for p in parameters if p.grad is not None):
+            raise ValueError("a gradient is not finite")
         if workload.max_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(parameters, workload.max_grad_norm)
         workload.optimizer.step()

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_map
 
 from memfit.capture.attention import Attention
+from memfit.capture.composites import composed_as_without_a_mode
 from memfit.capture.fake import fake_copy, mode_of, nothing_changes, real_copy
 from memfit.capture.gpu import fake_gpu
 from memfit.capture.recorder import LiveStorage, Recorder, Recording
@@ -229,7 +230,14 @@ def _record(
     warm: bool = False,
 ) -> Trace:
     recorder = Recorder(values.fake if values else None, "cuda" if attention else "cpu")
-    with _faked(values), recorder, build(copied) as step, recorder.watch(copied.model), recorder.generator_states():
+    with (
+        _faked(values),
+        recorder,
+        composed_as_without_a_mode(),
+        build(copied) as step,
+        recorder.watch(copied.model),
+        recorder.generator_states(),
+    ):
         step.on_phase = recorder.enter_phase
         masters = [p for group in copied.optimizer.param_groups for p in group["params"]]
         for tensor in [*copied.model.parameters(), *copied.model.buffers(), *tensors_of(copied.batch), *masters]:
