@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +22,7 @@ from memfit.capture.fake import real_copy
 from memfit.capture.step import without_collector
 from memfit.cost.calibrate import with_workspaces
 from memfit.cost.error_bars import calibration
-from memfit.devices.allocation import allocated
+from memfit.devices import allocation
 from memfit.devices.host import find_device, host_name
 from memfit.errors import InfeasibleError, MemfitError
 from memfit.ir.cost import CostTable, OpCost
@@ -39,8 +41,10 @@ from memfit.workload import Workload, batch_size_of
 
 STEPS = 2
 _PLANNING_SECONDS = 0.3
+_NUMBER_BYTES = 8
 _BYTES_PER_SECOND, _FLOPS_PER_SECOND, _CALL_SECONDS = 1e10, 1e11, 1e-6
-Run = Callable[[Any], float]
+Running = Callable[[Workload], contextlib.AbstractContextManager[Callable[[Any], float]]]
+"""Makes a step of a workload: called with a batch, it returns the loss."""
 
 
 @dataclass
@@ -82,6 +86,22 @@ class _Outcome:
         return ", ".join(names)
 
 
+def saved_number_bytes(trace: Trace) -> int:
+    """Return a bound on what autograd saves of numbers that code multiplies or divides by: 8 bytes each.
+
+    PyTorch makes a tensor of each such number, which no hook of saved tensors sees (`is_wrapped_number` in
+    torch/csrc/autograd/saved_variable.cpp): it is the one thing that predictions leave out.
+    """
+    return _NUMBER_BYTES * sum(
+        op.phase in ("forward", "recompute") and _takes_number(op.name, trace.signatures[op.signature])
+        for op in trace.ops
+    )
+
+
+def _takes_number(name: str, signature: str) -> bool:
+    return name.endswith(".Tensor") and any(isinstance(a, int | float) for a in json.loads(signature)["args"])
+
+
 class Costs:
     """What operators cost: workspaces as measured, and times of a machine that does not exist, the same everywhere."""
 
@@ -115,11 +135,11 @@ def _timed(cost: OpCost, work: Work) -> OpCost:
 
 def checked(program: Program, costs: Costs) -> Checked | None:
     """Return what was found of a program; None where PyTorch itself refuses it, or its numbers are not finite."""
-    with warnings.catch_warnings(), without_collector():
+    with warnings.catch_warnings(), without_collector(), mock.patch.object(allocation, "_profile", _profile):
         warnings.simplefilter("ignore")
         try:
             workload = workload_of(program)
-            reference = _run(workload, _loop)
+            reference = _ran(workload, _loop)
         except (RuntimeError, NotImplementedError, ValueError, IndexError):
             return None
         if not all(map(math.isfinite, reference.losses)):
@@ -143,7 +163,7 @@ def _check_plain(workload: Workload, reference: _Outcome, costs: Costs, found: C
         return None
     outcome = _run(workload, _stepping(levers))
     found.measured_bytes = outcome.peak_bytes
-    if found.predicted_bytes != outcome.peak_bytes:
+    if not 0 <= outcome.peak_bytes - found.predicted_bytes <= saved_number_bytes(trace):
         found.wrong.append(f"the plain peak is {_off(found.predicted_bytes, outcome.peak_bytes)}")
     if different := reference.differences(outcome):
         found.wrong.append(f"the plain step differs from a plain loop: {different}")
@@ -164,7 +184,7 @@ def _check_planned(workload: Workload, reference: _Outcome, ways: _Planning, fou
         found.wrong.append(f"the planned step fails: {type(e).__name__}: {e}")
         return
     found.planned_measured_bytes = outcome.peak_bytes
-    if found.planned_bytes != outcome.peak_bytes:
+    if not 0 <= outcome.peak_bytes - found.planned_bytes <= saved_number_bytes(ways.trace):
         found.wrong.append(f"the planned peak is {_off(found.planned_bytes, outcome.peak_bytes)}")
     if outcome.peak_bytes > plan.budget_bytes:
         found.wrong.append(f"the planned step takes {outcome.peak_bytes}, over its budget of {plan.budget_bytes}")
@@ -217,9 +237,9 @@ def _off(predicted: int, measured: int) -> str:
     return f"{predicted}, measured {measured} ({predicted / measured - 1:+.2%})"
 
 
-def _stepping(levers: Levers) -> Callable[[Workload], contextlib.AbstractContextManager[Run]]:
+def _stepping(levers: Levers) -> Running:
     @contextlib.contextmanager
-    def stepping(workload: Workload) -> Iterator[Run]:
+    def stepping(workload: Workload) -> Iterator[Callable[[Any], float]]:
         with applied(levers, workload) as step:
             yield lambda batch: step(batch).loss
 
@@ -227,7 +247,7 @@ def _stepping(levers: Levers) -> Callable[[Workload], contextlib.AbstractContext
 
 
 @contextlib.contextmanager
-def _loop(workload: Workload) -> Iterator[Run]:
+def _loop(workload: Workload) -> Iterator[Callable[[Any], float]]:
     """Yield a training step as people write it."""
     parameters = [p for group in workload.optimizer.param_groups for p in group["params"]]
 
@@ -246,18 +266,26 @@ def _loop(workload: Workload) -> Iterator[Run]:
     yield step
 
 
-def _run(workload: Workload, running: Callable[[Workload], contextlib.AbstractContextManager[Run]]) -> _Outcome:
+def _run(workload: Workload, running: Running) -> _Outcome:
     """Run some steps on a copy of a workload; the peak is that of the whole run, the copy's making included."""
+    with allocation.allocated() as meter:
+        outcome = _ran(workload, running)
+    return dataclasses.replace(outcome, peak_bytes=meter.peak_bytes)
+
+
+def _ran(workload: Workload, running: Running) -> _Outcome:
     losses: list[float] = []
-    with allocated() as meter:
-        copied = real_copy(workload)
-        with running(copied) as step:
-            for index in range(STEPS):
-                torch.manual_seed(index)
-                losses.append(step(copied.batch))
-        state = [(name, _bytes_of(t)) for name, t in copied.model.state_dict().items()]
-        del copied, step
-    return _Outcome(meter.peak_bytes, losses, state)
+    copied = real_copy(workload)
+    with running(copied) as step:
+        for index in range(STEPS):
+            torch.manual_seed(index)
+            losses.append(step(copied.batch))
+    return _Outcome(0, losses, [(name, _bytes_of(t)) for name, t in copied.model.state_dict().items()])
+
+
+def _profile() -> Any:
+    """Make a profile whose events are not put together into a tree, which takes longer than the steps here."""
+    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:
