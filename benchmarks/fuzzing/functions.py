@@ -19,7 +19,7 @@ class SavesInput(torch.autograd.Function):
         return x.tanh().pow(3)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         (x,) = ctx.saved_tensors
         y = x.tanh()
         return gradient * 3 * y * y * (1 - y * y)
@@ -35,7 +35,7 @@ class SavesOutput(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         return gradient * ctx.saved_tensors[0]
 
 
@@ -52,7 +52,7 @@ class SavesBetween(torch.autograd.Function):
         return half.masked_fill(mask, 0.25), mask
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, _: Any) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor, _: Any) -> Any:
         (mask,) = ctx.saved_tensors
         return (gradient * 0.5).masked_fill(mask, 0) + 0.0 * ctx.half
 
@@ -66,7 +66,7 @@ class ChangesInput(torch.autograd.Function):
         return x.mul_(0.5)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         return gradient * 0.5
 
 
@@ -78,7 +78,7 @@ class PassesThrough(torch.autograd.Function):
         return x.round()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         return gradient
 
 
@@ -90,7 +90,7 @@ class Reverses(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         return gradient.neg()
 
 
@@ -104,19 +104,23 @@ class RunsAgain(torch.autograd.Function):
             return torch.tanh(x * 0.5).exp()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         x = ctx.saved_tensors[0].detach().requires_grad_()
         with torch.enable_grad():
             y = torch.tanh(x * 0.5).exp()
         return torch.autograd.grad(y, x, gradient)[0]
 
 
+def _applying(function: Any) -> Callable[..., Any]:
+    return lambda x, n: function.apply(x)
+
+
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "function_input": lambda x, n: SavesInput.apply(x),
-    "function_output": lambda x, n: SavesOutput.apply(x),
-    "function_between": lambda x, n: SavesBetween.apply(x),
-    "function_in_place": lambda x, n: ChangesInput.apply(x * 1.0 if n % 2 else x),
-    "function_through": lambda x, n: PassesThrough.apply(x),
-    "function_view": lambda x, n: Reverses.apply(x),
-    "function_again": lambda x, n: RunsAgain.apply(x),
+    "function_input": _applying(SavesInput),
+    "function_output": _applying(SavesOutput),
+    "function_between": _applying(SavesBetween),
+    "function_in_place": lambda x, n: _applying(ChangesInput)(x * 1.0 if n % 2 else x, n),
+    "function_through": _applying(PassesThrough),
+    "function_view": _applying(Reverses),
+    "function_again": _applying(RunsAgain),
 }

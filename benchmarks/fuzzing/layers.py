@@ -121,7 +121,7 @@ def _linear(x: Tensor, n: int) -> nn.Module:
 
 def _convolution(x: Tensor, n: int) -> nn.Module:
     c = x.shape[1]
-    convolutions = [
+    convolutions: list[Callable[[], nn.Module]] = [
         lambda: nn.Conv1d(c, c, 3, padding=1),
         lambda: nn.Conv1d(c, 4, 1),
         lambda: nn.ConvTranspose1d(c, 8, 2, 2),
@@ -132,11 +132,13 @@ def _convolution(x: Tensor, n: int) -> nn.Module:
 
 def _recurrent(x: Tensor, n: int) -> nn.Module:
     kind: Any = [nn.LSTM, nn.GRU, nn.RNN][n % 3]
-    return _Recurrent(kind(x.shape[-1], 8, num_layers=1 + n % 2, batch_first=True, bidirectional=n % 4 == 3), n % 5 == 4)
+    return _Recurrent(
+        kind(x.shape[-1], 8, num_layers=1 + n % 2, batch_first=True, bidirectional=n % 4 == 3), n % 5 == 4
+    )
 
 
 def _normalisation(x: Tensor, n: int) -> nn.Module:
-    norms = [
+    norms: list[Callable[[], nn.Module]] = [
         lambda: _Layer(nn.LayerNorm(x.shape[-1])),
         lambda: _Layer(nn.BatchNorm1d(x.shape[1])),
         lambda: _Layer(nn.GroupNorm(1, x.shape[1])),
@@ -164,7 +166,9 @@ def _encoder(x: Tensor, n: int) -> nn.Module:
 
 def _sequence(x: Tensor, n: int) -> nn.Module:
     d = x.shape[-1]
-    return _Layer(nn.Sequential(nn.Linear(d, d), nn.ReLU(inplace=n % 2 == 0), nn.Dropout(0.1 * (n % 3)), nn.Linear(d, d)))
+    return _Layer(
+        nn.Sequential(nn.Linear(d, d), nn.ReLU(inplace=n % 2 == 0), nn.Dropout(0.1 * (n % 3)), nn.Linear(d, d))
+    )
 
 
 LAYERS: dict[str, Callable[[Tensor, int], nn.Module]] = {
@@ -172,7 +176,9 @@ LAYERS: dict[str, Callable[[Tensor, int], nn.Module]] = {
     "Conv": _convolution,
     "Recurrent": _recurrent,
     "Norm": _normalisation,
-    "Attention": lambda x, n: _Attention(nn.MultiheadAttention(x.shape[-1], _heads(x.shape[-1]), batch_first=True), n % 2 == 1),
+    "Attention": lambda x, n: _Attention(
+        nn.MultiheadAttention(x.shape[-1], _heads(x.shape[-1]), batch_first=True), n % 2 == 1
+    ),
     "Encoder": _encoder,
     "Sequence": _sequence,
     "PReLU": lambda x, n: _Layer(nn.PReLU()),

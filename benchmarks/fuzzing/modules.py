@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -175,7 +175,8 @@ def _packed(tensor: Tensor) -> Any:
 
 def _unpacked(packed: Any) -> Tensor:
     dtype, tensor = packed
-    return tensor.to(dtype)
+    unpacked: Tensor = tensor.to(dtype)
+    return unpacked
 
 
 # Hooks of modules.

@@ -115,7 +115,7 @@ def _in_place(change: Operator) -> Operator:
 
     def run(x: Tensor, *others: Any) -> Tensor:
         n = others[-1]
-        own = [lambda: x.clone(), lambda: x * 0.5, lambda: x][n % 3]()
+        own: Tensor = [lambda: x.clone(), lambda: x * 0.5, lambda: x][n % 3]()
         change(own, *others)
         return own
 
@@ -136,7 +136,9 @@ def _fill(x: Tensor, y: Tensor, n: int) -> Tensor:
 
 
 def _on_view(x: Tensor, n: int) -> Tensor:
-    view: Tensor = [lambda: x[:, :1], lambda: x.transpose(1, -1), lambda: x.flatten(1), lambda: x[..., ::2]][n // 3 % 4]()
+    view: Tensor = [lambda: x[:, :1], lambda: x.transpose(1, -1), lambda: x.flatten(1), lambda: x[..., ::2]][
+        n // 3 % 4
+    ]()
     return [view.mul_, view.add_][n % 2](0.5)
 
 
@@ -179,7 +181,7 @@ def _pooled(x: Tensor, n: int) -> Tensor:
     y = _square(x)
     if min(y.shape[1:]) < 2:
         return y
-    pools = [
+    pools: list[Callable[[], Tensor]] = [
         lambda: F.max_pool1d(y, 2),
         lambda: F.avg_pool1d(y, 2, 1),
         lambda: F.max_pool2d(y.unsqueeze(1), 2).squeeze(1),
@@ -207,7 +209,7 @@ def _resized(x: Tensor, n: int) -> Tensor:
 
 def _normalised(x: Tensor, n: int) -> Tensor:
     y = _square(x)
-    norms = [
+    norms: list[Callable[[], Tensor]] = [
         lambda: F.layer_norm(y, y.shape[-1:]),
         lambda: F.rms_norm(y, y.shape[-1:]),
         lambda: F.group_norm(y, 1),
@@ -226,7 +228,9 @@ def _attention(x: Tensor, n: int) -> Tensor:
 
 def _spectrum(x: Tensor, n: int) -> Tensor:
     spectrum = torch.fft.rfft(x.float(), dim=-1, norm="ortho")
-    return [lambda: spectrum.abs(), lambda: spectrum.real, lambda: torch.fft.irfft(spectrum, n=x.shape[-1])][n % 3]()
+    if n % 3 == 2:
+        return torch.fft.irfft(spectrum, n=x.shape[-1])
+    return spectrum.real if n % 3 else spectrum.abs()
 
 
 SAVING: dict[str, Operator] = {
@@ -235,7 +239,9 @@ SAVING: dict[str, Operator] = {
     "sigmoid": lambda x, n: x.sigmoid(),
     "tanh": lambda x, n: x.tanh(),
     "relu": lambda x, n: [F.relu, F.elu, F.selu, F.leaky_relu, F.relu6, F.celu][n % 6](x),
-    "gelu": lambda x, n: [F.gelu, F.silu, F.mish, F.hardswish, F.softplus, F.softsign, F.tanhshrink, F.logsigmoid][n % 8](x),
+    "gelu": lambda x, n: [F.gelu, F.silu, F.mish, F.hardswish, F.softplus, F.softsign, F.tanhshrink, F.logsigmoid][
+        n % 8
+    ](x),
     "sqrt": lambda x, n: [torch.sqrt, torch.rsqrt][n % 2](x.abs() + 0.5),
     "reciprocal": lambda x, n: (x.abs() + 1).reciprocal(),
     "pow": lambda x, n: [x.pow, (x.abs() + 0.5).pow][n % 2]([2, 0.5][n % 2]),
@@ -246,8 +252,9 @@ SAVING: dict[str, Operator] = {
     "cdist": _cdist,
     "logsumexp": lambda x, n: x.logsumexp(dimension(x, n), keepdim=True),
     "prod": lambda x, n: x.tanh().prod(dimension(x, n), keepdim=True),
-    "amax": lambda x, n: [x.amax, x.amin, x.mean, x.sum, x.std][n % 5](dim=dimension(x, n // 5), keepdim=True)
-    * (1 if n % 5 != 4 else 0),
+    "amax": lambda x, n: (
+        [x.amax, x.amin, x.mean, x.sum, x.std][n % 5](dim=dimension(x, n // 5), keepdim=True) * (1 if n % 5 != 4 else 0)
+    ),
     "glu": lambda x, n: F.glu(x, -1) if x.shape[-1] % 2 == 0 else x,
     "pool": _pooled,
     "pad": _padded,
@@ -256,7 +263,9 @@ SAVING: dict[str, Operator] = {
     "attention": _attention,
     "spectrum": _spectrum,
     "triangle": lambda x, n: _square(x).tril() if n % 2 else _square(x).triu(),
-    "roll": lambda x, n: [x.roll(1, 1), x.flip(1), x.repeat_interleave(2, 1), x.repeat(1, 2, *[1] * (x.dim() - 2))][n % 4],
+    "roll": lambda x, n: [x.roll(1, 1), x.flip(1), x.repeat_interleave(2, 1), x.repeat(1, 2, *[1] * (x.dim() - 2))][
+        n % 4
+    ],
     "cast": lambda x, n: [x.bfloat16, x.double, x.float, x.half][n % 4](),
     "gram": lambda x, n: torch.einsum("btd,bsd->bts", _square(x), _square(x)) / _square(x).shape[-1],
     "cosine": lambda x, n: F.cosine_similarity(x, 0.5 * x + 1, dim=-1).unsqueeze(-1),
@@ -278,14 +287,18 @@ def _sorted(x: Tensor, n: int) -> tuple[Tensor, ...]:
 
 
 def _extremes(x: Tensor, n: int) -> tuple[Tensor, ...]:
-    found = [x.max, x.min, x.median, lambda d, keepdim: x.kthvalue(1, d, keepdim=keepdim)][n % 4]
+    found: Any = [x.max, x.min, x.median, lambda d, keepdim: x.kthvalue(1, d, keepdim=keepdim)][n % 4]
     return tuple(found(dimension(x, n // 4), keepdim=True))
 
 
 def _moments(x: Tensor, n: int) -> tuple[Tensor, ...]:
     d = dimension(x, n)
     variance, mean = torch.var_mean(x, d, keepdim=True, correction=0)
-    return (variance, mean) if n % 2 else (torch.std_mean(x + 0.1 * torch.arange(x.shape[d])[-1], d, correction=0)[1].unsqueeze(d),)
+    return (
+        (variance, mean)
+        if n % 2
+        else (torch.std_mean(x + 0.1 * torch.arange(x.shape[d])[-1], d, correction=0)[1].unsqueeze(d),)
+    )
 
 
 SEVERAL: dict[str, Operator] = {
@@ -304,7 +317,7 @@ SEVERAL: dict[str, Operator] = {
 
 
 def _drawn(x: Tensor, n: int) -> Tensor:
-    draws = [
+    draws: list[Callable[[], Tensor]] = [
         lambda: F.dropout(x, 0.1, True),
         lambda: x + 0.1 * torch.randn_like(x),
         lambda: x * torch.bernoulli(torch.full_like(x, 0.5)),
@@ -380,7 +393,9 @@ OF_TWO: dict[str, Operator] = {
     "masked_fill": lambda x, y, n: x.masked_fill(fitted(y, x) > 0.5, 0.5),
     "atan2": lambda x, y, n: torch.atan2(x, fitted(y, x).abs() + 0.5),
     "hypot": lambda x, y, n: torch.hypot(x.float(), fitted(y, x).float().abs() + 0.5),
-    "index_put": lambda x, y, n: x.index_put((torch.arange(x.shape[0]),), fitted(y, x).to(x.dtype).expand_as(x), bool(n % 2)),
+    "index_put": lambda x, y, n: x.index_put(
+        (torch.arange(x.shape[0]),), fitted(y, x).to(x.dtype).expand_as(x), bool(n % 2)
+    ),
     "kept_max": lambda x, y, n: torch.stack([x, fitted(y, x).to(x.dtype).expand_as(x)]).max(0)[0],
 }
 

@@ -9,6 +9,7 @@ from random import Random
 
 import msgspec
 
+from benchmarks.fuzzing.functions import FUNCTIONS
 from benchmarks.fuzzing.layers import LAYERS
 from benchmarks.fuzzing.operators import (
     HOOKS,
@@ -21,15 +22,33 @@ from benchmarks.fuzzing.operators import (
     VIEWS,
     arity,
 )
-from benchmarks.fuzzing.functions import FUNCTIONS
 
 WITHIN = ("", "", "", "checkpoint", "reentrant", "no_grad", "autocast", "float32", "hooks", "on_cpu")
 """What a call may be within: activation checkpointing, contexts of autograd, and of precision."""
-HOOKED = ("", "", "", "keeps", "keeps detached", "collects", "replaces output", "replaces input", "backward", "before backward")
+HOOKED = (
+    "",
+    "",
+    "",
+    "keeps",
+    "keeps detached",
+    "collects",
+    "replaces output",
+    "replaces input",
+    "backward",
+    "before backward",
+)
 """What the hooks of a block do."""
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "rmsprop", "adagrad", "adam-fused", "adam-single")
 BATCHES = ("tuple", "dict", "nested")
-_KINDS = ((VIEWS, 4), (IN_PLACE, 3), (IN_PLACE_OF_TWO, 2), (SAVING, 6), (SEVERAL, 2), (NOT_DIFFERENTIABLE, 2), (OF_TWO, 4))
+_KINDS = (
+    (VIEWS, 4),
+    (IN_PLACE, 3),
+    (IN_PLACE_OF_TWO, 2),
+    (SAVING, 6),
+    (SEVERAL, 2),
+    (NOT_DIFFERENTIABLE, 2),
+    (OF_TWO, 4),
+)
 _RARE = ((HOOKS, 1), (FUNCTIONS, 2), (LAYERS, 7))
 
 
