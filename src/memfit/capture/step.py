@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import (
 
 from memfit.batch import map_tensors
 from memfit.capture.attention import Attention
+from memfit.capture.composites import composed_as_without_a_mode
 from memfit.capture.courses import Course, Reading, worst_course
 from memfit.capture.fake import fake_copy, mode_of, nothing_changes, real_copy
 from memfit.capture.gpu import fake_gpu
@@ -349,6 +350,7 @@ def _record(
     with (
         _faked(values),
         recorder,
+        composed_as_without_a_mode(),
         build(copied) as step,
         recorder.watch(copied.model),
         recorder.generator_states(),
