@@ -317,7 +317,7 @@ class Recorder(TorchDispatchMode):
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
         """Record what autograd saves."""
-        with _hooks(self._pack, self._unpack):
+        with _hooks(self._pack, self._unpack, self._refuse_hooks):
             yield
 
     @contextlib.contextmanager
@@ -333,8 +333,14 @@ class Recorder(TorchDispatchMode):
         def pack(tensor: torch.Tensor) -> torch.Tensor | None:
             return self._detached(tensor) if next(left, False) else None
 
-        with _hooks(pack, self._unpack):
+        with _hooks(pack, self._unpack, self._refuse_hooks):
             yield
+
+    def _refuse_hooks(self) -> None:
+        """Note of the modules that are running that checkpointing, which rests on hooks, can't be within them."""
+        for call in self._stack:
+            module = self.now.calls[call].module
+            self.modules[module] = replace(self.modules[module], refuses_hooks=True)
 
     def _detached(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor without its history, as nobody made it.
@@ -401,16 +407,24 @@ class Recorder(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def _hooks(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> Iterator[None]:
+def _hooks(
+    pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor], on_refusal: Callable[[], None]
+) -> Iterator[None]:
     """Give autograd hooks of saved tensors, but where transforms of `torch.func` run, which refuse any.
 
     The step without hooks runs there; what autograd saves within is seen by when its storages die.
+
+    Args:
+        pack: Called with what is saved.
+        unpack: Called with what `pack` returned.
+        on_refusal: Called where a transform runs.
     """
     refuse = graph.disable_saved_tensors_hooks
 
     @contextlib.contextmanager
     def without(message: str) -> Iterator[None]:
         ours = torch._C._autograd._top_saved_tensors_default_hooks(False) == (pack, unpack)
+        on_refusal()
         if ours:
             torch._C._autograd._pop_saved_tensors_default_hooks()
         try:

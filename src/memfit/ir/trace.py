@@ -32,12 +32,14 @@ class Module(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         couples_batch: Its output for one sample depends on the other samples.
         tracks_statistics: It is a normalisation whose running statistics are updated in the forward pass.
+        refuses_hooks: A transform of `torch.func` runs within it, which takes no hooks of saved tensors.
     """
 
     fqn: str
     kind: str
     couples_batch: bool
     tracks_statistics: bool
+    refuses_hooks: bool = False
 
 
 class Parameter(msgspec.Struct, frozen=True, array_like=True):
