@@ -155,7 +155,9 @@ def _run_marked(text: str, mark: str) -> int | None:
             out = func(*args, **kwargs)
     except Exception:  # an operator may be anyone's code, which may raise anything
         return None
-    fresh = {storage._cdata: storage.nbytes() for storage in _storages((out, args, kwargs))}  # sparse ones get new memory
+    fresh = {
+        storage._cdata: storage.nbytes() for storage in _storages((out, args, kwargs))
+    }  # sparse ones get new memory
     return int(sum(nbytes for key, nbytes in fresh.items() if key not in known))
 
 
