@@ -91,8 +91,8 @@ class Workload:
         fp32_modules: Patterns of FQNs ("head", "blocks.*.norm1"): these modules, and those inside them, compute in
             fp32 where the precision is a mixed one or bf16-true.
         batch_size: How many samples a batch counts as, where its tensors don't say, or `batch_size(batch)` returns it:
-            1 for batches that are not to be cut, the number of graphs with `split`. A number is that of every batch that
-            the step is given. None to count them.
+            1 for batches that are not to be cut, the number of graphs with `split`. A number is that of every batch
+            that the step is given. None to count them.
         split: `split(batch, start, stop)` returns the samples from `start` up to `stop` of a batch that memfit can't
             cut by itself. None to slice its tensors.
     """

@@ -143,6 +143,7 @@ def test_a_gpu_that_is_not_here_is_predicted_for(case: str) -> None:
     assert memfit.estimate(CASES[case](), device="h200").peak_bytes > 0
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 @pytest.mark.parametrize("layout", [torch.sparse_csr, torch.jagged])
 def test_layouts_that_can_not_be_captured_are_named(layout: torch.layout) -> None:
     tensor = (

@@ -97,7 +97,7 @@ class SparseOperators:
             known = indices.clone()
         fakes = [_fake_part(part, stood_for, device) for part in (indices, values)]
         self._indices[fakes[0].untyped_storage()] = known
-        return assembled(*fakes, real.shape, coalesced)
+        return assembled(fakes[0], fakes[1], real.shape, coalesced)
 
     def _know_outputs(self, out: Any, args: Any) -> None:
         """Remember the real indices of new sparse outputs, whose storage is that of integers with known values."""

@@ -39,8 +39,8 @@ _VALUES_HINT = (
 )
 _OPERATOR_HINT = "PyTorch can't run this operator without data: take it out of Workload.loss_fn, or estimate without it"
 _CLOSURE_HINT = (
-    "memfit runs the forward and backward passes once a step and calls Workload.optimizer.step() without a closure: give"
-    " an optimizer that needs none"
+    "memfit runs the forward and backward passes once a step and calls Workload.optimizer.step() without a closure:"
+    " give an optimizer that needs none"
 )
 _SUBCLASS_HINT = (
     "Tensors of classes of their own are captured as plain ones, with their attributes and without their methods: give"
