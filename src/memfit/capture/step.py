@@ -335,7 +335,7 @@ class _Categories:
         self._see(_inputs(workload), "inputs")
 
     def _see(self, tensors: Any, category: Category, owner: int = -1, parameter: Any = None) -> None:
-        for tensor in [part for tensor in tensors for part in parts(tensor)]:
+        for tensor in [part for whole in tensors for part in parts(whole)]:
             index = self.recorder.observe(tensor, -1)
             if index is not None:
                 self.found[index] = category
