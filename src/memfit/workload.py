@@ -149,7 +149,8 @@ class Workload:
         values: What code reads of tensors, by `item()` and the like, by the line that reads it ("train.py:42").
             Predictions take it; without, they run the step with data, or try both answers where they can't.
         batch_size: How many samples a batch counts as, where its tensors don't say, or `batch_size(batch)` returns it:
-            1 for a batch that is not to be cut, the number of graphs with `split`. None to count them.
+            1 for batches that are not to be cut, the number of graphs with `split`. A number is that of every batch
+            that the step is given. None to count them.
         split: `split(batch, start, stop)` returns the samples from `start` up to `stop` of a batch that memfit can't
             cut by itself. None to slice its tensors.
         loop: What the user's own loop does, which `memfit.estimate` then predicts; None for memfit's own step.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import itertools
 import logging
 import traceback
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from msgspec.structs import replace
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     UnsupportedOperatorException,
 )
 
@@ -42,8 +42,8 @@ _VALUES_HINT = (
 )
 _OPERATOR_HINT = "PyTorch can't run this operator without data: take it out of Workload.loss_fn, or estimate without it"
 _CLOSURE_HINT = (
-    "memfit runs the forward and backward passes once a step and calls Workload.optimizer.step() without a closure: give"
-    " an optimizer that needs none"
+    "memfit runs the forward and backward passes once a step and calls Workload.optimizer.step() without a closure:"
+    " give an optimizer that needs none"
 )
 _SUBCLASS_HINT = (
     "Tensors of classes of their own are captured as plain ones, with their attributes and without their methods: give"
@@ -165,7 +165,10 @@ def _fake_copied(
     values.fake.allow_fallback_kernels = attention is None  # which run operators on real zeros
     with nothing_changes(workload), _one_thread_and_no_collector():
         moved = workload if place is None else dataclasses.replace(workload, batch=_as_moved(workload.batch, values))
-        copied = _unwrapped(fake_copy(_shortened(moved, microbatch_size), values, place))
+        is_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors_of(moved.batch))
+        with _faked(values if is_fake else None):  # packed sequences are cut by the values of their indices
+            shortened = _shortened(moved, microbatch_size)
+        copied = _unwrapped(fake_copy(shortened, values, place))
         with _explained(), torch.compiler.set_stance("force_eager"), libraries_run_as_with_data():
             yield copied, values, attention
 
@@ -232,7 +235,7 @@ def _unwrapped(copied: Workload) -> Workload:
 
 
 def _heaviest(workload: Workload, microbatch_size: int, size: int) -> int:
-    """Return the sample at which the two microbatches begin that have most elements: samples may differ in size."""
+    """Return the sample at which two microbatches begin of which the second has most elements: samples may differ."""
     if workload.split is None and len({t.shape[0] for t in tensors_of(workload.batch) if t.dim()}) == 1:
         return 0
     parts = [
@@ -240,8 +243,8 @@ def _heaviest(workload: Workload, microbatch_size: int, size: int) -> int:
         for start in range(0, size, microbatch_size)
     ]
     elements = [sum(t.numel() for t in tensors_of(part)) for part in parts]
-    pairs = [one + other for one, other in itertools.pairwise(elements[: size // microbatch_size])]
-    return microbatch_size * pairs.index(max(pairs))
+    later = elements[1 : size // microbatch_size]  # whose gradients are added to those that are there
+    return microbatch_size * later.index(max(later))
 
 
 def _inputs(copied: Workload) -> list[torch.Tensor]:
@@ -366,7 +369,8 @@ def _record(
         for tensor in [*copied.model.parameters(), *copied.model.buffers(), *_inputs(copied), *masters]:
             recorder.observe(tensor, -1)
         if not warm and not (course and course.records_first):
-            step(step.split(copied.batch)[0])  # makes the optimizer's state
+            is_any_size = not isinstance(copied.batch_size, int)
+            step(step.split(copied.batch)[0] if is_any_size else copied.batch)  # makes the optimizer's state
             gc.collect(0)  # what the step made, and no collection saw before
         if course is not None:
             course.begin_step(0 if course.records_first else 1)

@@ -32,19 +32,20 @@ def _refused_modules(model: nn.Module) -> Iterator[str]:
         kind = type(module).__name__
         if isinstance(module, _WRAPPERS):
             yield (
-                f"{where} is a {kind}, which sends tensors in the middle of a step: give the module in it, {where}.module,"
-                " and memfit.estimate(world_size=...) or memfit.apply(process_group=...) for several ranks"
+                f"{where} is a {kind}, which sends tensors in the middle of a step: give the module in it,"
+                f" {where}.module, and memfit.estimate(world_size=...) or memfit.apply(process_group=...)"
+                " for several ranks"
             )
         if isinstance(module, torch.jit.ScriptModule):
             yield (
-                f"{where} is a scripted module ({kind}), whose operators and parameters no fake tensor can stand in for:"
-                " give the module that torch.jit.script was given"
+                f"{where} is a scripted module ({kind}), whose operators and parameters no fake tensor can stand in"
+                " for: give the module that torch.jit.script was given"
             )
         lazy = [key for key, p in module._parameters.items() if p is not None and is_lazy(p)]
         if lazy:
             yield (
-                f"{where} is a {kind} whose parameters have no shapes yet ({', '.join(lazy)}): run one batch through the"
-                " model first, and make the optimizer after that"
+                f"{where} is a {kind} whose parameters have no shapes yet ({', '.join(lazy)}): run one batch through"
+                " the model first, and make the optimizer after that"
             )
 
 
@@ -55,14 +56,14 @@ def _refused_optimizers(optimizer: Any) -> Iterator[str]:
     missing = [name for name in ("step", "param_groups", "state") if not hasattr(optimizer, name)]
     if missing:
         yield (
-            f"Workload.optimizer is a {kind} without {', '.join(missing)}: give a torch.optim.Optimizer, such as the one"
-            " in it; a learning-rate schedule goes into Workload.scheduler"
+            f"Workload.optimizer is a {kind} without {', '.join(missing)}: give a torch.optim.Optimizer, such as the"
+            " one in it; a learning-rate schedule goes into Workload.scheduler"
         )
         return
     if _needs_closure(optimizer):
         yield (
-            f"Workload.optimizer is {kind}, whose step(closure) runs the forward and backward passes itself, as often as"
-            " it likes: memfit runs them once a step. Give an optimizer whose step() takes no closure, such as"
+            f"Workload.optimizer is {kind}, whose step(closure) runs the forward and backward passes itself, as often"
+            " as it likes: memfit runs them once a step. Give an optimizer whose step() takes no closure, such as"
             " torch.optim.AdamW"
         )
     inner = [*getattr(optimizer, "optimizers", []), getattr(optimizer, "optimizer", None)]
