@@ -171,14 +171,12 @@ def test_what_can_not_run_here_is_not_proven(monkeypatch: pytest.MonkeyPatch) ->
     made = workload()
     plain = memfit.estimate(made)
     cpu = memfit.devices()[0]
-    assert why_not_here(made, cpu, plain) == ""
-    assert "GPU" in why_not_here(made, replace(cpu, kind="cuda", name="a GPU"), plain)
-    assert "take 1 min" in why_not_here(made, cpu, replace(plain, step_seconds=61.0)) or "61" in why_not_here(
-        made, cpu, replace(plain, step_seconds=61.0)
-    )
-    assert "free here" in why_not_here(made, cpu, replace(plain, peak_bytes=2**60))
+    assert why_not_here(made, cpu, plain, 1.0) == ""
+    assert "GPU" in why_not_here(made, replace(cpu, kind="cuda", name="a GPU"), plain, 1.0)
+    assert "a step is predicted to take" in why_not_here(made, cpu, plain, 61.0)
+    assert "free here" in why_not_here(made, cpu, replace(plain, peak_bytes=2**60), 1.0)
     meta = dataclasses.replace(made, batch=made.batch.to("meta"))
-    assert "holds no data" in why_not_here(meta, cpu, plain)
+    assert "holds no data" in why_not_here(meta, cpu, plain, 1.0)
     monkeypatch.setattr(proving, "LONGEST_SECONDS", 0.0)
     plan = planned(workload())
     assert plan.levers.regions and not plan.is_proven

@@ -195,7 +195,7 @@ class _Planner:
             try:
                 self._solve_all()
                 candidate, prediction = self._choose()
-                proof = self._proven(candidate.levers)
+                proof = self._proven(candidate.levers, prediction)
                 break
             except _LeftOut as e:
                 if self._searched() == searched:  # it would be chosen again
@@ -475,7 +475,7 @@ class _Planner:
             raise _LeftOut(e) from e
         return self._predict(trace)
 
-    def _proven(self, levers: Levers) -> Proof:
+    def _proven(self, levers: Levers, prediction: Prediction) -> Proof:
         """Hold what a plan recomputes against the user's step, where that can run here.
 
         Raises:
@@ -483,7 +483,7 @@ class _Planner:
         """
         if not recomputes(levers):
             return Proof()
-        why = why_not_here(self.workload, self.device, self._as_is)
+        why = why_not_here(self.workload, self.device, self._as_is, prediction.step_seconds)
         if why:
             return Proof(why=why)
         self.progress("prove", 0, 1)
@@ -537,7 +537,7 @@ class _Planner:
             if bare == self.plain:
                 raise error
             self.trials.leave_out(bare, first_line(error))
-            self._leave_out(lambda x: x == bare)
+            self._leave_out(self.trials.has_failed)
             return
         for region in failing(levers, levers.regions, attempt):
             self.notes.append(

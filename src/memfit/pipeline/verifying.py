@@ -10,9 +10,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from memfit.apply.generators import preserved, sources
 from memfit.capture.fake import nothing_changes, real_copy
 from memfit.capture.measure import measure_peak_bytes
 from memfit.errors import CaptureError, RecomputationError
+from memfit.held_state import generators_of
 from memfit.ir.device import Device
 from memfit.ir.plan import Levers, Numerics, Plan
 from memfit.ir.verification import GradientDifference, Verification
@@ -94,7 +96,8 @@ def _gradients(workload: Workload, levers: Levers, quiet: bool) -> tuple[float, 
         for module in copied.model.modules():
             if not isinstance(module, nn.modules.batchnorm._NormBase):
                 module.training = False
-    with rng_preserved(), applied(levers, copied) as step:
+    held = sources(generators_of(copied.model.modules()))  # those in globals are no part of the copy
+    with rng_preserved(), preserved(held), applied(levers, copied) as step:
         _seed()
         return *step.gradients(copied.batch), dict(copied.model.named_buffers())
 
