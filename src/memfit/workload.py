@@ -251,6 +251,15 @@ def _first(shapes: list[tuple[int, ...]]) -> str:
     return ", ".join(map(str, shapes[:4])) + (", ..." if len(shapes) > 4 else "")
 
 
+def precision_label(workload: Workload, precision: str) -> str:
+    """Return what people call the precision of a step: of a model that was built in 16 bits, "pure bfloat16"."""
+    dtypes = {p.dtype for p in workload.model.parameters() if p.is_floating_point()}
+    if precision != "32-true" or dtypes <= {torch.float32}:
+        return precision
+    names = " and ".join(sorted(str(dtype)[6:] for dtype in dtypes))
+    return f"pure {names}" if len(dtypes) == 1 else f"weights in {names}"
+
+
 def _dtype(tensor: torch.Tensor) -> torch.dtype:
     """Return a tensor's dtype, or that of what it stands for: a step may have weights in another one meanwhile."""
     dtype: torch.dtype = getattr(tensor, "memfit_dtype", tensor.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ import memfit
 from memfit.capture.fake import real_copy
 from memfit.devices.allocation import allocated
 from memfit.errors import WorkloadError
-from memfit.workload import Loop, NoUpdate, Workload
+from memfit.workload import Loop, NoUpdate, Workload, precision_label
 
 _STEPS = 3
 
@@ -156,3 +157,23 @@ def test_plans_say_that_they_run_memfits_own_order() -> None:
 def test_unknown_options_are_named() -> None:
     with pytest.raises(WorkloadError, match=r"Loop\.zero_grad='never' is unknown"):
         Loop(zero_grad="never")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("which", ["a script", "filled with zeros after forward"])
+def test_pure_bfloat16_is_predicted_and_called_so(which: str) -> None:
+    workload = _workload("weights", LOOPS[which])
+    workload.model.bfloat16()
+    x, y = workload.batch
+    workload = dataclasses.replace(workload, batch=(x.bfloat16(), y))
+    found = memfit.estimate(workload)
+    assert found.peak_bytes == _measured(workload, LOOPS[which])[0]
+    assert precision_label(workload, "32-true") == "pure bfloat16" and precision_label(workload, "tf32") == "tf32"
+    assert any("pure bfloat16" in note for note in found.notes)
+
+
+def test_mixed_precision_around_the_backward_pass_and_without_a_scaler() -> None:
+    def peak(loop: Loop, precision: Any) -> int:
+        return memfit.estimate(_workload("classifier", loop), precision=precision).peak_bytes
+
+    assert peak(Loop(autocast_backward=True), "bf16-mixed") > 0
+    assert peak(Loop(scales_loss=False), "16-mixed") <= peak(Loop(), "16-mixed")

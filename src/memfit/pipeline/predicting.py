@@ -38,7 +38,7 @@ from memfit.pipeline.refusals import check_supported
 from memfit.report.chrome_trace import write_chrome_trace
 from memfit.report.snapshot import write_snapshot
 from memfit.units import format_bytes, format_seconds
-from memfit.workload import Loop, StepProgram, Workload, samples_of, tokens_per_sample
+from memfit.workload import Loop, StepProgram, Workload, precision_label, samples_of, tokens_per_sample
 
 PRECISIONS: tuple[Precision, ...] = ("32-true", "tf32", "bf16-mixed", "16-mixed", "bf16-true")
 _BENCHMARK_ERROR = 0.15  # of the peak, a bound that was not measured: kernels that are tried may need much
@@ -118,6 +118,9 @@ def estimate(
     if world_size > 1:
         trace = _sharded(trace, Sharding(world_size=world_size, mode=sharding), found)
         costs = costs_of([trace], found) if found.kind == "cuda" else costs
+    if (label := precision_label(workload, precision)) != precision:
+        note = f"the model is not in fp32, so precision={precision!r} runs it as it was built: {label}"
+        trace = replace(trace, notes=[*trace.notes, note])
     prediction, timeline = predict(trace, costs, found, tokens_per_sample(workload.batch))
     if snapshot is not None:
         write_snapshot(
