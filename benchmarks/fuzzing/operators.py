@@ -226,7 +226,7 @@ def _attention(x: Tensor, n: int) -> Tensor:
     return F.scaled_dot_product_attention(y, y, 0.5 * y, dropout_p=dropout, is_causal=causal).squeeze(1)
 
 
-def _spectrum(x: Tensor, n: int) -> Tensor:
+def _spectrum(x: Tensor, n: int) -> Any:
     spectrum = torch.fft.rfft(x.float(), dim=-1, norm="ortho")
     if n % 3 == 2:
         return torch.fft.irfft(spectrum, n=x.shape[-1])
