@@ -6,14 +6,16 @@ import contextlib
 import functools
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from msgspec.structs import replace
 from torch import nn
+from torch._C import _functorch as functorch
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.autograd import graph
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -21,6 +23,7 @@ from torch.utils.flop_counter import flop_registry
 from memfit.capture.accumulation import Accumulation
 from memfit.capture.recurrent import with_reserve
 from memfit.capture.values import device_of, tensors_in
+from memfit.errors import CaptureError
 from memfit.ir.trace import Call, Module, Op, Phase, Save, Work
 from memfit.signature import rebuild, signature
 from memfit.transfers import covers_storage
@@ -61,6 +64,13 @@ class Recording:
     saves: list[Save] = field(default_factory=list)
     signatures: dict[str, int] = field(default_factory=dict)
     works: list[Work] = field(default_factory=list)
+
+
+def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor within those that transforms of `torch.func` give to code."""
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def _storage_key(tensor: torch.Tensor) -> int | None:
@@ -146,6 +156,7 @@ class Recorder(TorchDispatchMode):
         self.microbatch = 0
         self._index: dict[int, int] = {}
         self._stack: list[int] = []
+        self._looks_away = False
         self._module_index: dict[int, int] = {}
         self._call_of_sequence: dict[int, int] = {}
         self.modules: list[Module] = []
@@ -195,7 +206,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace in _INCIDENTAL:
+        if func.namespace in _INCIDENTAL or self._looks_away:
             return func(*args, **kwargs)
         phase = self._phase()
         call = self._current_call(phase)
@@ -261,7 +272,7 @@ class Recorder(TorchDispatchMode):
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not self.recording:
             return
-        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        tensors = [_unwrapped(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         inputs = tuple(dict.fromkeys(i for t in tensors if (i := self.observe(t, -1)) is not None))
         movable = [self.observe(t, -1) for t in tensors if t.grad_fn is not None and covers_storage(t)]
         activations = tuple(dict.fromkeys(i for i in movable if i is not None))
@@ -279,10 +290,40 @@ class Recorder(TorchDispatchMode):
         self.now.calls[index] = replace(self.now.calls[index], end=len(self.now.ops))
 
     @contextlib.contextmanager
-    def saving(self, keep: bool = True) -> Iterator[None]:
-        """Record what autograd saves. With `keep` false, nothing is saved, as under activation checkpointing."""
-        with torch.autograd.graph.saved_tensors_hooks(self._pack if keep else _drop, self._unpack):
+    def saving(self) -> Iterator[None]:
+        """Record what autograd saves."""
+        with _hooks(self._pack, self._unpack):
             yield
+
+    @contextlib.contextmanager
+    def dropping(self, kept: Sequence[bool]) -> Iterator[None]:
+        """Have autograd save nothing, as under activation checkpointing.
+
+        Args:
+            kept: For each tensor that autograd saves, in order, whether it is saved all the same; what comes after the
+                last is dropped.
+        """
+        left = iter(kept)
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor | None:
+            return self._detached(tensor) if next(left, False) else None
+
+        with _hooks(pack, self._unpack):
+            yield
+
+    def _detached(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor without its history, as nobody made it.
+
+        Autograd keeps what hooks return for the output of a node with that node: with its history, the two would hold
+        each other, and live on where the backward pass never comes.
+        """
+        if tensor.is_leaf:
+            return tensor
+        self._looks_away = True
+        try:
+            return tensor.detach()
+        finally:
+            self._looks_away = False
 
     @contextlib.contextmanager
     def generator_states(self) -> Iterator[None]:
@@ -312,12 +353,17 @@ class Recorder(TorchDispatchMode):
         index = len(self.now.saves)
         call = self._stack[-1] if self._stack else -1
         self.now.saves.append(Save(storage, len(self.now.ops), call, -1, _NEVER))
-        saved = _Saved(tensor, index)
+        saved = _Saved(self._detached(tensor), index)
         weakref.finalize(saved, self._let_go, self.now, index).atexit = False
         return saved
 
     def _unpack(self, saved: Any) -> torch.Tensor:
         if not isinstance(saved, _Saved):
+            if saved is None:
+                raise CaptureError(
+                    "autograd asks within the forward pass for what it did not ask for the first time, so that the"
+                    " step's memory can't be predicted; make Workload.loss_fn do the same on every call"
+                )
             assert isinstance(saved, torch.Tensor)
             return saved
         record = self.now.saves[saved.index]
@@ -327,6 +373,34 @@ class Recorder(TorchDispatchMode):
 
     def _let_go(self, recording: Recording, index: int) -> None:
         recording.saves[index] = replace(recording.saves[index], death=len(recording.ops) - 1)
+
+
+@contextlib.contextmanager
+def _hooks(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> Iterator[None]:
+    """Give autograd hooks of saved tensors, but where transforms of `torch.func` run, which refuse any.
+
+    The step without hooks runs there; what autograd saves within is seen by when its storages die.
+    """
+    refuse = graph.disable_saved_tensors_hooks
+
+    @contextlib.contextmanager
+    def without(message: str) -> Iterator[None]:
+        ours = torch._C._autograd._top_saved_tensors_default_hooks(False) == (pack, unpack)
+        if ours:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        try:
+            with refuse(message):
+                yield
+        finally:
+            if ours:
+                torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+    graph.disable_saved_tensors_hooks = without
+    try:
+        with graph.saved_tensors_hooks(pack, unpack):
+            yield
+    finally:
+        graph.disable_saved_tensors_hooks = refuse
 
 
 def _grouped_product(func: Any, args: Any, kwargs: Any) -> Any:
@@ -378,10 +452,6 @@ def _rnn_workspace_bytes(text: str, with_gradient: bool) -> int:
         func, args, kwargs = rebuild(text, "cpu")
         workspace = func(*args, **kwargs)[3]
         return 0 if workspace is None else workspace.numel()
-
-
-def _drop(tensor: torch.Tensor) -> None:
-    return None
 
 
 def _module(fqn: str, module: nn.Module) -> Module:

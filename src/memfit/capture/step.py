@@ -247,7 +247,7 @@ def _record(
         categories.see_optimizer_state()
         recording = recorder.end_step()
         notes = attention.notes() if attention is not None else []
-        dry = _release_points(recorder, step, copied.batch)
+        dry = _release_points(recorder, step, copied.batch, recording)
     trace = _assemble(workload, copied, recorder.modules, recording, categories, dry, precision, microbatch_size)
     return replace(trace, notes=notes)
 
@@ -296,24 +296,38 @@ class _Categories:
         self.recorder.enter_phase(phase, microbatch)
 
 
-def _release_points(recorder: Recorder, step: StepProgram, batch: Any) -> list[Recording]:
+def _release_points(recorder: Recorder, step: StepProgram, batch: Any, recording: Recording) -> list[Recording]:
     """Run the forward pass with nothing saved, to see when its storages die by themselves: for each microbatch.
 
-    Those of one size run once.
+    Those of one size run once. What autograd takes within the forward pass is saved all the same.
     """
-    recordings: dict[int, Recording] = {}
-    sizes = []
+    recordings: dict[tuple[int, int], Recording] = {}
+    found = []
     for index, microbatch in enumerate(step.split(batch)):
-        sizes.append(batch_size_of(microbatch))
-        if sizes[-1] in recordings:
-            continue
-        recorder.begin_step()
-        recorder.enter_phase("forward", index)
-        with recorder.saving(keep=False):
-            loss = step.compute_loss(microbatch)
-        recordings[sizes[-1]] = recorder.end_step()
-        del loss
-    return [recordings[size] for size in sizes]
+        kept = _taken_in_forward(recording, index)
+        key = batch_size_of(microbatch), index if any(kept) else -1
+        if key not in recordings:
+            recorder.begin_step()
+            recorder.enter_phase("forward", index)
+            with recorder.dropping(kept):
+                loss = step.compute_loss(microbatch)
+            recordings[key] = recorder.end_step()
+            del loss
+        found.append(recordings[key])
+    return found
+
+
+def _taken_in_forward(recording: Recording, microbatch: int) -> list[bool]:
+    """Tell, for each tensor that is saved in a microbatch's forward pass, whether autograd within the loss takes it."""
+    first, last = _forward_range(recording, microbatch)
+    saves = [save for save in recording.saves if first <= save.at <= last + 1]
+    return [0 <= save.unpacked <= last for save in saves]
+
+
+def _forward_range(recording: Recording, microbatch: int) -> tuple[int, int]:
+    """Return the first and the last operator of a microbatch's forward pass; (0, -1) where it has none."""
+    forward = [i for i, op in enumerate(recording.ops) if op.phase == "forward" and op.microbatch == microbatch]
+    return (forward[0], forward[-1]) if forward else (0, -1)
 
 
 def _releases(recording: Recording, dry: list[Recording]) -> dict[int, int]:
@@ -380,7 +394,10 @@ def _assemble(
             release = storage.death
         owner = categories.owners.get(index, -1)
         parameter = categories.parameters.get(index, -1)
-        storages.append(Storage(storage.nbytes, storage.birth, storage.death, release, category, owner, parameter))
+        # Held from the step before and let go before the first operator: no operator of this step sees it.
+        nbytes = storage.nbytes if storage.death >= 0 else 0
+        death, release = max(storage.death, 0), max(release, 0)
+        storages.append(Storage(nbytes, storage.birth, death, release, category, owner, parameter))
     size = microbatch_size or full
     return Trace(
         workload=workload.name,

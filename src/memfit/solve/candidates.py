@@ -71,6 +71,9 @@ def refusals(regions: Regions) -> dict[str, str]:
             refused[fqn] = "is checkpointed by the model itself"
             continue
         for region in calls:
+            if trace.ops[region.recompute_at].phase == "forward":
+                refused[fqn] = "is differentiated within the loss, which would run it again there"
+                break
             culprit = _writes_outside(trace, region)
             if culprit is not None:
                 refused[fqn] = f"changes what was there before ({culprit}), which a recomputation would do again"
