@@ -110,25 +110,22 @@ def litgpt() -> Workload:
     return Workload(model=model, batch=tokens, loss_fn=loss, optimizer=optimizer, max_grad_norm=1.0)
 
 
-def _mamba(config: Any) -> Workload:
-    from mambapy.lm import LM
+def mamba() -> Workload:
+    """Return mambapy's Mamba between an embedding and a head; its scan is an in-place `torch.autograd.Function`.
 
-    model = LM(config, vocab_size=1024)
+    The package's own language model also imports Mamba 2, which needs CUDA.
+    """
+    from mambapy.mamba import Mamba, MambaConfig
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(512, 64), Mamba(MambaConfig(d_model=64, n_layers=3)), nn.Linear(64, 512))
     return Workload(
         model=model,
-        batch=torch.randint(0, 1024, (2, 65)),
-        loss_fn=lambda model, x: F.cross_entropy(model(x[:, :-1]).view(-1, 1024), x[:, 1:].reshape(-1)),
+        batch=torch.randint(0, 512, (2, 65)),
+        loss_fn=lambda model, x: F.cross_entropy(model(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten()),
         optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3),
         max_grad_norm=1.0,
     )
-
-
-def mamba() -> Workload:
-    """Return mambapy's language model, whose scan is a `torch.autograd.Function` in place."""
-    from mambapy.lm import MambaConfig
-
-    torch.manual_seed(0)
-    return _mamba(MambaConfig(d_model=64, n_layers=3))
 
 
 def soft_experts() -> Workload:

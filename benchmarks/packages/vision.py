@@ -128,7 +128,7 @@ def timm_mixup() -> Workload:
 
     torch.manual_seed(0)
     model = timm.create_model("convnext_atto", num_classes=10, drop_path_rate=0.2, dims=(24, 48, 96, 192))
-    mixup = Mixup(mixup_alpha=0.8, cutmix_alpha=1.0, prob=1.0, label_smoothing=0.1, num_classes=10, device="cpu")
+    mixup = Mixup(mixup_alpha=0.8, cutmix_alpha=1.0, prob=1.0, label_smoothing=0.1, num_classes=10)
     train_loss = SoftTargetCrossEntropy()
 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
