@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
@@ -82,6 +82,8 @@ class Workload:
         loss_scaling: How the loss is scaled where the precision is 16-mixed.
         bf16_updates: How weights are updated where the precision is bf16-true: "master-weights" (fp32 copies) or
             "stochastic-rounding"; None refuses that precision, since bf16 weights alone lose small updates.
+        values: What code reads of tensors, by `item()` and the like, by the line that reads it ("train.py:42").
+            Predictions take it; without, they run the step with data, or try both answers where they can't.
         fp32_modules: Patterns of FQNs ("head", "blocks.*.norm1"): these modules, and those inside them, compute in
             fp32 where the precision is a mixed one or bf16-true.
     """
@@ -98,6 +100,7 @@ class Workload:
     loss_scaling: LossScaling = LossScaling()
     bf16_updates: Literal["master-weights", "stochastic-rounding"] | None = None
     fp32_modules: tuple[str, ...] = ()
+    values: Mapping[str, bool | int | float] = field(default_factory=dict)
 
 
 class StepProgram(Protocol):

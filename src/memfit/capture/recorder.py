@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from memfit.capture.accumulation import Accumulation
+from memfit.capture.call_states import CallStates
 from memfit.capture.recurrent import with_reserve
 from memfit.capture.values import device_of, tensors_in
 from memfit.errors import CaptureError
@@ -160,6 +161,7 @@ class Recorder(TorchDispatchMode):
         self._module_index: dict[int, int] = {}
         self._call_of_sequence: dict[int, int] = {}
         self.modules: list[Module] = []
+        self._states: CallStates | None = None
 
     def begin_step(self) -> None:
         """Start to record; storages that are alive have birth -1."""
@@ -172,7 +174,7 @@ class Recorder(TorchDispatchMode):
 
     def end_step(self) -> Recording:
         """Return what was recorded; storages still alive keep death `len(ops)`."""
-        self.recording = False
+        self.recording, self._states = False, None
         done = self.now
         for storage in done.storages:
             storage.birth = min(storage.birth, len(done.ops) - 1)
@@ -242,6 +244,9 @@ class Recorder(TorchDispatchMode):
 
     def enter_phase(self, phase: Phase, microbatch: int) -> None:
         """Say what the step does from now on."""
+        if self._states is not None and phase == "backward":
+            for call, name in self._states.changes().items():
+                self.now.calls[call] = replace(self.now.calls[call], changed=name)
         self.phase, self.microbatch = phase, microbatch
 
     def _current_call(self, phase: Phase) -> int:
@@ -258,6 +263,7 @@ class Recorder(TorchDispatchMode):
     def watch(self, model: nn.Module) -> Iterator[None]:
         """Attribute operators to the modules of a model."""
         handles: list[Any] = []
+        self._states = CallStates(model)
         for fqn, module in model.named_modules():
             self._module_index[id(module)] = len(self.modules)
             self.modules.append(_module(fqn, module))
@@ -282,6 +288,8 @@ class Recorder(TorchDispatchMode):
         which = self._module_index[id(module)]
         self.now.calls.append(Call(which, parent, self.microbatch, here, here, inputs, self._phase(), activations))
         self._stack.append(index)
+        if self._states is not None and self.phase == "forward":
+            self._states.begin(index, module)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if not self.recording or not self._stack:
@@ -395,7 +403,7 @@ def _hooks(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Te
             if ours:
                 torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
-    graph.disable_saved_tensors_hooks = without
+    graph.disable_saved_tensors_hooks = without  # type: ignore[assignment]
     try:
         with graph.saved_tensors_hooks(pack, unpack):
             yield

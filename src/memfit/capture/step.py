@@ -21,13 +21,15 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_map
 
 from memfit.capture.attention import Attention
+from memfit.capture.courses import Course, Reading, worst_course
 from memfit.capture.fake import fake_copy, mode_of, nothing_changes, real_copy
 from memfit.capture.gpu import fake_gpu
+from memfit.capture.reads import Replay
 from memfit.capture.recorder import LiveStorage, Recorder, Recording
 from memfit.capture.values import KnownValues, libraries_run_as_with_data
 from memfit.errors import CaptureError, MemfitError
 from memfit.ir.device import Device
-from memfit.ir.trace import Category, Module, Parameter, Storage, Trace
+from memfit.ir.trace import Category, Module, Parameter, Phase, Storage, Trace
 from memfit.workload import StepProgram, Workload, batch_size_of, fingerprint, slice_batch, tensors_of
 
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
@@ -55,11 +57,13 @@ def capture(
     precision: str = "32-true",
     microbatch_size: int | None = None,
     warm: bool = False,
+    reading: Reading | None = None,
 ) -> Trace:
     """Return the trace of a step, run under fake tensors: no data, no memory, nothing of the user's changed.
 
     The step runs twice, since the first makes the optimizer's state, and the second is recorded. Of
-    many equal microbatches two are run: the second repeats.
+    many equal microbatches two are run: the second repeats. A step that reads values of tensors, or whose course
+    depends on draws, runs again for each other course that it may take (`capture.courses`).
 
     Args:
         workload: The user's workload.
@@ -70,13 +74,20 @@ def capture(
         microbatch_size: Samples in a microbatch; None for the whole batch.
         warm: The workload comes from `warmed`, and the step updates its parameters as the one there did: it runs
             once.
+        reading: Runs the step with data, and returns what it reads; None where that can't be.
 
     Raises:
         CaptureError: The step can't be run under fake tensors.
         WorkloadError: The workload can't be copied, or its loss function uses the original model.
     """
-    with _fake_copied(workload, device, microbatch_size) as (copied, values, attention):
-        trace = _record(workload, copied, build, values, precision, microbatch_size, attention, warm)
+
+    def run(course: Course) -> Trace:
+        with _fake_copied(workload, device, microbatch_size) as (copied, values, attention):
+            return _record(workload, copied, build, values, precision, microbatch_size, attention, warm, course)
+
+    trace = worst_course(run, workload.values, reading)
+    if warm and trace.slack:
+        raise CaptureError("the step may take other courses: it is captured from its first step on")
     notes = [*trace.notes, *([_COMPILED] if is_compiled(workload) else [])]
     return replace(trace, device=trace.device if device is None else device.name, notes=notes)
 
@@ -94,8 +105,25 @@ def warmed(workload: Workload, build: BuildStep, *, device: Device | None = None
         WorkloadError: The workload can't be copied, or its loss function uses the original model.
     """
     with _fake_copied(workload, device, None) as (copied, values, _), _faked(values), build(copied) as step:
+        values.replay = Replay(stated=workload.values)
         step(copied.batch)
     return copied
+
+
+def reads_unknown(workload: Workload, build: BuildStep) -> bool:
+    """Tell whether the forward pass of a workload with data reads values that are not known without.
+
+    Also where it can't be told, since the forward pass raises on what it is told instead.
+    """
+    replay = Replay(stated=workload.values)
+    try:
+        with _fake_copied(workload, None, None) as (copied, values, _), _faked(values), build(copied) as step:
+            values.replay = replay
+            with replay.arrays(values.value_of):
+                step.compute_loss(copied.batch)
+    except CaptureError:
+        return True
+    return bool(replay.guesses) or values.reads_draws
 
 
 @contextlib.contextmanager
@@ -109,7 +137,7 @@ def _fake_copied(
     values.fake.allow_fallback_kernels = attention is None  # which run operators on real zeros
     with nothing_changes(workload), _one_thread_and_no_collector():
         moved = workload if place is None else dataclasses.replace(workload, batch=_as_moved(workload.batch, values))
-        copied = fake_copy(_shortened(moved, microbatch_size), values, place)
+        copied = fake_copy(shortened(moved, microbatch_size), values, place)
         with _explained(), torch.compiler.set_stance("force_eager"), libraries_run_as_with_data():
             yield copied, values, attention
 
@@ -119,7 +147,7 @@ def capture_real(
 ) -> Trace:
     """Return the trace of a step that really runs, on a copy of the workload, through the same records."""
     with nothing_changes(workload), _one_thread_and_no_collector():
-        copied = real_copy(_shortened(workload, microbatch_size))
+        copied = real_copy(shortened(workload, microbatch_size))
         return _record(workload, copied, build, None, precision, microbatch_size)
 
 
@@ -143,7 +171,7 @@ def _as_moved(batch: Any, values: KnownValues) -> Any:
         return tree_map(moved, batch)
 
 
-def _shortened(workload: Workload, microbatch_size: int | None) -> Workload:
+def shortened(workload: Workload, microbatch_size: int | None) -> Workload:
     """Return the workload with at most two microbatches in its batch, as views: its storages keep their size."""
     size = batch_size_of(workload.batch)
     two = min(size, 2 * (microbatch_size or size))
@@ -188,13 +216,7 @@ def _explained() -> Iterator[None]:
     except MemfitError:
         raise
     except Exception as e:
-        here = Path(torch.__file__).parent, Path(__file__).parent.parent
-        frames = [
-            f
-            for f in traceback.extract_tb(e.__traceback__)
-            if not any(Path(f.filename).is_relative_to(p) for p in here)
-        ]
-        line = f" at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
+        line = users_line(e)
         said = (str(e).strip() or type(e).__name__).splitlines()[0]
         raise CaptureError(
             f"the step can't be captured without data{line} ({type(e).__name__}: {said}). {_hint(e)}"
@@ -203,10 +225,30 @@ def _explained() -> Iterator[None]:
         log.setLevel(level)
 
 
+def users_line(error: Exception) -> str:
+    """Return the innermost line of an exception outside of PyTorch and memfit, as " at FILE:LINE: CODE"; else ""."""
+    here = str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), contextlib.__file__
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(here)]
+    return f" at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
+
+
 def _hint(error: Exception) -> str:
     if isinstance(error, UnsupportedOperatorException):
         return _OPERATOR_HINT
     return _VALUES_HINT if isinstance(error, _NEEDS_VALUES) or ".numpy()" in str(error) else _OTHER_HINT
+
+
+@contextlib.contextmanager
+def _following(course: Course | None, values: KnownValues | None) -> Iterator[Callable[[Phase, int], None]]:
+    """Have a step take a course; yield what is to be told of its phases."""
+    if course is None or values is None:
+        yield lambda phase, microbatch: None
+        return
+    replay = values.replay = course.replay
+    values.extreme, values.reads_draws = course.starts[0].extreme if course.starts[0] else "", False
+    with replay.rewinding(), replay.arrays(values.value_of):
+        yield course.follow
+    course.reads_draws = values.reads_draws
 
 
 @contextlib.contextmanager
@@ -227,27 +269,42 @@ def _record(
     microbatch_size: int | None,
     attention: Attention | None = None,
     warm: bool = False,
+    course: Course | None = None,
 ) -> Trace:
     recorder = Recorder(values.fake if values else None, "cuda" if attention else "cpu")
-    with _faked(values), recorder, build(copied) as step, recorder.watch(copied.model), recorder.generator_states():
-        step.on_phase = recorder.enter_phase
+    with (
+        _faked(values),
+        recorder,
+        build(copied) as step,
+        recorder.watch(copied.model),
+        recorder.generator_states(),
+        _following(course, values) as follow,
+    ):
+
+        def enter_phase(phase: Phase, microbatch: int) -> None:
+            follow(phase, microbatch)
+            recorder.enter_phase(phase, microbatch)
+
+        step.on_phase = enter_phase
         masters = [p for group in copied.optimizer.param_groups for p in group["params"]]
         for tensor in [*copied.model.parameters(), *copied.model.buffers(), *tensors_of(copied.batch), *masters]:
             recorder.observe(tensor, -1)
-        if not warm:
+        if not warm and not (course and course.records_first):
             step(step.split(copied.batch)[0])  # makes the optimizer's state
             gc.collect(0)  # what the step made, and no collection saw before
+        if course is not None:
+            course.begin_step(0 if course.records_first else 1)
         recorder.begin_step()
         if attention is not None:
             attention.chosen.clear()
         categories = _Categories(recorder, step.workload)
-        step.on_phase = categories.on_phase
+        step.on_phase = categories.before(enter_phase)
         with recorder.saving():
             step(copied.batch)
         categories.see_optimizer_state()
         recording = recorder.end_step()
         notes = attention.notes() if attention is not None else []
-        dry = _release_points(recorder, step, copied.batch, recording)
+        dry = _release_points(recorder, step, copied.batch, recording, enter_phase)
     trace = _assemble(workload, copied, recorder.modules, recording, categories, dry, precision, microbatch_size)
     return replace(trace, notes=notes)
 
@@ -291,12 +348,23 @@ class _Categories:
             if parameter.grad is not None:
                 self._see([parameter.grad], "gradients", parameter=parameter)
 
-    def on_phase(self, phase: Any, microbatch: int) -> None:
-        self.see_gradients()
-        self.recorder.enter_phase(phase, microbatch)
+    def before(self, enter_phase: Callable[[Phase, int], None]) -> Callable[[Phase, int], None]:
+        """Return what a step calls at each phase: gradients that are there are seen first."""
+
+        def on_phase(phase: Phase, microbatch: int) -> None:
+            self.see_gradients()
+            enter_phase(phase, microbatch)
+
+        return on_phase
 
 
-def _release_points(recorder: Recorder, step: StepProgram, batch: Any, recording: Recording) -> list[Recording]:
+def _release_points(
+    recorder: Recorder,
+    step: StepProgram,
+    batch: Any,
+    recording: Recording,
+    enter_phase: Callable[[Phase, int], None],
+) -> list[Recording]:
     """Run the forward pass with nothing saved, to see when its storages die by themselves: for each microbatch.
 
     Those of one size run once. What autograd takes within the forward pass is saved all the same.
@@ -308,7 +376,7 @@ def _release_points(recorder: Recorder, step: StepProgram, batch: Any, recording
         key = batch_size_of(microbatch), index if any(kept) else -1
         if key not in recordings:
             recorder.begin_step()
-            recorder.enter_phase("forward", index)
+            enter_phase("forward", index)
             with recorder.dropping(kept):
                 loss = step.compute_loss(microbatch)
             recordings[key] = recorder.end_step()

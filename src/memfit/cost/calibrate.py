@@ -34,6 +34,7 @@ _ALIKE = 1.1  # a time is believed when another one is no more than this times a
 _FINE_SECONDS = 1e-5
 _CACHE_BYTES, _NOTICED_BYTES = 48 * 2**20, 2**16
 _OVERHEAD_RUNS = 40
+_NO_KERNEL = ("not implemented for", "nsupported dtype", "could not create a primitive", "not supported for")
 _MEASURING = 2  # raised when times are measured in another way, so that a cache does not mix the two
 
 Clock = Callable[[], float]
@@ -118,6 +119,24 @@ def measure(signatures: list[str], progress: Progress | None = None) -> dict[str
         text: OpCost(seconds[text], workspace[text], True) if text in workspace else OpCost(0.0, 0, False)
         for text in signatures
     }
+
+
+def missing_kernel(text: str) -> str | None:
+    """Return what PyTorch says of a call that it has no kernel for on this machine; None where it has, or more fails.
+
+    Args:
+        text: The call's signature.
+    """
+    try:
+        func, args, kwargs = rebuild(text, "cpu")
+        with torch.no_grad():
+            func(*args, **kwargs)
+    except (NotImplementedError, RuntimeError) as e:
+        said = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+        return f"{type(e).__name__}: {said}" if any(part in str(e) for part in _NO_KERNEL) else None
+    except Exception:  # an operator may be anyone's code, which may raise anything
+        return None
+    return None
 
 
 def with_workspaces(table: CostTable, traces: Iterable[Trace]) -> CostTable:

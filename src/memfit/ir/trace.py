@@ -70,6 +70,7 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
         inputs: The storages of the tensors among its arguments.
         phase: "recompute" for calls that happen inside the backward pass.
         activations: Those of `inputs` that are covered by a tensor with a gradient, made by an operator.
+        changed: What its code reads besides its arguments and is another by the backward pass; "" for nothing.
     """
 
     module: int
@@ -80,6 +81,7 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     inputs: tuple[int, ...]
     phase: Phase
     activations: tuple[int, ...] = ()
+    changed: str = ""
 
 
 class Op(msgspec.Struct, frozen=True, array_like=True):
@@ -169,6 +171,8 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         signatures: The distinct operator calls, as text that `cost` can run again.
         works: What a call of each signature does.
         notes: What a reader should know (assumptions made while capturing).
+        slack: By what share of the peak the step may take more on another course: for other draws, or where values
+            that code reads were guessed.
     """
 
     schema: str = "memfit.trace/1"
@@ -190,6 +194,7 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     works: list[Work]
     parameters: list[Parameter] = []
     notes: list[str] = []
+    slack: float = 0.0
 
     @functools.cached_property
     def ancestors(self) -> list[tuple[int, ...]]:

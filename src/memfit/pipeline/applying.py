@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch.distributed import ProcessGroup
 
 from memfit.apply.bf16_weights import Bf16Weights, bf16_weights
@@ -128,12 +129,18 @@ def switchable(plan: Plan, workload: Workload, *, limit_bytes: int | None) -> It
     bare = without_switched(plan.levers)
     with (
         applied(bare, workload, predicted_peak_bytes=plan.predicted.peak_bytes) as step,
-        contextlib.closing(Switch(step, plan.levers)) as switch,
+        contextlib.closing(Switch(step, plan.levers, is_proven=_is_proven(plan, workload))) as switch,
         live(step),
     ):
         step.prediction = plan.predicted
         step.limit = None if limit_bytes is None else _limit(limit_bytes, step)
         yield switch
+
+
+def _is_proven(plan: Plan, workload: Workload) -> bool:
+    """Tell whether a plan was held against the step on a machine like this one: on the CPU, with this PyTorch."""
+    on_cpu = all(p.device.type == "cpu" for p in workload.model.parameters())
+    return plan.is_proven and on_cpu and plan.torch_version == str(torch.__version__)
 
 
 def _limit(limit_bytes: int, step: Step) -> CpuLimit | CudaLimit:

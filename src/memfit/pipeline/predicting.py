@@ -31,6 +31,7 @@ from memfit.ir.trace import Trace
 from memfit.pipeline import remote
 from memfit.pipeline.applying import applied, check_workload
 from memfit.pipeline.combining import circumstances
+from memfit.pipeline.reading import WithData
 from memfit.report.chrome_trace import write_chrome_trace
 from memfit.report.snapshot import write_snapshot
 from memfit.units import format_bytes, format_seconds
@@ -144,7 +145,7 @@ def is_elsewhere(device: Device) -> bool:
 
 def capture_levers(workload: Workload, levers: Levers, device: Device) -> Trace:
     """Return the trace of a workload's step with levers applied, under fake tensors."""
-    return _captured(workload, levers, device)
+    return _captured(workload, levers, device, WithData(workload))
 
 
 class Captures:
@@ -159,15 +160,16 @@ class Captures:
 
     def __init__(self, workload: Workload, device: Device) -> None:
         self.workload, self.device = workload, device
+        self.data = WithData(workload)
 
     def __call__(self, levers: Levers) -> Trace:
         """Return the trace of the step with levers applied, as `capture_levers` does."""
         if levers.optimizer != "as-is" or levers.precision == "bf16-true":
-            return _captured(self.workload, levers, self.device)
+            return _captured(self.workload, levers, self.device, self.data)
         try:
-            return _captured(self._warm, levers, self.device, warm=True)
+            return _captured(self._warm, levers, self.device, self.data, warm=True)
         except CaptureError:  # as for a model that holds something of the step before, in another precision
-            return _captured(self.workload, levers, self.device)
+            return _captured(self.workload, levers, self.device, self.data)
 
     @functools.cached_property
     def _warm(self) -> Workload:
@@ -175,7 +177,7 @@ class Captures:
         return warmed(self.workload, functools.partial(applied, plain), device=_fake_device(self.device))
 
 
-def _captured(workload: Workload, levers: Levers, device: Device, *, warm: bool = False) -> Trace:
+def _captured(workload: Workload, levers: Levers, device: Device, data: WithData, *, warm: bool = False) -> Trace:
     trace = capture(
         workload,
         functools.partial(applied, levers),
@@ -183,6 +185,7 @@ def _captured(workload: Workload, levers: Levers, device: Device, *, warm: bool 
         precision=levers.precision,
         microbatch_size=levers.microbatch_size,
         warm=warm,
+        reading=data.of(levers),
     )
     if _fake_device(device) is not None:
         return trace
@@ -227,7 +230,7 @@ def predict(
     prediction = Prediction(
         peak_bytes=allocated,
         peak_reserved_bytes=reserved,
-        peak_upper_bytes=int((reserved or allocated) * (1 + costs.peak_error)),
+        peak_upper_bytes=int((reserved or allocated) * (1 + costs.peak_error) * (1 + trace.slack)),
         step_seconds=timeline.step_seconds,
         by_category=by_category,
         where=timeline.where(),

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import math
+import random
 
 import msgspec
+import numpy as np
 import torch
 from torch import nn
 
-from memfit.apply.probe import probing
 from memfit.capture.fake import nothing_changes, real_copy
 from memfit.capture.measure import measure_peak_bytes
 from memfit.errors import CaptureError, RecomputationError
 from memfit.ir.device import Device
 from memfit.ir.plan import Levers, Numerics, Plan
-from memfit.ir.remat import Region
 from memfit.ir.verification import GradientDifference, Verification
 from memfit.pipeline.applying import applied, check_runs_here
 from memfit.pipeline.classes import freest, lever_classes
 from memfit.pipeline.coupling import coupling
 from memfit.pipeline.predicting import capture_levers, costs_of, predict
+from memfit.pipeline.proving import probe_regions
+from memfit.rng import rng_preserved
 from memfit.units import format_bytes
 from memfit.workload import Workload, batch_size_of
 
@@ -84,26 +86,6 @@ def verify(plan: Plan, workload: Workload) -> Verification:
     return msgspec.structs.replace(found, failures=failures + _failures(plan, workload, device, found))
 
 
-def probe_regions(workload: Workload, levers: Levers) -> dict[Region, str]:
-    """Return the regions whose recomputation makes something else than the forward pass did, and what differs.
-
-    Runs one forward and backward pass with data, on a copy of the workload, and compares every tensor that is
-    recomputed with the one that autograd saved, bit by bit.
-
-    Args:
-        workload: With data; nothing of it is changed.
-        levers: The regions, and how else the step runs.
-    """
-    copied = real_copy(workload)
-    with nothing_changes(workload), applied(levers, copied) as step, probing() as differences:
-        step.gradients(copied.batch)
-    named = {region.modules: region for region in levers.regions}
-    return {
-        named[modules]: f"{error.module}, run again, does something else ({error.how})"
-        for modules, error in differences.items()
-    }
-
-
 _Tensors = dict[str, torch.Tensor]
 
 
@@ -114,9 +96,15 @@ def _gradients(workload: Workload, levers: Levers, quiet: bool) -> tuple[float, 
         for module in copied.model.modules():
             if not isinstance(module, nn.modules.batchnorm._NormBase):
                 module.training = False
-    with torch.random.fork_rng(), applied(levers, copied) as step:
-        torch.manual_seed(0)
+    with rng_preserved(), applied(levers, copied) as step:
+        _seed()
         return *step.gradients(copied.batch), dict(copied.model.named_buffers())
+
+
+def _seed() -> None:
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
 
 
 def _peak(workload: Workload, levers: Levers) -> int:

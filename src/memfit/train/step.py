@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,6 +28,9 @@ class InBackward(Protocol):
 
     def taken(self) -> AbstractContextManager[object]:
         """Make the context of a backward pass that updates."""
+
+    def dropped(self) -> AbstractContextManager[object]:
+        """Make the context of a backward pass that updates nothing, and leaves no gradients."""
 
     def norms(self) -> list[torch.Tensor]:
         """Return the norms of the gradients that it used."""
@@ -84,6 +87,8 @@ class Step:
         recovery: Runs each step, and runs it again where memory runs out (`memfit.train.recovery`); None for nothing.
         limit: Makes the context of a step on a batch in which no more may be held than it says; None for no limit.
         ranks: Those that train together.
+        proving: Makes the context of the steps that hold what is computed again in the backward pass against what was
+            computed before (`memfit.pipeline.switching`); None for nothing.
 
     Raises:
         UsageError: `microbatch_size` is not positive.
@@ -115,6 +120,7 @@ class Step:
         self.limit: Callable[[Any], AbstractContextManager[object]] | None = None
         self.prediction: Prediction | None = None
         self.ranks = Alone()
+        self.proving: Callable[[], AbstractContextManager[object]] | None = None
         self._autocast = autocast
         self._around = around
         self._optimize = update
@@ -164,8 +170,12 @@ class Step:
 
     def _once(self, batch: Any) -> StepResult:
         started = time.perf_counter()
-        limit = nullcontext() if self.limit is None else self.limit(batch)
-        with limit, nullcontext() if self._around is None else self._around():
+        proving = self.proving
+        if proving is not None and self._in_backward is not None:
+            with self._within(batch), proving():
+                self._rehearse(batch, self._in_backward)
+            proving = None
+        with self._within(batch), nullcontext() if proving is None else proving():
             loss, grad_norm, scale = self._run(batch)
         skipped = not math.isfinite(grad_norm)
         skips = 0 if self.scaler is None else self.scaler.skips
@@ -211,6 +221,26 @@ class Step:
             if statistics and not math.isfinite(norm):
                 torch._foreach_copy_(statistics, before)
         return loss, norm, scale
+
+    @contextmanager
+    def _within(self, batch: Any) -> Iterator[None]:
+        """Yield in what a step on a batch runs in."""
+        limit = nullcontext() if self.limit is None else self.limit(batch)
+        with limit, nullcontext() if self._around is None else self._around():
+            yield
+
+    def _rehearse(self, batch: Any, updating: InBackward) -> None:
+        """Run a step that leaves nothing: where gradients are used as soon as they are there, errors come too late."""
+        buffers = list(self.workload.model.buffers())
+        before = [buffer.clone() for buffer in buffers]
+        try:
+            with rng_preserved(), updating.dropped():
+                self._accumulate(batch, [])
+        finally:
+            _clear(self.parameters())
+            with torch.no_grad():
+                for buffer, value in zip(buffers, before, strict=True):
+                    buffer.copy_(value)
 
     def _phase(self, phase: Phase, microbatch: int) -> None:
         if self.on_phase is not None:
