@@ -12,13 +12,17 @@ from typing import Any
 
 import torch
 
+from memfit import sparse
+
 
 def describe(argument: Any) -> Any:
-    """Return an argument as JSON values; tensors by dtype, shape and stride.
+    """Return an argument as JSON values; tensors by dtype, shape and stride, sparse ones by how many entries they have.
 
     Raises:
         TypeError: The argument is of a kind that has no description.
     """
+    if isinstance(argument, torch.Tensor) and argument.layout is torch.sparse_coo:
+        return {"s": sparse.describe(argument)}
     if isinstance(argument, torch.Tensor):
         return {"t": [str(argument.dtype)[6:], list(argument.shape), list(argument.stride())]}
     if argument is None or isinstance(argument, bool | int | str):
@@ -94,6 +98,8 @@ def _rebuild(value: Any, device: str) -> Any:
     if kind == "t":
         dtype, shape, stride = content
         return _tensor(dtype, shape, stride, device)
+    if kind == "s":
+        return sparse.rebuild(content, device)
     if kind == "l":
         return [_rebuild(v, device) for v in content]
     if kind == "f":

@@ -9,8 +9,12 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
 
+from memfit.batch import batch_size_of as batch_size_of  # re-exported: batches are asked for with their workload
+from memfit.batch import samples_in as samples_in
+from memfit.batch import slice_batch as slice_batch
+from memfit.batch import tensors_of as tensors_of
+from memfit.batch import tokens_per_sample as tokens_per_sample
 from memfit.errors import WorkloadError
 
 Loss = torch.Tensor | tuple[torch.Tensor, torch.Tensor | int | float]
@@ -66,8 +70,10 @@ class Workload:
 
     Args:
         model: The model, on the CPU, in training mode.
-        batch: One global batch: tensors, or dicts, lists and tuples of them. The first dimension
-            of each tensor is the sample, and all tensors have the same number of samples.
+        batch: One global batch: tensors, in dicts, lists, tuples, dataclasses or other objects. The first dimension
+            of each tensor is the sample; a list may have an entry a sample instead (detection targets). A batch whose
+            tensors have different numbers of samples, as a graph's nodes and edges, counts as one sample, and is
+            not cut into microbatches.
         loss_fn: `loss_fn(model, batch)` returns a scalar tensor that is a mean over the samples, or
             `(sum, count)` when the loss is normalised by tokens or voxels. It must reach the
             parameters through the model it is given.
@@ -86,6 +92,10 @@ class Workload:
             Predictions take it; without, they run the step with data, or try both answers where they can't.
         fp32_modules: Patterns of FQNs ("head", "blocks.*.norm1"): these modules, and those inside them, compute in
             fp32 where the precision is a mixed one or bf16-true.
+        batch_size: How many samples a batch counts as, where its tensors don't say, or `batch_size(batch)` returns it:
+            1 for a batch that is not to be cut, the number of graphs with `split`. None to count them.
+        split: `split(batch, start, stop)` returns the samples from `start` up to `stop` of a batch that memfit can't
+            cut by itself. None to slice its tensors.
     """
 
     model: nn.Module
@@ -101,6 +111,8 @@ class Workload:
     bf16_updates: Literal["master-weights", "stochastic-rounding"] | None = None
     fp32_modules: tuple[str, ...] = ()
     values: Mapping[str, bool | int | float] = field(default_factory=dict)
+    batch_size: int | Callable[[Any], int] | None = None
+    split: Callable[[Any, int, int], Any] | None = None
 
 
 class StepProgram(Protocol):
@@ -124,42 +136,56 @@ class StepProgram(Protocol):
         """Run the forward pass as the step does."""
 
 
-def tensors_of(batch: Any) -> list[torch.Tensor]:
-    """Return the tensors of a batch, in order."""
-    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+def samples_of(workload: Workload, batch: Any = None) -> int:
+    """Return how many samples a batch of a workload counts as: by `Workload.batch_size`, else by its tensors.
 
+    1 for a batch that can't be cut into microbatches.
 
-def batch_size_of(batch: Any) -> int:
-    """Return the number of samples of a batch.
+    Args:
+        workload: The workload.
+        batch: Its own batch, where None.
 
     Raises:
-        WorkloadError: Its tensors disagree, or it has none.
+        WorkloadError: The batch holds no samples, or can't be cut into as many as `Workload.batch_size` says.
     """
-    sizes = {tuple(t.shape): t.shape[0] if t.dim() else 0 for t in tensors_of(batch)}
-    if not sizes or 0 in sizes.values():
+    batch = workload.batch if batch is None else batch
+    given = workload.batch_size
+    if given is None:
+        return batch_size_of(batch)
+    size = int(given(batch) if callable(given) else given)
+    if size < 1:
+        raise WorkloadError(f"Workload.batch_size={size} is not above 0: give the number of samples, or None")
+    if size > 1 and workload.split is None and samples_in(batch) != size:
         raise WorkloadError(
-            "Workload.batch holds no samples: it must be tensors whose first dimension is the sample, not"
-            f" {type(batch).__name__} with tensors of shapes {sorted(sizes)}"
+            f"Workload.batch_size={size}, and the tensors of Workload.batch have {samples_in(batch)} samples: give"
+            " Workload.split, which cuts a batch, or batch_size=1 for one that is not cut"
         )
-    if len(set(sizes.values())) > 1:
-        raise WorkloadError(
-            "Workload.batch has tensors of different numbers of samples, by shape:"
-            f" {sorted(sizes)}; the first dimension of each must be the sample"
-        )
-    return next(iter(sizes.values()))
+    return size
 
 
-def tokens_per_sample(batch: Any) -> int | None:
-    """Return the length of a batch's sequences: of its first tensor of integers with two dimensions; None without."""
-    found = [t for t in tensors_of(batch) if t.dim() == 2 and not t.is_floating_point() and t.dtype is not torch.bool]
-    return int(found[0].shape[1]) if found else None
+def part_of(workload: Workload, batch: Any, start: int, stop: int) -> Any:
+    """Return the samples from `start` up to `stop` of a batch of a workload.
+
+    Raises:
+        WorkloadError: The batch can't be cut.
+    """
+    return slice_batch(batch, start, stop) if workload.split is None else workload.split(batch, start, stop)
 
 
-def slice_batch(batch: Any, start: int, stop: int) -> Any:
-    """Return the samples from `start` up to `stop` of a batch, as views."""
-    if type(batch) is dict and all(type(leaf) is torch.Tensor for leaf in batch.values()):  # much faster
-        return {key: leaf[start:stop] for key, leaf in batch.items()}
-    return tree_map(lambda leaf: leaf[start:stop] if isinstance(leaf, torch.Tensor) else leaf, batch)
+def uncut_note(workload: Workload) -> str | None:
+    """Return a note on a batch that counts as one sample since it can't be cut; None for others."""
+    if workload.batch_size is not None or samples_in(workload.batch) is not None:
+        return None
+    shapes = [tuple(t.shape) for t in tensors_of(workload.batch)]
+    return (
+        f"the batch counts as one sample, which no microbatch cuts: its tensors of shapes {_first(shapes)} have"
+        " different first dimensions, as those of a graph do. Samples in figures are batches then. Give"
+        " Workload.batch_size and Workload.split to have it cut"
+    )
+
+
+def _first(shapes: list[tuple[int, ...]]) -> str:
+    return ", ".join(map(str, shapes[:4])) + (", ..." if len(shapes) > 4 else "")
 
 
 def _dtype(tensor: torch.Tensor) -> torch.dtype:
@@ -183,4 +209,5 @@ def fingerprint(workload: Workload) -> str:
     parts += [f"batch:{tuple(t.shape)}:{t.dtype}" for t in tensors_of(workload.batch)]
     parts.append(getattr(workload.optimizer, "memfit_stands_for", type(workload.optimizer).__qualname__))
     parts += [f"{what}" for what in (workload.bf16_updates, workload.fp32_modules) if what]
+    parts += [f"batch_size:{samples_of(workload)}"] if workload.batch_size is not None else []
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

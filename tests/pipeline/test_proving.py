@@ -97,7 +97,7 @@ def are_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 
 def test_a_plan_is_proven_and_what_differs_is_left_out() -> None:
-    plan = planned(workload(1, 4), 0.75)
+    plan = planned(workload(1, 4))
     assert plan.levers.regions
     assert plan.is_proven
     assert plan.proof.levers == levers_key(plan.levers)
@@ -217,7 +217,7 @@ def test_a_checksum_sees_every_bit_and_its_place(tensor: torch.Tensor) -> None:
     assert _sums(bits) == _sums(bits.clone(memory_format=torch.preserve_format))
     if tensor.numel() > 2 and not tensor.is_complex():
         moved = tensor.clone().flatten()
-        moved[0] = moved[0] + 1 if moved.dtype != torch.bool else ~moved[0]
+        moved[0] = 7 if moved.dtype != torch.bool else ~moved[0]
         assert checksum(moved.view(tensor.shape)) != checksum(tensor)
         assert _sums(moved.view(tensor.shape)) != _sums(tensor.contiguous())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import itertools
 import logging
 import traceback
 from collections.abc import Callable, Iterator
@@ -18,8 +19,8 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
-from torch.utils._pytree import tree_map
 
+from memfit.batch import map_tensors
 from memfit.capture.attention import Attention
 from memfit.capture.courses import Course, Reading, worst_course
 from memfit.capture.fake import fake_copy, mode_of, nothing_changes, real_copy
@@ -30,7 +31,8 @@ from memfit.capture.values import KnownValues, libraries_run_as_with_data
 from memfit.errors import CaptureError, MemfitError
 from memfit.ir.device import Device
 from memfit.ir.trace import Category, Module, Parameter, Phase, Storage, Trace
-from memfit.workload import StepProgram, Workload, batch_size_of, fingerprint, slice_batch, tensors_of
+from memfit.sparse import parts
+from memfit.workload import StepProgram, Workload, fingerprint, part_of, samples_of, tensors_of, uncut_note
 
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 _VALUES_HINT = (
@@ -38,6 +40,14 @@ _VALUES_HINT = (
     " Workload.loss_fn; mixtures of experts of transformers take experts_implementation='grouped_mm'"
 )
 _OPERATOR_HINT = "PyTorch can't run this operator without data: take it out of Workload.loss_fn, or estimate without it"
+_CLOSURE_HINT = (
+    "memfit runs the forward and backward passes once a step and calls Workload.optimizer.step() without a closure: give"
+    " an optimizer that needs none"
+)
+_SUBCLASS_HINT = (
+    "Tensors of classes of their own are captured as plain ones, with their attributes and without their methods: give"
+    " Workload.batch tensor.as_subclass(torch.Tensor), and what the method returns beside it"
+)
 _OTHER_HINT = "See whether Workload.loss_fn(model, batch) and backward() run with data"
 
 _COMPILED = (
@@ -62,8 +72,9 @@ def capture(
     """Return the trace of a step, run under fake tensors: no data, no memory, nothing of the user's changed.
 
     The step runs twice, since the first makes the optimizer's state, and the second is recorded. Of
-    many equal microbatches two are run: the second repeats. A step that reads values of tensors, or whose course
-    depends on draws, runs again for each other course that it may take (`capture.courses`).
+    many equal microbatches two are run: the second repeats; all are run where they add up sparse gradients. A step that
+    reads values of tensors, or whose course depends on draws, runs again for each other course that it may take
+    (`capture.courses`).
 
     Args:
         workload: The user's workload.
@@ -83,12 +94,17 @@ def capture(
 
     def run(course: Course) -> Trace:
         with _fake_copied(workload, device, microbatch_size) as (copied, values, attention):
-            return _record(workload, copied, build, values, precision, microbatch_size, attention, warm, course)
+            trace = _record(workload, copied, build, values, precision, microbatch_size, attention, warm, course)
+        if trace.microbatches < trace.scale_microbatches and _adds_up_sparse_gradients(trace):
+            with _fake_copied(workload, device, None) as (copied, values, attention):
+                trace = _record(workload, copied, build, values, precision, microbatch_size, attention, warm, course)
+        return trace
 
     trace = worst_course(run, workload.values, reading)
     if warm and trace.slack:
         raise CaptureError("the step may take other courses: it is captured from its first step on")
-    notes = [*trace.notes, *([_COMPILED] if is_compiled(workload) else [])]
+    said = [uncut_note(workload), _COMPILED if is_compiled(workload) else None]
+    notes = [*trace.notes, *(note for note in said if note)]
     return replace(trace, device=trace.device if device is None else device.name, notes=notes)
 
 
@@ -126,6 +142,12 @@ def reads_unknown(workload: Workload, build: BuildStep) -> bool:
     return bool(replay.guesses) or values.reads_draws
 
 
+def _adds_up_sparse_gradients(trace: Trace) -> bool:
+    """Tell whether a microbatch adds to a sparse gradient, which then has the entries of both."""
+    adding = (op for op in trace.ops if op.phase == "backward" and op.microbatch and op.name == "aten.add_.Tensor")
+    return any('"args":[{"s":' in trace.signatures[op.signature] for op in adding)
+
+
 @contextlib.contextmanager
 def _fake_copied(
     workload: Workload, device: Device | None, microbatch_size: int | None
@@ -137,7 +159,7 @@ def _fake_copied(
     values.fake.allow_fallback_kernels = attention is None  # which run operators on real zeros
     with nothing_changes(workload), _one_thread_and_no_collector():
         moved = workload if place is None else dataclasses.replace(workload, batch=_as_moved(workload.batch, values))
-        copied = fake_copy(shortened(moved, microbatch_size), values, place)
+        copied = _unwrapped(fake_copy(_shortened(moved, microbatch_size), values, place))
         with _explained(), torch.compiler.set_stance("force_eager"), libraries_run_as_with_data():
             yield copied, values, attention
 
@@ -147,8 +169,13 @@ def capture_real(
 ) -> Trace:
     """Return the trace of a step that really runs, on a copy of the workload, through the same records."""
     with nothing_changes(workload), _one_thread_and_no_collector():
-        copied = real_copy(shortened(workload, microbatch_size))
+        copied = real_part(workload, microbatch_size)
         return _record(workload, copied, build, None, precision, microbatch_size)
+
+
+def real_part(workload: Workload, microbatch_size: int | None) -> Workload:
+    """Return an independent copy of a workload with data, with at most two microbatches in its batch."""
+    return _unwrapped(real_copy(_shortened(workload, microbatch_size)))
 
 
 def is_compiled(workload: Workload) -> bool:
@@ -162,20 +189,58 @@ def is_compiled(workload: Workload) -> bool:
 def _as_moved(batch: Any, values: KnownValues) -> Any:
     """Return a batch as it is once moved to another device: of a view's storage, only what the view shows."""
 
-    def moved(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
+    def moved(leaf: torch.Tensor) -> torch.Tensor:
+        if leaf.layout is not torch.strided:
             return leaf
         return leaf if leaf.untyped_storage().nbytes() == leaf.numel() * leaf.itemsize else leaf.clone()
 
     with _faked(values):
-        return tree_map(moved, batch)
+        return map_tensors(moved, batch)
 
 
-def shortened(workload: Workload, microbatch_size: int | None) -> Workload:
+def _shortened(workload: Workload, microbatch_size: int | None) -> Workload:
     """Return the workload with at most two microbatches in its batch, as views: its storages keep their size."""
-    size = batch_size_of(workload.batch)
+    size = samples_of(workload)
     two = min(size, 2 * (microbatch_size or size))
-    return dataclasses.replace(workload, batch=slice_batch(workload.batch, 0, two)) if two < size else workload
+    if two == size:
+        return workload
+    start = _heaviest(workload, microbatch_size or size, size)
+    batch = part_of(workload, workload.batch, start, start + two)
+    counted = workload.batch_size if callable(workload.batch_size) or workload.batch_size is None else two
+    return dataclasses.replace(workload, batch=_Shortened(batch, workload.batch), batch_size=counted)
+
+
+@dataclasses.dataclass
+class _Shortened:
+    """A part of a batch that is run, and the batch, whose memory is held meanwhile."""
+
+    part: Any
+    whole: Any
+
+
+def _unwrapped(copied: Workload) -> Workload:
+    """Return a copied workload with the part of its batch as its batch, and the whole one as its batches."""
+    if isinstance(copied.batch, _Shortened):
+        return dataclasses.replace(copied, batch=copied.batch.part, batches=[copied.batch.whole])
+    return dataclasses.replace(copied, batches=None)
+
+
+def _heaviest(workload: Workload, microbatch_size: int, size: int) -> int:
+    """Return the sample at which the two microbatches begin that have most elements: samples may differ in size."""
+    if workload.split is None and len({t.shape[0] for t in tensors_of(workload.batch) if t.dim()}) == 1:
+        return 0
+    parts = [
+        part_of(workload, workload.batch, start, min(start + microbatch_size, size))
+        for start in range(0, size, microbatch_size)
+    ]
+    elements = [sum(t.numel() for t in tensors_of(part)) for part in parts]
+    pairs = [one + other for one, other in itertools.pairwise(elements[: size // microbatch_size])]
+    return microbatch_size * pairs.index(max(pairs))
+
+
+def _inputs(copied: Workload) -> list[torch.Tensor]:
+    """Return the tensors of a copy's batch, and of the whole one that it is a part of."""
+    return tensors_of([copied.batch, copied.batches])
 
 
 @contextlib.contextmanager
@@ -235,6 +300,10 @@ def users_line(error: Exception) -> str:
 def _hint(error: Exception) -> str:
     if isinstance(error, UnsupportedOperatorException):
         return _OPERATOR_HINT
+    if "closure" in str(error):
+        return _CLOSURE_HINT
+    if isinstance(error, AttributeError) and "'FakeTensor'" in str(error):
+        return _SUBCLASS_HINT
     return _VALUES_HINT if isinstance(error, _NEEDS_VALUES) or ".numpy()" in str(error) else _OTHER_HINT
 
 
@@ -287,7 +356,7 @@ def _record(
 
         step.on_phase = enter_phase
         masters = [p for group in copied.optimizer.param_groups for p in group["params"]]
-        for tensor in [*copied.model.parameters(), *copied.model.buffers(), *tensors_of(copied.batch), *masters]:
+        for tensor in [*copied.model.parameters(), *copied.model.buffers(), *_inputs(copied), *masters]:
             recorder.observe(tensor, -1)
         if not warm and not (course and course.records_first):
             step(step.split(copied.batch)[0])  # makes the optimizer's state
@@ -323,10 +392,10 @@ class _Categories:
             self._see(module.buffers(recurse=False), "buffers", position)
             for parameter in module.parameters(recurse=False):
                 self._see([parameter], "parameters", position, parameter)
-        self._see(tensors_of(workload.batch), "inputs")
+        self._see(_inputs(workload), "inputs")
 
     def _see(self, tensors: Any, category: Category, owner: int = -1, parameter: Any = None) -> None:
-        for tensor in tensors:
+        for tensor in [part for tensor in tensors for part in parts(tensor)]:
             index = self.recorder.observe(tensor, -1)
             if index is not None:
                 self.found[index] = category
@@ -367,13 +436,16 @@ def _release_points(
 ) -> list[Recording]:
     """Run the forward pass with nothing saved, to see when its storages die by themselves: for each microbatch.
 
-    Those of one size run once. What autograd takes within the forward pass is saved all the same.
+    Those of the same shapes run once. What autograd takes within the forward pass is saved all the same.
     """
-    recordings: dict[tuple[int, int], Recording] = {}
+    recordings: dict[Any, Recording] = {}
     found = []
-    for index, microbatch in enumerate(step.split(batch)):
+    recorder.begin_step()  # what splitting makes, as of packed sequences, is no part of the step recorded before
+    microbatches = step.split(batch)
+    recorder.end_step()
+    for index, microbatch in enumerate(microbatches):
         kept = _taken_in_forward(recording, index)
-        key = batch_size_of(microbatch), index if any(kept) else -1
+        key = tuple(tuple(t.shape) for t in tensors_of(microbatch)), index if any(kept) else -1
         if key not in recordings:
             recorder.begin_step()
             enter_phase("forward", index)
@@ -453,7 +525,7 @@ def _assemble(
     for save in saves:
         last_save[save.storage] = max(save.death, last_save.get(save.storage, -1))
     releases = _releases(recording, dry)
-    full, captured = batch_size_of(workload.batch), batch_size_of(copied.batch)
+    full, captured = samples_of(workload), samples_of(copied)
     storages = []
     for index, storage in enumerate(recording.storages):
         category = categories.found.get(index) or _category(storage, recording, index in last_save)

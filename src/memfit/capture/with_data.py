@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.capture.courses import Readings
 from memfit.capture.draws import GeneratorStates
-from memfit.capture.fake import nothing_changes, real_copy
+from memfit.capture.fake import nothing_changes
 from memfit.capture.reads import Log, Writing
-from memfit.capture.step import BuildStep, shortened, users_line
+from memfit.capture.step import BuildStep, real_part, users_line
 from memfit.errors import CaptureError, MemfitError
 from memfit.workload import StepProgram, Workload, tensors_of
 
@@ -76,7 +76,7 @@ def read_with_data(workload: Workload, build: BuildStep, microbatch_size: int | 
     if why_not_here(workload) is not None:
         return None
     with nothing_changes(workload):
-        copied = real_copy(shortened(workload, microbatch_size))
+        copied = real_part(workload, microbatch_size)
         logs, starts = [], []
         try:
             with Bounded(), build(copied) as step:

@@ -26,6 +26,7 @@ from memfit.ir import codec
 from memfit.ir.cost import CostTable, OpCost
 from memfit.ir.trace import Trace
 from memfit.signature import rebuild
+from memfit.sparse import parts
 
 _MARK = "memfit-op-"
 _ENOUGH_SECONDS = 0.02
@@ -168,17 +169,21 @@ def _run_marked(text: str, mark: str) -> int | None:
     """Run a call for the profiler; return the bytes of its new outputs, or None where it can't be run."""
     try:
         func, args, kwargs = rebuild(text, "cpu")
-        known = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        known = {storage._cdata for storage in _storages((args, kwargs))}
         with torch.profiler.record_function(mark):
             out = func(*args, **kwargs)
     except Exception:  # an operator may be anyone's code, which may raise anything
         return None
-    fresh = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tree_leaves(out) if _is_dense(t)}
+    fresh = {
+        storage._cdata: storage.nbytes() for storage in _storages((out, args, kwargs))
+    }  # sparse ones get new memory
     return int(sum(nbytes for key, nbytes in fresh.items() if key not in known))
 
 
-def _is_dense(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.layout is torch.strided
+def _storages(values: Any) -> list[torch.UntypedStorage]:
+    """Return the storages of the tensors among arguments or outputs."""
+    tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    return [part.untyped_storage() for tensor in tensors for part in parts(tensor)]
 
 
 def _least_seconds(text: str, evicting: torch.Tensor) -> float:
@@ -191,7 +196,7 @@ def _least_seconds(text: str, evicting: torch.Tensor) -> float:
         evicting: What is written to empty the caches.
     """
     func, args, kwargs = rebuild(text, "cpu")
-    given = sum(t.untyped_storage().nbytes() for t in tree_leaves((args, kwargs)) if _is_dense(t))
+    given = sum(storage.nbytes() for storage in _storages((args, kwargs)))
     call = functools.partial(func, *args, **kwargs)
     clock = _clock()
     call()

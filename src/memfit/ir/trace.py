@@ -164,7 +164,8 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """A steady step, recorded.
 
     Attributes:
-        microbatches: How many microbatches the recorded step has (at most two; later ones repeat the second).
+        microbatches: How many microbatches the recorded step has: two at most, of which the second stands for those
+            that are left out; all where they differ, as sparse gradients do, which grow with each.
         scale_microbatches: How many the real step has.
         fingerprint: Identifies the workload: parameters, modules, batch shapes, optimizer.
         precision: The precision the step ran in.

@@ -31,11 +31,12 @@ from memfit.ir.trace import Trace
 from memfit.pipeline import remote
 from memfit.pipeline.applying import applied, check_workload
 from memfit.pipeline.combining import circumstances
-from memfit.pipeline.reading import WithData
+from memfit.pipeline.reading import WithData, readings_to_send
+from memfit.pipeline.refusals import check_supported
 from memfit.report.chrome_trace import write_chrome_trace
 from memfit.report.snapshot import write_snapshot
 from memfit.units import format_bytes, format_seconds
-from memfit.workload import Workload, batch_size_of, tokens_per_sample
+from memfit.workload import Workload, samples_of, tokens_per_sample
 
 PRECISIONS: tuple[Precision, ...] = ("32-true", "tf32", "bf16-mixed", "16-mixed", "bf16-true")
 _FALLBACK_ERROR = 0.25  # of a GPU's peak predicted from the CPU's program: 8 % was seen on a small GPT
@@ -80,6 +81,7 @@ def estimate(
         UsageError: No such device, precision or sharding.
         CaptureError: The step can't be captured.
     """
+    check_supported(workload)
     found = find_device(device)
     if precision == "auto":
         precision = precisions(found)[-1]
@@ -98,11 +100,12 @@ def estimate(
             "snapshot": snapshot and Path(snapshot).resolve(),
             "chrome_trace": chrome_trace and Path(chrome_trace).resolve(),
         }
-        prediction: Prediction = remote.call(estimate, workload, options, progress)
+        readings = readings_to_send(workload, [microbatch_size or samples_of(workload)])
+        prediction: Prediction = remote.call(estimate, workload, options, progress, readings)
         return prediction
     check_workload(workload, found)
     progress("capture", 0, 1)
-    size = microbatch_size or batch_size_of(workload.batch)
+    size = microbatch_size or samples_of(workload)
     trace = capture_levers(workload, Levers(precision=precision, microbatch_size=size), found)
     progress("capture", 1, 1)
     costs = costs_of([trace], found, functools.partial(progress, "measure operators"))
@@ -173,7 +176,7 @@ class Captures:
 
     @functools.cached_property
     def _warm(self) -> Workload:
-        plain = Levers(microbatch_size=batch_size_of(self.workload.batch))
+        plain = Levers(microbatch_size=samples_of(self.workload))
         return warmed(self.workload, functools.partial(applied, plain), device=_fake_device(self.device))
 
 

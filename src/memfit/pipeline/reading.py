@@ -9,7 +9,7 @@ from memfit.capture.step import reads_unknown
 from memfit.capture.with_data import read_with_data
 from memfit.ir.plan import Levers
 from memfit.pipeline.applying import applied
-from memfit.workload import Workload, batch_size_of
+from memfit.workload import Workload, samples_of
 
 _received: dict[int, Readings] = {}
 
@@ -50,7 +50,7 @@ def readings_to_send(workload: Workload, sizes: list[int]) -> dict[int, Readings
 
     Empty where the step reads nothing that isn't known, or can't run here.
     """
-    whole = Levers(microbatch_size=batch_size_of(workload.batch))
+    whole = Levers(microbatch_size=samples_of(workload))
     if not reads_unknown(workload, functools.partial(applied, whole)):
         return {}
     reader = WithData(workload)

@@ -20,7 +20,7 @@ from memfit.train.diagnosis import FirstNotFinite, watching
 from memfit.train.ranks import Alone
 from memfit.train.scaling import LossScaler
 from memfit.train.window import Window, checked_loss, gradient_values
-from memfit.workload import Workload, batch_size_of, slice_batch
+from memfit.workload import Workload, part_of, samples_of
 
 
 class InBackward(Protocol):
@@ -142,7 +142,7 @@ class Step:
 
     def split(self, batch: Any) -> list[Any]:
         """Return the microbatches of a batch, as views; the last may be smaller."""
-        return [microbatch for microbatch, _ in self._microbatches(batch, batch_size_of(batch))]
+        return [microbatch for microbatch, _ in self._microbatches(batch, samples_of(self.workload, batch))]
 
     def compute_loss(self, microbatch: Any) -> tuple[torch.Tensor, torch.Tensor | float | None]:
         """Return the loss of a microbatch, and the count it is to be divided by (None if it is a mean)."""
@@ -280,12 +280,12 @@ class Step:
         if piece >= samples:
             return [(batch, samples)]
         cuts = [(start, min(start + piece, samples)) for start in range(0, samples, piece)]
-        return [(slice_batch(batch, start, stop), stop - start) for start, stop in cuts]
+        return [(part_of(self.workload, batch, start, stop), stop - start) for start, stop in cuts]
 
     def _accumulate(self, batch: Any, parameters: list[nn.Parameter], updating: InBackward | None = None) -> float:
         """Run every microbatch forward and backward; return the mean loss of the whole batch."""
         self._phase("optimizer", 0)
-        samples = batch_size_of(batch)
+        samples = samples_of(self.workload, batch)
         window = Window(samples)
         for index, (microbatch, size) in enumerate(self._microbatches(batch, samples)):
             self._phase("forward", index)
