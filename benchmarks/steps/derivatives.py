@@ -29,8 +29,8 @@ def _adapted_loss(model: nn.Module, batch: dict[str, Tensor], steps: int = 2, ra
 def meta_learning() -> Workload:
     """MAML: inner steps by `torch.func.functional_call`, with derivatives of derivatives."""
     seed_all(330)
-    model = nn.Sequential(nn.Linear(16, 160), nn.Tanh(), nn.Linear(160, 160), nn.Tanh(), nn.Linear(160, 4))
-    shapes = {"x": (4, 64, 16), "y": (4, 64, 4), "other": (4, 64, 16), "label": (4, 64, 4)}
+    model = nn.Sequential(nn.Linear(16, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 4))
+    shapes = {"x": (4, 256, 16), "y": (4, 256, 4), "other": (4, 256, 16), "label": (4, 256, 4)}
     batch = {name: torch.randn(shape) for name, shape in shapes.items()}
     return Workload(model, batch, _adapted_loss, torch.optim.Adam(model.parameters(), lr=1e-3), name="meta_learning")
 
@@ -270,7 +270,7 @@ def implicit_layer() -> Workload:
     """An implicit layer: a tensor hook that runs autograd within the backward pass."""
     seed_all(336)
     model = nn.Sequential(nn.Linear(128, 384), Implicit(384), nn.Linear(384, 10))
-    batch = {"x": torch.randn(512, 128), "y": torch.randint(0, 10, (512,))}
+    batch = {"x": torch.randn(1024, 128), "y": torch.randint(0, 10, (1024,))}
     return Workload(model, batch, class_loss, torch.optim.Adam(model.parameters(), lr=1e-3), name="implicit_layer")
 
 

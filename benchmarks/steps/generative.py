@@ -167,7 +167,7 @@ def running_codes() -> Workload:
     seed_all(322)
     model = Quantized(Codes())
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    return Workload(model, torch.rand(6, 3, 48, 48), _quantized_loss, optimizer, name="running_codes")
+    return Workload(model, torch.rand(16, 3, 48, 48), _quantized_loss, optimizer, name="running_codes")
 
 
 class StackedCodes(nn.Module):
@@ -193,7 +193,7 @@ def stacked_codes() -> Workload:
     seed_all(323)
     model = Quantized(StackedCodes())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return Workload(model, torch.rand(6, 3, 48, 48), _quantized_loss, optimizer, name="stacked_codes")
+    return Workload(model, torch.rand(16, 3, 48, 48), _quantized_loss, optimizer, name="stacked_codes")
 
 
 class Adversaries(nn.Module):
@@ -256,7 +256,7 @@ def gradient_penalty() -> Workload:
     model = Adversaries(width=24)
     model.generator.requires_grad_(False)
     optimizer = torch.optim.Adam(model.discriminator.parameters(), lr=1e-4, betas=(0.0, 0.9))
-    return Workload(model, torch.rand(24, 3, 32, 32), _critic_loss, optimizer, name="gradient_penalty")  # type: ignore[arg-type]
+    return Workload(model, torch.rand(40, 3, 32, 32), _critic_loss, optimizer, name="gradient_penalty")  # type: ignore[arg-type]
 
 
 class Coupling(nn.Module):
@@ -340,4 +340,4 @@ def energy() -> Workload:
     seed_all(327)
     model = Energy()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
-    return Workload(model, torch.rand(32, 3, 32, 32), _energy_loss, optimizer, name="energy", max_grad_norm=0.1)  # type: ignore[arg-type]
+    return Workload(model, torch.rand(64, 3, 32, 32), _energy_loss, optimizer, name="energy", max_grad_norm=0.1)  # type: ignore[arg-type]

@@ -186,7 +186,7 @@ def _points_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def point_clouds() -> Workload:
     """Classes of point clouds: neighbours by `cdist` and `topk`, anew in each layer."""
     seed_all(312)
-    batch = {"x": torch.randn(4, 3, 128), "y": torch.randint(0, 8, (4,))}
+    batch = {"x": torch.randn(8, 3, 128), "y": torch.randint(0, 8, (8,))}
     model = PointClassifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     return Workload(model, batch, _points_loss, optimizer, name="point_clouds")

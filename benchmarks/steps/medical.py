@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from monai.losses import DiceLoss, PatchAdversarialLoss
+from monai.losses import BendingEnergyLoss, DiceLoss, PatchAdversarialLoss
 from monai.networks import nets
+from monai.networks.blocks import Warp
 from torch import Tensor, nn
 
 from benchmarks.steps.data import class_loss, seed_all
@@ -30,15 +31,15 @@ def attention_unet() -> Workload:
     seed_all(280)
     model = nets.AttentionUnet(3, 1, _CLASSES, channels=(8, 16, 32), strides=(2, 2), dropout=0.1)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    return Workload(model, _volumes(1, 32, 32, 32), _dice_loss, optimizer, name="attention_unet")
+    return Workload(model, _volumes(1, 24, 24, 24), _dice_loss, optimizer, name="attention_unet")
 
 
 def vnet() -> Workload:
     """VNet: residual stages with ELU in place, dropout of channels."""
     seed_all(281)
-    model = nets.VNet(3, 1, _CLASSES, dropout_prob_down=0.3)
+    model = nets.VNet(2, 1, _CLASSES, dropout_prob_down=0.3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    return Workload(model, _volumes(1, 16, 32, 32), _voxel_loss, optimizer, name="vnet")
+    return Workload(model, _volumes(2, 32, 32), _voxel_loss, optimizer, name="vnet")
 
 
 def _voxel_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
@@ -58,7 +59,7 @@ def high_res_net() -> Workload:
     seed_all(283)
     model = nets.HighResNet(3, 1, _CLASSES, dropout_prob=0.1)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    return Workload(model, _volumes(1, 16, 16, 24), _dice_loss, optimizer, name="high_res_net")
+    return Workload(model, _volumes(1, 12, 12, 16), _dice_loss, optimizer, name="high_res_net")
 
 
 def monai_autoencoder() -> Workload:
@@ -66,7 +67,7 @@ def monai_autoencoder() -> Workload:
     seed_all(284)
     model = nets.AutoEncoder(2, 1, 1, channels=(16, 32, 64), strides=(2, 2, 2), num_res_units=1)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    return Workload(model, torch.rand(8, 1, 64, 64), _drawn_again, optimizer, name="monai_autoencoder")
+    return Workload(model, torch.rand(16, 1, 96, 96), _drawn_again, optimizer, name="monai_autoencoder")
 
 
 def _drawn_again(model: nn.Module, images: Tensor) -> Tensor:
@@ -87,23 +88,38 @@ def _variational_loss(model: nn.Module, images: Tensor) -> Tensor:
     return F.binary_cross_entropy_with_logits(drawn, images, reduction="sum") / len(images) + divergence
 
 
-def diffusion_model_unet() -> Workload:
-    """DiffusionModelUNet: the noise of a step of diffusion, with attention at the lowest resolution."""
+def deep_segresnet() -> Workload:
+    """SegResNetDS: outputs at several resolutions, each with its loss."""
     seed_all(286)
-    model = nets.DiffusionModelUNet(
-        2, 1, 1, channels=(16, 32, 32), attention_levels=(False, False, True), num_res_blocks=1, num_head_channels=16,
-        norm_num_groups=8,
-    )  # fmt: skip
+    model = nets.SegResNetDS(
+        spatial_dims=2, init_filters=16, in_channels=1, out_channels=_CLASSES, blocks_down=(1, 1, 1), dsdepth=2
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return Workload(model.train(), _volumes(4, 64, 64), _deep_loss, optimizer, name="deep_segresnet")
+
+
+def _deep_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    losses = []
+    for depth, logits in enumerate(model(batch["x"])):
+        labels = F.interpolate(batch["y"][:, None].float(), logits.shape[2:], mode="nearest").long()
+        losses.append(DiceLoss(to_onehot_y=True, softmax=True)(logits, labels) / 2**depth)
+    return torch.stack(losses).sum()
+
+
+def registration() -> Workload:
+    """RegUNet: a field of displacements that brings one volume onto another, and its bending energy."""
+    seed_all(290)
+    model = nets.RegUNet(3, 2, 8, depth=2, out_channels=3, out_kernel_initializer="zeros")
+    batch = {"moving": torch.rand(1, 1, 24, 24, 24), "fixed": torch.rand(1, 1, 24, 24, 24)}
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
-    return Workload(model, torch.randn(4, 1, 32, 32), _noise_loss, optimizer, name="diffusion_model_unet")
+    return Workload(model, batch, _registration_loss, optimizer, name="registration")
 
 
-def _noise_loss(model: nn.Module, images: Tensor) -> Tensor:
-    """Return how well the noise is guessed that was added to images (Ho et al. 2020)."""
-    steps = torch.randint(0, 1000, (len(images),))
-    kept = torch.cos(0.5 * torch.pi * steps / 1000).square()[:, None, None, None]
-    noise = torch.randn_like(images)
-    return F.mse_loss(model(kept.sqrt() * images + (1 - kept).sqrt() * noise, timesteps=steps), noise)
+def _registration_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    field = model(torch.cat([batch["moving"], batch["fixed"]], 1))
+    warped = Warp("bilinear", "border")(batch["moving"], field)
+    loss: Tensor = F.mse_loss(warped, batch["fixed"]) + 0.1 * BendingEnergyLoss()(field)
+    return loss
 
 
 class Adversaries(nn.Module):
@@ -150,7 +166,7 @@ def vqvae() -> Workload:
         downsample_parameters=((2, 4, 1, 1), (2, 4, 1, 1)), upsample_parameters=((2, 4, 1, 1, 0), (2, 4, 1, 1, 0)),
     )  # fmt: skip
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    return Workload(model.train(), torch.rand(8, 1, 48, 48), _quantized_loss, optimizer, name="vqvae")
+    return Workload(model.train(), torch.rand(16, 1, 64, 64), _quantized_loss, optimizer, name="vqvae")
 
 
 def _quantized_loss(model: nn.Module, images: Tensor) -> Tensor:
@@ -163,5 +179,5 @@ def densenet() -> Workload:
     """DenseNet in two dimensions: each layer sees all before it."""
     seed_all(289)
     model = nets.DenseNet(2, 1, 5, init_features=16, growth_rate=8, block_config=(3, 3, 3), dropout_prob=0.1)
-    batch = {"x": torch.randn(8, 1, 64, 64), "y": torch.randint(0, 5, (8,))}
+    batch = {"x": torch.randn(12, 1, 80, 80), "y": torch.randint(0, 5, (12,))}
     return Workload(model, batch, class_loss, torch.optim.Adam(model.parameters(), lr=1e-3), name="densenet")

@@ -235,8 +235,8 @@ def tree() -> Workload:
     """A recursive network over trees whose sizes are in the batch (`lengths.tolist()`)."""
     seed_all(115)
     model = ChildSum()
-    batch = {"leaves": torch.randint(0, 512, (48, 60)), "lengths": torch.randint(5, 61, (48,))}
-    batch["y"] = torch.randint(0, 5, (48,))
+    batch = {"leaves": torch.randint(0, 512, (32, 60)), "lengths": 4 * torch.randint(2, 16, (32,))}
+    batch["y"] = torch.randint(0, 5, (32,))
     return Workload(model, batch, _tree_loss, torch.optim.Adagrad(model.parameters(), lr=0.01), name="tree")
 
 

@@ -82,8 +82,8 @@ def _packed_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def packed_lstm() -> Workload:
     """Classes of texts by an LSTM over `pack_padded_sequence`."""
     seed_all(301)
-    ids = _rows(32, 48, 2000)
-    batch = {"ids": ids, "lengths": (ids != 0).sum(1), "y": torch.randint(0, 4, (32,))}
+    ids = _rows(96, 48, 2000)
+    batch = {"ids": ids, "lengths": (ids != 0).sum(1), "y": torch.randint(0, 4, (96,))}
     model = PackedClassifier()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     return Workload(model, batch, _packed_loss, optimizer, name="packed_lstm", max_grad_norm=5.0)
@@ -117,7 +117,7 @@ def attending_decoder() -> Workload:
     """Translation by recurrent layers: packed rows, and a loop over the target with attention."""
     seed_all(302)
     model = Attending()
-    batch = {"source": _rows(12, 24, 1000), "target": _rows(12, 12, 1000)}
+    batch = {"source": _rows(32, 24, 1000), "target": _rows(32, 12, 1000)}
     optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
     return Workload(model, batch, _translation_loss, optimizer, name="attending_decoder", max_grad_norm=1.0)
 
