@@ -77,7 +77,7 @@ def reformer() -> Workload:
     from reformer_pytorch.generative_tools import TrainingWrapper
 
     torch.manual_seed(0)
-    sizes = {"num_tokens": VOCABULARY, "dim": 128, "depth": 3, "max_seq_len": 128, "heads": 4, "bucket_size": 32}
+    sizes = {"num_tokens": VOCABULARY, "dim": 128, "depth": 3, "max_seq_len": 128, "heads": 4, "bucket_size": 16}
     model = TrainingWrapper(ReformerLM(**sizes, n_hashes=2, causal=True, lsh_dropout=0.1))
     return Workload(
         model=model,
@@ -95,10 +95,10 @@ def litgpt() -> Workload:
 
     torch.manual_seed(0)
     config = Config.from_name(
-        "pythia-14m", n_layer=3, n_embd=128, n_head=4, block_size=256, padded_vocab_size=2048, intermediate_size=512
+        "pythia-14m", n_layer=3, n_embd=128, n_head=4, block_size=128, padded_vocab_size=1024, intermediate_size=512
     )
     model = GPT(config)
-    tokens = torch.randint(0, 2048, (4, 257))
+    tokens = torch.randint(0, 1024, (2, 129))
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-4, weight_decay=0.1, betas=(0.9, 0.95))
 
     def loss(model: Any, batch: Tensor) -> Tensor:

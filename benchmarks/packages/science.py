@@ -85,7 +85,7 @@ def sde() -> Workload:
     times = torch.linspace(0, 1, 5)
 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        paths = torchsde.sdeint(model, batch["y0"], times)
+        paths = torchsde.sdeint(model, batch["y0"], times, dt=0.05)
         return F.mse_loss(paths[-1], batch["target"])
 
     return Workload(
