@@ -224,7 +224,12 @@ WHOLE: dict[str, Callable[[], Workload]] = {
         (normalised(), torch.randn(40, 16), torch.randn(40, 4)),
         lambda m, b: F.mse_loss(m[2:](torch.sparse.mm(b[0], m[:2](b[1]))), b[2]),
     ),
-    "no data": lambda: of(mlp(), None, lambda m, b: m(torch.full((N, 16), 0.5, device=m[0].weight.device)).square().mean(), batch_size=1),
+    "no data": lambda: of(
+        mlp(),
+        None,
+        lambda m, b: m(torch.full((N, 16), 0.5, device=m[0].weight.device)).square().mean(),
+        batch_size=1,
+    ),
     "samples that are not to be cut": lambda: of(mlp(), xy(), by_key, batch_size=1),
 }
 

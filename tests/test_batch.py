@@ -28,7 +28,7 @@ from memfit.batch import (
     tokens_per_sample,
 )
 from memfit.errors import WorkloadError
-from tests.batch_cases import CONTAINERS, N, Data, Frozen, Slotted, graphs, images, normalised, targets, xy
+from tests.batch_cases import CONTAINERS, Data, Frozen, N, Slotted, graphs, images, normalised, targets, xy
 
 
 class Fields(dict[str, Any]):

@@ -65,6 +65,62 @@ class LossScaling:
 
 
 @dataclass(frozen=True)
+class Loop:
+    """What the user's own training loop does, for `memfit.estimate` to predict it; docs/loops.md says how to find out.
+
+    `Loop()` is a loop that zeroes gradients first and holds nothing: it takes what memfit's own step takes. Plans run
+    memfit's own step, whatever the loop.
+
+    Args:
+        holds_outputs: How long a name holds what the model returns, and the loss: "" not beyond the loss,
+            "backward" through the backward pass, "step" to the end of the step (a function that returns then),
+            "next-forward" until the next step's forward pass replaces it (a script's `out = model(x)`).
+        zero_grad: When gradients are zeroed: "before-forward", "after-forward" (just before the backward pass), or
+            "after-step".
+        set_to_none: Gradients are dropped, as `zero_grad()` does; False where they are filled with zeros.
+        retain_graph: `backward(retain_graph=True)`: what autograd saved lives as long as the loss or the outputs.
+        inputs_require_grad: The batch's floating-point tensors require gradients.
+        autocast_backward: The backward pass runs within autocast too; of a mixed precision.
+        scales_loss: 16-mixed scales the loss; False for fp16 without a scaler.
+        cudnn_benchmark: `torch.backends.cudnn.benchmark` is on: convolutions on a GPU take the fastest kernels,
+            whatever they need. What that is can't be known without the GPU, so it only widens the interval.
+
+    Raises:
+        WorkloadError: An option has a value that it does not know.
+    """
+
+    holds_outputs: Literal["", "backward", "step", "next-forward"] = ""
+    zero_grad: Literal["before-forward", "after-forward", "after-step"] = "before-forward"
+    set_to_none: bool = True
+    retain_graph: bool = False
+    inputs_require_grad: bool = False
+    autocast_backward: bool = False
+    scales_loss: bool = True
+    cudnn_benchmark: bool = False
+
+    def __post_init__(self) -> None:
+        known = {
+            "holds_outputs": ("", "backward", "step", "next-forward"),
+            "zero_grad": ("before-forward", "after-forward", "after-step"),
+        }
+        for name, values in known.items():
+            if getattr(self, name) not in values:
+                raise WorkloadError(
+                    f"Loop.{name}={getattr(self, name)!r} is unknown: use one of {', '.join(map(repr, values))}"
+                )
+
+
+class NoUpdate(torch.optim.Optimizer):
+    """Stands for an optimizer where a step has none: it knows the parameters and leaves them as they are."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Do nothing."""
+
+
+@dataclass(frozen=True)
 class Workload:
     """One training step, unmodified, and what is needed to run it for longer.
 
@@ -77,7 +133,7 @@ class Workload:
         loss_fn: `loss_fn(model, batch)` returns a scalar tensor that is a mean over the samples, or
             `(sum, count)` when the loss is normalised by tokens or voxels. It must reach the
             parameters through the model it is given.
-        optimizer: An optimizer over the model's parameters.
+        optimizer: An optimizer over the model's parameters; None for a step that updates nothing.
         name: What reports call it.
         batches: Training data: an iterable of batches shaped like `batch`, iterated once an epoch.
             If it has `state_dict()` and `load_state_dict()`, resuming uses them to restore the
@@ -88,20 +144,21 @@ class Workload:
         loss_scaling: How the loss is scaled where the precision is 16-mixed.
         bf16_updates: How weights are updated where the precision is bf16-true: "master-weights" (fp32 copies) or
             "stochastic-rounding"; None refuses that precision, since bf16 weights alone lose small updates.
-        values: What code reads of tensors, by `item()` and the like, by the line that reads it ("train.py:42").
-            Predictions take it; without, they run the step with data, or try both answers where they can't.
         fp32_modules: Patterns of FQNs ("head", "blocks.*.norm1"): these modules, and those inside them, compute in
             fp32 where the precision is a mixed one or bf16-true.
+        values: What code reads of tensors, by `item()` and the like, by the line that reads it ("train.py:42").
+            Predictions take it; without, they run the step with data, or try both answers where they can't.
         batch_size: How many samples a batch counts as, where its tensors don't say, or `batch_size(batch)` returns it:
             1 for a batch that is not to be cut, the number of graphs with `split`. None to count them.
         split: `split(batch, start, stop)` returns the samples from `start` up to `stop` of a batch that memfit can't
             cut by itself. None to slice its tensors.
+        loop: What the user's own loop does, which `memfit.estimate` then predicts; None for memfit's own step.
     """
 
     model: nn.Module
     batch: Any
     loss_fn: Callable[[nn.Module, Any], Loss]
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer  # `NoUpdate` where None is given
     name: str = "workload"
     batches: Iterable[Any] | None = None
     evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None
@@ -113,6 +170,11 @@ class Workload:
     values: Mapping[str, bool | int | float] = field(default_factory=dict)
     batch_size: int | Callable[[Any], int] | None = None
     split: Callable[[Any, int, int], Any] | None = None
+    loop: Loop | None = None
+
+    def __post_init__(self) -> None:
+        if self.optimizer is None:
+            object.__setattr__(self, "optimizer", NoUpdate(self.model.parameters()))
 
 
 class StepProgram(Protocol):

@@ -10,7 +10,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import memfit
 from memfit.ir.plan import Levers
+from memfit.pipeline import verifying
 from memfit.workload import Workload
 from tests.measuring import peaks
 
@@ -77,12 +79,32 @@ def test_predicted_peaks_are_measured(name: str, optimizer: str) -> None:
     assert predicted == measured
 
 
-@pytest.mark.parametrize("name", ["one table", "tied", "bag of means", "a dense head of the same weight"])
-def test_clipped_and_accumulated_gradients_are_predicted(name: str) -> None:
-    for clip in (None, 0.5):
-        for size in (64, 32, 16):
-            predicted, measured = peaks(_workload(name, "SGD", rows=64, clip=clip), Levers(microbatch_size=size))
-            assert predicted == measured, (clip, size)
+@pytest.mark.parametrize(
+    ("name", "optimizer", "clip"),
+    [
+        ("one table", "SGD", None),
+        ("one table", "SparseAdam", None),
+        ("tied", "SGD", 0.5),
+        ("tied", "SparseAdam", 0.5),
+        ("bag of means", "SparseAdam", None),
+        ("a dense head of the same weight", "SGD", 0.5),
+    ],
+)
+def test_clipped_and_accumulated_gradients_are_predicted(name: str, optimizer: str, clip: float | None) -> None:
+    for size in (64, 32, 16):
+        predicted, measured = peaks(_workload(name, optimizer, rows=64, clip=clip), Levers(microbatch_size=size))
+        assert predicted == measured, size
+
+
+def test_plans_with_sparse_gradients_are_verified() -> None:
+    workload = _workload("bag of means", "SparseAdam", rows=128)
+    plan = memfit.plan(workload, budget=int(1.5 * memfit.estimate(workload).peak_bytes), points=1)
+    found = memfit.verify(plan, workload)
+    assert found.failures == [] and found.bitwise
+    gradient = torch.sparse_coo_tensor([[0, 3, 3]], torch.ones(3, 2), (5, 2), check_invariants=False)
+    assert verifying._equal(gradient, gradient.coalesce()) and not verifying._equal(gradient, gradient * 1.5)
+    assert verifying._relative([(gradient * 1.5, gradient)]) == pytest.approx(0.5)
+    assert verifying._relative([(gradient.to_dense(), gradient)]) == 0.0
 
 
 def test_many_lookups_of_few_rows() -> None:

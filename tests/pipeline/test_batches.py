@@ -93,8 +93,9 @@ def test_microbatches_have_the_gradients_of_the_batch(case: str) -> None:
     build = {**CUT, **SPLIT}[case]
     workload = build()
     with memfit.Step(workload, microbatch_size=1) as step, memfit.Step(build()) as whole:
-        (loss, gradients), (whole_loss, whole_gradients) = step.gradients(workload.batch), whole.gradients(
-            build().batch
+        (loss, gradients), (whole_loss, whole_gradients) = (
+            step.gradients(workload.batch),
+            whole.gradients(build().batch),
         )
     assert loss == pytest.approx(whole_loss, rel=1e-5)
     for name, gradient in whole_gradients.items():

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import flop_registry
 from memfit.capture.accumulation import Accumulation
 from memfit.capture.call_states import CallStates
 from memfit.capture.recurrent import with_reserve
-from memfit.capture.sparse_operators import SparseOperators, written_by
+from memfit.capture.sparse_operators import SparseOperators, one_by_one, written_by
 from memfit.capture.values import KnownValues, device_of, tensors_in
 from memfit.errors import CaptureError
 from memfit.ir.trace import Call, Module, Op, Phase, Save, Work
@@ -82,7 +82,7 @@ def _storage_key(tensor: torch.Tensor) -> int:
 
 
 def _dense(tensors: Any) -> list[torch.Tensor]:
-    """Return the tensors with memory of their own among an operator's arguments or outputs: of sparse ones the parts."""
+    """Return the tensors that hold the memory of an operator's arguments or outputs: of sparse ones the parts."""
     found = tensors_in(tensors)
     return found if all(t.layout is torch.strided for t in found) else [part for t in found for part in parts(t)]
 
@@ -216,20 +216,26 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace in _INCIDENTAL or self._looks_away:
             return func(*args, **kwargs)
+        if (calls := one_by_one(func, args)) is not None:
+            for one, arguments in calls:
+                self.__torch_dispatch__(one, types, arguments)
+            return None
         phase = self._phase()
         call = self._current_call(phase)
         position = len(self.now.ops)
         func, args = self.accumulation.as_the_engine(func, args, kwargs)
         text = signature(func, args, kwargs) if self.recording else ""  # before sparse arguments get other entries
+        sparse = [t for t in written_by(func, args, kwargs) if t.layout is not torch.strided]
+        held = _dense(sparse)  # what they give up for new memory is there until the operator ends
         out = self._run(func, args, kwargs)
-        for tensor in written_by(func, args, kwargs):
-            if tensor.layout is not torch.strided:  # it may hold new memory now
-                self.observe(tensor, position if self.recording else -1)
+        for tensor in sparse:
+            self.observe(tensor, position if self.recording else -1)
         if self.recording:
             mutated = [i for t in _mutated(func, args, kwargs) if (i := self.observe(t, -1)) is not None]
             self.now.ops.append(self._op(text, func, args, kwargs, out, call, phase, tuple(mutated)))
         for tensor in tensors_in(out):
             self.observe(tensor, position if self.recording else -1)
+        del held
         return out
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -34,7 +34,7 @@ class SparseOperators:
 
     def __init__(self, values: KnownValues) -> None:
         self.values = values
-        self._indices = WeakIdKeyDictionary()  # the real indices, by the storage that holds the fake ones
+        self._indices = WeakIdKeyDictionary()  # real indices, by the storage of the fake ones and where they are in it
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return what an operator makes of its arguments."""
@@ -77,14 +77,14 @@ class SparseOperators:
             filled = torch.full((), 0.5 if tensor.is_floating_point() else 0, dtype=tensor.dtype)
             return filled.expand(tensor.shape)
         indices, values = parts(tensor)
-        known = self._indices.get(indices.untyped_storage())
+        known = self._indices.get(indices.untyped_storage(), {}).get(_place(indices))
         shape = list(tensor.shape)[: tensor.dim() - values.dim() + 1]
-        if known is None or known.shape != indices.shape:
+        if known is None:
             known = spread_indices(shape, indices.shape[1])
-        real = known.clone(), torch.full(values.shape, 0.5 if values.is_floating_point() else 0, dtype=values.dtype)
-        for part, fake in zip(real, (indices, values), strict=True):
-            stood_for[part.untyped_storage()._cdata] = fake
-        return assembled(*real, tensor.shape, _coalesced(tensor))
+        known = known.clone()
+        filled = torch.full(values.shape, 0.5 if values.is_floating_point() else 0, dtype=values.dtype)
+        stood_for |= {known.untyped_storage()._cdata: indices, filled.untyped_storage()._cdata: values}
+        return assembled(known, filled, tensor.shape, _coalesced(tensor))
 
     def _fake(self, real: Any, stood_for: dict[int, torch.Tensor], device: torch.device) -> Any:
         """Return the fake tensor of a real output; other outputs as they are."""
@@ -95,9 +95,9 @@ class SparseOperators:
         with _disable_current_modes():
             indices, values, coalesced = real._indices(), real._values(), real.is_coalesced()
             known = indices.clone()
-        fakes = [_fake_part(part, stood_for, device) for part in (indices, values)]
-        self._indices[fakes[0].untyped_storage()] = known
-        return assembled(*fakes, real.shape, coalesced)
+        fake = _fake_part(indices, stood_for, device)
+        self._know(fake, known)
+        return assembled(fake, _fake_part(values, stood_for, device), real.shape, coalesced)
 
     def _know_outputs(self, out: Any, args: Any) -> None:
         """Remember the real indices of new sparse outputs, whose storage is that of integers with known values."""
@@ -105,13 +105,20 @@ class SparseOperators:
             if made.layout is not torch.sparse_coo:
                 continue
             indices = parts(made)[0]
-            storage = indices.untyped_storage()
+            storage = indices.untyped_storage()._cdata
             for source in tensors_in(args):
-                if source.layout is torch.strided and source.untyped_storage()._cdata == storage._cdata:
+                if source.layout is torch.strided and source.untyped_storage()._cdata == storage:
                     real = self.values.value_of(source)
                     if real is not None and real.numel() == indices.numel():
                         with _disable_current_modes():
-                            self._indices[storage] = real.reshape(indices.shape)
+                            self._know(indices, real.reshape(indices.shape))
+
+    def _know(self, indices: torch.Tensor, real: torch.Tensor) -> None:
+        self._indices.setdefault(indices.untyped_storage(), {})[_place(indices)] = real
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, tuple[int, ...]]:
+    return int(tensor.storage_offset()), tuple(tensor.shape)
 
 
 def _coalesced(tensor: torch.Tensor) -> bool:
@@ -123,6 +130,24 @@ def _is_taken_over(func: Any, args: Any) -> bool:
     """Tell whether autograd makes a sparse gradient a parameter's own: a mode's reference has it clone instead."""
     node = torch._C._current_autograd_node()
     return func is _aten.clone.default and node is not None and node.name().endswith("AccumulateGrad")
+
+
+def one_by_one(func: Any, args: Any) -> list[tuple[Any, tuple[Any, ...]]] | None:
+    """Return what an operator on a list does to each tensor in place, where one is sparse; None for other operators.
+
+    The kernels for lists take them one by one then, so that each gives up its memory before the next gets more.
+    """
+    if not func._schema.name.startswith("aten::_foreach_"):
+        return None
+    name = func._schema.name.removeprefix("aten::_foreach_")
+    if not name.endswith("_") or len(args) != 2 or not any(t.layout is torch.sparse_coo for t in args[0]):
+        return None
+    others = args[1] if isinstance(args[1], list | tuple) else [args[1]] * len(args[0])
+    packet = getattr(_aten, name)
+    return [
+        (packet.Tensor if isinstance(other, torch.Tensor) else packet.Scalar, (tensor, other))
+        for tensor, other in zip(args[0], others, strict=True)
+    ]
 
 
 def _with_bags(func: Any, args: Any) -> Any:

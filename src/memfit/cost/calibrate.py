@@ -174,9 +174,8 @@ def _run_marked(text: str, mark: str) -> int | None:
             out = func(*args, **kwargs)
     except Exception:  # an operator may be anyone's code, which may raise anything
         return None
-    fresh = {
-        storage._cdata: storage.nbytes() for storage in _storages((out, args, kwargs))
-    }  # sparse ones get new memory
+    held = (out, args, kwargs)  # a sparse argument that is written gets new memory
+    fresh = {storage._cdata: storage.nbytes() for storage in _storages(held)}
     return int(sum(nbytes for key, nbytes in fresh.items() if key not in known))
 
 

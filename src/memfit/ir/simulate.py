@@ -32,7 +32,7 @@ def simulate(trace: Trace, costs: CostTable, regions: Sequence[Region] = ()) -> 
 
 
 def repeats(trace: Trace) -> npt.NDArray[np.float64]:
-    """Return how often each operator of the trace runs in the real step: the second microbatch stands for those left out."""
+    """Return how often each operator runs in the real step: the second microbatch stands for those left out."""
     times = 1 + trace.scale_microbatches - trace.microbatches
     again = ("forward", "backward", "recompute")
     return np.array([times if op.microbatch == 1 and op.phase in again else 1 for op in trace.ops], np.float64)

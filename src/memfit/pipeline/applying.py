@@ -33,12 +33,13 @@ from memfit.pipeline.switching import Switch, switched, without_switched
 from memfit.train.host_memory import check_host, host_needs
 from memfit.train.ledger import device_of, held_tensors, live
 from memfit.train.limits import CpuLimit, CudaLimit
+from memfit.train.loop import DescribedLoop
 from memfit.train.ranks import check_can_recover
 from memfit.train.recovery import Recovery, Witness
 from memfit.train.scaling import LossScaler
 from memfit.train.snapshots import Snapshots
 from memfit.train.step import Step
-from memfit.workload import Workload, fingerprint, samples_of
+from memfit.workload import Loop, Workload, fingerprint, samples_of
 
 
 def apply(
@@ -177,6 +178,16 @@ def applied(levers: Levers, workload: Workload, *, predicted_peak_bytes: int | N
             masters=weights.masters if weights else None,
             predicted_peak_bytes=predicted_peak_bytes,
         )
+
+
+@contextlib.contextmanager
+def described(levers: Levers, workload: Workload) -> Iterator[DescribedLoop]:
+    """Run the user's own loop, as `Workload.loop` says, until the context is left."""
+    loop = workload.loop or Loop()
+    with applied(levers, workload) as step:
+        program = DescribedLoop(step, loop)
+        with program.holding():
+            yield program
 
 
 @contextlib.contextmanager
