@@ -6,16 +6,15 @@ from the making of the model on.
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from benchmarks.cases import NUMERICS
 from benchmarks.common import Case, main
+from benchmarks.processes import output_of
 from memfit.errors import UsageError
 
 QUICK = ("gpt2", "mobilenet", "monai_unet", "lstm", "vgg")
@@ -101,21 +100,12 @@ def _isolated(name: str, device: str) -> Iterator[Case]:
     """Yield the cases of a workload from a process of its own; those that it dies before are failures."""
     expected = [(precision, kind) for precision in NUMERICS for kind in ("plain", "planned")]
     command = [sys.executable, "-m", "benchmarks.cases", name, "--device", device]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False)
-        output, reason, notices = result.stdout, f"exit status {result.returncode}", result.stderr
-    except subprocess.TimeoutExpired as e:
-        output, reason, notices = _text(e.stdout), f"no end within {_TIMEOUT_SECONDS} s", _text(e.stderr)
-    rows = [json.loads(line) for line in output.splitlines()]
-    yield from rows
-    if len(rows) < len(expected) or any("error_message" in row for row in rows):
-        print(notices, file=sys.stderr)
-    for precision, kind in expected[len(rows) :]:
-        yield {"workload": name, "precision": precision, "kind": kind, "device": device, "error_message": reason}
-
-
-def _text(output: str | bytes | None) -> str:
-    return output.decode() if isinstance(output, bytes) else output or ""
+    output = output_of(command, _TIMEOUT_SECONDS)
+    yield from output.rows
+    if len(output.rows) < len(expected) or any("error_message" in row for row in output.rows):
+        print(output.notices, file=sys.stderr)
+    for precision, kind in expected[len(output.rows) :]:
+        yield {"workload": name, "precision": precision, "kind": kind, "device": device, "error_message": output.end}
 
 
 def _report(case: Case) -> Case:

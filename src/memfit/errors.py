@@ -161,9 +161,9 @@ class RecomputationError(MemfitError):
         run = "" if len(modules) == 1 else f" with the run {modules[0]!r} to {modules[-1]!r}"
         super().__init__(
             f"the module {module!r} can't be recomputed{run}: run again in the backward pass, it does something else"
-            f" ({how}), as when it updates a cache (with transformers: set use_cache=False), counts its calls, draws"
-            " from Python's or NumPy's generator, or when what it was given is changed before the backward pass. Take"
-            " it out of the plan's levers.regions"
+            f" ({how}), as when it updates a cache (with transformers: set use_cache=False), counts its calls, reads"
+            " what changes between them, or when what it was given is changed before the backward pass. Take it out of"
+            " the plan's levers.regions"
         )
 
 

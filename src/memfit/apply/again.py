@@ -15,9 +15,12 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from memfit.apply import probe
 from memfit.apply.containers import Value, mapped
-from memfit.apply.frame import Generators, autocast_state, graph_task, statistics_untouched
+from memfit.apply.frame import autocast_state, graph_task, statistics_untouched
+from memfit.apply.generators import Draws, Generators, preserved, sources
 from memfit.errors import RecomputationError
+from memfit.held_state import own_generators
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 """Of saved tensors: pack and unpack."""
@@ -33,9 +36,10 @@ class Saved:
         task: That backward pass.
         call: The call that makes it again; None where it is kept.
         place: In the output of that call (shape, strides, offset), or among what is saved inside (its number).
+        before: What is known of the tensor, where what is made again is probed or checked; otherwise None.
     """
 
-    __slots__ = ("__weakref__", "call", "packed", "place", "task", "tensor", "unpack")
+    __slots__ = ("__weakref__", "before", "call", "packed", "place", "task", "tensor", "unpack")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor: torch.Tensor | None = tensor
@@ -44,6 +48,7 @@ class Saved:
         self.unpack: Callable[[Any], torch.Tensor] = _never
         self.call: Call | None = None
         self.place: Any = None
+        self.before: probe.Saved | None = None
 
     def keep(self, hooks: Hooks) -> None:
         """Give the tensor to hooks of saved tensors."""
@@ -55,7 +60,8 @@ class Saved:
         """Have the tensor made again by a call: as its output, or as the tensor saved inside of a number."""
         assert self.tensor is not None
         strides = self.tensor.shape, self.tensor.stride(), self.tensor.storage_offset()
-        self.call, self.place, self.tensor = call, strides if number is None else number, None
+        self.call, self.place = call, strides if number is None else number
+        self.before, self.tensor = probe.saved(self.tensor), None
         call.waiting.append(weakref.ref(self))
 
     def fill(self, task: int, output: torch.Tensor, inside: Mapping[int, torch.Tensor]) -> None:
@@ -63,6 +69,14 @@ class Saved:
         if task != self.task:
             is_inside = isinstance(self.place, int)
             self.task, self.tensor = task, inside[self.place] if is_inside else output.as_strided(*self.place)
+
+    def difference(self) -> str | None:
+        """Return how what was made again differs; where all is kept to compare with, go on with what was kept."""
+        if self.before is None or self.tensor is None:
+            return None
+        how = self.before.difference(self.tensor)
+        self.tensor = self.tensor if self.before.original is None else self.before.original
+        return how
 
     def take(self) -> torch.Tensor:
         """Return the tensor."""
@@ -97,8 +111,11 @@ class Call:
         self._versions = [tensor._version for tensor in self._tensors]
         self._arguments: list[Call | Saved | None] = [call_of(tensor) for tensor in self._tensors]
         self._needs_gradient = [tensor.requires_grad for tensor in self._tensors]
-        draws = isinstance(module, nn.modules.dropout._DropoutNd) and module.training
-        self._generators = Generators.of(self._tensors) if draws else None
+        drops = isinstance(module, nn.modules.dropout._DropoutNd) and module.training
+        is_foreign = not type(module).__module__.startswith("torch.")  # it may draw from anything
+        self._generators = Generators.of(self._tensors) if drops or is_foreign else None
+        self._draws = Draws(sources(own_generators(module))) if is_foreign else Draws(())
+        self._is_sure_to_draw = drops
         self._autocast = autocast_state()
 
     def _number(self, tensor: torch.Tensor) -> Value:
@@ -112,6 +129,9 @@ class Call:
             output: What the module returned.
             hooks: Keep what is kept.
         """
+        self._draws.end()
+        if self._generators is not None and not self._is_sure_to_draw and self._generators.are_as_before():
+            self._generators = None
         dropped = self._droppable(output) if self._can_run_again(output) else None
         for number, saved in enumerate(self.saves):
             if saved.tensor is not None and dropped is not None and number in dropped:
@@ -175,6 +195,9 @@ class Call:
         for saved in self._waiting():
             if task >= 0 or saved is asked:  # outside of a backward pass, no other takes it
                 saved.fill(task, output, inside)
+                differing = saved.difference()
+                if differing is not None:
+                    probe.report(RecomputationError((self.fqn,), self.fqn, differing), output.device)
         return output
 
     def output(self, task: int) -> torch.Tensor:
@@ -223,6 +246,8 @@ class Call:
                 stack.enter_context(statistics_untouched([self.module]))
             if self._generators is not None:
                 stack.enter_context(self._generators.again())
+            stack.enter_context(preserved(self._draws.drawn))
+            self._draws.restore()
             if getattr(self.module, "inplace", False):  # the argument may be waited for
                 self.module.__dict__["inplace"] = False
                 stack.callback(self.module.__dict__.update, inplace=True)

@@ -21,9 +21,11 @@ from torch._compile import _disable_dynamo
 
 from memfit.apply.containers import tensors_in
 from memfit.apply.frame import Frame
+from memfit.apply.generators import Source, sources
 from memfit.apply.keep import Kept, Wanted
 from memfit.apply.lean import within_region
 from memfit.errors import PlanError, PlanMismatchError
+from memfit.held_state import Reader, generators_of
 from memfit.ir.remat import Region
 
 
@@ -49,9 +51,10 @@ def checkpointed(model: nn.Module, regions: Sequence[Region]) -> Iterator[None]:
     places = {fqn: _place(modules[fqn]) for region in regions for fqn in region.modules}
     before = {fqn: modules[fqn].__dict__.get(place) for fqn, place in places.items()}
     hooks: list[Any] = []
+    reader = Reader()
     try:
         for region in sorted(regions, key=lambda one: len(one.modules)):  # a run is around its modules' own regions
-            passes = _Passes(region, [modules[fqn] for fqn in region.modules])
+            passes = _Passes(region, [modules[fqn] for fqn in region.modules], reader)
             for position, fqn in enumerate(region.modules):
                 inner = modules[fqn].__dict__.get(places[fqn])
                 setattr(modules[fqn], places[fqn], _Recomputed(modules[fqn], inner, passes, position))
@@ -136,24 +139,26 @@ def _check_nested(inner: str, region: Region, outer: str, around: Region) -> Non
 class _Passes:
     """The passes through a region. Copies with its modules (`copy.deepcopy`), with no pass open."""
 
-    def __init__(self, region: Region, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, region: Region, modules: Sequence[nn.Module], reader: Reader) -> None:
         self.modules = region.modules
         self.wanted = Wanted(region.keep) if region.keep else None
         inside = {id(m): m for module in modules for m in module.modules()}
         self.normalisations = [m for m in inside.values() if isinstance(m, nn.modules.batchnorm._NormBase)]
         self.offload = region.offload
+        self._inside, self._reader = list(inside.values()), reader
+        self._sources: list[Source] | None = None
         self.latest: Callable[[], Frame | None] = _nothing
         self._open: Callable[[], Frame | None] = _nothing
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_open": _nothing, "latest": _nothing}
+        return self.__dict__ | {"_open": _nothing, "latest": _nothing, "_sources": None, "_reader": Reader()}
 
     def call(self, position: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a module's forward pass, as part of the pass that is open where it follows on."""
         frame = self._open()
         if frame is None or not frame.takes(position):
             kept = Kept(self.wanted, self.offload) if self.wanted else None
-            frame = Frame(self.modules, self.normalisations, kept, self.offload)
+            frame = Frame(self.modules, self.normalisations, kept, self.offload, self._generators())
         self._open = _nothing
         out = frame.call(position, forward, args, kwargs)
         self.latest = weakref.ref(frame)
@@ -161,6 +166,12 @@ class _Passes:
             # Autograd's hooks hold the frame; where nothing was saved yet, there are none.
             self._open = weakref.ref(frame) if frame.holders else functools.partial(_itself, frame)
         return out
+
+    def _generators(self) -> list[Source]:
+        """Return the generators besides PyTorch's own that the region may draw from."""
+        if self._sources is None:
+            self._sources = sources(generators_of(self._inside, self._reader))
+        return self._sources
 
 
 class _Prefetch:

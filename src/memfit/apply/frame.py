@@ -23,7 +23,7 @@ import functools
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,10 +32,10 @@ from torch._compile import _disable_dynamo
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
-from torch.utils.checkpoint import get_device_states, set_device_states
 
 from memfit.apply import probe
 from memfit.apply.containers import Value, mapped, tensors_in
+from memfit.apply.generators import Draws, Generators, Source, preserved, sources
 from memfit.apply.keep import Dropping, Keeping, Kept, Reusing, hooks_around
 from memfit.apply.offload import Away, ChangedError, is_worth_moving
 from memfit.errors import MemfitError, RecomputationError
@@ -55,15 +55,15 @@ class Holder:
 
     Attributes:
         recomputed: The tensor again, by the backward pass that needs it.
-        original: The tensor itself, where recomputations are probed; otherwise None.
+        before: What is known of the tensor itself, where recomputations are probed or checked; otherwise None.
     """
 
-    __slots__ = ("__weakref__", "device", "dtype", "original", "recomputed", "shape")
+    __slots__ = ("__weakref__", "before", "device", "dtype", "recomputed", "shape")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
         self.recomputed: dict[int, torch.Tensor] = {}
-        self.original: torch.Tensor | None = None
+        self.before = probe.saved(tensor)
 
 
 class _Save(torch.autograd.Function):
@@ -82,38 +82,6 @@ class _Stop(BaseException):
         self.filling = filling
 
 
-@dataclasses.dataclass(frozen=True)
-class Generators:
-    """The states of the random number generators of the CPU and of the devices of some tensors."""
-
-    cpu: torch.Tensor
-    kind: str
-    devices: list[int]
-    states: list[torch.Tensor]
-
-    @classmethod
-    def of(cls, tensors: Iterable[torch.Tensor]) -> Generators:
-        places = {t.device: t for t in tensors if t.device.type not in ("cpu", "meta")}
-        kind = next((device.type for device in places), "cpu")
-        devices: list[int] = []
-        states: list[torch.Tensor] = []
-        if kind != "cpu" and getattr(torch.get_device_module(kind), "_initialized", False):
-            devices, states = get_device_states(*places.values())
-        return cls(torch.get_rng_state(), kind, devices, states)
-
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """Set the generators back to these states, until the context is left."""
-        with torch.random.fork_rng(self.devices, device_type=self.kind if self.devices else "cuda"):
-            self.restore()
-            yield
-
-    def restore(self) -> None:
-        torch.set_rng_state(self.cpu)
-        if self.devices:
-            set_device_states(self.devices, self.states, device_type=self.kind)
-
-
 @dataclasses.dataclass
 class _Call:
     """One call of a module."""
@@ -122,6 +90,7 @@ class _Call:
     forward: Callable[..., Any]
     given: Any
     generators: Generators
+    draws: Draws
     outputs: Sequence[int] = ()
 
 
@@ -142,6 +111,7 @@ class Frame(Dropping):
         normalisations: Modules within that track statistics.
         kept: The outputs of operators that are kept all the same.
         offload: Whether arguments that have a gradient wait in host memory.
+        among: Generators besides PyTorch's own that the calls may draw from; None for Python's and NumPy's.
 
     Attributes:
         last: The position in the region of the module called last.
@@ -154,10 +124,12 @@ class Frame(Dropping):
         normalisations: Sequence[nn.Module],
         kept: Kept | None,
         offload: bool = False,
+        among: Sequence[Source] | None = None,
     ) -> None:
         _hide_from_the_compiler()
         self.modules, self.normalisations = modules, normalisations
         self._kept, self._offload = kept, offload
+        self._among = sources() if among is None else among
         self._away: dict[int, Away] = {}
         self.last = -1
         self.closed = False
@@ -173,7 +145,7 @@ class Frame(Dropping):
         self._known: dict[int, _Known] = {}
         self._last_use: list[int] = []
         self._running = modules[0]
-        self._differences, self._is_probed = probe.current(), False
+        self._differences, self._is_probed, self._is_reported = probe.current(), False, False
 
     def takes(self, position: int) -> bool:
         """Tell whether a call of the module at a position follows on."""
@@ -193,6 +165,7 @@ class Frame(Dropping):
         keeping = Keeping(self._kept) if self._kept is not None else contextlib.nullcontext()
         with saved_tensors_hooks(self._pack, self._unpack), keeping:
             out = forward(*args, **kwargs)
+        self._calls[-1].draws.end()
         for one in self._sent():
             one.land()
         if not self.closed:
@@ -234,7 +207,7 @@ class Frame(Dropping):
             history = [(n, t.requires_grad and not t.is_leaf) for n, t in fresh.items()]
             anchor = torch.empty(0, requires_grad=True)
             self._saved.append((_Save.apply(anchor, held), history))  # type: ignore[no-untyped-call]
-        return _Call(self.modules[position], forward, given, Generators.of(tensors))
+        return _Call(self.modules[position], forward, given, Generators.of(tensors), Draws(self._among))
 
     def _know(self, tensor: torch.Tensor) -> int:
         number = len(self._last_use)
@@ -245,16 +218,21 @@ class Frame(Dropping):
 
     def _pack(self, tensor: torch.Tensor) -> Holder:
         holder = Holder(tensor)
-        if self._differences is not None:
-            holder.original = tensor.detach()
+        if holder.before is not None and self._is_statistic(tensor):  # which moves on before it is recomputed
+            holder.before.checksum = None
         self.holders.append(weakref.ref(holder))
         return holder
 
+    def _is_statistic(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a tensor is a running statistic."""
+        statistics = {t.untyped_storage()._cdata for m in self.normalisations for t in m.buffers(recurse=False)}
+        return tensor.layout is torch.strided and tensor.untyped_storage()._cdata in statistics
+
     def _unpack(self, holder: Holder) -> torch.Tensor:
         task = graph_task()
-        if self._differences is not None and holder.original is not None:
+        if self._differences is not None and holder.before is not None and holder.before.original is not None:
             self._probe(self._differences, task)
-            return holder.original
+            return holder.before.original
         if task not in holder.recomputed:
             self._recompute(task)
         if task not in holder.recomputed:
@@ -266,11 +244,8 @@ class Frame(Dropping):
         if self._is_probed:
             return
         self._is_probed = True
-        before = probe.other_generators()
         try:
             self._recompute(task)
-            if probe.other_generators() != before:
-                raise self._differs("it draws from Python's or NumPy's generator")
         except RecomputationError as e:
             differences.setdefault(e.modules, e)
 
@@ -304,6 +279,7 @@ class Frame(Dropping):
         for index, call in enumerate(self._calls):
             self._running = call.module
             call.generators.restore()
+            call.draws.restore()
             args, kwargs = mapped(call.given, Value, lambda value: values[value.number])
             for number in [n for n in values if self._last_use[n] <= index]:
                 del values[number]
@@ -332,6 +308,7 @@ class Frame(Dropping):
         devices = {d for g in generators if g.kind == kind for d in g.devices}
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(sorted(devices), device_type=kind if devices else "cuda"))
+            stack.enter_context(preserved({id(s): s for call in self._calls for s in call.draws.drawn}.values()))
             for device, (enabled, dtype, cache) in self._autocast.items():
                 stack.enter_context(torch.autocast(device, dtype, enabled, cache))
             stack.enter_context(statistics_untouched(self.normalisations))
@@ -341,16 +318,18 @@ class Frame(Dropping):
                 stack.enter_context(self._device)
             yield
 
-    def compare(self, found: torch.Tensor, expected: torch.Tensor) -> None:
-        """Compare a tensor with the one that was saved before; not running statistics, which have moved on.
+    def compare(self, found: torch.Tensor, before: probe.Saved) -> None:
+        """Compare a tensor with the one that was saved before.
 
         Raises:
             RecomputationError: They differ.
         """
-        statistics = {t.untyped_storage()._cdata for m in self.normalisations for t in m.buffers(recurse=False)}
-        how = None if expected.untyped_storage()._cdata in statistics else probe.difference(found, expected)
-        if how is not None:
+        how = before.difference(found)
+        if how is not None and before.original is not None:
             raise self._differs(how)
+        if how is not None and not self._is_reported:
+            self._is_reported = True
+            probe.report(self._differs(how), found.device)
 
     def _differs(self, how: str) -> RecomputationError:
         return RecomputationError(self.modules, self._running, how)
@@ -374,9 +353,9 @@ class _Filling(Dropping):
             found, expected = (plain.shape, plain.dtype, plain.device), (holder.shape, holder.dtype, holder.device)
             if found != expected:
                 raise self.frame._differs(f"{_described(*found)} was saved where {_described(*expected)} was before")
-            if holder.original is not None:
-                self.frame.compare(plain, holder.original)
-            else:
+            if holder.before is not None:
+                self.frame.compare(plain, holder.before)
+            if holder.before is None or holder.before.original is None:
                 holder.recomputed[self.task] = plain
         if index >= self.end:
             raise _Stop(self)

@@ -30,7 +30,7 @@ class InBackward:
         self._groups = {p: group for group in optimizer.param_groups for p in group["params"]}
         self._handles = [p.register_post_accumulate_grad_hook(self._update) for p in self._groups if p.requires_grad]
         self._norms: dict[torch.Tensor, torch.Tensor] = {}
-        self._is_taking = False
+        self._is_taking = self._is_dropping = False
         self._lock = threading.Lock()  # each device has a thread of its own in the backward pass
 
     def close(self) -> None:
@@ -47,11 +47,22 @@ class InBackward:
         finally:
             self._is_taking = False
 
+    @contextlib.contextmanager
+    def dropped(self) -> Iterator[None]:
+        """Let go of gradients in the backward passes that run until the context is left, and update nothing."""
+        self._is_dropping = True
+        try:
+            yield
+        finally:
+            self._is_dropping = False
+
     def norms(self) -> list[torch.Tensor]:
         """Return the norms of the gradients that the last such pass used, in the order of the parameters."""
         return [self._norms[p] for p in self._groups if p in self._norms]
 
     def _update(self, parameter: torch.Tensor) -> None:
+        if self._is_dropping:
+            parameter.grad = None
         if not self._is_taking:
             return
         with self._lock, torch.no_grad():

@@ -1,8 +1,8 @@
 """Values that are known although the tensors are fake: of small integers and masks, and what follows from them.
 
 A training step reads few values: whether a mask masks anything, how many labels count, the step
-counter. They come from the batch's integers and from constants through integer operators, so they are
-computed beside the fake tensors. What depends on activations stays unknown.
+counter. They come from the batch's integers, from constants and from a few numbers drawn, so they are
+computed beside the fake tensors. What depends on activations is not; `capture.reads` says what code is told of it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
+from memfit.capture.draws import Extreme, drawn
+from memfit.capture.reads import Replay
+
 _aten = torch.ops.aten
 _CONSTANTS = {
     _aten.arange,
@@ -41,17 +44,31 @@ _UNSET = {_aten.empty_like, _aten.new_empty, _aten.new_empty_strided}
 _FINITE = {_aten.isfinite: True, _aten.isnan: False, _aten.isinf: False, _aten.isposinf: False, _aten.isneginf: False}
 _SAME = {_aten.eq: True, _aten.ne: False}  # of a number and itself; the opposite of any number and infinity
 _LIMIT = 2**20  # elements; masks of a batch have fewer
+_FEW = 64  # elements of floating-point tensors that are followed: settings, schedules, and draws that decide something
+_CHECKS = {_aten.all: True}  # what a check reads that passes
 _ATTRIBUTE = "_memfit_known_values"
 _Unknown = object()
 
 
 class KnownValues(TorchDispatchMode):
-    """Follows the values of integer and boolean tensors under a fake tensor mode. Enter it inside that mode."""
+    """Follows the values of integers, truths and few other numbers under a fake tensor mode. Enter it inside that mode.
+
+    Attributes:
+        replay: Answers what code reads of tensors whose values are not known.
+        extreme: Which numbers are drawn.
+        reads_draws: Whether code read something that was drawn.
+    """
 
     def __init__(self, fake: FakeTensorMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.fake = fake
+        self.replay = Replay()
+        self.extreme: Extreme = ""
+        self.reads_draws = False
         self._real = WeakIdKeyDictionary()
+        self._drawn = WeakIdKeyDictionary()
+        self._assumed = WeakIdKeyDictionary()
+        self._passing = WeakIdKeyDictionary()
 
     @classmethod
     def of(cls, mode: FakeTensorMode) -> KnownValues:
@@ -81,24 +98,57 @@ class KnownValues(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "prim":  # questions about a tensor, such as its device, are most of all calls
             return func(*args, **kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return self._draw(func, args, kwargs)
         known = self._known_arguments(func, args, kwargs)
-        if func is _aten._local_scalar_dense.default:
-            return self._read(func, args, known)
+        if torch.Tag.data_dependent_output in func.tags:
+            return self._read(func, args, kwargs, known)
         try:
             out = func(*args, **kwargs)
         except DynamicOutputShapeException:
             return self._run_with_shape(func, args, kwargs, known)
         if known is not None and all(is_followed(t) for t in tensors_in(out)):
             self._remember(out, _compute(func, *known))
+            self._pass_on(func, args, kwargs, out)
         elif (answer := _if_finite(func, args)) is not None and is_followed(out):
             self._remember(out, _compute(torch.full, (tuple(out.shape), answer), {}))
+            self._assumed[out] = True
         elif func._schema.is_mutable:
             self._forget(func, args, kwargs)
+        elif func._overloadpacket in _CHECKS and isinstance(out, FakeTensor) and out.dim() == 0:
+            self._passing[out] = True
+        return out
+
+    def _pass_on(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Note of outputs whether they come from something drawn or assumed."""
+        for noted in (self._drawn, self._assumed):
+            if noted and any(t in noted for t in tensors_in((args, kwargs))):
+                for tensor in tensors_in(out):
+                    noted[tensor] = True
+
+    def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator that draws; follow what it draws where that is little."""
+        out = func(*args, **kwargs)
+        tensors = tensors_in(out)
+        few = all(isinstance(t, FakeTensor) and t.numel() <= _FEW for t in tensors)
+        written = {id(t) for t in tensors}
+        given = [t for t in tensors_in((args, kwargs)) if id(t) not in written]
+        if not few or any(self._value(t) is _Unknown for t in given):
+            if func._schema.is_mutable:
+                self._forget(func, args, kwargs)
+            return out
+        with unset_fake_temporarily():
+            real = tree_map(
+                lambda v: torch.empty(v.shape, dtype=v.dtype) if id(v) in written else self._value(v), (args, kwargs)
+            )
+            self._remember(out, drawn(func, func._overloadpacket, real[0], real[1], self.extreme))
+        for tensor in tensors:
+            self._drawn[tensor] = True
         return out
 
     def _known_arguments(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Return the arguments with real tensors, None unless the values of all are known."""
-        if torch.Tag.nondeterministic_seeded in func.tags or func._overloadpacket in _UNSET:
+        if func._overloadpacket in _UNSET:
             return None
         tensors = tensors_in((args, kwargs))
         if not tensors and func._overloadpacket not in _CONSTANTS:
@@ -121,45 +171,77 @@ class KnownValues(TorchDispatchMode):
             return _Unknown
         return argument.constant.clone()  # the fake tensor mode itself writes to it
 
-    def _read(self, func: Any, args: Any, known: tuple[Any, Any] | None) -> bool | int | float:
-        """Answer `.item()`: what is known, else a neutral value (no overflow found, nothing masked)."""
+    def _read(self, func: Any, args: Any, kwargs: Any, known: tuple[Any, Any] | None) -> bool | int | float:
+        """Answer `.item()` and other operators that return a number: what is known, else what the replay says."""
+        tensor = args[0]
         if known is not None:
-            return _compute(func, *known)  # type: ignore[no-any-return]
+            logged = self.replay.logged("item", tensor)
+            return logged if self._prefers(logged, tensor) else _compute(func, *known)  # type: ignore[no-any-return]
         try:
-            return func(*args)  # type: ignore[no-any-return]
+            return func(*args, **kwargs)  # type: ignore[no-any-return]
         except DataDependentOutputException:
-            dtype = args[0].dtype
-            return False if dtype is torch.bool else 0.0 if dtype.is_floating_point else 0
+            is_truth = func is not _aten._local_scalar_dense.default  # `equal`, `allclose` and the like
+            dtype = torch.bool if is_truth else tensor.dtype
+            return self.replay.number(tensor, dtype, neutral=is_truth or tensor in self._passing)
+
+    def _prefers(self, logged: Any, tensor: torch.Tensor) -> bool:
+        """Tell whether what was read with data counts for more than what is known of a tensor: drawn, or assumed."""
+        is_drawn = tensor in self._drawn
+        self.reads_draws |= is_drawn
+        return logged is not None and ((is_drawn and not self.extreme) or tensor in self._assumed)
 
     def _run_with_shape(self, func: Any, args: Any, kwargs: Any, known: tuple[Any, Any] | None) -> Any:
-        """Run an operator whose output's shape depends on values that are known.
+        """Run an operator whose output's shape depends on values: known, in the log, or taken to be all there are.
 
         Raises:
-            DynamicOutputShapeException: They are not.
+            DynamicOutputShapeException: Nothing says what shape there may be.
         """
-        if known is not None:
+        logged = self.replay.logged(str(func), args[0])
+        if func in (_aten.index.Tensor, _aten.masked_select.default):
+            return self._select(func, args, logged)
+        if known is not None and not self._prefers(logged, args[0]):
             real = _compute(func, *known)
             out = tree_map(lambda t: self._like(t, device_of(tensors_in((args, kwargs))[0])), real)
             self._remember(out, real)
+            self._pass_on(func, args, kwargs, out)
             return out
+        forms = logged if logged is not None else _largest(func, args[0])
+        if forms is None:
+            raise DynamicOutputShapeException(func)
+        if logged is None:
+            self.replay.guessed_shape(func, args[0])
+        outputs = tuple(torch.empty(shape, dtype=dtype, device=device_of(args[0])) for shape, dtype in forms)
+        return outputs if len(func._schema.returns) > 1 else outputs[0]
+
+    def _select(self, func: Any, args: Any, logged: Any) -> Any:
+        """Run a selection by masks as one by positions."""
         if func is _aten.masked_select.default:
             source, mask = torch.broadcast_tensors(*args)
             if args[1] in self._real:
                 self._remember(mask, _compute(torch.Tensor.expand, (self._real[args[1]], mask.shape), {}))
-            func, args = _aten.index.Tensor, (source, [mask])
-        if func is _aten.index.Tensor:
-            return func(args[0], [p for index in args[1] for p in self._positions(func, index)])
-        raise DynamicOutputShapeException(func)
+            indices = [mask]
+            counts = None if logged is None else iter([logged[0][0][0]])
+        else:
+            source, indices = args
+            counts = None if logged is None else iter(logged)
+        return _aten.index.Tensor(
+            source, [p for index in indices for p in self._positions(func, source, index, counts)]
+        )
 
-    def _positions(self, func: Any, index: torch.Tensor | None) -> list[torch.Tensor | None]:
+    def _positions(
+        self, func: Any, source: torch.Tensor, index: torch.Tensor | None, counts: Iterator[int] | None
+    ) -> list[torch.Tensor | None]:
         """Return a mask as the positions that it selects; other indices as they are."""
         if index is None or index.dtype is not torch.bool:
             return [index]
-        if index not in self._real:
-            raise DynamicOutputShapeException(func)
-        with unset_fake_temporarily():
-            positions = self._real[index].nonzero(as_tuple=True)
-        return [self._like(p, device_of(index)) for p in positions]
+        if index in self._real and not self._prefers(counts, index):
+            with unset_fake_temporarily():
+                positions = self._real[index].nonzero(as_tuple=True)
+            return [self._like(p, device_of(index)) for p in positions]
+        if counts is None:
+            self.replay.guessed_shape(func, source)
+        count = index.numel() if counts is None else next(counts)
+        return [torch.empty(count, dtype=torch.long, device=device_of(index)) for _ in index.shape]
 
     def _like(self, real: torch.Tensor, device: torch.device) -> torch.Tensor:
         return torch.empty_strided(real.size(), real.stride(), dtype=real.dtype, device=device)
@@ -170,7 +252,7 @@ class KnownValues(TorchDispatchMode):
                 self._real[fake] = value
 
     def _forget(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Something unknown was written: forget what shares its memory."""
+        """Forget what shares memory with something unknown that was written."""
         written: list[Any] = []
         for position, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
@@ -203,8 +285,18 @@ def device_of(tensor: torch.Tensor) -> torch.device:
 
 
 def is_followed(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor's values are of the kind that steps read."""
-    return not (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() <= _LIMIT
+    """Tell whether a tensor's values are of the kind that steps read: integers, truths, and few other numbers."""
+    return tensor.numel() <= (_FEW if tensor.is_floating_point() or tensor.is_complex() else _LIMIT)
+
+
+def _largest(func: Any, tensor: torch.Tensor) -> list[tuple[tuple[int, ...], torch.dtype]] | None:
+    """Return the shapes and dtypes of the outputs of an operator that finds as much as there can be; None of others."""
+    count, whole = tensor.numel(), ((tensor.numel(),), torch.long)
+    if func is _aten.nonzero.default:
+        return [((count, tensor.dim()), torch.long)]
+    if func in (_aten._unique2.default, _aten.unique_consecutive.default):
+        return [((count,), tensor.dtype), (tuple(tensor.shape), torch.long), whole]
+    return None
 
 
 def _if_finite(func: Any, args: Any) -> bool | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from typing import Literal
 
@@ -69,6 +70,8 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         device_bytes: What the device has for a step; None where that was not recorded.
         throughput: How fast the step is; None where that was not recorded.
         notes: What was assumed.
+        after_step_bytes: What is allocated once the step is over; None where that was not recorded.
+        phase_seconds: How `step_seconds` is spent, by phase ("forward", "backward", "recompute", "optimizer").
     """
 
     peak_bytes: int
@@ -80,6 +83,8 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     device_bytes: int | None = None
     throughput: Throughput | None = None
     notes: list[str] = []
+    after_step_bytes: int | None = None
+    phase_seconds: dict[str, float] = {}
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -116,6 +121,28 @@ class Solution(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     solve_seconds: float
 
 
+class Proof(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Whether what a plan recomputes was held against the user's own step, bit by bit.
+
+    Attributes:
+        levers: What identifies the levers that were (`levers_key`); "" for none.
+        why: Why none were; "" where some were.
+    """
+
+    levers: str = ""
+    why: str = ""
+
+
+def levers_key(levers: Levers) -> str:
+    """Return a short text that other levers would hardly have."""
+    return hashlib.sha256(msgspec.json.encode(levers)).hexdigest()[:16]
+
+
+def recomputes(levers: Levers) -> bool:
+    """Tell whether levers have anything run again in the backward pass."""
+    return bool(levers.regions or levers.lean)
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A plan, as it is written to a file. Edit it by hand if you like: `memfit verify` will say what it does.
 
@@ -128,6 +155,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         frontier: Plans from the fastest to the leanest, so that another budget is a look-up.
         notes: What was assumed, excluded or skipped, and why.
         host_budget_bytes: Pinned host memory that offloaded activations may take.
+        proof: Whether what the plan recomputes was held against the step. Where it was not, the first step under the
+            plan does so.
     """
 
     schema: str = "memfit.plan/1"
@@ -148,6 +177,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     frontier: list[Candidate] = []
     notes: list[str] = []
     host_budget_bytes: int = 0
+    proof: Proof = Proof()
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether all that the plan recomputes was held against the step; levers changed since have not been."""
+        return not recomputes(self.levers) or self.proof.levers == levers_key(self.levers)
 
     def __str__(self) -> str:
         return _text(self)

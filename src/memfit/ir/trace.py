@@ -32,12 +32,14 @@ class Module(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         couples_batch: Its output for one sample depends on the other samples.
         tracks_statistics: It is a normalisation whose running statistics are updated in the forward pass.
+        refuses_hooks: A transform of `torch.func` runs within it, which takes no hooks of saved tensors.
     """
 
     fqn: str
     kind: str
     couples_batch: bool
     tracks_statistics: bool
+    refuses_hooks: bool = False
 
 
 class Parameter(msgspec.Struct, frozen=True, array_like=True):
@@ -70,6 +72,7 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
         inputs: The storages of the tensors among its arguments.
         phase: "recompute" for calls that happen inside the backward pass.
         activations: Those of `inputs` that are covered by a tensor with a gradient, made by an operator.
+        changed: What its code reads besides its arguments and is another by the backward pass; "" for nothing.
     """
 
     module: int
@@ -80,6 +83,7 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     inputs: tuple[int, ...]
     phase: Phase
     activations: tuple[int, ...] = ()
+    changed: str = ""
 
 
 class Op(msgspec.Struct, frozen=True, array_like=True):
@@ -162,13 +166,16 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """A steady step, recorded.
 
     Attributes:
-        microbatches: How many microbatches the recorded step has (at most two; later ones repeat the second).
+        microbatches: How many microbatches the recorded step has: two at most, of which the second stands for those
+            that are left out; all where they differ, as sparse gradients do, which grow with each.
         scale_microbatches: How many the real step has.
         fingerprint: Identifies the workload: parameters, modules, batch shapes, optimizer.
         precision: The precision the step ran in.
         signatures: The distinct operator calls, as text that `cost` can run again.
         works: What a call of each signature does.
         notes: What a reader should know (assumptions made while capturing).
+        slack: By what share of the peak the step may take more on another course: for other draws, or where values
+            that code reads were guessed.
     """
 
     schema: str = "memfit.trace/1"
@@ -190,6 +197,7 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     works: list[Work]
     parameters: list[Parameter] = []
     notes: list[str] = []
+    slack: float = 0.0
 
     @functools.cached_property
     def ancestors(self) -> list[tuple[int, ...]]:

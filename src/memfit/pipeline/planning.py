@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from msgspec.structs import replace
 
-from memfit.apply.probe import probing
+from memfit.apply.probe import Differences, probing
 from memfit.capture.step import without_collector
+from memfit.cost.calibrate import missing_kernel
 from memfit.devices.advice import precisions as precisions_of
 from memfit.devices.host import find_device
-from memfit.errors import InfeasibleError, RecomputationError, UsageError
+from memfit.errors import InfeasibleError, MemfitError, RecomputationError, UsageError
 from memfit.ir import combinations
 from memfit.ir.device import Device
-from memfit.ir.plan import NUMERICS, Candidate, Levers, Numerics, OptimizerLever, Plan, Precision, Prediction, Solution
+from memfit.ir.plan import (
+    NUMERICS,
+    Candidate,
+    Levers,
+    Numerics,
+    OptimizerLever,
+    Plan,
+    Precision,
+    Prediction,
+    Proof,
+    Solution,
+    levers_key,
+    recomputes,
+)
 from memfit.ir.remat import Regions
 from memfit.ir.trace import Trace
 from memfit.pipeline import leaning, remote
@@ -28,7 +43,6 @@ from memfit.pipeline.classes import OPTIMIZER_CLASSES, allows, freest, lever_cla
 from memfit.pipeline.combining import circumstances
 from memfit.pipeline.coupling import coupling
 from memfit.pipeline.predicting import (
-    Captures,
     Progress,
     capture_levers,
     check_precision,
@@ -37,12 +51,16 @@ from memfit.pipeline.predicting import (
     predict,
     silent,
 )
+from memfit.pipeline.proving import differences, why_not_here
+from memfit.pipeline.reading import readings_to_send
+from memfit.pipeline.refusals import check_supported
+from memfit.pipeline.trials import Trials, failing, fails, first_line, refusal_notes
 from memfit.solve.candidates import options, refusals
 from memfit.solve.frontier import SIMPLER_WITHIN, Combination, fastest, frontier
 from memfit.solve.problem import build
 from memfit.units import format_bytes, parse_budget
 from memfit.version import __version__
-from memfit.workload import Workload, batch_size_of, fingerprint, tokens_per_sample
+from memfit.workload import Workload, fingerprint, samples_of, tokens_per_sample
 
 _ATTEMPTS = 6
 _FIRST_SHARE = 0.9  # of the time for solving that the first attempt may take; the second, of what it leaves; and so on
@@ -94,6 +112,7 @@ def plan(
         InfeasibleError: No plan that `numerics` allows fits.
         CaptureError: The step can't be captured.
     """
+    check_supported(workload)
     found = find_device(device)
     budget_bytes = parse_budget(budget, found.usable_bytes)
     if numerics not in NUMERICS:
@@ -124,7 +143,8 @@ def plan(
             "host_budget": host_budget,
             "time_limit_seconds": time_limit_seconds,
         }
-        made: Plan = remote.call(plan, workload, options, progress)
+        readings = readings_to_send(workload, microbatch_sizes(samples_of(workload)))
+        made: Plan = remote.call(plan, workload, options, progress, readings)
         return made
     check_workload(workload, found)
     ways = tuple(OPTIMIZER_CLASSES) if optimizers is None else tuple(optimizers)
@@ -162,20 +182,24 @@ class _Planner:
     solving_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        self.batch_size = batch_size_of(self.workload.batch)
-        self.captures = Captures(self.workload, self.device)
+        self.batch_size = samples_of(self.workload)
+        self.plain = Levers(microbatch_size=self.batch_size)
+        self.trials = Trials(self.workload, self.device, self.plain)
 
     def plan(self) -> Plan:
-        """Capture and solve; a region that can't be recomputed is left out, and the rest solved again."""
+        """Capture and solve; what turns out not to work is left out, and the rest solved again."""
         self._capture_all()
         started = time.monotonic()
         while True:
+            searched = self._searched()
             try:
                 self._solve_all()
                 candidate, prediction = self._choose()
+                proof = self._proven(candidate.levers, prediction)
                 break
-            except _NotRecomputable as e:
-                self.excluded |= e.modules
+            except _LeftOut as e:
+                if self._searched() == searched:  # it would be chosen again
+                    raise e.error from None
         self._note_draws(candidate.levers)
         progress = functools.partial(self.progress, "frontier")
         limit = self.time_limit_seconds
@@ -207,8 +231,13 @@ class _Planner:
                 solve_seconds=time.monotonic() - started,
             ),
             frontier=points,
-            notes=list(dict.fromkeys([*plain.notes, *self.notes])),
+            notes=list(dict.fromkeys([*plain.notes, *self.notes, *self.trials.notes()])),
+            proof=proof,
         )
+
+    def _searched(self) -> object:
+        """Return what tells whether as much is searched as before."""
+        return len(self.excluded), list(self.wanted), list(self.postponed)
 
     def _predict(self, trace: Trace) -> Prediction:
         costs = costs_of([trace], self.device)
@@ -230,20 +259,19 @@ class _Planner:
     def _capture_all(self) -> None:
         """Capture the step with every combination of levers but regions that is searched."""
         self.progress("capture", 0, 1)
-        self.plain = Levers(microbatch_size=self.batch_size)
         first = capture_levers(self.workload, self.plain, self.device)
         self.traces = {self.plain: first}
         self.coupling = coupling(first, self.workload)
         self.couples_batch = self.coupling is not None
         searched = self._with_lean(self._with_chunked_loss(self._combinations()))
-        whole = [levers for levers in searched if levers.microbatch_size == self.batch_size]
-        self._capture(whole)
+        whole = self._capture([levers for levers in searched if levers.microbatch_size == self.batch_size])
         seconds = self._seconds_of_precisions(whole)
         slow = {p: s for p, s in seconds.items() if s > _ALL_AGAIN * min(seconds.values())}
-        self.postponed = [levers for levers in searched if levers not in whole and levers.precision in slow]
+        cut = [levers for levers in searched if levers.microbatch_size < self.batch_size]
+        self.postponed = [levers for levers in cut if levers.precision in slow]
         self.postponed_seconds = min(slow.values(), default=math.inf)
-        self.wanted = [levers for levers in searched if levers not in self.postponed]
-        self._capture(self.wanted)
+        wanted = [x for x in searched if x in whole or (x in cut and x not in self.postponed)]
+        self.wanted = self._with_any(self._capture(wanted))
 
     def _seconds_of_precisions(self, whole: list[Levers]) -> dict[Precision, float]:
         """Return how long the step takes in each precision that is allowed, with the whole batch."""
@@ -254,19 +282,34 @@ class _Planner:
                 seconds[levers.precision] = min(found, seconds.get(levers.precision, math.inf))
         return seconds
 
-    def _capture(self, wanted: list[Levers]) -> None:
-        """Capture the step with combinations of levers, and measure its operators."""
+    def _capture(self, wanted: list[Levers]) -> list[Levers]:
+        """Capture the step with combinations of levers, and measure its operators; return those that work."""
         for index, levers in enumerate(wanted):
-            if levers not in self.traces:
-                self.traces[levers] = self.captures(levers)
+            if levers not in self.traces and (trace := self.trials.capture(levers)) is not None:
+                self.traces[levers] = trace
             self.progress("capture", index + 1, len(wanted))
-        if not wanted:
-            return
+        captured = [levers for levers in wanted if levers in self.traces]
+        if not captured:
+            return []
         measuring = functools.partial(self.progress, "measure operators")
         in_tf32 = [trace for trace in self.traces.values() if trace.precision == "tf32"]
         others = [trace for trace in self.traces.values() if trace.precision != "tf32"]
         self.costs = costs_of(others, self.device, measuring)
         self.tf32_costs = costs_of(in_tf32, self.device) if in_tf32 else self.costs
+        return [levers for levers in captured if self._has_kernels(levers)]
+
+    def _has_kernels(self, levers: Levers) -> bool:
+        """Tell whether a step has no operator that this machine can't run in its precision; where it has, note that."""
+        if self.device.kind != "cpu" or levers.precision == "32-true":
+            return True
+        plain, costs = set(self.traces[self.plain].signatures), self.tf32_costs
+        costs = costs if levers.precision == "tf32" else self.costs
+        unknown = [text for text in self.traces[levers].signatures if text not in plain and not costs.of(text).measured]
+        why = next((why for text in unknown if (why := missing_kernel(text))), None)
+        if why is not None:
+            del self.traces[levers]
+            self.trials.leave_out(levers, why)
+        return why is None
 
     def _with_chunked_loss(self, wanted: list[Levers]) -> list[Levers]:
         """Return combinations with those that chunk the loss, where logits take enough and nothing else asks for them.
@@ -278,7 +321,9 @@ class _Planner:
         if lever is None or not allows(self.numerics, "reordered"):
             return wanted
         whole = replace(self.plain, chunked_loss=lever)
-        trace = self.captures(whole)
+        trace = self.trials.capture(whole)
+        if trace is None:
+            return wanted
         if not is_chunked(trace, self.traces[self.plain], lever):
             self.notes.append(
                 f"the loss is not chunked: something else than F.cross_entropy asks for the logits of {lever.head}"
@@ -295,10 +340,8 @@ class _Planner:
         if not leaning.worthwhile(self.workload, self.traces[self.plain], plain.peak_bytes):
             return wanted
         whole = replace(self.plain, lean=("*",))
-        try:
-            trace = self.captures(whole)
-        except RecomputationError as e:
-            self.notes.append(f"no normalisation or activation is made again: {e.module} does something else ({e.how})")
+        trace = self.trials.capture(whole)
+        if trace is None:
             return wanted
         if self._predict(trace).peak_bytes > (1 - leaning.LEAST_SHARE) * plain.peak_bytes:
             return wanted
@@ -325,8 +368,7 @@ class _Planner:
         for index, levers in enumerate(self.wanted):
             self._solve(levers)
             self.progress("solve", index, len(self.wanted) + 1)
-        refused = refusals(Regions(self.traces[self.plain]))
-        self.notes += [f"{fqn} is not recomputed: it {why}" for fqn, why in refused.items() if fqn]
+        self.notes += refusal_notes(refusals(Regions(self.traces[self.plain])))
 
     def _solve(self, levers: Levers) -> Combination:
         """Make the problem of what to checkpoint under some levers."""
@@ -365,9 +407,9 @@ class _Planner:
         return self._search_too(added)
 
     def _search_too(self, added: list[Levers]) -> list[Combination]:
-        self.wanted += added
-        self._capture(added)
-        return [self._solve(levers) for levers in added]
+        captured = self._capture(added)
+        self.wanted += captured
+        return [self._solve(levers) for levers in captured]
 
     def _allowed(self) -> list[Combination]:
         return [c for c in self.combinations if allows(self.numerics, c.numerics)]
@@ -387,6 +429,7 @@ class _Planner:
             levers
             for base in bases.values()
             if (levers := replace(base, optimizer=lever)) not in self.wanted
+            and not self.trials.has_failed(levers)
             and not combinations.refusals(combinations.names_of(levers, self.batch_size) | around, self.numerics)
         ]
         return self._search_too(added)
@@ -417,20 +460,100 @@ class _Planner:
         return best
 
     def _confirm(self, candidate: Candidate) -> Prediction:
-        """Predict a plan from a capture of the step with the plan applied."""
+        """Predict a plan from a capture of the step with the plan applied.
+
+        Raises:
+            _LeftOut: The plan can't be applied; what can't be is searched no more.
+        """
         try:
             trace = capture_levers(self.workload, candidate.levers, self.device)
         except RecomputationError as e:
-            raise _NotRecomputable(self._not_recomputable(candidate.levers)) from e
+            self._without_differing(self._differences(candidate.levers) or {e.modules: e}, candidate.levers)
+            raise _LeftOut(e) from e
+        except MemfitError as e:
+            self._without_failing(candidate.levers, e, lambda x: capture_levers(self.workload, x, self.device))
+            raise _LeftOut(e) from e
         return self._predict(trace)
 
-    def _not_recomputable(self, levers: Levers) -> set[str]:
-        """Return the modules that do something else when they run again, and those around them."""
-        with probing() as differences:
+    def _proven(self, levers: Levers, prediction: Prediction) -> Proof:
+        """Hold what a plan recomputes against the user's step, where that can run here.
+
+        Raises:
+            _LeftOut: Something differs, or the planned step can't run where the plain one does; it is searched no more.
+        """
+        if not recomputes(levers):
+            return Proof()
+        why = why_not_here(self.workload, self.device, self._as_is, prediction.step_seconds)
+        if why:
+            return Proof(why=why)
+        self.progress("prove", 0, 1)
+        try:
+            found = differences(self.workload, levers)
+        except Exception as e:  # someone's code, which may raise anything
+            if self._fails_as_it_is():
+                return Proof(why=f"the step can't be run here ({first_line(e)})")
+            self._without_failing(levers, e, lambda x: differences(self.workload, x))
+            raise _LeftOut(e) from e
+        if found:
+            self._without_differing(found, levers)
+            raise _LeftOut(next(iter(found.values())))
+        self.progress("prove", 1, 1)
+        return Proof(levers=levers_key(levers))
+
+    def _fails_as_it_is(self) -> bool:
+        """Tell whether the plain step can't be run with data."""
+        try:
+            differences(self.workload, self.plain)
+        except Exception:  # someone's code
+            return True
+        return False
+
+    def _differences(self, levers: Levers) -> Differences:
+        """Return what does something else when it runs again, without data."""
+        with probing() as found, contextlib.suppress(MemfitError):
             capture_levers(self.workload, levers, self.device)
-        for error in differences.values():
+        return found
+
+    def _without_differing(self, found: Differences, levers: Levers) -> None:
+        """Search no longer for plans that recompute what does something else when it runs again."""
+        regions = {region.modules for region in levers.regions}
+        for modules, error in found.items():
             self.notes.append(f"{error.module} is not recomputed: run again, it does something else ({error.how})")
-        return {around for error in differences.values() for around in _around(error.module)}
+            if modules in regions:
+                self.excluded |= _around(error.module)
+            else:
+                self._leave_out(lambda x: bool(x.lean))
+
+    def _without_failing(self, levers: Levers, error: Exception, attempt: Callable[[Levers], object]) -> None:
+        """Search no longer for plans with those regions without which a step works, or with its other levers.
+
+        Args:
+            levers: Of a step that fails.
+            error: How it fails.
+            attempt: Tries a step with some levers.
+        """
+        bare = replace(levers, regions=())
+        if fails(attempt, bare):
+            if bare == self.plain:
+                raise error
+            self.trials.leave_out(bare, first_line(error))
+            self._leave_out(self.trials.has_failed)
+            return
+        for region in failing(levers, levers.regions, attempt):
+            self.notes.append(
+                f"{', '.join(region.modules)} is not recomputed: the step then fails ({first_line(error)})"
+            )
+            self.excluded |= set(region.modules)
+
+    def _leave_out(self, is_out: Callable[[Levers], bool]) -> None:
+        """Search no longer for plans with some levers."""
+        self.wanted = self._with_any([levers for levers in self.wanted if not is_out(levers)])
+        self.postponed = [levers for levers in self.postponed if not is_out(levers)]
+
+    def _with_any(self, wanted: list[Levers]) -> list[Levers]:
+        """Return combinations, with the plain step where no other is left that may be chosen."""
+        allowed = any(allows(self.numerics, freest(self._classes(levers))) for levers in wanted)
+        return wanted if allowed else [*wanted, *self._capture([self.plain])]
 
     def _leanest(self, allowed: list[Combination]) -> tuple[Candidate, Prediction]:
         """Return the plan of the lowest peak if it fits.
@@ -473,9 +596,15 @@ class _Planner:
         )
 
 
-class _NotRecomputable(Exception):
-    def __init__(self, modules: set[str]) -> None:
-        self.modules = modules
+class _LeftOut(Exception):
+    """Something is searched no more: what is left is to be solved again.
+
+    Args:
+        error: What went wrong with it.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
 
 
 def _around(fqn: str) -> set[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 
 from msgspec.structs import replace
@@ -12,7 +13,8 @@ from memfit.apply.checkpoint import checkpointed
 from memfit.apply.chunked_loss import chunked
 from memfit.apply.lean import lean
 from memfit.apply.precision import uncast
-from memfit.ir.plan import NUMERICS, Candidate, Levers, Plan, Prediction, Solution
+from memfit.apply.probe import checking
+from memfit.ir.plan import NUMERICS, Candidate, Levers, Plan, Prediction, Solution, recomputes
 from memfit.pipeline.classes import lever_classes
 from memfit.train.step import Step
 from memfit.units import format_bytes
@@ -36,13 +38,16 @@ class Switch:
     Args:
         step: The step, to whose model none of these is applied.
         levers: What it begins with. The precision is not switched.
+        is_proven: Whether what these recompute was held against the step before. The first step under levers of which
+            it was not does so, by checksums (`memfit.apply.probe.checking`).
 
     Raises:
         PlanError: The regions are not legal.
     """
 
-    def __init__(self, step: Step, levers: Levers) -> None:
+    def __init__(self, step: Step, levers: Levers, *, is_proven: bool = False) -> None:
         self.step = step
+        self._proven = {levers} if is_proven else set[Levers]()
         self._stack = contextlib.ExitStack()
         self.levers = without_switched(levers)
         self.to(levers)
@@ -54,6 +59,17 @@ class Switch:
             self._stack.enter_context(switched(self.step.workload.model, levers))
         self.step.microbatch_size = levers.microbatch_size
         self.levers = levers
+        needs_proof = recomputes(levers) and levers not in self._proven
+        self.step.proving = functools.partial(self._proving, levers) if needs_proof else None
+
+    @contextlib.contextmanager
+    def _proving(self, levers: Levers) -> Iterator[None]:
+        """Hold what is recomputed against what was computed before; where all is the same, do so no more."""
+        with checking():
+            yield
+        self._proven.add(levers)
+        if self.levers == levers:
+            self.step.proving = None
 
     @contextlib.contextmanager
     def lifted(self) -> Iterator[None]:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from memfit.ir.plan import NUMERICS, Candidate, Numerics, Plan
+from memfit.ir.plan import NUMERICS, Candidate, Numerics, Plan, recomputes
 from memfit.ir.record import Comparison, RunRecord
 from memfit.ir.remat import Region
 from memfit.units import format_bytes, format_seconds
@@ -128,6 +128,16 @@ def lever_rows(plan: Plan) -> list[LeverRow]:
         key = next((k for k in left if any(stem in k.lower() for stem in _LEVER_STEMS[name])), None)
         rows.append(LeverRow(name, setting, left.pop(key) if key is not None else ""))
     return rows + [LeverRow(clean(name), "used", numerics) for name, numerics in left.items()]
+
+
+def proof_text(plan: Plan) -> str:
+    """Return whether what a plan recomputes was held against the step; "" where it recomputes nothing."""
+    if not recomputes(plan.levers):
+        return ""
+    if plan.is_proven:
+        return "what is recomputed was held against a real step here, bit by bit"
+    why = clean(plan.proof.why) or "the levers are not those that were proven"
+    return f"by the first step, as it runs: {why}"
 
 
 def keep_text(keep: Sequence[str], offload: bool = False) -> str:

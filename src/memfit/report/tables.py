@@ -25,6 +25,7 @@ from memfit.report.summary import (
     lever_rows,
     loss_text,
     offers,
+    proof_text,
     ratio_text,
     region_groups,
     seconds_text,
@@ -117,6 +118,8 @@ def _solver_block(plan: Plan) -> list[tuple[str, RenderableType]]:
         ("Solver", Text(solver_text(plan))),
         ("", _dim(f"{bound}, solved in {seconds_text(solution.solve_seconds)}")),
     ]
+    proof = proof_text(plan)
+    block += [("Proof", Text(proof))] if proof else []
     for i, note in enumerate(plan.notes):
         block.append(("" if i else "Notes", Text(clean(note))))
     versions = f"memfit {plan.memfit_version}, torch {plan.torch_version}, fingerprint {plan.fingerprint[:12]}"

@@ -71,9 +71,16 @@ def refusals(regions: Regions) -> dict[str, str]:
             refused[fqn] = "is checkpointed by the model itself"
             continue
         for region in calls:
+            if trace.modules[trace.calls[region.calls[0]].module].refuses_hooks:
+                refused[fqn] = "runs a transform of torch.func, within which nothing can be recomputed"
+                break
             if trace.ops[region.recompute_at].phase == "forward":
                 refused[fqn] = "is differentiated within the loss, which would run it again there"
-                break
+                continue
+            changed = next((name for c in region.calls if (name := trace.calls[c].changed)), "")
+            if changed:
+                refused[fqn] = f"reads {changed}, which has changed by the time that it would run again"
+                continue
             culprit = _writes_outside(trace, region)
             if culprit is not None:
                 refused[fqn] = f"changes what was there before ({culprit}), which a recomputation would do again"

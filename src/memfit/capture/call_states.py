@@ -1,0 +1,67 @@
+"""Whether what a module's code reads has changed by the time that a recomputation of its call would run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from memfit.held_state import Place, Reader
+
+
+class CallStates:
+    """Compares what modules' code reads as their calls begin with how it is before the backward pass.
+
+    A call reads what its module and those within it do. Of each place, what is the same as before is noted once.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        reader = Reader()
+        own = {module: reader.places(fqn, module) for fqn, module in model.named_modules()}
+        hooks = {module: reader.hooks(module) for module in own}
+        self._places: list[Place] = []
+        self._seen: list[list[dict[str, Any]]] = []
+        self._number: dict[int, int] = {}
+        self._of_module: dict[nn.Module, list[int]] = {}
+        for module in own:
+            inside = [place for inner in module.modules() if inner is not module for place in own[inner] + hooks[inner]]
+            self._of_module[module] = list(dict.fromkeys(map(self._numbered, [*own[module], *inside])))
+        self._calls: dict[int, list[tuple[int, int]]] = {}
+
+    def _numbered(self, place: Place) -> int:
+        if id(place) not in self._number:
+            self._number[id(place)] = len(self._places)
+            self._places.append(place)
+            self._seen.append([place.read()])
+        return self._number[id(place)]
+
+    def begin(self, call: int, module: nn.Module) -> None:
+        """Note what a call's code reads, as the call begins."""
+        self._calls[call] = [(number, self._now(number)) for number in self._of_module[module]]
+
+    def _now(self, number: int) -> int:
+        """Return which of the states that a place had is the present one."""
+        state, seen = self._places[number].read(), self._seen[number]
+        if state != seen[-1]:
+            seen.append(state)
+        return len(seen) - 1
+
+    def changes(self) -> dict[int, str]:
+        """Return what has changed since calls began, by call; forget these calls."""
+        now = {number: self._now(number) for noted in self._calls.values() for number, _ in noted}
+        found: dict[int, str] = {}
+        for call, noted in self._calls.items():
+            for number, before in noted:
+                name = self._differing(number, before, now[number]) if before != now[number] else None
+                if name is not None:
+                    found[call] = f"{name} of {self._places[number].owner}"
+                    break
+        self._calls.clear()
+        return found
+
+    def _differing(self, number: int, before: int, now: int) -> str | None:
+        one, other = self._seen[number][before], self._seen[number][now]
+        return next((name for name in one.keys() | other.keys() if one.get(name) != other.get(name)), None)

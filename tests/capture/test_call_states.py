@@ -1,0 +1,210 @@
+"""Calls whose module reads what has changed by the backward pass are marked, those of all others are not."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from memfit.devices.host import find_device
+from memfit.ir.plan import Levers
+from memfit.ir.remat import Regions
+from memfit.pipeline.predicting import capture_levers
+from memfit.solve.candidates import refusals
+from memfit.workload import Workload
+
+SCALE = 1.0
+SETTINGS = types.SimpleNamespace(scale=1.0)
+
+
+class Constants:
+    """Numbers that several modules read."""
+
+    scale = 1.0
+
+
+def helper(x: torch.Tensor) -> torch.Tensor:
+    return x * SCALE
+
+
+class Block(nn.Module):
+    """A linear layer, and something else of its output."""
+
+    factor = 1.0
+    other = 1.0
+
+    def __init__(self, what: Callable[[Any, torch.Tensor], torch.Tensor] = lambda self, x: x) -> None:
+        super().__init__()
+        self.linear, self.what = nn.Linear(8, 8), what
+        self.number, self.table, self.state, self.seen = 1, {"a": [1.0]}, None, None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.what(self, self.linear(x).tanh())
+
+
+class ByMethod(Block):
+    @property
+    def scale(self) -> float:
+        return self.hidden
+
+    hidden = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(self.linear(x))
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        return x.tanh() * self.scale
+
+
+def _counted(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.number += 1
+    return x
+
+
+def _recurrent(self: Any, x: torch.Tensor) -> torch.Tensor:
+    x = x if self.state is None else x + self.state
+    self.state = x.detach()
+    return x
+
+
+class Watched(Block):
+    """Sets attributes before it reads them."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = self.linear(x).tanh()
+        self.number = len(x)
+        return self.seen * self.number
+
+
+def counting() -> Callable[[Any, torch.Tensor], torch.Tensor]:
+    count = 0
+
+    def count_up(self: Any, x: torch.Tensor) -> torch.Tensor:
+        nonlocal count
+        count += 1
+        return x * count
+
+    return count_up
+
+
+def _set_global(index: int, block: Any) -> None:
+    global SCALE
+    SCALE = float(index)
+
+
+def twice(block: nn.Module) -> list[nn.Module]:
+    return [block, block]
+
+
+Before = Callable[[int, Any], object]
+CHANGED: dict[str, tuple[Callable[[], list[nn.Module]], Before, str]] = {
+    "an attribute of the class": (
+        lambda: [Block(lambda self, x: x * self.factor) for _ in range(2)],
+        lambda i, block: setattr(Block, "factor", float(i)),
+        "factor of Block",
+    ),
+    "an attribute, by a property and a method": (
+        lambda: twice(ByMethod()),
+        lambda i, block: setattr(block, "hidden", i),
+        "hidden of blocks.0",
+    ),
+    "an item of a list in a dict": (
+        lambda: twice(Block(lambda self, x: x * self.table["a"][0])),
+        lambda i, block: block.table["a"].__setitem__(0, i),
+        "table of blocks.0",
+    ),
+    "a counter": (lambda: [Block(_counted)], lambda i, block: None, "number of blocks.0"),
+    "a state": (lambda: [Block(_recurrent)], lambda i, block: None, "state of blocks.0"),
+    "a global": (
+        lambda: [Block(lambda self, x: x * SCALE), Block(lambda self, x: x * SCALE)],
+        _set_global,
+        "SCALE of tests.capture.test_call_states",
+    ),
+    "a global, by a function": (
+        lambda: [Block(lambda self, x: helper(x)), Block(lambda self, x: helper(x))],
+        _set_global,
+        "SCALE of tests.capture.test_call_states",
+    ),
+    "an attribute of a class elsewhere": (
+        lambda: [Block(lambda self, x: x * Constants.scale) for _ in range(2)],
+        lambda i, block: setattr(Constants, "scale", i),
+        "scale of Constants",
+    ),
+    "an attribute of an object": (
+        lambda: [Block(lambda self, x: x * SETTINGS.scale) for _ in range(2)],
+        lambda i, block: setattr(SETTINGS, "scale", i),
+        "scale of SimpleNamespace",
+    ),
+    "a closure": (lambda: [Block(counting())], lambda i, block: None, "count of counting.<locals>.count_up"),
+    "the mode of a module": (
+        lambda: twice(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Tanh())),
+        lambda i, block: block.train(i == 1),
+        "training of blocks.0.1",
+    ),
+}
+UNCHANGED: dict[str, tuple[Callable[[], list[nn.Module]], Before]] = {
+    "nothing": (lambda: [Block(), Block()], lambda i, block: None),
+    "what is set before it is read": (lambda: twice(Watched()), lambda i, block: None),
+    "what it does not read": (lambda: [Block(), Block()], lambda i, block: setattr(Block, "other", i)),
+    "another number for each of two": (
+        lambda: [Block(lambda self, x: x * self.number) for _ in range(2)],
+        lambda i, block: setattr(block, "number", i),
+    ),
+    "a counter that nothing reads": (lambda: twice(Block()), lambda i, block: setattr(block, "number", i)),
+}
+
+
+class Chain(nn.Module):
+    def __init__(self, blocks: list[nn.Module], before: Before) -> None:
+        super().__init__()
+        self.blocks, self.before = nn.ModuleList(blocks), before
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, block in enumerate(self.blocks):
+            self.before(index, block)
+            x = block(x)
+        return x
+
+
+def refused(blocks: list[nn.Module], before: Before, microbatch_size: int = 4) -> dict[str, str]:
+    model = Chain(blocks, before)
+    workload = Workload(
+        model=model,
+        batch=torch.randn(4, 8),
+        loss_fn=lambda model, batch: model(batch).square().mean(),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+    )
+    trace = capture_levers(workload, Levers(microbatch_size=microbatch_size), find_device("cpu"))
+    return refusals(Regions(trace))
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_module_that_reads_what_has_changed_is_refused(name: str) -> None:
+    make, before, what = CHANGED[name]
+    found = refused(make(), before)
+    assert f"reads {what}, which has changed" in found["blocks.0"]
+    assert not {fqn for fqn in found if fqn.endswith(("linear", ".2"))}
+
+
+@pytest.mark.parametrize("name", UNCHANGED)
+def test_no_other_module_is_refused(name: str) -> None:
+    make, before = UNCHANGED[name]
+    assert refused(make(), before) == {}
+
+
+def test_each_microbatch_has_a_backward_pass_of_its_own() -> None:
+    steps = iter(range(1000))
+    make = functools.partial(Block, lambda self, x: x * self.number)
+    found = refused([make()], lambda i, block: setattr(block, "number", next(steps)), microbatch_size=2)
+    assert list(found) == [""]  # which would set another number again
+
+
+def test_what_is_around_a_module_sets_what_it_reads_again() -> None:
+    inner = Chain(twice(Block(lambda self, x: x * self.number)), lambda i, block: setattr(block, "number", i))
+    found = refused([inner], lambda i, block: None)
+    assert list(found) == ["blocks.0.blocks.0"]
