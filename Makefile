@@ -8,8 +8,11 @@ JITTOR_VENV := build/jittor-venv
 JITTOR_STAMP := $(JITTOR_VENV)/.installed
 KERAS_VENV := build/keras-venv
 KERAS_STAMP := $(KERAS_VENV)/.installed
+PACKAGES_VENV := build/packages-venv
+PACKAGES_STAMP := $(PACKAGES_VENV)/.installed
+PACKAGES_REQUIREMENTS := benchmarks/packages/requirements.txt
 
-.PHONY: setup demo test check lint types contracts unit test-jittor test-keras format clean
+.PHONY: setup demo test check lint types contracts unit test-jittor test-keras packages format clean
 
 setup: $(STAMP)
 
@@ -60,6 +63,16 @@ $(KERAS_STAMP): pyproject.toml constraints.txt
 	test -x $(KERAS_VENV)/bin/python || $(PYTHON) -m venv $(KERAS_VENV)
 	$(KERAS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable . tensorflow-cpu pytest pytest-timeout
 	touch $(KERAS_STAMP)
+
+# Other people's packages, for `python -m benchmarks.packages`. Their requirements are all listed, so that none is looked for
+# and none brings another torch or CUDA's libraries.
+packages: $(PACKAGES_STAMP)
+
+$(PACKAGES_STAMP): pyproject.toml constraints.txt $(PACKAGES_REQUIREMENTS)
+	test -x $(PACKAGES_VENV)/bin/python || $(PYTHON) -m venv $(PACKAGES_VENV)
+	$(PACKAGES_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
+	$(PACKAGES_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement $(PACKAGES_REQUIREMENTS)
+	touch $(PACKAGES_STAMP)
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -17,6 +17,7 @@ PUBLIC = [
     "BudgetError",
     "CaptureError",
     "InfeasibleError",
+    "Loop",
     "LossScaling",
     "MemfitError",
     "MemoryLimitError",

@@ -41,12 +41,13 @@ from memfit.train.ledger import memory_summary
 from memfit.train.optimizers import Optimizers
 from memfit.train.step import Step, StepResult
 from memfit.version import __version__
-from memfit.workload import LossScaling, Workload
+from memfit.workload import Loop, LossScaling, Workload
 
 __all__ = [
     "BudgetError",
     "CaptureError",
     "InfeasibleError",
+    "Loop",
     "LossScaling",
     "MemfitError",
     "MemoryLimitError",

@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 
 import torch
 from msgspec.structs import replace as with_fields
-from torch.utils._pytree import tree_map
 from torch.utils.benchmark import Timer
 
 from memfit.apply.lean import is_lean
+from memfit.batch import map_tensors
 from memfit.capture.fake import nothing_changes, real_copy
 from memfit.capture.measure import measure_peak_bytes
 from memfit.devices.advice import precisions
@@ -52,7 +52,7 @@ from memfit.solve.problem import build
 from memfit.train.step import Step
 from memfit.units import parse_budget
 from memfit.version import __version__
-from memfit.workload import Workload, batch_size_of, fingerprint
+from memfit.workload import Workload, fingerprint, samples_of
 
 PAYS = 0.02
 """By how much a rung must be better to be kept."""
@@ -127,7 +127,7 @@ class _Climb:
     def __post_init__(self) -> None:
         self.device = find_device("cpu")
         self.is_budget_given = self.budget_bytes is not None
-        self.batch_size = batch_size_of(self.workload.batch)
+        self.batch_size = samples_of(self.workload)
         self.plain = Levers(microbatch_size=self.batch_size)
         self.traces: dict[Levers, Trace] = {}
         self.coupling = coupling(self.trace(self.plain), self.workload)
@@ -312,12 +312,10 @@ def timed(steps: Sequence[Step], min_run_seconds: float) -> list[float]:
 def _of_size(batch: object, size: int) -> object:
     """Return a batch of as many samples, its own one after the other, each tensor of its own."""
 
-    def resized(leaf: object) -> object:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
+    def resized(leaf: torch.Tensor) -> torch.Tensor:
         return torch.cat([leaf] * -(-size // len(leaf)))[:size].clone()
 
-    return tree_map(resized, batch)
+    return map_tensors(resized, batch)
 
 
 # The rungs: what each adds to the levers before it, and in words; or why it can't be had

@@ -12,13 +12,20 @@ from typing import Any
 
 import torch
 
+from memfit import sparse
+
+_SOLVING = ("linalg", "cholesky", "triangular", "lu_")
+"""Parts of the names of operators that fail, or loop for long, on singular matrices."""
+
 
 def describe(argument: Any) -> Any:
-    """Return an argument as JSON values; tensors by dtype, shape and stride.
+    """Return an argument as JSON values; tensors by dtype, shape and stride, sparse ones by how many entries they have.
 
     Raises:
         TypeError: The argument is of a kind that has no description.
     """
+    if isinstance(argument, torch.Tensor) and argument.layout is torch.sparse_coo:
+        return {"s": sparse.describe(argument)}
     if isinstance(argument, torch.Tensor):
         return {"t": [str(argument.dtype)[6:], list(argument.shape), list(argument.stride())]}
     if argument is None or isinstance(argument, bool | int | str):
@@ -58,7 +65,7 @@ def rebuild(text: str, device: str) -> tuple[Callable[..., Any], list[Any], dict
     """Return the operator of a signature, with new arguments of the same dtypes, shapes and strides.
 
     Floating-point tensors hold 0.5, others zeros, so that indices are in range; where groups end in a grouped
-    product is spread evenly.
+    product is spread evenly, and matrices of linear algebra are regular.
 
     Raises:
         LookupError: The signature has no arguments, or this PyTorch has no such operator.
@@ -75,7 +82,18 @@ def rebuild(text: str, device: str) -> tuple[Callable[..., Any], list[Any], dict
     kwargs = {k: _rebuild(v, device) for k, v in body.get("kwargs", {}).items()}
     if "grouped_mm" in name:
         _spread_groups(args)
+    if any(part in name for part in _SOLVING):
+        _make_regular([*args, *kwargs.values()])
     return func, args, kwargs
+
+
+def _make_regular(arguments: list[Any]) -> None:
+    """Make square matrices positive definite, and pivots of rows the rows themselves, so that systems can be solved."""
+    for tensor in (a for a in arguments if isinstance(a, torch.Tensor) and 0 not in a.shape and 0 not in a.stride()):
+        if tensor.dim() > 1 and tensor.shape[-1] == tensor.shape[-2] and tensor.is_floating_point():
+            tensor.diagonal(dim1=-2, dim2=-1).add_(tensor.shape[-1])
+        elif tensor.dim() and tensor.dtype is torch.int32:
+            tensor.copy_(torch.arange(1, tensor.shape[-1] + 1, device=tensor.device).expand(tensor.shape))
 
 
 def _spread_groups(args: list[Any]) -> None:
@@ -94,6 +112,8 @@ def _rebuild(value: Any, device: str) -> Any:
     if kind == "t":
         dtype, shape, stride = content
         return _tensor(dtype, shape, stride, device)
+    if kind == "s":
+        return sparse.rebuild(content, device)
     if kind == "l":
         return [_rebuild(v, device) for v in content]
     if kind == "f":

@@ -9,8 +9,12 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
 
+from memfit.batch import batch_size_of as batch_size_of  # re-exported: batches are asked for with their workload
+from memfit.batch import samples_in as samples_in
+from memfit.batch import slice_batch as slice_batch
+from memfit.batch import tensors_of as tensors_of
+from memfit.batch import tokens_per_sample as tokens_per_sample
 from memfit.errors import WorkloadError
 
 Loss = torch.Tensor | tuple[torch.Tensor, torch.Tensor | int | float]
@@ -61,17 +65,75 @@ class LossScaling:
 
 
 @dataclass(frozen=True)
+class Loop:
+    """What the user's own training loop does, for `memfit.estimate` to predict it; docs/loops.md says how to find out.
+
+    `Loop()` is a loop that zeroes gradients first and holds nothing: it takes what memfit's own step takes. Plans run
+    memfit's own step, whatever the loop.
+
+    Args:
+        holds_outputs: How long a name holds what the model returns, and the loss: "" not beyond the loss,
+            "backward" through the backward pass, "step" to the end of the step (a function that returns then),
+            "next-forward" until the next step's forward pass replaces it (a script's `out = model(x)`).
+        zero_grad: When gradients are zeroed: "before-forward", "after-forward" (just before the backward pass), or
+            "after-step".
+        set_to_none: Gradients are dropped, as `zero_grad()` does; False where they are filled with zeros.
+        retain_graph: `backward(retain_graph=True)`: what autograd saved lives as long as the loss or the outputs.
+        inputs_require_grad: The batch's floating-point tensors require gradients.
+        autocast_backward: The backward pass runs within autocast too; of a mixed precision.
+        scales_loss: 16-mixed scales the loss; False for fp16 without a scaler.
+        cudnn_benchmark: `torch.backends.cudnn.benchmark` is on: convolutions on a GPU take the fastest kernels,
+            whatever they need. What that is can't be known without the GPU, so it only widens the interval.
+
+    Raises:
+        WorkloadError: An option has a value that it does not know.
+    """
+
+    holds_outputs: Literal["", "backward", "step", "next-forward"] = ""
+    zero_grad: Literal["before-forward", "after-forward", "after-step"] = "before-forward"
+    set_to_none: bool = True
+    retain_graph: bool = False
+    inputs_require_grad: bool = False
+    autocast_backward: bool = False
+    scales_loss: bool = True
+    cudnn_benchmark: bool = False
+
+    def __post_init__(self) -> None:
+        known = {
+            "holds_outputs": ("", "backward", "step", "next-forward"),
+            "zero_grad": ("before-forward", "after-forward", "after-step"),
+        }
+        for name, values in known.items():
+            if getattr(self, name) not in values:
+                raise WorkloadError(
+                    f"Loop.{name}={getattr(self, name)!r} is unknown: use one of {', '.join(map(repr, values))}"
+                )
+
+
+class NoUpdate(torch.optim.Optimizer):
+    """Stands for an optimizer where a step has none: it knows the parameters and leaves them as they are."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Do nothing."""
+
+
+@dataclass(frozen=True)
 class Workload:
     """One training step, unmodified, and what is needed to run it for longer.
 
     Args:
         model: The model, on the CPU, in training mode.
-        batch: One global batch: tensors, or dicts, lists and tuples of them. The first dimension
-            of each tensor is the sample, and all tensors have the same number of samples.
+        batch: One global batch: tensors, in dicts, lists, tuples, dataclasses or other objects. The first dimension
+            of each tensor is the sample; a list may have an entry a sample instead (detection targets). A batch whose
+            tensors have different numbers of samples, as a graph's nodes and edges, counts as one sample, and is
+            not cut into microbatches.
         loss_fn: `loss_fn(model, batch)` returns a scalar tensor that is a mean over the samples, or
             `(sum, count)` when the loss is normalised by tokens or voxels. It must reach the
             parameters through the model it is given.
-        optimizer: An optimizer over the model's parameters.
+        optimizer: An optimizer over the model's parameters; None for a step that updates nothing.
         name: What reports call it.
         batches: Training data: an iterable of batches shaped like `batch`, iterated once an epoch.
             If it has `state_dict()` and `load_state_dict()`, resuming uses them to restore the
@@ -82,16 +144,22 @@ class Workload:
         loss_scaling: How the loss is scaled where the precision is 16-mixed.
         bf16_updates: How weights are updated where the precision is bf16-true: "master-weights" (fp32 copies) or
             "stochastic-rounding"; None refuses that precision, since bf16 weights alone lose small updates.
-        values: What code reads of tensors, by `item()` and the like, by the line that reads it ("train.py:42").
-            Predictions take it; without, they run the step with data, or try both answers where they can't.
         fp32_modules: Patterns of FQNs ("head", "blocks.*.norm1"): these modules, and those inside them, compute in
             fp32 where the precision is a mixed one or bf16-true.
+        values: What code reads of tensors, by `item()` and the like, by the line that reads it ("train.py:42").
+            Predictions take it; without, they run the step with data, or try both answers where they can't.
+        batch_size: How many samples a batch counts as, where its tensors don't say, or `batch_size(batch)` returns it:
+            1 for batches that are not to be cut, the number of graphs with `split`. A number is that of every batch
+            that the step is given. None to count them.
+        split: `split(batch, start, stop)` returns the samples from `start` up to `stop` of a batch that memfit can't
+            cut by itself. None to slice its tensors.
+        loop: What the user's own loop does, which `memfit.estimate` then predicts; None for memfit's own step.
     """
 
     model: nn.Module
     batch: Any
     loss_fn: Callable[[nn.Module, Any], Loss]
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer  # `NoUpdate` where None is given
     name: str = "workload"
     batches: Iterable[Any] | None = None
     evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None
@@ -101,6 +169,13 @@ class Workload:
     bf16_updates: Literal["master-weights", "stochastic-rounding"] | None = None
     fp32_modules: tuple[str, ...] = ()
     values: Mapping[str, bool | int | float] = field(default_factory=dict)
+    batch_size: int | Callable[[Any], int] | None = None
+    split: Callable[[Any, int, int], Any] | None = None
+    loop: Loop | None = None
+
+    def __post_init__(self) -> None:
+        if self.optimizer is None:
+            object.__setattr__(self, "optimizer", NoUpdate(self.model.parameters()))
 
 
 class StepProgram(Protocol):
@@ -124,42 +199,65 @@ class StepProgram(Protocol):
         """Run the forward pass as the step does."""
 
 
-def tensors_of(batch: Any) -> list[torch.Tensor]:
-    """Return the tensors of a batch, in order."""
-    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+def samples_of(workload: Workload, batch: Any = None) -> int:
+    """Return how many samples a batch of a workload counts as: by `Workload.batch_size`, else by its tensors.
 
+    1 for a batch that can't be cut into microbatches.
 
-def batch_size_of(batch: Any) -> int:
-    """Return the number of samples of a batch.
+    Args:
+        workload: The workload.
+        batch: Its own batch, where None.
 
     Raises:
-        WorkloadError: Its tensors disagree, or it has none.
+        WorkloadError: The batch holds no samples, or can't be cut into as many as `Workload.batch_size` says.
     """
-    sizes = {tuple(t.shape): t.shape[0] if t.dim() else 0 for t in tensors_of(batch)}
-    if not sizes or 0 in sizes.values():
+    batch = workload.batch if batch is None else batch
+    given = workload.batch_size
+    if given is None:
+        return batch_size_of(batch)
+    size = int(given(batch) if callable(given) else given)
+    if size < 1:
+        raise WorkloadError(f"Workload.batch_size={size} is not above 0: give the number of samples, or None")
+    if size > 1 and workload.split is None and samples_in(batch) != size:
         raise WorkloadError(
-            "Workload.batch holds no samples: it must be tensors whose first dimension is the sample, not"
-            f" {type(batch).__name__} with tensors of shapes {sorted(sizes)}"
+            f"Workload.batch_size={size}, and the tensors of Workload.batch have {samples_in(batch)} samples: give"
+            " Workload.split, which cuts a batch, or batch_size=1 for one that is not cut"
         )
-    if len(set(sizes.values())) > 1:
-        raise WorkloadError(
-            "Workload.batch has tensors of different numbers of samples, by shape:"
-            f" {sorted(sizes)}; the first dimension of each must be the sample"
-        )
-    return next(iter(sizes.values()))
+    return size
 
 
-def tokens_per_sample(batch: Any) -> int | None:
-    """Return the length of a batch's sequences: of its first tensor of integers with two dimensions; None without."""
-    found = [t for t in tensors_of(batch) if t.dim() == 2 and not t.is_floating_point() and t.dtype is not torch.bool]
-    return int(found[0].shape[1]) if found else None
+def part_of(workload: Workload, batch: Any, start: int, stop: int) -> Any:
+    """Return the samples from `start` up to `stop` of a batch of a workload.
+
+    Raises:
+        WorkloadError: The batch can't be cut.
+    """
+    return slice_batch(batch, start, stop) if workload.split is None else workload.split(batch, start, stop)
 
 
-def slice_batch(batch: Any, start: int, stop: int) -> Any:
-    """Return the samples from `start` up to `stop` of a batch, as views."""
-    if type(batch) is dict and all(type(leaf) is torch.Tensor for leaf in batch.values()):  # much faster
-        return {key: leaf[start:stop] for key, leaf in batch.items()}
-    return tree_map(lambda leaf: leaf[start:stop] if isinstance(leaf, torch.Tensor) else leaf, batch)
+def uncut_note(workload: Workload) -> str | None:
+    """Return a note on a batch that counts as one sample since it can't be cut; None for others."""
+    if workload.batch_size is not None or samples_in(workload.batch) is not None:
+        return None
+    shapes = [tuple(t.shape) for t in tensors_of(workload.batch)]
+    return (
+        f"the batch counts as one sample, which no microbatch cuts: its tensors of shapes {_first(shapes)} have"
+        " different first dimensions, as those of a graph do. Samples in figures are batches then. Give"
+        " Workload.batch_size and Workload.split to have it cut"
+    )
+
+
+def _first(shapes: list[tuple[int, ...]]) -> str:
+    return ", ".join(map(str, shapes[:4])) + (", ..." if len(shapes) > 4 else "")
+
+
+def precision_label(workload: Workload, precision: str) -> str:
+    """Return what people call the precision of a step: of a model that was built in 16 bits, "pure bfloat16"."""
+    dtypes = {p.dtype for p in workload.model.parameters() if p.is_floating_point()}
+    if precision != "32-true" or dtypes <= {torch.float32}:
+        return precision
+    names = " and ".join(sorted(str(dtype)[6:] for dtype in dtypes))
+    return f"pure {names}" if len(dtypes) == 1 else f"weights in {names}"
 
 
 def _dtype(tensor: torch.Tensor) -> torch.dtype:
@@ -183,4 +281,5 @@ def fingerprint(workload: Workload) -> str:
     parts += [f"batch:{tuple(t.shape)}:{t.dtype}" for t in tensors_of(workload.batch)]
     parts.append(getattr(workload.optimizer, "memfit_stands_for", type(workload.optimizer).__qualname__))
     parts += [f"{what}" for what in (workload.bf16_updates, workload.fp32_modules) if what]
+    parts += [f"batch_size:{samples_of(workload)}"] if workload.batch_size is not None else []
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from memfit.apply.checkpoint import checkpointed
-from memfit.apply.probe import difference, probing
+from memfit.apply.probe import checking, difference, probing
 from memfit.errors import RecomputationError
 from memfit.ir.remat import Region
 from tests.apply.steps import Chain, blocks
@@ -124,6 +124,20 @@ def test_the_probe_finds_nothing_where_nothing_differs() -> None:
         with checkpointed(model, regions), probing() as differences:
             step(model)
         assert not differences
+
+
+def test_a_check_finds_every_difference_and_nothing_else() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 16))
+    keep = Region(("0", "1", "2"), ("aten.addmm.default#0",))
+    for regions in ([keep], [Region(("",)), Region(("0", "1"))], [Region((str(i),)) for i in range(4)]):
+        with checkpointed(model, regions), checking():
+            step(model)
+    for what in VALUES.values():
+        for regions, _ in REGIONS.values():
+            odd = model_with(what)
+            with checkpointed(odd, regions), checking(), pytest.raises(RecomputationError, match="has other values"):
+                step(odd)
 
 
 def test_probes_see_one_bit_and_nan() -> None:

@@ -1,4 +1,4 @@
-"""Gradients of several paths: added in place or not, as in the step that nothing watches."""
+"""What autograd computes in place or not, as in the step that nothing watches: sums of gradients, and formulas."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memfit.capture.accumulation import Accumulation
@@ -40,6 +41,29 @@ def retained(y: Tensor) -> Tensor:
     return z + y
 
 
+def selected(y: Tensor) -> Tensor:
+    """Every other column, by its number."""
+    return y.index_select(1, torch.arange(0, SHAPE[1], 2)).repeat_interleave(2, 1)
+
+
+FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gather": lambda y: y.gather(1, y.detach().argsort(1)),
+    "sort": lambda y: y.sort(1)[0],
+    "topk": lambda y: y.topk(SHAPE[1])[0],
+    "max": lambda y: y.max(1, keepdim=True)[0].expand(SHAPE),
+    "cummax": lambda y: y.cummax(1)[0],
+    "index_select": selected,
+    "index": lambda y: y[:, torch.arange(SHAPE[1] - 1, -1, -1)],
+    "take": lambda y: y.take(torch.arange(y.numel()).view(SHAPE)),
+    "binary cross entropy": lambda y: F.binary_cross_entropy_with_logits(y, torch.ones(SHAPE), reduction="none"),
+    "weighted binary cross entropy": lambda y: F.binary_cross_entropy_with_logits(
+        y, torch.ones(SHAPE), torch.ones(SHAPE), reduction="none"
+    ),
+    "a linear layer of transposed rows": lambda y: F.linear(
+        y.view(64, 64, 64).mT, torch.eye(64), torch.ones(64)
+    ).mT.reshape(SHAPE),
+    "a scatter of the user's": lambda y: torch.zeros(SHAPE).scatter(1, y.detach().argsort(1), y),
+}
 PATHS: dict[str, Callable[[Tensor], Tensor]] = {
     "three paths": lambda y: y.sin() + y.cos() + y.exp(),
     "columns": lambda y: torch.stack([y[:, i].sin() for i in range(SHAPE[1])], 1),
@@ -48,6 +72,7 @@ PATHS: dict[str, Callable[[Tensor], Tensor]] = {
     "an expanded gradient": lambda y: y.sin() + y.sum(1, keepdim=True),
     "a gradient that is held elsewhere": retained,
     "a sum inside a custom function": lambda y: _Doubled.apply(y) + y.cos(),
+    **FORMULAS,
 }
 
 
@@ -60,7 +85,7 @@ class Paths(nn.Module):
         self.paths = paths
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.paths(self.linear(x))
+        return self.paths(self.linear(x)).reshape(SHAPE)
 
 
 def workload(name: str) -> Workload:
@@ -89,6 +114,11 @@ def test_the_peak_is_that_of_the_step_that_nothing_watches(name: str, real: bool
 def test_the_comparison_notices_gradients_added_out_of_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Accumulation, "as_the_engine", lambda self, func, args, kwargs: (func, args))
     assert difference_bytes("columns") > 0.9 * NBYTES
+
+
+def test_the_comparison_notices_formulas_that_fill_out_of_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Accumulation, "as_the_engine", lambda self, func, args, kwargs: (func, args))
+    assert difference_bytes("gather") > 0.9 * NBYTES
 
 
 def test_a_sum_inside_a_custom_function_stays_out_of_place() -> None:

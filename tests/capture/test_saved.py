@@ -11,7 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memfit.capture.recorder import Recorder
+from memfit.devices.host import find_device
 from memfit.ir.plan import Levers
+from memfit.ir.remat import Regions
+from memfit.pipeline.predicting import capture_levers
+from memfit.solve.candidates import refusals
 from memfit.workload import Workload, batch_size_of
 from tests.measuring import peaks
 
@@ -222,3 +226,35 @@ def test_keeping_outputs_with_their_history_is_noticed(monkeypatch: pytest.Monke
     monkeypatch.setattr(Recorder, "_detached", lambda _, tensor: tensor)
     predicted, measured = peaks(workload(loss), Levers(microbatch_size=48))
     assert predicted > measured
+
+
+class Tangent(nn.Module):
+    """Adds to what a block makes the derivative of its sum, by a transform."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        def total(y: Tensor) -> Tensor:
+            out: Tensor = self.block(y)
+            return out.sum()
+
+        gradient = torch.func.grad(total)(x)
+        assert isinstance(gradient, Tensor)
+        made: Tensor = self.block(x)
+        return made + gradient
+
+
+def test_modules_within_which_a_transform_runs_are_no_regions() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(32, 32), nn.GELU()), Tangent(), nn.Linear(32, 10))
+    work = workload(cross_entropy, model)
+    assert_exact(work)
+    refused = refusals(Regions(capture_levers(work, Levers(microbatch_size=48), find_device("cpu"))))
+    assert "torch.func" in refused["1"] and "0" not in refused
+
+
+def test_modules_that_are_differentiated_within_the_loss_are_no_regions() -> None:
+    trace = capture_levers(workload(gradient_penalty), Levers(microbatch_size=48), find_device("cpu"))
+    assert all("differentiated within the loss" in why for why in refusals(Regions(trace)).values())
+    assert refusals(Regions(trace))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
@@ -153,6 +156,26 @@ def counting() -> Workload:
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         name="counting",
     )
+
+
+NUMBERS = np.random.default_rng(0)
+
+
+class Drawing(torch.nn.Module):
+    """Scales by what generators outside of PyTorch draw."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (random.random() + float(np.random.randn()) + float(NUMBERS.random())) + x.sin()
+
+
+def test_a_step_that_draws_from_other_generators_is_compared_with_the_same_draws() -> None:
+    made = counting()
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32), Drawing(), torch.nn.Linear(32, 32), Drawing())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    made = dataclasses.replace(made, model=model, optimizer=optimizer)
+    plan = memfit.plan(made, budget="1GiB", numerics="exact", points=1)
+    for regions in ((), (Region(("0", "1")), Region(("3",)))):
+        assert verify(replace(plan, levers=replace(plan.levers, regions=regions)), made).bitwise
 
 
 def test_a_region_that_is_recomputed_to_other_values_is_named() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch._subclasses.fake_tensor import is_fake
@@ -81,16 +81,11 @@ class Saved:
         original: The tensor itself, where recomputations are probed; otherwise None.
     """
 
-    __slots__ = ("_storage", "checksum", "original")
+    __slots__ = ("checksum", "original")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.original = tensor.detach() if _differences is not None else None
-        self._storage = tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
         self.checksum = checksum(tensor) if _is_checking and self.original is None else None
-
-    def is_one_of(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Tell whether what was saved lies in the storage of one of some tensors, which are still there."""
-        return self._storage in {tensor.untyped_storage()._cdata for tensor in tensors}
 
     def difference(self, found: torch.Tensor) -> str | None:
         """Return how a tensor differs from the one that was saved; None where it does not."""

@@ -1,8 +1,10 @@
-"""Gradients that autograd adds up in place, and out of place while a dispatch mode looks on.
+"""What autograd computes in place, and out of place while a dispatch mode looks on.
 
 Where several paths lead to a tensor, the engine adds their gradients: in place if it holds the last reference to one
 of them and no tensor subclass or mode is active (`can_accumulate_inplace` in torch/csrc/autograd/input_buffer.cpp).
-Under a mode it always makes a third tensor, which the step without the mode never has.
+Formulas of the backward pass fill a tensor of zeros in place, under the same condition (`isTensorSubclassLike` in
+torch/csrc/autograd/FunctionsManual.cpp). Under a mode both always make another tensor, which the step without the mode
+never has.
 """
 
 from __future__ import annotations
@@ -15,29 +17,58 @@ import torch
 from torch.autograd import graph
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_ADD, _ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
+_aten = torch.ops.aten
+_ADD, _ADD_IN_PLACE = _aten.add.Tensor, _aten.add_.Tensor
+_FILLING = {
+    _aten.scatter.src: (_aten.scatter_.src, ("",)),  # in the formulas of all that select values: max, sort, topk, ...
+    _aten.scatter_add.default: (_aten.scatter_add_.default, ("Gather", "Cummax", "Cummin")),
+    _aten.index_add.default: (_aten.index_add_.default, ("IndexSelect",)),
+    _aten.index_put.default: (_aten.index_put_.default, ("IndexBackward",)),
+    _aten.index_fill.int_Tensor: (_aten.index_fill_.int_Tensor, ("Trace",)),
+    _aten.put.default: (_aten.put_.default, ("Take",)),
+    _aten.masked_scatter.default: (_aten.masked_scatter_.default, ("MaskedSelect",)),
+}
+"""Operators that fill a formula's own zeros: what they are without a mode, and how the names of the nodes begin."""
+_CONTINUING = {_aten.sub.Tensor: _aten.sub_.Tensor, _aten.mul.Tensor: _aten.mul_.Tensor}
+_CONTINUED = "BinaryCrossEntropyWithLogits"
+"""Operators that go on in the result before, in the formula of this node."""
 
 
 class Accumulation:
-    """Finds additions of the engine and makes them what they are without a mode. To be made outside of any mode."""
+    """Finds what the engine runs in place, and makes it what it is without a mode. To be made outside of any mode."""
 
     def __init__(self) -> None:
         self._last = _references_of_last()
 
     def as_the_engine(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the operator and arguments that run where no mode looks on."""
-        if func is not _ADD or kwargs or torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
+        known = func is _ADD or func in _FILLING or func in _CONTINUING
+        if not known or kwargs or torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
             return func, args
+        if func is not _ADD:
+            return self._as_the_formula(func, args), args
         for target, other in (args, args[::-1]):
             if isinstance(target, torch.Tensor) and self._is_last(target) and _called_by_engine():
                 return _ADD_IN_PLACE, (target, other)
         return func, args
+
+    def _as_the_formula(self, func: Any, args: Any) -> Any:
+        node = _current_node()
+        in_place, nodes = _FILLING.get(func, (_CONTINUING.get(func), (_CONTINUED,)))
+        is_own = func in _FILLING or self._is_last(args[0])
+        return in_place if node.startswith(nodes) and is_own and _called_by_engine() else func
 
     def _is_last(self, tensor: torch.Tensor) -> bool:
         """Tell whether the engine alone holds a tensor and its storage, all of whose memory the tensor covers."""
         if tensor.layout is not torch.strided or not _is_dense(tensor):
             return False
         return all(found <= last for found, last in zip(_references(tensor), self._last, strict=True))
+
+
+def _current_node() -> str:
+    """Return the name of the node whose backward formula is running, "" for none."""
+    node: Any = torch._C._current_autograd_node()
+    return "" if node is None else node.name()
 
 
 def _called_by_engine() -> bool:

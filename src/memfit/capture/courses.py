@@ -145,7 +145,7 @@ class _Courses:
             if not course.replay.guesses:
                 raise
             return self._read() or self._flipped(course, e)
-        return (self._read() if course.replay.guesses else None) or (course, trace)
+        return (self._read() if course.replay.guesses or course.reads_draws else None) or (course, trace)
 
     def _read(self) -> tuple[Course, Trace] | None:
         """Return the course of two steps that ran with data; None where they can't."""

@@ -13,9 +13,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
+from memfit.batch import is_uncut, packed_in
+from memfit.capture.copying import copied, rebind
 from memfit.capture.values import KnownValues
-from memfit.errors import WorkloadError
+from memfit.errors import MemfitError, WorkloadError
 from memfit.rng import rng_preserved
+from memfit.sparse import assembled, parts
 from memfit.workload import Workload, tensors_of
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
@@ -34,28 +37,66 @@ class _ConvertTensors(TorchFunctionMode):
         tensor, memo = args
         if id(tensor) not in memo:
             memo[id(tensor)] = self.convert(tensor.detach() if not tensor.is_leaf else tensor)
+            _keep_attributes(memo[id(tensor)], tensor)
         return memo[id(tensor)]
 
 
 def _convert_workload(workload: Workload, convert: Convert) -> Workload:
     """Return a copy whose tensors are converted; one tensor stays one tensor, wherever it is referred to."""
+    try:
+        model, optimizer, batch = copied(lambda: _converted_parts(workload, convert))
+    except MemfitError:
+        raise
+    except Exception as e:
+        raise WorkloadError(
+            f"the workload can't be copied ({type(e).__name__}: {e}): memfit runs a copy, so that yours stays"
+            " as it is; make Workload.model, .optimizer and .batch work with copy.deepcopy"
+        ) from e
+    return dataclasses.replace(workload, model=model, optimizer=optimizer, batch=batch, scheduler=None)
+
+
+def _converted_parts(workload: Workload, convert: Convert) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     memo: dict[int, Any] = {}
     held = [*workload.model.parameters(), *(p for g in workload.optimizer.param_groups for p in g["params"])]
     for parameter in held:
         if id(parameter) not in memo:
             converted = convert(parameter.detach())
-            memo[id(parameter)] = nn.Parameter(converted, requires_grad=parameter.requires_grad)
+            new = memo[id(parameter)] = nn.Parameter(converted, requires_grad=parameter.requires_grad)
+            _keep_attributes(new, parameter)
+    for packed in packed_in(workload.batch):  # its lengths are read by PyTorch's C++, on the CPU
+        memo[id(packed.batch_sizes)] = packed.batch_sizes.clone()
     with _ConvertTensors(convert):
-        try:
-            model = copy.deepcopy(workload.model, memo)
-            optimizer = _copy_of_optimizer(workload.optimizer, memo)
-            batch = copy.deepcopy(workload.batch, memo)
-        except Exception as e:
-            raise WorkloadError(
-                f"the workload can't be copied ({type(e).__name__}: {e}): memfit runs a copy, so that yours stays"
-                " as it is; make Workload.model, .optimizer and .batch work with copy.deepcopy"
-            ) from e
-    return dataclasses.replace(workload, model=model, optimizer=optimizer, batch=batch, scheduler=None)
+        model = copy.deepcopy(workload.model, memo)
+        optimizer = _copy_of_optimizer(workload.optimizer, memo)
+        batch = copy.deepcopy(workload.batch, memo)
+    rebind(model, memo)
+    return model, optimizer, batch
+
+
+def _keep_attributes(new: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Give a converted tensor the attributes that the user put on the original: labels that an optimizer reads."""
+    for name, value in vars(tensor).items():
+        if not hasattr(new, name) and isinstance(value, str | int | float | tuple | list | dict | None):
+            setattr(new, name, value)
+
+
+def _of_parts(tensor: torch.Tensor, convert: Convert) -> torch.Tensor:
+    """Return a sparse tensor whose indices and values are converted.
+
+    Raises:
+        WorkloadError: It is of a layout that fake tensors don't have.
+    """
+    if tensor.layout is not torch.sparse_coo:
+        raise WorkloadError(
+            f"Workload holds a tensor of shape {_shape_of(tensor)} and layout {tensor.layout}, which can't be"
+            " captured without data: give a dense tensor, padded where it is nested, or tensor.to_sparse_coo()"
+        )
+    indices, values = (convert(part) for part in parts(tensor))
+    return assembled(indices, values, tensor.shape, tensor.is_coalesced()).requires_grad_(tensor.requires_grad)
+
+
+def _shape_of(tensor: torch.Tensor) -> tuple[Any, ...] | str:
+    return "of its own" if tensor.is_nested else tuple(tensor.shape)
 
 
 def _copy_of_optimizer(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:
@@ -81,6 +122,8 @@ def real_copy(workload: Workload, device: torch.device | None = None) -> Workloa
     storages: dict[int, torch.UntypedStorage] = {}
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
+        if is_uncut(tensor):
+            return _of_parts(tensor, convert)
         counter = tensor.dim() == 0 and not tensor.requires_grad
         place = tensor.device if device is None or counter else device
         storage = tensor.untyped_storage()
@@ -102,8 +145,9 @@ class _Faker:
         self.storages: dict[int, torch.UntypedStorage] = {}
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.layout is not torch.strided:
-            return self.mode.from_tensor(tensor)
+        if is_uncut(tensor):
+            with self.mode:
+                return _of_parts(tensor, self)
         if id(tensor) in self.scalars and tensor.device.type == "cpu":
             return self._scalar(tensor)
         storage = tensor.untyped_storage()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from memfit.devices.allocation import allocated
+from memfit.sparse import parts
 from memfit.workload import StepProgram, tensors_of
 
 
@@ -13,7 +14,9 @@ def resident_bytes(step: StepProgram) -> int:
     tensors += [p for group in workload.optimizer.param_groups for p in group["params"]]
     for values in workload.optimizer.state.values():
         tensors += tensors_of(values)
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    tensors += [t.grad for t in tensors_of(workload.batch) if t.is_leaf and t.grad is not None]
+    held = [part.untyped_storage() for tensor in tensors for part in parts(tensor)]
+    storages = {storage._cdata: storage.nbytes() for storage in held}
     return sum(storages.values())
 
 

@@ -134,7 +134,7 @@ class Writing(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func is _aten._local_scalar_dense.default:
+        if torch.Tag.data_dependent_output in func.tags:
             self._write(_ITEM, args[0], out)
         elif func is _aten.index.Tensor:
             masks = [i for i in args[1] if isinstance(i, torch.Tensor) and i.dtype is torch.bool]
@@ -309,11 +309,17 @@ class Replay:
         read = None if is_ours else self._next(site, kind, form_of(tensor))
         return None if read is None else read.answer
 
-    def number(self, tensor: torch.Tensor, neutral: bool = False) -> Number:
-        """Return what `item()` returns."""
+    def number(self, tensor: torch.Tensor, dtype: torch.dtype, neutral: bool = False) -> Number:
+        """Return what `item()` returns, or another operator that returns a number.
+
+        Args:
+            tensor: What it reads.
+            dtype: Of the number.
+            neutral: What a check that passes would read, where that is known.
+        """
         site, is_ours = reading_site()
         if is_ours:
-            return Policy().number(None, tensor.dtype, neutral)
+            return Policy().number(None, dtype, neutral)
         stated = self._stated(site)
         if stated is not None:
             return stated
@@ -321,7 +327,7 @@ class Replay:
         if read is not None:
             logged: Number = read.answer
             return logged
-        guess = self._number_guessed(site, tensor, neutral)
+        guess = self._number_guessed(site, dtype, neutral)
         self._guessed(site, _ITEM, tensor, guess)
         return guess
 
@@ -333,7 +339,7 @@ class Replay:
             with _disable_current_modes():
                 found: torch.Tensor = read.answer.tensor()
             return found
-        number = self._number_guessed(site, tensor, False)
+        number = self._number_guessed(site, tensor.dtype, False)
         if not is_ours:
             self._guessed(site, "array", tensor, number)
         with _disable_current_modes():
@@ -359,10 +365,10 @@ class Replay:
                 return read
         return None
 
-    def _number_guessed(self, site: Site | None, tensor: torch.Tensor, neutral: bool) -> Number:
+    def _number_guessed(self, site: Site | None, dtype: torch.dtype, neutral: bool) -> Number:
         self._repeats[site] += 1
         loops = self._repeats[site] > _MOST_REPEATS and not neutral
-        return (Policy() if loops else self.policy).number(site, tensor.dtype, neutral)
+        return (Policy() if loops else self.policy).number(site, dtype, neutral)
 
     def _guessed(self, site: Site | None, kind: str, tensor: torch.Tensor, answer: Any) -> None:
         self.guesses.setdefault(site, Guess(site, kind, form_of(tensor), answer))

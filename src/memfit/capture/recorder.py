@@ -23,10 +23,12 @@ from torch.utils.flop_counter import flop_registry
 from memfit.capture.accumulation import Accumulation
 from memfit.capture.call_states import CallStates
 from memfit.capture.recurrent import with_reserve
-from memfit.capture.values import device_of, tensors_in
+from memfit.capture.sparse_operators import SparseOperators, one_by_one, written_by
+from memfit.capture.values import KnownValues, device_of, tensors_in
 from memfit.errors import CaptureError
 from memfit.ir.trace import Call, Module, Op, Phase, Save, Work
 from memfit.signature import rebuild, signature
+from memfit.sparse import parts
 from memfit.transfers import covers_storage
 
 _aten = torch.ops.aten
@@ -34,6 +36,7 @@ _INCIDENTAL = ("profiler", "prim")  # marks, and questions that only fake tensor
 _NORMS = {_aten.native_batch_norm.default, _aten.native_group_norm.default, _aten.native_layer_norm.default}
 _LOSSES = {_aten.mse_loss, _aten.smooth_l1_loss, _aten.soft_margin_loss, _aten.binary_cross_entropy}
 _CONTIGUOUS = {_aten.mse_loss_backward, _aten.smooth_l1_loss_backward, _aten.huber_loss_backward}
+_BAGS = {_aten._embedding_bag, _aten._embedding_bag_forward_only}
 _NEVER = -2
 
 
@@ -74,10 +77,14 @@ def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _storage_key(tensor: torch.Tensor) -> int | None:
-    if tensor.layout is not torch.strided:
-        return None
+def _storage_key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
+
+
+def _dense(tensors: Any) -> list[torch.Tensor]:
+    """Return the tensors that hold the memory of an operator's arguments or outputs: of sparse ones the parts."""
+    found = tensors_in(tensors)
+    return found if all(t.layout is torch.strided for t in found) else [part for t in found for part in parts(t)]
 
 
 def draws_random_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -92,19 +99,13 @@ def draws_random_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    if not func._schema.is_mutable:
-        return []
-    found: list[Any] = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found.append(args[position] if position < len(args) else kwargs.get(argument.name))
-    return tensors_in(found)
+    return _dense(written_by(func, args, kwargs))
 
 
 def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, device_type: str) -> Work:
     """Return what a call does on the device: counted once for each signature."""
     given, made = (
-        [t for t in tensors_in(tensors) if device_of(t).type == device_type] for tensors in ((args, kwargs), out)
+        [t for t in _dense(tensors) if device_of(t).type == device_type] for tensors in ((args, kwargs), out)
     )
     held = {_storage_key(t) for t in given}
     written = [
@@ -129,7 +130,7 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -
 
 def _covered_bytes(tensor: torch.Tensor) -> int:
     """Return the distinct bytes that a tensor covers: an expanded one covers less than it has elements."""
-    if tensor.layout is not torch.strided or tensor.numel() == 0:
+    if tensor.numel() == 0:
         return 0
     elements = math.prod(n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
     return elements * tensor.itemsize
@@ -149,6 +150,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, fake: FakeTensorMode | None = None, device_type: str = "cpu") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.fake = fake
+        self.sparse = SparseOperators(KnownValues.of(fake)) if fake is not None else None
         self.accumulation = Accumulation()
         self.device_type = device_type
         self.now = Recording()
@@ -185,10 +187,14 @@ class Recorder(TorchDispatchMode):
     def observe(self, tensor: torch.Tensor, birth: int) -> int | None:
         """Return the index of a tensor's storage, following its life from now on if it is new.
 
-        None for what takes no memory of the device.
+        None for what takes no memory of the device, and for sparse tensors, whose parts are followed.
         """
+        if tensor.layout is not torch.strided:
+            for part in parts(tensor):
+                self.observe(part, birth)
+            return None
         key = _storage_key(tensor)
-        if key is None or device_of(tensor).type != self.device_type:
+        if device_of(tensor).type != self.device_type:
             return None
         known = self._index.get(key)
         if known is not None:
@@ -210,27 +216,38 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace in _INCIDENTAL or self._looks_away:
             return func(*args, **kwargs)
+        if (calls := one_by_one(func, args)) is not None:
+            for one, arguments in calls:
+                self.__torch_dispatch__(one, types, arguments)
+            return None
         phase = self._phase()
         call = self._current_call(phase)
         position = len(self.now.ops)
         func, args = self.accumulation.as_the_engine(func, args, kwargs)
+        text = signature(func, args, kwargs) if self.recording else ""  # before sparse arguments get other entries
+        sparse = [t for t in written_by(func, args, kwargs) if t.layout is not torch.strided]
+        held = _dense(sparse)  # what they give up for new memory is there until the operator ends
         out = self._run(func, args, kwargs)
+        for tensor in sparse:
+            self.observe(tensor, position if self.recording else -1)
         if self.recording:
             mutated = [i for t in _mutated(func, args, kwargs) if (i := self.observe(t, -1)) is not None]
-            self.now.ops.append(self._op(func, args, kwargs, out, call, phase, tuple(mutated)))
+            self.now.ops.append(self._op(text, func, args, kwargs, out, call, phase, tuple(mutated)))
         for tensor in tensors_in(out):
             self.observe(tensor, position if self.recording else -1)
+        del held
         return out
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if self.fake is None:
+        if self.sparse is None:
             return func(*args, **kwargs)
         if func is _aten._grouped_mm.default and args[0].dtype == args[1].dtype:
             return _grouped_product(func, args, kwargs)
-        return as_the_kernel(func(*args, **kwargs), func, args, kwargs, self.device_type)
+        return as_the_kernel(self.sparse.run(func, args, kwargs), func, args, kwargs, self.device_type)
 
-    def _op(self, func: Any, args: Any, kwargs: Any, out: Any, call: int, phase: Phase, mutated: tuple[int, ...]) -> Op:
-        text = signature(func, args, kwargs)
+    def _op(
+        self, text: str, func: Any, args: Any, kwargs: Any, out: Any, call: int, phase: Phase, mutated: tuple[int, ...]
+    ) -> Op:
         index = self.now.signatures.get(text)
         if index is None:
             index = self.now.signatures[text] = len(self.now.works)
@@ -300,7 +317,7 @@ class Recorder(TorchDispatchMode):
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
         """Record what autograd saves."""
-        with _hooks(self._pack, self._unpack):
+        with _hooks(self._pack, self._unpack, self._refuse_hooks):
             yield
 
     @contextlib.contextmanager
@@ -316,8 +333,14 @@ class Recorder(TorchDispatchMode):
         def pack(tensor: torch.Tensor) -> torch.Tensor | None:
             return self._detached(tensor) if next(left, False) else None
 
-        with _hooks(pack, self._unpack):
+        with _hooks(pack, self._unpack, self._refuse_hooks):
             yield
+
+    def _refuse_hooks(self) -> None:
+        """Note of the modules that are running that checkpointing, which rests on hooks, can't be within them."""
+        for call in self._stack:
+            module = self.now.calls[call].module
+            self.modules[module] = replace(self.modules[module], refuses_hooks=True)
 
     def _detached(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor without its history, as nobody made it.
@@ -384,16 +407,24 @@ class Recorder(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def _hooks(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> Iterator[None]:
+def _hooks(
+    pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor], on_refusal: Callable[[], None]
+) -> Iterator[None]:
     """Give autograd hooks of saved tensors, but where transforms of `torch.func` run, which refuse any.
 
     The step without hooks runs there; what autograd saves within is seen by when its storages die.
+
+    Args:
+        pack: Called with what is saved.
+        unpack: Called with what `pack` returned.
+        on_refusal: Called where a transform runs.
     """
     refuse = graph.disable_saved_tensors_hooks
 
     @contextlib.contextmanager
     def without(message: str) -> Iterator[None]:
         ours = torch._C._autograd._top_saved_tensors_default_hooks(False) == (pack, unpack)
+        on_refusal()
         if ours:
             torch._C._autograd._pop_saved_tensors_default_hooks()
         try:
@@ -438,6 +469,9 @@ def _as_on_cpu(out: Any, func: Any, args: Any, kwargs: Any) -> Any:
         return _with_statistics_as_parameters(out, args)
     if func is _aten.native_group_norm_backward.default and out[0] is not None:
         return torch.empty_like(out[0], dtype=args[1].dtype), *out[1:]
+    if func._overloadpacket in _BAGS and out[1].numel():  # the bags of the indices, and of one more
+        bags = out[1].new_empty(out[1].numel() + 1)
+        return out[0], bags.as_strided(out[1].size(), out[1].stride()), *out[2:]
     if func is _aten.mkldnn_rnn_layer.default:
         nbytes = _rnn_workspace_bytes(signature(func, args, kwargs), torch.is_grad_enabled())
         return *out[:3], out[3].new_empty(nbytes)

@@ -29,6 +29,7 @@ def register(library: torch.library.Library) -> None:
     """Answer the calls of recurrent layers on CUDA tensors, and say what cuDNN's operators return and compute."""
     for name, mode in _MODES.items():
         library.impl(f"{name}.input", _layer(name, mode), "AutogradCUDA")
+        library.impl(f"{name}.data", _packed_layer(name, mode), "AutogradCUDA")
     library.impl("_cudnn_rnn_backward", _backward, "Meta")
     flop_registry[_aten._cudnn_rnn] = lambda *given, **_: _flops(given)
     flop_registry[_aten._cudnn_rnn_backward] = lambda *given, **_: 2 * _flops(given)
@@ -51,38 +52,47 @@ def with_reserve(out: Any, args: Any) -> Any:
 
 
 def _layer(name: str, mode: int) -> Callable[..., Any]:
+    """Return what answers `name.input`: samples of equal length."""
     composite = getattr(_aten, name).input
 
-    def run(
-        x: torch.Tensor,
-        hx: Any,
-        params: list[torch.Tensor],
-        has_biases: bool,
-        layers: int,
-        dropout: float,
-        train: bool,
-        bidirectional: bool,
-        batch_first: bool,
-    ) -> Any:
-        options = (has_biases, layers, dropout, train, bidirectional, batch_first)
+    def run(x: torch.Tensor, hx: Any, params: list[torch.Tensor], *options: Any) -> Any:
         if not torch.backends.cudnn.enabled:
             return composite._op_dk(DispatchKey.CompositeImplicitAutograd, x, hx, params, *options)
-        states = list(hx) if name == "lstm" else [hx]
-        size, out_size = states[-1].shape[2], states[0].shape[2]
-        projected = size != out_size
-        if torch.is_autocast_enabled("cuda"):
-            dtype = torch.get_autocast_dtype("cuda")
-            x, *states = (t.to(dtype) for t in (x, *states))
-            params = _flattened(params, dtype)
-        count = (4 if has_biases else 2) + projected
-        sizes = (mode, size, out_size if projected else 0, layers, batch_first, dropout, train, bidirectional)
-        cell = states[1] if name == "lstm" else None
-        with torch.autocast("cuda", enabled=False):
-            # The module keeps its weights in one buffer (`flatten_parameters`): any of them stands for it.
-            out = _aten._cudnn_rnn(x, params, count, params[0].detach(), states[0], cell, *sizes, [], None)
-        return out[:3] if name == "lstm" else out[:2]
+        return _cudnn(name, mode, x, hx, params, options, [])
 
     return run
+
+
+def _packed_layer(name: str, mode: int) -> Callable[..., Any]:
+    """Return what answers `name.data`: a packed sequence, whose lengths are on the CPU."""
+    composite = getattr(_aten, name).data
+
+    def run(x: torch.Tensor, lengths: torch.Tensor, hx: Any, params: list[torch.Tensor], *options: Any) -> Any:
+        if not torch.backends.cudnn.enabled:
+            return composite._op_dk(DispatchKey.CompositeImplicitAutograd, x, lengths, hx, params, *options)
+        return _cudnn(name, mode, x, hx, params, (*options, False), lengths.tolist())
+
+    return run
+
+
+def _cudnn(
+    name: str, mode: int, x: torch.Tensor, hx: Any, params: list[torch.Tensor], options: Any, lengths: list[int]
+) -> Any:
+    has_biases, layers, dropout, train, bidirectional, batch_first = options
+    states = list(hx) if name == "lstm" else [hx]
+    size, out_size = states[-1].shape[2], states[0].shape[2]
+    projected = size != out_size
+    if torch.is_autocast_enabled("cuda"):
+        dtype = torch.get_autocast_dtype("cuda")
+        x, *states = (t.to(dtype) for t in (x, *states))
+        params = _flattened(params, dtype)
+    count = (4 if has_biases else 2) + projected
+    sizes = (mode, size, out_size if projected else 0, layers, batch_first, dropout, train, bidirectional)
+    cell = states[1] if name == "lstm" else None
+    with torch.autocast("cuda", enabled=False):
+        # The module keeps its weights in one buffer (`flatten_parameters`): any of them stands for it.
+        out = _aten._cudnn_rnn(x, params, count, params[0].detach(), states[0], cell, *sizes, lengths, None)
+    return out[:3] if name == "lstm" else out[:2]
 
 
 def _flattened(params: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import itertools
 import logging
 import traceback
 from collections.abc import Callable, Iterator
@@ -16,11 +17,13 @@ from msgspec.structs import replace
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     UnsupportedOperatorException,
 )
-from torch.utils._pytree import tree_map
 
+from memfit.batch import map_tensors
 from memfit.capture.attention import Attention
+from memfit.capture.composites import composed_as_without_a_mode
 from memfit.capture.courses import Course, Reading, worst_course
 from memfit.capture.fake import fake_copy, mode_of, nothing_changes, real_copy
 from memfit.capture.gpu import fake_gpu
@@ -30,7 +33,8 @@ from memfit.capture.values import KnownValues, libraries_run_as_with_data
 from memfit.errors import CaptureError, MemfitError
 from memfit.ir.device import Device
 from memfit.ir.trace import Category, Module, Parameter, Phase, Storage, Trace
-from memfit.workload import StepProgram, Workload, batch_size_of, fingerprint, slice_batch, tensors_of
+from memfit.sparse import parts
+from memfit.workload import StepProgram, Workload, fingerprint, part_of, samples_of, tensors_of, uncut_note
 
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 _VALUES_HINT = (
@@ -38,8 +42,21 @@ _VALUES_HINT = (
     " Workload.loss_fn; mixtures of experts of transformers take experts_implementation='grouped_mm'"
 )
 _OPERATOR_HINT = "PyTorch can't run this operator without data: take it out of Workload.loss_fn, or estimate without it"
+_CLOSURE_HINT = (
+    "memfit runs the forward and backward passes once a step and calls Workload.optimizer.step() without a closure:"
+    " give an optimizer that needs none"
+)
+_SUBCLASS_HINT = (
+    "Tensors of classes of their own are captured as plain ones, with their attributes and without their methods: give"
+    " Workload.batch tensor.as_subclass(torch.Tensor), and what the method returns beside it"
+)
 _OTHER_HINT = "See whether Workload.loss_fn(model, batch) and backward() run with data"
 
+_OTHER_STEPS = 3  # recorded where the forward pass is another each time it is called
+_OTHER_EACH_TIME = (
+    "the forward pass runs other operators each time it is called: predicted is the step that takes most of"
+    f" {_OTHER_STEPS + 1} in a row, and nothing is recomputed; others may take more"
+)
 _COMPILED = (
     "torch.compile is not predicted: the step was captured as it runs without; compiled, it takes less time, and mostly"
     " less memory for activations"
@@ -52,26 +69,27 @@ BuildStep = Callable[[Workload], contextlib.AbstractContextManager[StepProgram]]
 def capture(
     workload: Workload,
     build: BuildStep,
-    *,
-    device: Device | None = None,
     precision: str = "32-true",
     microbatch_size: int | None = None,
+    *,
+    device: Device | None = None,
     warm: bool = False,
     reading: Reading | None = None,
 ) -> Trace:
     """Return the trace of a step, run under fake tensors: no data, no memory, nothing of the user's changed.
 
     The step runs twice, since the first makes the optimizer's state, and the second is recorded. Of
-    many equal microbatches two are run: the second repeats. A step that reads values of tensors, or whose course
-    depends on draws, runs again for each other course that it may take (`capture.courses`).
+    many equal microbatches two are run: the second repeats; all are run where they add up sparse gradients. A step that
+    reads values of tensors, or whose course depends on draws, runs again for each other course that it may take
+    (`capture.courses`).
 
     Args:
         workload: The user's workload.
         build: Makes the step from a copy of it.
-        device: The device that the copy runs on; None for the CPU. A GPU stands for one of its kind, and
-            needs fake CUDA in this process (`memfit.devices.fake_cuda`).
         precision: Goes into the trace.
         microbatch_size: Samples in a microbatch; None for the whole batch.
+        device: The device that the copy runs on; None for the CPU. A GPU stands for one of its kind, and
+            needs fake CUDA in this process (`memfit.devices.fake_cuda`).
         warm: The workload comes from `warmed`, and the step updates its parameters as the one there did: it runs
             once.
         reading: Runs the step with data, and returns what it reads; None where that can't be.
@@ -83,12 +101,17 @@ def capture(
 
     def run(course: Course) -> Trace:
         with _fake_copied(workload, device, microbatch_size) as (copied, values, attention):
-            return _record(workload, copied, build, values, precision, microbatch_size, attention, warm, course)
+            trace = _record(workload, copied, build, values, precision, microbatch_size, attention, warm, course)
+        if trace.microbatches < trace.scale_microbatches and _adds_up_sparse_gradients(trace):
+            with _fake_copied(workload, device, None) as (copied, values, attention):
+                trace = _record(workload, copied, build, values, precision, microbatch_size, attention, warm, course)
+        return trace
 
     trace = worst_course(run, workload.values, reading)
     if warm and trace.slack:
         raise CaptureError("the step may take other courses: it is captured from its first step on")
-    notes = [*trace.notes, *([_COMPILED] if is_compiled(workload) else [])]
+    said = [uncut_note(workload), _COMPILED if is_compiled(workload) else None]
+    notes = [*trace.notes, *(note for note in said if note)]
     return replace(trace, device=trace.device if device is None else device.name, notes=notes)
 
 
@@ -126,6 +149,12 @@ def reads_unknown(workload: Workload, build: BuildStep) -> bool:
     return bool(replay.guesses) or values.reads_draws
 
 
+def _adds_up_sparse_gradients(trace: Trace) -> bool:
+    """Tell whether a microbatch adds to a sparse gradient, which then has the entries of both."""
+    adding = (op for op in trace.ops if op.phase == "backward" and op.microbatch and op.name == "aten.add_.Tensor")
+    return any('"args":[{"s":' in trace.signatures[op.signature] for op in adding)
+
+
 @contextlib.contextmanager
 def _fake_copied(
     workload: Workload, device: Device | None, microbatch_size: int | None
@@ -137,18 +166,26 @@ def _fake_copied(
     values.fake.allow_fallback_kernels = attention is None  # which run operators on real zeros
     with nothing_changes(workload), _one_thread_and_no_collector():
         moved = workload if place is None else dataclasses.replace(workload, batch=_as_moved(workload.batch, values))
-        copied = fake_copy(shortened(moved, microbatch_size), values, place)
+        is_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors_of(moved.batch))
+        with _faked(values if is_fake else None):  # packed sequences are cut by the values of their indices
+            shortened = _shortened(moved, microbatch_size)
+        copied = _unwrapped(fake_copy(shortened, values, place))
         with _explained(), torch.compiler.set_stance("force_eager"), libraries_run_as_with_data():
             yield copied, values, attention
 
 
 def capture_real(
-    workload: Workload, build: BuildStep, *, precision: str = "32-true", microbatch_size: int | None = None
+    workload: Workload, build: BuildStep, precision: str = "32-true", microbatch_size: int | None = None
 ) -> Trace:
     """Return the trace of a step that really runs, on a copy of the workload, through the same records."""
     with nothing_changes(workload), _one_thread_and_no_collector():
-        copied = real_copy(shortened(workload, microbatch_size))
+        copied = real_part(workload, microbatch_size)
         return _record(workload, copied, build, None, precision, microbatch_size)
+
+
+def real_part(workload: Workload, microbatch_size: int | None) -> Workload:
+    """Return an independent copy of a workload with data, with at most two microbatches in its batch."""
+    return _unwrapped(real_copy(_shortened(workload, microbatch_size)))
 
 
 def is_compiled(workload: Workload) -> bool:
@@ -162,20 +199,58 @@ def is_compiled(workload: Workload) -> bool:
 def _as_moved(batch: Any, values: KnownValues) -> Any:
     """Return a batch as it is once moved to another device: of a view's storage, only what the view shows."""
 
-    def moved(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
+    def moved(leaf: torch.Tensor) -> torch.Tensor:
+        if leaf.layout is not torch.strided:
             return leaf
         return leaf if leaf.untyped_storage().nbytes() == leaf.numel() * leaf.itemsize else leaf.clone()
 
     with _faked(values):
-        return tree_map(moved, batch)
+        return map_tensors(moved, batch)
 
 
-def shortened(workload: Workload, microbatch_size: int | None) -> Workload:
+def _shortened(workload: Workload, microbatch_size: int | None) -> Workload:
     """Return the workload with at most two microbatches in its batch, as views: its storages keep their size."""
-    size = batch_size_of(workload.batch)
+    size = samples_of(workload)
     two = min(size, 2 * (microbatch_size or size))
-    return dataclasses.replace(workload, batch=slice_batch(workload.batch, 0, two)) if two < size else workload
+    if two == size:
+        return workload
+    start = _heaviest(workload, microbatch_size or size, size)
+    batch = part_of(workload, workload.batch, start, start + two)
+    counted = workload.batch_size if callable(workload.batch_size) or workload.batch_size is None else two
+    return dataclasses.replace(workload, batch=_Shortened(batch, workload.batch), batch_size=counted)
+
+
+@dataclasses.dataclass
+class _Shortened:
+    """A part of a batch that is run, and the batch, whose memory is held meanwhile."""
+
+    part: Any
+    whole: Any
+
+
+def _unwrapped(copied: Workload) -> Workload:
+    """Return a copied workload with the part of its batch as its batch, and the whole one as its batches."""
+    if isinstance(copied.batch, _Shortened):
+        return dataclasses.replace(copied, batch=copied.batch.part, batches=[copied.batch.whole])
+    return dataclasses.replace(copied, batches=None)
+
+
+def _heaviest(workload: Workload, microbatch_size: int, size: int) -> int:
+    """Return the sample at which two microbatches begin of which the second has most elements: samples may differ."""
+    if workload.split is None and len({t.shape[0] for t in tensors_of(workload.batch) if t.dim()}) == 1:
+        return 0
+    parts = [
+        part_of(workload, workload.batch, start, min(start + microbatch_size, size))
+        for start in range(0, size, microbatch_size)
+    ]
+    elements = [sum(t.numel() for t in tensors_of(part)) for part in parts]
+    later = elements[1 : size // microbatch_size]  # whose gradients are added to those that are there
+    return microbatch_size * later.index(max(later))
+
+
+def _inputs(copied: Workload) -> list[torch.Tensor]:
+    """Return the tensors of a copy's batch, and of the whole one that it is a part of."""
+    return tensors_of([copied.batch, copied.batches])
 
 
 @contextlib.contextmanager
@@ -235,6 +310,10 @@ def users_line(error: Exception) -> str:
 def _hint(error: Exception) -> str:
     if isinstance(error, UnsupportedOperatorException):
         return _OPERATOR_HINT
+    if "closure" in str(error):
+        return _CLOSURE_HINT
+    if isinstance(error, AttributeError) and "'FakeTensor'" in str(error):
+        return _SUBCLASS_HINT
     return _VALUES_HINT if isinstance(error, _NEEDS_VALUES) or ".numpy()" in str(error) else _OTHER_HINT
 
 
@@ -275,6 +354,7 @@ def _record(
     with (
         _faked(values),
         recorder,
+        composed_as_without_a_mode(),
         build(copied) as step,
         recorder.watch(copied.model),
         recorder.generator_states(),
@@ -287,26 +367,49 @@ def _record(
 
         step.on_phase = enter_phase
         masters = [p for group in copied.optimizer.param_groups for p in group["params"]]
-        for tensor in [*copied.model.parameters(), *copied.model.buffers(), *tensors_of(copied.batch), *masters]:
+        for tensor in [*copied.model.parameters(), *copied.model.buffers(), *_inputs(copied), *masters]:
             recorder.observe(tensor, -1)
         if not warm and not (course and course.records_first):
-            step(step.split(copied.batch)[0])  # makes the optimizer's state
+            is_any_size = not isinstance(copied.batch_size, int)
+            step(step.split(copied.batch)[0] if is_any_size else copied.batch)  # makes the optimizer's state
             gc.collect(0)  # what the step made, and no collection saw before
         if course is not None:
             course.begin_step(0 if course.records_first else 1)
-        recorder.begin_step()
         if attention is not None:
             attention.chosen.clear()
-        categories = _Categories(recorder, step.workload)
-        step.on_phase = categories.before(enter_phase)
-        with recorder.saving():
-            step(copied.batch)
-        categories.see_optimizer_state()
-        recording = recorder.end_step()
+        recorded = _recorded(recorder, step, copied.batch, enter_phase)
         notes = attention.notes() if attention is not None else []
-        dry = _release_points(recorder, step, copied.batch, recording, enter_phase)
+        dry = _release_points(recorder, step, copied.batch, recorded[0], enter_phase)
+        if not _is_same_again(recorded[0], dry):
+            others = [_recorded(recorder, step, copied.batch, enter_phase) for _ in range(_OTHER_STEPS)]
+            recorded = max([recorded, *others], key=lambda one: _peak_bytes(one[0]))
+            recorded[0].saves.clear()
+            notes, dry = [*notes, _OTHER_EACH_TIME], []
+    recording, categories = recorded
     trace = _assemble(workload, copied, recorder.modules, recording, categories, dry, precision, microbatch_size)
     return replace(trace, notes=notes)
+
+
+def _recorded(
+    recorder: Recorder, step: StepProgram, batch: Any, enter_phase: Callable[[Phase, int], None]
+) -> tuple[Recording, _Categories]:
+    """Return the recording of a step, and what its storages are for."""
+    recorder.begin_step()
+    categories = _Categories(recorder, step.workload)
+    step.on_phase = categories.before(enter_phase)
+    with recorder.saving():
+        step(batch)
+    categories.see_optimizer_state()
+    return recorder.end_step(), categories
+
+
+def _peak_bytes(recording: Recording) -> int:
+    """Return the most bytes that storages take at a time."""
+    change = [0] * (len(recording.ops) + 2)
+    for storage in recording.storages:
+        change[max(storage.birth, 0)] += storage.nbytes
+        change[storage.death + 1] -= storage.nbytes
+    return max(itertools.accumulate(change))
 
 
 class _Categories:
@@ -323,11 +426,11 @@ class _Categories:
             self._see(module.buffers(recurse=False), "buffers", position)
             for parameter in module.parameters(recurse=False):
                 self._see([parameter], "parameters", position, parameter)
-        self._see(tensors_of(workload.batch), "inputs")
+        self._see(_inputs(workload), "inputs")
 
     def _see(self, tensors: Any, category: Category, owner: int = -1, parameter: Any = None) -> None:
-        for tensor in tensors:
-            index = self.recorder.observe(tensor, -1)
+        for part in [part for tensor in tensors for part in parts(tensor)]:
+            index = self.recorder.observe(part, -1)
             if index is not None:
                 self.found[index] = category
                 self.owners[index] = owner
@@ -367,13 +470,16 @@ def _release_points(
 ) -> list[Recording]:
     """Run the forward pass with nothing saved, to see when its storages die by themselves: for each microbatch.
 
-    Those of one size run once. What autograd takes within the forward pass is saved all the same.
+    Those of the same shapes run once. What autograd takes within the forward pass is saved all the same.
     """
-    recordings: dict[tuple[int, int], Recording] = {}
+    recordings: dict[Any, Recording] = {}
     found = []
-    for index, microbatch in enumerate(step.split(batch)):
+    recorder.begin_step()  # what splitting makes, as of packed sequences, is no part of the step recorded before
+    microbatches = step.split(batch)
+    recorder.end_step()
+    for index, microbatch in enumerate(microbatches):
         kept = _taken_in_forward(recording, index)
-        key = batch_size_of(microbatch), index if any(kept) else -1
+        key = tuple(tuple(t.shape) for t in tensors_of(microbatch)), index if any(kept) else -1
         if key not in recordings:
             recorder.begin_step()
             enter_phase("forward", index)
@@ -398,17 +504,25 @@ def _forward_range(recording: Recording, microbatch: int) -> tuple[int, int]:
     return (forward[0], forward[-1]) if forward else (0, -1)
 
 
+def _is_same_again(recording: Recording, dry: list[Recording]) -> bool:
+    """Tell whether the forward passes run the operators that they ran in the step."""
+    return all(
+        [recording.ops[i].name for i in _forward_of(recording, microbatch, dried)] == [op.name for op in dried.ops]
+        for microbatch, dried in enumerate(dry)
+    )
+
+
+def _forward_of(recording: Recording, microbatch: int, dried: Recording) -> list[int]:
+    """Return the operators of a microbatch's forward pass; not those by which a step weighs its loss."""
+    forward = [i for i, op in enumerate(recording.ops) if op.phase == "forward" and op.microbatch == microbatch]
+    return forward[: len(dried.ops)]
+
+
 def _releases(recording: Recording, dry: list[Recording]) -> dict[int, int]:
     """Return, for storages born in the forward pass, the operator after which they die if nothing is saved."""
     found: dict[int, int] = {}
     for microbatch, dried in enumerate(dry):
-        forward = [i for i, op in enumerate(recording.ops) if op.phase == "forward" and op.microbatch == microbatch]
-        forward = forward[: len(dried.ops)]
-        if [recording.ops[i].name for i in forward] != [op.name for op in dried.ops]:
-            raise CaptureError(
-                "the forward pass runs other operators each time it is called, so that its memory can't be"
-                " predicted; make Workload.loss_fn do the same on every call"
-            )
+        forward = _forward_of(recording, microbatch, dried)
         if not forward:
             continue
         first, last = forward[0], forward[-1]
@@ -453,7 +567,7 @@ def _assemble(
     for save in saves:
         last_save[save.storage] = max(save.death, last_save.get(save.storage, -1))
     releases = _releases(recording, dry)
-    full, captured = batch_size_of(workload.batch), batch_size_of(copied.batch)
+    full, captured = samples_of(workload), samples_of(copied)
     storages = []
     for index, storage in enumerate(recording.storages):
         category = categories.found.get(index) or _category(storage, recording, index in last_save)

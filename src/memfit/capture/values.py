@@ -101,8 +101,8 @@ class KnownValues(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             return self._draw(func, args, kwargs)
         known = self._known_arguments(func, args, kwargs)
-        if func is _aten._local_scalar_dense.default:
-            return self._read(func, args, known)
+        if torch.Tag.data_dependent_output in func.tags:
+            return self._read(func, args, kwargs, known)
         try:
             out = func(*args, **kwargs)
         except DynamicOutputShapeException:
@@ -171,16 +171,18 @@ class KnownValues(TorchDispatchMode):
             return _Unknown
         return argument.constant.clone()  # the fake tensor mode itself writes to it
 
-    def _read(self, func: Any, args: Any, known: tuple[Any, Any] | None) -> bool | int | float:
-        """Answer `.item()`: what is known, else what the replay says."""
+    def _read(self, func: Any, args: Any, kwargs: Any, known: tuple[Any, Any] | None) -> bool | int | float:
+        """Answer `.item()` and other operators that return a number: what is known, else what the replay says."""
         tensor = args[0]
         if known is not None:
             logged = self.replay.logged("item", tensor)
             return logged if self._prefers(logged, tensor) else _compute(func, *known)  # type: ignore[no-any-return]
         try:
-            return func(*args)  # type: ignore[no-any-return]
+            return func(*args, **kwargs)  # type: ignore[no-any-return]
         except DataDependentOutputException:
-            return self.replay.number(tensor, neutral=tensor in self._passing)
+            is_truth = func is not _aten._local_scalar_dense.default  # `equal`, `allclose` and the like
+            dtype = torch.bool if is_truth else tensor.dtype
+            return self.replay.number(tensor, dtype, neutral=is_truth or tensor in self._passing)
 
     def _prefers(self, logged: Any, tensor: torch.Tensor) -> bool:
         """Tell whether what was read with data counts for more than what is known of a tensor: drawn, or assumed."""

@@ -7,14 +7,16 @@ from typing import Any
 
 import psutil
 import torch
+from msgspec.structs import replace
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.capture.courses import Readings
 from memfit.capture.draws import GeneratorStates
-from memfit.capture.fake import nothing_changes, real_copy
+from memfit.capture.fake import nothing_changes
 from memfit.capture.reads import Log, Writing
-from memfit.capture.step import BuildStep, shortened, users_line
+from memfit.capture.step import BuildStep, capture_real, real_part, users_line
 from memfit.errors import CaptureError, MemfitError
+from memfit.ir.trace import Trace
 from memfit.workload import StepProgram, Workload, tensors_of
 
 MOST_SECONDS = 60.0
@@ -62,6 +64,34 @@ def why_not_here(workload: Workload) -> str | None:
     return None if _has_memory(_COPIES * held) else "the machine has too little memory left"
 
 
+def capture_with_data(
+    workload: Workload, build: BuildStep, precision: str, microbatch_size: int, *, instead_of: CaptureError
+) -> Trace:
+    """Return the trace of a step that runs with data, where fake tensors can't stand in.
+
+    Args:
+        workload: With data; nothing of it is changed.
+        build: Makes the step from a copy of it.
+        precision: Goes into the trace.
+        microbatch_size: Samples in a microbatch.
+        instead_of: What fake tensors failed with; raised where the step takes too much.
+
+    Raises:
+        CaptureError: The step can't be captured with data either.
+    """
+    try:
+        with Bounded():
+            trace = capture_real(workload, build, precision, microbatch_size)
+    except TooMuchError as e:
+        raise instead_of from e
+    except MemfitError:
+        raise
+    except Exception as e:
+        raise _not_running(e) from e
+    why = str(instead_of.__cause__ or instead_of).splitlines()[0]
+    return replace(trace, notes=[*trace.notes, f"the step was captured while it ran with data, not without ({why})"])
+
+
 def read_with_data(workload: Workload, build: BuildStep, microbatch_size: int | None = None) -> Readings | None:
     """Return what two steps in a row read that run with data on a copy; None where they take too much.
 
@@ -76,7 +106,7 @@ def read_with_data(workload: Workload, build: BuildStep, microbatch_size: int | 
     if why_not_here(workload) is not None:
         return None
     with nothing_changes(workload):
-        copied = real_copy(shortened(workload, microbatch_size))
+        copied = real_part(workload, microbatch_size)
         logs, starts = [], []
         try:
             with Bounded(), build(copied) as step:
@@ -93,6 +123,11 @@ def read_with_data(workload: Workload, build: BuildStep, microbatch_size: int | 
                 f"the step does not run with data{line} ({type(e).__name__}: {e}): mend that first"
             ) from e
     return Readings((logs[0], logs[1]), (starts[0], starts[1]))
+
+
+def _not_running(error: Exception) -> CaptureError:
+    said = f"{users_line(error)} ({type(error).__name__}: {error})"
+    return CaptureError(f"the step does not run with data{said}: mend that first")
 
 
 def _written(step: StepProgram, batch: Any) -> Log:

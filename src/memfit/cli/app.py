@@ -132,6 +132,7 @@ def estimate(
     """Predict the memory (bytes) and the time (seconds) of the step as it is, without running it."""
     from memfit import pipeline
     from memfit.report.estimates import estimate_page
+    from memfit.workload import precision_label
 
     _check_new("--snapshot", snapshot, overwrite)
     _check_new("--chrome-trace", chrome_trace, overwrite)
@@ -156,7 +157,7 @@ def estimate(
         print_json(found)
     else:
         ranks = f", one of {world_size} ranks" if world_size > 1 else ""
-        out.print(estimate_page(found, f"{loaded.name} on {device}, {chosen}{ranks}"))
+        out.print(estimate_page(found, f"{loaded.name} on {device}, {precision_label(loaded, chosen)}{ranks}"))
     for written in (snapshot, chrome_trace):
         if written is not None and not as_json:
             out.print(f"Written to {written}", highlight=False, soft_wrap=True)

@@ -1,4 +1,9 @@
-"""Costs of operators, measured on the machine at hand: each distinct call once, kept in a cache."""
+"""Costs of operators, measured on the machine at hand: each distinct call once, kept in a cache.
+
+Every call runs once, for the bytes that it allocates inside. Times need many runs with the caches emptied, which take
+long; so only the calls that make up the step's time are timed so, and for a limited time. The others' times are those
+of one or two calls: their errors are of a small share, and go both ways.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +12,10 @@ import functools
 import json
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import platformdirs
@@ -26,6 +32,7 @@ from memfit.ir import codec
 from memfit.ir.cost import CostTable, OpCost
 from memfit.ir.trace import Trace
 from memfit.signature import rebuild
+from memfit.sparse import parts
 
 _MARK = "memfit-op-"
 _ENOUGH_SECONDS = 0.02
@@ -35,6 +42,10 @@ _FINE_SECONDS = 1e-5
 _CACHE_BYTES, _NOTICED_BYTES = 48 * 2**20, 2**16
 _OVERHEAD_RUNS = 40
 _NO_KERNEL = ("not implemented for", "nsupported dtype", "could not create a primitive", "not supported for")
+_SHARE = 0.005  # of a step's time: calls that take less of it in all are timed coarsely
+_AGAIN_SHARE = 4 * _SHARE  # calls timed coarsely for one step that take this share of another are timed again
+_LIMIT_SECONDS = 30.0  # that timing may take; the calls that take the most come first
+_LONG_SECONDS, _ONCE_SECONDS = 0.1, 1.0  # calls that take so long are called twice, and once
 _MEASURING = 2  # raised when times are measured in another way, so that a cache does not mix the two
 
 Clock = Callable[[], float]
@@ -52,15 +63,24 @@ def calibrate(traces: Iterable[Trace], progress: Progress | None = None) -> Cost
     """
     path = cache_path()
     table = _cached(path)
+    traces = list(traces)
     wanted = dict.fromkeys(s for trace in traces for s in trace.signatures)
-    missing = [s for s in wanted if s not in table.ops]
+    uses = Counter(trace.signatures[op.signature] for trace in traces for op in trace.ops)
+    missing = [s for s in wanted if s not in table.ops] + _timed_too_coarsely(table, uses)
     if missing:
-        table = msgspec.structs.replace(table, ops={**table.ops, **measure(missing, progress)})
+        table = msgspec.structs.replace(table, ops={**table.ops, **measure(missing, progress, uses)})
         with contextlib.suppress(OutputError):  # without a cache, the next run measures again
             codec.write_atomic(path, codec.encode(table))
     bars = calibration()
     known = all(table.of(s).measured for s in wanted)
     return msgspec.structs.replace(table, peak_error=bars.peak_error if known else bars.unmeasured_peak_error)
+
+
+def _timed_too_coarsely(table: CostTable, uses: Mapping[str, int]) -> list[str]:
+    """Return the calls that were timed coarsely for another step, and take much of this one."""
+    coarse = {s: times * table.ops[s].seconds for s, times in uses.items() if s in table.ops and table.ops[s].coarse}
+    total = sum(times * table.of(s).seconds for s, times in uses.items())
+    return [s for s, seconds in coarse.items() if seconds >= _AGAIN_SHARE * total]
 
 
 def known_workspace_bytes() -> dict[str, int]:
@@ -100,25 +120,72 @@ def _cached(path: Path) -> CostTable:
     )
 
 
-def measure(signatures: list[str], progress: Progress | None = None) -> dict[str, OpCost]:
-    """Return the cost of each operator call: its least time, and the bytes that it allocates inside."""
+def measure(
+    signatures: list[str], progress: Progress | None = None, uses: Mapping[str, int] | None = None
+) -> dict[str, OpCost]:
+    """Return the cost of each operator call: its least time, and the bytes that it allocates inside.
+
+    Args:
+        signatures: The calls.
+        progress: Called with how many are done, of how many.
+        uses: How often each runs in a step: those that take little of it are timed coarsely. None times all well.
+    """
     random_state = torch.get_rng_state()
-    seconds: dict[str, float] = {}
     try:
-        workspace = _workspaces(signatures)
+        first = _first_runs(signatures)
         with torch.no_grad():
-            evicting = torch.zeros(_CACHE_BYTES, dtype=torch.uint8)
-            for index, text in enumerate(signatures):
-                if text in workspace:
-                    seconds[text] = _least_seconds(text, evicting)
-                if progress is not None:
-                    progress(index + 1, len(signatures))
+            coarse = {text: _coarse_seconds(text, run.seconds) for text, run in first.items()}
+            total = {text: seconds * (uses or {}).get(text, 1) for text, seconds in coarse.items()}
+            least = 0.0 if uses is None else _SHARE * sum(total.values())
+            order = sorted(signatures, key=lambda text: -total.get(text, 0.0))
+            seconds = _well_timed(
+                [text for text in order if total.get(text, -1.0) >= least], coarse, progress, len(order)
+            )
+        return {text: _cost(text, first, coarse, seconds) for text in signatures}
     finally:
         torch.set_rng_state(random_state)
-    return {
-        text: OpCost(seconds[text], workspace[text], True) if text in workspace else OpCost(0.0, 0, False)
-        for text in signatures
-    }
+
+
+class _FirstRun(NamedTuple):
+    """What the first run of a call took, and what it allocated inside."""
+
+    seconds: float
+    workspace_bytes: int
+
+
+def _well_timed(
+    worth: list[str], coarse: Mapping[str, float], progress: Progress | None, count: int
+) -> dict[str, float]:
+    """Return the least times of calls, until the time for that is spent; those that take long were timed enough."""
+    found: dict[str, float] = {}
+    ends = time.perf_counter() + _LIMIT_SECONDS
+    evicting = torch.zeros(_CACHE_BYTES, dtype=torch.uint8)
+    for index, text in enumerate(worth):
+        if time.perf_counter() < ends:
+            long = coarse[text] >= _LONG_SECONDS
+            found[text] = coarse[text] if long else _least_seconds(text, evicting)
+        if progress is not None:
+            progress(index + 1, count)
+    if progress is not None:
+        for index in range(len(worth), count):
+            progress(index + 1, count)
+    return found
+
+
+def _cost(
+    text: str, first: Mapping[str, _FirstRun], coarse: Mapping[str, float], seconds: Mapping[str, float]
+) -> OpCost:
+    if text not in first:
+        return OpCost(0.0, 0, False)
+    return OpCost(seconds.get(text, coarse[text]), first[text].workspace_bytes, True, text not in seconds)
+
+
+def _coarse_seconds(text: str, first_seconds: float) -> float:
+    """Return the lesser time of two calls, the first of which was made already; of that alone where it took long."""
+    if first_seconds >= _ONCE_SECONDS:
+        return first_seconds
+    func, args, kwargs = rebuild(text, "cpu")
+    return min(first_seconds, _seconds(functools.partial(func, *args, **kwargs), _clock()))
 
 
 def missing_kernel(text: str) -> str | None:
@@ -147,38 +214,47 @@ def with_workspaces(table: CostTable, traces: Iterable[Trace]) -> CostTable:
     missing = [s for s in dict.fromkeys(s for trace in traces for s in trace.signatures) if s not in table.ops]
     random_state = torch.get_rng_state()
     try:
-        found = _workspaces(missing)
+        found = {text: OpCost(0.0, run.workspace_bytes, False) for text, run in _first_runs(missing).items()}
     finally:
         torch.set_rng_state(random_state)
-    return msgspec.structs.replace(table, ops={**table.ops, **{s: OpCost(0.0, n, False) for s, n in found.items()}})
+    return msgspec.structs.replace(table, ops={**table.ops, **found})
 
 
-def _workspaces(signatures: list[str]) -> dict[str, int]:
-    """Return what calls allocate inside; those that can't be run are left out."""
-    outputs: dict[int, int] = {}
+def _first_runs(signatures: list[str]) -> dict[str, _FirstRun]:
+    """Run calls once; return how long each took and what it allocates inside. Those that can't be run are left out."""
+    runs: dict[int, tuple[float, int]] = {}
     with torch.no_grad(), allocated_by_name(_MARK) as meters:
         for index, text in enumerate(signatures):
             made = _run_marked(text, f"{_MARK}{index}")
             if made is not None:
-                outputs[index] = made
-    return {signatures[index]: max(0, meters[f"{_MARK}{index}"].peak_bytes - made) for index, made in outputs.items()}
+                runs[index] = made
+    return {
+        signatures[index]: _FirstRun(seconds, max(0, meters[f"{_MARK}{index}"].peak_bytes - made))
+        for index, (seconds, made) in runs.items()
+    }
 
 
-def _run_marked(text: str, mark: str) -> int | None:
-    """Run a call for the profiler; return the bytes of its new outputs, or None where it can't be run."""
+def _run_marked(text: str, mark: str) -> tuple[float, int] | None:
+    """Run a call for the profiler; return its time and the bytes of its new outputs, or None where it can't be run."""
     try:
         func, args, kwargs = rebuild(text, "cpu")
-        known = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        known = {storage._cdata for storage in _storages((args, kwargs))}
+        clock = _clock()
         with torch.profiler.record_function(mark):
+            started = clock()
             out = func(*args, **kwargs)
+            seconds = clock() - started
     except Exception:  # an operator may be anyone's code, which may raise anything
         return None
-    fresh = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tree_leaves(out) if _is_dense(t)}
-    return int(sum(nbytes for key, nbytes in fresh.items() if key not in known))
+    held = (out, args, kwargs)  # a sparse argument that is written gets new memory
+    fresh = {storage._cdata: storage.nbytes() for storage in _storages(held)}
+    return seconds, int(sum(nbytes for key, nbytes in fresh.items() if key not in known))
 
 
-def _is_dense(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.layout is torch.strided
+def _storages(values: Any) -> list[torch.UntypedStorage]:
+    """Return the storages of the tensors among arguments or outputs."""
+    tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    return [part.untyped_storage() for tensor in tensors for part in parts(tensor)]
 
 
 def _least_seconds(text: str, evicting: torch.Tensor) -> float:
@@ -191,7 +267,7 @@ def _least_seconds(text: str, evicting: torch.Tensor) -> float:
         evicting: What is written to empty the caches.
     """
     func, args, kwargs = rebuild(text, "cpu")
-    given = sum(t.untyped_storage().nbytes() for t in tree_leaves((args, kwargs)) if _is_dense(t))
+    given = sum(storage.nbytes() for storage in _storages((args, kwargs)))
     call = functools.partial(func, *args, **kwargs)
     clock = _clock()
     call()

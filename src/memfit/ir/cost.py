@@ -12,11 +12,13 @@ class OpCost(msgspec.Struct, frozen=True, array_like=True):
         seconds: Least time of several calls.
         workspace_bytes: Peak of the bytes it allocates inside, beyond its outputs.
         measured: Whether both were measured on the device, or are estimates.
+        coarse: The time is that of one or two calls, since they took little of the step that they were measured for.
     """
 
     seconds: float
     workspace_bytes: int
     measured: bool
+    coarse: bool = False
 
 
 class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

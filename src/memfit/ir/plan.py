@@ -70,6 +70,8 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         device_bytes: What the device has for a step; None where that was not recorded.
         throughput: How fast the step is; None where that was not recorded.
         notes: What was assumed.
+        after_step_bytes: What is allocated once the step is over; None where that was not recorded.
+        phase_seconds: How `step_seconds` is spent, by phase ("forward", "backward", "recompute", "optimizer").
     """
 
     peak_bytes: int
@@ -81,6 +83,8 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     device_bytes: int | None = None
     throughput: Throughput | None = None
     notes: list[str] = []
+    after_step_bytes: int | None = None
+    phase_seconds: dict[str, float] = {}
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

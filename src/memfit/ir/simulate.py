@@ -32,8 +32,8 @@ def simulate(trace: Trace, costs: CostTable, regions: Sequence[Region] = ()) -> 
 
 
 def repeats(trace: Trace) -> npt.NDArray[np.float64]:
-    """Return how often each operator of the trace runs in the real step: the second microbatch stands for all later."""
-    times = trace.scale_microbatches - 1 if trace.microbatches > 1 else 1
+    """Return how often each operator runs in the real step: the second microbatch stands for those left out."""
+    times = 1 + trace.scale_microbatches - trace.microbatches
     again = ("forward", "backward", "recompute")
     return np.array([times if op.microbatch == 1 and op.phase in again else 1 for op in trace.ops], np.float64)
 
@@ -233,5 +233,6 @@ def overhead_seconds(trace: Trace, costs: CostTable, again: Recomputation) -> fl
 
 
 def repeats_of(trace: Trace, region: RegionCall) -> int:
-    """Return how often a region call runs in the real step: the second microbatch stands for all later."""
-    return trace.scale_microbatches - 1 if trace.microbatches > 1 and trace.calls[region.calls[0]].microbatch else 1
+    """Return how often a region call runs in the real step: the second microbatch stands for those left out."""
+    second = trace.calls[region.calls[0]].microbatch == 1
+    return 1 + trace.scale_microbatches - trace.microbatches if second else 1

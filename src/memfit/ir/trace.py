@@ -32,12 +32,14 @@ class Module(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         couples_batch: Its output for one sample depends on the other samples.
         tracks_statistics: It is a normalisation whose running statistics are updated in the forward pass.
+        refuses_hooks: A transform of `torch.func` runs within it, which takes no hooks of saved tensors.
     """
 
     fqn: str
     kind: str
     couples_batch: bool
     tracks_statistics: bool
+    refuses_hooks: bool = False
 
 
 class Parameter(msgspec.Struct, frozen=True, array_like=True):
@@ -164,7 +166,8 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """A steady step, recorded.
 
     Attributes:
-        microbatches: How many microbatches the recorded step has (at most two; later ones repeat the second).
+        microbatches: How many microbatches the recorded step has: two at most, of which the second stands for those
+            that are left out; all where they differ, as sparse gradients do, which grow with each.
         scale_microbatches: How many the real step has.
         fingerprint: Identifies the workload: parameters, modules, batch shapes, optimizer.
         precision: The precision the step ran in.

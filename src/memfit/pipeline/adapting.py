@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 from torch.distributed import ProcessGroup
-from torch.utils._pytree import tree_map
 
+from memfit.batch import map_tensors
 from memfit.cost.calibrate import with_workspaces
 from memfit.devices.host import find_device
 from memfit.errors import UsageError
@@ -113,15 +113,13 @@ class Way:
         sizes = {at: round(low + place * (high - low)) for at, (low, high) in self.ends.items()}
         index = iter(range(len(self.largest)))
 
-        def cut(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor):
-                return leaf
+        def cut(leaf: torch.Tensor) -> torch.Tensor:
             i = next(index)
             for d in range(leaf.dim()):
                 leaf = leaf.narrow(d, 0, sizes.get((i, d), leaf.shape[d]))
             return leaf.clone()
 
-        return tree_map(cut, batch)
+        return map_tensors(cut, batch)
 
 
 class Adaptive(Recovery):

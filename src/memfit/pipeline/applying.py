@@ -28,16 +28,18 @@ from memfit.ir.device import Device
 from memfit.ir.plan import Levers, Plan
 from memfit.pipeline.combining import check_combination
 from memfit.pipeline.coupling import without_coupled
+from memfit.pipeline.refusals import check_supported
 from memfit.pipeline.switching import Switch, switched, without_switched
 from memfit.train.host_memory import check_host, host_needs
 from memfit.train.ledger import device_of, held_tensors, live
 from memfit.train.limits import CpuLimit, CudaLimit
+from memfit.train.loop import DescribedLoop
 from memfit.train.ranks import check_can_recover
 from memfit.train.recovery import Recovery, Witness
 from memfit.train.scaling import LossScaler
 from memfit.train.snapshots import Snapshots
 from memfit.train.step import Step
-from memfit.workload import Workload, batch_size_of, fingerprint
+from memfit.workload import Loop, Workload, fingerprint, samples_of
 
 
 def apply(
@@ -123,6 +125,7 @@ def switchable(plan: Plan, workload: Workload, *, limit_bytes: int | None) -> It
     """Run a plan on a workload, and what may be put in its place, until the context is left; see `apply`."""
     if limit_bytes is not None and limit_bytes < 1:
         raise UsageError(f"limit_bytes={limit_bytes} is not above 0: give a number of bytes, or None for no limit")
+    check_supported(workload)
     check_plan(plan, workload)
     if any(region.offload for region in plan.levers.regions):
         check_host(host_needs(plan, workload), None)
@@ -178,10 +181,20 @@ def applied(levers: Levers, workload: Workload, *, predicted_peak_bytes: int | N
 
 
 @contextlib.contextmanager
+def described(levers: Levers, workload: Workload) -> Iterator[DescribedLoop]:
+    """Run the user's own loop, as `Workload.loop` says, until the context is left."""
+    loop = workload.loop or Loop()
+    with applied(levers, workload) as step:
+        program = DescribedLoop(step, loop)
+        with program.holding():
+            yield program
+
+
+@contextlib.contextmanager
 def _weights(levers: Levers, workload: Workload, device: str) -> Iterator[Bf16Weights | None]:
     """Have the model's weights, and the modules that are to stay in fp32, as the precision asks."""
     if levers.precision == "bf16-true":
-        with bf16_weights(workload, accumulates=levers.microbatch_size < batch_size_of(workload.batch)) as weights:
+        with bf16_weights(workload, accumulates=levers.microbatch_size < samples_of(workload)) as weights:
             yield weights
     else:
         mixed = levers.precision in ("bf16-mixed", "16-mixed")
@@ -226,7 +239,7 @@ def check_plan(plan: Plan, workload: Workload) -> None:
             f"the plan was made for the workload {plan.workload!r} with fingerprint {plan.fingerprint}, but"
             f" {workload.name!r} has {found}: modules, parameters, batch shapes or optimizer differ. Make a plan for it"
         )
-    size = batch_size_of(workload.batch)
+    size = samples_of(workload)
     if not 1 <= plan.levers.microbatch_size <= size:
         raise PlanError(
             f"the plan's levers.microbatch_size is {plan.levers.microbatch_size}: it must be from 1 to the batch's"
@@ -240,8 +253,9 @@ def check_workload(workload: Workload, device: Device) -> None:
 
     Raises:
         PlanError: A plan is applied to it.
-        WorkloadError: Its model is elsewhere.
+        WorkloadError: Its model is elsewhere, or of a kind that can't be run.
     """
+    check_supported(workload)
     elsewhere = {p.device.type for p in workload.model.parameters()} - {"cpu", "meta", device.kind}
     if elsewhere:
         raise WorkloadError(

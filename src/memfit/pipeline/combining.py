@@ -13,7 +13,7 @@ from memfit.ir import combinations
 from memfit.ir.device import Device
 from memfit.ir.plan import Levers, Numerics
 from memfit.train.optimizers import Optimizers
-from memfit.workload import Workload, batch_size_of
+from memfit.workload import Workload, samples_of
 
 
 def circumstances(workload: Workload, device: Device | None = None) -> set[str]:
@@ -50,7 +50,7 @@ def check_combination(
     Raises:
         PlanError: They are in the table of combinations.
     """
-    used = combinations.names_of(levers, batch_size_of(workload.batch))
+    used = combinations.names_of(levers, samples_of(workload))
     combinations.check(used | circumstances(workload, device), allowed)
 
 

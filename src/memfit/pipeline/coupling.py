@@ -11,18 +11,17 @@ import copy
 import math
 from typing import Any
 
-import torch
 from msgspec.structs import replace
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_map
 
+from memfit.batch import take
 from memfit.errors import PlanError
 from memfit.ir.combinations import BATCH_NORM, COUPLING_LOSS, MICROBATCHES, between
 from memfit.ir.plan import Candidate, Plan
 from memfit.ir.trace import Trace
 from memfit.rng import rng_state
 from memfit.train.trainer import evaluation_mode
-from memfit.workload import Workload, batch_size_of, slice_batch, tensors_of
+from memfit.workload import Workload, part_of, samples_of, tensors_of
 
 SAMPLES = 8
 """Samples that are looked at, at most."""
@@ -54,7 +53,7 @@ def coupled_samples(workload: Workload) -> str | None:
     Args:
         workload: The workload; nothing of it is changed.
     """
-    samples = min(SAMPLES, batch_size_of(workload.batch))
+    samples = min(SAMPLES, samples_of(workload))
     tensors = [*workload.model.parameters(), *tensors_of(workload.batch)]
     has_data = not any(isinstance(t, FakeTensor) or t.device.type == "meta" for t in tensors)
     is_wide = all(p.itemsize >= 4 for p in workload.model.parameters())
@@ -73,15 +72,14 @@ def coupled_samples(workload: Workload) -> str | None:
 
 def _losses(workload: Workload, samples: int) -> tuple[float, float]:
     """Return the loss of some samples together, and of them in two parts of unequal size."""
-    size, cut = batch_size_of(workload.batch), max(1, samples // 2 - 1)
-    chosen = [round(i * (size - 1) / (samples - 1)) for i in range(samples)]
-    batch = tree_map(lambda leaf: leaf[chosen] if isinstance(leaf, torch.Tensor) else leaf, workload.batch)
+    cut = max(1, samples // 2 - 1)
+    batch = _chosen(workload, samples)
     parameters = {id(p): p for p in workload.model.parameters()}
     model = copy.deepcopy(workload.model, parameters)  # all else that a model has, it may change
     with evaluation_mode(model):
         before = rng_state()
         whole, *parts = (
-            _value(workload.loss_fn(model, slice_batch(batch, start, stop)))
+            _value(workload.loss_fn(model, part_of(workload, batch, start, stop)))
             for start, stop in ((0, samples), (0, cut), (cut, samples))
         )
         if rng_state() != before:
@@ -89,6 +87,14 @@ def _losses(workload: Workload, samples: int) -> tuple[float, float]:
     if whole[1] is None:
         return whole[0], sum(loss * n / samples for (loss, _), n in zip(parts, (cut, samples - cut), strict=True))
     return whole[0] / whole[1], sum(loss for loss, _ in parts) / sum(count or 0.0 for _, count in parts)
+
+
+def _chosen(workload: Workload, samples: int) -> Any:
+    """Return a batch of some samples from all over a workload's; where the user cuts it, the first ones."""
+    size = samples_of(workload)
+    if workload.split is not None:
+        return part_of(workload, workload.batch, 0, samples)
+    return take(workload.batch, [round(i * (size - 1) / (samples - 1)) for i in range(samples)])
 
 
 def _value(value: Any) -> tuple[float, float | None]:

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from memfit.capture.values import KnownValues
 from memfit.errors import MemfitError, MissingExtraError, WorkloadError
 from memfit.rng import rng_preserved
-from memfit.workload import Workload, batch_size_of
+from memfit.workload import Workload, samples_of
 
 _HOW = "name it as file.py:function or package.module:function, where the function takes nothing and returns a Workload"
 _EXTRAS = {
@@ -96,7 +96,7 @@ def load_workload(name: str) -> Workload:
     workload = call(name)
     if not isinstance(workload, Workload):
         raise WorkloadError(f"{name} returned a {type(workload).__name__}, not a memfit.Workload: {_HOW}")
-    batch_size_of(workload.batch)
+    samples_of(workload)
     return workload
 
 

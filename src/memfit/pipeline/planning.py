@@ -52,13 +52,15 @@ from memfit.pipeline.predicting import (
     silent,
 )
 from memfit.pipeline.proving import differences, why_not_here
+from memfit.pipeline.reading import readings_to_send
+from memfit.pipeline.refusals import check_supported
 from memfit.pipeline.trials import Trials, failing, fails, first_line, refusal_notes
 from memfit.solve.candidates import options, refusals
 from memfit.solve.frontier import SIMPLER_WITHIN, Combination, fastest, frontier
 from memfit.solve.problem import build
 from memfit.units import format_bytes, parse_budget
 from memfit.version import __version__
-from memfit.workload import Workload, batch_size_of, fingerprint, tokens_per_sample
+from memfit.workload import Workload, fingerprint, samples_of, tokens_per_sample
 
 _ATTEMPTS = 6
 _FIRST_SHARE = 0.9  # of the time for solving that the first attempt may take; the second, of what it leaves; and so on
@@ -110,6 +112,7 @@ def plan(
         InfeasibleError: No plan that `numerics` allows fits.
         CaptureError: The step can't be captured.
     """
+    check_supported(workload)
     found = find_device(device)
     budget_bytes = parse_budget(budget, found.usable_bytes)
     if numerics not in NUMERICS:
@@ -140,7 +143,8 @@ def plan(
             "host_budget": host_budget,
             "time_limit_seconds": time_limit_seconds,
         }
-        made: Plan = remote.call(plan, workload, options, progress)
+        readings = readings_to_send(workload, microbatch_sizes(samples_of(workload)))
+        made: Plan = remote.call(plan, workload, options, progress, readings)
         return made
     check_workload(workload, found)
     ways = tuple(OPTIMIZER_CLASSES) if optimizers is None else tuple(optimizers)
@@ -178,7 +182,7 @@ class _Planner:
     solving_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        self.batch_size = batch_size_of(self.workload.batch)
+        self.batch_size = samples_of(self.workload)
         self.plain = Levers(microbatch_size=self.batch_size)
         self.trials = Trials(self.workload, self.device, self.plain)
 
@@ -191,7 +195,7 @@ class _Planner:
             try:
                 self._solve_all()
                 candidate, prediction = self._choose()
-                proof = self._proven(candidate.levers)
+                proof = self._proven(candidate.levers, prediction)
                 break
             except _LeftOut as e:
                 if self._searched() == searched:  # it would be chosen again
@@ -471,7 +475,7 @@ class _Planner:
             raise _LeftOut(e) from e
         return self._predict(trace)
 
-    def _proven(self, levers: Levers) -> Proof:
+    def _proven(self, levers: Levers, prediction: Prediction) -> Proof:
         """Hold what a plan recomputes against the user's step, where that can run here.
 
         Raises:
@@ -479,7 +483,7 @@ class _Planner:
         """
         if not recomputes(levers):
             return Proof()
-        why = why_not_here(self.workload, self.device, self._as_is)
+        why = why_not_here(self.workload, self.device, self._as_is, prediction.step_seconds)
         if why:
             return Proof(why=why)
         self.progress("prove", 0, 1)
@@ -533,7 +537,7 @@ class _Planner:
             if bare == self.plain:
                 raise error
             self.trials.leave_out(bare, first_line(error))
-            self._leave_out(lambda x: x == bare)
+            self._leave_out(self.trials.has_failed)
             return
         for region in failing(levers, levers.regions, attempt):
             self.notes.append(

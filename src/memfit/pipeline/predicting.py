@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Literal
 
 from msgspec.structs import replace
 
 from memfit.capture.step import capture, warmed
+from memfit.capture.with_data import capture_with_data, why_not_here
 from memfit.cost.calibrate import calibrate
 from memfit.cost.roofline import roofline
 from memfit.devices import fake_cuda
@@ -24,22 +26,25 @@ from memfit.ir.flops import Matmul
 from memfit.ir.plan import Levers, Precision, Prediction
 from memfit.ir.replay import replay
 from memfit.ir.sharding import Mode, Sharding, communication, shard, with_share_of_update
-from memfit.ir.simulate import simulate
+from memfit.ir.simulate import repeats, simulate
 from memfit.ir.throughput import throughput
 from memfit.ir.timeline import Timeline
 from memfit.ir.trace import Trace
 from memfit.pipeline import remote
-from memfit.pipeline.applying import applied, check_workload
+from memfit.pipeline.applying import applied, check_workload, described
 from memfit.pipeline.combining import circumstances
-from memfit.pipeline.reading import WithData
+from memfit.pipeline.reading import WithData, readings_to_send
+from memfit.pipeline.refusals import check_supported
 from memfit.report.chrome_trace import write_chrome_trace
 from memfit.report.snapshot import write_snapshot
 from memfit.units import format_bytes, format_seconds
-from memfit.workload import Workload, batch_size_of, tokens_per_sample
+from memfit.workload import Loop, StepProgram, Workload, precision_label, samples_of, tokens_per_sample
 
 PRECISIONS: tuple[Precision, ...] = ("32-true", "tf32", "bf16-mixed", "16-mixed", "bf16-true")
+_BENCHMARK_ERROR = 0.15  # of the peak, a bound that was not measured: kernels that are tried may need much
 _FALLBACK_ERROR = 0.25  # of a GPU's peak predicted from the CPU's program: 8 % was seen on a small GPT
 
+_Build = Callable[[Levers, Workload], AbstractContextManager[StepProgram]]
 Progress = Callable[[str, int, int], None]
 """Called with a stage's name, how much of it is done, and of how much."""
 
@@ -80,6 +85,7 @@ def estimate(
         UsageError: No such device, precision or sharding.
         CaptureError: The step can't be captured.
     """
+    check_supported(workload)
     found = find_device(device)
     if precision == "auto":
         precision = precisions(found)[-1]
@@ -98,17 +104,23 @@ def estimate(
             "snapshot": snapshot and Path(snapshot).resolve(),
             "chrome_trace": chrome_trace and Path(chrome_trace).resolve(),
         }
-        prediction: Prediction = remote.call(estimate, workload, options, progress)
+        readings = readings_to_send(workload, [microbatch_size or samples_of(workload)])
+        prediction: Prediction = remote.call(estimate, workload, options, progress, readings)
         return prediction
     check_workload(workload, found)
     progress("capture", 0, 1)
-    size = microbatch_size or batch_size_of(workload.batch)
-    trace = capture_levers(workload, Levers(precision=precision, microbatch_size=size), found)
+    size = microbatch_size or samples_of(workload)
+    trace = capture_plain(workload, Levers(precision=precision, microbatch_size=size), found)
     progress("capture", 1, 1)
     costs = costs_of([trace], found, functools.partial(progress, "measure operators"))
+    if workload.loop is not None and workload.loop.cudnn_benchmark and found.kind == "cuda":
+        costs = replace(costs, peak_error=costs.peak_error + _BENCHMARK_ERROR)
     if world_size > 1:
         trace = _sharded(trace, Sharding(world_size=world_size, mode=sharding), found)
         costs = costs_of([trace], found) if found.kind == "cuda" else costs
+    if (label := precision_label(workload, precision)) != precision:
+        note = f"the model is not in fp32, so precision={precision!r} runs it as it was built: {label}"
+        trace = replace(trace, notes=[*trace.notes, note])
     prediction, timeline = predict(trace, costs, found, tokens_per_sample(workload.batch))
     if snapshot is not None:
         write_snapshot(
@@ -148,6 +160,12 @@ def capture_levers(workload: Workload, levers: Levers, device: Device) -> Trace:
     return _captured(workload, levers, device, WithData(workload))
 
 
+def capture_plain(workload: Workload, levers: Levers, device: Device) -> Trace:
+    """Return the trace of the step that is estimated: of the user's own loop, where the workload describes one."""
+    build = applied if workload.loop is None else described
+    return _captured(workload, levers, device, WithData(workload), build=build)
+
+
 class Captures:
     """Captures a workload's step under many levers, in less time than one by one.
 
@@ -173,20 +191,22 @@ class Captures:
 
     @functools.cached_property
     def _warm(self) -> Workload:
-        plain = Levers(microbatch_size=batch_size_of(self.workload.batch))
+        plain = Levers(microbatch_size=samples_of(self.workload))
         return warmed(self.workload, functools.partial(applied, plain), device=_fake_device(self.device))
 
 
-def _captured(workload: Workload, levers: Levers, device: Device, data: WithData, *, warm: bool = False) -> Trace:
-    trace = capture(
-        workload,
-        functools.partial(applied, levers),
-        device=_fake_device(device),
-        precision=levers.precision,
-        microbatch_size=levers.microbatch_size,
-        warm=warm,
-        reading=data.of(levers),
-    )
+def _captured(
+    workload: Workload, levers: Levers, device: Device, data: WithData, *, warm: bool = False, build: _Build = applied
+) -> Trace:
+    program, named = functools.partial(build, levers), (levers.precision, levers.microbatch_size)
+    try:
+        trace = capture(workload, program, *named, device=_fake_device(device), warm=warm, reading=data.of(levers))
+    except CaptureError as e:
+        if device.kind != "cpu" or why_not_here(workload) is not None:
+            raise
+        trace = capture_with_data(workload, program, *named, instead_of=e)
+    if workload.loop is not None:
+        trace = replace(trace, notes=[*trace.notes, *_loop_notes(workload.loop, build is described, device)])
     if _fake_device(device) is not None:
         return trace
     note = (
@@ -194,6 +214,19 @@ def _captured(workload: Workload, levers: Levers, device: Device, data: WithData
         " Attention, normalisation and the optimizer take other kernels on a GPU, so the error bar is wide"
     )
     return replace(trace, device=device.name, notes=[*trace.notes, note])
+
+
+def _loop_notes(loop: Loop, is_described: bool, device: Device) -> list[str]:
+    """Return what a reader should know of whose order of things was captured."""
+    if not is_described:
+        return ["memfit's own step was captured: it runs in its own order, whatever Workload.loop says"]
+    found = ["the user's loop was captured, as Workload.loop describes it"]
+    if loop.cudnn_benchmark and device.kind == "cuda":
+        found.append(
+            "with Loop.cudnn_benchmark cuDNN takes the fastest kernels, whatever memory they need: the interval is"
+            f" {_BENCHMARK_ERROR:.0%} wider"
+        )
+    return found
 
 
 def _fake_device(device: Device) -> Device | None:
@@ -232,6 +265,8 @@ def predict(
         peak_reserved_bytes=reserved,
         peak_upper_bytes=int((reserved or allocated) * (1 + costs.peak_error) * (1 + trace.slack)),
         step_seconds=timeline.step_seconds,
+        after_step_bytes=after_step_bytes(trace, costs),
+        phase_seconds=_phase_seconds(trace, timeline),
         by_category=by_category,
         where=timeline.where(),
         device_bytes=device.usable_bytes,
@@ -246,6 +281,20 @@ def predict(
         notes=[*trace.notes, *_advice(trace, device)],
     )
     return prediction, timeline
+
+
+def after_step_bytes(trace: Trace, costs: CostTable) -> int:
+    """Return what is allocated once a step is over: weights, optimizer state, the batch, and what the loop holds."""
+    left = sum(storage.nbytes for storage in trace.storages if storage.death >= len(trace.ops))
+    return left + costs.resident_workspace_bytes
+
+
+def _phase_seconds(trace: Trace, timeline: Timeline) -> dict[str, float]:
+    """Return how long each phase of a step takes, those that it has."""
+    found: dict[str, float] = dict.fromkeys(("forward", "backward", "recompute", "optimizer"), 0.0)
+    for phase, seconds, times in zip(timeline.phases, timeline.seconds, repeats(trace).tolist(), strict=True):
+        found[phase] += seconds * times
+    return {phase: seconds for phase, seconds in found.items() if seconds}
 
 
 def _advice(trace: Trace, device: Device) -> list[str]:

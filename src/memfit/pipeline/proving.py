@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from torch._subclasses.fake_tensor import FakeTensor
 
+from memfit.apply.generators import preserved, sources
 from memfit.apply.probe import Differences, probing
 from memfit.capture.fake import nothing_changes, real_copy
 from memfit.devices.host import free_bytes
+from memfit.held_state import generators_of
 from memfit.ir.device import Device
 from memfit.ir.plan import Levers, Prediction
 from memfit.ir.remat import Region
@@ -19,13 +21,14 @@ LONGEST_SECONDS = 30.0
 _ROOM = 2.0  # the free memory that a proof asks for, as a multiple of the plain peak: it holds that and a copy
 
 
-def why_not_here(workload: Workload, device: Device, plain: Prediction) -> str:
+def why_not_here(workload: Workload, device: Device, plain: Prediction, step_seconds: float) -> str:
     """Return why a plan is not proven before it is returned; "" where it can be.
 
     Args:
         workload: The workload.
         device: That the plan is for.
         plain: What is predicted for the plain step.
+        step_seconds: What the planned step is predicted to take.
     """
     tensors = [*workload.model.parameters(), *workload.model.buffers(), *tensors_of(workload.batch)]
     free = free_bytes()
@@ -33,8 +36,8 @@ def why_not_here(workload: Workload, device: Device, plain: Prediction) -> str:
         return f"planned for {device.name}, which computes otherwise than this machine's CPU"
     if any(isinstance(t, FakeTensor) or t.device.type != "cpu" for t in tensors):
         return "the model or the batch holds no data here"
-    if plain.step_seconds > LONGEST_SECONDS:
-        return f"a step is predicted to take {format_seconds(plain.step_seconds)}"
+    if step_seconds > LONGEST_SECONDS:
+        return f"a step is predicted to take {format_seconds(step_seconds)}"
     if _ROOM * plain.peak_bytes > free:
         return f"the plain step takes {format_bytes(plain.peak_bytes)}, and {format_bytes(free)} is free here"
     return ""
@@ -52,7 +55,8 @@ def differences(workload: Workload, levers: Levers) -> Differences:
     """
     with nothing_changes(workload):
         copied = real_copy(workload)
-        with applied(levers, copied) as step, probing() as found:
+        held = sources(generators_of(copied.model.modules()))  # those in globals are no part of the copy
+        with preserved(held), applied(levers, copied) as step, probing() as found:
             step.gradients(copied.batch)
     return found
 

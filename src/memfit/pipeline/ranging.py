@@ -15,7 +15,7 @@ from memfit.ir.plan import Levers
 from memfit.ir.ranges import RangeReport, range_report
 from memfit.pipeline.applying import applied, check_workload
 from memfit.pipeline.training import first_batches
-from memfit.workload import Loss, Workload, batch_size_of
+from memfit.workload import Loss, Workload, samples_of
 
 
 def probe_range(workload: Workload, *, batches: int = 1, microbatch_size: int | None = None) -> RangeReport:
@@ -37,7 +37,7 @@ def probe_range(workload: Workload, *, batches: int = 1, microbatch_size: int | 
         raise UsageError(f"batches={batches} is not above 0: give how many batches to look at")
     kind = next((p.device.type for p in workload.model.parameters()), "cpu")
     check_workload(workload, find_device(kind))
-    levers = Levers(precision="bf16-mixed", microbatch_size=microbatch_size or batch_size_of(workload.batch))
+    levers = Levers(precision="bf16-mixed", microbatch_size=microbatch_size or samples_of(workload))
     copied = real_copy(workload)
     ranges = Ranges(copied.model)
 

@@ -6,10 +6,10 @@ import functools
 
 from memfit.capture.courses import Reading, Readings
 from memfit.capture.step import reads_unknown
-from memfit.capture.with_data import read_with_data
+from memfit.capture.with_data import read_with_data, why_not_here
 from memfit.ir.plan import Levers
 from memfit.pipeline.applying import applied
-from memfit.workload import Workload, batch_size_of
+from memfit.workload import Workload, samples_of
 
 _received: dict[int, Readings] = {}
 
@@ -50,8 +50,8 @@ def readings_to_send(workload: Workload, sizes: list[int]) -> dict[int, Readings
 
     Empty where the step reads nothing that isn't known, or can't run here.
     """
-    whole = Levers(microbatch_size=batch_size_of(workload.batch))
-    if not reads_unknown(workload, functools.partial(applied, whole)):
+    whole = Levers(microbatch_size=samples_of(workload))
+    if why_not_here(workload) is not None or not reads_unknown(workload, functools.partial(applied, whole)):
         return {}
     reader = WithData(workload)
     found = {size: reader.of(Levers(microbatch_size=size))() for size in sizes}

@@ -25,16 +25,26 @@ import cloudpickle
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.utils.rnn import PackedSequence
 
+from memfit.capture.courses import Readings
 from memfit.capture.values import KnownValues, is_followed
 from memfit.devices import fake_cuda
 from memfit.errors import CaptureError, MemfitError, WorkloadError
+from memfit.pipeline.reading import receive
+from memfit.sparse import assembled, parts
 from memfit.workload import Workload
 
 Progress = Callable[[str, int, int], None]
 
 
-def call(function: Callable[..., Any], workload: Workload, options: dict[str, Any], progress: Progress) -> Any:
+def call(
+    function: Callable[..., Any],
+    workload: Workload,
+    options: dict[str, Any],
+    progress: Progress,
+    readings: dict[int, Readings] | None = None,
+) -> Any:
     """Return what `function(workload, **options, progress=...)` returns in a process with fake CUDA.
 
     Args:
@@ -42,6 +52,7 @@ def call(function: Callable[..., Any], workload: Workload, options: dict[str, An
         workload: The user's workload; its data and its scheduler stay here.
         options: What can be pickled.
         progress: Told how far it is.
+        readings: What the step reads with data, by microbatch size.
 
     Raises:
         WorkloadError: The workload can't be sent.
@@ -50,7 +61,7 @@ def call(function: Callable[..., Any], workload: Workload, options: dict[str, An
     """
     with tempfile.TemporaryDirectory(prefix="memfit-") as folder:
         request, reply = Path(folder, "request"), Path(folder, "reply")
-        request.write_bytes(_request(function, workload, options))
+        request.write_bytes(_request(function, workload, options, readings or {}))
         reading, writing = os.pipe()
         line = fake_cuda.command("memfit.pipeline.worker", str(request), str(reply), str(writing))
         with subprocess.Popen(line, pass_fds=(writing,), stdout=2) as process:
@@ -82,7 +93,9 @@ def _settings() -> list[tuple[Callable[..., Any], Any]]:
     ]
 
 
-def _request(function: Callable[..., Any], workload: Workload, options: dict[str, Any]) -> bytes:
+def _request(
+    function: Callable[..., Any], workload: Workload, options: dict[str, Any], readings: dict[int, Readings]
+) -> bytes:
     """Return what the process needs: where modules are, and the call."""
     here = dataclasses.replace(workload, batches=None, evaluate=None, scheduler=None)
     body = io.BytesIO()
@@ -99,7 +112,7 @@ def _request(function: Callable[..., Any], workload: Workload, options: dict[str
     finally:
         for module in loaded:
             cloudpickle.unregister_pickle_by_value(module)
-    return pickle.dumps((sys.path, pickle.dumps(_settings()), body.getvalue()))
+    return pickle.dumps((sys.path, pickle.dumps([*_settings(), (receive, readings)]), body.getvalue()))
 
 
 class _Storage:
@@ -121,8 +134,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(value, types.ModuleType) and sys.modules.get(value.__name__) is value:
             if type(value) is not types.ModuleType:  # such as `torch.backends`, which cloudpickle takes apart
                 return importlib.import_module, (value.__name__,)
+        if isinstance(value, PackedSequence):
+            return _receive_packed, (value.data, value.batch_sizes.tolist(), *value[2:])
         if not isinstance(value, torch.Tensor):
             return super().reducer_override(value)
+        if value.layout is torch.sparse_coo:
+            return assembled, (*parts(value), value.shape, value.is_coalesced())
         if value.layout is not torch.strided:
             raise TypeError(f"a tensor with layout {value.layout}")
         storage = value.untyped_storage()
@@ -156,6 +173,11 @@ def _receive(stands: _Storage, form: Any, is_parameter: bool, requires_grad: boo
     if values is not None:
         _receiving.know(fake, torch.from_numpy(values))
     return nn.Parameter(fake, requires_grad) if is_parameter else fake.requires_grad_(requires_grad)
+
+
+def _receive_packed(data: Any, lengths: list[int], *indices: Any) -> PackedSequence:
+    """Return a packed sequence, with lengths that PyTorch's C++ can read."""
+    return PackedSequence(data, torch.tensor(lengths), *indices)
 
 
 def main(request: str, reply: str, told: str) -> None:

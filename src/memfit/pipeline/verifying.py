@@ -10,9 +10,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from memfit.apply.generators import preserved, sources
 from memfit.capture.fake import nothing_changes, real_copy
 from memfit.capture.measure import measure_peak_bytes
 from memfit.errors import CaptureError, RecomputationError
+from memfit.held_state import generators_of
 from memfit.ir.device import Device
 from memfit.ir.plan import Levers, Numerics, Plan
 from memfit.ir.verification import GradientDifference, Verification
@@ -22,8 +24,9 @@ from memfit.pipeline.coupling import coupling
 from memfit.pipeline.predicting import capture_levers, costs_of, predict
 from memfit.pipeline.proving import probe_regions
 from memfit.rng import rng_preserved
+from memfit.train.window import gradient_values
 from memfit.units import format_bytes
-from memfit.workload import Workload, batch_size_of
+from memfit.workload import Workload, samples_of
 
 TOLERANCE: dict[Numerics, float] = {"exact": 0.0, "reordered": 1e-3, "reduced": 0.25, "changed": math.inf}
 """Largest relative difference of the loss, and of all gradients in the Euclidean norm, by numerics class.
@@ -51,7 +54,7 @@ def verify(plan: Plan, workload: Workload) -> Verification:
         PlanError: Its levers are not legal.
     """
     device = check_runs_here(plan, workload)
-    size = batch_size_of(workload.batch)
+    size = samples_of(workload)
     plain = Levers(microbatch_size=size)
     quiet = plan.levers.microbatch_size < size
     with nothing_changes(workload):
@@ -60,10 +63,7 @@ def verify(plan: Plan, workload: Workload) -> Verification:
         differences = probe_regions(workload, plan.levers)
         plain_peak, peak = _peak(workload, plain), _peak(workload, plan.levers)
     each = [_difference(name, gradients.get(name), g) for name, g in plain_gradients.items()]
-    total = _relative(
-        torch.cat([gradients[n].flatten() for n in plain_gradients if n in gradients]),
-        torch.cat([plain_gradients[n].flatten() for n in plain_gradients if n in gradients]),
-    )
+    total = _relative([(gradients[name], g) for name, g in plain_gradients.items() if name in gradients])
     found = Verification(
         failures=[],
         numerics=plan.numerics,
@@ -96,7 +96,8 @@ def _gradients(workload: Workload, levers: Levers, quiet: bool) -> tuple[float, 
         for module in copied.model.modules():
             if not isinstance(module, nn.modules.batchnorm._NormBase):
                 module.training = False
-    with rng_preserved(), applied(levers, copied) as step:
+    held = sources(generators_of(copied.model.modules()))  # those in globals are no part of the copy
+    with rng_preserved(), preserved(held), applied(levers, copied) as step:
         _seed()
         return *step.gradients(copied.batch), dict(copied.model.named_buffers())
 
@@ -114,14 +115,31 @@ def _peak(workload: Workload, levers: Levers) -> int:
         return measure_peak_bytes(step, copied.batch)
 
 
-def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found - expected).norm() / expected.norm().clamp_min(1e-30))
+def _relative(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    """Return the Euclidean norm of the differences of what was found and expected, relative to what was expected."""
+    alike = [_alike(found, expected) for found, expected in pairs]
+    away = [float(gradient_values(found - expected).norm()) for found, expected in alike]
+    return math.hypot(*away) / max(math.hypot(*(float(gradient_values(e).norm()) for _, e in alike)), 1e-30)
+
+
+def _alike(found: torch.Tensor, expected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return two gradients in one layout: where only one is sparse, both dense."""
+    return (found, expected) if found.layout is expected.layout else (found.to_dense(), expected.to_dense())
+
+
+def _equal(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Tell whether two gradients have the same bits; sparse ones with their repeated entries added up."""
+    found, expected = _alike(found, expected)
+    if not found.is_sparse:
+        return torch.equal(found, expected)
+    one, other = found.coalesce(), expected.coalesce()
+    return torch.equal(one.indices(), other.indices()) and torch.equal(one.values(), other.values())
 
 
 def _difference(name: str, found: torch.Tensor | None, expected: torch.Tensor) -> GradientDifference:
     if found is None:
         return GradientDifference(parameter=name, relative=math.inf, equal=False)
-    return GradientDifference(parameter=name, relative=_relative(found, expected), equal=torch.equal(found, expected))
+    return GradientDifference(parameter=name, relative=_relative([(found, expected)]), equal=_equal(found, expected))
 
 
 def _failures(plan: Plan, workload: Workload, device: Device, found: Verification) -> list[str]:
@@ -168,7 +186,7 @@ def _prediction_failures(plan: Plan, workload: Workload, device: Device) -> list
             f"the plan states predicted.peak_bytes={plan.predicted.peak_bytes}, but its levers give"
             f" {prediction.peak_bytes}: it was changed after it was made, or made with another torch"
         )
-    classes = lever_classes(plan.levers, batch_size_of(workload.batch), coupling(trace, workload) is not None)
+    classes = lever_classes(plan.levers, samples_of(workload), coupling(trace, workload) is not None)
     if classes != plan.classes:
         failures.append(f"the plan states the classes {plan.classes}, but its levers have {classes}")
     if plan.numerics != freest(classes):

@@ -21,7 +21,11 @@ def estimate_page(prediction: Prediction, title: str) -> Group:
     facts = Table.grid(padding=(0, 3, 0, 0))
     facts.add_column(no_wrap=True, style="bold")
     facts.add_column(overflow="fold")
-    for name, value in [*_memory(prediction), *_speed(prediction.throughput, prediction.step_seconds)]:
+    for name, value in [
+        *_memory(prediction),
+        *_speed(prediction.throughput, prediction.step_seconds),
+        *_phases(prediction),
+    ]:
         facts.add_row(name, value)
     parts: list[RenderableType] = [prediction_table(prediction, title), facts]
     if prediction.throughput is not None:
@@ -42,7 +46,15 @@ def _memory(prediction: Prediction) -> list[tuple[str, Text]]:
         text = f"{format_bytes(prediction.device_bytes)} for a step: "
         verdict = (fit_text(prediction.peak_upper_bytes, prediction.device_bytes), "green" if fits else "bold red")
         lines.append(("Device", Text.assemble(text, verdict)))
+    if prediction.after_step_bytes is not None:
+        lines.append(("After it", Text(f"{format_bytes(prediction.after_step_bytes)} stay allocated between steps")))
     return lines
+
+
+def _phases(prediction: Prediction) -> list[tuple[str, Text]]:
+    """Return the time of each phase, in the order they run."""
+    parts = [f"{phase} {seconds_text(seconds)}" for phase, seconds in prediction.phase_seconds.items()]
+    return [("Phases", Text(", ".join(parts)))] if parts else []
 
 
 def _speed(speed: Throughput | None, step_seconds: float) -> list[tuple[str, Text]]:

@@ -71,6 +71,9 @@ def refusals(regions: Regions) -> dict[str, str]:
             refused[fqn] = "is checkpointed by the model itself"
             continue
         for region in calls:
+            if trace.modules[trace.calls[region.calls[0]].module].refuses_hooks:
+                refused[fqn] = "runs a transform of torch.func, within which nothing can be recomputed"
+                break
             if trace.ops[region.recompute_at].phase == "forward":
                 refused[fqn] = "is differentiated within the loss, which would run it again there"
                 continue

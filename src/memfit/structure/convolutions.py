@@ -36,7 +36,7 @@ from memfit.structure.proposal import (
     replace_parameters,
 )
 from memfit.train.trainer import evaluation_mode
-from memfit.workload import Workload, batch_size_of
+from memfit.workload import Workload, samples_of
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 Order = Literal["bytes", "multiply-adds"]
@@ -265,7 +265,7 @@ def _candidates(
     """Return what can be replaced and saves multiply-adds, by FQN in call order."""
     outputs = forward_pass(copied).outputs
     named = {name: m for name, m in copied.model.named_modules() if isinstance(m, _KINDS) and name}
-    samples, found = batch_size_of(copied.batch), {}
+    samples, found = samples_of(copied), {}
     wanted = set(matching(list(named), patterns, "modules", "convolution"))
     for name in (name for name in outputs if name in wanted):
         old = named[name]

@@ -30,7 +30,7 @@ from memfit.pipeline.applying import applied
 from memfit.report.summary import MISSING, clean, ratio_text
 from memfit.train.trainer import evaluation_mode
 from memfit.units import format_bytes, format_seconds
-from memfit.workload import Workload, batch_size_of
+from memfit.workload import Workload, samples_of
 
 MEASURED_STEPS = 5
 
@@ -214,10 +214,7 @@ def measured(workloads: Sequence[Workload], steps: int = MEASURED_STEPS) -> list
     with ExitStack() as stack:
         for workload in workloads:
             stack.enter_context(nothing_changes(workload))
-        running = [
-            stack.enter_context(applied(Levers(microbatch_size=batch_size_of(w.batch)), real_copy(w)))
-            for w in workloads
-        ]
+        running = [stack.enter_context(applied(Levers(microbatch_size=samples_of(w)), real_copy(w))) for w in workloads]
         for index in range(steps + 1):
             for which, step in enumerate(running):
                 result = step(step.workload.batch)
@@ -252,7 +249,7 @@ def forward_pass(workload: Workload) -> ForwardPass:
         counter = FlopCounterMode(display=False)
         with values.fake, values, counter:
             copied.loss_fn(copied.model, copied.batch)
-    return ForwardPass(counter.get_total_flops() // 2 // batch_size_of(workload.batch), outputs)
+    return ForwardPass(counter.get_total_flops() // 2 // samples_of(workload), outputs)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from memfit.errors import OutputError, WorkloadError
 from memfit.ir import codec
 from memfit.train.trainer import evaluation_mode
-from memfit.workload import Workload, batch_size_of, tensors_of
+from memfit.workload import Workload, batch_size_of, slice_batch, tensors_of
 
 _KEY_BYTES = 16
 _FORMAT = "memfit teacher 1"
@@ -153,9 +153,9 @@ def keys(batch: Any) -> list[bytes]:
     """Return what identifies each sample of a batch: a hash of its tensors' values."""
     size = batch_size_of(batch)
     hashes = [hashlib.blake2b(digest_size=_KEY_BYTES) for _ in range(size)]
-    for tensor in tensors_of(batch):
-        for digest, row in zip(hashes, _bytes(tensor).reshape(size, -1).numpy(), strict=True):
-            digest.update(row.tobytes())
+    for index, digest in enumerate(hashes):
+        for tensor in tensors_of(batch if size == 1 else slice_batch(batch, index, index + 1)):
+            digest.update(_bytes(tensor).numpy().tobytes())
     return [digest.digest() for digest in hashes]
 
 

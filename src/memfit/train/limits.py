@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from memfit.batch import tensors_of
 from memfit.devices.out_of_memory import allocations_can_fail, out_of_memory
 from memfit.errors import MemoryLimitError
 from memfit.signature import signature
@@ -90,8 +91,8 @@ class CpuLimit(TorchDispatchMode):
         return self
 
     def __exit__(self, *error: Any) -> None:
-        for leaf in tree_leaves(self._batch):  # who keeps it after its step is not the step's concern
-            held = self._held.get(leaf.untyped_storage()._cdata) if isinstance(leaf, torch.Tensor) else None
+        for tensor in tensors_of(self._batch):  # who keeps it after its step is not the step's concern
+            held = self._held.get(tensor.untyped_storage()._cdata)
             if held is not None:
                 self._freed(held)
         CpuLimit.active, self._batch = self._outer, None

@@ -24,7 +24,8 @@ class Progress:
             batch, under the same number.
         epoch: From 0.
         loss: Mean loss over the global batch.
-        grad_norm: Global norm of the gradients before clipping; NaN when the update was skipped.
+        grad_norm: Global norm of the gradients before clipping; NaN when the update was skipped, or where gradients are
+            sparse and nothing clips.
         skipped: Whether the update was skipped since gradients overflowed (fp16 only).
         loss_scale: The loss scale of the step; 1.0 without scaling.
         data_seconds: Time that the step waited for its batch.

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch.utils._pytree import tree_map
+
+from memfit.batch import map_tensors
 
 T = TypeVar("T")
 
@@ -59,13 +60,9 @@ class Prefetcher(Generic[T]):
 
 def pinned(batch: Any) -> Any:
     """Return a batch in pinned memory, from which copies to a GPU overlap with what the GPU computes."""
-    return tree_map(lambda leaf: leaf.pin_memory() if _is_on_cpu(leaf) else leaf, batch)
+    return map_tensors(lambda tensor: tensor.pin_memory() if tensor.device.type == "cpu" else tensor, batch)
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
     """Return a batch with its tensors on a device; those that are there already are the same ones."""
-    return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf, batch)
-
-
-def _is_on_cpu(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu"
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)

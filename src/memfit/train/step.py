@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import nn
@@ -19,8 +19,8 @@ from memfit.rng import rng_preserved
 from memfit.train.diagnosis import FirstNotFinite, watching
 from memfit.train.ranks import Alone
 from memfit.train.scaling import LossScaler
-from memfit.train.window import Window, checked_loss, gradient_values
-from memfit.workload import Workload, batch_size_of, slice_batch
+from memfit.train.window import Window, checked_loss, gradient_entries, gradient_values
+from memfit.workload import Workload, part_of, samples_of
 
 
 class InBackward(Protocol):
@@ -42,7 +42,8 @@ class StepResult:
 
     Attributes:
         loss: Mean loss over the global batch.
-        grad_norm: Global norm of the gradients before clipping; NaN when the update was skipped.
+        grad_norm: Global norm of the gradients before clipping; NaN when the update was skipped, and where a gradient
+            is sparse and nothing clips: to add up its repeated entries may take a third of such a step.
         skipped: Whether the update was skipped since gradients overflowed (fp16 only).
         loss_scale: The loss scale of the step; 1.0 without scaling.
         seconds: Wall time.
@@ -57,6 +58,17 @@ class StepResult:
     seconds: float
     predicted_peak_bytes: int | None
     skips: int = 0
+
+
+class _Norm(float):
+    """A norm of gradients, and whether it is that of the gradients or of their entries, repeated ones not added up."""
+
+    def __new__(cls, value: torch.Tensor | float, is_whole: bool = True) -> Self:
+        norm = super().__new__(cls, value)
+        norm.is_whole = is_whole
+        return norm
+
+    is_whole: bool
 
 
 class Step:
@@ -142,7 +154,7 @@ class Step:
 
     def split(self, batch: Any) -> list[Any]:
         """Return the microbatches of a batch, as views; the last may be smaller."""
-        return [microbatch for microbatch, _ in self._microbatches(batch, batch_size_of(batch))]
+        return [microbatch for microbatch, _ in self._microbatches(batch, samples_of(self.workload, batch))]
 
     def compute_loss(self, microbatch: Any) -> tuple[torch.Tensor, torch.Tensor | float | None]:
         """Return the loss of a microbatch, and the count it is to be divided by (None if it is a mean)."""
@@ -152,6 +164,17 @@ class Step:
             with self._autocast():
                 value = self.workload.loss_fn(self.workload.model, microbatch)
         return checked_loss(value)
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Make the context of a forward pass."""
+        return nullcontext() if self._autocast is None else self._autocast()
+
+    def update_parameters(self) -> None:
+        """Update the parameters from their gradients, whatever those are."""
+        if self._optimize is None:
+            self.workload.optimizer.step()
+        else:
+            self._optimize()
 
     def __call__(self, batch: Any) -> StepResult:
         """Run one optimizer update.
@@ -176,15 +199,14 @@ class Step:
                 self._rehearse(batch, self._in_backward)
             proving = None
         with self._within(batch), nullcontext() if proving is None else proving():
-            loss, grad_norm, scale = self._run(batch)
-        skipped = not math.isfinite(grad_norm)
+            loss, norm, scale = self._run(batch)
+        skipped = not math.isfinite(norm)
         skips = 0 if self.scaler is None else self.scaler.skips
         if not skipped:
             self.steps += 1
         seconds = time.perf_counter() - started
-        self.last = StepResult(
-            loss, math.nan if skipped else grad_norm, skipped, scale, seconds, self.predicted_peak_bytes, skips
-        )
+        grad_norm = math.nan if skipped or not norm.is_whole else float(norm)
+        self.last = StepResult(loss, grad_norm, skipped, scale, seconds, self.predicted_peak_bytes, skips)
         return self.last
 
     def gradients(self, batch: Any) -> tuple[float, dict[str, torch.Tensor]]:
@@ -203,12 +225,12 @@ class Step:
 
     # What a step consists of
 
-    def _run(self, batch: Any) -> tuple[float, float, float]:
+    def _run(self, batch: Any) -> tuple[float, _Norm, float]:
         """Return the loss, the gradient norm and the loss scale of an update."""
         parameters, statistics = self._held()
         before = [s.clone() for s in statistics]
         _clear(parameters)
-        norm = math.nan
+        norm = _Norm(math.nan)
         try:
             loss = self._accumulate(batch, parameters, updating=self._in_backward)
             self._check_loss(loss, batch)
@@ -280,12 +302,12 @@ class Step:
         if piece >= samples:
             return [(batch, samples)]
         cuts = [(start, min(start + piece, samples)) for start in range(0, samples, piece)]
-        return [(slice_batch(batch, start, stop), stop - start) for start, stop in cuts]
+        return [(part_of(self.workload, batch, start, stop), stop - start) for start, stop in cuts]
 
     def _accumulate(self, batch: Any, parameters: list[nn.Parameter], updating: InBackward | None = None) -> float:
         """Run every microbatch forward and backward; return the mean loss of the whole batch."""
         self._phase("optimizer", 0)
-        samples = batch_size_of(batch)
+        samples = samples_of(self.workload, batch)
         window = Window(samples)
         for index, (microbatch, size) in enumerate(self._microbatches(batch, samples)):
             self._phase("forward", index)
@@ -301,7 +323,7 @@ class Step:
         window.finish(_gradients_of(parameters))
         return window.mean_loss()
 
-    def _update(self, loss: float, batch: Any) -> float:
+    def _update(self, loss: float, batch: Any) -> _Norm:
         """Unscale, clip, step, update the scale. Return the gradient norm; where it is not finite nothing was done."""
         if self._in_backward is not None:
             return self._norm_in_backward(self._in_backward.norms(), loss)
@@ -311,28 +333,26 @@ class Step:
             raise WorkloadError("Workload.loss_fn returned a loss that no parameter of Workload.optimizer leads to")
         if self.scaler is not None:
             self.scaler.unscale(gradients)
-        total = _total_norm([gradient_values(g) for g in gradients])
-        norm = float(total)
+        is_whole = self.workload.max_grad_norm is not None or not any(g.is_sparse for g in gradients)
+        total = _total_norm([gradient_values(g) if is_whole else gradient_entries(g) for g in gradients])
+        norm = _Norm(total, is_whole)
         if not math.isfinite(norm):
             self._skip(norm, loss, batch)
             return norm
         if self.workload.max_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(updated, self.workload.max_grad_norm, total)
-        if self._optimize is None:
-            self.workload.optimizer.step()
-        else:
-            self._optimize()
+        self.update_parameters()
         if self.scaler is not None:
             self.scaler.update(overflowed=False)
         if self.workload.scheduler is not None:
             self.workload.scheduler.step()
         return norm
 
-    def _norm_in_backward(self, norms: list[torch.Tensor], loss: float) -> float:
+    def _norm_in_backward(self, norms: list[torch.Tensor], loss: float) -> _Norm:
         """Return the norm of the gradients that the backward pass used."""
         if not norms:
             raise WorkloadError("Workload.loss_fn returned a loss that no parameter of Workload.optimizer leads to")
-        norm = float(torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms])))
+        norm = _Norm(torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms])))
         if not math.isfinite(norm):
             raise NonFiniteError(
                 f"the gradient norm is {norm} at step {self.steps} (loss {loss:g}), and the weights were updated with"

@@ -35,7 +35,7 @@ from memfit.train.ledger import allocation_retries
 from memfit.train.log import Log, Progress, evaluation_line, event_line, require_tensorboard, step_line
 from memfit.train.recovery import Recovery, Witness
 from memfit.train.step import Step, StepResult
-from memfit.workload import batch_size_of, fingerprint
+from memfit.workload import fingerprint, samples_of
 
 _log = logging.getLogger("memfit")
 
@@ -221,7 +221,7 @@ class Trainer:
             loss_scale=result.loss_scale,
             data_seconds=data_seconds,
             seconds=result.seconds,
-            samples_per_second=batch_size_of(batch) / result.seconds,
+            samples_per_second=samples_of(self.step.workload, batch) / result.seconds,
             peak_bytes=peak_bytes,
             predicted_peak_bytes=self.plan.predicted.peak_bytes if predicted is None else predicted,
             learning_rate=learning_rate,

@@ -69,6 +69,11 @@ def gradient_values(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
+def gradient_entries(gradient: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of a gradient, those of a sparse one not added up: they show whether all are finite."""
+    return gradient._values() if gradient.is_sparse else gradient
+
+
 def _widened(loss: torch.Tensor) -> torch.Tensor:
     """Return a loss in fp32 at least, so that many can be added."""
     return loss.detach().to(torch.promote_types(loss.dtype, torch.float32))

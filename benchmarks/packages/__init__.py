@@ -1,0 +1,1 @@
+"""Training steps of other people's packages, from PyPI as they come."""

@@ -1,0 +1,36 @@
+"""Operators composed of others that take another way while a mode looks on, made to take the one of a step without it.
+
+Under a dispatch mode or a tensor subclass, operators composed of others avoid writing in place (`isTensorSubclassLike`
+in ATen/TensorSubclassLikeUtils.h), and allocate what a step without a mode never has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+_aten = torch.ops.aten
+_KEYS = ("AutogradCPU", "AutogradCUDA")
+
+
+@contextlib.contextmanager
+def composed_as_without_a_mode() -> Iterator[None]:
+    """Have operators composed of others run as they do where no mode looks on, until the context is left."""
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        for key in _KEYS:
+            library.impl("linear", _linear, key)
+        yield
+    finally:
+        library._destroy()
+
+
+def _linear(given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Add the bias in place where it does not go into the product (`linear` in ATen/native/Linear.cpp)."""
+    if bias is None or given.dim() == 2 or given.layout is not torch.strided or given.is_contiguous():
+        composite = torch._C.DispatchKey.CompositeImplicitAutograd
+        return _aten.linear.default._op_dk(composite, given, weight, bias)  # type: ignore[no-any-return]
+    product: torch.Tensor = _aten.matmul.default(given, weight.t())
+    return product.add_(bias)

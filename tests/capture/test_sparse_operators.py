@@ -1,0 +1,112 @@
+"""Steps with sparse gradients: their predicted peaks are those that the allocator reports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import memfit
+from memfit.ir.plan import Levers
+from memfit.pipeline import verifying
+from memfit.workload import Workload
+from tests.measuring import peaks
+
+_ROWS, _WIDTH = 900, 32
+
+
+class _Tables(nn.Module):
+    """Looks rows up in sparse tables, some of them twice, and adds them up."""
+
+    def __init__(self, tables: list[nn.Module], lookups: list[int], head: bool = False) -> None:
+        super().__init__()
+        self.tables, self.lookups, self.head = nn.ModuleList(tables), lookups, head
+        self.out = nn.Linear(_WIDTH, 8)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        found = sum(self.tables[which](ids.roll(i, 0)) for i, which in enumerate(self.lookups))
+        return F.linear(found, self.tables[0].weight) if self.head else self.out(found)
+
+
+def _table(**options: Any) -> nn.Embedding:
+    return nn.Embedding(_ROWS, _WIDTH, sparse=True, **options)
+
+
+def _bag(mode: str) -> nn.EmbeddingBag:
+    return nn.EmbeddingBag(_ROWS, _WIDTH, sparse=True, mode=mode)
+
+
+_MODELS: dict[str, Callable[[], _Tables]] = {
+    "one table": lambda: _Tables([_table()], [0]),
+    "padded": lambda: _Tables([_table(padding_idx=3)], [0]),
+    "several tables": lambda: _Tables([_table(), _table(), _table()], [0, 1, 2]),
+    "tied": lambda: _Tables([_table(), _table()], [0, 0, 1]),
+    "bag of means": lambda: _Tables([_bag("mean")], [0]),
+    "bags of sums": lambda: _Tables([_bag("sum"), _bag("sum")], [0, 1]),
+    "a dense head of the same weight": lambda: _Tables([_table()], [0], head=True),
+}
+
+
+def _sparse_adam(model: _Tables) -> torch.optim.Optimizer:
+    return torch.optim.SparseAdam(list(model.tables.parameters()), lr=0.01)
+
+
+_OPTIMIZERS: dict[str, Callable[[_Tables], torch.optim.Optimizer]] = {
+    "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    "Adagrad": lambda model: torch.optim.Adagrad(model.parameters(), lr=0.1),
+    "SparseAdam": _sparse_adam,
+}
+
+
+def _workload(name: str, optimizer: str, *, rows: int, length: int = 12, clip: float | None = None) -> Workload:
+    torch.manual_seed(0)
+    model = _MODELS[name]()
+    ids = torch.randint(0, _ROWS, (rows, length))
+    return Workload(
+        model, ids, lambda m, x: m(x).square().mean(), _OPTIMIZERS[optimizer](model), name=name, max_grad_norm=clip
+    )
+
+
+@pytest.mark.parametrize("optimizer", sorted(_OPTIMIZERS))
+@pytest.mark.parametrize("name", sorted(set(_MODELS) - {"a dense head of the same weight"}))
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_predicted_peaks_are_measured(name: str, optimizer: str) -> None:
+    predicted, measured = peaks(_workload(name, optimizer, rows=96), Levers(microbatch_size=96))
+    assert predicted == measured
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer", "clip"),
+    [
+        ("one table", "SGD", None),
+        ("one table", "SparseAdam", None),
+        ("tied", "SGD", 0.5),
+        ("tied", "SparseAdam", 0.5),
+        ("bag of means", "SparseAdam", None),
+        ("a dense head of the same weight", "SGD", 0.5),
+    ],
+)
+def test_clipped_and_accumulated_gradients_are_predicted(name: str, optimizer: str, clip: float | None) -> None:
+    for size in (64, 32, 16):
+        predicted, measured = peaks(_workload(name, optimizer, rows=64, clip=clip), Levers(microbatch_size=size))
+        assert predicted == measured, size
+
+
+def test_plans_with_sparse_gradients_are_verified() -> None:
+    workload = _workload("bag of means", "SparseAdam", rows=128)
+    plan = memfit.plan(workload, budget=int(1.5 * memfit.estimate(workload).peak_bytes), points=1)
+    found = memfit.verify(plan, workload)
+    assert found.failures == [] and found.bitwise
+    gradient = torch.sparse_coo_tensor([[0, 3, 3]], torch.ones(3, 2), (5, 2), check_invariants=False)
+    assert verifying._equal(gradient, gradient.coalesce()) and not verifying._equal(gradient, gradient * 1.5)
+    assert verifying._relative([(gradient * 1.5, gradient)]) == pytest.approx(0.5)
+    assert verifying._relative([(gradient.to_dense(), gradient)]) == 0.0
+
+
+def test_many_lookups_of_few_rows() -> None:
+    predicted, measured = peaks(_workload("one table", "SGD", rows=128, length=64), Levers(microbatch_size=128))
+    assert predicted == measured

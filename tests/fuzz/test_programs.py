@@ -1,0 +1,98 @@
+"""Random programs: what memfit predicts of them, and whether its plans keep budgets and numbers."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, assume, given, settings
+from hypothesis import strategies as st
+
+from benchmarks.fuzzing import checking
+from benchmarks.fuzzing.checking import Costs, checked, saved_number_bytes
+from benchmarks.fuzzing.modules import workload_of
+from benchmarks.fuzzing.programs import Block, Call, Loss, Operation, Program, drawn, from_text, text_of
+from memfit.capture.accumulation import Accumulation
+from tests.models import captured
+
+PHASES = (Phase.explicit, Phase.generate, Phase.shrink)
+COSTS = Costs()
+PROGRAMS = st.randoms(use_true_random=False).map(drawn)
+
+
+def program(*operations: Operation, within: str = "", block: Block | None = None, **others: object) -> Program:
+    """Return a program of one block, called once."""
+    blocks = (block or Block(operations),)
+    return Program(seed=1, shape=(4, 8, 16), blocks=blocks, calls=(Call(0, within),), **others)  # type: ignore[arg-type]
+
+
+@settings(
+    max_examples=25,
+    derandomize=True,
+    deadline=None,
+    phases=PHASES,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+@given(PROGRAMS)
+def test_memfit_is_right_on_random_programs(program: Program) -> None:
+    found = checked(program, COSTS)
+    assume(found is not None)
+    assert found is not None and not found.wrong, text_of(program)
+
+
+SHAPES = {
+    "an activation that its node saves, under checkpointing": program(Operation("tanh", (1,), 0), within="checkpoint"),
+    "a view that is written to": program(Operation("on_view_", (1,), 3), Operation("exp", (1,), 0)),
+    "positions and values": program(Operation("topk", (1,), 0), Operation("gather", (1,), 0)),
+    "a metric within the loss": program(Operation("sigmoid", (1,), 0), loss=Loss(0, "kept")),
+    "outputs that hooks keep": program(block=Block((Operation("softmax", (1,), 0),), hook="collects")),
+    "a recurrent layer": program(Operation("Recurrent", (1,), 0), Operation("relu", (1,), 0)),
+    "backward hooks": program(block=Block((Operation("Linear", (1,), 0),), hook="backward")),
+    "a reentrant checkpoint": program(Operation("Sequence", (1,), 2), within="reentrant"),
+    "autocast in the middle": program(Operation("Linear", (1,), 0), Operation("gelu", (1,), 0), within="autocast"),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_memfit_is_right_on_programs_of_each_kind(name: str) -> None:
+    found = checked(SHAPES[name], COSTS)
+    assert found is not None and not found.wrong
+    assert found.planned_measured_bytes is not None
+
+
+def test_a_wrong_prediction_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gather's gradient is filled in place; taken for out of place, the peak is that of a tensor more."""
+    monkeypatch.setattr(Accumulation, "as_the_engine", lambda self, func, args, kwargs: (func, args))
+    gathering = program(Operation("gather", (1,), 0), Operation("gather", (1,), 0))
+    found = checked(gathering, COSTS)
+    assert found is not None and any("plain peak" in said for said in found.wrong)
+
+
+def test_other_numbers_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = checking._run
+
+    def other(workload: object, running: object) -> object:
+        with torch.no_grad():
+            next(workload.model.parameters()).mul_(1.001)  # type: ignore[attr-defined]
+        return run(workload, running)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(checking, "_run", other)
+    found = checked(SHAPES["positions and values"], COSTS)
+    assert found is not None and any("differs from a plain loop" in said for said in found.wrong)
+
+
+def test_a_program_is_its_text_and_its_workload_the_same_each_time() -> None:
+    for seed in range(20):
+        one = drawn(Random(seed))
+        assert from_text(text_of(one)) == one
+    first, second = (workload_of(SHAPES["a recurrent layer"]) for _ in range(2))
+    pairs = zip(first.model.parameters(), second.model.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_numbers_that_autograd_saves_are_counted_and_others_are_not() -> None:
+    saving = program(block=Block((Operation("relu", (1,), 0),), hook="replaces output"))
+    plain = program(Operation("relu", (1,), 0))
+    numbers = [saved_number_bytes(captured(workload_of(p))) for p in (plain, saving)]
+    assert numbers[1] == numbers[0] + 8

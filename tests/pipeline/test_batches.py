@@ -1,0 +1,175 @@
+"""Batches of any kind, from the prediction to the planned step: held against measured peaks and a plain loop."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import memfit
+from memfit.capture.fake import real_copy
+from memfit.errors import WorkloadError
+from memfit.ir.plan import Levers
+from memfit.workload import Workload, samples_of
+from tests.batch_cases import CONTAINERS, SAMPLES, WHOLE, Graphs, graphs, mlp, of, split_graphs
+from tests.measuring import peaks
+
+CASES = {**CONTAINERS, **SAMPLES, **WHOLE}
+CUT = {**CONTAINERS, **SAMPLES}
+
+
+def graphs_that_are_split(**options: Any) -> Workload:
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        return F.mse_loss(model(batch), batch.y)
+
+    return of(Graphs(), graphs(), loss_fn, split=split_graphs, **options)
+
+
+SPLIT: dict[str, Callable[[], Workload]] = {
+    "a number of graphs": functools.partial(graphs_that_are_split, batch_size=4),
+    "as each batch says": functools.partial(graphs_that_are_split, batch_size=lambda batch: batch.num_graphs),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_peak_is_predicted(case: str) -> None:
+    workload = CASES[case]()
+    predicted, measured = peaks(workload, Levers(microbatch_size=samples_of(workload)))
+    assert predicted == measured
+
+
+@pytest.mark.parametrize("case", [*(c for c in CUT if "requires grad" not in c), *SPLIT])
+def test_the_peak_of_microbatches_is_predicted(case: str) -> None:
+    workload = {**CUT, **SPLIT}[case]()
+    predicted, measured = peaks(workload, Levers(microbatch_size=max(1, samples_of(workload) // 3)))
+    copies = 0.01 if "pack" in case or case in SPLIT else 0  # parts that are no views, of which two are captured
+    assert predicted == pytest.approx(measured, rel=copies)
+
+
+def plain_loop(workload: Workload, steps: int) -> list[torch.Tensor]:
+    for _ in range(steps):
+        workload.optimizer.zero_grad()
+        loss = workload.loss_fn(workload.model, workload.batch)
+        assert isinstance(loss, torch.Tensor)
+        loss.backward()  # type: ignore[no-untyped-call]
+        workload.optimizer.step()
+    return [p.detach() for p in workload.model.parameters()]
+
+
+def lowest(workload: Workload, numerics: Any) -> memfit.Plan:
+    """Return a plan that has to do something: for a budget a little below the step's peak, or that step's."""
+    peak = memfit.estimate(workload).peak_bytes
+    options: dict[str, Any] = {"numerics": numerics, "time_limit_seconds": 2, "points": 1, "optimizers": ["as-is"]}
+    options["precisions"] = ["32-true"]
+    try:
+        return memfit.plan(workload, budget=peak - 600, **options)
+    except memfit.InfeasibleError:
+        return memfit.plan(workload, budget=peak + 1000, **options)
+
+
+@pytest.mark.parametrize("case", ["object", "slots", "a number", "lists of images and targets", "packed", *WHOLE])
+def test_an_exact_plan_trains_as_a_plain_loop(case: str) -> None:
+    build = CASES[case]
+    plan, workload = lowest(build(), "exact"), build()
+    with memfit.apply(plan, workload) as step:
+        for _ in range(2):
+            step(workload.batch)
+    for planned, plain in zip(workload.model.parameters(), plain_loop(build(), 2), strict=True):
+        assert torch.equal(planned, plain)
+
+
+@pytest.mark.parametrize("case", ["a graph", "a sparse adjacency", "packed", "mapping"])
+def test_a_plan_is_what_it_says(case: str) -> None:
+    plan = lowest(CASES[case](), "reordered")
+    assert not memfit.verify(plan, CASES[case]()).failures
+
+
+@pytest.mark.parametrize("case", ["mapping", "images and targets", "packed, sorted", *SPLIT])
+def test_microbatches_have_the_gradients_of_the_batch(case: str) -> None:
+    build = {**CUT, **SPLIT}[case]
+    workload = build()
+    with memfit.Step(workload, microbatch_size=1) as step, memfit.Step(build()) as whole:
+        (loss, gradients), (whole_loss, whole_gradients) = (
+            step.gradients(workload.batch),
+            whole.gradients(build().batch),
+        )
+    assert loss == pytest.approx(whole_loss, rel=1e-5)
+    for name, gradient in whole_gradients.items():
+        assert torch.allclose(gradients[name], gradient, rtol=1e-3, atol=1e-4)
+
+
+def test_a_graph_is_said_to_be_one_sample() -> None:
+    workload = WHOLE["a graph"]()
+    (note,) = [note for note in memfit.estimate(workload).notes if "one sample" in note]
+    assert "(40, 16), (2, 120)" in note and "Workload.split" in note
+    assert samples_of(workload) == 1
+    assert not any("one sample" in n for n in memfit.estimate(dataclasses.replace(workload, batch_size=1)).notes)
+    assert any("one sample" in n for n in lowest(workload, "reordered").notes)
+
+
+def test_graphs_are_cut_where_the_workload_says_how() -> None:
+    workload = graphs_that_are_split(batch_size=4)
+    assert samples_of(workload) == 4
+    step = memfit.Step(workload, microbatch_size=1)
+    assert [part.num_graphs for part in step.split(workload.batch)] == [1] * 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, "batch_size=0 is not above 0"),
+        ({"batch_size": 4}, "batch_size=4, and the tensors of Workload.batch have None samples.*Workload.split"),
+    ],
+)
+def test_numbers_of_samples_that_can_not_be_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(WorkloadError, match=message):
+        memfit.estimate(dataclasses.replace(WHOLE["a graph"](), **options))
+
+
+def test_a_step_without_data_says_what_to_give() -> None:
+    workload = dataclasses.replace(WHOLE["no data"](), batch_size=None)
+    with pytest.raises(WorkloadError, match="holds no samples.*makes its own data, give Workload.batch_size=1"):
+        memfit.estimate(workload)
+
+
+@pytest.mark.parametrize("case", ["packed, of an LSTM", "a graph", "a sparse adjacency", "slots"])
+def test_a_gpu_that_is_not_here_is_predicted_for(case: str) -> None:
+    assert memfit.estimate(CASES[case](), device="h200").peak_bytes > 0
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("layout", [torch.sparse_csr, torch.jagged])
+def test_layouts_that_can_not_be_captured_are_named(layout: torch.layout) -> None:
+    tensor = (
+        torch.nested.nested_tensor([torch.ones(2, 16), torch.ones(1, 16)], layout=layout)
+        if layout is torch.jagged
+        else torch.eye(16).to_sparse_coo()
+    )
+    workload = of(mlp(), {"x": tensor}, lambda m, b: m(b["x"].to_dense()).mean())
+    if layout is not torch.jagged:
+        workload = dataclasses.replace(
+            workload, batch={"x": torch.sparse_csr_tensor([0, 1], [0], [1.0], (1, 16), check_invariants=False)}
+        )
+    with pytest.raises(WorkloadError, match=rf"layout {layout}.*give a dense tensor"):
+        memfit.estimate(workload)
+
+
+def test_a_batch_on_the_meta_device_is_predicted_as_one_with_data() -> None:
+    with_data = CONTAINERS["object"]()
+    batch = {name: torch.empty_like(getattr(with_data.batch, name), device="meta") for name in ("x", "y")}
+    on_meta = of(mlp(), batch, lambda m, b: F.mse_loss(m(b["x"]), b["y"]))
+    assert memfit.estimate(on_meta).peak_bytes == memfit.estimate(with_data).peak_bytes
+
+
+def test_copies_do_not_share_a_batch() -> None:
+    for case in CASES:
+        workload = CASES[case]()
+        copied = real_copy(workload)
+        assert type(copied.batch) is type(workload.batch)
+        assert copied.batch is not workload.batch or workload.batch is None
