@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -21,17 +22,24 @@ from benchmarks.steps.figures import line, summarised
 from memfit.errors import UsageError
 
 TABLE = "benchmarks.steps.zoo:STEPS"
-QUICK = ("opt", "vit_mae", "basic_unet")
+QUICK = (
+    *("nearest_points", "hard_pixels", "stochastic_depth", "carried_state", "stacked_codes"),
+    *("sparse_bags", "dilated_convolutions", "adversarial_training", "graph_convolution", "packed_lstm"),
+)
 TIMEOUT_SECONDS = 600
-OPTIONS: dict[str, dict[str, Any]] = {"--only": {"nargs": "+", "metavar": "NAME", "help": "some workloads"}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--only": {"nargs": "+", "metavar": "NAME", "help": "some workloads"},
+    "--jobs": {"type": int, "default": 1, "help": "workloads at a time, each on one thread; 1 by default"},
+}
 
 
-def run(quick: bool, only: Sequence[str] | None = None) -> tuple[list[Case], dict[str, Any]]:
+def run(quick: bool, only: Sequence[str] | None = None, jobs: int = 1) -> tuple[list[Case], dict[str, Any]]:
     """Return the rows of each workload, and what they add up to.
 
     Args:
         quick: A few workloads.
         only: The workloads of these names; None for all.
+        jobs: Workloads at a time.
 
     Raises:
         UsageError: The zoo has no workload of a name.
@@ -42,24 +50,27 @@ def run(quick: bool, only: Sequence[str] | None = None) -> tuple[list[Case], dic
     if unknown:
         raise UsageError(f"--only {' '.join(sorted(unknown))}: the zoo has {', '.join(STEPS)}")
     torch.set_num_threads(1)  # as in the processes; the result says how many
-    cases = measured(only or (QUICK if quick else STEPS), TABLE)
+    cases = measured(only or (QUICK if quick else STEPS), TABLE, jobs=jobs)
     return cases, summarised(cases)
 
 
-def measured(names: Iterable[str], table: str, python: str = sys.executable) -> list[Case]:
-    """Return the rows of some workloads, each told when it is there.
+def measured(names: Iterable[str], table: str, python: str = sys.executable, jobs: int = 1) -> list[Case]:
+    """Return the rows of some workloads in their order, those of each told when they are there.
 
     Args:
         names: Of the workloads.
         table: Where they are: "package.module:attribute".
         python: The interpreter that their packages are installed for.
+        jobs: Workloads at a time.
     """
-    found: list[Case] = []
-    for name in names:
-        for case in isolated(name, table, python):
-            print(line(case), file=sys.stderr, flush=True)
-            found.append(case)
-    return found
+
+    def told(name: str) -> list[Case]:
+        rows = list(isolated(name, table, python))
+        print("\n".join(map(line, rows)), file=sys.stderr, flush=True)
+        return rows
+
+    with ThreadPoolExecutor(jobs) as pool:
+        return [row for rows in pool.map(told, names) for row in rows]
 
 
 def isolated(name: str, table: str, python: str = sys.executable) -> Iterator[Case]:

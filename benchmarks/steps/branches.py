@@ -128,7 +128,8 @@ class AdaptiveComputation(nn.Module):
 
 def _ponder_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     logits, ponder = model(batch["x"])
-    return F.cross_entropy(logits, batch["y"]) + 0.01 * ponder.mean()
+    loss: Tensor = F.cross_entropy(logits, batch["y"]) + 0.01 * ponder.mean()
+    return loss
 
 
 def adaptive_computation() -> Workload:
@@ -268,7 +269,7 @@ class ScheduledSampling(nn.Module):
 
     def __init__(self, width: int = 160, symbols: int = 64, length: int = 24) -> None:
         super().__init__()
-        self.embedding, self.cell, self.head = nn.Embedding(symbols, width), nn.LSTMCell(width, width), None
+        self.embedding, self.cell = nn.Embedding(symbols, width), nn.LSTMCell(width, width)
         self.out, self.length = nn.Linear(width, symbols), length
 
     def forward(self, start: Tensor, target: Tensor) -> Tensor:

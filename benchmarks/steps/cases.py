@@ -39,7 +39,7 @@ def cases(make: Make) -> Iterator[Case]:
         if "loop_peak_bytes" not in plain:
             yield {"kind": numerics, "refused": "the plain step was refused"}
             continue
-        budget = int(share * plain.get("measured_peak_bytes", plain["loop_peak_bytes"]))
+        budget = int(share * (plain.get("measured_peak_bytes") or plain["loop_peak_bytes"]))
         yield {"kind": numerics, **_attempt(planned_case, make, numerics, budget)}
 
 

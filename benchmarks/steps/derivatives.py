@@ -17,7 +17,7 @@ def _adapted_loss(model: nn.Module, batch: dict[str, Tensor], steps: int = 2, ra
     """Return the loss after some steps on each task, through which the gradient goes (Finn et al. 2017)."""
     losses = []
     for x, y, other, label in zip(batch["x"], batch["y"], batch["other"], batch["label"], strict=True):
-        weights = dict(model.named_parameters())
+        weights: dict[str, Tensor] = dict(model.named_parameters())
         for _ in range(steps):
             loss = F.mse_loss(torch.func.functional_call(model, weights, (x,)), y)
             slopes = torch.autograd.grad(loss, list(weights.values()), create_graph=True)
@@ -45,7 +45,8 @@ def _balanced_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     slopes = torch.func.vmap(torch.func.grad(_per_sample), (None, None, 0, 0))(weights, model, batch["x"], batch["y"])
     norms = torch.stack([s.flatten(1).norm(dim=1) for s in slopes.values()]).norm(dim=0)
     losses = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
-    return (losses * (1 / (1 + norms))).mean()
+    loss: Tensor = (losses * (1 / (1 + norms))).mean()
+    return loss
 
 
 def sample_gradients() -> Workload:
@@ -104,7 +105,8 @@ def _runge_kutta(slope: Any, time: float, x: Tensor, step: float) -> Tensor:
     two = slope(time + step / 2, x + step / 2 * one)
     three = slope(time + step / 2, x + step / 2 * two)
     four = slope(time + step, x + step * three)
-    return x + step / 6 * (one + 2 * two + 2 * three + four)
+    after: Tensor = x + step / 6 * (one + 2 * two + 2 * three + four)
+    return after
 
 
 class Flowing(nn.Module):
@@ -146,7 +148,7 @@ class _Adjoint(torch.autograd.Function):
         return x
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
         total = [torch.zeros_like(w) for w in weights]
         for at in reversed(range(ctx.steps)):
@@ -167,7 +169,7 @@ class Adjoint(nn.Module):
         self.slope, self.steps = Slope(width), steps
 
     def forward(self, x: Tensor) -> Tensor:
-        solved: Tensor = _Adjoint.apply(self.slope, self.steps, x, *self.slope.parameters())
+        solved: Tensor = _Adjoint.apply(self.slope, self.steps, x, *self.slope.parameters())  # type: ignore[no-untyped-call]
         return solved
 
 
@@ -193,7 +195,7 @@ class _Reversible(torch.autograd.Function):
         return one, other
 
     @staticmethod
-    def backward(ctx: Any, to_one: Tensor, to_other: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, to_one: Tensor, to_other: Tensor) -> tuple[Any, ...]:
         one, other = ctx.saved_tensors
         found: list[Tensor] = []
         for first, second in reversed(ctx.blocks):
@@ -217,14 +219,17 @@ class ReversibleChain(nn.Module):
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
-        block = lambda: nn.Sequential(nn.GroupNorm(4, width), nn.ReLU(), nn.Conv2d(width, width, 3, padding=1))  # noqa: E731
-        self.blocks = nn.ModuleList(nn.ModuleList([block(), block()]) for _ in range(layers))
+        self.blocks = nn.ModuleList(nn.ModuleList([self._block(width), self._block(width)]) for _ in range(layers))
+
+    def _block(self, width: int) -> nn.Sequential:
+        return nn.Sequential(nn.GroupNorm(4, width), nn.ReLU(), nn.Conv2d(width, width, 3, padding=1))
 
     def forward(self, x: Tensor) -> Tensor:
         one, other = x.chunk(2, 1)
-        blocks = [tuple(pair) for pair in self.blocks]  # type: ignore[arg-type]
+        blocks: list[Any] = [tuple(pair) for pair in self.blocks]  # type: ignore[arg-type]
         weights = [p for pair in blocks for block in pair for p in block.parameters()]
-        return torch.cat(_Reversible.apply(blocks, one.contiguous(), other.contiguous(), *weights), 1)
+        made = _Reversible.apply(blocks, one.contiguous(), other.contiguous(), *weights)  # type: ignore[no-untyped-call]
+        return torch.cat(made, 1)
 
 
 def reversible() -> Workload:
@@ -297,7 +302,7 @@ def _adversarial_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Return the loss on images moved against the model, by `backward()` in the loss (Madry et al. 2018)."""
     moved = torch.zeros_like(batch["x"], requires_grad=True)
     for _ in range(2):
-        F.cross_entropy(model(batch["x"] + moved), batch["y"]).backward()  # type: ignore[no-untyped-call]
+        F.cross_entropy(model(batch["x"] + moved), batch["y"]).backward()
         assert moved.grad is not None
         moved = (moved + 0.01 * moved.grad.sign()).clamp(-0.03, 0.03).detach().requires_grad_()
     model.zero_grad()

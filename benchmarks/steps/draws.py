@@ -127,7 +127,8 @@ class SampledPaths(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
         for choices in self.layers:
-            x = x + random.choice(list(choices))(x)  # type: ignore[arg-type]
+            assert isinstance(choices, nn.ModuleList)
+            x = x + random.choice(choices)(x)
         logits: Tensor = self.head(x.mean((2, 3)))
         return logits
 

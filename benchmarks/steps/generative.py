@@ -63,7 +63,8 @@ def _noise_loss(model: nn.Module, images: Tensor) -> Tensor:
     noise = torch.randn_like(images)
     guess = model(kept.sqrt() * images + (1 - kept).sqrt() * noise, steps)
     weight = (kept / (1 - kept)).clamp(max=5.0).flatten()
-    return (weight * (guess - noise).square().mean((1, 2, 3))).mean()
+    loss: Tensor = (weight * (guess - noise).square().mean((1, 2, 3))).mean()
+    return loss
 
 
 def diffusion() -> Workload:
@@ -115,7 +116,7 @@ class Codes(nn.Module):
         super().__init__()
         self.register_buffer("codes", torch.randn(count, width))
         self.register_buffer("counts", torch.ones(count))
-        self.register_buffer("sums", self.codes.clone())  # type: ignore[operator]
+        self.register_buffer("sums", self.codes.clone())
         self.codes: Tensor
         self.counts: Tensor
         self.sums: Tensor
@@ -159,7 +160,8 @@ class Quantized(nn.Module):
 
 def _quantized_loss(model: nn.Module, images: Tensor) -> Tensor:
     drawn, commitment = model(images)
-    return F.mse_loss(drawn, images) + 0.25 * commitment
+    loss: Tensor = F.mse_loss(drawn, images) + 0.25 * commitment
+    return loss
 
 
 def running_codes() -> Workload:
@@ -181,6 +183,7 @@ class StackedCodes(nn.Module):
         rows = x.permute(0, 2, 3, 1)
         left, total, losses = rows, torch.zeros_like(rows), []
         for book in self.books:
+            assert isinstance(book, nn.Embedding)
             found = book(torch.cdist(left.flatten(0, 2), book.weight).argmin(1)).view_as(left)
             losses.append(F.mse_loss(found, left.detach()) + 0.25 * F.mse_loss(left, found.detach()))
             total, left = total + found, left - found.detach()
@@ -332,7 +335,8 @@ class Energy(nn.Module):
 def _energy_loss(model: Energy, images: Tensor) -> Tensor:
     sampled = model.sampled(torch.rand_like(images))
     real, made = model(images), model(sampled)
-    return real.mean() - made.mean() + 0.1 * (real.square() + made.square()).mean()
+    loss: Tensor = real.mean() - made.mean() + 0.1 * (real.square() + made.square()).mean()
+    return loss
 
 
 def energy() -> Workload:

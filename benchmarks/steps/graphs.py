@@ -30,8 +30,9 @@ class Convolution(nn.Module):
         degree = torch.ones(len(x)).index_add(0, end, torch.ones(len(end)))
         weight = (degree[start] * degree[end]).rsqrt()
         hidden = self.linear(x)
-        added: Tensor = torch.zeros_like(hidden).index_add(0, end, hidden[start] * weight[:, None])
-        return added + hidden / degree[:, None]
+        added = torch.zeros_like(hidden).index_add(0, end, hidden[start] * weight[:, None])
+        made: Tensor = added + hidden / degree[:, None]
+        return made
 
 
 class NodeClassifier(nn.Module):
@@ -199,6 +200,7 @@ class Interaction(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(10, width)
         self.register_buffer("centres", torch.linspace(0, 5, centres))
+        self.centres: Tensor
         self.filters = nn.ModuleList(
             nn.Sequential(nn.Linear(centres, width), nn.Softplus(), nn.Linear(width, width)) for _ in range(layers)
         )

@@ -97,7 +97,8 @@ class Distilled(nn.Module):
 
 def _distilled_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     logits, hint = model(batch["x"])
-    return F.cross_entropy(logits, batch["y"]) + 0.1 * hint
+    loss: Tensor = F.cross_entropy(logits, batch["y"]) + 0.1 * hint
+    return loss
 
 
 class Slow(nn.Module):

@@ -42,7 +42,7 @@ def plain_steps(workload: Workload, steps: int = STEPS) -> Iterator[float]:
         workload.optimizer.zero_grad()
         value = workload.loss_fn(workload.model, workload.batch)
         loss = value if isinstance(value, Tensor) else value[0] / value[1]
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         if workload.max_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(updated, workload.max_grad_norm)
         workload.optimizer.step()

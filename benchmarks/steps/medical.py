@@ -85,7 +85,8 @@ def var_autoencoder() -> Workload:
 def _variational_loss(model: nn.Module, images: Tensor) -> Tensor:
     drawn, mean, log_variance, _ = model(images)
     divergence = -0.5 * (1 + log_variance - mean.square() - log_variance.exp()).sum(1).mean()
-    return F.binary_cross_entropy_with_logits(drawn, images, reduction="sum") / len(images) + divergence
+    loss: Tensor = F.binary_cross_entropy_with_logits(drawn, images, reduction="sum") / len(images) + divergence
+    return loss
 
 
 def deep_segresnet() -> Workload:

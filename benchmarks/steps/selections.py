@@ -148,7 +148,8 @@ class Proposals(nn.Module):
 
     def _chosen(self, scores: Tensor, boxes: Tensor) -> Tensor:
         """Non-maximum suppression, written as a loop."""
-        order, kept = scores.argsort(descending=True), []
+        order = scores.argsort(descending=True)
+        kept: list[Tensor] = []
         while order.numel() > 0 and len(kept) < self.kept:
             kept.append(order[0])
             rest = order[1:]
@@ -187,8 +188,10 @@ class PrunedTokens(nn.Module):
     def __init__(self, width: int = 128, layers: int = 4, classes: int = 10) -> None:
         super().__init__()
         self.patch = nn.Conv2d(3, width, 4, 4)
-        layer = lambda: nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, batch_first=True, norm_first=True)  # noqa: E731
-        self.layers = nn.ModuleList(layer() for _ in range(layers))
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, batch_first=True, norm_first=True)
+            for _ in range(layers)
+        )
         self.score, self.head = nn.Linear(width, 1), nn.Linear(width, classes)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -252,7 +255,8 @@ def _metric_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     accuracy = (chance.argmax(-1) == batch["y"]).float().mean()
     confidence = chance.max(-1).values.mean()
     model.log = {"accuracy": accuracy.detach(), "confidence": confidence.detach()}  # type: ignore[assignment]
-    return losses.mean() * (1 + 0.1 * (1 - accuracy))
+    loss: Tensor = losses.mean() * (1 + 0.1 * (1 - accuracy))
+    return loss
 
 
 def metric_in_loss() -> Workload:
@@ -273,7 +277,8 @@ def _chamfer_loss(model: nn.Module, batch: Tensor) -> Tensor:
     back = torch.cdist(batch, made).argmin(-1)
     there = batch.gather(1, nearest[..., None].expand_as(batch))
     here = made.gather(1, back[..., None].expand_as(batch))
-    return (made - there).square().sum(-1).mean() + (batch - here).square().sum(-1).mean()
+    loss: Tensor = (made - there).square().sum(-1).mean() + (batch - here).square().sum(-1).mean()
+    return loss
 
 
 def nearest_points() -> Workload:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.steps import __main__ as steps
 from benchmarks.steps.__main__ import QUICK, isolated
 from benchmarks.steps.cases import KINDS, SHARES, cases
 from benchmarks.steps.figures import line, summarised
@@ -127,6 +129,17 @@ def test_a_workload_whose_process_dies_gives_a_refusal_for_each_of_its_rows(
     assert "KeyError" in capsys.readouterr().err
 
 
+def test_rows_keep_the_order_of_their_workloads_however_many_run_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    def after_a_while(name: str, table: str, python: str) -> Any:
+        time.sleep(0.05 * (3 - int(name)))
+        return ({"workload": name, **REFUSED} for _ in range(2))
+
+    monkeypatch.setattr(steps, "isolated", after_a_while)
+    for jobs in (1, 3):
+        rows = steps.measured("123", "a table", jobs=jobs)
+        assert [case["workload"] for case in rows] == ["1", "1", "2", "2", "3", "3"]
+
+
 def _tiny() -> Workload:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.BatchNorm1d(64), torch.nn.Dropout(), torch.nn.ReLU())
@@ -158,6 +171,7 @@ def test_the_plain_loop_draws_what_the_steps_of_a_plan_draw() -> None:
     assert difference(trained_plainly(_tiny), trained_by_plan(_tiny, made)) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_sample_is_predicted_and_its_exact_plan_is_bitwise(name: str) -> None:
     rows = {case["kind"]: case for case in cases(STEPS[name])}
