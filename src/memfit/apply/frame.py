@@ -100,13 +100,18 @@ class _Stop(BaseException):
 
 @dataclasses.dataclass
 class _Call:
-    """One call of a module."""
+    """One call of a module.
+
+    Attributes:
+        trains: Whether each module inside the region is in training mode as the call begins.
+    """
 
     module: str
     forward: Callable[..., Any]
     given: Any
     generators: Generators
     draws: Draws
+    trains: Sequence[bool]
     outputs: Sequence[int] = ()
 
 
@@ -124,6 +129,7 @@ class Frame(Dropping):
 
     Args:
         modules: The FQNs of the region.
+        inside: Its modules and those within them.
         normalisations: Modules within that track statistics.
         kept: The outputs of operators that are kept all the same.
         offload: Whether arguments that have a gradient wait in host memory.
@@ -138,13 +144,14 @@ class Frame(Dropping):
     def __init__(
         self,
         modules: tuple[str, ...],
+        inside: Sequence[nn.Module],
         normalisations: Sequence[nn.Module],
         kept: Kept | None,
         offload: bool = False,
         among: Sequence[Source] | None = None,
     ) -> None:
         _hide_from_the_compiler()
-        self.modules, self.normalisations = modules, normalisations
+        self.modules, self._inside, self.normalisations = modules, inside, normalisations
         self._kept, self._offload = kept, offload
         self._among = sources() if among is None else among
         self._away: dict[int, Away] = {}
@@ -224,7 +231,8 @@ class Frame(Dropping):
             history = [(n, t.requires_grad and not t.is_leaf) for n, t in fresh.items()]
             anchor = torch.empty(0, requires_grad=True)
             self._saved.append((_Save.apply(anchor, held), history))  # type: ignore[no-untyped-call]
-        return _Call(self.modules[position], forward, given, Generators.of(tensors), Draws(self._among))
+        trains = [module.training for module in self._inside]
+        return _Call(self.modules[position], forward, given, Generators.of(tensors), Draws(self._among), trains)
 
     def _know(self, tensor: torch.Tensor) -> int:
         number = len(self._last_use)
@@ -306,6 +314,7 @@ class Frame(Dropping):
             self.running = call.module
             call.generators.restore()
             call.draws.restore()
+            _set_modes(self._inside, call.trains)
             args, kwargs = mapped(call.given, Value, lambda value: values[value.number])
             for number in [n for n in values if self._last_use[n] <= index]:
                 del values[number]
@@ -338,6 +347,7 @@ class Frame(Dropping):
             for device, (enabled, dtype, cache) in self._autocast.items():
                 stack.enter_context(torch.autocast(device, dtype, enabled, cache))
             stack.enter_context(statistics_untouched(self.normalisations))
+            stack.callback(_set_modes, self._inside, [module.training for module in self._inside])
             if self._kept is not None:
                 stack.enter_context(Reusing(self._kept))
             if self._device is not None:
@@ -424,10 +434,17 @@ def autocast_state() -> dict[str, tuple[bool, torch.dtype, bool]]:
     return {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), cache) for kind in kinds}
 
 
+def _set_modes(modules: Sequence[nn.Module], trains: Sequence[bool]) -> None:
+    """Set modules to training or evaluation mode, each by itself."""
+    for module, is_training in zip(modules, trains, strict=True):
+        if module.training != is_training:
+            module.training = is_training
+
+
 @contextlib.contextmanager
 def statistics_untouched(normalisations: Sequence[nn.Module]) -> Iterator[None]:
     """Recompute on copies of running statistics: a batch counts once, and as many tensors are saved as before."""
-    originals = [(m, name, m._buffers[name]) for m in normalisations for name in _STATISTICS if m.training]
+    originals = [(m, name, m._buffers[name]) for m in normalisations for name in _STATISTICS]
     for module, name, buffer in originals:
         module._buffers[name] = None if buffer is None else buffer.clone()
     try:
