@@ -15,7 +15,6 @@ from memfit.ir.plan import Levers
 from memfit.pipeline import planning, predicting
 from memfit.workload import Workload
 
-
 _NO_LSTM = "could not create a primitive descriptor for the LSTM"
 
 

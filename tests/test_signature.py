@@ -134,3 +134,18 @@ def test_groups_of_a_product_of_another_library_are_equally_large_too() -> None:
     text = signature(torch.ops.transformers.grouped_mm_fallback.default, (a, b, ends), {})
     _, args, _ = rebuild(text, "cpu")
     assert args[2].tolist() == [256, 512, 768, 1024]
+
+
+def test_a_ctc_loss_can_be_run_again_with_labels_for_every_sequence() -> None:
+    scores, counts = torch.randn(20, 3, 5).log_softmax(-1), torch.tensor([4, 2, 5])
+    for labels in (torch.ones(11, dtype=torch.long), torch.ones(3, 6, dtype=torch.long)):
+        lengths = torch.tensor([20, 18, 20])
+        func, args, kwargs = rebuild(
+            signature(torch.ops.aten._ctc_loss.Tensor, (scores, labels, lengths, counts), {}), "cpu"
+        )
+        likelihood, alpha = func(*args, **kwargs)
+        assert likelihood.shape == (3,) and alpha.shape[:2] == (3, 20)
+        back = torch.ops.aten._ctc_loss_backward.Tensor
+        given = (likelihood, scores, labels, lengths, counts, likelihood, alpha, 0)
+        func, args, kwargs = rebuild(signature(back, given, {}), "cpu")
+        assert func(*args, **kwargs).shape == scores.shape

@@ -82,6 +82,8 @@ def rebuild(text: str, device: str) -> tuple[Callable[..., Any], list[Any], dict
     kwargs = {k: _rebuild(v, device) for k, v in body.get("kwargs", {}).items()}
     if "grouped_mm" in name:
         _spread_groups(args)
+    if "ctc_loss" in name:
+        _spread_labels(args[1:5] if "backward" in name else args[:4])
     if any(part in name for part in _SOLVING):
         _make_regular([*args, *kwargs.values()])
     return func, args, kwargs
@@ -94,6 +96,15 @@ def _make_regular(arguments: list[Any]) -> None:
             tensor.diagonal(dim1=-2, dim2=-1).add_(tensor.shape[-1])
         elif tensor.dim() and tensor.dtype is torch.int32:
             tensor.copy_(torch.arange(1, tensor.shape[-1] + 1, device=tensor.device).expand(tensor.shape))
+
+
+def _spread_labels(args: list[Any]) -> None:
+    """Let the sequences of a CTC loss be as long as they can be, and their labels equally many."""
+    scores, labels, lengths, counts = args
+    if isinstance(lengths, torch.Tensor) and isinstance(counts, torch.Tensor):
+        lengths.fill_(scores.shape[0])
+        ends = torch.arange(counts.numel() + 1) * labels.numel() // max(1, counts.numel())
+        counts.copy_(ends.diff())
 
 
 def _spread_groups(args: list[Any]) -> None:

@@ -23,7 +23,7 @@ from memfit.ir.trace import Phase, Trace
 
 _MOST_FLIPS = 24  # checks that would raise, one after the other
 _MOST_SITES = 6  # whose other answer is tried by itself
-_SEEDS = 3
+_SEEDS = 2
 _GUESSED = 0.1  # chosen, not measured: what a number that was guessed may change besides the branch taken
 
 
@@ -130,7 +130,7 @@ class _Courses:
             trace = self._larger_of_both_steps(course, trace)
         if course.draws:
             slack += self._drawn(course, live_peak_bytes(trace))
-        return replace(trace, slack=slack, notes=[*trace.notes, *self.notes])
+        return replace(trace, slack=trace.slack + slack, notes=[*trace.notes, *self.notes])
 
     def _first(self) -> tuple[Course, Trace]:
         """Return the course that is taken, and its trace: told what is read where the step can run with data."""
@@ -142,7 +142,7 @@ class _Courses:
         try:
             trace = self.run(course)
         except MemfitError as e:
-            if not course.replay.guesses:
+            if not (course.replay.guesses or course.replay.needs_data):
                 raise
             return self._read() or self._flipped(course, e)
         return (self._read() if course.replay.guesses or course.reads_draws else None) or (course, trace)
@@ -156,14 +156,14 @@ class _Courses:
         return course, self.run(course)
 
     def _spread(self, course: Course, peak_bytes: int) -> float:
-        """Return a share by which what is read may change a peak: twice as much as from one step to the next."""
+        """Return by what share what is read changes the peak from one step to the next."""
         first = course.replay.logs[0]
         replay = Replay((first, first), self.stated, course.replay.policy)
         try:
             other = live_peak_bytes(self.run(Course(replay, (course.starts[0], course.starts[0]))))
         except CaptureError:
             return _GUESSED
-        return 2 * abs(other / peak_bytes - 1)
+        return abs(other / peak_bytes - 1)
 
     def _larger_of_both_steps(self, course: Course, trace: Trace) -> Trace:
         """Return the trace of the step that takes more, of the first and the second."""

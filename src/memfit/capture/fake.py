@@ -106,7 +106,8 @@ def _copy_of_optimizer(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -
     """
     copied = copy.deepcopy(optimizer, memo)
     for name, value in vars(optimizer).items():
-        if name not in vars(copied) and not callable(value):
+        is_bound = callable(value) and hasattr(type(optimizer), name)
+        if name not in vars(copied) and not is_bound:
             setattr(copied, name, copy.deepcopy(value, memo))
     return copied
 

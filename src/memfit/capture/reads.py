@@ -279,6 +279,7 @@ class Replay:
 
     Attributes:
         guesses: The answers of the policy, one for each site.
+        needs_data: Whether a shape was asked for that no policy can guess.
     """
 
     def __init__(
@@ -287,6 +288,7 @@ class Replay:
         self.logs, self.stated, self.policy = logs, stated or {}, policy or Policy()
         self.begin_step(0)
         self.guesses: dict[Site | None, Guess] = {}
+        self.needs_data = False
         self._repeats: Counter[Site | None] = Counter()
         self._place: Place = ("forward", 0)
         self._position = 0

@@ -184,6 +184,10 @@ class Recorder(TorchDispatchMode):
                 storage.death = len(done.ops)
         return done
 
+    def live_bytes(self) -> int:
+        """Return what the storages take that are alive."""
+        return sum(self.now.storages[index].nbytes for index in self._index.values())
+
     def observe(self, tensor: torch.Tensor, birth: int) -> int | None:
         """Return the index of a tensor's storage, following its life from now on if it is new.
 

@@ -34,6 +34,7 @@ from memfit.errors import CaptureError, MemfitError
 from memfit.ir.device import Device
 from memfit.ir.trace import Category, Module, Parameter, Phase, Storage, Trace
 from memfit.sparse import parts
+from memfit.units import format_bytes
 from memfit.workload import StepProgram, Workload, fingerprint, part_of, samples_of, tensors_of, uncut_note
 
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
@@ -52,6 +53,7 @@ _SUBCLASS_HINT = (
 )
 _OTHER_HINT = "See whether Workload.loss_fn(model, batch) and backward() run with data"
 
+_NOTED_GARBAGE = 1e-3  # of the peak
 _OTHER_STEPS = 3  # recorded where the forward pass is another each time it is called
 _OTHER_EACH_TIME = (
     "the forward pass runs other operators each time it is called: predicted is the step that takes most of"
@@ -366,13 +368,16 @@ def _record(
             recorder.enter_phase(phase, microbatch)
 
         step.on_phase = enter_phase
+        garbage_bytes = 0
         masters = [p for group in copied.optimizer.param_groups for p in group["params"]]
         for tensor in [*copied.model.parameters(), *copied.model.buffers(), *_inputs(copied), *masters]:
             recorder.observe(tensor, -1)
         if not warm and not (course and course.records_first):
             is_any_size = not isinstance(copied.batch_size, int)
             step(step.split(copied.batch)[0] if is_any_size else copied.batch)  # makes the optimizer's state
+            garbage_bytes = recorder.live_bytes()
             gc.collect(0)  # what the step made, and no collection saw before
+            garbage_bytes -= recorder.live_bytes()
         if course is not None:
             course.begin_step(0 if course.records_first else 1)
         if attention is not None:
@@ -387,7 +392,13 @@ def _record(
             notes, dry = [*notes, _OTHER_EACH_TIME], []
     recording, categories = recorded
     trace = _assemble(workload, copied, recorder.modules, recording, categories, dry, precision, microbatch_size)
-    return replace(trace, notes=notes)
+    share = garbage_bytes / max(1, _peak_bytes(recording))
+    if share > _NOTED_GARBAGE:
+        notes.append(
+            f"a step leaves {format_bytes(garbage_bytes)} in objects that refer to each other, which stay until Python's"
+            " collector runs: a step that begins before takes as much more, for each step that left some"
+        )
+    return replace(trace, notes=notes, slack=share if share > _NOTED_GARBAGE else 0.0)
 
 
 def _recorded(

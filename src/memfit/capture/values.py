@@ -205,8 +205,9 @@ class KnownValues(TorchDispatchMode):
             self._remember(out, real)
             self._pass_on(func, args, kwargs, out)
             return out
-        forms = logged if logged is not None else _largest(func, args[0])
+        forms = logged if logged is not None else _largest(func, args)
         if forms is None:
+            self.replay.needs_data = True
             raise DynamicOutputShapeException(func)
         if logged is None:
             self.replay.guessed_shape(func, args[0])
@@ -289,11 +290,16 @@ def is_followed(tensor: torch.Tensor) -> bool:
     return tensor.numel() <= (_FEW if tensor.is_floating_point() or tensor.is_complex() else _LIMIT)
 
 
-def _largest(func: Any, tensor: torch.Tensor) -> list[tuple[tuple[int, ...], torch.dtype]] | None:
+def _largest(func: Any, args: Any) -> list[tuple[tuple[int, ...], torch.dtype]] | None:
     """Return the shapes and dtypes of the outputs of an operator that finds as much as there can be; None of others."""
+    tensor = args[0]
     count, whole = tensor.numel(), ((tensor.numel(),), torch.long)
     if func is _aten.nonzero.default:
         return [((count, tensor.dim()), torch.long)]
+    if func is _aten._ctc_loss.Tensor:
+        length, samples = args[0].shape[0], args[0].shape[1]
+        labels = args[1].shape[1] if args[1].dim() == 2 else args[1].numel()
+        return [((samples,), tensor.dtype), ((samples, length, 2 * labels + 1), tensor.dtype)]
     if func in (_aten._unique2.default, _aten.unique_consecutive.default):
         return [((count,), tensor.dtype), (tuple(tensor.shape), torch.long), whole]
     return None
