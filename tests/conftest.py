@@ -16,12 +16,31 @@ from memfit.pipeline import planning, predicting
 from memfit.workload import Workload
 
 
+_NO_LSTM = "could not create a primitive descriptor for the LSTM"
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what is marked `gpu` where there is none."""
     needing = [item for item in items if item.get_closest_marker("gpu") is not None]
     if needing and not torch.cuda.is_available():
         for item in needing:
             item.add_marker(pytest.mark.skip(reason="there is no GPU here"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Skip what asks for an LSTM in bfloat16 on a CPU for which oneDNN has none."""
+    try:
+        return (yield)
+    except Exception as e:
+        if torch.ops.mkldnn._is_mkldnn_bf16_supported() or _NO_LSTM not in _chain(e):
+            raise
+        pytest.skip("this CPU has no kernel for an LSTM in bfloat16")
+
+
+def _chain(error: BaseException | None) -> str:
+    """Return what an exception says, and those that it comes from."""
+    return "" if error is None else f"{error}\n{_chain(error.__cause__ or error.__context__)}"
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -42,7 +42,7 @@ def test_allocator_examples_run(tmp_path: Path) -> None:
     assert "total_reserved: 66.0MiB" in done.stdout
 
 
-@pytest.mark.parametrize("page", ["compile", "ladder", "levers", "loops", "structure"])
+@pytest.mark.parametrize("page", ["compile", "ladder", "levers", "loops", "steps", "structure"])
 def test_examples_run(page: str, tmp_path: Path) -> None:
     program = "\n".join(blocks((ROOT / "docs" / f"{page}.md").read_text(), "python"))
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)

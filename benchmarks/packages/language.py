@@ -55,19 +55,26 @@ _SIDE = {"num_tokens": VOCABULARY, "depth": 2, "heads": 4, "max_seq_len": 128}
 
 
 def performer() -> Workload:
-    """Return performer-pytorch's language model, as its enwik8 example trains it."""
+    """Return performer-pytorch's language model by its README, trained to tell masked tokens.
+
+    It is not causal: without CUDA the package's causal attention takes seconds.
+    """
     from performer_pytorch import PerformerLM
-    from performer_pytorch.autoregressive_wrapper import AutoregressiveWrapper
 
     torch.manual_seed(0)
-    sizes = {"num_tokens": VOCABULARY, "dim": 128, "depth": 3, "max_seq_len": 64, "heads": 4}
-    model = AutoregressiveWrapper(PerformerLM(**sizes, causal=True, reversible=False, nb_features=64))
+    sizes = {"num_tokens": VOCABULARY, "dim": 128, "depth": 2, "max_seq_len": 128, "heads": 4}
+    model = PerformerLM(**sizes, causal=False, nb_features=64)
+    tokens = torch.randint(1, VOCABULARY, (4, 128))
+    chosen = torch.rand(tokens.shape) < 0.15
     return Workload(
         model=model,
-        batch=torch.randint(0, VOCABULARY, (2, 129)),
-        loss_fn=lambda model, batch: model(batch, return_loss=True),
+        batch={
+            "x": tokens.masked_fill(chosen, 0),
+            "mask": torch.ones_like(tokens).bool(),
+            "labels": tokens.masked_fill(~chosen, -100),
+        },
+        loss_fn=lambda model, b: F.cross_entropy(model(b["x"], mask=b["mask"]).transpose(1, 2), b["labels"]),
         optimizer=torch.optim.Adam(model.parameters(), lr=1e-4),
-        max_grad_norm=0.5,
     )
 
 
@@ -77,11 +84,11 @@ def reformer() -> Workload:
     from reformer_pytorch.generative_tools import TrainingWrapper
 
     torch.manual_seed(0)
-    sizes = {"num_tokens": VOCABULARY, "dim": 128, "depth": 3, "max_seq_len": 128, "heads": 4, "bucket_size": 16}
+    sizes = {"num_tokens": VOCABULARY, "dim": 128, "depth": 2, "max_seq_len": 64, "heads": 4, "bucket_size": 16}
     model = TrainingWrapper(ReformerLM(**sizes, n_hashes=2, causal=True, lsh_dropout=0.1))
     return Workload(
         model=model,
-        batch=torch.randint(0, VOCABULARY, (2, 129)),
+        batch=torch.randint(0, VOCABULARY, (2, 65)),
         loss_fn=lambda model, batch: model(batch, return_loss=True),
         optimizer=torch.optim.Adam(model.parameters(), lr=1e-4),
     )

@@ -23,7 +23,7 @@ from benchmarks.steps.loop import SEED, STEPS, difference, plain_steps, trained_
 from memfit import InfeasibleError, Plan, Workload, estimate, plan
 from memfit.devices.allocation import allocated
 from memfit.ir.plan import Levers, Numerics, Prediction
-from memfit.workload import batch_size_of
+from memfit.workload import samples_of
 
 SHARES: dict[Numerics, float] = {"exact": 0.6, "reordered": 0.45}
 """For each class, the budget of its plan as a share of the plain step's measured peak; or else the lowest that fits."""
@@ -51,7 +51,7 @@ def plain_case(row: Case, make: Make) -> None:
     started = time.perf_counter()
     _predicted(row, estimate(workload))
     row["estimate_seconds"] = time.perf_counter() - started
-    _measured(row, workload, Levers(microbatch_size=batch_size_of(workload.batch)))
+    _measured(row, workload, Levers(microbatch_size=samples_of(workload)))
 
 
 def planned_case(row: Case, make: Make, numerics: Numerics, budget_bytes: int) -> None:

@@ -32,7 +32,7 @@ _ATOMS = (type(None), int, float, complex, str, bytes, torch.dtype, torch.device
 _MOST_ITEMS = 256  # of a container that is looked into
 _DEEPEST = 3  # objects that hold objects
 _MOST_FUNCTIONS = 512  # that one module's code leads to
-_INTERNAL = frozenset(vars(nn.Module())) - {"training"}
+_INTERNAL = frozenset(vars(nn.Module()))  # `training` among them, which a region sets back as it runs again
 _MISSING = "nothing"
 _AROUND = (
     (types.MethodType, "__func__"),

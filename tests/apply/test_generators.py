@@ -124,7 +124,9 @@ class DrawingNorm(nn.Module):
         return (x + self.draw()).sigmoid()
 
 
-@pytest.mark.parametrize("draw", [random.random, np.random.rand, functools.partial(torch.rand, 16)], ids=str)
+@pytest.mark.parametrize(
+    "draw", [random.random, np.random.rand, functools.partial(torch.rand, 16)], ids=["random", "numpy", "torch"]
+)
 def test_lean_modules_draw_again_what_they_drew(draw: Callable[[], Any]) -> None:
     def loss(model: nn.Module) -> torch.Tensor:
         return model(torch.linspace(-1, 1, 512).view(32, 16)).square().mean()

@@ -148,3 +148,41 @@ def test_probes_see_one_bit_and_nan() -> None:
     assert difference(x, y) == "1 of 4 elements of a saved tensor have other values"
     assert difference(x.to(torch.complex64), y.to(torch.complex64)) is not None
     assert difference(torch.tensor([True, False]), torch.tensor([True, True])) is not None
+
+
+OTHERWISE: dict[str, Callable[[], nn.Module]] = {
+    "a recurrent kernel's workspace": lambda: First(nn.LSTM(16, 16, 2)),
+    "running statistics of instances": lambda: nn.InstanceNorm1d(8, affine=True, track_running_stats=True),
+    "what an operator fills after it was saved": lambda: nn.Sequential(nn.RReLU(), nn.Tanh()),
+}
+
+
+class First(nn.Module):
+    """Returns the first output of a module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.module(x)[0]
+        return out
+
+
+@pytest.mark.parametrize("make", OTHERWISE.values(), ids=OTHERWISE)
+def test_what_need_not_be_the_same_is_not_compared(make: Callable[[], nn.Module]) -> None:
+    model = nn.Sequential(nn.Linear(16, 16), make())
+    with checkpointed(model, [Region(("1",))]):
+        for _ in range(2):
+            with checking():
+                model(torch.randn(4, 8, 16)).sum().backward()
+            with probing() as differences:
+                model(torch.randn(4, 8, 16)).sum().backward()
+            assert not differences
+
+
+def test_a_kernel_that_writes_after_the_last_save_is_not_run_again_and_found() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.RReLU())
+    with checkpointed(model, [Region(("1",))]), probing() as differences:
+        model(torch.randn(4, 16)).sum().backward()
+    assert list(differences) == [("1",)]

@@ -19,7 +19,7 @@ import torch
 from memfit.cost import calibrate as module
 from memfit.cost.calibrate import cache_path, calibrate, measure
 from memfit.ir import codec
-from memfit.ir.cost import CostTable
+from memfit.ir.cost import CostTable, OpCost
 from memfit.signature import signature
 from tests.models import plain_trace
 
@@ -298,3 +298,41 @@ def test_rnn_layers_are_run_with_the_workspace_that_they_need() -> None:
     assert len(layers) >= 2
     assert '"uint8",[0]' not in "".join(layers)
     assert all(cost.measured for cost in measure(layers).values())
+
+
+def test_only_what_makes_up_the_time_is_timed_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[str] = []
+    least = module._least_seconds
+    monkeypatch.setattr(module, "_least_seconds", lambda text, evicting: timed.append(text) or least(text, evicting))
+    large = text_of(aten.mm.default, torch.zeros(512, 512), torch.zeros(512, 512))
+    small = [text_of(aten.add.Tensor, torch.zeros(n), torch.zeros(n)) for n in range(1, 60)]
+    found = measure([*small, large], None, {large: 20})
+    assert timed == [large] and not found[large].coarse
+    assert all(found[text].coarse and found[text].measured and found[text].seconds > 0 for text in small)
+    timed.clear()
+    assert not any(cost.coarse for cost in measure(small[:3]).values()) and sorted(timed) == sorted(small[:3])
+
+
+def test_what_was_timed_coarsely_is_timed_again_where_it_matters() -> None:
+    coarse = {"much": OpCost(1.0, 0, True, True), "little": OpCost(1e-4, 0, True, True), "well": OpCost(1.0, 0, True)}
+    table = CostTable(
+        device="", torch_version="", threads=1, ops=coarse, dispatch_seconds=0.0, checkpoint_seconds=0.0,
+        selective_op_seconds=0.0, peak_error=0.0,
+    )  # fmt: skip
+    assert module._timed_too_coarsely(table, {"much": 1, "little": 3, "well": 2}) == ["much"]
+
+
+def test_no_time_is_spent_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LIMIT_SECONDS", 0.0)
+    assert measure([ADD])[ADD].coarse
+
+
+def test_systems_are_solved_with_regular_matrices() -> None:
+    matrix, right = torch.eye(4), torch.zeros(4, 2)
+    texts = [
+        text_of(aten.linalg_inv_ex.default, matrix),
+        text_of(aten.linalg_cholesky_ex.default, matrix, check_errors=True),
+        text_of(aten._linalg_solve_ex.default, matrix, right, check_errors=True),
+        text_of(aten.linalg_lu_solve.default, matrix, torch.arange(1, 5, dtype=torch.int32), right),
+    ]
+    assert all(cost.measured for cost in measure(texts).values())

@@ -103,7 +103,7 @@ class Call:
     """
 
     def __init__(self, fqn: str, module: nn.Module, given: Any, call_of: Callable[[torch.Tensor], Call | None]) -> None:
-        self.fqn, self.module = fqn, module
+        self.fqn, self.module, self._trains = fqn, module, module.training
         self.saves: list[Saved] = []
         self.waiting: list[weakref.ref[Saved]] = []
         self._tensors: list[torch.Tensor] = []
@@ -242,6 +242,8 @@ class Call:
         with contextlib.ExitStack() as stack:
             for device, (enabled, dtype, cache) in self._autocast.items():
                 stack.enter_context(torch.autocast(device, dtype, enabled, cache))
+            stack.callback(self.module.__dict__.update, training=self.module.training)
+            self.module.training = self._trains
             if isinstance(self.module, nn.modules.batchnorm._NormBase):
                 stack.enter_context(statistics_untouched([self.module]))
             if self._generators is not None:

@@ -158,7 +158,7 @@ class _Passes:
         frame = self._open()
         if frame is None or not frame.takes(position):
             kept = Kept(self.wanted, self.offload) if self.wanted else None
-            frame = Frame(self.modules, self.normalisations, kept, self.offload, self._generators())
+            frame = Frame(self.modules, self._inside, self.normalisations, kept, self.offload, self._generators())
         self._open = _nothing
         out = frame.call(position, forward, args, kwargs)
         self.latest = weakref.ref(frame)

@@ -24,7 +24,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -50,20 +50,36 @@ def graph_task() -> int:
     return next(_outside_of_backward) if task == -1 else task
 
 
+class Differing(NamedTuple):
+    """A recomputed tensor that differs from the one that was saved.
+
+    Attributes:
+        module: The FQN of the module that made it.
+        how: What differs.
+        checksum: Of the recomputed tensor, when autograd saved it: its operator may not have run yet.
+    """
+
+    module: str
+    how: str
+    checksum: int | None
+
+
 class Holder:
     """What autograd holds in place of a tensor.
 
     Attributes:
         recomputed: The tensor again, by the backward pass that needs it.
         before: What is known of the tensor itself, where recomputations are probed or checked; otherwise None.
+        differing: How what was recomputed differs from it; None where it does not.
     """
 
-    __slots__ = ("__weakref__", "before", "device", "dtype", "recomputed", "shape")
+    __slots__ = ("__weakref__", "before", "device", "differing", "dtype", "recomputed", "shape")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
         self.recomputed: dict[int, torch.Tensor] = {}
         self.before = probe.saved(tensor)
+        self.differing: Differing | None = None
 
 
 class _Save(torch.autograd.Function):
@@ -84,13 +100,18 @@ class _Stop(BaseException):
 
 @dataclasses.dataclass
 class _Call:
-    """One call of a module."""
+    """One call of a module.
+
+    Attributes:
+        trains: Whether each module inside the region is in training mode as the call begins.
+    """
 
     module: str
     forward: Callable[..., Any]
     given: Any
     generators: Generators
     draws: Draws
+    trains: Sequence[bool]
     outputs: Sequence[int] = ()
 
 
@@ -108,6 +129,7 @@ class Frame(Dropping):
 
     Args:
         modules: The FQNs of the region.
+        inside: Its modules and those within them.
         normalisations: Modules within that track statistics.
         kept: The outputs of operators that are kept all the same.
         offload: Whether arguments that have a gradient wait in host memory.
@@ -116,18 +138,20 @@ class Frame(Dropping):
     Attributes:
         last: The position in the region of the module called last.
         closed: Whether no further call belongs to it.
+        running: The FQN of the module that runs again.
     """
 
     def __init__(
         self,
         modules: tuple[str, ...],
+        inside: Sequence[nn.Module],
         normalisations: Sequence[nn.Module],
         kept: Kept | None,
         offload: bool = False,
         among: Sequence[Source] | None = None,
     ) -> None:
         _hide_from_the_compiler()
-        self.modules, self.normalisations = modules, normalisations
+        self.modules, self._inside, self.normalisations = modules, inside, normalisations
         self._kept, self._offload = kept, offload
         self._among = sources() if among is None else among
         self._away: dict[int, Away] = {}
@@ -144,7 +168,7 @@ class Frame(Dropping):
         self._saved: list[tuple[torch.Tensor, list[tuple[int, bool]]]] = []
         self._known: dict[int, _Known] = {}
         self._last_use: list[int] = []
-        self._running = modules[0]
+        self.running = modules[0]
         self._differences, self._is_probed, self._is_reported = probe.current(), False, False
 
     def takes(self, position: int) -> bool:
@@ -207,7 +231,8 @@ class Frame(Dropping):
             history = [(n, t.requires_grad and not t.is_leaf) for n, t in fresh.items()]
             anchor = torch.empty(0, requires_grad=True)
             self._saved.append((_Save.apply(anchor, held), history))  # type: ignore[no-untyped-call]
-        return _Call(self.modules[position], forward, given, Generators.of(tensors), Draws(self._among))
+        trains = [module.training for module in self._inside]
+        return _Call(self.modules[position], forward, given, Generators.of(tensors), Draws(self._among), trains)
 
     def _know(self, tensor: torch.Tensor) -> int:
         number = len(self._last_use)
@@ -219,14 +244,18 @@ class Frame(Dropping):
     def _pack(self, tensor: torch.Tensor) -> Holder:
         holder = Holder(tensor)
         if holder.before is not None and self._is_statistic(tensor):  # which moves on before it is recomputed
-            holder.before.checksum = None
+            holder.before.is_compared = False
         self.holders.append(weakref.ref(holder))
         return holder
 
     def _is_statistic(self, tensor: torch.Tensor) -> bool:
-        """Tell whether a tensor is a running statistic."""
+        """Tell whether a tensor is a running statistic, or as many of them as instances are normalised together."""
+        if tensor.layout is not torch.strided or tensor.dim() != 1:
+            return False
         statistics = {t.untyped_storage()._cdata for m in self.normalisations for t in m.buffers(recurse=False)}
-        return tensor.layout is torch.strided and tensor.untyped_storage()._cdata in statistics
+        tracking = [m for m in self.normalisations if isinstance(m, nn.modules.instancenorm._InstanceNorm)]
+        repeated = any(m.track_running_stats and len(tensor) % m.num_features == 0 for m in tracking)
+        return repeated or tensor.untyped_storage()._cdata in statistics
 
     def _unpack(self, holder: Holder) -> torch.Tensor:
         task = graph_task()
@@ -237,7 +266,10 @@ class Frame(Dropping):
             self._recompute(task)
         if task not in holder.recomputed:
             raise self._differs("a tensor that was saved before was not made again")
-        return holder.recomputed.pop(task)
+        made = holder.recomputed.pop(task)
+        if holder.differing is not None:
+            self._check(made, holder.differing)
+        return made
 
     def _probe(self, differences: probe.Differences, task: int) -> None:
         """Recompute once, and note what differs."""
@@ -264,9 +296,11 @@ class Frame(Dropping):
                 self._run_again(values)
             if filling.count <= filling.end:
                 raise self._differs(f"{filling.count} tensors were saved where {len(self.holders)} were before")
+            self.compare(filling.probed)
         except _Stop as stop:
             if stop.filling is not filling:
                 raise
+            self.compare(filling.probed)
         except (MemfitError, torch.OutOfMemoryError):
             raise
         except ChangedError as e:
@@ -277,9 +311,10 @@ class Frame(Dropping):
     def _run_again(self, values: dict[int, torch.Tensor]) -> None:
         """Run the calls; a value is let go of after the last call that takes it."""
         for index, call in enumerate(self._calls):
-            self._running = call.module
+            self.running = call.module
             call.generators.restore()
             call.draws.restore()
+            _set_modes(self._inside, call.trains)
             args, kwargs = mapped(call.given, Value, lambda value: values[value.number])
             for number in [n for n in values if self._last_use[n] <= index]:
                 del values[number]
@@ -312,27 +347,36 @@ class Frame(Dropping):
             for device, (enabled, dtype, cache) in self._autocast.items():
                 stack.enter_context(torch.autocast(device, dtype, enabled, cache))
             stack.enter_context(statistics_untouched(self.normalisations))
+            stack.callback(_set_modes, self._inside, [module.training for module in self._inside])
             if self._kept is not None:
                 stack.enter_context(Reusing(self._kept))
             if self._device is not None:
                 stack.enter_context(self._device)
             yield
 
-    def compare(self, found: torch.Tensor, before: probe.Saved) -> None:
-        """Compare a tensor with the one that was saved before.
+    def compare(self, made: Sequence[tuple[torch.Tensor, probe.Saved, str]]) -> None:
+        """Compare tensors with those that were saved before, once the operators that made them are done with them.
 
         Raises:
-            RecomputationError: They differ.
+            RecomputationError: Some differ.
         """
-        how = before.difference(found)
-        if how is not None and before.original is not None:
-            raise self._differs(how)
-        if how is not None and not self._is_reported:
+        for found, before, module in made:
+            how = before.difference(found)
+            if how is not None:
+                raise RecomputationError(self.modules, module, how)
+
+    def _check(self, found: torch.Tensor, differing: Differing) -> None:
+        """Report a tensor that differs from the one that was saved, unless its operator wrote to it after that.
+
+        Raises:
+            RecomputationError: It differs where kernels give the same bits each time.
+        """
+        if probe.checksum(found) == differing.checksum and not self._is_reported:
             self._is_reported = True
-            probe.report(self._differs(how), found.device)
+            probe.report(RecomputationError(self.modules, differing.module, differing.how), found.device)
 
     def _differs(self, how: str) -> RecomputationError:
-        return RecomputationError(self.modules, self._running, how)
+        return RecomputationError(self.modules, self.running, how)
 
 
 class _Filling(Dropping):
@@ -343,6 +387,7 @@ class _Filling(Dropping):
         self.holders = [holder() for holder in frame.holders]
         self.end = max((i for i, holder in enumerate(self.holders) if holder is not None), default=-1)
         self.count = 0
+        self.probed: list[tuple[torch.Tensor, probe.Saved, str]] = []
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         plain = tensor.detach() if tensor.requires_grad else tensor
@@ -353,9 +398,11 @@ class _Filling(Dropping):
             found, expected = (plain.shape, plain.dtype, plain.device), (holder.shape, holder.dtype, holder.device)
             if found != expected:
                 raise self.frame._differs(f"{_described(*found)} was saved where {_described(*expected)} was before")
-            if holder.before is not None:
-                self.frame.compare(plain, holder.before)
-            if holder.before is None or holder.before.original is None:
+            if holder.before is not None and holder.before.original is not None:
+                self.probed.append((plain, holder.before, self.frame.running))
+            else:
+                how = None if holder.before is None else holder.before.difference(plain)
+                holder.differing = Differing(self.frame.running, how, probe.checksum(plain)) if how else None
                 holder.recomputed[self.task] = plain
         if index >= self.end:
             raise _Stop(self)
@@ -387,10 +434,17 @@ def autocast_state() -> dict[str, tuple[bool, torch.dtype, bool]]:
     return {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), cache) for kind in kinds}
 
 
+def _set_modes(modules: Sequence[nn.Module], trains: Sequence[bool]) -> None:
+    """Set modules to training or evaluation mode, each by itself."""
+    for module, is_training in zip(modules, trains, strict=True):
+        if module.training != is_training:
+            module.training = is_training
+
+
 @contextlib.contextmanager
 def statistics_untouched(normalisations: Sequence[nn.Module]) -> Iterator[None]:
     """Recompute on copies of running statistics: a batch counts once, and as many tensors are saved as before."""
-    originals = [(m, name, m._buffers[name]) for m in normalisations for name in _STATISTICS if m.training]
+    originals = [(m, name, m._buffers[name]) for m in normalisations for name in _STATISTICS]
     for module, name, buffer in originals:
         module._buffers[name] = None if buffer is None else buffer.clone()
     try:

@@ -22,6 +22,7 @@ def composed_as_without_a_mode() -> Iterator[None]:
     try:
         for key in _KEYS:
             library.impl("linear", _linear, key)
+            library.impl("one_hot", _one_hot, key)
         yield
     finally:
         library._destroy()
@@ -34,3 +35,12 @@ def _linear(given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         return _aten.linear.default._op_dk(composite, given, weight, bias)  # type: ignore[no-any-return]
     product: torch.Tensor = _aten.matmul.default(given, weight.t())
     return product.add_(bias)
+
+
+def _one_hot(classes: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    """Fill zeros in place, where fake tensors compare (`one_hot` in ATen/native/Onehot.cpp); checks are left out."""
+    if num_classes < 1 or classes.numel() == 0 or classes.dtype is not torch.long:
+        composite = torch._C.DispatchKey.CompositeImplicitAutograd
+        return _aten.one_hot.default._op_dk(composite, classes, num_classes)  # type: ignore[no-any-return]
+    zeros = torch.zeros((*classes.shape, num_classes), dtype=classes.dtype, device=classes.device)
+    return zeros.scatter_(-1, classes.unsqueeze(-1), 1)

@@ -88,7 +88,7 @@ def reading_site() -> tuple[Site | None, bool]:
         path = frame.f_code.co_filename
         if path.startswith(_OURS):
             return None, torch._C._current_graph_task_id() == -1
-        if not path.startswith((_TORCH, *_PASSED)) and path not in _LIBRARY and not path.startswith("<"):
+        if not path.startswith((_TORCH, *_PASSED)) and path not in _LIBRARY and not path.startswith("<frozen"):
             return Site(path, frame.f_lineno), False
         frame = frame.f_back
     return None, False

@@ -46,7 +46,7 @@ _SHARE = 0.005  # of a step's time: calls that take less of it in all are timed 
 _AGAIN_SHARE = 4 * _SHARE  # calls timed coarsely for one step that take this share of another are timed again
 _LIMIT_SECONDS = 30.0  # that timing may take; the calls that take the most come first
 _LONG_SECONDS, _ONCE_SECONDS = 0.1, 1.0  # calls that take so long are called twice, and once
-_MEASURING = 2  # raised when times are measured in another way, so that a cache does not mix the two
+_MEASURING = 3  # raised when times are measured in another way, so that a cache does not mix the two
 
 Clock = Callable[[], float]
 Progress = Callable[[int, int], None]
@@ -223,7 +223,8 @@ def with_workspaces(table: CostTable, traces: Iterable[Trace]) -> CostTable:
 def _first_runs(signatures: list[str]) -> dict[str, _FirstRun]:
     """Run calls once; return how long each took and what it allocates inside. Those that can't be run are left out."""
     runs: dict[int, tuple[float, int]] = {}
-    with torch.no_grad(), allocated_by_name(_MARK) as meters:
+    # In a step most kernels that ask run where gradients are recorded: an LSTM's then has other buffers inside.
+    with torch.enable_grad(), allocated_by_name(_MARK) as meters:
         for index, text in enumerate(signatures):
             made = _run_marked(text, f"{_MARK}{index}")
             if made is not None:

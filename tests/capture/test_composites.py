@@ -1,0 +1,83 @@
+"""Operators composed of others: under capture they run as in a step that nothing watches, and give what they gave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from memfit.capture.composites import composed_as_without_a_mode
+from memfit.capture.measure import measure_peak_bytes
+from memfit.cost.calibrate import calibrate
+from memfit.ir.simulate import simulate
+from memfit.workload import Workload
+from tests.models import captured, step_of
+
+WIDTH = 64
+NBYTES = 4 * 64 * 64 * WIDTH
+
+USES: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "transposed rows": lambda m, x: m.layer(x.mT).sum(),
+    "rows apart": lambda m, x: m.layer(x[:, ::2]).sum(),
+    "rows as they lie": lambda m, x: m.layer(x).sum(),
+    "two dimensions": lambda m, x: m.layer(x[0].mT).sum(),
+    "no bias": lambda m, x: F.linear(x.mT, m.layer.weight).sum(),
+    "classes as vectors": lambda m, x: (F.one_hot(x.argmax(-1), WIDTH) * m.layer(x)).sum(),
+    "vectors of classes only": lambda m, x: m.layer.weight.sum() * F.one_hot(x.argmax(-1), WIDTH).sum(),
+}
+
+
+class Layered(nn.Module):
+    """A model with a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+
+def workload(name: str) -> Workload:
+    model = Layered()
+    use = USES[name]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    return Workload(model, torch.randn(64, 64, WIDTH), lambda m, x: use(m, x), optimizer, name=name)
+
+
+def difference_bytes(name: str, *, real: bool = False) -> int:
+    """Return predicted less measured."""
+    trace = captured(workload(name), real=real)
+    mine = workload(name)
+    with step_of(mine) as step:
+        step(mine.batch)
+        measured = measure_peak_bytes(step, mine.batch)
+    return simulate(trace, calibrate([trace])).peak_bytes - measured
+
+
+@pytest.mark.parametrize("real", [False, True])
+@pytest.mark.parametrize("name", USES)
+def test_the_peak_is_that_of_the_step_that_nothing_watches(name: str, real: bool) -> None:
+    assert abs(difference_bytes(name, real=real)) < NBYTES / 100
+
+
+@pytest.mark.parametrize("name", ["transposed rows", "vectors of classes only"])
+def test_the_comparison_notices_what_a_mode_does_otherwise(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr("memfit.capture.composites._KEYS", ())
+    assert difference_bytes(name) > 0.2 * NBYTES
+
+
+@pytest.mark.parametrize("name", USES)
+def test_results_and_gradients_are_what_they_were(name: str) -> None:
+    model, x = Layered(), torch.randn(4, WIDTH, WIDTH, requires_grad=True)
+
+    def results() -> list[Tensor]:
+        loss = USES[name](model, x)
+        return [loss, *torch.autograd.grad(loss, [x, *model.parameters()], allow_unused=True)]
+
+    expected = results()
+    with composed_as_without_a_mode():
+        found = results()
+    again = results()
+    for one in (found, again):
+        assert all(a is b or torch.equal(a, b) for a, b in zip(one, expected, strict=True))
