@@ -23,7 +23,7 @@ from memfit.errors import UsageError
 
 TABLE = "benchmarks.steps.zoo:STEPS"
 QUICK = (
-    *("nearest_points", "hard_pixels", "stochastic_depth", "carried_state", "stacked_codes"),
+    *("nearest_points", "hard_pixels", "running_weights", "carried_state", "stacked_codes"),
     *("sparse_bags", "dilated_convolutions", "adversarial_training", "graph_convolution", "packed_lstm"),
 )
 TIMEOUT_SECONDS = 600
