@@ -139,10 +139,10 @@ def test_the_failure_of_the_plain_step_is_the_users() -> None:
 def _refusing(monkeypatch: pytest.MonkeyPatch, is_refused: Callable[[Levers], bool]) -> None:
     captured = planning.capture_levers
 
-    def refusing(made: Workload, levers: Levers, device: Any) -> Any:
+    def refusing(made: Workload, levers: Levers, device: Any, data: Any = None) -> Any:
         if is_refused(levers):
             raise CaptureError("these do not go together")
-        return captured(made, levers, device)
+        return captured(made, levers, device, data)
 
     monkeypatch.setattr(planning, "capture_levers", refusing)
 

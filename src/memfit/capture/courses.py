@@ -44,8 +44,14 @@ class Reading(Protocol):
     """Runs two steps with data.
 
     Attributes:
+        explores: Whether courses are tried that the step may take besides: not in a search, which confirms what it
+            finds.
+        policy: The answers of the course that takes most, once they were tried.
         known: What they read, where they ran already and read something; else None.
     """
+
+    explores: bool
+    policy: Policy | None
 
     @property
     def known(self) -> Readings | None: ...
@@ -118,6 +124,8 @@ class _Courses:
     def trace(self) -> Trace:
         course, trace = self._first()
         replay = course.replay
+        if self.reading is not None and not self.reading.explores:
+            return trace
         differ = any(log.reads != replay.logs[0].reads for log in replay.logs)
         if not (replay.guesses or course.draws or differ):
             return trace
@@ -138,7 +146,8 @@ class _Courses:
             found = self._read()
             assert found is not None
             return found
-        course = Course(Replay(stated=self.stated), (self.start, None))
+        policy = None if self.reading is None else self.reading.policy
+        course = Course(Replay(stated=self.stated, policy=policy), (self.start, None))
         try:
             trace = self.run(course)
         except MemfitError as e:
@@ -205,6 +214,8 @@ class _Courses:
             guesses = {**tried.replay.guesses, **guesses}
             best = max(best, (tried, found), key=lambda one: live_peak_bytes(one[1]))
         self.notes += [f"a guess: {guess}" for guess in guesses.values()]
+        if self.reading is not None:
+            self.reading.policy = best[0].replay.policy
         return best
 
     def _drawn(self, course: Course, peak_bytes: int) -> float:

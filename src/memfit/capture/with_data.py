@@ -13,8 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memfit.capture.courses import Readings
 from memfit.capture.draws import GeneratorStates
 from memfit.capture.fake import nothing_changes
+from memfit.capture.hints import users_line
+from memfit.capture.parts import real_part
 from memfit.capture.reads import Log, Writing
-from memfit.capture.step import BuildStep, capture_real, real_part, users_line
+from memfit.capture.step import BuildStep, capture_real
 from memfit.errors import CaptureError, MemfitError
 from memfit.ir.trace import Trace
 from memfit.workload import StepProgram, Workload, tensors_of

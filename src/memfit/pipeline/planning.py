@@ -259,7 +259,7 @@ class _Planner:
     def _capture_all(self) -> None:
         """Capture the step with every combination of levers but regions that is searched."""
         self.progress("capture", 0, 1)
-        first = capture_levers(self.workload, self.plain, self.device)
+        first = self._capture_by_itself(self.plain)
         self.traces = {self.plain: first}
         self.coupling = coupling(first, self.workload)
         self.couples_batch = self.coupling is not None
@@ -459,6 +459,9 @@ class _Planner:
             target = int(target - (prediction.peak_upper_bytes - self.budget_bytes) / (1 + self.costs.peak_error)) - 1
         return best
 
+    def _capture_by_itself(self, levers: Levers) -> Trace:
+        return capture_levers(self.workload, levers, self.device, self.trials.data)
+
     def _confirm(self, candidate: Candidate) -> Prediction:
         """Predict a plan from a capture of the step with the plan applied.
 
@@ -466,12 +469,12 @@ class _Planner:
             _LeftOut: The plan can't be applied; what can't be is searched no more.
         """
         try:
-            trace = capture_levers(self.workload, candidate.levers, self.device)
+            trace = self._capture_by_itself(candidate.levers)
         except RecomputationError as e:
             self._without_differing(self._differences(candidate.levers) or {e.modules: e}, candidate.levers)
             raise _LeftOut(e) from e
         except MemfitError as e:
-            self._without_failing(candidate.levers, e, lambda x: capture_levers(self.workload, x, self.device))
+            self._without_failing(candidate.levers, e, self._capture_by_itself)
             raise _LeftOut(e) from e
         return self._predict(trace)
 
@@ -511,7 +514,7 @@ class _Planner:
     def _differences(self, levers: Levers) -> Differences:
         """Return what does something else when it runs again, without data."""
         with probing() as found, contextlib.suppress(MemfitError):
-            capture_levers(self.workload, levers, self.device)
+            self._capture_by_itself(levers)
         return found
 
     def _without_differing(self, found: Differences, levers: Levers) -> None:

@@ -155,9 +155,16 @@ def is_elsewhere(device: Device) -> bool:
     return device.kind == "cuda" and not fake_cuda.is_loaded() and fake_cuda.why_not() is None
 
 
-def capture_levers(workload: Workload, levers: Levers, device: Device) -> Trace:
-    """Return the trace of a workload's step with levers applied, under fake tensors."""
-    return _captured(workload, levers, device, WithData(workload))
+def capture_levers(workload: Workload, levers: Levers, device: Device, data: WithData | None = None) -> Trace:
+    """Return the trace of a workload's step with levers applied, under fake tensors.
+
+    Args:
+        workload: The user's workload.
+        levers: The levers.
+        device: Captured for.
+        data: Has what the step reads with data; None to run it where that is asked.
+    """
+    return _captured(workload, levers, device, data or WithData(workload))
 
 
 def capture_plain(workload: Workload, levers: Levers, device: Device) -> Trace:
@@ -169,11 +176,15 @@ def capture_plain(workload: Workload, levers: Levers, device: Device) -> Trace:
 class Captures:
     """Captures a workload's step under many levers, in less time than one by one.
 
-    All are of one copy that has made a step before, but where levers change what the optimizer holds.
+    All are of one copy that has made a step before, but where levers change what the optimizer holds. Of a step that
+    may take several courses, each follows the one that `capture_levers` found with the same data.
 
     Args:
         workload: The user's workload.
         device: Captured for.
+
+    Attributes:
+        data: Has what the step reads with data.
     """
 
     def __init__(self, workload: Workload, device: Device) -> None:
@@ -182,25 +193,38 @@ class Captures:
 
     def __call__(self, levers: Levers) -> Trace:
         """Return the trace of the step with levers applied, as `capture_levers` does."""
-        if levers.optimizer != "as-is" or levers.precision == "bf16-true":
-            return _captured(self.workload, levers, self.device, self.data)
-        try:
-            return _captured(self._warm, levers, self.device, self.data, warm=True)
-        except CaptureError:  # as for a model that holds something of the step before, in another precision
-            return _captured(self.workload, levers, self.device, self.data)
+        as_before = levers.optimizer == "as-is" and levers.precision != "bf16-true"
+        if as_before and self._warm is not None:
+            try:
+                return _captured(self._warm, levers, self.device, self.data, warm=True, explores=False)
+            except CaptureError:  # as for a model that holds something of the step before, in another precision
+                pass
+        return _captured(self.workload, levers, self.device, self.data, explores=False)
 
     @functools.cached_property
-    def _warm(self) -> Workload:
+    def _warm(self) -> Workload | None:
+        """A copy that has made a step; None where that fails, as of a step that reads what only data can tell."""
         plain = Levers(microbatch_size=samples_of(self.workload))
-        return warmed(self.workload, functools.partial(applied, plain), device=_fake_device(self.device))
+        try:
+            return warmed(self.workload, functools.partial(applied, plain), device=_fake_device(self.device))
+        except CaptureError:
+            return None
 
 
 def _captured(
-    workload: Workload, levers: Levers, device: Device, data: WithData, *, warm: bool = False, build: _Build = applied
+    workload: Workload,
+    levers: Levers,
+    device: Device,
+    data: WithData,
+    *,
+    warm: bool = False,
+    build: _Build = applied,
+    explores: bool = True,
 ) -> Trace:
     program, named = functools.partial(build, levers), (levers.precision, levers.microbatch_size)
     try:
-        trace = capture(workload, program, *named, device=_fake_device(device), warm=warm, reading=data.of(levers))
+        reading = data.of(levers, explores=explores)
+        trace = capture(workload, program, *named, device=_fake_device(device), warm=warm, reading=reading)
     except CaptureError as e:
         if device.kind != "cpu" or why_not_here(workload) is not None:
             raise

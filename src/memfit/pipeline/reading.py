@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 from memfit.capture.courses import Reading, Readings
+from memfit.capture.reads import Policy
 from memfit.capture.step import reads_unknown
 from memfit.capture.with_data import read_with_data, why_not_here
 from memfit.ir.plan import Levers
@@ -24,15 +25,29 @@ class WithData:
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
         self.found: dict[Levers, Readings | None] = {}
+        self.policy: Policy | None = None
 
-    def of(self, levers: Levers) -> Reading:
-        """Return what runs the step in the precision and with the microbatches of some levers; it runs once."""
-        return _Reading(self, Levers(precision=levers.precision, microbatch_size=levers.microbatch_size))
+    def of(self, levers: Levers, *, explores: bool = True) -> Reading:
+        """Return what runs the step in the precision and with the microbatches of some levers; it runs once.
+
+        Args:
+            levers: The levers.
+            explores: Whether other courses of the step are tried too.
+        """
+        return _Reading(self, Levers(precision=levers.precision, microbatch_size=levers.microbatch_size), explores)
 
 
 class _Reading:
-    def __init__(self, data: WithData, plain: Levers) -> None:
-        self.data, self.plain = data, plain
+    def __init__(self, data: WithData, plain: Levers, explores: bool) -> None:
+        self.data, self.plain, self.explores = data, plain, explores
+
+    @property
+    def policy(self) -> Policy | None:
+        return self.data.policy
+
+    @policy.setter
+    def policy(self, policy: Policy | None) -> None:
+        self.data.policy = policy
 
     @property
     def known(self) -> Readings | None:

@@ -28,10 +28,14 @@ class Trials:
         workload: The user's workload.
         device: Captured for.
         plain: The levers of the step as the user wrote it, which are not optional.
+
+    Attributes:
+        data: Has what the step reads with data.
     """
 
     def __init__(self, workload: Workload, device: Device, plain: Levers) -> None:
         self._captures, self._plain = Captures(workload, device), plain
+        self.data = self._captures.data
         self._failed: dict[Levers, str] = {}
 
     def capture(self, levers: Levers) -> Trace | None:

@@ -1,0 +1,71 @@
+"""What a step that can't be captured is told: the line of the user's code, and what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+
+from memfit.errors import CaptureError, MemfitError
+
+_NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+_VALUES_HINT = (
+    "Shapes must not depend on values: replace boolean-mask indexing or nonzero() by masking, or take such code out of"
+    " Workload.loss_fn; mixtures of experts of transformers take experts_implementation='grouped_mm'"
+)
+_OPERATOR_HINT = "PyTorch can't run this operator without data: take it out of Workload.loss_fn, or estimate without it"
+_CLOSURE_HINT = (
+    "memfit runs the forward and backward passes once a step and calls Workload.optimizer.step() without a closure:"
+    " give an optimizer that needs none"
+)
+_SUBCLASS_HINT = (
+    "Tensors of classes of their own are captured as plain ones, with their attributes and without their methods: give"
+    " Workload.batch tensor.as_subclass(torch.Tensor), and what the method returns beside it"
+)
+_OTHER_HINT = "See whether Workload.loss_fn(model, batch) and backward() run with data"
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Turn what fake tensors can't do into an error that names the user's line."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    try:
+        log.setLevel(logging.CRITICAL)
+        yield
+    except MemfitError:
+        raise
+    except Exception as e:
+        line = users_line(e)
+        said = (str(e).strip() or type(e).__name__).splitlines()[0]
+        raise CaptureError(
+            f"the step can't be captured without data{line} ({type(e).__name__}: {said}). {_hint(e)}"
+        ) from e
+    finally:
+        log.setLevel(level)
+
+
+def users_line(error: Exception) -> str:
+    """Return the innermost line of an exception outside of PyTorch and memfit, as " at FILE:LINE: CODE"; else ""."""
+    here = str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), contextlib.__file__
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(here)]
+    return f" at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
+
+
+def _hint(error: Exception) -> str:
+    if isinstance(error, UnsupportedOperatorException):
+        return _OPERATOR_HINT
+    if "closure" in str(error):
+        return _CLOSURE_HINT
+    if isinstance(error, AttributeError) and "'FakeTensor'" in str(error):
+        return _SUBCLASS_HINT
+    return _VALUES_HINT if isinstance(error, _NEEDS_VALUES) or ".numpy()" in str(error) else _OTHER_HINT

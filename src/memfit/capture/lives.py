@@ -1,0 +1,205 @@
+"""What the storages of a recorded step are for, and when they would die if autograd kept nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from msgspec.structs import replace
+
+from memfit.capture.parts import inputs_of
+from memfit.capture.recorder import LiveStorage, Recorder, Recording
+from memfit.ir.trace import Category, Module, Parameter, Phase, Storage, Trace
+from memfit.sparse import parts
+from memfit.workload import StepProgram, Workload, fingerprint, samples_of, tensors_of
+
+
+class Categories:
+    """Finds out what each storage is for, while the step runs."""
+
+    def __init__(self, recorder: Recorder, workload: Workload) -> None:
+        self.recorder, self.workload = recorder, workload
+        self.found: dict[int, Category] = {}
+        self.owners: dict[int, int] = {}
+        self.parameters: dict[int, int] = {}
+        self.position = {id(p): i for i, p in enumerate(workload.model.parameters())}
+        self.see_optimizer_state()
+        for position, (_, module) in enumerate(workload.model.named_modules()):
+            self._see(module.buffers(recurse=False), "buffers", position)
+            for parameter in module.parameters(recurse=False):
+                self._see([parameter], "parameters", position, parameter)
+        self._see(inputs_of(workload), "inputs")
+
+    def _see(self, tensors: Any, category: Category, owner: int = -1, parameter: Any = None) -> None:
+        for part in [part for tensor in tensors for part in parts(tensor)]:
+            index = self.recorder.observe(part, -1)
+            if index is not None:
+                self.found[index] = category
+                self.owners[index] = owner
+                self.parameters[index] = self.position.get(id(parameter), -1)
+
+    def see_optimizer_state(self) -> None:
+        for parameter, values in self.workload.optimizer.state.items():
+            self._see(tensors_of(values), "optimizer state", parameter=parameter)
+        self._see(self._masters(), "optimizer state")
+
+    def _masters(self) -> list[torch.Tensor]:
+        """Return what the optimizer updates and the model does not have: copies of its parameters in fp32."""
+        held = [p for group in self.workload.optimizer.param_groups for p in group["params"]]
+        return [p for p in held if id(p) not in self.position]
+
+    def see_gradients(self) -> None:
+        for parameter in [*self.workload.model.parameters(), *self._masters()]:
+            if parameter.grad is not None:
+                self._see([parameter.grad], "gradients", parameter=parameter)
+
+    def before(self, enter_phase: Callable[[Phase, int], None]) -> Callable[[Phase, int], None]:
+        """Return what a step calls at each phase: gradients that are there are seen first."""
+
+        def on_phase(phase: Phase, microbatch: int) -> None:
+            self.see_gradients()
+            enter_phase(phase, microbatch)
+
+        return on_phase
+
+
+def release_points(
+    recorder: Recorder,
+    step: StepProgram,
+    batch: Any,
+    recording: Recording,
+    enter_phase: Callable[[Phase, int], None],
+) -> list[Recording]:
+    """Run the forward pass with nothing saved, to see when its storages die by themselves: for each microbatch.
+
+    Those of the same shapes run once. What autograd takes within the forward pass is saved all the same.
+    """
+    recordings: dict[Any, Recording] = {}
+    found = []
+    recorder.begin_step()  # what splitting makes, as of packed sequences, is no part of the step recorded before
+    microbatches = step.split(batch)
+    recorder.end_step()
+    for index, microbatch in enumerate(microbatches):
+        kept = _taken_in_forward(recording, index)
+        key = tuple(tuple(t.shape) for t in tensors_of(microbatch)), index if any(kept) else -1
+        if key not in recordings:
+            recorder.begin_step()
+            enter_phase("forward", index)
+            with recorder.dropping(kept):
+                loss = step.compute_loss(microbatch)
+            recordings[key] = recorder.end_step()
+            del loss
+        found.append(recordings[key])
+    return found
+
+
+def _taken_in_forward(recording: Recording, microbatch: int) -> list[bool]:
+    """Tell, for each tensor that is saved in a microbatch's forward pass, whether autograd within the loss takes it."""
+    first, last = _forward_range(recording, microbatch)
+    saves = [save for save in recording.saves if first <= save.at <= last + 1]
+    return [0 <= save.unpacked <= last for save in saves]
+
+
+def _forward_range(recording: Recording, microbatch: int) -> tuple[int, int]:
+    """Return the first and the last operator of a microbatch's forward pass; (0, -1) where it has none."""
+    forward = [i for i, op in enumerate(recording.ops) if op.phase == "forward" and op.microbatch == microbatch]
+    return (forward[0], forward[-1]) if forward else (0, -1)
+
+
+def is_same_again(recording: Recording, dry: list[Recording]) -> bool:
+    """Tell whether the forward passes run the operators that they ran in the step."""
+    return all(
+        [recording.ops[i].name for i in _forward_of(recording, microbatch, dried)] == [op.name for op in dried.ops]
+        for microbatch, dried in enumerate(dry)
+    )
+
+
+def _forward_of(recording: Recording, microbatch: int, dried: Recording) -> list[int]:
+    """Return the operators of a microbatch's forward pass; not those by which a step weighs its loss."""
+    forward = [i for i, op in enumerate(recording.ops) if op.phase == "forward" and op.microbatch == microbatch]
+    return forward[: len(dried.ops)]
+
+
+def _releases(recording: Recording, dry: list[Recording]) -> dict[int, int]:
+    """Return, for storages born in the forward pass, the operator after which they die if nothing is saved."""
+    found: dict[int, int] = {}
+    for microbatch, dried in enumerate(dry):
+        forward = _forward_of(recording, microbatch, dried)
+        if not forward:
+            continue
+        first, last = forward[0], forward[-1]
+        born = [i for i, s in enumerate(recording.storages) if first <= s.birth <= last]
+        again = [s for s in dried.storages if s.birth >= 0]
+        for index, storage in zip(born, again, strict=True):
+            if storage.death < len(dried.ops):
+                found[index] = storage.death + first
+    return found
+
+
+def _parameters(workload: Workload) -> list[Parameter]:
+    """Return the model's parameters, in the order of `named_parameters()`."""
+    groups = {id(p): i for i, group in enumerate(workload.optimizer.param_groups) for p in group["params"]}
+    return [
+        Parameter(name, tuple(p.shape), p.itemsize, p.requires_grad, groups.get(id(p), -1))
+        for name, p in workload.model.named_parameters()
+    ]
+
+
+def _category(storage: LiveStorage, recording: Recording, saved: bool) -> Category:
+    """Return what a storage is for, by when it lives: activations are what waits for the backward pass."""
+    if storage.birth < 0:
+        return "inputs"
+    kept = saved or (storage.death < len(recording.ops) and recording.ops[storage.death].phase == "backward")
+    return "activations" if kept and recording.ops[storage.birth].phase in ("forward", "recompute") else "temporaries"
+
+
+def assembled(
+    workload: Workload,
+    copied: Workload,
+    modules: list[Module],
+    recording: Recording,
+    categories: Categories,
+    dry: list[Recording],
+    precision: str,
+    microbatch_size: int | None,
+) -> Trace:
+    n = len(recording.ops)
+    saves = [replace(s, death=n) if s.death < 0 else s for s in recording.saves]
+    last_save: dict[int, int] = {}
+    for save in saves:
+        last_save[save.storage] = max(save.death, last_save.get(save.storage, -1))
+    releases = _releases(recording, dry)
+    full, captured = samples_of(workload), samples_of(copied)
+    storages = []
+    for index, storage in enumerate(recording.storages):
+        category = categories.found.get(index) or _category(storage, recording, index in last_save)
+        release = releases.get(index, storage.death)
+        if storage.death > max(release, last_save.get(index, -1)):  # something else holds it
+            release = storage.death
+        owner = categories.owners.get(index, -1)
+        parameter = categories.parameters.get(index, -1)
+        # Held from the step before and let go before the first operator: no operator of this step sees it.
+        nbytes = storage.nbytes if storage.death >= 0 else 0
+        death, release = max(storage.death, 0), max(release, 0)
+        storages.append(Storage(nbytes, storage.birth, death, release, category, owner, parameter))
+    size = microbatch_size or full
+    return Trace(
+        workload=workload.name,
+        fingerprint=fingerprint(workload),
+        torch_version=str(torch.__version__),
+        device="cpu",
+        precision=precision,
+        batch_size=full,
+        microbatch_size=size,
+        microbatches=-(-captured // size),
+        scale_microbatches=-(-full // size),
+        modules=modules,
+        calls=recording.calls,
+        ops=recording.ops,
+        storages=storages,
+        saves=saves,
+        signatures=list(recording.signatures),
+        works=recording.works,
+        parameters=_parameters(copied),
+    )

@@ -1,0 +1,61 @@
+"""The part of a workload that a capture runs: at most two microbatches, with the rest of the batch held."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from memfit.capture.fake import real_copy
+from memfit.workload import Workload, part_of, samples_of, tensors_of
+
+
+def real_part(workload: Workload, microbatch_size: int | None) -> Workload:
+    """Return an independent copy of a workload with data, with at most two microbatches in its batch."""
+    return unwrapped(real_copy(shortened(workload, microbatch_size)))
+
+
+def shortened(workload: Workload, microbatch_size: int | None) -> Workload:
+    """Return the workload with at most two microbatches in its batch, as views: its storages keep their size."""
+    size = samples_of(workload)
+    two = min(size, 2 * (microbatch_size or size))
+    if two == size:
+        return workload
+    start = _heaviest(workload, microbatch_size or size, size)
+    batch = part_of(workload, workload.batch, start, start + two)
+    counted = workload.batch_size if callable(workload.batch_size) or workload.batch_size is None else two
+    return dataclasses.replace(workload, batch=_Part(batch, workload.batch), batch_size=counted)
+
+
+@dataclasses.dataclass
+class _Part:
+    """A part of a batch that is run, and the batch, whose memory is held meanwhile."""
+
+    part: Any
+    whole: Any
+
+
+def unwrapped(copied: Workload) -> Workload:
+    """Return a copied workload with the part of its batch as its batch, and the whole one as its batches."""
+    if isinstance(copied.batch, _Part):
+        return dataclasses.replace(copied, batch=copied.batch.part, batches=[copied.batch.whole])
+    return dataclasses.replace(copied, batches=None)
+
+
+def _heaviest(workload: Workload, microbatch_size: int, size: int) -> int:
+    """Return the sample at which two microbatches begin of which the second has most elements: samples may differ."""
+    if workload.split is None and len({t.shape[0] for t in tensors_of(workload.batch) if t.dim()}) == 1:
+        return 0
+    parts = [
+        part_of(workload, workload.batch, start, min(start + microbatch_size, size))
+        for start in range(0, size, microbatch_size)
+    ]
+    elements = [sum(t.numel() for t in tensors_of(part)) for part in parts]
+    later = elements[1 : size // microbatch_size]  # whose gradients are added to those that are there
+    return microbatch_size * later.index(max(later))
+
+
+def inputs_of(copied: Workload) -> list[torch.Tensor]:
+    """Return the tensors of a copy's batch, and of the whole one that it is a part of."""
+    return tensors_of([copied.batch, copied.batches])
