@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from memfit.batch import batch_size_of as batch_size_of  # re-exported: batches are asked for with their workload
 from memfit.batch import samples_in as samples_in
@@ -224,6 +225,12 @@ def samples_of(workload: Workload, batch: Any = None) -> int:
             " Workload.split, which cuts a batch, or batch_size=1 for one that is not cut"
         )
     return size
+
+
+def has_data(workload: Workload) -> bool:
+    """Tell whether a workload's tensors hold values: none is fake, or on the meta device."""
+    tensors = [*workload.model.parameters(), *workload.model.buffers(), *tensors_of(workload.batch)]
+    return not any(isinstance(t, FakeTensor) or t.device.type == "meta" for t in tensors)
 
 
 def part_of(workload: Workload, batch: Any, start: int, stop: int) -> Any:

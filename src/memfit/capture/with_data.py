@@ -19,7 +19,7 @@ from memfit.capture.reads import Log, Writing
 from memfit.capture.step import BuildStep, capture_real
 from memfit.errors import CaptureError, MemfitError
 from memfit.ir.trace import Trace
-from memfit.workload import StepProgram, Workload, tensors_of
+from memfit.workload import StepProgram, Workload, has_data
 
 MOST_SECONDS = 60.0
 """Of a step with data, after which it is left."""
@@ -59,8 +59,7 @@ def _has_memory(nbytes: int) -> bool:
 
 def why_not_here(workload: Workload) -> str | None:
     """Return why a workload can't run with data in this process; None where it can."""
-    tensors = [*workload.model.parameters(), *workload.model.buffers(), *tensors_of(workload.batch)]
-    if any(t.device.type == "meta" or type(t).__name__ == "FakeTensor" for t in tensors):
+    if not has_data(workload):
         return "there is no data"
     held = sum(t.numel() * t.itemsize for t in workload.model.parameters())
     return None if _has_memory(_COPIES * held) else "the machine has too little memory left"

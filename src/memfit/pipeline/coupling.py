@@ -12,7 +12,6 @@ import math
 from typing import Any
 
 from msgspec.structs import replace
-from torch._subclasses.fake_tensor import FakeTensor
 
 from memfit.batch import take
 from memfit.errors import PlanError
@@ -21,7 +20,7 @@ from memfit.ir.plan import Candidate, Plan
 from memfit.ir.trace import Trace
 from memfit.rng import rng_state
 from memfit.train.trainer import evaluation_mode
-from memfit.workload import Workload, part_of, samples_of, tensors_of
+from memfit.workload import Workload, has_data, part_of, samples_of
 
 SAMPLES = 8
 """Samples that are looked at, at most."""
@@ -55,10 +54,8 @@ def coupled_samples(workload: Workload) -> str | None:
     """
     size = samples_of(workload)
     samples = min(SAMPLES, size)
-    tensors = [*workload.model.parameters(), *tensors_of(workload.batch)]
-    has_data = not any(isinstance(t, FakeTensor) or t.device.type == "meta" for t in tensors)
     is_wide = all(p.itemsize >= 4 for p in workload.model.parameters())
-    if samples < 2 or not (has_data and is_wide):
+    if samples < 2 or not (is_wide and has_data(workload)):
         return None
     try:
         whole, together = _losses(workload, samples)
@@ -67,7 +64,7 @@ def coupled_samples(workload: Workload) -> str | None:
             whole, together = _losses(workload, samples)
     except Exception:  # someone's loss in evaluation mode, on other samples than it is made for
         return None
-    kind = next((t.device.type for t in tensors), "cpu")
+    kind = next((p.device.type for p in workload.model.parameters()), "cpu")
     scale = max(abs(whole), abs(together))
     if not math.isfinite(whole) or abs(whole - together) <= TOLERANCE.get(kind, _TOLERANCE) * scale:
         return None

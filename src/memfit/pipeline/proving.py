@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from torch._subclasses.fake_tensor import FakeTensor
-
 from memfit.apply.generators import preserved, sources
 from memfit.apply.probe import Differences, probing
 from memfit.capture.fake import nothing_changes, real_copy
@@ -14,7 +12,7 @@ from memfit.ir.plan import Levers, Prediction
 from memfit.ir.remat import Region
 from memfit.pipeline.applying import applied
 from memfit.units import format_bytes, format_seconds
-from memfit.workload import Workload, tensors_of
+from memfit.workload import Workload, has_data
 
 LONGEST_SECONDS = 30.0
 """A step that is predicted to take longer is not run to prove a plan."""
@@ -30,11 +28,10 @@ def why_not_here(workload: Workload, device: Device, plain: Prediction, step_sec
         plain: What is predicted for the plain step.
         step_seconds: What the planned step is predicted to take.
     """
-    tensors = [*workload.model.parameters(), *workload.model.buffers(), *tensors_of(workload.batch)]
     free = free_bytes()
     if device.kind != "cpu":
         return f"planned for {device.name}, which computes otherwise than this machine's CPU"
-    if any(isinstance(t, FakeTensor) or t.device.type != "cpu" for t in tensors):
+    if not has_data(workload):
         return "the model or the batch holds no data here"
     if step_seconds > LONGEST_SECONDS:
         return f"a step is predicted to take {format_seconds(step_seconds)}"
