@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from memfit.capture.draws import GeneratorStates
 from memfit.capture.reads import Log, Number, Policy, Replay
-from memfit.errors import CaptureError, MemfitError
+from memfit.errors import MemfitError
 from memfit.ir.trace import Phase, Trace
 
 _MOST_FLIPS = 24  # checks that would raise, one after the other
@@ -170,7 +170,7 @@ class _Courses:
         replay = Replay((first, first), self.stated, course.replay.policy)
         try:
             other = live_peak_bytes(self.run(Course(replay, (course.starts[0], course.starts[0]))))
-        except CaptureError:
+        except MemfitError:
             return _GUESSED
         return abs(other / peak_bytes - 1)
 
@@ -179,7 +179,7 @@ class _Courses:
         replay = Replay(course.replay.logs, self.stated, course.replay.policy)
         try:
             first = self.run(Course(replay, course.starts, records_first=True))
-        except CaptureError:
+        except MemfitError:
             return trace
         return max(trace, first, key=live_peak_bytes)
 
@@ -209,7 +209,7 @@ class _Courses:
             tried = Course(Replay(course.replay.logs, self.stated, other), course.starts)
             try:
                 found = self.run(tried)
-            except CaptureError:
+            except MemfitError:
                 continue
             guesses = {**tried.replay.guesses, **guesses}
             best = max(best, (tried, found), key=lambda one: live_peak_bytes(one[1]))
@@ -227,7 +227,7 @@ class _Courses:
             replay = Replay(course.replay.logs, self.stated, course.replay.policy)
             try:
                 found.append(live_peak_bytes(self.run(Course(replay, (start, start)))))
-            except CaptureError:
+            except MemfitError:
                 continue
         if all(other == peak_bytes for other in found):
             return 0.0
