@@ -134,3 +134,19 @@ def test_groups_of_a_product_of_another_library_are_equally_large_too() -> None:
     text = signature(torch.ops.transformers.grouped_mm_fallback.default, (a, b, ends), {})
     _, args, _ = rebuild(text, "cpu")
     assert args[2].tolist() == [256, 512, 768, 1024]
+
+
+def test_a_call_without_gradients_runs_without_them_where_its_kernel_asks() -> None:
+    layer, x = torch.nn.LSTM(3, 3), torch.ones(5, 1, 3)
+    weights = [w.detach() for w in layer.parameters()]
+    state = torch.zeros(1, 3)
+    args = (x, *weights, state, state, False, [], 2, 3, 1, True, False, False, True)
+    texts = []
+    for recorded in (True, False):
+        with torch.set_grad_enabled(recorded):
+            texts.append(signature(aten.mkldnn_rnn_layer.default, args, {}))
+    kept = []
+    for text in texts:
+        func, given, _ = rebuild(text, "cpu")
+        kept.append(func(*given)[3])
+    assert kept[0].numel() > 0 and (kept[1] is None or kept[1].numel() == 0)
