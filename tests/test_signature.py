@@ -149,3 +149,19 @@ def test_a_ctc_loss_can_be_run_again_with_labels_for_every_sequence() -> None:
         given = (likelihood, scores, labels, lengths, counts, likelihood, alpha, 0)
         func, args, kwargs = rebuild(signature(back, given, {}), "cpu")
         assert func(*args, **kwargs).shape == scores.shape
+
+
+def test_a_call_without_gradients_runs_without_them_where_its_kernel_asks() -> None:
+    layer, x = torch.nn.LSTM(3, 3), torch.ones(5, 1, 3)
+    weights = [w.detach() for w in layer.parameters()]
+    state = torch.zeros(1, 3)
+    args = (x, *weights, state, state, False, [], 2, 3, 1, True, False, False, True)
+    texts = []
+    for recorded in (True, False):
+        with torch.set_grad_enabled(recorded):
+            texts.append(signature(aten.mkldnn_rnn_layer.default, args, {}))
+    kept = []
+    for text in texts:
+        func, given, _ = rebuild(text, "cpu")
+        kept.append(func(*given)[3])
+    assert kept[0].numel() > 0 and (kept[1] is None or kept[1].numel() == 0)

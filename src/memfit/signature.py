@@ -16,6 +16,8 @@ from memfit import sparse
 
 _SOLVING = ("linalg", "cholesky", "triangular", "lu_")
 """Parts of the names of operators that fail, or loop for long, on singular matrices."""
+_ASKING = ("aten.mkldnn_rnn_layer.default",)
+"""Operators whose kernels are others where no gradients are recorded, as in reentrant checkpointing."""
 
 
 def describe(argument: Any) -> Any:
@@ -56,6 +58,8 @@ def signature(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         body: dict[str, Any] = {"op": str(func), "args": [describe(a) for a in args]}
         if kwargs:
             body["kwargs"] = {k: describe(v) for k, v in kwargs.items()}
+        if str(func) in _ASKING and not torch.is_grad_enabled():
+            body["grad"] = False
     except TypeError:
         body = {"op": str(func)}
     return json.dumps(body, separators=(",", ":"))
@@ -78,6 +82,8 @@ def rebuild(text: str, device: str) -> tuple[Callable[..., Any], list[Any], dict
         func = getattr(getattr(getattr(torch.ops, namespace), name), overload)
     except AttributeError as e:
         raise LookupError(f"this PyTorch has no operator {body['op']}") from e
+    if str(func) in _ASKING:
+        func = _with_gradients(func, body.get("grad", True))
     args = [_rebuild(a, device) for a in body["args"]]
     kwargs = {k: _rebuild(v, device) for k, v in body.get("kwargs", {}).items()}
     if "grouped_mm" in name:
@@ -87,6 +93,14 @@ def rebuild(text: str, device: str) -> tuple[Callable[..., Any], list[Any], dict
     if any(part in name for part in _SOLVING):
         _make_regular([*args, *kwargs.values()])
     return func, args, kwargs
+
+
+def _with_gradients(func: Callable[..., Any], recorded: bool) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.set_grad_enabled(recorded):
+            return func(*args, **kwargs)
+
+    return run
 
 
 def _make_regular(arguments: list[Any]) -> None:

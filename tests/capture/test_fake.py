@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from memfit.capture.fake import fake_copy, mode_of, real_copy
+from memfit.capture.step import without_collector
 from memfit.capture.values import KnownValues
 from memfit.errors import WorkloadError
 from memfit.workload import Workload, tensors_of
@@ -115,3 +117,11 @@ def test_what_can_not_be_copied_is_named() -> None:
 
     with pytest.raises(WorkloadError, match=r"can't be copied \(TypeError: no copies of me\)"):
         faked(of(Stubborn(4, 4)))
+
+
+def test_what_a_step_replaces_in_a_copy_waits_for_no_collection() -> None:
+    with without_collector():
+        layer = real_copy(of(nn.Linear(4, 4), {"x": torch.ones(2, 4)})).model
+        held = weakref.ref(next(layer.parameters()).untyped_storage())
+        del layer
+        assert held() is None

@@ -47,10 +47,8 @@ class Accumulation:
             return func, args
         if func is not _ADD:
             return self._as_the_formula(func, args), args
-        for target, other in (args, args[::-1]):
-            if isinstance(target, torch.Tensor) and self._is_last(target) and _called_by_engine():
-                return _ADD_IN_PLACE, (target, other)
-        return func, args
+        is_own = isinstance(args[0], torch.Tensor) and self._is_last(args[0])  # of the other it does not ask
+        return (_ADD_IN_PLACE if is_own and _called_by_engine() else func), args
 
     def _as_the_formula(self, func: Any, args: Any) -> Any:
         node = _current_node()

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 
 import torch
 
+from memfit.capture.products import read_as_without_a_mode
+
 _aten = torch.ops.aten
 _KEYS = ("AutogradCPU", "AutogradCUDA")
 
@@ -23,6 +25,7 @@ def composed_as_without_a_mode() -> Iterator[None]:
         for key in _KEYS:
             library.impl("linear", _linear, key)
             library.impl("one_hot", _one_hot, key)
+            read_as_without_a_mode(library, key)
         yield
     finally:
         library._destroy()

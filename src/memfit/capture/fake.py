@@ -120,22 +120,32 @@ def real_copy(workload: Workload, device: torch.device | None = None) -> Workloa
         device: Where the copy's tensors are, scalars without gradients aside (step counters stay where they
             were); None for where they were.
     """
-    storages: dict[int, torch.UntypedStorage] = {}
+    return _convert_workload(workload, _Copier(device))
 
-    def convert(tensor: torch.Tensor) -> torch.Tensor:
+
+class _Copier:
+    """Makes independent copies of tensors; storages that are shared stay shared.
+
+    An object and not a function that refers to itself: that would keep the storages until a garbage collection, with
+    those that a training step replaces.
+    """
+
+    def __init__(self, device: torch.device | None) -> None:
+        self.device = device
+        self.storages: dict[int, torch.UntypedStorage] = {}
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         if is_uncut(tensor):
-            return _of_parts(tensor, convert)
+            return _of_parts(tensor, self)
         counter = tensor.dim() == 0 and not tensor.requires_grad
-        place = tensor.device if device is None or counter else device
+        place = tensor.device if self.device is None or counter else self.device
         storage = tensor.untyped_storage()
-        if storage._cdata not in storages:
+        if storage._cdata not in self.storages:
             source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-            storages[storage._cdata] = source.to(place, copy=True).untyped_storage()
+            self.storages[storage._cdata] = source.to(place, copy=True).untyped_storage()
         clone = torch.empty(0, dtype=tensor.dtype, device=place)
-        clone.set_(storages[storage._cdata], tensor.storage_offset(), tensor.size(), tensor.stride())
+        clone.set_(self.storages[storage._cdata], tensor.storage_offset(), tensor.size(), tensor.stride())
         return clone.requires_grad_(tensor.requires_grad)
-
-    return _convert_workload(workload, convert)
 
 
 class _Faker:

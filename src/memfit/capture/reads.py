@@ -238,10 +238,9 @@ class Guess:
     def __str__(self) -> str:
         where = f" at {self.site}" if self.site is not None else ""
         if self.is_number:
-            return (
-                f"{self.form} is read{where}; {self.answer} and its opposite were tried, and the worse is predicted."
-                " Workload.values can state it"
-            )
+            stated = "" if self.site is None else ". Workload.values can state it"
+            tried = f"{self.answer} and its opposite were tried, and the worse is predicted"
+            return f"{self.form} is read{where}; {tried}{stated}"
         return f"{self.kind.split('.')[1]} of {self.form}{where} is taken to select everything"
 
 

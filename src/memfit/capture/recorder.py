@@ -477,7 +477,7 @@ def _as_on_cpu(out: Any, func: Any, args: Any, kwargs: Any) -> Any:
         bags = out[1].new_empty(out[1].numel() + 1)
         return out[0], bags.as_strided(out[1].size(), out[1].stride()), *out[2:]
     if func is _aten.mkldnn_rnn_layer.default:
-        nbytes = _rnn_workspace_bytes(signature(func, args, kwargs), torch.is_grad_enabled())
+        nbytes = _rnn_workspace_bytes(signature(func, args, kwargs))
         return *out[:3], out[3].new_empty(nbytes)
     if func is _aten.mkldnn_rnn_layer_backward.default:  # before torch 2.13 the fake one gave the input's dtype
         return tuple(t if t is None else t.new_empty(t.shape, dtype=torch.float32) for t in out)
@@ -492,9 +492,9 @@ def _with_statistics_as_parameters(out: Any, args: Any) -> Any:
 
 
 @functools.cache
-def _rnn_workspace_bytes(text: str, with_gradient: bool) -> int:
+def _rnn_workspace_bytes(text: str) -> int:
     """Return what an RNN layer keeps for its backward pass, by running it once: the fake kernel says 0."""
-    with unset_fake_temporarily(), torch.set_grad_enabled(with_gradient):
+    with unset_fake_temporarily():
         func, args, kwargs = rebuild(text, "cpu")
         workspace = func(*args, **kwargs)[3]
         return 0 if workspace is None else workspace.numel()

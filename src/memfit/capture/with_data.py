@@ -10,6 +10,7 @@ import torch
 from msgspec.structs import replace
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memfit.capture.composites import composed_as_without_a_mode
 from memfit.capture.courses import Readings
 from memfit.capture.draws import GeneratorStates
 from memfit.capture.fake import nothing_changes
@@ -110,7 +111,7 @@ def read_with_data(workload: Workload, build: BuildStep, microbatch_size: int | 
         copied = real_part(workload, microbatch_size)
         logs, starts = [], []
         try:
-            with Bounded(), build(copied) as step:
+            with Bounded(), composed_as_without_a_mode(), build(copied) as step:
                 for _ in range(2):
                     starts.append(GeneratorStates.now())
                     logs.append(_written(step, copied.batch))

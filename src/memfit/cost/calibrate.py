@@ -223,7 +223,6 @@ def with_workspaces(table: CostTable, traces: Iterable[Trace]) -> CostTable:
 def _first_runs(signatures: list[str]) -> dict[str, _FirstRun]:
     """Run calls once; return how long each took and what it allocates inside. Those that can't be run are left out."""
     runs: dict[int, tuple[float, int]] = {}
-    # In a step most kernels that ask run where gradients are recorded: an LSTM's then has other buffers inside.
     with torch.enable_grad(), allocated_by_name(_MARK) as meters:
         for index, text in enumerate(signatures):
             made = _run_marked(text, f"{_MARK}{index}")

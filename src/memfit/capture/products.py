@@ -1,0 +1,208 @@
+"""Products whose backward pass reads whether an element is 0, and takes a leaner formula where none is.
+
+Under a dispatch mode `prod` and `cumprod` don't read: they always take the formula that holds for zeros
+(`prod_backward` and `cumprod_backward` in torch/csrc/autograd/FunctionsManual.cpp). Here the formulas of a step without
+a mode read as they do there, so that what was read with data decides. Temporary tensors have names where C++ keeps them
+to the end of a statement, and Python would not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+Run = Callable[[Tensor], Tensor]
+"""Computes a product as PyTorch does, with its own formula for the backward pass."""
+
+
+def read_as_without_a_mode(library: torch.library.Library, key: str) -> None:
+    """Have products read in their backward pass at a dispatch key, as long as a library lives."""
+    for name, product in (("prod", _whole), ("prod.dim_int", _along), ("cumprod", _cumulative)):
+        library.impl(name, _reading(torch.library.get_kernel(f"aten::{name}", key), product), key, with_keyset=True)
+
+
+def _reading(kernel: Any, product: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a kernel that computes what another does; its backward pass reads.
+
+    Under `torch.func` and forward differentiation a step without a mode does not read either.
+    """
+
+    def run(keys: Any, given: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        def as_pytorch(given: Tensor) -> Tensor:
+            result: Tensor = kernel.call_boxed(keys, given, *args, **kwargs)
+            return result
+
+        is_other = torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+        if is_other or not torch.is_grad_enabled() or not given.requires_grad or given.layout is not torch.strided:
+            return as_pytorch(given)
+        return product(as_pytorch, given, *args)
+
+    return run
+
+
+def _whole(run: Run, given: Tensor) -> Tensor:
+    result: Tensor = _Prod.apply(run, given, None, True)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _along(run: Run, given: Tensor, dim: int, keepdim: bool = False) -> Tensor:
+    result: Tensor = _Prod.apply(run, given, dim, keepdim)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _cumulative(run: Run, given: Tensor, dim: int) -> Tensor:
+    result: Tensor = _Cumprod.apply(run, given, dim)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Prod(torch.autograd.Function):
+    """A product of all elements, or along a dimension."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Run, given: Tensor, dim: int | None, keepdim: bool) -> Tensor:
+        result = run(given)
+        ctx.save_for_backward(given, result)
+        ctx.dim, ctx.keepdim = dim, keepdim
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        given, result = ctx.saved_tensors
+        given = given.to(grad.dtype)
+        if given.dim() == 0:
+            return None, grad, None, None
+        gradient = _whole_gradient if ctx.dim is None else _gradient_along
+        if not ctx.keepdim:
+            grad, result = grad.unsqueeze(ctx.dim), result.unsqueeze(ctx.dim)
+        return None, gradient(grad, given, result, ctx.dim), None, None
+
+
+def _whole_gradient(grad: Tensor, given: Tensor, result: Tensor, _: None) -> Tensor:
+    zeros = _positions_of_zeros(given)
+    if len(zeros) == 0:
+        return grad * (result / given).conj()
+    if len(zeros) > 1 and not torch.is_grad_enabled():
+        return torch.zeros_like(given, memory_format=torch.contiguous_format)
+    return _gradient_beside_zeros(grad, given.contiguous().view(-1), 0).view_as(given)
+
+
+def _positions_of_zeros(given: Tensor) -> Tensor:
+    is_zero = given == 0
+    if (
+        is_zero.any().item()
+    ):  # beside what PyTorch does: where nothing is known, this can be guessed, and a length can't
+        return is_zero.nonzero()
+    return torch.empty((0, given.dim()), dtype=torch.long, device=given.device)
+
+
+def _gradient_along(grad: Tensor, given: Tensor, result: Tensor, dim: int) -> Tensor:
+    is_zero = given == 0
+    zeros = is_zero.sum(dim, True)
+    if not zeros.any().item():  # PyTorch reads how many, which differs from step to step
+        return grad * (result / given).conj()
+    return _gradient_beside_zeros(grad, given, dim % given.dim())
+
+
+def _gradient_beside_zeros(grad: Tensor, given: Tensor, dim: int) -> Tensor:
+    """Return the gradient by the products of what is before each element, and of what is after it."""
+    if given.numel() == 0:
+        return grad.expand_as(given)
+    size = given.shape[dim]
+    if size == 1:
+        return grad
+    ones = torch.ones((*given.shape[:dim], 1, *given.shape[dim + 1 :]), dtype=grad.dtype, device=grad.device)
+    of_before = torch.cat((ones, given.narrow(dim, 0, size - 1)), dim)
+    before = of_before.cumprod(dim)
+    reverse = given.narrow(dim, 1, size - 1).flip(dim)
+    of_after = torch.cat((ones, reverse), dim)
+    del ones, reverse
+    after = of_after.cumprod(dim).flip(dim)
+    return grad * (before * after).conj()
+
+
+class _Cumprod(torch.autograd.Function):
+    """A cumulative product along a dimension."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Run, given: Tensor, dim: int) -> Tensor:
+        result = run(given)
+        ctx.save_for_backward(given, result)
+        ctx.run, ctx.dim = run, dim
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        given, result = ctx.saved_tensors
+        grad = grad.to(given.dtype)
+        if given.numel() <= 1 or given.shape[ctx.dim] == 1:
+            return None, grad, None
+        return None, _cumulative_gradient(ctx.run, grad, given, result, ctx.dim), None
+
+
+def _cumulative_gradient(run: Run, grad: Tensor, given: Tensor, result: Tensor, dim: int) -> Tensor:
+    weighted = result.conj() * grad
+    is_zero = given == 0
+    if not is_zero.any().item():
+        return _sums_from_here(weighted, dim).div(given.conj())
+    if torch.is_grad_enabled():
+        return torch.autograd.grad(run(given), given, grad, create_graph=True)[0]
+    gradient = torch.zeros(given.shape, dtype=grad.dtype, device=grad.device)
+    zeros = is_zero.cumsum(dim)
+    is_before = zeros == 0
+    before = _gradient_before_zeros(is_before, weighted, given.conj(), dim)
+    gradient = torch.where(is_before, before, gradient)
+    is_before = zeros == 1
+    return _with_first_zeros(gradient, is_before, zeros, grad, given.conj(), result.conj(), dim)
+
+
+def _sums_from_here(values: Tensor, dim: int) -> Tensor:
+    """Return of each element the sum of itself and all after it."""
+    flipped = values.flip(dim)
+    sums = flipped.cumsum(dim)
+    return sums.flip(dim)
+
+
+def _gradient_before_zeros(is_before: Tensor, weighted: Tensor, given: Tensor, dim: int) -> Tensor:
+    others = ~is_before
+    filled = weighted.masked_fill(others, 0.0)
+    return _sums_from_here(filled, dim).div_(given)
+
+
+def _with_first_zeros(
+    gradient: Tensor, is_between: Tensor, zeros: Tensor, grad: Tensor, given: Tensor, result: Tensor, dim: int
+) -> Tensor:
+    """Return a gradient with that of the first zero of each line: what is before it by the sum of what follows it.
+
+    Args:
+        gradient: Of the other elements.
+        is_between: Where one zero has been seen; is written to.
+        zeros: How many zeros have been seen.
+        grad: Of the result.
+        given: The factors.
+        result: Their cumulative product.
+        dim: Of the lines.
+    """
+    first = is_between.max(dim, keepdim=True)[1]
+    is_first = torch.zeros_like(is_between).scatter_(dim, first, 1).logical_and_(is_between)
+    is_between &= ~is_first
+    products = _products_between(given, is_between, dim)
+    counted = grad.masked_fill(zeros != 1, 0.0)
+    before = _products_before(result, first, dim)
+    sums = products.mul_(counted).sum(dim, keepdim=True)
+    del products
+    return torch.where(is_first, sums.mul_(before), gradient)
+
+
+def _products_between(given: Tensor, is_between: Tensor, dim: int) -> Tensor:
+    others = ~is_between
+    filled = given.masked_fill(others, 1.0)
+    return filled.cumprod(dim)
+
+
+def _products_before(result: Tensor, first: Tensor, dim: int) -> Tensor:
+    position = (first - 1).relu_()
+    return result.gather(dim, position).masked_fill_(first == 0, 1.0)

@@ -1,0 +1,125 @@
+"""Products: their backward passes are predicted as they run, with zeros and without, and give what they gave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from memfit.capture.composites import composed_as_without_a_mode
+from memfit.devices.host import find_device
+from memfit.ir.plan import Levers
+from memfit.pipeline.predicting import capture_levers, costs_of, predict
+from memfit.workload import Workload
+from tests.measuring import peaks
+
+SAMPLES, LENGTH, WIDTH = 8, 24, 16
+LEVERS = Levers(microbatch_size=SAMPLES)
+Use = Callable[[Tensor], Tensor]
+
+
+def rendered(x: Tensor) -> Tensor:
+    """Return colours weighted by the light that passes what is before them, as neural radiance fields do."""
+    opacity = x.sigmoid()
+    ones = torch.ones_like(opacity[:, :1])
+    passed = torch.cumprod(torch.cat([ones, 1 - opacity + 1e-10], 1), 1)[:, :-1]
+    return (opacity * passed * x.tanh()).sum(1)
+
+
+def scheduled(x: Tensor) -> Tensor:
+    """Return a product as long as it holds no zero: of complex numbers, along the last dimension."""
+    return torch.view_as_real(torch.polar(x.sigmoid(), x).prod(-1)).sum(-1)
+
+
+USES: dict[str, Use] = {
+    "product along a dimension": lambda x: x.sigmoid().prod(1),
+    "product with zeros": lambda x: x.relu().prod(1, keepdim=True),
+    "product in another dtype": lambda x: x.sigmoid().prod(-1, dtype=torch.float64).float(),
+    "product of a line": lambda x: x[:, :1].relu().prod(1),
+    "product of all": lambda x: x.sigmoid().prod(),
+    "product of all with one zero": lambda x: (
+        x.sigmoid().index_fill(0, torch.tensor(0), 0.5)[0].relu().prod() * x.mean()
+    ),
+    "product of all with zeros": lambda x: x.relu().prod(),
+    "complex product": scheduled,
+    "cumulative product": lambda x: x.sigmoid().cumprod(1),
+    "cumulative product with zeros": lambda x: x.relu().cumprod(-1),
+    "cumulative product of columns": lambda x: x.sigmoid().mT.cumprod(1),
+    "rendering": rendered,
+    "recomputed": lambda x: checkpoint(rendered, x, use_reentrant=False),
+    "differentiated apart": lambda x: x * torch.func.grad(lambda y: y.sigmoid().cumprod(1).sum())(x.detach()),
+}
+
+
+class Used(nn.Module):
+    """A model that uses what a linear layer gives."""
+
+    def __init__(self, use: Use) -> None:
+        super().__init__()
+        self.layer, self.use = nn.Linear(WIDTH, WIDTH), use
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(self.layer(x))
+
+
+def workload(use: Use, *, on_meta: bool = False) -> Workload:
+    torch.manual_seed(2)
+    with torch.device("meta" if on_meta else "cpu"):
+        model = Used(use)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    return Workload(model, torch.randn(SAMPLES, LENGTH, WIDTH), lambda m, x: m(x).mean(), optimizer)
+
+
+@pytest.mark.parametrize("name", USES)
+def test_the_peak_is_that_of_the_formula_that_runs(name: str) -> None:
+    predicted, measured = peaks(workload(USES[name]), LEVERS)
+    assert predicted == measured
+
+
+def test_the_comparison_notices_the_formula_for_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memfit.capture.composites.read_as_without_a_mode", lambda library, key: None)
+    predicted, measured = peaks(workload(rendered), LEVERS)
+    assert predicted > 1.2 * measured
+
+
+@pytest.mark.parametrize("use", [USES["product along a dimension"], rendered])
+def test_without_data_the_larger_formula_is_predicted_and_said_to_be_a_guess(use: Use) -> None:
+    device = find_device("cpu")
+    trace = capture_levers(workload(use, on_meta=True), LEVERS, device)
+    predicted = predict(trace, costs_of([trace], device), device)[0]
+    _, measured = peaks(workload(use), LEVERS)
+    assert predicted.peak_bytes > measured
+    assert any("a guess" in note for note in trace.notes)
+
+
+FACTORS: dict[str, Use] = {
+    "all": lambda x: x.prod(),
+    "along": lambda x: x.prod(1),
+    "kept": lambda x: x.prod(-1, keepdim=True),
+    "cumulative": lambda x: x.cumprod(-2),
+    "cumulative in another dtype": lambda x: x.cumprod(0, dtype=torch.complex128 if x.is_complex() else torch.float32),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+@pytest.mark.parametrize("zeros", [0.0, 0.02, 0.2, 0.9])
+@pytest.mark.parametrize("shape", [(3, 4, 5), (4, 1, 3), (1, 1, 1), (0, 3, 2), ()])
+def test_gradients_are_what_they_were(shape: tuple[int, ...], zeros: float, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    given = torch.randn(shape, dtype=dtype) * (torch.rand(shape) >= zeros)
+
+    def results(use: Use) -> list[Tensor]:
+        x = given.clone().requires_grad_()
+        first = torch.autograd.grad(use(x).abs().sum(), x)
+        second = torch.autograd.grad(use(x).abs().sum(), x, create_graph=True)
+        third = torch.autograd.grad(second[0].abs().sum(), x, allow_unused=True, materialize_grads=True)
+        return [use(x), *first, *second, *third]
+
+    for use in FACTORS.values() if shape else [FACTORS["all"]]:
+        expected = results(use)
+        with composed_as_without_a_mode():
+            found = results(use)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
