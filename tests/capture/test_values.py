@@ -99,6 +99,12 @@ def test_a_known_mask_gives_the_shape(known: KnownValues, select: str) -> None:
     assert x.grad is not None and x.grad.shape == x.shape
 
 
+def test_what_a_known_mask_selects_of_known_integers_is_known(known: KnownValues) -> None:
+    ids = torch.tensor([4, -100, 7])
+    assert ids[ids >= 0].tolist() == torch.masked_select(ids, ids >= 0).tolist() == [4, 7]
+    assert not known.replay.guesses
+
+
 def test_a_mask_beside_indices(known: KnownValues) -> None:
     x, mask = torch.randn(3, 4), torch.tensor([True, False, True])
     assert x[mask, torch.tensor([0, 1])].shape == (2,)

@@ -197,14 +197,14 @@ class KnownValues(TorchDispatchMode):
             DynamicOutputShapeException: Nothing says what shape there may be.
         """
         logged = self.replay.logged(str(func), args[0])
-        if func in (_aten.index.Tensor, _aten.masked_select.default):
-            return self._select(func, args, logged)
-        if known is not None and not self._prefers(logged, args[0]):
+        if known is not None and not any(self._prefers(logged, t) for t in tensors_in((args, kwargs))):
             real = _compute(func, *known)
             out = tree_map(lambda t: self._like(t, device_of(tensors_in((args, kwargs))[0])), real)
             self._remember(out, real)
             self._pass_on(func, args, kwargs, out)
             return out
+        if func in (_aten.index.Tensor, _aten.masked_select.default):
+            return self._select(func, args, logged)
         forms = logged if logged is not None else _largest(func, args)
         if forms is None:
             self.replay.needs_data = True
