@@ -68,9 +68,9 @@ def test_a_model_that_holds_something_of_the_step_before_is_captured_by_itself(m
     captures, made = Captures(workload, DEVICE), []
     captured = predicting._captured
 
-    def counted(*given: object, warm: bool = False) -> object:
+    def counted(*given: object, warm: bool = False, **more: object) -> object:
         made.append(warm)
-        return captured(*given, warm=warm)  # type: ignore[arg-type]
+        return captured(*given, warm=warm, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(predicting, "_captured", counted)
     levers = Levers(precision="bf16-mixed", microbatch_size=8)

@@ -70,7 +70,7 @@ def test_an_exact_plan_keeps_its_budget_and_every_bit(course: Course) -> None:
 
     plain = memfit.estimate(make())
     plan = memfit.plan(make(), budget=int(0.8 * plain.peak_upper_bytes), numerics="exact", points=1)
-    assert plan.levers.regions
+    assert plan.levers.regions or plan.levers.lean
     assert whole_run_peak_bytes(make(), plan.levers) <= plan.budget_bytes
     assert difference(trained_plainly(make), trained_by_plan(make, plan)) is None
 

@@ -89,7 +89,8 @@ def capture_with_data(
     except MemfitError:
         raise
     except Exception as e:
-        raise _not_running(e) from e
+        cause = instead_of.__cause__
+        raise (instead_of if (type(cause), str(cause)) == (type(e), str(e)) else _not_running(e)) from e
     why = str(instead_of.__cause__ or instead_of).splitlines()[0]
     return replace(trace, notes=[*trace.notes, f"the step was captured while it ran with data, not without ({why})"])
 

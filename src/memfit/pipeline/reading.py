@@ -8,6 +8,7 @@ from memfit.capture.courses import Reading, Readings
 from memfit.capture.reads import Policy
 from memfit.capture.step import reads_unknown
 from memfit.capture.with_data import read_with_data, why_not_here
+from memfit.errors import CaptureError
 from memfit.ir.plan import Levers
 from memfit.pipeline.applying import applied
 from memfit.workload import Workload, samples_of
@@ -69,7 +70,10 @@ def readings_to_send(workload: Workload, sizes: list[int]) -> dict[int, Readings
     if why_not_here(workload) is not None or not reads_unknown(workload, functools.partial(applied, whole)):
         return {}
     reader = WithData(workload)
-    found = {size: reader.of(Levers(microbatch_size=size))() for size in sizes}
+    try:
+        found = {size: reader.of(Levers(microbatch_size=size))() for size in sizes}
+    except CaptureError:  # a step that runs on a GPU only
+        return {}
     return {size: readings for size, readings in found.items() if readings is not None}
 
 

@@ -75,7 +75,8 @@ def _refused_optimizers(optimizer: Any) -> Iterator[str]:
 def _needs_closure(optimizer: Any) -> bool:
     """Tell whether an optimizer's `step` has to be given something."""
     try:
-        parameters = inspect.signature(optimizer.step).parameters.values()
+        # Of the class: learning-rate schedulers wrap the instance's, whose signature then has `self`.
+        parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
     except (TypeError, ValueError):  # not written in Python
         return False
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
