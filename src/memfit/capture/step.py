@@ -276,7 +276,10 @@ def _record(
         recorded = _recorded(recorder, step, copied.batch, enter_phase)
         notes = attention.notes() if attention is not None else []
         dry = release_points(recorder, step, copied.batch, recorded[0], enter_phase)
-        if not is_same_again(recorded[0], dry):
+        is_same = is_same_again(recorded[0], dry)
+        if warm and not is_same:
+            raise CaptureError("the copy holds something of another step: it is captured from its first step on")
+        if not is_same:
             others = [_recorded(recorder, step, copied.batch, enter_phase) for _ in range(_OTHER_STEPS)]
             recorded = max([recorded, *others], key=lambda one: _peak_bytes(one[0]))
             recorded[0].saves.clear()
