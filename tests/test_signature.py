@@ -165,3 +165,24 @@ def test_a_call_without_gradients_runs_without_them_where_its_kernel_asks() -> N
         func, given, _ = rebuild(text, "cpu")
         kept.append(func(*given)[3])
     assert kept[0].numel() > 0 and (kept[1] is None or kept[1].numel() == 0)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize(
+    ("written", "mask", "at", "chosen"), [((6, 3), (6,), 0, 4), ((6, 3), (6, 3), 0, 18), ((2, 6, 3), (6,), 1, 5)]
+)
+def test_a_mask_to_write_through_selects_as_many_places_as_there_are_values(
+    written: tuple[int, ...], mask: tuple[int, ...], at: int, chosen: int, accumulate: bool
+) -> None:
+    values = torch.zeros(*written[:at], chosen, *written[at + len(mask) :])
+    indices = [*[None] * at, torch.zeros(mask, dtype=torch.bool)]
+    args = (torch.zeros(written), indices, values, accumulate)
+    func, again, kwargs = rebuild(signature(aten.index_put_.default, args, {}), "cpu")
+    assert func(*again, **kwargs).shape == written
+    assert int(again[1][at].sum()) == chosen
+
+
+def test_a_mask_that_one_value_is_written_through_stays_empty() -> None:
+    mask = torch.zeros(6, dtype=torch.bool)
+    func, args, kwargs = rebuild(signature(aten.index_put_.default, (torch.zeros(6), [mask], torch.ones(())), {}), "cpu")
+    assert torch.equal(func(*args, **kwargs), torch.full((6,), 0.5))

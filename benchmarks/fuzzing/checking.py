@@ -34,6 +34,7 @@ from memfit.ir.trace import Trace, Work
 from memfit.pipeline import planning
 from memfit.pipeline.applying import applied
 from memfit.pipeline.predicting import capture_levers, predict
+from memfit.pipeline.reading import WithData
 from memfit.solve.candidates import options
 from memfit.solve.milp import Solver
 from memfit.solve.problem import build
@@ -227,10 +228,10 @@ class _Planning:
             time_limit_seconds=_PLANNING_SECONDS,
         )
 
-    def _captured(self, workload: Workload, levers: Levers, device: Device) -> Trace:
+    def _captured(self, workload: Workload, levers: Levers, device: Device, data: WithData | None = None) -> Trace:
         """Return the trace of a step; the plain one is not captured again."""
         plain = levers == Levers(microbatch_size=batch_size_of(workload.batch))
-        return self.trace if plain else capture_levers(workload, levers, device)
+        return self.trace if plain else capture_levers(workload, levers, device, data)
 
 
 def _off(predicted: int, measured: int) -> str:

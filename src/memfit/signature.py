@@ -69,7 +69,8 @@ def rebuild(text: str, device: str) -> tuple[Callable[..., Any], list[Any], dict
     """Return the operator of a signature, with new arguments of the same dtypes, shapes and strides.
 
     Floating-point tensors hold 0.5, others zeros, so that indices are in range; where groups end in a grouped
-    product is spread evenly, and matrices of linear algebra are regular.
+    product is spread evenly, masks to write through select as many places as there are values, and matrices of linear
+    algebra are regular.
 
     Raises:
         LookupError: The signature has no arguments, or this PyTorch has no such operator.
@@ -90,6 +91,8 @@ def rebuild(text: str, device: str) -> tuple[Callable[..., Any], list[Any], dict
         _spread_groups(args)
     if "ctc_loss" in name:
         _spread_labels(args[1:5] if "backward" in name else args[:4])
+    if "index_put" in name:
+        _select_as_many(args)
     if any(part in name for part in _SOLVING):
         _make_regular([*args, *kwargs.values()])
     return func, args, kwargs
@@ -119,6 +122,17 @@ def _spread_labels(args: list[Any]) -> None:
         lengths.fill_(scores.shape[0])
         ends = torch.arange(counts.numel() + 1) * labels.numel() // max(1, counts.numel())
         counts.copy_(ends.diff())
+
+
+def _select_as_many(args: list[Any]) -> None:
+    """Let the mask that a tensor is written through select as many places as there are values to write."""
+    written, indices, values = args[:3]
+    masks = [(at, index) for at, index in enumerate(indices) if index is not None]
+    if len(masks) == 1 and masks[0][1].dtype is torch.bool:
+        ((at, mask),) = masks
+        if values.dim() == written.dim() - mask.dim() + 1:
+            places = torch.arange(mask.numel(), device=mask.device).view(mask.shape)
+            mask.copy_(places < values.shape[at])
 
 
 def _spread_groups(args: list[Any]) -> None:

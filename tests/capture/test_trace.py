@@ -165,6 +165,20 @@ def test_norms_are_captured_with_the_statistics_that_their_kernels_keep(affine: 
     assert not differences(fake, real)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("channels", [(16, 2), (4, 8)])
+def test_transposed_convolutions_keep_the_memory_that_they_were_made_with(
+    channels: tuple[int, int], dims: int, dtype: torch.dtype
+) -> None:
+    kind = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)[dims - 1]
+    model = nn.Sequential(kind(*channels, 2), nn.Tanh()).to(dtype)
+    batch = (torch.randn(2, channels[0], *[4] * dims, dtype=dtype), torch.randn(2, channels[1], *[5] * dims, dtype=dtype))
+    workload = Workload(model, batch, squared_error, torch.optim.SGD(model.parameters(), lr=0.1))
+    fake, real = (captured(workload, real=really) for really in (False, True))
+    assert not differences(fake, real)
+
+
 @pytest.mark.parametrize("name", BUILDERS)
 def test_a_checkpointed_step_is_the_real_one_too(name: str) -> None:
     regions = {"transformer": "blocks.0", "tied": "blocks.1", "convnet": "stages", "unet": "unet.inner"}

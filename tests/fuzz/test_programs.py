@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from benchmarks.fuzzing import checking
 from benchmarks.fuzzing.checking import Costs, checked, saved_number_bytes
 from benchmarks.fuzzing.modules import workload_of
 from benchmarks.fuzzing.programs import Block, Call, Loss, Operation, Program, drawn, from_text, text_of
-from memfit.capture.accumulation import Accumulation
 from tests.models import captured
 
 PHASES = (Phase.generate, Phase.shrink)
@@ -65,11 +66,16 @@ def test_memfit_is_right_on_programs_of_each_kind(name: str) -> None:
     assert found.planned_measured_bytes is not None
 
 
-def test_a_wrong_prediction_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gather's gradient is filled in place; taken for out of place, the peak is that of a tensor more."""
-    monkeypatch.setattr(Accumulation, "as_the_engine", lambda self, func, args, kwargs: (func, args))
-    gathering = program(Operation("gather", (1,), 0), Operation("gather", (1,), 0))
-    found = checked(gathering, COSTS)
+@pytest.mark.parametrize("off_bytes", [-16, 4])
+def test_a_prediction_that_is_a_number_off_is_noticed(monkeypatch: pytest.MonkeyPatch, off_bytes: int) -> None:
+    predict = checking.predict
+
+    def other(*arguments: Any) -> Any:
+        predicted, timeline = predict(*arguments)
+        return replace(predicted, peak_bytes=predicted.peak_bytes + off_bytes), timeline
+
+    monkeypatch.setattr(checking, "predict", other)
+    found = checked(SHAPES["positions and values"], COSTS)
     assert found is not None and any("plain peak" in said for said in found.wrong)
 
 

@@ -481,7 +481,23 @@ def _as_on_cpu(out: Any, func: Any, args: Any, kwargs: Any) -> Any:
         return *out[:3], out[3].new_empty(nbytes)
     if func is _aten.mkldnn_rnn_layer_backward.default:  # before torch 2.13 the fake one gave the input's dtype
         return tuple(t if t is None else t.new_empty(t.shape, dtype=torch.float32) for t in out)
+    if func is _aten.convolution.default and out.numel() < args[0].numel() and _is_made_like_its_input(*args):
+        return out.new_empty(args[0].numel()).as_strided(out.shape, out.stride())
     return out
+
+
+def _is_made_like_its_input(given: torch.Tensor, weight: torch.Tensor, bias: Any, *options: Any) -> bool:
+    """Tell whether a convolution's output is first made as large as its input, whose memory it keeps.
+
+    Transposed ones over volumes that oneDNN has no kernel for (ATen/native/NaiveConvolutionTranspose3d.cpp).
+    """
+    transposed = options[3]
+    if not transposed or weight.dim() != 5:
+        return False
+    with unset_fake_temporarily():
+        like = [None if t is None else torch.empty(1, dtype=t.dtype).expand(t.shape) for t in (given, weight, bias)]
+        backend = torch._C._select_conv_backend(*like, *options)
+    return bool(backend == torch._C._ConvBackend.SlowTranspose3d)
 
 
 def _with_statistics_as_parameters(out: Any, args: Any) -> Any:
