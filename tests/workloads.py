@@ -51,15 +51,15 @@ def needs_an_extra() -> Workload:
     raise ModuleNotFoundError("No module named 'monai'", name="monai")
 
 
-def boolean_mask() -> Workload:
-    """A step whose shapes depend on values."""
+def wrong_shapes() -> Workload:
+    """A step that does not run: rows of 7 numbers for a layer of 8."""
     model = nn.Linear(8, 1)
     return Workload(
         model=model,
         batch=torch.randn(16, 8),
-        loss_fn=lambda model, batch: model(batch[batch[:, 0] > 0]).mean(),
+        loss_fn=lambda model, batch: model(batch[:, 1:]).mean(),
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        name="boolean_mask",
+        name="wrong_shapes",
     )
 
 

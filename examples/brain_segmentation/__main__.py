@@ -44,7 +44,7 @@ QUICK = Size(
     patches=((32, 20, 32), (24, 16, 24), (16, 16, 16)),
     channels=(8, 16),
     resolution=4,
-    budget="8MiB",
+    budget="7.5MiB",
     steps=3,
     evaluations=1,
 )

@@ -239,7 +239,7 @@ def test_no_plan_fits_gives_status_3(memfit: Shell) -> None:
         (("estimate", "tests.workloads:a_number"), 2, "int"),
         (("estimate", "tests.workloads:broken"), 2, "no such dataset"),
         (("estimate", "tests.workloads:needs_an_extra"), 2, "memfit[brain]"),
-        (("estimate", "tests.workloads:boolean_mask"), 2, "workloads.py:"),
+        (("estimate", "tests.workloads:wrong_shapes"), 2, "workloads.py:"),
         (("estimate", TINY, "--device", "rtx-9000"), 2, "rtx-9000"),
         (("devices", "rtx-9000"), 2, "rtx-5090"),
         (("devices", "cpu", "--probe"), 2, "leave out 'cpu'"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from memfit.errors import AllocatorSettingsError, SimulatedOutOfMemoryError
@@ -298,13 +298,17 @@ CONFS = st.lists(
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="earlier versions do not read large_segment_size_mb")
+@example(20, [("roundup_power2_divisions", "[>:1]")], [512, 2**21, 2**40])
+@example(20, [("roundup_power2_divisions", "[4:4,>:2,64:8]")], [2**n for n in range(20, 38)])
+@example(20, [("roundup_power2_divisions", "[32768:4,>:2]")], [2**n for n in range(20, 38)])
 @given(st.integers(9, 40), CONFS, st.lists(st.integers(512, 2**37), max_size=20))
 @settings(deadline=None)
 def test_settings_are_read_as_pytorch_reads_them(large: int, pairs: list[tuple[str, str]], sizes: list[int]) -> None:
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     divisions = library._ZN3c1016CachingAllocator26AcceleratorAllocatorConfig24roundup_power2_divisionsEm
     divisions.argtypes, divisions.restype = [ctypes.c_size_t], ctypes.c_size_t
-    torch._C._accelerator_setAllocatorSettings("large_segment_size_mb:20")  # what is left out keeps its last value
+    cleared = "large_segment_size_mb:20,roundup_power2_divisions:[1:0,>:0]"  # what is left out keeps its last value
+    torch._C._accelerator_setAllocatorSettings(cleared)
     text = ",".join(f"{key}:{value}" for key, value in [("large_segment_size_mb", str(large)), *pairs])
     try:
         torch._C._accelerator_setAllocatorSettings(text)
@@ -320,7 +324,7 @@ def test_settings_are_read_as_pytorch_reads_them(large: int, pairs: list[tuple[s
         assert not refused, text
         for size in sizes:
             assert read.divisions()[min(max(size.bit_length() - 21, 0), 15)] == divisions(size), text
-    torch._C._accelerator_setAllocatorSettings("large_segment_size_mb:20")
+    torch._C._accelerator_setAllocatorSettings(cleared)
 
 
 def test_the_same_requests_give_the_same_addresses() -> None:

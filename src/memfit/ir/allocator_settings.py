@@ -224,7 +224,8 @@ def _flag(key: str, value: str) -> bool:
 def _divisions(key: str, value: str) -> int | tuple[int, ...]:
     """Return one number for all sizes, or one for each interval from "[256:1,512:2,>:4]".
 
-    The first size named also sets every interval below it, and ">" sets those from the last size named on.
+    The first size named also sets every interval below it, and ">" sets those above the last size named, or above the
+    first interval where none was.
     """
     if not value.startswith("["):
         divisions = _number(key, value)
@@ -236,7 +237,7 @@ def _divisions(key: str, value: str) -> int | tuple[int, ...]:
         size, _, number = pair.partition(":")
         divisions = _number(key, number)
         if size == ">":
-            result[last:] = [divisions] * (INTERVALS - last)
+            result[last + 1 :] = [divisions] * (INTERVALS - last - 1)
             continue
         mebibytes = _number(key, size)
         if not _is_power_of_two(mebibytes):
