@@ -41,6 +41,32 @@ def retained(y: Tensor) -> Tensor:
     return z + y
 
 
+class _Twice(nn.Module):
+    def forward(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        z = y.exp()
+        return z, z
+
+
+def watched(y: Tensor) -> Tensor:
+    """A module with a backward hook holds the gradients of its outputs until those of its inputs are there."""
+    module = _Twice()
+    module.register_full_backward_hook(lambda module, inputs, outputs: None)
+    one, other = module(y)
+    return 2 * one + 3 * other
+
+
+def watched_before(y: Tensor) -> Tensor:
+    """The user keeps what is to be added up, where it comes in: at the node."""
+    KEPT.clear()
+    z = y.exp()
+    assert z.grad_fn is not None
+    one, other = 2 * z, 3 * z
+    for path in (one, other):
+        assert path.grad_fn is not None
+        path.grad_fn.register_hook(lambda inputs, outputs: KEPT.extend(inputs))  # type: ignore[arg-type]
+    return one + other
+
+
 def selected(y: Tensor) -> Tensor:
     """Every other column, by its number."""
     return y.index_select(1, torch.arange(0, SHAPE[1], 2)).repeat_interleave(2, 1)
@@ -71,6 +97,8 @@ FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
     "a scatter of the user's": lambda y: torch.zeros(SHAPE).scatter(1, y.detach().argsort(1), y),
 }
 PATHS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a module with a backward hook": watched,
+    "gradients that a hook keeps": watched_before,
     "three paths": lambda y: y.sin() + y.cos() + y.exp(),
     "columns": lambda y: torch.stack([y[:, i].sin() for i in range(SHAPE[1])], 1),
     "a residual": lambda y: y + y.sin().cos(),

@@ -35,7 +35,10 @@ _CONTINUED = "BinaryCrossEntropyWithLogits"
 
 
 class Accumulation:
-    """Finds what the engine runs in place, and makes it what it is without a mode. To be made outside of any mode."""
+    """Finds what the engine runs in place, and makes it what it is without a mode. To be made outside of any mode.
+
+    To be asked straight from a mode's `__torch_dispatch__`, which gave it its own arguments: references are counted.
+    """
 
     def __init__(self) -> None:
         self._last = _references_of_last()
@@ -88,22 +91,40 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _references(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return how often a tensor and its storage are referred to, by C++ and by Python."""
+def _references(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Return how often a tensor and its storage are referred to by C++, and the tensor by Python.
+
+    To C++, a tensor that Python holds, as modules with backward hooks hold gradients, is held once by what wraps it for
+    Python: as is any that a mode sees.
+    """
     counted: Any = tensor
-    return counted._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    storage = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return counted._use_count(), storage, sys.getrefcount(tensor)
 
 
 @functools.cache
-def _references_of_last() -> tuple[int, int]:
+def _references_of_last() -> tuple[int, int, int]:
     """Return the references that a mode sees of a gradient which only the engine holds, in this PyTorch."""
-    seen: list[tuple[int, int]] = []
+    seen: list[tuple[int, int, int]] = []
+
+    class Counting(Accumulation):
+        def __init__(self) -> None:
+            pass
+
+        def _is_last(self, tensor: torch.Tensor) -> bool:
+            seen.append(_references(tensor))
+            return False
+
+        def _as_the_formula(self, func: Any, args: Any) -> Any:
+            return func  # only sums count
+
+    counting = Counting()
 
     class Look(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is _ADD:
-                seen.append(_references(args[0]))
-            return func(*args, **(kwargs or {}))
+            kwargs = kwargs or {}
+            func, args = counting.as_the_engine(func, args, kwargs)
+            return func(*args, **kwargs)
 
     with torch.enable_grad(), Look():  # type: ignore[no-untyped-call]
         y = torch.ones(1, requires_grad=True).exp()
