@@ -73,16 +73,16 @@ def release_points(
 ) -> list[Recording]:
     """Run the forward pass with nothing saved, to see when its storages die by themselves: for each microbatch.
 
-    Those of the same shapes run once. What autograd takes within the forward pass is saved all the same.
+    Those that ran the same operators run once. What autograd takes within the forward pass is saved all the same.
     """
-    recordings: dict[Any, Recording] = {}
+    recordings: dict[tuple[tuple[int, ...], int], Recording] = {}
     found = []
     recorder.begin_step()  # what splitting makes, as of packed sequences, is no part of the step recorded before
     microbatches = step.split(batch)
     recorder.end_step()
     for index, microbatch in enumerate(microbatches):
         kept = _taken_in_forward(recording, index)
-        key = tuple(tuple(t.shape) for t in tensors_of(microbatch)), index if any(kept) else -1
+        key = _forward_signatures(recording, index), index if any(kept) else -1
         if key not in recordings:
             recorder.begin_step()
             enter_phase("forward", index)
@@ -99,6 +99,10 @@ def _taken_in_forward(recording: Recording, microbatch: int) -> list[bool]:
     first, last = _forward_range(recording, microbatch)
     saves = [save for save in recording.saves if first <= save.at <= last + 1]
     return [0 <= save.unpacked <= last for save in saves]
+
+
+def _forward_signatures(recording: Recording, microbatch: int) -> tuple[int, ...]:
+    return tuple(op.signature for op in recording.ops if op.phase == "forward" and op.microbatch == microbatch)
 
 
 def _forward_range(recording: Recording, microbatch: int) -> tuple[int, int]:

@@ -1,14 +1,18 @@
-"""The part of a workload that a capture runs: at most two microbatches, with the rest of the batch held."""
+"""The part of a workload that a capture runs: two microbatches, or all where they differ, with the rest held."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import torch
 
 from memfit.capture.fake import real_copy
+from memfit.ir.trace import Trace
 from memfit.workload import Workload, part_of, samples_of, tensors_of
+
+_NUMBERS = re.compile(r"-?\d+(\.\d+(e[+-]?\d+)?|e[+-]?\d+)")  # such as weights of losses, which change no size
 
 
 def real_part(workload: Workload, microbatch_size: int | None) -> Workload:
@@ -54,6 +58,31 @@ def _heaviest(workload: Workload, microbatch_size: int, size: int) -> int:
     elements = [sum(t.numel() for t in tensors_of(part)) for part in parts]
     later = elements[1 : size // microbatch_size]  # whose gradients are added to those that are there
     return microbatch_size * later.index(max(later))
+
+
+def asks_for_every_microbatch(trace: Trace) -> bool:
+    """Tell whether the two microbatches of a trace don't stand for the others, so that all are to be run.
+
+    They don't where one runs other operators than the other, since lengths in the batch or values decide, and where one
+    adds to a sparse gradient, which then has the entries of both.
+    """
+    if trace.microbatches == trace.scale_microbatches:
+        return False
+    return _run_other_operators(trace) or _adds_up_sparse_gradients(trace)
+
+
+def _run_other_operators(trace: Trace) -> bool:
+    texts = [_NUMBERS.sub("", text) for text in trace.signatures]
+    forward: list[list[str]] = [[], []]
+    for op in trace.ops:
+        if op.phase == "forward":
+            forward[op.microbatch].append(texts[op.signature])
+    return forward[0] != forward[1]
+
+
+def _adds_up_sparse_gradients(trace: Trace) -> bool:
+    adding = (op for op in trace.ops if op.phase == "backward" and op.microbatch and op.name == "aten.add_.Tensor")
+    return any('"args":[{"s":' in trace.signatures[op.signature] for op in adding)
 
 
 def inputs_of(copied: Workload) -> list[torch.Tensor]:

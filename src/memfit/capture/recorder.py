@@ -497,7 +497,7 @@ def _is_made_like_its_input(given: torch.Tensor, weight: torch.Tensor, bias: Any
     with unset_fake_temporarily():
         like = [None if t is None else torch.empty(1, dtype=t.dtype).expand(t.shape) for t in (given, weight, bias)]
         backend = torch._C._select_conv_backend(*like, *options)
-    return bool(backend == torch._C._ConvBackend.SlowTranspose3d)
+    return bool(backend.name == "SlowTranspose3d")
 
 
 def _with_statistics_as_parameters(out: Any, args: Any) -> Any:

@@ -21,7 +21,7 @@ from memfit.capture.fake import fake_copy, mode_of, nothing_changes
 from memfit.capture.gpu import fake_gpu
 from memfit.capture.hints import explained
 from memfit.capture.lives import Categories, assembled, is_same_again, release_points
-from memfit.capture.parts import inputs_of, real_part, shortened, unwrapped
+from memfit.capture.parts import asks_for_every_microbatch, inputs_of, real_part, shortened, unwrapped
 from memfit.capture.reads import Replay
 from memfit.capture.recorder import Recorder, Recording
 from memfit.capture.values import KnownValues, libraries_run_as_with_data
@@ -58,10 +58,10 @@ def capture(
 ) -> Trace:
     """Return the trace of a step, run under fake tensors: no data, no memory, nothing of the user's changed.
 
-    The step runs twice, since the first makes the optimizer's state, and the second is recorded. Of
-    many equal microbatches two are run: the second repeats; all are run where they add up sparse gradients. A step that
-    reads values of tensors, or whose course depends on draws, runs again for each other course that it may take
-    (`capture.courses`).
+    The step runs twice, since the first makes the optimizer's state, and the second is recorded. Of many equal
+    microbatches two are run: the second repeats. All are run where those two are not equal, or add up sparse gradients.
+    A step that reads values of tensors, or whose course depends on draws, runs again for each other course that it may
+    take (`capture.courses`).
 
     Args:
         workload: The user's workload.
@@ -82,10 +82,10 @@ def capture(
     def run(course: Course) -> Trace:
         with _fake_copied(workload, device, microbatch_size) as (copied, values, attention):
             trace = _record(workload, copied, build, values, precision, microbatch_size, attention, warm, course)
-        if trace.microbatches < trace.scale_microbatches and _adds_up_sparse_gradients(trace):
-            with _fake_copied(workload, device, None) as (copied, values, attention):
-                trace = _record(workload, copied, build, values, precision, microbatch_size, attention, warm, course)
-        return trace
+        if not asks_for_every_microbatch(trace):
+            return trace
+        with _fake_copied(workload, device, None) as (copied, values, attention):
+            return _record(workload, copied, build, values, precision, microbatch_size, attention, warm, course)
 
     trace = worst_course(run, workload.values, reading)
     if warm and trace.slack:
@@ -129,12 +129,6 @@ def reads_unknown(workload: Workload, build: BuildStep) -> bool:
     return bool(replay.guesses) or values.reads_draws
 
 
-def _adds_up_sparse_gradients(trace: Trace) -> bool:
-    """Tell whether a microbatch adds to a sparse gradient, which then has the entries of both."""
-    adding = (op for op in trace.ops if op.phase == "backward" and op.microbatch and op.name == "aten.add_.Tensor")
-    return any('"args":[{"s":' in trace.signatures[op.signature] for op in adding)
-
-
 @contextlib.contextmanager
 def _fake_copied(
     workload: Workload, device: Device | None, microbatch_size: int | None
@@ -160,7 +154,10 @@ def capture_real(
     """Return the trace of a step that really runs, on a copy of the workload, through the same records."""
     with nothing_changes(workload), _one_thread_and_no_collector():
         copied = real_part(workload, microbatch_size)
-        return _record(workload, copied, build, None, precision, microbatch_size)
+        trace = _record(workload, copied, build, None, precision, microbatch_size)
+        if asks_for_every_microbatch(trace):
+            trace = _record(workload, real_part(workload, None), build, None, precision, microbatch_size)
+        return trace
 
 
 def is_compiled(workload: Workload) -> bool:
