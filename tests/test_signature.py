@@ -184,5 +184,7 @@ def test_a_mask_to_write_through_selects_as_many_places_as_there_are_values(
 
 def test_a_mask_that_one_value_is_written_through_stays_empty() -> None:
     mask = torch.zeros(6, dtype=torch.bool)
-    func, args, kwargs = rebuild(signature(aten.index_put_.default, (torch.zeros(6), [mask], torch.ones(())), {}), "cpu")
+    func, args, kwargs = rebuild(
+        signature(aten.index_put_.default, (torch.zeros(6), [mask], torch.ones(())), {}), "cpu"
+    )
     assert torch.equal(func(*args, **kwargs), torch.full((6,), 0.5))

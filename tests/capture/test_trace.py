@@ -173,8 +173,8 @@ def test_transposed_convolutions_keep_the_memory_that_they_were_made_with(
 ) -> None:
     kind = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)[dims - 1]
     model = nn.Sequential(kind(*channels, 2), nn.Tanh()).to(dtype)
-    batch = (torch.randn(2, channels[0], *[4] * dims, dtype=dtype), torch.randn(2, channels[1], *[5] * dims, dtype=dtype))
-    workload = Workload(model, batch, squared_error, torch.optim.SGD(model.parameters(), lr=0.1))
+    given, wanted = (torch.randn(2, n, *[size] * dims, dtype=dtype) for n, size in zip(channels, (4, 5), strict=True))
+    workload = Workload(model, (given, wanted), squared_error, torch.optim.SGD(model.parameters(), lr=0.1))
     fake, real = (captured(workload, real=really) for really in (False, True))
     assert not differences(fake, real)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import re
 from typing import Any
 
@@ -13,11 +14,16 @@ from memfit.ir.trace import Trace
 from memfit.workload import Workload, part_of, samples_of, tensors_of
 
 _NUMBERS = re.compile(r"-?\d+(\.\d+(e[+-]?\d+)?|e[+-]?\d+)")  # such as weights of losses, which change no size
+_SIZED = re.compile(r'(",|"l":)\[\d')  # a tensor with dimensions, or a list of sizes
+_MOST_OPERATORS = 20_000  # that are run for one trace: some fifteen seconds
+_MOST_MICROBATCHES = 32  # that are run
 
 
 def real_part(workload: Workload, microbatch_size: int | None) -> Workload:
-    """Return an independent copy of a workload with data, with at most two microbatches in its batch."""
-    return unwrapped(real_copy(shortened(workload, microbatch_size)))
+    """Return a copy of a workload with data, with all microbatches of its batch if they are few, or two."""
+    size = samples_of(workload)
+    few = -(-size // (microbatch_size or size)) <= _MOST_MICROBATCHES
+    return unwrapped(real_copy(workload if few else shortened(workload, microbatch_size)))
 
 
 def shortened(workload: Workload, microbatch_size: int | None) -> Workload:
@@ -60,22 +66,41 @@ def _heaviest(workload: Workload, microbatch_size: int, size: int) -> int:
     return microbatch_size * later.index(max(later))
 
 
-def asks_for_every_microbatch(trace: Trace) -> bool:
-    """Tell whether the two microbatches of a trace don't stand for the others, so that all are to be run.
+class EveryMicrobatch(enum.Enum):
+    """Whether the two microbatches of a trace stand for the others."""
+
+    NOT_NEEDED = enum.auto()
+    NEEDED = enum.auto()
+    TOO_MANY = enum.auto()
+
+
+def every_microbatch(trace: Trace, may_differ: bool) -> EveryMicrobatch:
+    """Return whether all microbatches are to be run, since the two of a trace don't stand for the others.
 
     They don't where one runs other operators than the other, since lengths in the batch or values decide, and where one
     adds to a sparse gradient, which then has the entries of both.
+
+    Args:
+        trace: Of a step.
+        may_differ: Whether the others may run other operators than these two.
     """
     if trace.microbatches == trace.scale_microbatches:
-        return False
-    return _run_other_operators(trace) or _adds_up_sparse_gradients(trace)
+        return EveryMicrobatch.NOT_NEEDED
+    differ = _run_other_operators(trace) or _adds_up_sparse_gradients(trace)
+    if not (differ or may_differ):
+        return EveryMicrobatch.NOT_NEEDED
+    operators = len(trace.ops) * trace.scale_microbatches // trace.microbatches
+    if trace.scale_microbatches <= _MOST_MICROBATCHES and operators <= _MOST_OPERATORS:
+        return EveryMicrobatch.NEEDED
+    return EveryMicrobatch.TOO_MANY if differ else EveryMicrobatch.NOT_NEEDED
 
 
 def _run_other_operators(trace: Trace) -> bool:
-    texts = [_NUMBERS.sub("", text) for text in trace.signatures]
+    """Tell whether the forward passes differ in more than numbers, and operators on single numbers: sums of losses."""
+    texts = [_NUMBERS.sub("", text) if _SIZED.search(text) else "" for text in trace.signatures]
     forward: list[list[str]] = [[], []]
     for op in trace.ops:
-        if op.phase == "forward":
+        if op.phase == "forward" and texts[op.signature]:
             forward[op.microbatch].append(texts[op.signature])
     return forward[0] != forward[1]
 

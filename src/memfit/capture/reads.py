@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 _aten = torch.ops.aten
@@ -73,9 +74,21 @@ class Read:
 
 @dataclass
 class Log:
-    """What a step reads, in order, by phase and microbatch."""
+    """What a step reads, in order, by phase and microbatch.
+
+    Attributes:
+        reads: What is read.
+        forward: For each microbatch, a number that stands for the operators of its forward pass and their outputs'
+            shapes.
+    """
 
     reads: dict[Place, list[Read]] = field(default_factory=dict)
+    forward: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def microbatches_differ(self) -> bool:
+        """Whether the forward passes of microbatches ran different operators."""
+        return len(set(self.forward.values())) > 1
 
 
 def reading_site() -> tuple[Site | None, bool]:
@@ -134,6 +147,7 @@ class Writing(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        self._count(func, out)
         if torch.Tag.data_dependent_output in func.tags:
             self._write(_ITEM, args[0], out)
         elif func is _aten.index.Tensor:
@@ -144,6 +158,13 @@ class Writing(TorchDispatchMode):
             outputs = out if isinstance(out, tuple | list) else (out,)
             self._write(str(func), args[0], [(tuple(t.shape), t.dtype) for t in outputs])
         return out
+
+    def _count(self, func: Any, out: Any) -> None:
+        phase, microbatch = self.place
+        shapes = tuple(t.shape for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.dim())
+        if phase == "forward" and shapes:  # not what adds up losses
+            before = self.log.forward.get(microbatch, 0)
+            self.log.forward[microbatch] = hash((before, str(func), shapes))
 
     def _write(self, kind: str, tensor: torch.Tensor, answer: Any) -> None:
         site, is_ours = reading_site()

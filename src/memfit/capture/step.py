@@ -21,7 +21,7 @@ from memfit.capture.fake import fake_copy, mode_of, nothing_changes
 from memfit.capture.gpu import fake_gpu
 from memfit.capture.hints import explained
 from memfit.capture.lives import Categories, assembled, is_same_again, release_points
-from memfit.capture.parts import asks_for_every_microbatch, inputs_of, real_part, shortened, unwrapped
+from memfit.capture.parts import EveryMicrobatch, every_microbatch, inputs_of, real_part, shortened, unwrapped
 from memfit.capture.reads import Replay
 from memfit.capture.recorder import Recorder, Recording
 from memfit.capture.values import KnownValues, libraries_run_as_with_data
@@ -36,6 +36,11 @@ _OTHER_STEPS = 3  # recorded where the forward pass is another each time it is c
 _OTHER_EACH_TIME = (
     "the forward pass runs other operators each time it is called: predicted is the step that takes most of"
     f" {_OTHER_STEPS + 1} in a row, and nothing is recomputed; others may take more"
+)
+_OTHERS_MORE = 0.1  # chosen, not measured: by what share microbatches that differ may take more than two of them
+_MICROBATCHES_DIFFER = (
+    "the microbatches run different operators, and are too many to run them all: predicted from two of them, and others"
+    " may take more"
 )
 _COMPILED = (
     "torch.compile is not predicted: the step was captured as it runs without; compiled, it takes less time, and mostly"
@@ -82,7 +87,11 @@ def capture(
     def run(course: Course) -> Trace:
         with _fake_copied(workload, device, microbatch_size) as (copied, values, attention):
             trace = _record(workload, copied, build, values, precision, microbatch_size, attention, warm, course)
-        if not asks_for_every_microbatch(trace):
+        may_differ = values.reads_batch or any(log.microbatches_differ for log in course.replay.logs)
+        every = every_microbatch(trace, may_differ)
+        if every is EveryMicrobatch.TOO_MANY:
+            return replace(trace, notes=[*trace.notes, _MICROBATCHES_DIFFER], slack=trace.slack + _OTHERS_MORE)
+        if every is EveryMicrobatch.NOT_NEEDED:
             return trace
         with _fake_copied(workload, device, None) as (copied, values, attention):
             return _record(workload, copied, build, values, precision, microbatch_size, attention, warm, course)
@@ -153,11 +162,7 @@ def capture_real(
 ) -> Trace:
     """Return the trace of a step that really runs, on a copy of the workload, through the same records."""
     with nothing_changes(workload), _one_thread_and_no_collector():
-        copied = real_part(workload, microbatch_size)
-        trace = _record(workload, copied, build, None, precision, microbatch_size)
-        if asks_for_every_microbatch(trace):
-            trace = _record(workload, real_part(workload, None), build, None, precision, microbatch_size)
-        return trace
+        return _record(workload, real_part(workload, microbatch_size), build, None, precision, microbatch_size)
 
 
 def is_compiled(workload: Workload) -> bool:
@@ -208,13 +213,15 @@ def _one_thread_and_no_collector() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _following(course: Course | None, values: KnownValues | None) -> Iterator[Callable[[Phase, int], None]]:
+def _following(
+    course: Course | None, values: KnownValues | None, batch: list[torch.Tensor]
+) -> Iterator[Callable[[Phase, int], None]]:
     """Have a step take a course; yield what is to be told of its phases."""
     if course is None or values is None:
         yield lambda phase, microbatch: None
         return
     replay = values.replay = course.replay
-    values.extreme, values.reads_draws = course.starts[0].extreme if course.starts[0] else "", False
+    values.begin(batch, course.starts[0].extreme if course.starts[0] else "")
     with replay.rewinding(), replay.arrays(values.value_of):
         yield course.follow
     course.reads_draws = values.reads_draws
@@ -248,7 +255,7 @@ def _record(
         build(copied) as step,
         recorder.watch(copied.model),
         recorder.generator_states(),
-        _following(course, values) as follow,
+        _following(course, values, inputs_of(copied)) as follow,
     ):
 
         def enter_phase(phase: Phase, microbatch: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -57,6 +57,7 @@ class KnownValues(TorchDispatchMode):
         replay: Answers what code reads of tensors whose values are not known.
         extreme: Which numbers are drawn.
         reads_draws: Whether code read something that was drawn.
+        reads_batch: Whether code read something known of what was said to be the batch.
     """
 
     def __init__(self, fake: FakeTensorMode) -> None:
@@ -65,10 +66,12 @@ class KnownValues(TorchDispatchMode):
         self.replay = Replay()
         self.extreme: Extreme = ""
         self.reads_draws = False
+        self.reads_batch = False
         self._real = WeakIdKeyDictionary()
         self._drawn = WeakIdKeyDictionary()
         self._assumed = WeakIdKeyDictionary()
         self._passing = WeakIdKeyDictionary()
+        self._batch = WeakIdKeyDictionary()
 
     @classmethod
     def of(cls, mode: FakeTensorMode) -> KnownValues:
@@ -86,10 +89,17 @@ class KnownValues(TorchDispatchMode):
             with unset_fake_temporarily():
                 self._real[fake] = real.detach().to("cpu", copy=True)
 
+    def begin(self, batch: Iterable[torch.Tensor], extreme: Extreme) -> None:
+        """Note what the batch is, from which samples are cut, and which numbers are drawn; nothing was read yet."""
+        self.extreme, self.reads_draws, self.reads_batch = extreme, False, False
+        for tensor in batch:
+            self._batch[tensor] = True
+
     def value_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return a tensor with the value of a tensor on the CPU; None where it is not known."""
         if not isinstance(tensor, FakeTensor):
             return tensor
+        self.reads_batch |= tensor in self._batch
         with unset_fake_temporarily():
             value = self._value(tensor)
         return None if value is _Unknown else value
@@ -120,8 +130,8 @@ class KnownValues(TorchDispatchMode):
         return out
 
     def _pass_on(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Note of outputs whether they come from something drawn or assumed."""
-        for noted in (self._drawn, self._assumed):
+        """Note of outputs whether they come from something drawn or assumed, or from the batch."""
+        for noted in (self._drawn, self._assumed, self._batch):
             if noted and any(t in noted for t in tensors_in((args, kwargs))):
                 for tensor in tensors_in(out):
                     noted[tensor] = True
@@ -188,6 +198,7 @@ class KnownValues(TorchDispatchMode):
         """Tell whether what was read with data counts for more than what is known of a tensor: drawn, or assumed."""
         is_drawn = tensor in self._drawn
         self.reads_draws |= is_drawn
+        self.reads_batch |= tensor in self._batch
         return logged is not None and ((is_drawn and not self.extreme) or tensor in self._assumed)
 
     def _run_with_shape(self, func: Any, args: Any, kwargs: Any, known: tuple[Any, Any] | None) -> Any:

@@ -95,12 +95,13 @@ def capture_with_data(
     return replace(trace, notes=[*trace.notes, f"the step was captured while it ran with data, not without ({why})"])
 
 
-def read_with_data(workload: Workload, build: BuildStep) -> Readings | None:
+def read_with_data(workload: Workload, build: BuildStep, microbatch_size: int | None = None) -> Readings | None:
     """Return what two steps in a row read that run with data on a copy; None where they take too much.
 
     Args:
         workload: The user's workload; nothing of it is changed.
-        build: Makes the step from a copy of it; every microbatch runs.
+        build: Makes the step from a copy of it.
+        microbatch_size: Samples in a microbatch, of which as many run as a capture may; None for the whole batch.
 
     Raises:
         CaptureError: The user's code raises.
@@ -108,7 +109,7 @@ def read_with_data(workload: Workload, build: BuildStep) -> Readings | None:
     if why_not_here(workload) is not None:
         return None
     with nothing_changes(workload):
-        copied = real_part(workload, None)
+        copied = real_part(workload, microbatch_size)
         logs, starts = [], []
         try:
             with Bounded(), composed_as_without_a_mode(), build(copied) as step:

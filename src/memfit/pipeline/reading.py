@@ -57,7 +57,7 @@ class _Reading:
     def __call__(self) -> Readings | None:
         if self.known is None and self.plain not in self.data.found:
             build = functools.partial(applied, self.plain)
-            self.data.found[self.plain] = read_with_data(self.data.workload, build)
+            self.data.found[self.plain] = read_with_data(self.data.workload, build, self.plain.microbatch_size)
         return self.known
 
 
