@@ -141,7 +141,7 @@ def checked(program: Program, costs: Costs) -> Checked | None:
         try:
             workload = workload_of(program)
             reference = _ran(workload, _loop)
-        except (RuntimeError, NotImplementedError, ValueError, IndexError):
+        except (RuntimeError, NotImplementedError, ValueError, IndexError, TypeError):
             return None
         if not all(map(math.isfinite, reference.losses)):
             return None
@@ -198,6 +198,7 @@ class _Planning:
 
     def __init__(self, trace: Trace, costs: Costs, seed: int) -> None:
         self.trace, self.costs, self.random = trace, costs, Random(seed)
+        self.optimizers = None if self.random.random() < 0.1 else ()
 
     def budget_bytes(self) -> int:
         """Return a budget that some plan fits."""
@@ -223,7 +224,7 @@ class _Planning:
             budget=budget_bytes,
             numerics="exact",
             precisions=("32-true",),
-            optimizers=None if self.random.random() < 0.1 else (),
+            optimizers=self.optimizers,
             points=1,
             time_limit_seconds=_PLANNING_SECONDS,
         )

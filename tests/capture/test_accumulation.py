@@ -91,6 +91,20 @@ FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
     "weighted binary cross entropy": lambda y: F.binary_cross_entropy_with_logits(
         y, torch.ones(SHAPE), torch.ones(SHAPE), reduction="none"
     ),
+    "binary cross entropy with weights of positives": lambda y: F.binary_cross_entropy_with_logits(
+        y, torch.ones(SHAPE), pos_weight=torch.full((SHAPE[1],), 2.0), reduction="none"
+    ),
+    "deviation and mean": lambda y: torch.stack(torch.std_mean(y, 1)).mean(0, keepdim=True).mT.expand(SHAPE),
+    "a decomposition": lambda y: y @ torch.linalg.cholesky(1e-4 * (y.mT @ y) + torch.eye(SHAPE[1])),
+    "a system of equations": lambda y: torch.linalg.solve_triangular(
+        torch.eye(SHAPE[1]) + y[: SHAPE[1]], y, upper=True, left=False
+    ),
+    "clamped between tensors": lambda y: y.clamp(torch.zeros(SHAPE[1]), torch.ones(SHAPE[1])),
+    "the largest of all": lambda y: y * y.max() + y.median(),
+    "patches and back": lambda y: F.fold(
+        F.unfold(y.view(1, 4, 256, 256), 3, padding=1), (256, 256), 3, padding=1
+    ).reshape(SHAPE),
+    "one source of two gradients": lambda y: torch.hypot(y, y),
     "a linear layer of transposed rows": lambda y: F.linear(
         y.view(64, 64, 64).mT, torch.eye(64), torch.ones(64)
     ).mT.reshape(SHAPE),

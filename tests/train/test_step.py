@@ -232,6 +232,30 @@ def test_frozen_parameters_stay() -> None:
     assert not is_bitwise_equal(weights_of(model[3]), trained)  # type: ignore[index]
 
 
+@pytest.mark.parametrize("last", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("first", [torch.float32, torch.bfloat16])
+def test_gradients_of_any_precision_are_clipped_bitwise_as_in_a_plain_loop(
+    first: torch.dtype, last: torch.dtype
+) -> None:
+    def made() -> nn.Module:
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(4, 16).to(first), nn.Tanh(), nn.Linear(16, 2).to(last))
+
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        assert isinstance(model, nn.Sequential)
+        return model[2](model[:2](batch.to(first)).to(last)).float().square().sum()
+
+    plain, batch = made(), torch.randn(8, 4)
+    loss_fn(plain, batch).backward()  # type: ignore[no-untyped-call]
+    torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e-2)
+    torch.optim.SGD(plain.parameters(), lr=1.0).step()
+    model = made()
+    workload = Workload(model, batch, loss_fn, torch.optim.SGD(model.parameters(), lr=1.0), max_grad_norm=1e-2)
+    Step(workload)(batch)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_parameters_added_to_the_optimizer_later_are_clipped_and_cleared() -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model[0].parameters(), lr=1.0)  # type: ignore[index]

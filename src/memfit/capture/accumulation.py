@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,19 +30,29 @@ _FILLING = {
     _aten.masked_scatter.default: (_aten.masked_scatter_.default, ("MaskedSelect",)),
 }
 """Operators that fill a formula's own zeros: what they are without a mode, and how the names of the nodes begin."""
-_CONTINUING = {_aten.sub.Tensor: _aten.sub_.Tensor, _aten.mul.Tensor: _aten.mul_.Tensor}
-_CONTINUED = "BinaryCrossEntropyWithLogits"
-"""Operators that go on in the result before, in the formula of this node."""
+_CONTINUING = {
+    _aten.sub.Tensor: (_aten.sub_.Tensor, ("BinaryCrossEntropyWithLogits",)),
+    _aten.mul.Tensor: (_aten.mul_.Tensor, ("BinaryCrossEntropyWithLogits",)),
+    _aten.logical_and.default: (_aten.logical_and_.default, ("Clamp",)),
+    _aten.logical_or.default: (_aten.logical_or_.default, ("Clamp",)),
+}
+"""Operators that go on in the result before, in the formulas of these nodes."""
 
 
 class Accumulation:
     """Finds what the engine runs in place, and makes it what it is without a mode. To be made outside of any mode.
 
     To be asked straight from a mode's `__torch_dispatch__`, which gave it its own arguments: references are counted.
+
+    Args:
+        is_of_this_node: Tells whether a tensor was made by the node that is running, or ran just before; without it,
+            sums in formulas are made in place too, where nothing else holds the first term.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_of_this_node: Callable[[torch.Tensor], bool] = lambda tensor: False) -> None:
+        self._is_of_this_node = is_of_this_node
         self._last = _references_of_last()
+        self._continued = -1  # the storage that the formula before last wrote to in place
 
     def as_the_engine(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the operator and arguments that run where no mode looks on."""
@@ -50,14 +61,23 @@ class Accumulation:
             return func, args
         if func is not _ADD:
             return self._as_the_formula(func, args), args
-        is_own = isinstance(args[0], torch.Tensor) and self._is_last(args[0])  # of the other it does not ask
+        if not isinstance(args[0], torch.Tensor) or (self._is_of_this_node(args[0]) and not _leads_twice_to_one()):
+            return func, args  # a sum of a formula
+        is_own = self._is_last(args[0])  # of the other it does not ask
         return (_ADD_IN_PLACE if is_own and _called_by_engine() else func), args
 
     def _as_the_formula(self, func: Any, args: Any) -> Any:
-        node = _current_node()
-        in_place, nodes = _FILLING.get(func, (_CONTINUING.get(func), (_CONTINUED,)))
-        is_own = func in _FILLING or self._is_last(args[0])
-        return in_place if node.startswith(nodes) and is_own and _called_by_engine() else func
+        in_place, nodes = _FILLING.get(func) or _CONTINUING[func]
+        if not _current_node().startswith(nodes) or not _called_by_engine():
+            return func
+        if func in _FILLING:
+            return in_place
+        storage = args[0].untyped_storage()._cdata
+        # What went on in place is referred to by both temporaries, until the end of the statement.
+        if storage != self._continued and not self._is_last(args[0]):
+            return func
+        self._continued = storage
+        return in_place
 
     def _is_last(self, tensor: torch.Tensor) -> bool:
         """Tell whether the engine alone holds a tensor and its storage, all of whose memory the tensor covers."""
@@ -70,6 +90,13 @@ def _current_node() -> str:
     """Return the name of the node whose backward formula is running, "" for none."""
     node: Any = torch._C._current_autograd_node()
     return "" if node is None else node.name()
+
+
+def _leads_twice_to_one() -> bool:
+    """Tell whether two gradients of the node that runs, or ran just before, are of one tensor: the engine adds them."""
+    node: Any = torch._C._current_autograd_node()
+    edges = [] if node is None else [edge for edge in node.next_functions if edge[0] is not None]
+    return len(set(edges)) < len(edges)
 
 
 def _called_by_engine() -> bool:
@@ -109,7 +136,7 @@ def _references_of_last() -> tuple[int, int, int]:
 
     class Counting(Accumulation):
         def __init__(self) -> None:
-            pass
+            self._is_of_this_node = lambda tensor: False  # and nothing is known yet to compare with
 
         def _is_last(self, tensor: torch.Tensor) -> bool:
             seen.append(_references(tensor))

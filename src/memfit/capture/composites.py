@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
+from memfit.capture.extremes import filled_as_without_a_mode
 from memfit.capture.products import read_as_without_a_mode
 
 _aten = torch.ops.aten
@@ -26,6 +27,7 @@ def composed_as_without_a_mode() -> Iterator[None]:
             library.impl("linear", _linear, key)
             library.impl("one_hot", _one_hot, key)
             read_as_without_a_mode(library, key)
+        filled_as_without_a_mode(library)
         yield
     finally:
         library._destroy()

@@ -22,13 +22,17 @@ Run = Callable[[Tensor], Tensor]
 def read_as_without_a_mode(library: torch.library.Library, key: str) -> None:
     """Have products read in their backward pass at a dispatch key, as long as a library lives."""
     for name, product in (("prod", _whole), ("prod.dim_int", _along), ("cumprod", _cumulative)):
-        library.impl(name, _reading(torch.library.get_kernel(f"aten::{name}", key), product), key, with_keyset=True)
+        library.impl(name, computed_as(torch.library.get_kernel(f"aten::{name}", key), product), key, with_keyset=True)
 
 
-def _reading(kernel: Any, product: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a kernel that computes what another does; its backward pass reads.
+def computed_as(kernel: Any, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a kernel that computes what another does, with a backward pass of its own.
 
-    Under `torch.func` and forward differentiation a step without a mode does not read either.
+    Under `torch.func` and forward differentiation it is the other one, whose formula a step without a mode takes there.
+
+    Args:
+        kernel: Of an operator at a dispatch key.
+        function: Given what runs that kernel, and the operator's arguments.
     """
 
     def run(keys: Any, given: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -39,7 +43,7 @@ def _reading(kernel: Any, product: Callable[..., Tensor]) -> Callable[..., Tenso
         is_other = torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
         if is_other or not torch.is_grad_enabled() or not given.requires_grad or given.layout is not torch.strided:
             return as_pytorch(given)
-        return product(as_pytorch, given, *args)
+        return function(as_pytorch, given, *args)
 
     return run
 

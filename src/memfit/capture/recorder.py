@@ -35,6 +35,8 @@ _aten = torch.ops.aten
 _INCIDENTAL = ("profiler", "prim")  # marks, and questions that only fake tensors ask (`tensor.device`)
 _NORMS = {_aten.native_batch_norm.default, _aten.native_group_norm.default, _aten.native_layer_norm.default}
 _LOSSES = {_aten.mse_loss, _aten.smooth_l1_loss, _aten.soft_margin_loss, _aten.binary_cross_entropy}
+_MADE_LIKE_THEIR_INPUT = {_aten.im2col.default, _aten.col2im.default}
+"""Operators whose output is first made as large as their input, and keeps its memory (ATen/native/Col2Im.cpp)."""
 _CONTIGUOUS = {_aten.mse_loss_backward, _aten.smooth_l1_loss_backward, _aten.huber_loss_backward}
 _BAGS = {_aten._embedding_bag, _aten._embedding_bag_forward_only}
 _NEVER = -2
@@ -151,7 +153,8 @@ class Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.fake = fake
         self.sparse = SparseOperators(KnownValues.of(fake)) if fake is not None else None
-        self.accumulation = Accumulation()
+        self.accumulation = Accumulation(self._is_of_this_node)
+        self._node, self._node_began = -1, 0
         self.device_type = device_type
         self.now = Recording()
         self.recording = False
@@ -173,6 +176,7 @@ class Recorder(TorchDispatchMode):
         self.recording = True
         self.microbatch = 0
         self._call_of_sequence.clear()
+        self._node, self._node_began = -1, 0
 
     def end_step(self) -> Recording:
         """Return what was recorded; storages still alive keep death `len(ops)`."""
@@ -273,12 +277,20 @@ class Recorder(TorchDispatchMode):
     def _current_call(self, phase: Phase) -> int:
         if phase == "backward":
             node = torch._C._current_autograd_node()
-            return -1 if node is None else self._call_of_sequence.get(node._sequence_nr(), -1)
+            number = -1 if node is None else node._sequence_nr()
+            if number != self._node:
+                self._node, self._node_began = number, len(self.now.ops)
+            return self._call_of_sequence.get(number, -1)
         call = self._stack[-1] if self._stack else -1
         if phase == "forward":
             # The node of this operator was made just before it was dispatched; operators that make none come later.
             self._call_of_sequence.setdefault(torch._C._autograd._get_sequence_nr() - 1, call)
         return call
+
+    def _is_of_this_node(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a tensor's memory is from the formula of the node that is running, or ran just before."""
+        index = self._index.get(_storage_key(tensor)) if tensor.layout is torch.strided else None
+        return self.recording and index is not None and self.now.storages[index].birth >= self._node_began
 
     @contextlib.contextmanager
     def watch(self, model: nn.Module) -> Iterator[None]:
@@ -458,6 +470,8 @@ def as_the_kernel(out: Any, func: Any, args: Any, kwargs: Any, device_type: str)
         out = _as_on_cpu(out, func, args, kwargs)
     elif func is _aten._cudnn_rnn.default:
         return with_reserve(out, args)
+    if func in _MADE_LIKE_THEIR_INPUT and out.numel() < args[0].numel():
+        return _in_memory_of(out, args[0])
     if func._overloadpacket in _LOSSES and out.dim() == 0:  # reduced in place, in the storage of the terms
         terms = torch.broadcast_shapes(args[0].shape, args[1].shape)
         return out.new_empty(terms).as_strided((), ()) if math.prod(terms) else out
@@ -482,8 +496,13 @@ def _as_on_cpu(out: Any, func: Any, args: Any, kwargs: Any) -> Any:
     if func is _aten.mkldnn_rnn_layer_backward.default:  # before torch 2.13 the fake one gave the input's dtype
         return tuple(t if t is None else t.new_empty(t.shape, dtype=torch.float32) for t in out)
     if func is _aten.convolution.default and out.numel() < args[0].numel() and _is_made_like_its_input(*args):
-        return out.new_empty(args[0].numel()).as_strided(out.shape, out.stride())
+        return _in_memory_of(out, args[0])
     return out
+
+
+def _in_memory_of(out: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+    """Return an output like another, in memory for as many elements as an input has."""
+    return out.new_empty(given.numel()).as_strided(out.shape, out.stride())
 
 
 def _is_made_like_its_input(given: torch.Tensor, weight: torch.Tensor, bias: Any, *options: Any) -> bool:

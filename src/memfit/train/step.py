@@ -441,9 +441,9 @@ def _copy(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Return the norm of all gradients; in fp32 where they are narrower."""
-    if all(gradient.itemsize >= 4 for gradient in gradients):
+    """Return the norm of all gradients as `clip_grad_norm_` takes it, but in fp32 of those in fp16, which overflow."""
+    if all(gradient.dtype != torch.float16 for gradient in gradients):
         return torch.nn.utils.get_total_norm(gradients)
-    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+    norms = [torch.linalg.vector_norm(g, dtype=torch.float32 if g.dtype == torch.float16 else None) for g in gradients]
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
     return norm
