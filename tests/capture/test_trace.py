@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from memfit.ir.plan import Precision
@@ -162,6 +163,49 @@ def test_norms_are_captured_with_the_statistics_that_their_kernels_keep(affine: 
     batch = (torch.randn(2, 3, 10, 10), torch.randn(2, 4, 6, 6))
     workload = Workload(model, batch, squared_error, torch.optim.SGD(model.parameters(), lr=0.1))
     fake, real = (captured(workload, real=really, precision=precision) for really in (False, True))
+    assert not differences(fake, real)
+
+
+IMAGES: dict[str, Callable[[], nn.Module]] = {
+    "norm": lambda: nn.BatchNorm2d(8),
+    "norm in evaluation": lambda: nn.BatchNorm2d(8).eval(),
+    "groups": lambda: nn.GroupNorm(2, 8),
+    "reflected": lambda: nn.ReflectionPad2d(1),
+    "replicated": lambda: nn.ReplicationPad2d(1),
+    "shuffled": lambda: nn.ChannelShuffle(2),
+    "rolled": lambda: Function(lambda x: x.roll(1, 2)),
+    "unpooled": lambda: Function(lambda x: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2)),
+    **{
+        kind.__name__: kind
+        for kind in (nn.ELU, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.LogSigmoid, nn.ReLU6, nn.Softplus, nn.SiLU)
+    },
+    "gates": lambda: nn.GLU(1),
+}
+
+
+class Function(nn.Module):
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x)
+
+
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize("last", ["weights", "batch", "both"])
+@pytest.mark.parametrize("kind", IMAGES)
+def test_outputs_are_laid_out_as_the_kernels_do_with_channels_last(kind: str, last: str, ends: bool) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), IMAGES[kind](), *([nn.LazyConv2d(4, 3)] if ends else []))
+    x = torch.randn(2, 3, 10, 10)
+    model(x)  # makes the layer at the end
+    if last != "batch":
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    if last != "weights":
+        x = x.contiguous(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    workload = Workload(model, x, lambda model, x: model(x).square().mean(), optimizer)
+    fake, real = (captured(workload, real=really) for really in (False, True))
     assert not differences(fake, real)
 
 

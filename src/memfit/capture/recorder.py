@@ -14,6 +14,7 @@ import torch
 from msgspec.structs import replace
 from torch import nn
 from torch._C import _functorch as functorch
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.autograd import graph
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -37,6 +38,25 @@ _NORMS = {_aten.native_batch_norm.default, _aten.native_group_norm.default, _ate
 _LOSSES = {_aten.mse_loss, _aten.smooth_l1_loss, _aten.soft_margin_loss, _aten.binary_cross_entropy}
 _MADE_LIKE_THEIR_INPUT = {_aten.im2col.default, _aten.col2im.default}
 """Operators whose output is first made as large as their input, and keeps its memory (ATen/native/Col2Im.cpp)."""
+_LAYOUTS = {
+    _aten.native_batch_norm_backward: 1,
+    _aten.reflection_pad2d_backward: 1,
+    _aten.replication_pad2d_backward: 1,
+    _aten.max_unpool2d: 0,
+    _aten.channel_shuffle: 0,
+    _aten.roll: 0,
+}
+"""Operators of the CPU whose (first) output has the memory format of an argument, by its position."""
+_ELEMENTWISE = {
+    _aten.elu_backward,
+    _aten.hardsigmoid_backward,
+    _aten.hardswish_backward,
+    _aten.hardtanh_backward,
+    _aten.softplus_backward,
+}
+"""Operators on two tensors whose fake ones are decompositions, and lay the output out in another way."""
+_ROWS = {_aten.glu_backward, _aten.log_sigmoid_forward, _aten.rrelu_with_noise}
+"""Operators of the CPU whose outputs are contiguous whatever their arguments are."""
 _CONTIGUOUS = {_aten.mse_loss_backward, _aten.smooth_l1_loss_backward, _aten.huber_loss_backward}
 _BAGS = {_aten._embedding_bag, _aten._embedding_bag_forward_only}
 _NEVER = -2
@@ -470,6 +490,9 @@ def as_the_kernel(out: Any, func: Any, args: Any, kwargs: Any, device_type: str)
         out = _as_on_cpu(out, func, args, kwargs)
     elif func is _aten._cudnn_rnn.default:
         return with_reserve(out, args)
+    if func._overloadpacket in _ELEMENTWISE:
+        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        return torch.empty_like(torch.add(*tensors), dtype=out.dtype)
     if func in _MADE_LIKE_THEIR_INPUT and out.numel() < args[0].numel():
         return _in_memory_of(out, args[0])
     if func._overloadpacket in _LOSSES and out.dim() == 0:  # reduced in place, in the storage of the terms
@@ -485,6 +508,10 @@ def as_the_kernel(out: Any, func: Any, args: Any, kwargs: Any, device_type: str)
 def _as_on_cpu(out: Any, func: Any, args: Any, kwargs: Any) -> Any:
     if func in _NORMS:
         return _with_statistics_as_parameters(out, args)
+    if func._overloadpacket in _LAYOUTS:
+        return _laid_out_as(out, args[_LAYOUTS[func._overloadpacket]])
+    if func._overloadpacket in _ROWS:
+        return tuple(t.contiguous() for t in out) if isinstance(out, tuple) else out.contiguous()
     if func is _aten.native_group_norm_backward.default and out[0] is not None:
         return torch.empty_like(out[0], dtype=args[1].dtype), *out[1:]
     if func._overloadpacket in _BAGS and out[1].numel():  # the bags of the indices, and of one more
@@ -498,6 +525,13 @@ def _as_on_cpu(out: Any, func: Any, args: Any, kwargs: Any) -> Any:
     if func is _aten.convolution.default and out.numel() < args[0].numel() and _is_made_like_its_input(*args):
         return _in_memory_of(out, args[0])
     return out
+
+
+def _laid_out_as(out: Any, given: torch.Tensor) -> Any:
+    """Return an output, or several with the first of them, in the memory format of an argument."""
+    if isinstance(out, tuple):
+        return _laid_out_as(out[0], given), *out[1:]
+    return out if out is None else out.contiguous(memory_format=suggest_memory_format(given))
 
 
 def _in_memory_of(out: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
