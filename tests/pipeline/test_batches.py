@@ -14,8 +14,10 @@ from torch import nn
 
 import memfit
 from memfit.capture.fake import real_copy
+from memfit.devices.host import find_device
 from memfit.errors import WorkloadError
 from memfit.ir.plan import Levers
+from memfit.pipeline.predicting import capture_levers
 from memfit.workload import Workload, samples_of
 from tests.batch_cases import CONTAINERS, SAMPLES, WHOLE, Graphs, graphs, mlp, of, split_graphs
 from tests.measuring import peaks
@@ -49,6 +51,15 @@ def test_the_peak_of_microbatches_is_predicted(case: str) -> None:
     workload = {**CUT, **SPLIT}[case]()
     predicted, measured = peaks(workload, Levers(microbatch_size=max(1, samples_of(workload) // 3)))
     assert predicted == measured
+
+
+def test_two_of_many_microbatches_that_differ_are_said_not_to_be_all() -> None:
+    lengths = torch.arange(1, 41)
+    batch = {"x": torch.randn(40, 40, 16), "lengths": lengths}
+    workload = of(Trimmed(False), batch, lambda model, batch: model(batch["x"], batch["lengths"]).square().mean())
+    trace = capture_levers(workload, Levers(microbatch_size=1), find_device("cpu"))
+    assert trace.microbatches == 2 and trace.slack > 0
+    assert any("different operators" in note for note in trace.notes)
 
 
 class Trimmed(nn.Module):

@@ -89,10 +89,8 @@ def capture(
             trace = _record(workload, copied, build, values, precision, microbatch_size, attention, warm, course)
         may_differ = values.reads_batch or any(log.microbatches_differ for log in course.replay.logs)
         every = every_microbatch(trace, may_differ)
-        if every is EveryMicrobatch.TOO_MANY:
-            return replace(trace, notes=[*trace.notes, _MICROBATCHES_DIFFER], slack=trace.slack + _OTHERS_MORE)
-        if every is EveryMicrobatch.NOT_NEEDED:
-            return trace
+        if every is not EveryMicrobatch.NEEDED:
+            return _of_two_microbatches(trace, every)
         with _fake_copied(workload, device, None) as (copied, values, attention):
             return _record(workload, copied, build, values, precision, microbatch_size, attention, warm, course)
 
@@ -162,7 +160,15 @@ def capture_real(
 ) -> Trace:
     """Return the trace of a step that really runs, on a copy of the workload, through the same records."""
     with nothing_changes(workload), _one_thread_and_no_collector():
-        return _record(workload, real_part(workload, microbatch_size), build, None, precision, microbatch_size)
+        trace = _record(workload, real_part(workload, microbatch_size), build, None, precision, microbatch_size)
+        return _of_two_microbatches(trace, every_microbatch(trace, may_differ=False))
+
+
+def _of_two_microbatches(trace: Trace, every: EveryMicrobatch) -> Trace:
+    """Return a trace that says where its two microbatches don't stand for all."""
+    if every is EveryMicrobatch.NOT_NEEDED:
+        return trace
+    return replace(trace, notes=[*trace.notes, _MICROBATCHES_DIFFER], slack=trace.slack + _OTHERS_MORE)
 
 
 def is_compiled(workload: Workload) -> bool:
