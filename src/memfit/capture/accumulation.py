@@ -136,7 +136,7 @@ def _references_of_last() -> tuple[int, int, int]:
 
     class Counting(Accumulation):
         def __init__(self) -> None:
-            self._is_of_this_node = lambda tensor: False  # and nothing is known yet to compare with
+            self._is_of_this_node = lambda tensor: False  # `_last` is what it is there to find
 
         def _is_last(self, tensor: torch.Tensor) -> bool:
             seen.append(_references(tensor))

@@ -78,7 +78,7 @@ def every_microbatch(trace: Trace, may_differ: bool) -> EveryMicrobatch:
     """Return whether all microbatches are to be run, since the two of a trace don't stand for the others.
 
     They don't where one runs other operators than the other, since lengths in the batch or values decide, and where one
-    adds to a sparse gradient, which then has the entries of both.
+    adds to a sparse gradient, which then has the entries of both: that grows with each, so that no number is too large.
 
     Args:
         trace: Of a step.
@@ -86,7 +86,9 @@ def every_microbatch(trace: Trace, may_differ: bool) -> EveryMicrobatch:
     """
     if trace.microbatches == trace.scale_microbatches:
         return EveryMicrobatch.NOT_NEEDED
-    differ = _run_other_operators(trace) or _adds_up_sparse_gradients(trace)
+    if _adds_up_sparse_gradients(trace):
+        return EveryMicrobatch.NEEDED
+    differ = _run_other_operators(trace)
     if not (differ or may_differ):
         return EveryMicrobatch.NOT_NEEDED
     operators = len(trace.ops) * trace.scale_microbatches // trace.microbatches
