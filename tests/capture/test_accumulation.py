@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -182,3 +185,41 @@ def test_a_gradient_that_is_held_elsewhere_is_not_written_to() -> None:
     assert [op.name for op in trace.ops if op.name.startswith("aten.add") and op.phase == "backward"] == [
         "aten.add.Tensor"
     ]
+
+
+@contextlib.contextmanager
+def frames_evaluated_by_dynamo() -> Iterator[None]:
+    """Have Dynamo evaluate the frames of this process, as while another thread runs what was compiled."""
+    set_eval_frame = pytest.importorskip("torch._C._dynamo.eval_frame").set_eval_frame
+    begun, done = threading.Event(), threading.Event()
+
+    def other_thread() -> None:
+        before = set_eval_frame(False)
+        begun.set()
+        done.wait()
+        set_eval_frame(before)
+
+    thread = threading.Thread(target=other_thread)
+    thread.start()
+    begun.wait()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def references_within_a_call(arguments: tuple[object]) -> int:
+    def called(argument: object) -> int:
+        return sys.getrefcount(argument)
+
+    return called(arguments[0])
+
+
+def test_references_count_the_same_while_dynamo_evaluates_frames() -> None:
+    usual = references_within_a_call((object(),))
+    captured(workload("three paths"))  # how often what only the engine holds is referred to is found once
+    with frames_evaluated_by_dynamo():
+        assert references_within_a_call((object(),)) > usual  # or else the rest says nothing
+        names = [op.name for op in captured(workload("three paths")).ops if op.phase == "backward"]
+    assert "aten.add_.Tensor" in names and "aten.add.Tensor" not in names

@@ -40,7 +40,7 @@ _CONTINUING = {
 
 
 class Accumulation:
-    """Finds what the engine runs in place, and makes it what it is without a mode. To be made outside of any mode.
+    """Runs sums and fillings in place where the engine does so without a mode. To be made outside of any mode.
 
     To be asked straight from a mode's `__torch_dispatch__`, which gave it its own arguments: references are counted.
 
@@ -63,7 +63,7 @@ class Accumulation:
             return self._as_the_formula(func, args), args
         if not isinstance(args[0], torch.Tensor) or (self._is_of_this_node(args[0]) and not _leads_twice_to_one()):
             return func, args  # a sum of a formula
-        is_own = self._is_last(args[0])  # of the other it does not ask
+        is_own = self._is_last(args)  # of the other it does not ask
         return (_ADD_IN_PLACE if is_own and _called_by_engine() else func), args
 
     def _as_the_formula(self, func: Any, args: Any) -> Any:
@@ -74,16 +74,16 @@ class Accumulation:
             return in_place
         storage = args[0].untyped_storage()._cdata
         # What went on in place is referred to by both temporaries, until the end of the statement.
-        if storage != self._continued and not self._is_last(args[0]):
+        if storage != self._continued and not self._is_last(args):
             return func
         self._continued = storage
         return in_place
 
-    def _is_last(self, tensor: torch.Tensor) -> bool:
-        """Tell whether the engine alone holds a tensor and its storage, all of whose memory the tensor covers."""
-        if tensor.layout is not torch.strided or not _is_dense(tensor):
+    def _is_last(self, args: Any) -> bool:
+        """Tell whether the engine alone holds the first argument and its storage, all of whose memory it covers."""
+        if args[0].layout is not torch.strided or not _is_dense(args[0]):
             return False
-        return all(found <= last for found, last in zip(_references(tensor), self._last, strict=True))
+        return all(found <= last for found, last in zip(_references(args), self._last, strict=True))
 
 
 def _current_node() -> str:
@@ -118,15 +118,15 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _references(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """Return how often a tensor and its storage are referred to by C++, and the tensor by Python.
+def _references(args: Any) -> tuple[int, int, int]:
+    """Return how often the first argument and its storage are referred to by C++, and the argument by Python.
 
     To C++, a tensor that Python holds, as modules with backward hooks hold gradients, is held once by what wraps it for
-    Python: as is any that a mode sees.
+    Python: as is any that a mode sees. The tensor comes within the mode's arguments, for its callers to hold those and
+    not the tensor: where Dynamo has put its own evaluation of frames, each call holds what it was called with.
     """
-    counted: Any = tensor
-    storage = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return counted._use_count(), storage, sys.getrefcount(tensor)
+    storage = torch._C._storage_Use_Count(args[0].untyped_storage()._cdata)
+    return args[0]._use_count(), storage, sys.getrefcount(args[0])
 
 
 @functools.cache
@@ -138,8 +138,8 @@ def _references_of_last() -> tuple[int, int, int]:
         def __init__(self) -> None:
             self._is_of_this_node = lambda tensor: False  # `_last` is what it is there to find
 
-        def _is_last(self, tensor: torch.Tensor) -> bool:
-            seen.append(_references(tensor))
+        def _is_last(self, args: Any) -> bool:
+            seen.append(_references(args))
             return False
 
         def _as_the_formula(self, func: Any, args: Any) -> Any:
