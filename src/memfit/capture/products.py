@@ -26,7 +26,7 @@ def read_as_without_a_mode(library: torch.library.Library, key: str) -> None:
 
 
 def computed_as(kernel: Any, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a kernel that computes what another does, with a backward pass of its own.
+    """Return a kernel with the result of another, and a backward pass of its own.
 
     Under `torch.func` and forward differentiation it is the other one, whose formula a step without a mode takes there.
 

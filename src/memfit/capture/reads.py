@@ -74,7 +74,7 @@ class Read:
 
 @dataclass
 class Log:
-    """What a step reads, in order, by phase and microbatch.
+    """The values that a step reads, in order, by phase and microbatch.
 
     Attributes:
         reads: What is read.

@@ -90,7 +90,7 @@ class KnownValues(TorchDispatchMode):
                 self._real[fake] = real.detach().to("cpu", copy=True)
 
     def begin(self, batch: Iterable[torch.Tensor], extreme: Extreme) -> None:
-        """Note what the batch is, from which samples are cut, and which numbers are drawn; nothing was read yet."""
+        """Take the batch that samples are cut from, and the numbers that are drawn; forget what was read before."""
         self.extreme, self.reads_draws, self.reads_batch = extreme, False, False
         for tensor in batch:
             self._batch[tensor] = True
