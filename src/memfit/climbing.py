@@ -43,8 +43,8 @@ from memfit.pipeline.applying import applied, check_workload
 from memfit.pipeline.classes import OPTIMIZER_CLASSES, allows, freest, lever_classes
 from memfit.pipeline.combining import check_combination
 from memfit.pipeline.coupling import coupling
-from memfit.pipeline.planning import microbatch_sizes
 from memfit.pipeline.predicting import Progress, capture_levers, costs_of, predict, silent
+from memfit.pipeline.searching import microbatch_sizes
 from memfit.report.ladders import ladder_text
 from memfit.solve.candidates import options
 from memfit.solve.frontier import Combination

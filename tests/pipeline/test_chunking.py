@@ -16,7 +16,7 @@ import memfit
 from memfit.capture.fake import real_copy
 from memfit.ir import codec
 from memfit.ir.plan import ChunkedLoss, Levers, Plan
-from memfit.pipeline import planning
+from memfit.pipeline import searching
 from memfit.pipeline.applying import applied, switchable
 from memfit.pipeline.classes import lever_classes
 from memfit.recipes import byte_lm
@@ -90,12 +90,12 @@ def test_exact_plans_keep_the_loss_whole() -> None:
 
 
 def test_one_capture_tells_where_it_does_not_matter(captures: list[Levers], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning.leaning, "worthwhile", lambda *_: False)  # which has captures of its own
+    monkeypatch.setattr(searching.leaning, "worthwhile", lambda *_: False)  # which has captures of its own
     small = byte_lm(n_layer=2, d_model=64, n_head=4, context=64, batch_size=4, max_bytes=200_000)
     memfit.plan(small, budget="1GiB", precisions=["32-true"], points=1)
     assert len(captures) == 4 and not any(levers.chunked_loss for levers in captures)
     for within, expected in ((1e9, [False, True, True]), (-1.0, [False, True, False, True])):
-        monkeypatch.setattr(planning, "SIMPLER_WITHIN", within)  # as if it were as fast as the whole loss; slower
+        monkeypatch.setattr(searching, "SIMPLER_WITHIN", within)  # as if it were as fast as the whole loss; slower
         captures.clear()
         workload = large_vocabulary(batch_size=2, context=128, vocabulary_size=8192)
         memfit.plan(workload, budget="1GiB", precisions=["32-true"], points=1)

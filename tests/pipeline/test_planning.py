@@ -19,9 +19,9 @@ import memfit
 from memfit.errors import BudgetError, InfeasibleError, PlanError, PlanMismatchError, UsageError, WorkloadError
 from memfit.ir.plan import NUMERICS, Levers, Plan
 from memfit.ir.remat import Region
-from memfit.pipeline import planning
+from memfit.pipeline import searching
 from memfit.pipeline.classes import lever_classes
-from memfit.pipeline.planning import microbatch_sizes
+from memfit.pipeline.searching import microbatch_sizes
 from memfit.pipeline.verifying import verify
 from memfit.rng import rng_state
 from memfit.workload import Workload
@@ -102,7 +102,7 @@ def test_slow_precisions_are_microbatched_where_nothing_else_is_as_fast(
     slow_seconds: float, budget: str, is_needed: bool, captures: list[Levers], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seconds = {"32-true": 1e-9, "bf16-mixed": slow_seconds}
-    monkeypatch.setattr(planning._Planner, "_seconds_of_precisions", lambda *_: seconds)
+    monkeypatch.setattr(searching.Search, "_seconds_of_precisions", lambda *_: seconds)
     model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256))
     workload = Workload(
         model=model,

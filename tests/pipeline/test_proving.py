@@ -20,7 +20,7 @@ from memfit.apply.probe import Saved, _sums, checking, checksum, report
 from memfit.errors import RecomputationError
 from memfit.ir.plan import Levers, Plan, levers_key
 from memfit.ir.remat import Region
-from memfit.pipeline import planning, proving
+from memfit.pipeline import confirming, proving
 from memfit.pipeline.applying import apply
 from memfit.pipeline.proving import why_not_here
 from memfit.pipeline.verifying import verify
@@ -187,7 +187,7 @@ def test_a_step_that_fails_with_data_is_planned_without_a_proof(monkeypatch: pyt
     def failing(*_: Any) -> Any:
         raise ValueError("no such file")
 
-    monkeypatch.setattr(planning, "differences", failing)
+    monkeypatch.setattr(confirming, "differences", failing)
     plan = planned(workload())
     assert plan.levers.regions
     assert plan.proof.why == "the step can't be run here (ValueError: no such file)"

@@ -15,7 +15,7 @@ from memfit.cost.calibrate import missing_kernel
 from memfit.errors import CaptureError, InfeasibleError
 from memfit.ir.plan import Levers, Plan
 from memfit.ir.remat import Region
-from memfit.pipeline import planning
+from memfit.pipeline import confirming, searching
 from memfit.pipeline.trials import failing, first_line, refusal_notes
 from memfit.workload import Workload
 
@@ -115,7 +115,7 @@ def planned(made: Workload, budget: int | str, **options: Any) -> Plan:
 @pytest.mark.parametrize("name", FAILING)
 def test_a_lever_that_the_step_fails_with_is_left_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     loss_fn, options, note = FAILING[name]
-    monkeypatch.setattr(planning, "_CHEAP", -1.0)  # every way of updating the parameters is tried
+    monkeypatch.setattr(searching, "_CHEAP", -1.0)  # every way of updating the parameters is tried
     plan = planned(workload(loss_fn), "1GiB", **options)
     assert plan.levers == Levers(microbatch_size=32)
     assert any(text.startswith(note) for text in plan.notes), plan.notes
@@ -137,14 +137,14 @@ def test_the_failure_of_the_plain_step_is_the_users() -> None:
 
 
 def _refusing(monkeypatch: pytest.MonkeyPatch, is_refused: Callable[[Levers], bool]) -> None:
-    captured = planning.capture_levers
+    captured = confirming.capture_levers
 
     def refusing(made: Workload, levers: Levers, device: Any, data: Any = None) -> Any:
         if is_refused(levers):
             raise CaptureError("these do not go together")
         return captured(made, levers, device, data)
 
-    monkeypatch.setattr(planning, "capture_levers", refusing)
+    monkeypatch.setattr(confirming, "capture_levers", refusing)
 
 
 def _wide() -> Workload:

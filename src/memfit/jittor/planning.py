@@ -22,7 +22,7 @@ from memfit.jittor.step import Step
 from memfit.jittor.variables import modules_of
 from memfit.jittor.workload import Workload, batch_size_of, fingerprint, first
 from memfit.pipeline.classes import freest
-from memfit.pipeline.planning import microbatch_sizes
+from memfit.pipeline.searching import microbatch_sizes
 from memfit.solve.candidates import Option
 from memfit.solve.frontier import Combination, fastest, frontier
 from memfit.solve.problem import Problem, Row
