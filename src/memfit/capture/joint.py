@@ -20,8 +20,9 @@ from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from memfit.capture.fusion import COMPUTED_FOR_EACH, INLINED, is_fusible, is_written_between, kernels, puts_into
+from memfit.capture.kernels import as_the_kernel
 from memfit.capture.module_calls import ModuleCalls, module_stack
-from memfit.capture.recorder import as_the_kernel, draws_random_numbers, work_of
+from memfit.capture.recorder import draws_random_numbers, work_of
 from memfit.ir.trace import Call, Category, Op, Phase, Save, Storage, Trace, Work
 from memfit.signature import signature
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -14,8 +13,7 @@ import torch
 from msgspec.structs import replace
 from torch import nn
 from torch._C import _functorch as functorch
-from torch._prims_common import suggest_memory_format
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import graph
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -23,42 +21,17 @@ from torch.utils.flop_counter import flop_registry
 
 from memfit.capture.accumulation import Accumulation
 from memfit.capture.call_states import CallStates
-from memfit.capture.recurrent import with_reserve
+from memfit.capture.kernels import as_the_kernel, grouped_product
 from memfit.capture.sparse_operators import SparseOperators, one_by_one, written_by
 from memfit.capture.values import KnownValues, device_of, tensors_in
 from memfit.errors import CaptureError
 from memfit.ir.trace import Call, Module, Op, Phase, Save, Work
-from memfit.signature import rebuild, signature
+from memfit.signature import signature
 from memfit.sparse import parts
 from memfit.transfers import covers_storage
 
 _aten = torch.ops.aten
 _INCIDENTAL = ("profiler", "prim")  # marks, and questions that only fake tensors ask (`tensor.device`)
-_NORMS = {_aten.native_batch_norm.default, _aten.native_group_norm.default, _aten.native_layer_norm.default}
-_LOSSES = {_aten.mse_loss, _aten.smooth_l1_loss, _aten.soft_margin_loss, _aten.binary_cross_entropy}
-_MADE_LIKE_THEIR_INPUT = {_aten.im2col.default, _aten.col2im.default}
-"""Operators whose output is first made as large as their input, and keeps its memory (ATen/native/Col2Im.cpp)."""
-_LAYOUTS = {
-    _aten.native_batch_norm_backward: 1,
-    _aten.reflection_pad2d_backward: 1,
-    _aten.replication_pad2d_backward: 1,
-    _aten.max_unpool2d: 0,
-    _aten.channel_shuffle: 0,
-    _aten.roll: 0,
-}
-"""Operators of the CPU whose (first) output has the memory format of an argument, by its position."""
-_ELEMENTWISE = {
-    _aten.elu_backward,
-    _aten.hardsigmoid_backward,
-    _aten.hardswish_backward,
-    _aten.hardtanh_backward,
-    _aten.softplus_backward,
-}
-"""Operators on two tensors whose fake ones are decompositions, and lay the output out in another way."""
-_ROWS = {_aten.glu_backward, _aten.log_sigmoid_forward, _aten.rrelu_with_noise}
-"""Operators of the CPU whose outputs are contiguous whatever their arguments are."""
-_CONTIGUOUS = {_aten.mse_loss_backward, _aten.smooth_l1_loss_backward, _aten.huber_loss_backward}
-_BAGS = {_aten._embedding_bag, _aten._embedding_bag_forward_only}
 _NEVER = -2
 
 
@@ -270,7 +243,7 @@ class Recorder(TorchDispatchMode):
         if self.sparse is None:
             return func(*args, **kwargs)
         if func is _aten._grouped_mm.default and args[0].dtype == args[1].dtype:
-            return _grouped_product(func, args, kwargs)
+            return grouped_product(func, args, kwargs)
         return as_the_kernel(self.sparse.run(func, args, kwargs), func, args, kwargs, self.device_type)
 
     def _op(
@@ -476,97 +449,6 @@ def _hooks(
             yield
     finally:
         graph.disable_saved_tensors_hooks = refuse
-
-
-def _grouped_product(func: Any, args: Any, kwargs: Any) -> Any:
-    """Multiply groups of fake rows: the kernels take any dtype, the fake one bfloat16 only."""
-    left, right, *rest = args
-    return func(left.bfloat16(), right.bfloat16(), *rest, **kwargs).to(kwargs.get("out_dtype") or left.dtype)
-
-
-def as_the_kernel(out: Any, func: Any, args: Any, kwargs: Any, device_type: str) -> Any:
-    """Give the outputs of a fake operator the storages that the device's kernel gives them, where they differ."""
-    if device_type == "cpu":
-        out = _as_on_cpu(out, func, args, kwargs)
-    elif func is _aten._cudnn_rnn.default:
-        return with_reserve(out, args)
-    if func._overloadpacket in _ELEMENTWISE:
-        tensors = [a for a in args if isinstance(a, torch.Tensor)]
-        return torch.empty_like(torch.add(*tensors), dtype=out.dtype)
-    if func in _MADE_LIKE_THEIR_INPUT and out.numel() < args[0].numel():
-        return _in_memory_of(out, args[0])
-    if func._overloadpacket in _LOSSES and out.dim() == 0:  # reduced in place, in the storage of the terms
-        terms = torch.broadcast_shapes(args[0].shape, args[1].shape)
-        return out.new_empty(terms).as_strided((), ()) if math.prod(terms) else out
-    if func._overloadpacket in _CONTIGUOUS:
-        return out.contiguous()
-    if func is _aten.native_layer_norm_backward.default and out[0] is not None:  # whatever the gradient's strides are
-        return out[0].contiguous(), *out[1:]
-    return out
-
-
-def _as_on_cpu(out: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    if func in _NORMS:
-        return _with_statistics_as_parameters(out, args)
-    if func._overloadpacket in _LAYOUTS:
-        return _laid_out_as(out, args[_LAYOUTS[func._overloadpacket]])
-    if func._overloadpacket in _ROWS:
-        return tuple(t.contiguous() for t in out) if isinstance(out, tuple) else out.contiguous()
-    if func is _aten.native_group_norm_backward.default and out[0] is not None:
-        return torch.empty_like(out[0], dtype=args[1].dtype), *out[1:]
-    if func._overloadpacket in _BAGS and out[1].numel():  # the bags of the indices, and of one more
-        bags = out[1].new_empty(out[1].numel() + 1)
-        return out[0], bags.as_strided(out[1].size(), out[1].stride()), *out[2:]
-    if func is _aten.mkldnn_rnn_layer.default:
-        nbytes = _rnn_workspace_bytes(signature(func, args, kwargs))
-        return *out[:3], out[3].new_empty(nbytes)
-    if func is _aten.mkldnn_rnn_layer_backward.default:  # before torch 2.13 the fake one gave the input's dtype
-        return tuple(t if t is None else t.new_empty(t.shape, dtype=torch.float32) for t in out)
-    if func is _aten.convolution.default and out.numel() < args[0].numel() and _is_made_like_its_input(*args):
-        return _in_memory_of(out, args[0])
-    return out
-
-
-def _laid_out_as(out: Any, given: torch.Tensor) -> Any:
-    """Return an output, or several with the first of them, in the memory format of an argument."""
-    if isinstance(out, tuple):
-        return _laid_out_as(out[0], given), *out[1:]
-    return out if out is None else out.contiguous(memory_format=suggest_memory_format(given))
-
-
-def _in_memory_of(out: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
-    """Return an output like another, in memory for as many elements as an input has."""
-    return out.new_empty(given.numel()).as_strided(out.shape, out.stride())
-
-
-def _is_made_like_its_input(given: torch.Tensor, weight: torch.Tensor, bias: Any, *options: Any) -> bool:
-    """Tell whether a convolution's output is first made as large as its input, whose memory it keeps.
-
-    Transposed ones over volumes that oneDNN has no kernel for (ATen/native/NaiveConvolutionTranspose3d.cpp).
-    """
-    transposed = options[3]
-    if not transposed or weight.dim() != 5:
-        return False
-    with unset_fake_temporarily():
-        like = [None if t is None else torch.empty(1, dtype=t.dtype).expand(t.shape) for t in (given, weight, bias)]
-        backend = torch._C._select_conv_backend(*like, *options)
-    return bool(backend.name == "SlowTranspose3d")
-
-
-def _with_statistics_as_parameters(out: Any, args: Any) -> Any:
-    """Give the saved statistics of a norm the dtype of its parameters, as the kernel does; the fake one does not."""
-    normalised, mean, inverse_deviation = out
-    dtype = next((t.dtype for t in args[1:5] if isinstance(t, torch.Tensor)), mean.dtype)
-    return normalised, mean.new_empty(mean.shape, dtype=dtype), inverse_deviation.new_empty(mean.shape, dtype=dtype)
-
-
-@functools.cache
-def _rnn_workspace_bytes(text: str) -> int:
-    """Return what an RNN layer keeps for its backward pass, by running it once: the fake kernel says 0."""
-    with unset_fake_temporarily():
-        func, args, kwargs = rebuild(text, "cpu")
-        workspace = func(*args, **kwargs)[3]
-        return 0 if workspace is None else workspace.numel()
 
 
 def _module(fqn: str, module: nn.Module) -> Module:
