@@ -31,7 +31,7 @@ from memfit.ir.plan import Levers, Plan
 from memfit.ir.remat import Regions
 from memfit.ir.simulate import simulate
 from memfit.ir.trace import Trace, Work
-from memfit.pipeline import planning
+from memfit.pipeline import confirming, planning, searching
 from memfit.pipeline.applying import applied
 from memfit.pipeline.predicting import capture_levers, predict
 from memfit.pipeline.reading import WithData
@@ -212,7 +212,10 @@ class _Planning:
 
     def plan(self, workload: Workload, budget_bytes: int) -> Plan:
         """Return a plan, or that for the budget that memfit names where there is none."""
-        with mock.patch.multiple(planning, costs_of=self.costs.of, capture_levers=self._captured):
+        with (
+            mock.patch.object(searching, "costs_of", self.costs.of),
+            mock.patch.object(confirming, "capture_levers", self._captured),
+        ):
             try:
                 return self._planned(workload, budget_bytes)
             except InfeasibleError as e:

@@ -160,7 +160,8 @@ IN_PLACE_OF_TWO: dict[str, Operator] = {
     "mul_by_": _in_place(lambda x, y, n: x.mul_(fitted(y, x).to(x.dtype).tanh())),
     "copy_": _in_place(lambda x, y, n: x.copy_(fitted(y, x))),
     "lerp_": _in_place(lambda x, y, n: x.lerp_(fitted(y, x).to(x.dtype).expand_as(x), 0.3)),
-    "addcmul_": _in_place(lambda x, y, n: x.addcmul_(fitted(y, x).to(x.dtype), fitted(y, x).to(x.dtype), value=0.1)),
+    # Of what it changes it must save copies: autograd holds what it saves with what saved it, for ever.
+    "addcmul_": _in_place(lambda x, y, n: x.addcmul_(*2 * [fitted(y, x).to(x.dtype).tanh()], value=0.1)),
     "set_slice_": _in_place(_set_slice),
     "index_add_": _in_place(
         lambda x, y, n: x.index_add_(1, torch.zeros(1, dtype=torch.long), x.detach()[:, :1].clone(), alpha=0.1)

@@ -251,8 +251,10 @@ class Reader:
         apart = {*module._modules, *module._parameters, *module._buffers}
         names = [n for n in reached.names - reached.assigned - apart - _INTERNAL if not _is_code(type(module), n)]
         held = Place(fqn or "the model", lambda: module.__dict__, tuple(sorted(names)))
+        read = tuple(sorted(module._buffers.keys() & (reached.names - reached.assigned)))
+        buffers = [Place(held.owner, lambda: module._buffers, read)] if read else []
         objects = [module.__dict__[name] for name in names if name in module.__dict__]
-        return [held, *found, *self._objects(objects)]
+        return [held, *buffers, *found, *self._objects(objects)]
 
     def _of_class(self, kind: type, own: list[Any]) -> tuple[_Reached, list[Place]]:
         key = kind, tuple(map(id, own))

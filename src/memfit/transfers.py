@@ -33,6 +33,17 @@ copy_in = torch.ops.memfit.copy_in.default
 wait = torch.ops.memfit.wait.default
 
 
+def has_history(tensor: torch.Tensor) -> bool:
+    """Tell whether autograd knows what made a tensor; not of a view that it refuses to let be used any more.
+
+    It raises when asked for the node of one: made without gradients, say, of what was then written to with them.
+    """
+    try:
+        return tensor.grad_fn is not None
+    except RuntimeError:
+        return False
+
+
 def covers_storage(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor is all of its storage, so that a copy of it can stand for the storage."""
     if tensor.layout is not torch.strided or tensor.storage_offset() != 0:

@@ -72,6 +72,35 @@ def _recurrent(self: Any, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+class Averaging(Block):
+    """Puts another running mean in the place of the one before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x).tanh()
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return x - self.mean
+
+
+class Positions(Block):
+    """Makes a buffer as large as it is needed, and keeps it."""
+
+    table: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.table
+        self.register_buffer("table", torch.zeros(0), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(self.table) < len(x):
+            self.table = torch.arange(len(x)).unsqueeze(1) / 10
+        return self.linear(x).tanh() + self.table[: len(x)]
+
+
 class Watched(Block):
     """Sets attributes before it reads them."""
 
@@ -120,6 +149,11 @@ CHANGED: dict[str, tuple[Callable[[], list[nn.Module]], Before, str]] = {
     ),
     "a counter": (lambda: [Block(_counted)], lambda i, block: None, "number of blocks.0"),
     "a state": (lambda: [Block(_recurrent)], lambda i, block: None, "state of blocks.0"),
+    "a buffer that another takes the place of": (
+        lambda: [Averaging()],
+        lambda i, block: None,
+        "mean of blocks.0",
+    ),
     "a global": (
         lambda: [Block(lambda self, x: x * SCALE), Block(lambda self, x: x * SCALE)],
         _set_global,
@@ -145,6 +179,7 @@ CHANGED: dict[str, tuple[Callable[[], list[nn.Module]], Before, str]] = {
 UNCHANGED: dict[str, tuple[Callable[[], list[nn.Module]], Before]] = {
     "nothing": (lambda: [Block(), Block()], lambda i, block: None),
     "what is set before it is read": (lambda: twice(Watched()), lambda i, block: None),
+    "a buffer that is made once": (lambda: [Positions(), Positions()], lambda i, block: None),
     "what it does not read": (lambda: [Block(), Block()], lambda i, block: setattr(Block, "other", i)),
     "another number for each of two": (
         lambda: [Block(lambda self, x: x * self.number) for _ in range(2)],

@@ -26,6 +26,10 @@ USES: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "two dimensions": lambda m, x: m.layer(x[0].mT).sum(),
     "no bias": lambda m, x: F.linear(x.mT, m.layer.weight).sum(),
     "classes as vectors": lambda m, x: (F.one_hot(x.argmax(-1), WIDTH) * m.layer(x)).sum(),
+    "the largest of windows": lambda m, x: F.max_pool1d(m.layer(x), 2).sum(),
+    "the largest of windows, without gradients": lambda m, x: (
+        m.layer.weight.sum() * F.max_pool1d(F.max_pool1d(m.layer(x).detach(), 1), 2).sum()
+    ),
     "vectors of classes only": lambda m, x: m.layer.weight.sum() * F.one_hot(x.argmax(-1), WIDTH).sum(),
 }
 

@@ -27,6 +27,7 @@ from memfit.apply.lean import within_region
 from memfit.errors import PlanError, PlanMismatchError
 from memfit.held_state import Reader, generators_of
 from memfit.ir.remat import Region
+from memfit.transfers import has_history
 
 
 @contextlib.contextmanager
@@ -184,7 +185,7 @@ class _Prefetch:
         frame, self.passes.latest = self.passes.latest, _nothing
         if frame() is None or not torch.is_grad_enabled():
             return
-        tensor = next((t for t in tensors_in(output) if t.grad_fn is not None), None)
+        tensor = next((t for t in tensors_in(output) if has_history(t)), None)
         if tensor is not None:
             tensor.register_hook(functools.partial(_prefetch, frame))
 

@@ -39,6 +39,7 @@ from memfit.apply.generators import Draws, Generators, Source, preserved, source
 from memfit.apply.keep import Dropping, Keeping, Kept, Reusing, hooks_around
 from memfit.apply.offload import Away, ChangedError, is_worth_moving
 from memfit.errors import MemfitError, RecomputationError
+from memfit.transfers import has_history
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _outside_of_backward = itertools.count(-2, -1)
@@ -223,7 +224,7 @@ class Frame(Dropping):
 
         given = mapped((args, kwargs), torch.Tensor, number)
         if self._offload:
-            movable = [n for n, t in fresh.items() if t.grad_fn is not None and is_worth_moving(t)]
+            movable = [n for n, t in fresh.items() if is_worth_moving(t) and has_history(t)]
             self._away |= {n: Away(fresh.pop(n).detach()) for n in movable}
         if fresh:
             # Detached: with their history they would hold the graph that holds this frame.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -28,6 +29,7 @@ def composed_as_without_a_mode() -> Iterator[None]:
             library.impl("one_hot", _one_hot, key)
             read_as_without_a_mode(library, key)
         filled_as_without_a_mode(library)
+        library.impl("max_pool1d", _max_pool1d, "AutogradCPU")
         yield
     finally:
         library._destroy()
@@ -40,6 +42,15 @@ def _linear(given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         return _aten.linear.default._op_dk(composite, given, weight, bias)  # type: ignore[no-any-return]
     product: torch.Tensor = _aten.matmul.default(given, weight.t())
     return product.add_(bias)
+
+
+def _max_pool1d(given: torch.Tensor, *window: Any) -> torch.Tensor:
+    """Make no indices where no gradient is asked for (`max_pool1d` in ATen/native/MaxPooling.cpp)."""
+    if (torch.is_grad_enabled() and given.requires_grad) or given.is_quantized:
+        composite = torch._C.DispatchKey.CompositeImplicitAutograd
+        return _aten.max_pool1d.default._op_dk(composite, given, *window)  # type: ignore[no-any-return]
+    with torch._C._AutoDispatchBelowAutograd():
+        return _aten.max_pool1d.default(given, *window)  # type: ignore[no-any-return]
 
 
 def _one_hot(classes: torch.Tensor, num_classes: int = -1) -> torch.Tensor:

@@ -28,7 +28,7 @@ from memfit.errors import CaptureError
 from memfit.ir.trace import Call, Module, Op, Phase, Save, Work
 from memfit.signature import signature
 from memfit.sparse import parts
-from memfit.transfers import covers_storage
+from memfit.transfers import covers_storage, has_history
 
 _aten = torch.ops.aten
 _INCIDENTAL = ("profiler", "prim")  # marks, and questions that only fake tensors ask (`tensor.device`)
@@ -306,7 +306,7 @@ class Recorder(TorchDispatchMode):
             return
         tensors = [_unwrapped(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         inputs = tuple(dict.fromkeys(i for t in tensors if (i := self.observe(t, -1)) is not None))
-        movable = [self.observe(t, -1) for t in tensors if t.grad_fn is not None and covers_storage(t)]
+        movable = [self.observe(t, -1) for t in tensors if covers_storage(t) and has_history(t)]
         activations = tuple(dict.fromkeys(i for i in movable if i is not None))
         parent = self._stack[-1] if self._stack else -1
         index = len(self.now.calls)
