@@ -17,6 +17,7 @@ from benchmarks.fuzzing.functions import FUNCTIONS
 
 Tensor = torch.Tensor
 Operator = Callable[..., Any]
+_LARGE = 1 << 14  # elements, of which no operator makes more
 
 
 def dimension(x: Tensor, n: int) -> int:
@@ -205,7 +206,7 @@ def _resized(x: Tensor, n: int) -> Tensor:
     y = _square(x).float()
     if n % 3 == 2:
         return F.interpolate(y.unsqueeze(1), scale_factor=1.5, mode="bilinear", align_corners=False).squeeze(1)
-    return F.interpolate(y, scale_factor=2.0 if y.numel() < 1 << 14 else 0.5, mode=["nearest", "linear"][n % 3])
+    return F.interpolate(y, scale_factor=2.0 if y.numel() < _LARGE else 0.5, mode=["nearest", "linear"][n % 3])
 
 
 def _normalised(x: Tensor, n: int) -> Tensor:
@@ -234,7 +235,91 @@ def _spectrum(x: Tensor, n: int) -> Any:
     return spectrum.real if n % 3 else spectrum.abs()
 
 
+def _whole(x: Tensor, n: int) -> Tensor:
+    ways: list[Callable[[], Tensor]] = [
+        lambda: x.max(),
+        lambda: x.min(),
+        lambda: x.median(),
+        lambda: x.nanmedian(),
+        lambda: x.std(),
+        lambda: x.norm(),
+        lambda: x.logsumexp(tuple(range(x.dim()))),
+    ]
+    return x - 0.5 * ways[n % 7]()
+
+
+def _unfolded(x: Tensor, n: int) -> Tensor:
+    y = _square(x).float().unsqueeze(1)
+    if min(y.shape[2:]) < 2 or y.numel() > _LARGE:
+        return x
+    patches = F.unfold(y, 2, stride=1 + n % 2, padding=1)
+    return F.fold(patches, y.shape[2:], 2, stride=1 + n % 2, padding=1) if n % 3 else patches
+
+
+def _decomposed(x: Tensor, n: int) -> Tensor:
+    y = _square(x).float()
+    y = y if y.shape[1] <= y.shape[2] else y.mT
+    symmetric = y @ y.mT / y.shape[-1] + 2 * torch.eye(y.shape[1])
+    ways: list[Callable[[], Tensor]] = [
+        lambda: torch.linalg.cholesky(symmetric),
+        lambda: torch.linalg.solve_triangular(symmetric.tril(), y, upper=False),
+        lambda: torch.linalg.solve(symmetric, y),
+        lambda: torch.linalg.inv(symmetric),
+        lambda: torch.linalg.qr(symmetric)[n // 9],
+        lambda: torch.linalg.eigvalsh(symmetric),
+        lambda: torch.cholesky_inverse(torch.linalg.cholesky(symmetric)),
+        lambda: torch.linalg.slogdet(symmetric)[1],
+        lambda: torch.linalg.matrix_power(0.1 * symmetric, 3),
+    ]
+    return ways[n % 9]()
+
+
+def _imaged(x: Tensor, n: int) -> Tensor:
+    """Take rows as channels and features as pixels, the channels last in memory."""
+    y = _square(x).float().unsqueeze(2).contiguous(memory_format=torch.channels_last)
+    weight = torch.eye(y.shape[1])[:, :, None, None]
+    ways: list[Callable[[], Tensor]] = [
+        lambda: F.conv2d(y, weight).relu(),
+        lambda: F.batch_norm(F.conv2d(y, weight), None, None, training=True),
+        lambda: F.hardswish(F.conv2d(y, weight)),
+        lambda: F.elu(y) + F.relu6(y),
+        lambda: F.pad(y, (1, 1, 0, 0), mode="replicate") if y.shape[3] > 1 else y,
+        lambda: F.interpolate(y, scale_factor=(1, 2), mode="bilinear") if y.numel() < _LARGE else y,
+        lambda: F.adaptive_avg_pool2d(y, (1, 2)),
+        lambda: F.max_pool2d(y, (1, 2)) if y.shape[3] > 1 else y,
+        lambda: F.group_norm(y, 1),
+        lambda: F.pixel_unshuffle(y.expand(-1, -1, 2, -1), 2) if y.shape[3] % 2 == 0 else y,
+        lambda: F.softmax(y, 1).roll(1, 3),
+    ]
+    return ways[n % 11]().flatten(2)
+
+
+def _scored(x: Tensor, n: int) -> Tensor:
+    """Return a loss for each element, or of all of them added to each."""
+    goal, reduction = x.detach().sigmoid(), "mean" if n % 2 else "none"
+    ways: list[Callable[[], Tensor]] = [
+        lambda: F.binary_cross_entropy_with_logits(x, goal, pos_weight=1 + goal[:1], reduction=reduction),
+        lambda: F.binary_cross_entropy(x.sigmoid(), goal, reduction=reduction),
+        lambda: F.soft_margin_loss(x, goal.sub(0.5).sign(), reduction=reduction),
+        lambda: F.huber_loss(x, goal, delta=0.5, reduction=reduction),
+        lambda: F.l1_loss(x, goal, reduction=reduction),
+        lambda: F.poisson_nll_loss(x, goal, reduction=reduction),
+        lambda: F.gaussian_nll_loss(x, goal, goal + 0.1, reduction=reduction),
+        lambda: F.hinge_embedding_loss(x, goal.sub(0.5).sign(), reduction=reduction),
+        lambda: F.multi_margin_loss(x.flatten(1), goal.flatten(1).argmax(1), reduction=reduction),
+        lambda: F.cross_entropy(x, goal.argmax(1), label_smoothing=0.1, reduction=reduction),
+        lambda: F.cosine_embedding_loss(x.flatten(1), goal.flatten(1), torch.ones(len(x)), reduction=reduction),
+    ]
+    found = ways[n // 2 % 11]()
+    return x * found.mean() if found.shape != x.shape else found
+
+
 SAVING: dict[str, Operator] = {
+    "whole": _whole,
+    "unfold": _unfolded,
+    "decompose": _decomposed,
+    "image": _imaged,
+    "score": _scored,
     "exp": lambda x, n: x.clamp(max=1).exp(),
     "softmax": lambda x, n: [F.softmax, F.log_softmax, F.softmin][n % 3](x, dim=-1),
     "sigmoid": lambda x, n: x.sigmoid(),
@@ -374,7 +459,14 @@ def _scattered(x: Tensor, y: Tensor, n: int) -> Tensor:
 
 
 def _clamped(x: Tensor, y: Tensor, n: int) -> Tensor:
-    return x.clamp(fitted(y, x).detach().to(x.dtype) - 1, None) if n % 2 else torch.maximum(x, fitted(y, x))
+    low = fitted(y, x).to(x.dtype) - 1
+    ways: list[Callable[[], Tensor]] = [
+        lambda: x.clamp(low.detach(), None),
+        lambda: torch.maximum(x, fitted(y, x)),
+        lambda: x.clamp(low, low + 1),
+        lambda: torch.minimum(x, fitted(y, x)),
+    ]
+    return ways[n % 4]()
 
 
 OF_TWO: dict[str, Operator] = {

@@ -180,7 +180,7 @@ def _operation(random: Random, index: int) -> Operation:
     kinds = [*_KINDS, *_RARE]
     (kind,) = random.choices([sorted(names) for names, _ in kinds], [weight for _, weight in kinds])
     name = random.choice(kind)
-    return Operation(name, tuple(_back(random) for _ in range(arity(name))), random.randrange(12))
+    return Operation(name, tuple(_back(random) for _ in range(arity(name))), random.randrange(24))
 
 
 def _back(random: Random) -> int:

@@ -13,7 +13,7 @@ import torch
 from msgspec.structs import replace
 from torch import nn
 from torch._C import _functorch as functorch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import graph
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -32,6 +32,7 @@ from memfit.transfers import covers_storage, has_history
 
 _aten = torch.ops.aten
 _INCIDENTAL = ("profiler", "prim")  # marks, and questions that only fake tensors ask (`tensor.device`)
+_DEVICE = torch.ops.prim.device.default
 _NEVER = -2
 
 
@@ -215,6 +216,8 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # most of all calls, which take long from mode to mode
         if func.namespace in _INCIDENTAL or self._looks_away:
             return func(*args, **kwargs)
         if (calls := one_by_one(func, args)) is not None:

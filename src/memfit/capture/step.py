@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from memfit.batch import map_tensors
 from memfit.capture.attention import Attention
 from memfit.capture.composites import composed_as_without_a_mode
+from memfit.capture.conversions import converted_as_with_data
 from memfit.capture.courses import Course, Reading, worst_course
 from memfit.capture.fake import fake_copy, mode_of, nothing_changes
 from memfit.capture.gpu import fake_gpu
@@ -151,7 +152,8 @@ def _fake_copied(
         with _faked(values if is_fake else None):  # packed sequences are cut by the values of their indices
             part = shortened(moved, microbatch_size)
         copied = unwrapped(fake_copy(part, values, place))
-        with explained(), torch.compiler.set_stance("force_eager"), libraries_run_as_with_data():
+        eager = torch.compiler.set_stance("force_eager")
+        with explained(), eager, libraries_run_as_with_data(), converted_as_with_data():
             yield copied, values, attention
 
 
