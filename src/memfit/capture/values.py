@@ -113,6 +113,9 @@ class KnownValues(TorchDispatchMode):
         known = self._known_arguments(func, args, kwargs)
         if torch.Tag.data_dependent_output in func.tags:
             return self._read(func, args, kwargs, known)
+        if known is None and _only_writes(func, args):
+            self._forget(func, args, kwargs)
+            return args[0]
         try:
             out = func(*args, **kwargs)
         except DynamicOutputShapeException:
@@ -299,6 +302,30 @@ def device_of(tensor: torch.Tensor) -> torch.device:
 def is_followed(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor's values are of the kind that steps read: integers, truths, and few other numbers."""
     return tensor.numel() <= (_FEW if tensor.is_floating_point() or tensor.is_complex() else _LIMIT)
+
+
+def _only_writes(func: Any, args: Any) -> bool:
+    """Tell whether an operator on fake tensors only writes other numbers into the first, element by element.
+
+    Nothing of a fake tensor is other then, and its kernel need not run: most operators of optimizers are of this kind.
+    """
+    if torch.Tag.pointwise not in func.tags or not func._schema.name.endswith("_"):
+        return False
+    written, *others = args
+    if not isinstance(written, FakeTensor) or written.layout is not torch.strided or written.constant is not None:
+        return False
+    if not written.is_floating_point():  # what integers may not be multiplied with, say, its kernel tells
+        return False
+    for other in others:
+        if isinstance(other, torch.Tensor) and not (
+            isinstance(other, FakeTensor)
+            and other.layout is torch.strided
+            and other.dtype is written.dtype
+            and other.fake_device == written.fake_device
+            and other.shape == written.shape
+        ):
+            return False
+    return True
 
 
 def _largest(func: Any, args: Any) -> list[tuple[tuple[int, ...], torch.dtype]] | None:
