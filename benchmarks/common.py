@@ -84,12 +84,14 @@ def main(
 
 
 def _command(module: str, given: Sequence[str]) -> str:
-    """Return the command as it was given, but for where its result goes."""
+    """Return the command as it was given, but for where it writes."""
     options = list(given)
-    if "--json" in options:
-        at = options.index("--json")
-        del options[at : at + 2]
-    return shlex.join(["python", "-m", module, *(o for o in options if not o.startswith("--json="))])
+    for written in ("--json", "--rows"):
+        if written in options:
+            at = options.index(written)
+            del options[at : at + 2]
+        options = [option for option in options if not option.startswith(f"{written}=")]
+    return shlex.join(["python", "-m", module, *options])
 
 
 def whole_run_peak_bytes(workload: Workload, levers: Levers, steps: int = 2) -> int:

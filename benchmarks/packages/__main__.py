@@ -16,6 +16,7 @@ from benchmarks.common import Case, main
 from benchmarks.packages.zoo import PACKAGES, STEPS
 from benchmarks.steps.__main__ import OPTIONS, measured
 from benchmarks.steps.figures import summarised
+from benchmarks.steps.rows import Rows
 from memfit.errors import UsageError
 
 TABLE = "benchmarks.packages.zoo:STEPS"
@@ -25,13 +26,16 @@ REQUIREMENTS = Path(__file__).with_name("requirements.txt")
 QUICK = ("vit_lion", "mined_triplets", "finite_scalars")
 
 
-def run(quick: bool, only: Sequence[str] | None = None, jobs: int = 1) -> tuple[list[Case], dict[str, Any]]:
+def run(
+    quick: bool, only: Sequence[str] | None = None, jobs: int = 1, rows: Path | None = None
+) -> tuple[list[Case], dict[str, Any]]:
     """Return the rows of each workload, and what they add up to.
 
     Args:
         quick: A few workloads.
         only: The workloads of these names; None for all.
         jobs: Workloads at a time.
+        rows: A file with those that were measured before; None for none.
 
     Raises:
         UsageError: The zoo has no workload of a name, or the packages are not installed.
@@ -43,8 +47,8 @@ def run(quick: bool, only: Sequence[str] | None = None, jobs: int = 1) -> tuple[
         raise UsageError(f"the packages are not installed: {PYTHON} does not exist; run `make packages` first")
     torch.set_num_threads(1)  # as in the processes; the result says how many
     versions = pinned(REQUIREMENTS.read_text())
-    rows = measured(only or (QUICK if quick else STEPS), TABLE, str(PYTHON), jobs)
-    cases = [{**row, "package": f"{(name := PACKAGES[row['workload']])} {versions[name]}"} for row in rows]
+    found = measured(only or (QUICK if quick else STEPS), TABLE, str(PYTHON), jobs, Rows(rows))
+    cases = [{**row, "package": f"{(name := PACKAGES[row['workload']])} {versions[name]}"} for row in found]
     return cases, summarised(cases)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from benchmarks.common import Case, main
 from benchmarks.processes import output_of
 from benchmarks.steps.cases import KINDS
 from benchmarks.steps.figures import line, summarised
+from benchmarks.steps.rows import Rows
 from memfit.errors import UsageError
 
 TABLE = "benchmarks.steps.zoo:STEPS"
@@ -30,16 +32,20 @@ TIMEOUT_SECONDS = 600
 OPTIONS: dict[str, dict[str, Any]] = {
     "--only": {"nargs": "+", "metavar": "NAME", "help": "some workloads"},
     "--jobs": {"type": int, "default": 1, "help": "workloads at a time, each on one thread; 1 by default"},
+    "--rows": {"type": Path, "metavar": "FILE", "help": "go on with a run that was cut short: its rows are kept there"},
 }
 
 
-def run(quick: bool, only: Sequence[str] | None = None, jobs: int = 1) -> tuple[list[Case], dict[str, Any]]:
+def run(
+    quick: bool, only: Sequence[str] | None = None, jobs: int = 1, rows: Path | None = None
+) -> tuple[list[Case], dict[str, Any]]:
     """Return the rows of each workload, and what they add up to.
 
     Args:
         quick: A few workloads.
         only: The workloads of these names; None for all.
         jobs: Workloads at a time.
+        rows: A file with those that were measured before; None for none.
 
     Raises:
         UsageError: The zoo has no workload of a name.
@@ -50,11 +56,13 @@ def run(quick: bool, only: Sequence[str] | None = None, jobs: int = 1) -> tuple[
     if unknown:
         raise UsageError(f"--only {' '.join(sorted(unknown))}: the zoo has {', '.join(STEPS)}")
     torch.set_num_threads(1)  # as in the processes; the result says how many
-    cases = measured(only or (QUICK if quick else STEPS), TABLE, jobs=jobs)
+    cases = measured(only or (QUICK if quick else STEPS), TABLE, jobs=jobs, before=Rows(rows))
     return cases, summarised(cases)
 
 
-def measured(names: Iterable[str], table: str, python: str = sys.executable, jobs: int = 1) -> list[Case]:
+def measured(
+    names: Iterable[str], table: str, python: str = sys.executable, jobs: int = 1, before: Rows | None = None
+) -> list[Case]:
     """Return the rows of some workloads in their order, those of each told when they are there.
 
     Args:
@@ -62,10 +70,16 @@ def measured(names: Iterable[str], table: str, python: str = sys.executable, job
         table: Where they are: "package.module:attribute".
         python: The interpreter that their packages are installed for.
         jobs: Workloads at a time.
+        before: Has those that were measured before, and takes new ones.
     """
+    before = before or Rows(None)
 
     def told(name: str) -> list[Case]:
-        rows = list(isolated(name, table, python))
+        rows = before.of(name)
+        if rows is None:
+            rows = list(isolated(name, table, python))
+            if all("seconds" in row for row in rows):  # of a process that died there is nothing to keep
+                before.add(name, rows)
         print("\n".join(map(line, rows)), file=sys.stderr, flush=True)
         return rows
 

@@ -57,7 +57,7 @@ def test_each_row_names_its_package_and_version(monkeypatch: pytest.MonkeyPatch,
     (tmp_path / "python").touch()
     monkeypatch.setattr(command, "PYTHON", tmp_path / "python")
     row = {"workload": "vit_lion", "kind": "plain", "refused": "ValueError: no"}
-    monkeypatch.setattr(command, "measured", lambda names, table, python, jobs=1: [row])
+    monkeypatch.setattr(command, "measured", lambda names, table, python, jobs, before: [row])
     cases, summary = command.run(quick=True)
     assert cases == [{**row, "package": f"vit-pytorch {PINNED['vit-pytorch']}"}]
     assert (summary["steps"], summary["refused"]) == (1, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from benchmarks.steps.__main__ import QUICK, isolated
 from benchmarks.steps.cases import KINDS, SHARES, cases
 from benchmarks.steps.figures import line, summarised
 from benchmarks.steps.loop import Trained, difference, trained_by_plan, trained_plainly
+from benchmarks.steps.rows import Rows
 from benchmarks.steps.zoo import FAMILIES, STEPS
 from memfit import Workload, plan
 
@@ -138,6 +140,27 @@ def test_rows_keep_the_order_of_their_workloads_however_many_run_at_a_time(monke
     for jobs in (1, 3):
         rows = steps.measured("123", "a table", jobs=jobs)
         assert [case["workload"] for case in rows] == ["1", "1", "2", "2", "3", "3"]
+
+
+def test_a_run_that_was_cut_short_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def counted(name: str, table: str, python: str) -> Any:
+        asked.append(name)
+        ended = {} if name == "3" else {"seconds": 1.0}
+        return iter([{"workload": name, **REFUSED, **ended}])
+
+    monkeypatch.setattr(steps, "isolated", counted)
+    path = tmp_path / "rows.jsonl"
+    first = steps.measured("123", "a table", before=Rows(path))
+    with path.open("a") as file:
+        file.write('{"source": "cut sh')
+    assert steps.measured("123", "a table", before=Rows(path)) == first
+    assert asked == ["1", "2", "3", "3"]  # the process of the third died
+    monkeypatch.setattr("benchmarks.steps.rows.source", lambda: "another memfit")
+    steps.measured("12", "a table", before=Rows(path))
+    assert asked == ["1", "2", "3", "3", "1", "2"]
+    assert [json.loads(line)["workload"] for line in path.read_text().splitlines()] == ["1", "2", "1", "2"]
 
 
 def _tiny() -> Workload:
