@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.capture import values as module
-from memfit.capture.values import KnownValues, libraries_run_as_with_data
+from memfit.capture.values import KnownValues, _only_writes, libraries_run_as_with_data
 
 
 @pytest.fixture
@@ -162,3 +164,37 @@ def test_a_loss_can_be_formatted(known: KnownValues) -> None:
         assert f"{loss:.2f}" == "0.00" and f"{torch.tensor(7):03d}" == "007"
     with pytest.raises(TypeError):
         f"{loss:.2f}"
+
+
+WRITES: dict[str, tuple[Callable[[torch.Tensor], object], bool]] = {
+    "numbers": (lambda x: x.mul_(2.0), True),
+    "another tensor's": (lambda x: x.add_(x * 2, alpha=3.0), True),
+    "those of two": (lambda x: x.addcdiv_(x + 1, x + 2, value=0.1), True),
+    "a row's": (lambda x: x.add_(x[0]), False),
+    "those of another precision": (lambda x: x.add_(x.double()), False),
+    "copied ones": (lambda x: x.copy_(x + 1), False),
+    "integers": (lambda x: x.long().mul_(2), False),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_only_operators_that_write_numbers_alone_run_without_their_kernels(name: str) -> None:
+    write, expected = WRITES[name]
+    found: list[bool] = []
+
+    class Look(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func._schema.is_mutable:
+                found.append(_only_writes(func, args))
+            return func(*args, **(kwargs or {}))
+
+    with FakeTensorMode(), Look():  # type: ignore[no-untyped-call]
+        x = torch.empty(4, 8)
+        made = write(x)
+    assert found == [expected]
+    assert isinstance(made, torch.Tensor) and made.shape == (4, 8)
+
+
+def test_what_a_kernel_refuses_is_refused(known: KnownValues) -> None:
+    with pytest.raises(RuntimeError):
+        torch.empty(4, 8).add_(torch.empty(5, 8))
