@@ -52,7 +52,7 @@ class Confirmation:
         """Return the trace of a step of its own."""
         return capture_levers(self._workload, levers, self._device, self._trials.data)
 
-    def captured(self, levers: Levers) -> Trace:
+    def confirmed(self, levers: Levers) -> Trace:
         """Return the trace of a planned step.
 
         Raises:

@@ -342,7 +342,7 @@ class Search:
 
     def _confirm(self, candidate: Candidate) -> Prediction:
         """Predict a plan from a capture of the step with the plan applied."""
-        return self._predict(self.confirmation.captured(candidate.levers))
+        return self._predict(self.confirmation.confirmed(candidate.levers))
 
     def _leave_out(self, found: LeftOut) -> None:
         """Search no longer for plans with what turned out not to work."""
