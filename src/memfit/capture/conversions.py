@@ -48,7 +48,7 @@ def converted_as_with_data() -> Iterator[None]:
 
 
 def _convert(tensor: torch.Tensor, fn: _Convert) -> None:
-    """Put what a conversion makes into a tensor's place.
+    """Put the result of a conversion into a tensor's place.
 
     Raises:
         RuntimeError: It is on another device, which a fake tensor can't be moved to.

@@ -125,7 +125,7 @@ def _with_statistics_as_parameters(out: Any, args: Any) -> Any:
 
 @functools.cache
 def _rnn_workspace_bytes(text: str) -> int:
-    """Return what an RNN layer keeps for its backward pass, by running it once: the fake kernel says 0."""
+    """Return the bytes that an RNN layer keeps for its backward pass, by running it once: the fake kernel says 0."""
     with unset_fake_temporarily():
         func, args, kwargs = rebuild(text, "cpu")
         workspace = func(*args, **kwargs)[3]

@@ -90,7 +90,7 @@ class KnownValues(TorchDispatchMode):
                 self._real[fake] = real.detach().to("cpu", copy=True)
 
     def begin(self, batch: Iterable[torch.Tensor], extreme: Extreme) -> None:
-        """Take the batch that samples are cut from, and the numbers that are drawn; forget what was read before."""
+        """Take the batch that samples are cut from, and the numbers that are drawn; forget all earlier reads."""
         self.extreme, self.reads_draws, self.reads_batch = extreme, False, False
         for tensor in batch:
             self._batch[tensor] = True

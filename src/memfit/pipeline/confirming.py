@@ -1,4 +1,4 @@
-"""The confirmation of a plan: its step captured again and held against the user's; what fails or differs goes."""
+"""The confirmation of a plan: its step captured again and held against the user's; failing levers and regions go."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from memfit.workload import Workload
 
 
 class LeftOut(Exception):
-    """A plan can't be applied, or does not compute what the user's step does: something of it is searched no more.
+    """A plan can't be applied, or computes another result than the user's step: a part of it is searched no more.
 
     Args:
         error: What went wrong.
@@ -36,7 +36,7 @@ class LeftOut(Exception):
 
 
 class Confirmation:
-    """Captures planned steps, and holds what they recompute against the user's.
+    """Captures planned steps, and holds their recomputed tensors against the user's step.
 
     Args:
         workload: The user's workload.
@@ -67,7 +67,7 @@ class Confirmation:
             raise self._without_failing(levers, e, self.capture) from e
 
     def proof(self, levers: Levers, as_is: Prediction, step_seconds: float, progress: Progress) -> Proof:
-        """Hold what a plan recomputes against the user's step, where that can run here.
+        """Hold a plan's recomputed tensors against the user's step, where that can run here.
 
         Args:
             levers: The plan's.
@@ -99,13 +99,13 @@ class Confirmation:
         return differences(self._workload, levers)
 
     def _differences(self, levers: Levers) -> Differences:
-        """Return what does something else when it runs again, without data."""
+        """Return the modules that differ when they run again, found without data."""
         with probing() as found, contextlib.suppress(MemfitError):
             self.capture(levers)
         return found
 
     def _without_differing(self, found: Differences, levers: Levers) -> LeftOut:
-        """Leave out what does something else when it runs again: regions around it, or lean modules."""
+        """Leave out the regions around modules that differ when they run again, or lean modules."""
         regions = {region.modules for region in levers.regions}
         notes = [f"{e.module} is not recomputed: run again, it does something else ({e.how})" for e in found.values()]
         modules = {fqn for of, e in found.items() if of in regions for fqn in around(e.module)}
