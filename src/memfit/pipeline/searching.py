@@ -345,7 +345,7 @@ class Search:
         return self._predict(self.confirmation.confirmed(candidate.levers))
 
     def _leave_out(self, found: LeftOut) -> None:
-        """Search no longer for plans with what turned out not to work."""
+        """Search no longer for plans with levers or regions that turned out not to work."""
         self.notes += found.notes
         self.excluded |= found.modules
         self.wanted = self._with_any([levers for levers in self.wanted if not found.are_out(levers)])
