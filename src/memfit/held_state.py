@@ -28,8 +28,10 @@ from torch import nn
 
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
 _NOT_FOLLOWED = {*sys.stdlib_module_names, "torch", "numpy", "memfit"}
-_ATOMS = (type(None), int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum, np.generic)
-_MOST_ITEMS = 256  # of a container that is looked into
+ATOMS = (type(None), int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum, np.generic)
+"""Types of values that nothing is inside of."""
+MOST_ITEMS = 256
+"""Of a container that is looked into."""
 _DEEPEST = 3  # objects that hold objects
 _MOST_FUNCTIONS = 512  # that one module's code leads to
 _INTERNAL = frozenset(vars(nn.Module()))  # `training` among them, which a region sets back as it runs again
@@ -84,16 +86,16 @@ class _Identity:
 def _frozen(value: Any, depth: int = 0) -> Any:
     """Return a value to compare with later ones; containers are looked into."""
     kind = type(value)
-    if isinstance(value, _ATOMS):
+    if isinstance(value, ATOMS):
         return kind, value
     if isinstance(value, _GENERATORS):
         return kind  # recomputations set them back
-    if isinstance(value, np.ndarray) and value.size <= _MOST_ITEMS and value.dtype != object:
+    if isinstance(value, np.ndarray) and value.size <= MOST_ITEMS and value.dtype != object:
         return kind, value.shape, value.tobytes()
-    if depth < _DEEPEST and isinstance(value, (list, tuple, dict)) and len(value) <= _MOST_ITEMS:
+    if depth < _DEEPEST and isinstance(value, (list, tuple, dict)) and len(value) <= MOST_ITEMS:
         items = [item for pair in value.items() for item in pair] if isinstance(value, dict) else value
         return kind, [_frozen(item, depth + 1) for item in items]
-    if isinstance(value, (set, frozenset)) and all(isinstance(item, _ATOMS) for item in value):
+    if isinstance(value, (set, frozenset)) and all(isinstance(item, ATOMS) for item in value):
         return kind, frozenset(value)
     return _Identity(value)
 
@@ -145,17 +147,17 @@ def _is_first(loaded: dis.Instruction | None, code: types.CodeType) -> bool:
     return bool(last == code.co_varnames[0])
 
 
-def _is_followed(value: Any) -> bool:
+def is_followed(value: Any) -> bool:
     """Tell whether what a function, a class or a module refers to is looked at."""
     name = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
     return isinstance(name, str) and name.partition(".")[0] not in _NOT_FOLLOWED
 
 
-def _is_object(value: Any) -> bool:
+def is_object(value: Any) -> bool:
     """Tell whether something is an object of someone's own class, whose attributes are looked at."""
     if isinstance(value, (nn.Module, torch.Tensor, type, types.FunctionType, types.ModuleType, *_GENERATORS)):
         return False
-    return hasattr(value, "__dict__") and (_is_followed(type(value)) or isinstance(value, types.SimpleNamespace))
+    return hasattr(value, "__dict__") and (is_followed(type(value)) or isinstance(value, types.SimpleNamespace))
 
 
 def _functions(value: Any) -> Iterator[types.FunctionType]:
@@ -199,11 +201,11 @@ class _Reached:
         fresh = _accesses(function.__code__).attributes - self.names
         self.names |= fresh
         methods = [inspect.getattr_static(kind, name, None) for name in fresh] if kind is not None else []
-        if not _is_followed(function):
+        if not is_followed(function):
             return methods
         named = [*globals_of(function).values(), *cells_of(function).values()]
         for value in named:
-            if isinstance(value, (type, types.ModuleType)) and _is_followed(value) or _is_object(value):
+            if isinstance(value, (type, types.ModuleType)) and is_followed(value) or is_object(value):
                 self.held[id(value)] = value
         return [*methods, *(value for value in named if not isinstance(value, type))]
 
@@ -212,7 +214,7 @@ class _Reached:
         for value in self.held.values():
             members = vars(value if isinstance(value, (type, types.ModuleType)) else type(value))
             for name in self.names & members.keys():
-                if all(_is_followed(function) for function in _functions(members[name])):
+                if all(is_followed(function) for function in _functions(members[name])):
                     yield members[name]
 
 
@@ -225,7 +227,7 @@ def globals_of(function: types.FunctionType) -> dict[str, Any]:
 def cells_of(function: types.FunctionType) -> dict[str, Any]:
     """Return the values of a function's closure, and of its default arguments."""
     defaults = [*(function.__kwdefaults__ or {}).values(), *(function.__defaults__ or ())]
-    found = {f"default {i}": value for i, value in enumerate(defaults) if not isinstance(value, _ATOMS)}
+    found = {f"default {i}": value for i, value in enumerate(defaults) if not isinstance(value, ATOMS)}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # of a name that has no value yet
             found[name] = cell.cell_contents
@@ -246,7 +248,7 @@ class Reader:
             fqn: What the module is called.
             module: The module.
         """
-        own = [value for value in vars(module).values() if any(map(_is_followed, _functions(value)))]
+        own = [value for value in vars(module).values() if any(map(is_followed, _functions(value)))]
         reached, found = self._of_class(type(module), own)
         apart = {*module._modules, *module._parameters, *module._buffers}
         names = [n for n in reached.names - reached.assigned - apart - _INTERNAL if not _is_code(type(module), n)]
@@ -261,7 +263,7 @@ class Reader:
         if key not in self._of_classes:
             forward = inspect.getattr_static(kind, "forward", None)
             reached = _Reached([forward, *own], kind)
-            bases = [base for base in kind.__mro__ if base is not nn.Module and _is_followed(base)]
+            bases = [base for base in kind.__mro__ if base is not nn.Module and is_followed(base)]
             self._of_classes[key] = (
                 reached,
                 [*(_of_type(base, reached.names) for base in bases), *self._places(reached)],
@@ -271,14 +273,14 @@ class Reader:
     def hooks(self, module: nn.Module) -> list[Place]:
         """Return where what the hooks of a module's forward pass read is held; they run where one around it does."""
         hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-        hooks = [hook for hook in hooks if any(map(_is_followed, _functions(hook)))]
+        hooks = [hook for hook in hooks if any(map(is_followed, _functions(hook)))]
         return self._places(_Reached(hooks, None)) if hooks else []
 
     def _places(self, reached: _Reached) -> list[Place]:
         """Return where what some functions name is held."""
         found: list[Place] = []
         for function in reached.functions:
-            if _is_followed(function):
+            if is_followed(function):
                 names = tuple(sorted(n for n, v in globals_of(function).items() if _is_value(v)))
                 inside = tuple(sorted(n for n, v in cells_of(function).items() if _is_value(v)))
                 found += [Place(function.__module__, functools.partial(_globals, function), names)] if names else []
@@ -290,13 +292,13 @@ class Reader:
     def _objects(self, values: Iterable[Any]) -> list[Place]:
         """Return the places of objects' attributes, and of those of the objects that they hold."""
         found: dict[int, Place] = {}
-        level = [value for value in values if _is_object(value)]
+        level = [value for value in values if is_object(value)]
         for _ in range(_DEEPEST):
             level = [value for value in level if id(value) not in found]
             for value in level:
                 place = Place(type(value).__name__, functools.partial(vars, value), None)
                 found[id(value)] = self._of_objects.setdefault(id(value), place)
-            level = [inner for value in level for inner in vars(value).values() if _is_object(inner)]
+            level = [inner for value in level for inner in vars(value).values() if is_object(inner)]
         return list(found.values())
 
 
@@ -346,6 +348,6 @@ def own_generators(module: nn.Module) -> list[Any]:
 def _generators_in(value: Any, depth: int = 0) -> Iterator[Any]:
     if isinstance(value, _GENERATORS):
         yield value
-    elif depth < _DEEPEST and isinstance(value, (list, tuple, dict)) and len(value) <= _MOST_ITEMS:
+    elif depth < _DEEPEST and isinstance(value, (list, tuple, dict)) and len(value) <= MOST_ITEMS:
         for item in value.values() if isinstance(value, dict) else value:
             yield from _generators_in(item, depth + 1)

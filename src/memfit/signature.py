@@ -70,7 +70,7 @@ def rebuild(text: str, device: str) -> tuple[Callable[..., Any], list[Any], dict
 
     Floating-point tensors hold 0.5, others zeros, so that indices are in range; where groups end in a grouped
     product is spread evenly, masks to write through select as many places as there are values, and matrices of linear
-    algebra are regular.
+    algebra are regular, and bags of embeddings are equally large.
 
     Raises:
         LookupError: The signature has no arguments, or this PyTorch has no such operator.
@@ -89,6 +89,8 @@ def rebuild(text: str, device: str) -> tuple[Callable[..., Any], list[Any], dict
     kwargs = {k: _rebuild(v, device) for k, v in body.get("kwargs", {}).items()}
     if "grouped_mm" in name:
         _spread_groups(args)
+    if "embedding_bag" in name and "backward" in name:
+        _fill_bags(func, args)
     if "ctc_loss" in name:
         _spread_labels(args[1:5] if "backward" in name else args[:4])
     if "index_put" in name:
@@ -122,6 +124,14 @@ def _spread_labels(args: list[Any]) -> None:
         lengths.fill_(scores.shape[0])
         ends = torch.arange(counts.numel() + 1) * labels.numel() // max(1, counts.numel())
         counts.copy_(ends.diff())
+
+
+def _fill_bags(func: Any, args: list[Any]) -> None:
+    """Let the bags of embeddings be equally large: the gradient of a maximum selects those that are not empty."""
+    given = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)}
+    sizes, indices = given.get("bag_size"), given.get("indices")
+    if isinstance(sizes, torch.Tensor) and isinstance(indices, torch.Tensor) and sizes.numel():
+        sizes.fill_(max(1, indices.numel() // sizes.numel()))
 
 
 def _select_as_many(args: list[Any]) -> None:

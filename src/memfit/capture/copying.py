@@ -6,8 +6,6 @@ import contextlib
 import copy
 import copyreg
 import io
-import types
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -94,68 +92,3 @@ def _failed(error: Exception) -> Any:
 def _may_be_shared(value: Any) -> bool:
     is_used_up = hasattr(type(value), "__next__") and not isinstance(value, io.IOBase)
     return not is_used_up and not isinstance(value, nn.Module | torch.optim.Optimizer) and not tensors_of(value)
-
-
-def rebind(model: nn.Module, memo: dict[int, Any]) -> None:
-    """Have what a copied model's modules hold refer to the copy: closures and weak references, which copies share.
-
-    Args:
-        model: The copy.
-        memo: As `copy.deepcopy` left it: by the identity of each original, its copy.
-    """
-    for module in model.modules():
-        for name, value in list(vars(module).items()):
-            if name not in ("_parameters", "_buffers", "_modules"):
-                rebound = _rebound(value, memo)
-                if rebound is not value:
-                    module.__dict__[name] = rebound
-
-
-def _rebound(value: Any, memo: dict[int, Any]) -> Any:
-    """Return a value that refers to copies of modules and tensors, where it refers to the originals."""
-    if isinstance(value, types.FunctionType):
-        return _rebound_function(value, memo)
-    if isinstance(value, weakref.ref):
-        made = _copy_of(value(), memo)
-        return value if made is None else weakref.ref(made)
-    if isinstance(value, dict):
-        for key, inner in list(value.items()):
-            if (rebound := _rebound(inner, memo)) is not inner:
-                value[key] = rebound
-    elif isinstance(value, list):
-        value[:] = [_rebound(inner, memo) for inner in value]
-    elif type(value) is tuple:
-        return tuple(_rebound(inner, memo) for inner in value)
-    return value
-
-
-def _rebound_function(function: types.FunctionType, memo: dict[int, Any]) -> types.FunctionType:
-    cells, defaults = function.__closure__ or (), function.__defaults__ or ()
-    new_cells = tuple(_rebound_cell(cell, memo) for cell in cells)
-    new_defaults = tuple(_or_copy(value, memo) for value in defaults)
-    if all(map(lambda a, b: a is b, (*new_cells, *new_defaults), (*cells, *defaults))):
-        return function
-    made = types.FunctionType(
-        function.__code__, function.__globals__, function.__name__, new_defaults or None, new_cells or None
-    )
-    made.__kwdefaults__ = function.__kwdefaults__
-    made.__dict__.update(function.__dict__)
-    return made
-
-
-def _rebound_cell(cell: types.CellType, memo: dict[int, Any]) -> types.CellType:
-    try:
-        made = _or_copy(cell.cell_contents, memo)
-    except ValueError:  # empty yet
-        return cell
-    return cell if made is cell.cell_contents else types.CellType(made)
-
-
-def _or_copy(value: Any, memo: dict[int, Any]) -> Any:
-    made = _copy_of(value, memo)
-    return value if made is None else made
-
-
-def _copy_of(value: Any, memo: dict[int, Any]) -> Any:
-    """Return the copy of a module or tensor that was copied; None for all else."""
-    return memo.get(id(value)) if isinstance(value, nn.Module | torch.Tensor) else None

@@ -14,7 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from memfit.batch import is_uncut, packed_in
-from memfit.capture.copying import copied, rebind
+from memfit.capture.copying import copied
+from memfit.capture.outside import Rebinding
 from memfit.capture.values import KnownValues
 from memfit.errors import MemfitError, WorkloadError
 from memfit.rng import rng_preserved
@@ -44,7 +45,7 @@ class _ConvertTensors(TorchFunctionMode):
 def _convert_workload(workload: Workload, convert: Convert) -> Workload:
     """Return a copy whose tensors are converted; one tensor stays one tensor, wherever it is referred to."""
     try:
-        model, optimizer, batch = copied(lambda: _converted_parts(workload, convert))
+        model, optimizer, batch, loss_fn = copied(lambda: _converted_parts(workload, convert))
     except MemfitError:
         raise
     except Exception as e:
@@ -52,25 +53,45 @@ def _convert_workload(workload: Workload, convert: Convert) -> Workload:
             f"the workload can't be copied ({type(e).__name__}: {e}): memfit runs a copy, so that yours stays"
             " as it is; make Workload.model, .optimizer and .batch work with copy.deepcopy"
         ) from e
-    return dataclasses.replace(workload, model=model, optimizer=optimizer, batch=batch, scheduler=None)
+    return dataclasses.replace(workload, model=model, optimizer=optimizer, batch=batch, loss_fn=loss_fn, scheduler=None)
 
 
-def _converted_parts(workload: Workload, convert: Convert) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+def _converted_parts(
+    workload: Workload, convert: Convert
+) -> tuple[nn.Module, torch.optim.Optimizer, Any, Callable[..., Any]]:
     memo: dict[int, Any] = {}
     held = [*workload.model.parameters(), *(p for g in workload.optimizer.param_groups for p in g["params"])]
     for parameter in held:
-        if id(parameter) not in memo:
-            converted = convert(parameter.detach())
-            new = memo[id(parameter)] = nn.Parameter(converted, requires_grad=parameter.requires_grad)
-            _keep_attributes(new, parameter)
+        _converted_parameter(parameter, memo, convert)
     for packed in packed_in(workload.batch):  # its lengths are read by PyTorch's C++, on the CPU
         memo[id(packed.batch_sizes)] = packed.batch_sizes.clone()
-    with _ConvertTensors(convert):
+    with _ConvertTensors(convert), _converted_parameters(convert):
         model = copy.deepcopy(workload.model, memo)
         optimizer = _copy_of_optimizer(workload.optimizer, memo)
         batch = copy.deepcopy(workload.batch, memo)
-    rebind(model, memo)
-    return model, optimizer, batch
+        rebinding = Rebinding(memo, lambda value: copied(lambda: copy.deepcopy(value, memo)))
+        rebinding.model(model)
+        loss_fn = rebinding.loss(workload.loss_fn)
+    return model, optimizer, batch, loss_fn
+
+
+def _converted_parameter(parameter: nn.Parameter, memo: dict[int, Any], convert: Convert) -> nn.Parameter:
+    if id(parameter) not in memo:
+        new = memo[id(parameter)] = nn.Parameter(convert(parameter.detach()), requires_grad=parameter.requires_grad)
+        _keep_attributes(new, parameter)
+    made: nn.Parameter = memo[id(parameter)]
+    return made
+
+
+@contextlib.contextmanager
+def _converted_parameters(convert: Convert) -> Iterator[None]:
+    """Have `copy.deepcopy` convert the parameters of modules that are not the model's; no mode sees them cloned."""
+    original = nn.Parameter.__deepcopy__
+    nn.Parameter.__deepcopy__ = lambda parameter, memo: _converted_parameter(parameter, memo, convert)  # type: ignore
+    try:
+        yield
+    finally:
+        nn.Parameter.__deepcopy__ = original  # type: ignore[method-assign]
 
 
 def _keep_attributes(new: torch.Tensor, tensor: torch.Tensor) -> None:

@@ -80,6 +80,8 @@ def _as_on_cpu(out: Any, func: Any, args: Any, kwargs: Any) -> Any:
     if func._overloadpacket in _BAGS and out[1].numel():  # the bags of the indices, and of one more
         bags = out[1].new_empty(out[1].numel() + 1)
         return out[0], bags.as_strided(out[1].size(), out[1].stride()), *out[2:]
+    if func is _aten.unique_consecutive.default:  # made for as many as are given, and cut to those that are found
+        return tuple(t if t.numel() == 0 else _in_memory_of(t, args[0]) for t in out)
     if func is _aten.mkldnn_rnn_layer.default:
         nbytes = _rnn_workspace_bytes(signature(func, args, kwargs))
         return *out[:3], out[3].new_empty(nbytes)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
+from memfit.capture.outside import held_besides
 from memfit.capture.parts import inputs_of
 from memfit.capture.recorder import LiveStorage, Recorder, Recording
 from memfit.ir.trace import Category, Module, Parameter, Phase, Storage, Trace
@@ -24,6 +25,7 @@ class Categories:
         self.owners: dict[int, int] = {}
         self.parameters: dict[int, int] = {}
         self.position = {id(p): i for i, p in enumerate(workload.model.parameters())}
+        self._see(held_besides(workload), "buffers")
         self.see_optimizer_state()
         for position, (_, module) in enumerate(workload.model.named_modules()):
             self._see(module.buffers(recurse=False), "buffers", position)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from memfit.capture.outside import held_besides
 from memfit.devices.allocation import allocated
 from memfit.sparse import parts
 from memfit.workload import StepProgram, tensors_of
 
 
 def resident_bytes(step: StepProgram) -> int:
-    """Return the bytes that stay between steps: parameters, buffers, optimizer state, and the workload's batch."""
+    """Return the bytes that stay between steps: parameters, buffers, optimizer state, and the workload's batch.
+
+    With what the loss function and the modules hold besides, such as a teacher.
+    """
     workload = step.workload
     tensors = [*workload.model.parameters(), *workload.model.buffers(), *tensors_of(workload.batch)]
+    tensors += held_besides(workload)
     tensors += [p for group in workload.optimizer.param_groups for p in group["params"]]
     for values in workload.optimizer.state.values():
         tensors += tensors_of(values)

@@ -22,6 +22,7 @@ from memfit.capture.fake import fake_copy, mode_of, nothing_changes
 from memfit.capture.gpu import fake_gpu
 from memfit.capture.hints import explained
 from memfit.capture.lives import Categories, assembled, is_same_again, release_points
+from memfit.capture.outside import held_besides
 from memfit.capture.parts import EveryMicrobatch, every_microbatch, inputs_of, real_part, shortened, unwrapped
 from memfit.capture.reads import Replay
 from memfit.capture.recorder import Recorder, Recording
@@ -273,8 +274,10 @@ def _record(
         step.on_phase = enter_phase
         garbage_bytes = 0
         masters = [p for group in copied.optimizer.param_groups for p in group["params"]]
-        for tensor in [*copied.model.parameters(), *copied.model.buffers(), *inputs_of(copied), *masters]:
+        held = [*copied.model.parameters(), *copied.model.buffers(), *inputs_of(copied), *masters]
+        for tensor in [*held, *held_besides(copied)]:
             recorder.observe(tensor, -1)
+        del held, tensor
         if not warm and not (course and course.records_first):
             is_any_size = not isinstance(copied.batch_size, int)
             step(step.split(copied.batch)[0] if is_any_size else copied.batch)  # makes the optimizer's state

@@ -267,7 +267,7 @@ def _noting(name: str, module: nn.Module, outputs: dict[str, list[torch.Size]]) 
 
 def changeable_copy(workload: Workload) -> Workload:
     """Return an independent copy of a workload, its scheduler included, that a lever may change."""
-    copied = real_copy(workload)
+    copied = dataclasses.replace(real_copy(workload), loss_fn=workload.loss_fn)
     if workload.scheduler is None:
         return copied
     scheduler = copy.deepcopy(workload.scheduler, {id(workload.optimizer): copied.optimizer})
