@@ -28,6 +28,8 @@ def describe(argument: Any) -> Any:
     """
     if isinstance(argument, torch.Tensor) and argument.layout is torch.sparse_coo:
         return {"s": sparse.describe(argument)}
+    if isinstance(argument, torch.Tensor) and argument.layout is torch.strided and argument.is_nested:
+        return {"n": sparse.describe_nested(argument)}
     if isinstance(argument, torch.Tensor):
         return {"t": [str(argument.dtype)[6:], list(argument.shape), list(argument.stride())]}
     if argument is None or isinstance(argument, bool | int | str):
@@ -163,6 +165,8 @@ def _rebuild(value: Any, device: str) -> Any:
         return _tensor(dtype, shape, stride, device)
     if kind == "s":
         return sparse.rebuild(content, device)
+    if kind == "n":
+        return sparse.rebuild_nested(content, device)
     if kind == "l":
         return [_rebuild(v, device) for v in content]
     if kind == "f":

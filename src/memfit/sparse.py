@@ -1,4 +1,4 @@
-"""Sparse tensors by their parts: the dense tensors that hold their indices and values, and so their memory."""
+"""Sparse and nested tensors by their parts: the dense tensors that hold indices and values, and so the memory."""
 
 from __future__ import annotations
 
@@ -11,18 +11,25 @@ from torch.utils._python_dispatch import _disable_current_modes
 _COMPRESSED_ROWS = (torch.sparse_csr, torch.sparse_bsr)
 
 
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor holds its memory itself: it is neither sparse nor nested."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
 def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors that hold a tensor's memory: itself, or the indices and values of a sparse one.
+    """Return the tensors that hold the memory: itself, a nested one's values, or a sparse one's indices and values.
 
     They are views of what the tensor holds; no mode sees them made. None for layouts whose memory can't be reached.
     """
-    if tensor.layout is torch.strided:
+    if is_dense(tensor):
         return [tensor]
     with _disable_current_modes(), torch.no_grad():
         return _sparse_parts(tensor)
 
 
 def _sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    if tensor.layout is torch.strided:
+        return [tensor.values()]
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     if tensor.layout in _COMPRESSED_ROWS:
@@ -49,6 +56,21 @@ def describe(tensor: torch.Tensor) -> list[Any]:
     with _disable_current_modes():
         sparse_dims, nnz, coalesced = tensor.sparse_dim(), tensor._nnz(), tensor.is_coalesced()
     return [str(tensor.dtype)[6:], list(tensor.shape), sparse_dims, nnz, coalesced]
+
+
+def describe_nested(tensor: torch.Tensor) -> list[Any]:
+    """Return what a nested tensor is like, as JSON values: dtype, and the shape of each of its tensors."""
+    with _disable_current_modes():
+        return [str(tensor.dtype)[6:], tensor._nested_tensor_size().tolist()]
+
+
+def rebuild_nested(description: list[Any], device: str) -> torch.Tensor:
+    """Return a nested tensor like the one described, whose floating-point values are 0.5 and others zero."""
+    dtype, shapes = description
+    kind = getattr(torch, dtype)
+    fill = 0.5 if kind.is_floating_point else 0
+    made = [torch.full(shape, fill, dtype=kind, device=device) for shape in shapes]
+    return torch.nested.nested_tensor(made, dtype=kind, device=device)
 
 
 def rebuild(description: list[Any], device: str) -> torch.Tensor:

@@ -43,7 +43,7 @@ def test_plans_of_a_unet_meet_their_budgets_measured() -> None:
         assert all(np.array_equal(before[n], v.numpy()) for n, v in named_variables(workload.model).items())
         assert found.predicted.peak_bytes <= found.budget_bytes
         step = apply(found, workload)
-        # Jittor adds up the losses of 131,072 pixels one after another in float32: microbatches round differently by 1e-5.
+        # Jittor adds up the losses of 131,072 pixels one by one in float32: microbatches round differently, by 1e-5.
         assert step.gradients(batch)[0] == pytest.approx(Step(workload).gradients(batch)[0], rel=1e-4)
         peak = measured(step).peak_bytes
         levers = f"{len(found.levers.regions)} regions, microbatches of {found.levers.microbatch_size}"

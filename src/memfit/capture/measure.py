@@ -15,11 +15,12 @@ def resident_bytes(step: StepProgram) -> int:
     """
     workload = step.workload
     tensors = [*workload.model.parameters(), *workload.model.buffers(), *tensors_of(workload.batch)]
-    tensors += held_besides(workload)
+    besides = held_besides(workload)
     tensors += [p for group in workload.optimizer.param_groups for p in group["params"]]
     for values in workload.optimizer.state.values():
         tensors += tensors_of(values)
-    tensors += [t.grad for t in tensors_of(workload.batch) if t.is_leaf and t.grad is not None]
+    kept = [t.grad for t in (*tensors_of(workload.batch), *besides) if t.is_leaf]  # which nothing zeroes
+    tensors += [*besides, *(gradient for gradient in kept if gradient is not None)]
     held = [part.untyped_storage() for tensor in tensors for part in parts(tensor)]
     storages = {storage._cdata: storage.nbytes() for storage in held}
     return sum(storages.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +28,7 @@ from memfit.capture.values import KnownValues, device_of, tensors_in
 from memfit.errors import CaptureError
 from memfit.ir.trace import Call, Module, Op, Phase, Save, Work
 from memfit.signature import signature
-from memfit.sparse import parts
+from memfit.sparse import is_dense, parts
 from memfit.transfers import covers_storage, has_history
 
 _aten = torch.ops.aten
@@ -80,7 +81,7 @@ def _storage_key(tensor: torch.Tensor) -> int:
 def _dense(tensors: Any) -> list[torch.Tensor]:
     """Return the tensors that hold the memory of an operator's arguments or outputs: of sparse ones the parts."""
     found = tensors_in(tensors)
-    return found if all(t.layout is torch.strided for t in found) else [part for t in found for part in parts(t)]
+    return found if all(map(is_dense, found)) else [part for t in found for part in parts(t)]
 
 
 def draws_random_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -130,6 +131,28 @@ def _covered_bytes(tensor: torch.Tensor) -> int:
         return 0
     elements = math.prod(n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
     return elements * tensor.itemsize
+
+
+class _Uncounted(OrderedDict[int, Any]):
+    """Hooks of a module that run, and that `len` does not count."""
+
+    def __len__(self) -> int:
+        return 0
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def _let_encoders_run_in_one_operator(model: nn.Module) -> None:
+    """Have encoder layers of a copy not see the hooks that are to come.
+
+    Those of PyTorch run in one operator where they don't train, unless there are hooks within them.
+    """
+    for layer in (module for module in model.modules() if isinstance(module, nn.TransformerEncoderLayer)):
+        within = list(layer.modules())
+        if not any(module._forward_hooks or module._forward_pre_hooks for module in within):
+            for module in within:
+                module._forward_hooks, module._forward_pre_hooks = _Uncounted(), _Uncounted()
 
 
 class Recorder(TorchDispatchMode):
@@ -293,6 +316,7 @@ class Recorder(TorchDispatchMode):
         """Attribute operators to the modules of a model."""
         handles: list[Any] = []
         self._states = CallStates(model)
+        _let_encoders_run_in_one_operator(model)
         for fqn, module in model.named_modules():
             self._module_index[id(module)] = len(self.modules)
             self.modules.append(_module(fqn, module))
