@@ -133,7 +133,8 @@ class Workload:
             not cut into microbatches.
         loss_fn: `loss_fn(model, batch)` returns a scalar tensor that is a mean over the samples, or
             `(sum, count)` when the loss is normalised by tokens or voxels. It must reach the
-            parameters through the model it is given.
+            parameters through the model it is given. What else it holds, such as a teacher in its closure,
+            counts, and is copied with the model where memfit runs the step by itself.
         optimizer: An optimizer over the model's parameters; None for a step that updates nothing.
         name: What reports call it.
         batches: Training data: an iterable of batches shaped like `batch`, iterated once an epoch.
