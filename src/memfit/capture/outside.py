@@ -42,6 +42,7 @@ class Rebinding:
     def __init__(self, memo: dict[int, Any], copied: Callable[[Any], Any]) -> None:
         self._memo, self._copied = memo, copied
         self._own = frozenset(memo)
+        self._copies = set(map(id, memo.values()))  # which refer to copies already
         self._made: dict[int, tuple[Any, Any]] = {}  # of originals from outside, which are held so that none is reused
         self._keeps_model = False
 
@@ -98,7 +99,7 @@ class Rebinding:
 
     def _of(self, value: Any, depth: int = 0) -> Any:
         """Return what stands for something that code refers to: itself, where nothing in it is copied."""
-        if isinstance(value, _LEAVES):
+        if isinstance(value, _LEAVES) or (id(value) in self._copies and id(value) not in self._own):
             return value
         if id(value) in self._own:
             is_models = isinstance(value, nn.Module | nn.Parameter)
@@ -110,7 +111,9 @@ class Rebinding:
 
     def _copy(self, value: Any, depth: int) -> Any:
         if isinstance(value, _Held):
-            return self._copied(value)
+            made = self._copied(value)
+            self._copies.update(map(id, self._memo.values()))
+            return made
         if isinstance(value, types.FunctionType):
             return self._function(value, depth)
         if isinstance(value, types.MethodType):
