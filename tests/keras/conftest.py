@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
+os.environ["TF_ENABLE_ONEDNN_OPTS"] = "1"  # or TensorFlow counts no memory of processors without AVX512-VNNI
 HAS_TENSORFLOW = importlib.util.find_spec("tensorflow") is not None
 
 

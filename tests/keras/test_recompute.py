@@ -81,3 +81,12 @@ def test_functional_chains_and_what_is_none() -> None:
         checkpoint_every(residual, 2)
     with pytest.raises(UsageError, match="k=0"):
         checkpoint_every(chain, 0)
+
+
+def test_a_device_whose_memory_nothing_counts_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(device: str) -> None:
+        raise ValueError(f"Cannot reset memory stats for device '{device}'")
+
+    monkeypatch.setattr(tf.config.experimental, "reset_memory_stats", refuse)
+    with pytest.raises(UsageError, match="TF_ENABLE_ONEDNN_OPTS=1"):
+        measured_peak(lambda: None)

@@ -109,9 +109,19 @@ def measured_peak(run: Callable[[], Any], device: str = "CPU:0") -> int:
     Args:
         run: What to run, once to trace it and once measured.
         device: As `tf.config.experimental.get_memory_info` names it.
+
+    Raises:
+        UsageError: TensorFlow counts no memory of the device. That of CPUs it counts where oneDNN is on, which it turns
+            off by itself for processors without instructions for neural networks (AVX512-VNNI).
     """
     run()
-    tf.config.experimental.reset_memory_stats(device)
+    try:
+        tf.config.experimental.reset_memory_stats(device)
+    except ValueError as e:
+        raise UsageError(
+            f"TensorFlow counts no memory of device={device!r} ({e}): for a CPU, set TF_ENABLE_ONEDNN_OPTS=1 in the"
+            " environment before TensorFlow is imported"
+        ) from e
     before = tf.config.experimental.get_memory_info(device)["current"]
     run()
     return int(tf.config.experimental.get_memory_info(device)["peak"] - before)
