@@ -139,6 +139,7 @@ def test_device_examples_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)  # it plans, trains and climbs a ladder: eight minutes beside other work
 def test_readme_examples_run(tmp_path: Path) -> None:
     (python,), (shell,) = blocks(README, "python"), blocks(README, "sh")
     library, _, use = python.partition("mine = workload()")
