@@ -72,6 +72,13 @@ def test_allocator_figures_are_those_of_the_result_file() -> None:
     assert " 0 sequences differed" in words
 
 
+def test_figures_of_random_programs_are_those_of_the_result_file() -> None:
+    from benchmarks.tables import results
+
+    summary, words = results("fuzzing")["summary"], " ".join((ROOT / "docs" / "accuracy.md").read_text().split())
+    assert f"Over {summary['fuzzed']:,} programs {summary['fuzzed_wrong']} were wrong" in words
+
+
 def test_figures_of_large_models_are_those_of_the_result_file() -> None:
     from benchmarks.tables import results
 
