@@ -59,7 +59,7 @@ def describe(tensor: torch.Tensor) -> list[Any]:
 
 
 def describe_nested(tensor: torch.Tensor) -> list[Any]:
-    """Return what a nested tensor is like, as JSON values: dtype, and the shape of each of its tensors."""
+    """Return a description of a nested tensor, as JSON values: its dtype, and the shape of each of its tensors."""
     with _disable_current_modes():
         return [str(tensor.dtype)[6:], tensor._nested_tensor_size().tolist()]
 

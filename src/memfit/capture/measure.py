@@ -30,7 +30,7 @@ def _resident(step: StepProgram) -> dict[int, int]:
 
 
 def _besides(step: StepProgram) -> list[weakref.ref[torch.UntypedStorage]]:
-    """Return the storages of what the step's code holds besides, such as a teacher, with its gradients."""
+    """Return the storages of the tensors outside the model, such as a teacher's, and of their gradients."""
     tensors = held_besides(step.workload)
     tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
     return [weakref.ref(part.untyped_storage()) for tensor in tensors for part in parts(tensor)]

@@ -1,4 +1,4 @@
-"""What a step's code reaches besides the model that it is given, and how it comes to refer to copies of it.
+"""Modules and tensors that a step's code holds outside the model, and code that refers to copies of them.
 
 `copy.deepcopy` shares functions with the original, and so what they hold: a teacher or a discriminator in the closure
 of a loss function, a global of the script, the object whose method the loss is, what a hook refers to. A copy of a step
@@ -47,7 +47,7 @@ class Rebinding:
         self._keeps_model = False
 
     def model(self, model: nn.Module) -> None:
-        """Have what a copied model's modules hold refer to copies: functions, methods and weak references."""
+        """Have the functions, methods and weak references of a copied model's modules refer to copies."""
         for module in model.modules():
             for name, value in list(vars(module).items()):
                 if name not in _REGISTERED:
@@ -67,7 +67,7 @@ class Rebinding:
             module.__dict__["forward"] = types.MethodType(made, module)
 
     def loss(self, loss_fn: Any) -> Any:
-        """Return a loss function that refers to copies of what is outside the model.
+        """Return a loss function that refers to copies of the modules and tensors outside the model.
 
         The model itself it has to reach by its argument.
         """
@@ -98,7 +98,7 @@ class Rebinding:
         return value
 
     def _of(self, value: Any, depth: int = 0) -> Any:
-        """Return what stands for something that code refers to: itself, where nothing in it is copied."""
+        """Return the stand-in for a value that code refers to: the value itself, where nothing in it is copied."""
         if isinstance(value, _LEAVES) or (id(value) in self._copies and id(value) not in self._own):
             return value
         if id(value) in self._own:
@@ -133,7 +133,7 @@ class Rebinding:
         return self._object(value, depth + 1) if depth < _DEEPEST and _is_looked_into(value) else value
 
     def _function(self, function: types.FunctionType, depth: int) -> types.FunctionType:
-        """Return a function with other cells, default arguments and globals, where these hold what is copied."""
+        """Return a function whose cells, default arguments and globals refer to copies; itself, where none does."""
         defaults, named = function.__defaults__ or (), function.__kwdefaults__ or {}
         cells = function.__closure__ or ()
         new_cells = [self._cell(cell, depth) for cell in cells]
@@ -161,7 +161,7 @@ class Rebinding:
         return cell if made is cell.cell_contents else types.CellType(made)
 
     def _object(self, value: Any, depth: int) -> Any:
-        """Return an object with other attributes, where these hold what is copied; all else it shares."""
+        """Return an object whose attributes refer to copies, and that shares the others; itself, where none does."""
         new = {name: self._of(held, depth) for name, held in vars(value).items()}
         if _are_same(new.values(), vars(value).values()):
             return value
@@ -194,7 +194,7 @@ def held_besides(workload: Workload) -> list[torch.Tensor]:
 
 
 def _tensors_in(value: Any, known: set[int], depth: int = 0) -> Iterator[torch.Tensor]:
-    """Yield the tensors within something, of modules too; not of what is known."""
+    """Yield the tensors within a value, of modules too; known values are left out."""
     if isinstance(value, _LEAVES) or id(value) in known:
         return
     if isinstance(value, torch.Tensor):

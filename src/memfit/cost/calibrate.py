@@ -46,7 +46,7 @@ _SHARE = 0.005  # of a step's time: calls that take less of it in all are timed 
 _AGAIN_SHARE = 4 * _SHARE  # calls timed coarsely for one step that take this share of another are timed again
 _LIMIT_SECONDS = 30.0  # that timing may take; the calls that take the most come first
 _LONG_SECONDS, _ONCE_SECONDS = 0.1, 1.0  # calls that take so long are called twice, and once
-_MEASURING = 3  # raised when times are measured in another way, so that a cache does not mix the two
+_MEASURING = 4  # raised when calls are measured in another way, so that a cache does not mix the two
 
 Clock = Callable[[], float]
 Progress = Callable[[int, int], None]
