@@ -30,9 +30,15 @@ from typing import Any
 
 
 class MemfitError(Exception):
-    """Base of everything that memfit raises on purpose. Its numbers are attributes, and travel between processes."""
+    """Base of everything that memfit raises on purpose. Its numbers are attributes, and travel between processes.
+
+    Attributes:
+        exit_status: Of the command line.
+        frames: The user's frames where it was raised, where that was another process; None otherwise.
+    """
 
     exit_status = 1
+    frames: str | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuilt, (type(self), self.args), self.__dict__

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import traceback
 from collections.abc import Iterator
-from pathlib import Path
 
-import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -16,6 +13,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from memfit.errors import CaptureError, MemfitError
+from memfit.frames import users_place
 
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 _VALUES_HINT = (
@@ -45,20 +43,13 @@ def explained() -> Iterator[None]:
     except MemfitError:
         raise
     except Exception as e:
-        line = users_line(e)
+        line = users_place(e)
         said = (str(e).strip() or type(e).__name__).splitlines()[0]
         raise CaptureError(
             f"the step can't be captured without data{line} ({type(e).__name__}: {said}). {_hint(e)}"
         ) from e
     finally:
         log.setLevel(level)
-
-
-def users_line(error: Exception) -> str:
-    """Return the innermost line of an exception outside of PyTorch and memfit, as " at FILE:LINE: CODE"; else ""."""
-    here = str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), contextlib.__file__
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(here)]
-    return f" at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
 
 
 def _hint(error: Exception) -> str:

@@ -14,11 +14,11 @@ from memfit.capture.composites import composed_as_without_a_mode
 from memfit.capture.courses import Readings
 from memfit.capture.draws import GeneratorStates
 from memfit.capture.fake import nothing_changes
-from memfit.capture.hints import users_line
 from memfit.capture.parts import real_part
 from memfit.capture.reads import Log, Writing
 from memfit.capture.step import BuildStep, capture_real
 from memfit.errors import CaptureError, MemfitError
+from memfit.frames import users_place
 from memfit.ir.trace import Trace
 from memfit.workload import StepProgram, Workload, has_data
 
@@ -121,7 +121,7 @@ def read_with_data(workload: Workload, build: BuildStep, microbatch_size: int | 
         except MemfitError:
             raise
         except Exception as e:
-            line = users_line(e)
+            line = users_place(e)
             raise CaptureError(
                 f"the step does not run with data{line} ({type(e).__name__}: {e}): mend that first"
             ) from e
@@ -129,7 +129,7 @@ def read_with_data(workload: Workload, build: BuildStep, microbatch_size: int | 
 
 
 def _not_running(error: Exception) -> CaptureError:
-    said = f"{users_line(error)} ({type(error).__name__}: {error})"
+    said = f"{users_place(error)} ({type(error).__name__}: {error})"
     return CaptureError(f"the step does not run with data{said}: mend that first")
 
 

@@ -11,17 +11,19 @@ from typing import TYPE_CHECKING, Annotated, cast
 import msgspec
 import typer
 
+from memfit.cli import commands
 from memfit.cli.output import err, out, print_error, print_json, stages
 from memfit.devices import fake_cuda
 from memfit.devices.advice import precisions
 from memfit.errors import MemfitError, UsageError, VerificationError
+from memfit.frames import users_frames
 from memfit.units import parse_budget
 
 if TYPE_CHECKING:
     from memfit.ir.plan import Precision
     from memfit.workload import Workload
 
-app = typer.Typer(
+app = commands.Commands(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -30,7 +32,7 @@ app = typer.Typer(
         "Make a PyTorch training step fit the memory you have, at the smallest slow-down that can be found.\n\n"
         "A WORKLOAD is file.py:function or package.module:function, where the function takes nothing and returns"
         " a memfit.Workload.\n\n"
-        "Exit status: 0 done, 2 wrong use or a step that can't be captured, 3 no plan fits the budget,"
+        "Exit status: 0 done, 1 your own code raised an error, 2 wrong use or a step that can't be captured, 3 no plan fits the budget,"
         " 4 a plan is not what it says, 5 the loss is not finite, 6 out of memory with no lower plan left,"
         " 75 stopped by SIGTERM with a checkpoint."
     ),
@@ -88,11 +90,15 @@ class PatientName(enum.StrEnum):
 
 
 def main() -> None:
-    """Run the command line; errors that memfit raises end it with their exit status, without a traceback."""
+    """Run the command line; errors end it with their exit status, and show the user's own frames only.
+
+    An error that comes from no code of the user's is memfit's own: its traceback is shown whole.
+    """
+    commands.is_whole = False
     try:
         app()
     except MemfitError as e:
-        print_error(e, "--json" in sys.argv)
+        print_error(e, "--json" in sys.argv, commands.is_whole)
         raise SystemExit(e.exit_status) from None
     except KeyboardInterrupt as e:
         _print_notes("interrupted", e)
@@ -101,6 +107,11 @@ def main() -> None:
         if getattr(e, "__notes__", []):
             _print_notes("stopped by SIGTERM", e)
         raise
+    except Exception as e:
+        if not users_frames(e):
+            raise
+        print_error(e, "--json" in sys.argv, commands.is_whole)
+        raise SystemExit(1) from None
 
 
 def _print_notes(what: str, error: BaseException) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import traceback
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -12,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from memfit.errors import MemfitError
+from memfit.frames import frames_text
 
 out = Console()
 err = Console(stderr=True)
@@ -23,12 +25,18 @@ def print_json(value: Any) -> None:
     print(json.dumps(plain, indent=2, allow_nan=False, default=str))
 
 
-def print_error(error: MemfitError, as_json: bool) -> None:
-    """Print an error; as JSON too where that was asked for, with its numbers."""
-    err.print(f"[bold red]error:[/] {_escaped(str(error))}", highlight=False, soft_wrap=True)
+def print_error(error: Exception, as_json: bool, is_whole: bool) -> None:
+    """Print an error with the user's frames, or with its whole traceback; as JSON too where that was asked for."""
+    said = str(error) if isinstance(error, MemfitError) else f"{type(error).__name__}: {error}"
+    if is_whole:
+        traceback.print_exception(error)
+    err.print(f"[bold red]error:[/] {_escaped(said)}", highlight=False, soft_wrap=True)
+    frames = frames_text(error)
+    if frames and not is_whole:
+        err.print(_escaped(frames), highlight=False, soft_wrap=True, style="dim")
     if as_json:
         numbers = {k: v for k, v in vars(error).items() if not k.startswith("_")}
-        print_json({"error": {"type": type(error).__name__, "message": str(error), **numbers}})
+        print_json({"error": {"type": type(error).__name__, "message": said, **numbers, "frames": frames}})
 
 
 def _escaped(text: str) -> str:

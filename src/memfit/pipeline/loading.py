@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from memfit.capture.values import KnownValues
 from memfit.errors import MemfitError, MissingExtraError, WorkloadError
+from memfit.frames import users_place
 from memfit.rng import rng_preserved
 from memfit.workload import Workload, samples_of
 
@@ -110,7 +111,7 @@ def call(name: str) -> Any:
     place, separator, function = name.rpartition(":")
     if not separator or not place or not function:
         raise WorkloadError(f"the workload {name!r} can't be found: {_HOW}")
-    module = _load_file(Path(place)) if place.endswith(".py") else _run(place, lambda: importlib.import_module(place))
+    module = _load_file(Path(place)) if place.endswith(".py") else _import(place)
     make = getattr(module, function, None)
     if not callable(make):
         public = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
@@ -125,12 +126,33 @@ def _load_file(path: Path) -> ModuleType:
     assert spec is not None and spec.loader is not None  # a path that ends in .py has a loader
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    sys.path.insert(0, str(path.parent.resolve()))
-    try:
-        _run(str(path), lambda: spec.loader.exec_module(module))  # type: ignore[union-attr]
-    finally:
-        sys.path.pop(0)
+    _look_in(path.parent.resolve())
+    _run(str(path), lambda: spec.loader.exec_module(module))  # type: ignore[union-attr]
     return module
+
+
+def _import(name: str) -> ModuleType:
+    """Return a module of the current folder, or one that is installed.
+
+    Raises:
+        WorkloadError: There is none, or it fails.
+    """
+    _look_in(Path.cwd())
+    try:
+        is_there = importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError as e:  # of the packages that it would be in
+        is_there = not name.startswith(f"{e.name}.")
+    except ValueError:  # a module that has no spec, such as __main__
+        is_there = name in sys.modules
+    if not is_there:
+        raise WorkloadError(f"there is no module {name!r} in {Path.cwd()}, and none is installed: {_HOW}")
+    return _run(name, lambda: importlib.import_module(name))
+
+
+def _look_in(folder: Path) -> None:
+    """Have imports look in a folder first, for good: what is loaded from it may import its neighbours later."""
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
 
 
 def _run(what: str, call: Callable[[], Any]) -> Any:
@@ -143,6 +165,6 @@ def _run(what: str, call: Callable[[], Any]) -> Any:
         package = (e.name or "").split(".")[0]
         if package in _EXTRAS:
             raise MissingExtraError(what, _EXTRAS[package], package) from e
-        raise WorkloadError(f"{what} imports {e.name!r}, which is not installed: {_HOW}") from e
+        raise WorkloadError(f"{what} imports {e.name!r}, which is not installed{users_place(e)}") from e
     except Exception as e:
         raise WorkloadError(f"{what} raised {type(e).__name__}: {e}") from e

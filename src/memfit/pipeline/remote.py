@@ -31,6 +31,7 @@ from memfit.capture.courses import Readings
 from memfit.capture.values import KnownValues, is_followed
 from memfit.devices import fake_cuda
 from memfit.errors import CaptureError, MemfitError, WorkloadError
+from memfit.frames import frames_text
 from memfit.pipeline.reading import receive
 from memfit.sparse import assembled, parts
 from memfit.workload import Workload
@@ -198,7 +199,10 @@ def main(request: str, reply: str, told: str) -> None:
             function, workload, options = pickle.loads(body)
             found = function(workload, **options, progress=progress)
         except MemfitError as e:
+            e.frames = frames_text(e)
             found = e
         except Exception as e:
-            found = CaptureError(f"{type(e).__name__}: {e}\n{traceback.format_exc()}")
+            frames = frames_text(e)
+            found = CaptureError(f"{type(e).__name__}: {e}" + ("" if frames else f"\n{traceback.format_exc()}"))
+            found.frames = frames
     Path(reply).write_bytes(pickle.dumps(found))

@@ -1,0 +1,46 @@
+"""Commands that all take `--traceback`: what they raise is shown with the user's own frames, or whole."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+is_whole = False
+"""Whether an error is shown with all of its frames, memfit's too."""
+
+_OPTION = typer.Option("--traceback", help="Show an error's whole traceback, memfit's frames too.")
+
+
+class Commands(typer.Typer):
+    """A command line whose commands all take `--traceback`."""
+
+    def command(self, name: str | None = None, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Return what makes a function a command of this command line."""
+        register = super().command(name, **options)
+
+        def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+            register(_with_traceback(function))
+            return function
+
+        return decorate
+
+
+def _with_traceback(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function with one more option, as Typer reads it from its signature."""
+
+    @functools.wraps(function)
+    def call(*args: Any, traceback: bool, **kwargs: Any) -> Any:
+        global is_whole
+        is_whole = traceback
+        return function(*args, **kwargs)
+
+    signature = inspect.signature(function)
+    hint = Annotated[bool, _OPTION]
+    more = inspect.Parameter("traceback", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=hint)
+    vars(call)["__signature__"] = signature.replace(parameters=[*signature.parameters.values(), more])
+    call.__annotations__ = {**function.__annotations__, "traceback": hint}
+    return call

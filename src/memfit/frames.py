@@ -1,0 +1,89 @@
+"""The user's own frames of a traceback: where in their code something went wrong."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+_MOST = 8
+
+
+def users_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """Return the frames of an error that are neither memfit's, nor PyTorch's, nor Python's, the innermost last.
+
+    The error that others were raised from comes first: those that memfit raises about a user's error have no frames of
+    the user's code that it does not have.
+    """
+    for link in reversed(list(_chain(error))):
+        frames = [f for f in traceback.extract_tb(link.__traceback__) if _is_users(f.filename)]
+        if frames:
+            return frames
+    return []
+
+
+def users_place(error: BaseException) -> str:
+    """Return the user's innermost line of an error, as " at FILE:LINE: CODE"; "" where it has none."""
+    frames = users_frames(error)
+    return f" at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
+
+
+def frames_text(error: BaseException) -> str:
+    """Return the user's frames of an error as people read them, a file and a line of code each; "" for none.
+
+    Of many, those in the middle are left out. An error from another process brings them with it, as `frames`.
+    """
+    carried = getattr(error, "frames", None)
+    if carried is not None:
+        return str(carried)
+    frames = users_frames(error)
+    lines = [f"  {_short(f.filename)}:{f.lineno} in {f.name}\n    {f.line}" for f in frames]
+    if len(lines) > _MOST:
+        left_out = len(lines) - _MOST
+        lines[_MOST // 2 : -_MOST // 2] = [f"  ... {left_out} more"]
+    return "\n".join(lines)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error, and those that it was raised from."""
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__
+
+
+@cache
+def _known_folders() -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    """Return the folders of memfit and what it stands on, of installed packages, and of Python."""
+    paths = sysconfig.get_paths()
+    found = [importlib.util.find_spec(name) for name in ("torch", "typer", "click")]
+    homes = [Path(spec.origin).parent for spec in found if spec is not None and spec.origin]
+    packages = [Path(paths[name]) for name in ("purelib", "platlib")]
+    python = [Path(paths[name]) for name in ("stdlib", "platstdlib")]
+    return _as_prefixes([Path(__file__).parent, *homes]), _as_prefixes(packages), _as_prefixes(python)
+
+
+def _as_prefixes(folders: list[Path]) -> tuple[str, ...]:
+    return tuple(f"{folder}{os.sep}" for folder in folders)
+
+
+def _is_users(filename: str) -> bool:
+    if filename.startswith("<"):  # Python's import machinery, and code that has no file
+        return False
+    ours, packages, python = _known_folders()
+    if filename.startswith(ours):
+        return False
+    return filename.startswith(packages) or not filename.startswith(python)  # packages lie within Python's own folder
+
+
+def _short(filename: str) -> str:
+    """Return a path as seen from the current folder, where it lies in it."""
+    path = Path(filename)
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else filename
