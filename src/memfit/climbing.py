@@ -50,7 +50,7 @@ from memfit.solve.candidates import options
 from memfit.solve.frontier import Combination
 from memfit.solve.problem import build
 from memfit.train.step import Step
-from memfit.units import parse_budget
+from memfit.units import Budget, read_budget
 from memfit.version import __version__
 from memfit.workload import Workload, fingerprint, samples_of
 
@@ -74,7 +74,7 @@ def ladder(
     Args:
         workload: The user's workload, on the CPU; nothing of it is changed.
         budget: What the step may take: bytes, a string with a unit ("1.5GiB"), or a share of the machine's memory
-            ("90%"). None for what the plain step takes.
+            ("90%") or of the plain step's peak ("0.5x"). None for what the plain step takes.
         numerics: How far the numbers may change: "exact", "reordered", "reduced" or "changed", with which a
             lighter structure is proposed too.
         min_run_seconds: How long each step is timed for, at least (> 0).
@@ -87,7 +87,7 @@ def ladder(
         CaptureError: The step can't be captured.
     """
     device = find_device("cpu")
-    budget_bytes = None if budget is None else parse_budget(budget, device.usable_bytes)
+    asked = None if budget is None else read_budget(budget)
     if numerics not in NUMERICS:
         raise UsageError(f"numerics={numerics!r} is unknown: use one of {', '.join(NUMERICS)}")
     if not min_run_seconds > 0:
@@ -95,7 +95,7 @@ def ladder(
     if any(p.device.type != "cpu" for p in workload.model.parameters()):
         raise WorkloadError("Workload.model is not on the CPU, or holds no data: this version measures on the CPU only")
     check_workload(workload, device)
-    climb = _Climb(workload, budget_bytes, numerics, min_run_seconds)
+    climb = _Climb(workload, asked, numerics, min_run_seconds)
     with nothing_changes(workload):
         rungs = climb.rungs(progress)
     return Ladder(
@@ -107,7 +107,7 @@ def ladder(
         threads=torch.get_num_threads(),
         batch_size=climb.batch_size,
         budget_bytes=climb.budget_bytes or 0,
-        is_budget_given=budget_bytes is not None,
+        is_budget_given=asked is not None,
         allowed=numerics,
         rungs=rungs,
     )
@@ -120,13 +120,14 @@ class _NotAvailable(Exception):
 @dataclass
 class _Climb:
     workload: Workload
-    budget_bytes: int | None
+    budget: Budget | None
     numerics: Numerics
     min_run_seconds: float
 
     def __post_init__(self) -> None:
         self.device = find_device("cpu")
-        self.is_budget_given = self.budget_bytes is not None
+        self.is_budget_given = self.budget is not None
+        self.budget_bytes: int | None = None
         self.batch_size = samples_of(self.workload)
         self.plain = Levers(microbatch_size=self.batch_size)
         self.traces: dict[Levers, Trace] = {}
@@ -160,6 +161,9 @@ class _Climb:
         except (CaptureError, RecomputationError) as e:
             return Rung(name=name, outcome="not available", why=f"it can't be run: {e}")
 
+    def _bytes_of(self, budget: Budget, plain_bytes: int) -> int:
+        return budget.nbytes(device_bytes=self.device.usable_bytes, plain_bytes=plain_bytes)
+
     def _measured(self, name: str, levers: Levers, what: str, before: Rung | None) -> Rung:
         """Run the step with levers, in turn with the rung before."""
         with ExitStack() as stack:
@@ -169,7 +173,7 @@ class _Climb:
             step_ratio: float | None = None
             if before is None:
                 seconds = timed([step], self.min_run_seconds)[0]
-                self.budget_bytes = self.budget_bytes or peak_bytes
+                self.budget_bytes = peak_bytes if self.budget is None else self._bytes_of(self.budget, peak_bytes)
             else:
                 assert before.levers is not None
                 assert before.peak_bytes is not None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass
+from typing import Literal
 
 from memfit.errors import BudgetError
 
@@ -17,38 +19,115 @@ _CANONICAL = {unit.lower(): unit for unit in _UNIT_BYTES}
 _BUDGET = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*|%)\s*")
 
 
-def parse_budget(budget: int | float | str, device_bytes: int | None, argument: str = "budget") -> int:
-    """Return the bytes that a budget says.
+@dataclass(frozen=True)
+class Budget:
+    """What somebody said that a step may take.
+
+    Attributes:
+        amount: Bytes (≥ 1), or a share (> 0).
+        of: What it is a share of: "device", its usable memory, or "plain", the plain step's peak; "" for bytes.
+        said: As it was given ("50%").
+        argument: What errors call it.
+    """
+
+    amount: float
+    of: Literal["", "device", "plain"]
+    said: str
+    argument: str
+
+    def nbytes(self, *, device_bytes: int | None = None, plain_bytes: int | None = None) -> int:
+        """Return the bytes.
+
+        Args:
+            device_bytes: The device's usable memory.
+            plain_bytes: The plain step's peak.
+
+        Raises:
+            BudgetError: It is a share of what is not given, or of so little that no byte is left.
+        """
+        whole = {"": 1, "device": device_bytes, "plain": plain_bytes}[self.of]
+        if whole is None:
+            raise BudgetError(f"{self.argument}={self.said!r} is a share of what is not known here: give bytes")
+        if self.amount * whole < 1:
+            raise BudgetError(f"{self.argument}={self.said!r} is no byte of {whole}: give more")
+        return int(self.amount * whole)
+
+    def share_text(self, device: str, device_bytes: int | None, plain_bytes: int) -> str:
+        """Return what a share is of ("50% of the 21.9 GiB that cpu has for a step"); "" for bytes."""
+        if self.of == "device":
+            return f"{self.said} of the {format_bytes(device_bytes or 0)} that {device} has for a step"
+        return f"{self.said} of the plain step's peak of {format_bytes(plain_bytes)}" if self.of == "plain" else ""
+
+
+def read_budget(
+    budget: int | float | str, argument: str = "budget", *, of_device: bool = True, of_plain: bool = True
+) -> Budget:
+    """Return what a budget says.
 
     Args:
-        budget: Bytes, or a string with a unit ("24GiB", "22 GB", "512 MiB"), or a share of the
-            device ("90%").
-        device_bytes: The device's usable memory, of which a share is taken; None where shares make no sense.
+        budget: Bytes, or a string with a unit ("24GiB", "22 GB", "512 MiB"), or a share of the device ("90%") or of the
+            plain step's peak ("0.5x").
+        argument: What errors call it.
+        of_device: Whether shares of the device make sense.
+        of_plain: Whether shares of the plain step's peak do.
+
+    Raises:
+        BudgetError: It says no positive number of bytes, or a share that makes no sense.
+    """
+    hint = _hint(argument, of_device, of_plain)
+    if isinstance(budget, bool) or not isinstance(budget, int | float | str):
+        raise BudgetError(f"{argument}={budget!r} is a {type(budget).__name__}: {hint}")
+    if isinstance(budget, str):
+        return _read_text(budget, argument, hint, of_device, of_plain)
+    if isinstance(budget, int) and budget.bit_length() > 63:
+        raise BudgetError(f"{argument}= is an integer of {budget.bit_length()} bits: {hint}")
+    return _checked(Budget(float(budget), "", str(budget), argument), hint)
+
+
+def _read_text(text: str, argument: str, hint: str, of_device: bool, of_plain: bool) -> Budget:
+    match = _BUDGET.fullmatch(text)
+    unit = match[2].lower() if match else "?"
+    if match is not None and unit == "%" and of_device:
+        if float(match[1]) > 100:
+            raise BudgetError(f"{argument}={text!r} is more than the device has: a share is at most 100%")
+        return _checked(Budget(float(match[1]) / 100, "device", text.strip(), argument), hint)
+    if match is not None and unit == "x" and of_plain:
+        return _checked(Budget(float(match[1]), "plain", text.strip(), argument), hint)
+    if match is None or unit not in _CANONICAL:
+        raise BudgetError(f"{argument}={text!r} can't be read: {hint}")
+    return _checked(Budget(float(match[1]) * _UNIT_BYTES[_CANONICAL[unit]], "", text.strip(), argument), hint)
+
+
+def _checked(budget: Budget, hint: str) -> Budget:
+    least = 0 if budget.of else 1
+    if not math.isfinite(budget.amount) or budget.amount < least or not budget.amount:
+        raise BudgetError(f"{budget.argument}={budget.said!r} is {budget.amount:g} bytes: {hint}")
+    return budget
+
+
+def _hint(argument: str, of_device: bool, of_plain: bool) -> str:
+    shares = [
+        text
+        for is_one, text in ((of_device, "the device ('90%')"), (of_plain, "the plain step's peak ('0.5x')"))
+        if is_one
+    ]
+    share = f", or as a share of {' or of '.join(shares)}" if shares else ""
+    return f"give {argument}= as bytes, or as a string with a unit ('1.5GiB', '22 GB'){share}"
+
+
+def parse_budget(budget: int | float | str, device_bytes: int | None, argument: str = "budget") -> int:
+    """Return the bytes that a budget says, where nothing is known of a plain step; see `read_budget`.
+
+    Args:
+        budget: Bytes, a string with a unit, or a share of the device.
+        device_bytes: The device's usable memory; None where shares make no sense.
         argument: What errors call it.
 
     Raises:
         BudgetError: The budget says no positive number of bytes.
     """
-    share = "" if device_bytes is None else ", or as a share of the device ('90%')"
-    hint = f"give {argument}= as bytes, or as a string with a unit ('1.5GiB', '22 GB'){share}"
-    if isinstance(budget, bool) or not isinstance(budget, int | float | str):
-        raise BudgetError(f"{argument}={budget!r} is a {type(budget).__name__}: {hint}")
-    if isinstance(budget, str):
-        match = _BUDGET.fullmatch(budget)
-        unit = match[2] if match else "?"
-        if match is None or (unit.lower() not in _CANONICAL if unit != "%" else device_bytes is None):
-            raise BudgetError(f"{argument}={budget!r} can't be read: {hint}")
-        scale = (device_bytes or 0) / 100 if unit == "%" else _UNIT_BYTES[_CANONICAL[unit.lower()]]
-        if unit == "%" and float(match[1]) > 100:
-            raise BudgetError(f"{argument}={budget!r} is more than the device has: a share is at most 100%")
-        value = float(match[1]) * scale
-    elif isinstance(budget, int) and budget.bit_length() > 63:
-        raise BudgetError(f"{argument}= is an integer of {budget.bit_length()} bits: {hint}")
-    else:
-        value = float(budget)
-    if not math.isfinite(value) or value < 1:
-        raise BudgetError(f"{argument}={budget!r} is {value:g} bytes: {hint}")
-    return int(value)
+    found = read_budget(budget, argument, of_device=device_bytes is not None, of_plain=False)
+    return found.nbytes(device_bytes=device_bytes)
 
 
 def format_bytes(n: float) -> str:

@@ -32,9 +32,9 @@ app = commands.Commands(
         "Make a PyTorch training step fit the memory you have, at the smallest slow-down that can be found.\n\n"
         "A WORKLOAD is file.py:function or package.module:function, where the function takes nothing and returns"
         " a memfit.Workload.\n\n"
-        "Exit status: 0 done, 1 your own code raised an error, 2 wrong use or a step that can't be captured, 3 no plan fits the budget,"
-        " 4 a plan is not what it says, 5 the loss is not finite, 6 out of memory with no lower plan left,"
-        " 75 stopped by SIGTERM with a checkpoint."
+        "Exit status: 0 done, 1 your own code raised an error, 2 wrong use or a step that can't be captured,"
+        " 3 no plan fits the budget, 4 a plan is not what it says, 5 the loss is not finite,"
+        " 6 out of memory with no lower plan left, 75 stopped by SIGTERM with a checkpoint."
     ),
 )
 
@@ -179,7 +179,10 @@ def plan(
     workload: WorkloadName,
     budget: Annotated[
         str,
-        typer.Option(help="Bytes, or with a unit (1.5GiB, 22GB), or a share of the device (90%).", show_default=False),
+        typer.Option(
+            help="Bytes, or with a unit (1.5GiB, 22GB), or a share of the device (90%) or of the plain peak (0.5x).",
+            show_default=False,
+        ),
     ],
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan there, as JSON.")] = None,
     device: DeviceName = "cpu",
@@ -387,7 +390,7 @@ def ladder(
     workload: WorkloadName,
     budget: Annotated[
         str | None,
-        typer.Option(help="Bytes, or with a unit, or a share of the machine; what the plain step takes by default."),
+        typer.Option(help="Bytes, or a share as `plan` takes it; what the plain step takes by default."),
     ] = None,
     numerics: Annotated[
         NumericsName, typer.Option(help="How far the numbers of the training may change.")

@@ -18,7 +18,9 @@ _OPTION = typer.Option("--traceback", help="Show an error's whole traceback, mem
 class Commands(typer.Typer):
     """A command line whose commands all take `--traceback`."""
 
-    def command(self, name: str | None = None, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def command(  # type: ignore[override]  # Typer spells out every option
+        self, name: str | None = None, **options: Any
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Return what makes a function a command of this command line."""
         register = super().command(name, **options)
 
@@ -38,7 +40,7 @@ def _with_traceback(function: Callable[..., Any]) -> Callable[..., Any]:
         is_whole = traceback
         return function(*args, **kwargs)
 
-    signature = inspect.signature(function)
+    signature = inspect.signature(function, eval_str=True)
     hint = Annotated[bool, _OPTION]
     more = inspect.Parameter("traceback", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=hint)
     vars(call)["__signature__"] = signature.replace(parameters=[*signature.parameters.values(), more])

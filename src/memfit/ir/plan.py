@@ -157,6 +157,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         host_budget_bytes: Pinned host memory that offloaded activations may take.
         proof: Whether what the plan recomputes was held against the step. Where it was not, the first step under the
             plan does so.
+        budget_share: What the budget was a share of ("50% of the 21.9 GiB that cpu has for a step"); "" for bytes.
     """
 
     schema: str = "memfit.plan/1"
@@ -178,6 +179,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     notes: list[str] = []
     host_budget_bytes: int = 0
     proof: Proof = Proof()
+    budget_share: str = ""
 
     @property
     def is_proven(self) -> bool:

@@ -26,7 +26,7 @@ from memfit.pipeline.searching import microbatch_sizes
 from memfit.solve.candidates import Option
 from memfit.solve.frontier import Combination, fastest, frontier
 from memfit.solve.problem import Problem, Row
-from memfit.units import format_bytes, parse_budget
+from memfit.units import Budget, format_bytes, read_budget
 from memfit.version import __version__
 
 _ATTEMPTS = 8
@@ -60,7 +60,8 @@ def plan(
 
     Args:
         workload: The user's workload. Steps are run on it; weights, statistics and optimizer are as they were after.
-        budget: What Jittor's pools may hold: bytes, a string with a unit ("300MiB"), or a share of the memory ("90%").
+        budget: What Jittor's pools may hold: bytes, a string with a unit ("300MiB"), or a share of the memory
+            ("90%") or of the plain step's peak ("0.5x").
         numerics: How far the numbers may change. Checkpointing is "reordered" in Jittor, which fuses operators
             otherwise where regions end; what it makes is the same.
         precisions: Precisions to search: "32-true" and "16-mixed" (on the CPU correct, but very slow).
@@ -73,13 +74,13 @@ def plan(
         InfeasibleError: No plan that `numerics` allows fits.
         UsageError: `numerics` or `precisions` are unknown.
     """
-    budget_bytes = parse_budget(budget, memory.device_bytes())
+    asked = read_budget(budget)
     if numerics not in NUMERICS:
         raise UsageError(f"numerics={numerics!r} is unknown: use one of {', '.join(NUMERICS)}")
     wrong = [p for p in precisions if p not in ("32-true", "16-mixed")]
     if wrong or not precisions:
         raise UsageError(f"precisions={list(precisions)} are not for Jittor: use '32-true' and '16-mixed'")
-    return _Planner(workload, budget_bytes, numerics, precisions, points, time_limit_seconds, progress).plan()
+    return _Planner(workload, asked, numerics, precisions, points, time_limit_seconds, progress).plan()
 
 
 def apply(plan: Plan, workload: Workload) -> Step:
@@ -127,7 +128,7 @@ class _Cost:
 @dataclass
 class _Planner:
     workload: Workload
-    budget_bytes: int
+    budget: Budget
     numerics: Numerics
     precisions: Sequence[Precision]
     points: int
@@ -143,11 +144,17 @@ class _Planner:
         )
         self.profiles = {p: self._profile(p) for p in self.precisions}
         self.costs = {p: self._cost(p) for p in self.precisions}
+        self._take_budget()
         started = time.monotonic()
         candidate, prediction = self._choose()
         points = frontier(self.combinations, self.points, time_limit_seconds=self.time_limit_seconds / 2)
         found = [replace(c, numerics=freest(self._classes(c.levers))) for c in points]
         return self._as_plan(candidate, prediction, found, time.monotonic() - started)
+
+    def _take_budget(self) -> None:
+        usable_bytes, plain_bytes = memory.device_bytes(), self._plain().peak_bytes
+        self.budget_bytes = self.budget.nbytes(device_bytes=usable_bytes, plain_bytes=plain_bytes)
+        self.budget_share = self.budget.share_text("the machine", usable_bytes, plain_bytes)
 
     def _as_plan(self, chosen: Candidate, prediction: Prediction, found: list[Candidate], seconds: float) -> Plan:
         classes = self._classes(chosen.levers)
@@ -160,6 +167,7 @@ class _Planner:
             device="cuda" if jt.flags.use_cuda else "cpu",
             batch_size=self.batch_size,
             budget_bytes=self.budget_bytes,
+            budget_share=self.budget_share,
             levers=chosen.levers,
             numerics=freest(classes),
             classes=classes,

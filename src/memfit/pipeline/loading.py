@@ -146,7 +146,8 @@ def _import(name: str) -> ModuleType:
         is_there = name in sys.modules
     if not is_there:
         raise WorkloadError(f"there is no module {name!r} in {Path.cwd()}, and none is installed: {_HOW}")
-    return _run(name, lambda: importlib.import_module(name))
+    module: ModuleType = _run(name, lambda: importlib.import_module(name))
+    return module
 
 
 def _look_in(folder: Path) -> None:

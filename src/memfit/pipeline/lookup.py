@@ -11,7 +11,7 @@ from memfit.pipeline import remote
 from memfit.pipeline.applying import check_plan, check_workload
 from memfit.pipeline.predicting import Progress, capture_levers, costs_of, is_elsewhere, predict, silent
 from memfit.pipeline.switching import at_point
-from memfit.units import format_bytes, parse_budget
+from memfit.units import format_bytes, read_budget
 from memfit.workload import Workload, tokens_per_sample
 
 
@@ -24,7 +24,8 @@ def look_up(plan: Plan, workload: Workload, *, budget: int | float | str, progre
     Args:
         plan: A plan for the workload, from `memfit.plan`.
         workload: The user's workload; nothing of it is changed.
-        budget: Bytes, a string with a unit ("1.5GiB"), or a share of the device's memory ("90%").
+        budget: Bytes, a string with a unit ("1.5GiB"), or a share of the device's memory ("90%") or of the plain
+            step's peak ("0.5x").
         progress: Told how far it is.
 
     Raises:
@@ -37,7 +38,9 @@ def look_up(plan: Plan, workload: Workload, *, budget: int | float | str, progre
 
 def _looked_up(workload: Workload, *, plan: Plan, budget: int | float | str, progress: Progress) -> Plan:
     device = find_device(plan.device)
-    budget_bytes = parse_budget(budget, device.usable_bytes)
+    asked = read_budget(budget)
+    plain_bytes = plan.plain.peak_reserved_bytes or plan.plain.peak_bytes
+    budget_bytes = asked.nbytes(device_bytes=device.usable_bytes, plain_bytes=plain_bytes)
     check_plan(plan, workload)
     if is_elsewhere(device):
         found: Plan = remote.call(_looked_up, workload, {"plan": plan, "budget": budget}, progress)
@@ -52,7 +55,8 @@ def _looked_up(workload: Workload, *, plan: Plan, budget: int | float | str, pro
         predicted, _ = predict(trace, costs_of([trace], device), device, tokens_per_sample(workload.batch))
         if predicted.peak_upper_bytes <= budget_bytes:
             note = f"a point of the frontier of the plan for {format_bytes(plan.budget_bytes)}"
-            return replace(at_point(plan, point, predicted, note), budget_bytes=budget_bytes)
+            share = asked.share_text(device.name, device.usable_bytes, plain_bytes)
+            return replace(at_point(plan, point, predicted, note), budget_bytes=budget_bytes, budget_share=share)
         lowest = predicted if lowest is None or predicted.peak_bytes < lowest.peak_bytes else lowest
     raise _infeasible(plan, points, budget_bytes, lowest)
 

@@ -18,7 +18,7 @@ from memfit.pipeline.predicting import Progress, check_precision, is_elsewhere, 
 from memfit.pipeline.reading import readings_to_send
 from memfit.pipeline.refusals import check_supported
 from memfit.pipeline.searching import Search, microbatch_sizes
-from memfit.units import parse_budget
+from memfit.units import parse_budget, read_budget
 from memfit.workload import Workload, samples_of
 
 
@@ -44,7 +44,8 @@ def plan(
 
     Args:
         workload: The user's workload; nothing of it is changed.
-        budget: Bytes, a string with a unit ("1.5GiB"), or a share of the device's memory ("90%").
+        budget: Bytes, a string with a unit ("1.5GiB"), or a share of the device's memory ("90%") or of the plain
+            step's peak ("0.5x").
         device: The device's name: "cpu", "cuda", or one of the catalogue. For a GPU the budget is held
             against what the allocator reserves, and the frontier's peaks are live bytes.
         numerics: How far the numbers may change: "exact", "reordered", "reduced" or "changed".
@@ -67,7 +68,7 @@ def plan(
     """
     check_supported(workload)
     found = find_device(device)
-    budget_bytes = parse_budget(budget, found.usable_bytes)
+    asked = read_budget(budget)
     if numerics not in NUMERICS:
         raise UsageError(f"numerics={numerics!r} is unknown: use one of {', '.join(NUMERICS)}")
     if points < 1:
@@ -103,7 +104,7 @@ def plan(
     ways = tuple(OPTIMIZER_CLASSES) if optimizers is None else tuple(optimizers)
     search = Search(
         workload,
-        budget_bytes,
+        asked,
         host_budget_bytes,
         found,
         numerics,

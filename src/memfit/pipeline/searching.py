@@ -29,7 +29,7 @@ from memfit.pipeline.trials import Trials, refusal_notes
 from memfit.solve.candidates import options, refusals
 from memfit.solve.frontier import SIMPLER_WITHIN, Combination, fastest, frontier
 from memfit.solve.problem import build
-from memfit.units import format_bytes
+from memfit.units import Budget, format_bytes
 from memfit.version import __version__
 from memfit.workload import Workload, fingerprint, samples_of, tokens_per_sample
 
@@ -45,7 +45,7 @@ class Search:
     """A search for the fastest plan within a budget. Its fields are the arguments of `memfit.plan`, made definite."""
 
     workload: Workload
-    budget_bytes: int
+    budget: Budget
     host_budget_bytes: int
     device: Device
     numerics: Numerics
@@ -98,6 +98,7 @@ class Search:
             device=self.device.name,
             batch_size=self.batch_size,
             budget_bytes=self.budget_bytes,
+            budget_share=self.budget_share,
             host_budget_bytes=self.host_budget_bytes,
             levers=candidate.levers,
             numerics=candidate.numerics,
@@ -142,6 +143,7 @@ class Search:
         self.progress("capture", 0, 1)
         first = self.confirmation.capture(self.plain)
         self.traces = {self.plain: first}
+        self._take_budget()
         self.coupling = coupling(first, self.workload)
         self.couples_batch = self.coupling is not None
         searched = self._with_lean(self._with_chunked_loss(self._combinations()))
@@ -153,6 +155,15 @@ class Search:
         self.postponed_seconds = min(slow.values(), default=math.inf)
         wanted = [x for x in searched if x in whole or (x in cut and x not in self.postponed)]
         self.wanted = self._with_any(self._capture(wanted))
+
+    def _take_budget(self) -> None:
+        """Say what the budget is in bytes: on a GPU it is held against what the allocator reserves."""
+        usable_bytes, plain = self.device.usable_bytes, self._as_is if self.budget.of == "plain" else None
+        plain_bytes = 0 if plain is None else plain.peak_reserved_bytes or plain.peak_bytes
+        self.budget_bytes = self.budget.nbytes(device_bytes=usable_bytes, plain_bytes=plain_bytes)
+        self.budget_share = self.budget.share_text(self.device.name, usable_bytes, plain_bytes)
+        if self.budget.of == "device" and self._as_is.peak_upper_bytes <= self.budget_bytes:
+            self.notes.append("the plain step fits this share of the device: half of the plain step's peak is '0.5x'")
 
     def _seconds_of_precisions(self, whole: list[Levers]) -> dict[Precision, float]:
         """Return how long the step takes in each precision that is allowed, with the whole batch."""

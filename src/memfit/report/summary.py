@@ -88,6 +88,12 @@ def change_text(new: float, old: float) -> str:
     return sign + share
 
 
+def budget_text(plan: Plan) -> str:
+    """Return the budget in bytes, and what it was a share of."""
+    share = f", {clean(plan.budget_share)}" if plan.budget_share else ""
+    return format_bytes(plan.budget_bytes) + share
+
+
 def microbatches(plan: Plan) -> int:
     """Return how many microbatches the planned step has."""
     return -(-plan.batch_size // max(1, plan.levers.microbatch_size))

@@ -16,6 +16,7 @@ from memfit.ir.plan import Candidate, Plan, Prediction
 from memfit.ir.record import Comparison
 from memfit.report.summary import (
     MISSING,
+    budget_text,
     change_text,
     chosen_index,
     clean,
@@ -66,7 +67,7 @@ def _cost_block(plan: Plan) -> list[tuple[str, RenderableType]]:
     plain, ours = plan.plain, plan.predicted
     fits = ours.peak_upper_bytes <= plan.budget_bytes
     return [
-        ("Budget", Text(format_bytes(plan.budget_bytes))),
+        ("Budget", Text(budget_text(plan))),
         (
             "Peak",
             Text.assemble(
