@@ -17,13 +17,14 @@ from torch import nn
 
 import memfit
 from memfit.errors import BudgetError, InfeasibleError, PlanError, PlanMismatchError, UsageError, WorkloadError
-from memfit.ir.plan import NUMERICS, Levers, Plan
+from memfit.ir.plan import NUMERICS, Candidate, Levers, Plan, Prediction
 from memfit.ir.remat import Region
 from memfit.pipeline import searching
 from memfit.pipeline.classes import lever_classes
 from memfit.pipeline.searching import microbatch_sizes
 from memfit.pipeline.verifying import verify
 from memfit.rng import rng_state
+from memfit.solve.frontier import SIMPLER_WITHIN
 from memfit.workload import Workload
 from tests.measuring import step_peak_bytes
 from tests.workloads import other, tiny
@@ -88,6 +89,58 @@ def test_frontier_is_undominated_and_holds_the_plan(plain_bytes: int, captures: 
     for a, b in itertools.permutations([c for c in plan.frontier if c.levers != plan.levers], 2):
         as_strict = NUMERICS.index(a.numerics) <= NUMERICS.index(b.numerics)
         assert not (as_strict and a.step_seconds <= b.step_seconds and a.peak_bytes <= b.peak_bytes)
+
+
+def test_no_row_of_the_frontier_contradicts_the_plan(plain_bytes: int) -> None:
+    plan = memfit.plan(tiny(), budget="0.6x", points=6)
+    (own,) = [c for c in plan.frontier if c.levers == plan.levers]
+    assert own.is_captured
+    assert (own.peak_bytes, own.held_bytes) == (plan.predicted.peak_bytes, plan.predicted.peak_upper_bytes)
+    assert own.step_seconds == plan.predicted.step_seconds
+    for point in plan.frontier:
+        assert point.held_bytes >= point.peak_bytes
+        is_allowed = NUMERICS.index(point.numerics) <= NUMERICS.index(plan.allowed)
+        if is_allowed and point.held_bytes <= plan.budget_bytes:
+            assert point.step_seconds * (1 + SIMPLER_WITHIN) >= plan.predicted.step_seconds
+    assert plan.solution.status == "feasible" or plan.solution.gap <= SIMPLER_WITHIN
+    assert plan.budget_bytes == int(0.6 * plain_bytes)
+    assert plan.budget_share.startswith("0.6x of the plain step's peak")
+
+
+@pytest.mark.parametrize(("slower", "is_taken"), [(100.0, True), (1.0, False)])
+def test_a_row_that_is_faster_than_the_captured_plan_is_captured_and_taken(
+    slower: float, is_taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Applied, a plan may be slower than the solver knew, as of one kind of region here."""
+    confirm = searching.Search._confirm
+    confirmed: list[Levers] = []
+
+    def slower_with_microbatches(self: searching.Search, candidate: Candidate) -> Prediction:
+        confirmed.append(candidate.levers)
+        found = confirm(self, candidate)
+        is_cut = candidate.levers.microbatch_size < 4
+        return replace(found, step_seconds=found.step_seconds * (slower if is_cut else 1.0))
+
+    monkeypatch.setattr(searching.Search, "_confirm", slower_with_microbatches)
+    plan = memfit.plan(tiny(), budget="0.75x", points=6)
+    cut = [levers for levers in confirmed if levers.microbatch_size < 4]
+    if is_taken:
+        assert plan.levers.microbatch_size == 4 and plan.levers in confirmed
+        assert plan.predicted.peak_upper_bytes <= plan.budget_bytes
+        for left in cut:
+            (row,) = [c for c in plan.frontier if c.levers == left]
+            assert row.is_captured and row.step_seconds > plan.predicted.step_seconds
+    assert len(set(map(str, confirmed))) == len(confirmed)
+
+
+@pytest.mark.parametrize(
+    ("budget", "of"),
+    [("50%", "50% of the"), ("0.9x", "0.9x of the plain step's peak of"), ("1GiB", "")],
+)
+def test_a_plan_says_what_a_share_was_of(budget: str, of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = memfit.plan(tiny(), budget=budget, points=1, numerics="exact")
+    assert plan.budget_share.startswith(of) and bool(plan.budget_share) == bool(of)
+    assert any("'0.5x'" in note for note in plan.notes) == (budget == "50%")
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,14 @@ import io
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import pytest
 from rich.console import Console, RenderableType
 
 from memfit import report
-from memfit.ir.plan import Levers, Numerics, Plan, Prediction, Solution
+from memfit.ir.plan import ChunkedLoss, Levers, Numerics, Plan, Prediction, Solution
 from memfit.ir.record import Comparison, Views
 from memfit.ir.remat import Region
 from memfit.report.summary import (
@@ -18,12 +19,14 @@ from memfit.report.summary import (
     chosen_index,
     keep_text,
     lever_rows,
+    levers_text,
     loss_text,
     microbatch_text,
     offers,
     ratio_text,
     region_groups,
     share_text,
+    solver_text,
 )
 from memfit.report.tables import comparison_table, frontier_table, plan_table, plan_text, prediction_table
 
@@ -266,13 +269,61 @@ def test_of_points_with_the_same_levers_the_nearest_is_the_plans(plan: Plan) -> 
 
 def test_points_that_are_not_allowed_or_over_the_budget_are_marked(plan: Plan) -> None:
     text = shown(frontier_table(plan))
-    rows = [line for line in text.splitlines() if "GiB" in line and ("32-true" in line or "bf16" in line)]
+    rows = [line for line in text.splitlines() if "GiB" in line and "×" in line]
     assert [row[:2].strip() for row in rows] == ["▲", "▲", "▲", "▲", "▶", "", "○▲", "○", "○"]
     assert '○ not allowed by numerics="reordered"' in text
     grey = [line for line in styled(frontier_table(plan)) if "bf16-mixed" in line]
     assert len(grey) == 3 and all("\x1b[90m" in line for line in grey)
     allowed = msgspec.structs.replace(plan, allowed="reduced")
     assert "○" not in shown(frontier_table(allowed))
+
+
+def test_what_is_held_against_the_budget_decides_whether_a_point_fits(plan: Plan) -> None:
+    upper = [msgspec.structs.replace(c, peak_upper_bytes=2 * c.peak_bytes) for c in plan.frontier]
+    marked = shown(frontier_table(msgspec.structs.replace(plan, frontier=upper, budget_bytes=upper[4].held_bytes - 1)))
+    row = line_with(marked, "▶", "GiB")
+    assert "▲" in row and "9.8 GiB" in row and "4.9 GiB" in row
+    fits = msgspec.structs.replace(plan, frontier=upper, budget_bytes=upper[4].held_bytes)
+    assert "▲" not in line_with(shown(frontier_table(fits)), "▶", "GiB")
+    assert offers(plan) and not offers(msgspec.structs.replace(plan, frontier=upper, budget_bytes=upper[7].peak_bytes))
+
+
+def test_rows_name_their_levers_and_whether_they_were_captured(plan: Plan) -> None:
+    levers = Levers(
+        precision="bf16-mixed",
+        microbatch_size=4,
+        regions=(Region(modules=("a",)), Region(modules=("b",), offload=True)),
+        lean=("*",),
+        chunked_loss=ChunkedLoss(head="head", rows=8),
+        optimizer="in-backward",
+    )
+    assert levers_text(levers, 8) == (
+        "bf16-mixed, microbatch 4, 2 regions, 1 offloaded, chunked loss, lean, optimizer in-backward"
+    )
+    assert levers_text(Levers(microbatch_size=8), 8) == "plain"
+    first, *others = plan.frontier
+    rival = msgspec.structs.replace(plan, frontier=[msgspec.structs.replace(first, is_captured=True), *others])
+    assert "✓" in line_with(shown(frontier_table(rival)), "161.0 ms") and "✓" not in shown(frontier_table(plan))
+
+
+@pytest.mark.parametrize(
+    ("status", "gap", "words"),
+    [
+        ("optimal", 0.0, "no faster plan fits"),
+        ("optimal", 0.012, "no plan that fits takes over 1.2 % less time"),
+        ("feasible", 0.17, "no plan that fits takes over 17 % less time"),
+    ],
+)
+def test_the_solvers_words_never_promise_more_than_its_gap(
+    plan: Plan, status: Literal["optimal", "feasible"], gap: float, words: str
+) -> None:
+    solution = msgspec.structs.replace(plan.solution, status=status, gap=gap)
+    assert words in solver_text(msgspec.structs.replace(plan, solution=solution))
+
+
+def test_a_share_says_what_it_is_of(plan: Plan) -> None:
+    share = "50% of the 24.0 GiB that rtx-3090 has for a step"
+    assert share in " ".join(shown(plan_table(msgspec.structs.replace(plan, budget_share=share))).split())
 
 
 def test_what_a_freer_class_would_buy(plan: Plan) -> None:

@@ -88,12 +88,17 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A point of the frontier, as the solver's model predicts it.
+    """A point of the frontier.
 
     Attributes:
         numerics: The freest class of its levers.
+        peak_bytes: Peak allocated, as the solver has it; where `is_captured`, as predicted for the step captured with
+            the levers applied. The same of `step_seconds`.
         status: "optimal" where the solver proved it for its precision and microbatch size, else "feasible".
         bound_seconds: No plan of this precision and microbatch size within `budget_bytes` is faster, in the model.
+        peak_upper_bytes: What is held against the budget, as in `Prediction`; where not `is_captured`, as far above the
+            peak as that of captured steps of these levers. None where that is not known.
+        is_captured: Whether the step was captured with the levers applied.
     """
 
     levers: Levers
@@ -103,13 +108,21 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     step_seconds: float
     status: Literal["optimal", "feasible"]
     bound_seconds: float
+    peak_upper_bytes: int | None = None
+    is_captured: bool = False
+
+    @property
+    def held_bytes(self) -> int:
+        """What is held against the budget."""
+        return self.peak_bytes if self.peak_upper_bytes is None else self.peak_upper_bytes
 
 
 class Solution(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How a plan was found.
 
     Attributes:
-        status: "optimal" if no faster plan fits within the model solved; "feasible" otherwise.
+        status: "optimal" if the model solved has no plan that fits and is faster, or more than `gap` faster than the
+            captured step of the plan; "feasible" otherwise.
         bound_seconds: A lower bound on the step time of every plan that fits, in the model solved.
         gap: (step_seconds − bound) / step_seconds.
         solve_seconds: What solving took.

@@ -58,6 +58,7 @@ class Search:
     excluded: set[str] = field(default_factory=set)
     couples_batch: bool = False
     solving_seconds: float = 0.0
+    _excesses: dict[Levers, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.batch_size = samples_of(self.workload)
@@ -73,7 +74,9 @@ class Search:
             searched = self._searched()
             try:
                 self._solve_all()
-                candidate, prediction = self._choose()
+                chosen = self._choose()
+                points = self._frontier(chosen)
+                (candidate, prediction), points = self._held_against(points, chosen)
                 seconds = prediction.step_seconds
                 proof = self.confirmation.proof(candidate.levers, self._as_is, seconds, self.progress)
                 break
@@ -82,13 +85,8 @@ class Search:
                 if self._searched() == searched:  # it would be chosen again
                     raise e.error from None
         self._note_draws(candidate.levers)
-        progress = functools.partial(self.progress, "frontier")
-        limit = self.time_limit_seconds
-        left = min(max((1 - _FIRST_SHARE) * limit, limit - self.solving_seconds), limit / 2)
-        points = frontier(self.combinations, self.points, progress, left)
-        chosen = replace(candidate, budget_bytes=self.budget_bytes)
-        points = sorted([c for c in points if c.levers != chosen.levers] + [chosen], key=lambda c: c.step_seconds)
         bound = min(candidate.bound_seconds, prediction.step_seconds)
+        gap = 1 - bound / prediction.step_seconds
         plain = self.traces[self.plain]
         return Plan(
             memfit_version=__version__,
@@ -107,15 +105,63 @@ class Search:
             plain=self._as_is,
             predicted=prediction,
             solution=Solution(
-                status=candidate.status,
+                status="optimal" if candidate.status == "optimal" and gap <= SIMPLER_WITHIN else "feasible",
                 bound_seconds=bound,
-                gap=1 - bound / prediction.step_seconds,
+                gap=gap,
                 solve_seconds=time.monotonic() - started,
             ),
             frontier=points,
             notes=list(dict.fromkeys([*plain.notes, *self.notes, *self.trials.notes()])),
             proof=proof,
         )
+
+    def _frontier(self, chosen: tuple[Candidate, Prediction]) -> list[Candidate]:
+        """Solve for the frontier; return its points but that of the plan chosen, with what is held against a budget."""
+        limit = self.time_limit_seconds
+        left = min(max((1 - _FIRST_SHARE) * limit, limit - self.solving_seconds), limit / 2)
+        found = frontier(self.combinations, self.points, functools.partial(self.progress, "frontier"), left)
+        excess = _excess(chosen[1]) if chosen[0].levers.regions else 1.0
+        return [
+            replace(c, peak_upper_bytes=int(c.peak_bytes * max(excess * bool(c.levers.regions), self._base_excess(c))))
+            for c in found
+            if c.levers != chosen[0].levers
+        ]
+
+    def _base_excess(self, point: Candidate) -> float:
+        """Return what is held against the budget, as a share of the peak, for the step of a point without regions."""
+        base = replace(point.levers, regions=())
+        if base not in self._excesses:
+            self._excesses[base] = _excess(self._predict(self.traces[base]))
+        return self._excesses[base]
+
+    def _held_against(
+        self, points: list[Candidate], chosen: tuple[Candidate, Prediction]
+    ) -> tuple[tuple[Candidate, Prediction], list[Candidate]]:
+        """Capture the points that seem to fit and to be faster than the plan chosen, once that was captured.
+
+        Returns:
+            The fastest of them all, and the frontier, with what is predicted for each point that was captured.
+        """
+        captured: list[Candidate] = []
+        for _ in range(_ATTEMPTS):
+            rivals = [c for c in points if self._may_be_faster(c, chosen[1].step_seconds)]
+            if not rivals:
+                break
+            rival = min(rivals, key=lambda c: c.step_seconds)
+            prediction = self._confirm(rival)
+            points = [c for c in points if c.levers != rival.levers]
+            fits = prediction.peak_upper_bytes <= self.budget_bytes
+            left = rival, prediction
+            if fits and _is_faster(prediction.step_seconds, chosen[1].step_seconds):
+                proven = {"status": chosen[0].status, "bound_seconds": chosen[0].bound_seconds}  # of all combinations
+                left, chosen = chosen, (replace(rival, **proven), prediction)
+            captured.append(_as_captured(*left))
+        own = replace(_as_captured(*chosen), budget_bytes=self.budget_bytes)
+        return chosen, sorted([*points, *captured, own], key=lambda c: c.step_seconds)
+
+    def _may_be_faster(self, point: Candidate, seconds: float) -> bool:
+        allowed = allows(self.numerics, point.numerics) and point.held_bytes <= self.budget_bytes
+        return allowed and _is_faster(point.step_seconds, seconds)
 
     def _searched(self) -> object:
         """Return what tells whether as much is searched as before."""
@@ -406,6 +452,23 @@ class Search:
             where=prediction.where,
             proven=proven,
         )
+
+
+def _excess(prediction: Prediction) -> float:
+    """Return what is held against the budget, as a share of the peak."""
+    return prediction.peak_upper_bytes / max(prediction.peak_bytes, 1)
+
+
+def _as_captured(point: Candidate, prediction: Prediction) -> Candidate:
+    """Return a point of the frontier with what is predicted for its captured step."""
+    return replace(
+        point,
+        peak_bytes=prediction.peak_bytes,
+        peak_upper_bytes=prediction.peak_upper_bytes,
+        step_seconds=prediction.step_seconds,
+        bound_seconds=min(point.bound_seconds, prediction.step_seconds),
+        is_captured=True,
+    )
 
 
 def _most_saved(lever: OptimizerLever, trace: Trace) -> int:

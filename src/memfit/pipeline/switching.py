@@ -125,7 +125,7 @@ def lowered(plan: Plan, candidate: Candidate) -> Plan:
     predicted = replace(
         plan.predicted,
         peak_bytes=candidate.peak_bytes,
-        peak_upper_bytes=int(candidate.peak_bytes * upper),
+        peak_upper_bytes=candidate.peak_upper_bytes or int(candidate.peak_bytes * upper),
         peak_reserved_bytes=None,
         step_seconds=candidate.step_seconds,
         by_category={},

@@ -8,13 +8,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from memfit.ir.plan import NUMERICS, Candidate, Numerics, Plan, recomputes
+from memfit.ir.plan import NUMERICS, Candidate, Levers, Numerics, Plan, recomputes
 from memfit.ir.record import Comparison, RunRecord
 from memfit.ir.remat import Region
 from memfit.units import format_bytes, format_seconds
 
 MISSING = "—"
 _MUCH_WAITING = 0.2
+_NO_GAP = 1e-3  # as near as the solver goes
 _LEVER_STEMS = {
     "precision": ("precision", "mixed", "true"),
     "microbatch": ("microbatch", "accumulat"),
@@ -136,6 +137,21 @@ def lever_rows(plan: Plan) -> list[LeverRow]:
     return rows + [LeverRow(clean(name), "used", numerics) for name, numerics in left.items()]
 
 
+def levers_text(levers: Levers, batch_size: int) -> str:
+    """Return the levers in use in a few words, "plain" for none."""
+    offloading = sum(region.offload for region in levers.regions)
+    words = [
+        levers.precision if levers.precision != "32-true" else "",
+        f"microbatch {levers.microbatch_size:,}" if levers.microbatch_size < batch_size else "",
+        f"{len(levers.regions):,} region{'s' * (len(levers.regions) != 1)}" if levers.regions else "",
+        f"{offloading:,} offloaded" if offloading else "",
+        "chunked loss" if levers.chunked_loss else "",
+        "lean" if levers.lean else "",
+        f"optimizer {levers.optimizer}" if levers.optimizer != "as-is" else "",
+    ]
+    return ", ".join(word for word in words if word) or "plain"
+
+
 def proof_text(plan: Plan) -> str:
     """Return whether what a plan recomputes was held against the step; "" where it recomputes nothing."""
     if not recomputes(plan.levers):
@@ -216,11 +232,10 @@ def chosen_index(plan: Plan) -> int | None:
 
 def offers(plan: Plan) -> list[str]:
     """Return what each class beyond the allowed one would buy within the budget, where it buys time."""
-    chosen = chosen_index(plan)
-    ours = plan.predicted.step_seconds if chosen is None else plan.frontier[chosen].step_seconds
+    ours = plan.predicted.step_seconds
     texts = []
     for numerics in NUMERICS[NUMERICS.index(plan.allowed) + 1 :]:
-        times = [c.step_seconds for c in plan.frontier if c.numerics == numerics and c.peak_bytes <= plan.budget_bytes]
+        times = [c.step_seconds for c in plan.frontier if c.numerics == numerics and c.held_bytes <= plan.budget_bytes]
         if times and min(times) < ours:
             texts.append(
                 f'numerics="{numerics}" would buy a step of {seconds_text(min(times))} within the budget, '
@@ -232,8 +247,11 @@ def offers(plan: Plan) -> list[str]:
 def solver_text(plan: Plan) -> str:
     """Return the solver's status with what it means."""
     solution = plan.solution
-    if solution.status == "optimal":
+    if solution.status == "optimal" and solution.gap <= _NO_GAP:
         return "optimal: no faster plan fits, within the model solved"
+    if solution.status == "optimal":
+        gap = share_text(solution.gap, 1)
+        return f"optimal to {gap}: no plan that fits takes over {gap} less time, within the model solved"
     return f"feasible: no plan that fits takes over {share_text(solution.gap, 1)} less time, within the model solved"
 
 

@@ -15,7 +15,6 @@ from rich.text import Text
 from memfit.ir.plan import Candidate, Plan, Prediction
 from memfit.ir.record import Comparison
 from memfit.report.summary import (
-    MISSING,
     budget_text,
     change_text,
     chosen_index,
@@ -24,6 +23,7 @@ from memfit.report.summary import (
     fit_text,
     is_allowed,
     lever_rows,
+    levers_text,
     loss_text,
     offers,
     proof_text,
@@ -39,7 +39,7 @@ _BAR_CELLS = 24
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _LOSS_ROWS = 8
 _NUMERICS_STYLE = {"exact": "green", "reordered": "cyan", "reduced": "yellow", "changed": "red"}
-_CHOSEN, _NOT_ALLOWED, _OVER = "▶", "○", "▲"
+_CHOSEN, _NOT_ALLOWED, _OVER, _CAPTURED = "▶", "○", "▲", "✓"
 
 
 def plan_table(plan: Plan) -> Table:
@@ -128,19 +128,19 @@ def _solver_block(plan: Plan) -> list[tuple[str, RenderableType]]:
 
 
 def frontier_table(plan: Plan) -> Table | Text:
-    """Return the frontier, a row for each point from the fastest to the leanest.
+    """Return the frontier, a row for each point from the fastest to the slowest.
 
-    The plan's own point is marked; points that need a freer class than the user allowed are grey and
-    marked too, to show what that class would buy.
+    What stands under "at most" is held against the budget. The plan's own point is marked; points that need a freer
+    class than the user allowed are grey and marked too, to show what that class would buy.
     """
     if not plan.frontier:
         return _dim("The plan has no frontier.")
     table = Table(
         box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), title=Text("Frontier", "bold"), title_justify="left"
     )
-    right = ("peak", "step", "of\nplain", "micro\nbatch", "regions")
-    for name in ("", "peak", "step", "of\nplain", "precision", "micro\nbatch", "regions", "numerics", "status"):
-        table.add_column(name, justify="right" if name in right else "left", no_wrap=True)
+    right = ("at most", "peak", "step", "of\nplain")
+    for name in ("", "at most", "peak", "step", "of\nplain", "levers", "numerics"):
+        table.add_column(name, justify="right" if name in right else "left", no_wrap=name != "levers")
     chosen = chosen_index(plan)
     for i, candidate in enumerate(plan.frontier):
         cells = _frontier_cells(plan, candidate, i == chosen)
@@ -151,20 +151,23 @@ def frontier_table(plan: Plan) -> Table | Text:
 
 
 def _frontier_cells(plan: Plan, candidate: Candidate, is_chosen: bool) -> list[RenderableType]:
-    over = candidate.peak_bytes > plan.budget_bytes
+    over = candidate.held_bytes > plan.budget_bytes
     denied = not is_allowed(candidate, plan.allowed)
-    marks = _CHOSEN * is_chosen + _NOT_ALLOWED * denied + _OVER * over
+    marks = _CHOSEN * is_chosen + _NOT_ALLOWED * denied + _OVER * over + _CAPTURED * _is_rival(candidate, is_chosen)
     return [
         marks,
+        format_bytes(candidate.held_bytes),
         format_bytes(candidate.peak_bytes),
         seconds_text(candidate.step_seconds),
         ratio_text(candidate.step_seconds, plan.plain.step_seconds),
-        candidate.levers.precision,
-        f"{candidate.levers.microbatch_size:,}",
-        f"{len(candidate.levers.regions):,}" if candidate.levers.regions else MISSING,
+        Text(levers_text(candidate.levers, plan.batch_size)),
         candidate.numerics if denied else _numerics(candidate.numerics),
-        candidate.status,
     ]
+
+
+def _is_rival(candidate: Candidate, is_chosen: bool) -> bool:
+    """Tell whether a point was captured and not taken."""
+    return candidate.is_captured and not is_chosen
 
 
 def _frontier_style(plan: Plan, candidate: Candidate, is_chosen: bool) -> str:
@@ -178,8 +181,10 @@ def _marks(plan: Plan, chosen: int | None) -> str:
     marks = [f"{_CHOSEN} this plan"] if chosen is not None else ["this plan is not a point of the frontier"]
     if any(not is_allowed(c, plan.allowed) for c in plan.frontier):
         marks.append(f"{_NOT_ALLOWED} not allowed by numerics={plan.allowed!r}".replace("'", '"'))
-    if any(c.peak_bytes > plan.budget_bytes for c in plan.frontier):
+    if any(c.held_bytes > plan.budget_bytes for c in plan.frontier):
         marks.append(f"{_OVER} over the budget of {format_bytes(plan.budget_bytes)}")
+    if any(_is_rival(c, i == chosen) for i, c in enumerate(plan.frontier)):
+        marks.append(f"{_CAPTURED} captured with its levers, as this plan was")
     return "   ".join(marks)
 
 
