@@ -44,6 +44,18 @@ def tensors_of(batch: Any) -> list[torch.Tensor]:
     return [part for leaf in _leaves(batch, set()) if isinstance(leaf, torch.Tensor) for part in parts_of(leaf)]
 
 
+def leaves_of(value: Any) -> list[torch.Tensor]:
+    """Return the tensors that a value holds, in the order in which `map_tensors` goes through them; one each time."""
+    found: list[torch.Tensor] = []
+
+    def seen(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(seen, value)
+    return found
+
+
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the strided tensors that hold a tensor's memory: itself, unless it is sparse or jagged."""
     if tensor.layout is torch.jagged:
@@ -178,8 +190,18 @@ def _children(value: Any) -> list[Any] | None:
     if kind in (str, int, float, bool, type(None)):
         return None
     if not tree_is_leaf(value):
-        return list(tree_flatten(value, is_leaf=lambda inner: inner is not value)[0])
+        return list(tree_flatten(value, is_leaf=inside(value))[0])
     return [*_items(value), *_attributes(value).values()] if _is_object(value) else None
+
+
+def inside(node: Any) -> Callable[[Any], bool]:
+    """Return what tells a node's children from itself, and does not hold it.
+
+    PyTorch's `tree_flatten` leaves objects that refer to each other, and to this: with it they would hold the tensors
+    until Python's collector runs.
+    """
+    own = id(node)
+    return lambda inner: id(inner) != own
 
 
 def _is_object(value: Any) -> bool:
@@ -227,7 +249,7 @@ class _Rebuilding:
             return self._reference(value)
         if tree_is_leaf(value):
             return self._object(value) if _is_object(value) else value
-        children, spec = tree_flatten(value, is_leaf=lambda inner: inner is not value)
+        children, spec = tree_flatten(value, is_leaf=inside(value))
         made = [self(child) for child in children]
         return value if _same(made, children) else tree_unflatten(made, spec)
 

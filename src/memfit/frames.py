@@ -20,7 +20,7 @@ def users_frames(error: BaseException) -> list[traceback.FrameSummary]:
     the user's code that it does not have.
     """
     for link in reversed(list(_chain(error))):
-        frames = [f for f in traceback.extract_tb(link.__traceback__) if _is_users(f.filename)]
+        frames = [f for f in traceback.extract_tb(link.__traceback__) if is_users(f.filename)]
         if frames:
             return frames
     return []
@@ -73,7 +73,8 @@ def _as_prefixes(folders: list[Path]) -> tuple[str, ...]:
     return tuple(f"{folder}{os.sep}" for folder in folders)
 
 
-def _is_users(filename: str) -> bool:
+def is_users(filename: str) -> bool:
+    """Tell whether a file is the user's: neither memfit's, nor PyTorch's, nor Python's own."""
     if filename.startswith("<"):  # Python's import machinery, and code that has no file
         return False
     ours, packages, python = _known_folders()

@@ -239,6 +239,36 @@ def plan(
             out.print(f"Written to {output}", highlight=False)
 
 
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+)
+def run(
+    context: typer.Context,
+    script: Annotated[str, typer.Argument(metavar="SCRIPT [ARGS]...", help="Your script.", show_default=False)],
+    budget: Annotated[
+        str,
+        typer.Option(
+            help="Bytes, or with a unit (1.5GiB, 22GB), or a share of the device (90%) or of the plain peak (0.5x).",
+            show_default=False,
+        ),
+    ],
+    is_module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as for `python -m`.")] = False,
+    numerics: Annotated[
+        NumericsName, typer.Option(help="How far the numbers of the training may change: exact or reordered.")
+    ] = NumericsName.exact,
+    host_budget: Annotated[
+        str | None, typer.Option(help="Pinned host memory that activations may wait in (32GiB); for GPUs.")
+    ] = None,
+) -> None:
+    """Run your own training script as it is, and fit the loop in it into a budget.
+
+    Its first step is watched where it runs; the steps after it run under the plan for it.
+    """
+    from memfit.cli.run import run_script
+
+    run_script(script, context.args, is_module, budget, numerics.value, host_budget)
+
+
 @app.command("probe-range")
 def probe_range(
     workload: WorkloadName,

@@ -30,6 +30,7 @@ from memfit.pipeline.combining import check_combination
 from memfit.pipeline.coupling import without_coupled
 from memfit.pipeline.refusals import check_supported
 from memfit.pipeline.switching import Switch, switched, without_switched
+from memfit.tape import LoopWorkload
 from memfit.train.host_memory import check_host, host_needs
 from memfit.train.ledger import device_of, held_tensors, live
 from memfit.train.limits import CpuLimit, CudaLimit
@@ -39,6 +40,7 @@ from memfit.train.recovery import Recovery, Witness
 from memfit.train.scaling import LossScaler
 from memfit.train.snapshots import Snapshots
 from memfit.train.step import Step
+from memfit.train.taped import TapedStep
 from memfit.workload import Loop, Workload, fingerprint, samples_of
 
 
@@ -167,10 +169,14 @@ def applied(levers: Levers, workload: Workload, *, predicted_peak_bytes: int | N
         _optimizer(levers, workload) as optimizer,
         switched(workload.model, levers),
     ):
+        casts = functools.partial(autocast, precision, device) if mixed else None
+        if isinstance(optimizer.workload, LoopWorkload) and optimizer.workload.tape.entries:
+            yield TapedStep(optimizer.workload, casts)
+            return
         yield Step(
             optimizer.workload,
             microbatch_size=levers.microbatch_size,
-            autocast=functools.partial(autocast, precision, device) if mixed else None,
+            autocast=casts,
             around=tf32 if precision == "tf32" else None,
             scaler=LossScaler(workload.loss_scaling) if precision == "16-mixed" else None,
             update=weights.update if weights else optimizer.update,

@@ -11,6 +11,7 @@ from memfit.ir.device import Device
 from memfit.ir.plan import Levers, Prediction
 from memfit.ir.remat import Region
 from memfit.pipeline.applying import applied
+from memfit.tape import LoopWorkload
 from memfit.units import format_bytes, format_seconds
 from memfit.workload import Workload, has_data
 
@@ -29,6 +30,8 @@ def why_not_here(workload: Workload, device: Device, plain: Prediction, step_sec
         step_seconds: What the planned step is predicted to take.
     """
     free = free_bytes()
+    if isinstance(workload, LoopWorkload):
+        return "the loop's own step, which takes no more memory for it"
     if device.kind != "cpu":
         return f"planned for {device.name}, which computes otherwise than this machine's CPU"
     if not has_data(workload):

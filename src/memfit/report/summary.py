@@ -252,7 +252,8 @@ def solver_text(plan: Plan) -> str:
     if solution.status == "optimal":
         gap = share_text(solution.gap, 1)
         return f"optimal to {gap}: no plan that fits takes over {gap} less time, within the model solved"
-    return f"feasible: no plan that fits takes over {share_text(solution.gap, 1)} less time, within the model solved"
+    gap = share_text(max(solution.gap, _NO_GAP), 1)
+    return f"feasible: no plan that fits takes over {gap} less time, within the model solved"
 
 
 def fit_text(peak_bytes: float, budget_bytes: int) -> str:
