@@ -37,6 +37,7 @@ PUBLIC = [
     "compile_backend",
     "devices",
     "estimate",
+    "fit",
     "freeze_batch_norm",
     "group_norm_for_batch_norm",
     "ladder",

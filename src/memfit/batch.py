@@ -34,6 +34,7 @@ from memfit.sparse import parts
 _OPAQUE = (nn.Module, torch.optim.Optimizer, logging.Logger, type, types.ModuleType, types.FunctionType)
 _BASES = {object, dict, OrderedDict, defaultdict, list, tuple, types.SimpleNamespace}
 _NEW = types.BuiltinFunctionType
+_HEAP_TYPE = 1 << 9  # of classes that Python code made; others, as `torch.dtype`, have their state in C
 _Counts = set[int] | None  # the numbers of samples that a node may have; None for any
 
 
@@ -208,7 +209,7 @@ def _is_object(value: Any) -> bool:
     """Tell whether a value is of a Python class whose state is items and attributes, all of it."""
     if isinstance(value, _OPAQUE):
         return False
-    return _base_of(type(value)) in _BASES
+    return _base_of(type(value)) in _BASES and all(c in _BASES or c.__flags__ & _HEAP_TYPE for c in type(value).__mro__)
 
 
 def _base_of(kind: type) -> type:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from torch import nn, overrides
 from torch.optim import optimizer as optimizers
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from memfit.batch import leaves_of, map_tensors
 from memfit.tape import Arguments, Entry, Given, Held, Made, Reference, Surroundings, Tape, with_phases
@@ -46,7 +48,9 @@ class Watcher(TorchFunctionMode):
         self._on_call = on_call
         self.is_writing = self._is_over = self._is_paused = False
         self._depth = 0
+        self._thread = threading.get_ident()
         self._stack = contextlib.ExitStack()
+        self._replacement = _Replacement(self)
         self._reset()
 
     def _reset(self) -> None:
@@ -91,12 +95,15 @@ class Watcher(TorchFunctionMode):
     def paused(self) -> Iterator[None]:
         """See nothing of what runs in this context, which is no part of the loop."""
         self._is_paused = True
+        self._replacement.take()
         on_top = overrides._get_current_function_mode() is self
         try:
             with overrides._pop_mode_temporarily() if on_top else contextlib.nullcontext():
                 yield
         finally:
             self._is_paused = False
+            if not self._is_over:
+                self._replacement.put()
 
     # What is seen
 
@@ -108,7 +115,8 @@ class Watcher(TorchFunctionMode):
             (optimizers.register_optimizer_step_post_hook, self._after_update),
         ):
             self._stack.callback(register(hook).remove)
-        self._stack.enter_context(_replaced(self))
+        self._replacement.put()
+        self._stack.callback(self._replacement.take)
         overrides._push_mode(self)
         self._stack.callback(self._take_off)
         try:
@@ -127,11 +135,14 @@ class Watcher(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is torch.Tensor.__iter__:
             return iter(self._write("function", torch.Tensor.unbind, torch.Tensor.unbind, args, kwargs))
+        if func is torch.Tensor.__deepcopy__:  # whose memo is of one copy, and of no other
+            run = functools.partial(func, memo=args[1] if len(args) > 1 else kwargs["memo"])
+            return self._write("function", _deep_copied, run, args[:1], {})
         return self._write("function", func, func, args, kwargs)
 
     def call_module(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a module, and write it down if it is the loop that calls it and it has parameters."""
-        if self._depth or self._is_over or self._is_paused or next(module.parameters(), None) is None:
+        if not self._is_looking() or next(module.parameters(), None) is None:
             return call(module, *args, **kwargs)
         with self.paused():
             self._on_call(module, args, kwargs)
@@ -151,7 +162,11 @@ class Watcher(TorchFunctionMode):
         return self._write(kind, call, call, args, kwargs)
 
     def _is_seen(self) -> bool:
-        return self.is_writing and not (self._depth or self._is_over or self._is_paused)
+        return self.is_writing and self._is_looking()
+
+    def _is_looking(self) -> bool:
+        away = self._depth or self._is_over or self._is_paused
+        return not away and threading.get_ident() == self._thread
 
     def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """Write an update down; where it calls a closure, once that has run."""
@@ -226,7 +241,8 @@ class Watcher(TorchFunctionMode):
             references.append(self._reference(tensor))
             return _STAND_IN
 
-        template = map_tensors(stand_in, (tuple(args), dict(kwargs)))
+        own = tree_map(_same, (tuple(args), dict(kwargs)))  # the loop may change its lists and dicts later
+        template = map_tensors(stand_in, own)
         return Arguments(template, tuple(references))
 
     def _reference(self, tensor: torch.Tensor) -> Reference:
@@ -268,30 +284,47 @@ class Watcher(TorchFunctionMode):
         return number
 
 
-@contextlib.contextmanager
-def _replaced(watcher: Watcher) -> Iterator[None]:
-    """Put functions in the place of those of PyTorch that calls of modules, backward passes and so on go through."""
-    call_module, backward, grad = nn.Module.__call__, torch.autograd.backward, torch.autograd.grad
-    apply = torch.autograd.Function.__dict__["apply"]
+def _same(leaf: Any) -> Any:
+    return leaf
 
-    def watched_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return watcher.call_module(module, call_module, args, kwargs)
 
-    def watched_backward(*args: Any, **kwargs: Any) -> Any:
-        return watcher.call("backward", backward, args, kwargs)
+def _deep_copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor as `copy.deepcopy` does, which reads the memory that fake tensors don't have."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
-    def watched_grad(*args: Any, **kwargs: Any) -> Any:
-        return watcher.call("function", grad, args, kwargs)
 
-    def watched_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        return watcher.call("function", apply.__get__(None, cls), args, kwargs)
+class _Replacement:
+    """Functions in the place of those of PyTorch that calls of modules, backward passes and so on go through."""
 
-    nn.Module.__call__ = watched_call  # type: ignore[method-assign]
-    torch.autograd.backward, torch.autograd.grad = watched_backward, watched_grad
-    torch.autograd.Function.apply = classmethod(watched_apply)  # type: ignore[assignment,method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.__call__ = call_module  # type: ignore[method-assign]
-        torch.autograd.backward, torch.autograd.grad = backward, grad
-        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+    def __init__(self, watcher: Watcher) -> None:
+        call_module, backward, grad = nn.Module.__call__, torch.autograd.backward, torch.autograd.grad
+        apply = torch.autograd.Function.__dict__["apply"]
+
+        def watched_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return watcher.call_module(module, call_module, args, kwargs)
+
+        def watched_backward(*args: Any, **kwargs: Any) -> Any:
+            return watcher.call("backward", backward, args, kwargs)
+
+        def watched_grad(*args: Any, **kwargs: Any) -> Any:
+            return watcher.call("function", grad, args, kwargs)
+
+        def watched_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            return watcher.call("function", apply.__get__(None, cls), args, kwargs)
+
+        self._places: list[tuple[Any, str, Any, Any]] = [
+            (nn.Module, "__call__", call_module, watched_call),
+            (torch.autograd, "backward", backward, watched_backward),
+            (torch.autograd, "grad", grad, watched_grad),
+            (torch.autograd.Function, "apply", apply, classmethod(watched_apply)),
+        ]
+
+    def put(self) -> None:
+        """Put them there."""
+        for owner, name, _, watched in self._places:
+            setattr(owner, name, watched)
+
+    def take(self) -> None:
+        """Put PyTorch's own back."""
+        for owner, name, own, _ in self._places:
+            setattr(owner, name, own)

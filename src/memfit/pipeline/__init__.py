@@ -7,6 +7,7 @@ from memfit.ir.verification import Verification
 from memfit.pipeline.adapting import adapt
 from memfit.pipeline.applying import apply
 from memfit.pipeline.compiling import CompileBackend, CompiledPlan, compile_backend
+from memfit.pipeline.fitting import fit
 from memfit.pipeline.loading import load_fake_workload, load_workload
 from memfit.pipeline.lookup import look_up
 from memfit.pipeline.planning import plan
@@ -29,6 +30,7 @@ __all__ = [
     "devices",
     "estimate",
     "find_device",
+    "fit",
     "is_elsewhere",
     "load_fake_workload",
     "load_plan",

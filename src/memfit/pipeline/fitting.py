@@ -59,6 +59,7 @@ class Fitted:
         self._watcher = Watcher(self._called)
         self._levers = contextlib.ExitStack()
         self._proving = contextlib.ExitStack()
+        self._first: list[tuple[nn.Module, Plan]] = []
 
     def __str__(self) -> str:
         if self.plan is None:
@@ -71,11 +72,11 @@ class Fitted:
         try:
             with self._watcher.watching():
                 yield
+            if self.plan is None:
+                self._tell("memfit: the loop made no two steps with gradients, so nothing was planned")
         finally:
             self._proving.close()
             self._levers.close()
-            if self.plan is None:
-                self._tell("memfit: the loop made no whole step with gradients, so nothing was planned")
 
     def _called(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """See to a call of a module by the loop, before it runs."""
@@ -122,6 +123,7 @@ class Fitted:
         except MemfitError as e:
             self.notes.append(f"the first step runs as it is, since no plan was found for it ({first_line(e)})")
             return
+        self._first.append((module, found))
         self._put_under(module, found)
 
     # Those after it
@@ -130,10 +132,36 @@ class Fitted:
         """Plan for the step that was seen, and put the loop's modules under the plan."""
         self._levers.close()
         roots = self._watcher.roots
-        optimizers = self._watcher.optimizers
         model = roots[0] if len(roots) == 1 else _Roots(dict(zip(tape.roots, roots, strict=True)))
-        self.saw = seen(tape, roots, optimizers)
+        self.saw = seen(tape, roots, self._watcher.optimizers)
         self._tell(f"memfit: saw a step: {self.saw}")
+        self._proving.close()
+        try:
+            self.plan = self._plan_of(tape, model)
+            under = [(model, self.plan)]
+        except InfeasibleError:
+            raise
+        except MemfitError as e:
+            if not self._first:
+                raise
+            under, self.plan = self._first, self._first[0][1]
+            self._tell(
+                f"memfit: the loop can't be planned as it is ({first_line(e)}), so its modules stay under plans for"
+                " each by itself; what the loop holds beside them comes on top of these"
+            )
+        self._watcher.count()
+        for module, plan in under:
+            self._put_under(module, plan)
+        if all(plan.is_proven for _, plan in under):
+            self._watcher.stop()
+        self._tell(str(self))
+
+    def _plan_of(self, tape: Tape, model: nn.Module) -> Plan:
+        """Return the plan for the step that was seen.
+
+        Raises:
+            UsageError: The step can't be run again.
+        """
         if self._watcher.fault:
             raise UsageError(
                 f"the step can't be planned where it runs, since {self._watcher.fault}: write it as a memfit.Workload"
@@ -142,20 +170,13 @@ class Fitted:
             model=model,
             batch=self._watcher.given,
             loss_fn=_not_called,
-            optimizer=_as_one(optimizers),
-            name=type(roots[0]).__name__,
+            optimizer=_as_one(self._watcher.optimizers),
+            name=type(self._watcher.roots[0]).__name__,
             batch_size=1,
             tape=tape,
         )
         with _generators_kept(tape):
-            self.plan = self._planned(workload, self._options["budget"])
-        del workload
-        self._proving.close()
-        self._watcher.count()
-        self._put_under(model, self.plan)
-        if self.plan.is_proven:
-            self._watcher.stop()
-        self._tell(str(self))
+            return self._planned(workload, self._options["budget"])
 
     def _put_under(self, model: nn.Module, plan: Plan) -> None:
         """Put modules under a plan. Its first step holds what is recomputed against what was computed."""
