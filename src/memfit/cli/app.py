@@ -13,7 +13,6 @@ import typer
 
 from memfit.cli.output import err, out, print_error, print_json, stages
 from memfit.devices import fake_cuda
-from memfit.devices.advice import precisions
 from memfit.errors import MemfitError, UsageError, VerificationError
 from memfit.units import parse_budget
 
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     help=(
@@ -131,6 +129,7 @@ def estimate(
 ) -> None:
     """Predict the memory (bytes) and the time (seconds) of the step as it is, without running it."""
     from memfit import pipeline
+    from memfit.devices.advice import precisions
     from memfit.report.estimates import estimate_page
     from memfit.workload import precision_label
 
