@@ -185,8 +185,12 @@ def _try(path: Path, descriptor: int, own: Holder) -> Literal["held", "shared", 
         raise _refusal(path.parent, own, str(found), found)
     if not _is_at(path, descriptor):
         return "again"  # the run that held it has ended, and removed it, since
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, msgspec.json.encode(own), 0)
+    try:
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, msgspec.json.encode(own), 0)
+    except OSError:  # the disk is full
+        path.unlink()
+        raise
     if is_locked is None:  # of two that take it at once, the last to write has it
         time.sleep(_AT_ONCE_SECONDS)
         if (found := holder_of(path.parent)) != own:
