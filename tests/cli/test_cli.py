@@ -268,6 +268,39 @@ def test_bad_input_is_named_without_a_traceback(
 
 
 @pytest.mark.parametrize(
+    ("arguments", "option"),
+    [
+        (("plan", TINY, "--budget", "20MiB"), "-o"),
+        (("estimate", TINY, "--device", "h100"), "--snapshot"),
+        (("estimate", TINY), "--chrome-trace"),
+        (("ladder", TINY), "--output"),
+        (("ladder", TINY), "--html"),
+        (("report", "run"), "-o"),
+        (("devices", "--probe"), "--output"),
+    ],
+)
+@pytest.mark.parametrize("place", ["file/in/the/way", "folder", "/proc/no/place"])
+def test_outputs_that_can_not_be_written_are_refused_before_the_work(
+    arguments: tuple[str, ...], option: str, place: str, memfit: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from memfit import pipeline
+    from memfit.devices import probe
+
+    def work(*_: Any, **__: Any) -> None:
+        raise AssertionError("the work began")
+
+    for module, names in ((pipeline, ("load_workload", "find_device", "write_report")), (probe, ("probe_all",))):
+        for name in names:
+            monkeypatch.setattr(module, name, work)
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    status, _, errors = memfit(*arguments, option, str(tmp_path / place))
+    assert status == 2, errors
+    assert str(tmp_path / place) in errors.replace("\n", "")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "folder"]
+
+
+@pytest.mark.parametrize(
     "content", [b"", b"{", b"[]", b"\xff\xfe", b'{"schema": "memfit.plan/9"}', b'{"schema": "memfit.plan/1"}']
 )
 def test_corrupt_plans_are_named(memfit: Shell, tmp_path: Path, content: bytes) -> None:

@@ -363,6 +363,7 @@ def report(
     """Write a run's report: one HTML file that needs no network."""
     from memfit import pipeline
 
+    _check_new("--output", output, overwrite=True)
     written = pipeline.write_report(run, output)
     if as_json:
         print_json({"report": str(written)})
@@ -491,10 +492,16 @@ def _load_for(workload: str, device: str) -> Workload:
 
 
 def _check_new(option: str, path: Path | None, overwrite: bool) -> None:
-    """Refuse to replace a file.
+    """Refuse to replace a file, and one that can't be written, before any work is done for it.
 
     Raises:
         UsageError: It exists, and `overwrite` is false.
+        OutputError: It can't be written.
     """
-    if path is not None and path.exists() and not overwrite:
+    from memfit.ir import codec
+
+    if path is None:
+        return
+    codec.check_writable(path)
+    if path.exists() and not overwrite:
         raise UsageError(f"{option} {path} exists already: name another file, or give --overwrite")
