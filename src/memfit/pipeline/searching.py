@@ -74,6 +74,7 @@ class Search:
             try:
                 self._solve_all()
                 candidate, prediction = self._choose()
+                self.progress("solve", len(self.wanted) + 1, len(self.wanted) + 1)
                 seconds = prediction.step_seconds
                 proof = self.confirmation.proof(candidate.levers, self._as_is, seconds, self.progress)
                 break
@@ -248,7 +249,7 @@ class Search:
         self.combinations: list[Combination] = []
         for index, levers in enumerate(self.wanted):
             self._solve(levers)
-            self.progress("solve", index, len(self.wanted) + 1)
+            self.progress("solve", index + 1, len(self.wanted) + 1)
         self.notes += refusal_notes(refusals(Regions(self.traces[self.plain])))
 
     def _solve(self, levers: Levers) -> Combination:
