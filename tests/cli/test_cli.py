@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +92,35 @@ def test_plan_is_written_and_never_overwritten_unasked(memfit: Shell, tmp_path: 
     assert "--overwrite" in errors
     assert memfit(*command, "--overwrite")[0] == 0
     assert json.loads(path.read_text())["schema"] == "memfit.plan/1"
+
+
+@pytest.mark.slow
+def test_a_run_that_is_started_twice_is_refused_the_second_time(memfit: Shell, plan_file: Path, tmp_path: Path) -> None:
+    """Whichever way; and it goes on once the first is gone, without a word of it."""
+    run = tmp_path / "run"
+    train = ["train", TINY, "--plan", str(plan_file), "--out", str(run)]
+    command = [sys.executable, "-m", "memfit", *train, "--steps", "100000", "--checkpoint-every", "1"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    first = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+    try:
+        while not list(run.glob("checkpoint-[1-9]*")):
+            assert first.poll() is None
+            time.sleep(0.1)
+        for option in ([], ["--overwrite"], ["--resume"]):
+            status, _, errors = memfit(*train, "--steps", "2", *option)
+            assert status == 2 and f"in use by a run of process {first.pid} on host" in errors
+        status, _, errors = memfit("demo", "--out", str(run), "--overwrite")
+        assert status == 2 and f"process {first.pid}" in errors
+        assert memfit("report", str(run))[0] == 0  # of a run that goes on
+        assert first.poll() is None
+        first.terminate()
+        assert first.wait() == 75
+    finally:
+        first.kill()
+        first.wait()
+    done = json.loads((run / "run.json").read_text())["steps"]
+    assert memfit(*train, "--steps", str(done + 1), "--resume")[0] == 0
+    assert not (run / "run.lock").exists()
 
 
 def test_verify(memfit: Shell, plan_file: Path, tmp_path: Path) -> None:

@@ -202,6 +202,15 @@ def train(
             if adaptive
             else apply(plan, workload, recover=recover, limit_bytes=limit_bytes, snapshots=folder)
         ) as step:
+            host = HostWatch(step, host_bytes)
+
+            def watch() -> None:
+                nonlocal is_drawn
+                if not is_drawn:  # at the first batch, so that a run that goes on has a report too
+                    codec.write_atomic(folder / VIEWS, drawn)
+                    is_drawn = True
+                host.check()
+
             trainer = Trainer(
                 step,
                 plan,
@@ -218,7 +227,7 @@ def train(
                 overwrite=overwrite,
                 resume=resume,
                 on_step=on_step,
-                watch=HostWatch(step, host_bytes).check,
+                watch=watch,
             )
             try:
                 return trainer.fit()
