@@ -6,43 +6,47 @@ step = memfit.apply(plan, workload)
 result = step(batch)
 """
 
-from memfit.apply.batch_norm import freeze_batch_norm, group_norm_for_batch_norm
-from memfit.climbing import ladder
-from memfit.errors import (
-    BudgetError,
-    CaptureError,
-    InfeasibleError,
-    MemfitError,
-    MemoryLimitError,
-    OutOfMemoryError,
-    PlanMismatchError,
-    UsageError,
-)
-from memfit.ir.plan import Plan
-from memfit.pipeline import (
-    Verification,
-    adapt,
-    apply,
-    compare,
-    compile_backend,
-    devices,
-    estimate,
-    fit,
-    load_plan,
-    load_workload,
-    look_up,
-    plan,
-    probe_range,
-    save_plan,
-    train,
-    verify,
-    write_report,
-)
-from memfit.train.ledger import memory_summary
-from memfit.train.optimizers import Optimizers
-from memfit.train.step import Step, StepResult
-from memfit.version import __version__
-from memfit.workload import Loop, LossScaling, Workload
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from memfit.apply.batch_norm import freeze_batch_norm, group_norm_for_batch_norm
+    from memfit.climbing import ladder
+    from memfit.errors import (
+        BudgetError,
+        CaptureError,
+        InfeasibleError,
+        MemfitError,
+        MemoryLimitError,
+        OutOfMemoryError,
+        PlanMismatchError,
+        UsageError,
+    )
+    from memfit.ir.plan import Plan
+    from memfit.pipeline import (
+        Verification,
+        adapt,
+        apply,
+        compare,
+        compile_backend,
+        devices,
+        estimate,
+        fit,
+        load_plan,
+        load_workload,
+        look_up,
+        plan,
+        probe_range,
+        save_plan,
+        train,
+        verify,
+        write_report,
+    )
+    from memfit.train.ledger import memory_summary
+    from memfit.train.optimizers import Optimizers
+    from memfit.train.step import Step, StepResult
+    from memfit.version import __version__
+    from memfit.workload import Loop, LossScaling, Workload
 
 __all__ = [
     "BudgetError",
@@ -83,3 +87,36 @@ __all__ = [
     "verify",
     "write_report",
 ]
+
+_HOMES = (
+    "memfit.pipeline",
+    "memfit.climbing",
+    "memfit.apply.batch_norm",
+    "memfit.errors",
+    "memfit.ir.plan",
+    "memfit.train.ledger",
+    "memfit.train.optimizers",
+    "memfit.train.step",
+    "memfit.version",
+    "memfit.workload",
+)
+"""The modules that have the public names, as imported above."""
+
+for _name in ("apply", "devices", "train"):  # packages with the names of functions: importing one binds its name, once
+    importlib.import_module(f"memfit.{_name}")
+    del globals()[_name]
+
+if not TYPE_CHECKING:  # of a module with this function, type checkers would take any name
+
+    def __getattr__(name: str) -> Any:
+        """Import PyTorch and what needs it when a public name is first used: help and shell completion do without."""
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        homes = [vars(importlib.import_module(home)) for home in _HOMES]
+        globals().update({public: next(home[public] for home in homes if public in home) for public in __all__})
+        return globals()[name]
+
+
+def __dir__() -> list[str]:
+    """Return the names of the module, the public ones included that were not used yet."""
+    return sorted({*globals(), *__all__})

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +92,35 @@ def test_plan_is_written_and_never_overwritten_unasked(memfit: Shell, tmp_path: 
     assert "--overwrite" in errors
     assert memfit(*command, "--overwrite")[0] == 0
     assert json.loads(path.read_text())["schema"] == "memfit.plan/1"
+
+
+@pytest.mark.slow
+def test_a_run_that_is_started_twice_is_refused_the_second_time(memfit: Shell, plan_file: Path, tmp_path: Path) -> None:
+    """Whichever way; and it goes on once the first is gone, without a word of it."""
+    run = tmp_path / "run"
+    train = ["train", TINY, "--plan", str(plan_file), "--out", str(run)]
+    command = [sys.executable, "-m", "memfit", *train, "--steps", "100000", "--checkpoint-every", "1"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    first = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+    try:
+        while not list(run.glob("checkpoint-[1-9]*")):
+            assert first.poll() is None
+            time.sleep(0.1)
+        for option in ([], ["--overwrite"], ["--resume"]):
+            status, _, errors = memfit(*train, "--steps", "2", *option)
+            assert status == 2 and f"in use by a run of process {first.pid} on host" in errors
+        status, _, errors = memfit("demo", "--out", str(run), "--overwrite")
+        assert status == 2 and f"process {first.pid}" in errors
+        assert memfit("report", str(run))[0] == 0  # of a run that goes on
+        assert first.poll() is None
+        first.terminate()
+        assert first.wait() == 75
+    finally:
+        first.kill()
+        first.wait()
+    done = json.loads((run / "run.json").read_text())["steps"]
+    assert memfit(*train, "--steps", str(done + 1), "--resume")[0] == 0
+    assert not (run / "run.lock").exists()
 
 
 def test_verify(memfit: Shell, plan_file: Path, tmp_path: Path) -> None:
@@ -265,6 +297,39 @@ def test_bad_input_is_named_without_a_traceback(
     assert found == status
     assert words in errors.replace("\n", "")
     assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option"),
+    [
+        (("plan", TINY, "--budget", "20MiB"), "-o"),
+        (("estimate", TINY, "--device", "h100"), "--snapshot"),
+        (("estimate", TINY), "--chrome-trace"),
+        (("ladder", TINY), "--output"),
+        (("ladder", TINY), "--html"),
+        (("report", "run"), "-o"),
+        (("devices", "--probe"), "--output"),
+    ],
+)
+@pytest.mark.parametrize("place", ["file/in/the/way", "folder", "/proc/no/place"])
+def test_outputs_that_can_not_be_written_are_refused_before_the_work(
+    arguments: tuple[str, ...], option: str, place: str, memfit: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from memfit import pipeline
+    from memfit.devices import probe
+
+    def work(*_: Any, **__: Any) -> None:
+        raise AssertionError("the work began")
+
+    for module, names in ((pipeline, ("load_workload", "find_device", "write_report")), (probe, ("probe_all",))):
+        for name in names:
+            monkeypatch.setattr(module, name, work)
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    status, _, errors = memfit(*arguments, option, str(tmp_path / place))
+    assert status == 2, errors
+    assert str(tmp_path / place) in errors.replace("\n", "")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "folder"]
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,14 @@ def test_an_operator_without_buffers_has_no_workspace() -> None:
     assert cost.measured and cost.workspace_bytes == 0 and 0 < cost.seconds < 0.1
 
 
+def test_progress_rises_by_first_runs_and_by_timing_to_its_total() -> None:
+    told: list[tuple[int, int]] = []
+    texts = [ADD, *(text_of(aten.add.Tensor, torch.zeros(n), torch.zeros(n)) for n in (4, 8))]
+    measure(texts, lambda done, total: told.append((done, total)))
+    assert told[:3] == [(1, 6), (2, 6), (3, 6)]
+    assert told == sorted(told) and told[-1] == (6, 6)
+
+
 def test_the_workspace_is_what_is_allocated_beyond_the_outputs() -> None:
     x = torch.zeros(1000, 64)
     text = text_of(aten.mean.dim, x.bfloat16(), [0], False, dtype=torch.float64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
 from pathlib import Path
 
 import msgspec
@@ -200,3 +201,47 @@ def test_a_folder_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(OutputError):
         codec.write_atomic(tmp_path / "plan.json", b"new")
     assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
+
+
+@pytest.fixture(params=["missing", "there", "below missing folders"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A file that can be written."""
+    path: Path = tmp_path / "new" / "er" / "file" if request.param == "below missing folders" else tmp_path / "file"
+    if request.param == "there":
+        path.write_bytes(b"mine")
+    return path
+
+
+def test_a_place_that_can_be_written_is_left_as_it_is(place: Path, tmp_path: Path) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    codec.check_writable(place)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert not place.exists() or place.read_bytes() == b"mine"
+    codec.write_atomic(place, b"new")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("file/plan.json", "file is a file"), ("folder", "it is a folder"), ("/proc/plan.json", "/proc/plan.json")],
+)
+def test_a_place_that_can_not_be_written_is_named_and_left_as_it_is(name: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"mine")
+    (tmp_path / "folder").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(OutputError, match=message):
+        codec.check_writable(tmp_path / name)
+    with pytest.raises(OutputError):
+        codec.write_atomic(tmp_path / name, b"new")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    """Of 4 KiB, which take a folder and no file."""
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k", "memfit-test", str(tmp_path)], check=False).returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        with pytest.raises(OutputError, match="No space left"):
+            codec.check_writable(tmp_path / "new" / "plan.json")
+        assert list(tmp_path.iterdir()) == []
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)

@@ -329,3 +329,16 @@ def test_modules_that_do_something_else_when_they_run_again_are_left_out() -> No
     assert plan.levers.regions and not {f for r in plan.levers.regions for f in r.modules} & {"1", "3"}
     assert verify(plan, workload).failures == []
     assert step_peak_bytes(workload, plan.levers) <= plan.budget_bytes
+
+
+def test_progress_ends_where_it_said_that_it_would() -> None:
+    told: dict[str, list[tuple[int, int]]] = {}
+
+    def progress(stage: str, done: int, total: int) -> None:
+        told.setdefault(stage, []).append((done, total))
+
+    memfit.plan(tiny(), budget="20MiB", points=2, progress=progress)
+    assert {"capture", "solve", "frontier"} <= told.keys()
+    for stage, steps in told.items():
+        assert steps[-1][0] == steps[-1][1], stage
+        assert all(0 <= done <= total for done, total in steps)

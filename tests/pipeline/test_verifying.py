@@ -32,6 +32,9 @@ EVERY: dict[str, Callable[[], Workload]] = {
 }
 
 
+RUNS = [("plain step", 3), ("planned step", 4)]
+
+
 def test_the_workloads_have_dropout() -> None:
     for make in EVERY.values():
         names = {type(m).__name__ for m in make().model.modules()}
@@ -73,9 +76,12 @@ class TestTampering:
         plain = memfit.estimate(tiny()).peak_bytes
         return memfit.plan(tiny(), budget=int(0.7 * plain), numerics="exact", precisions=["32-true"], points=1)
 
-    def test_untouched_plan_holds(self, plan: Plan) -> None:
+    def test_untouched_plan_holds_and_each_run_is_told(self, plan: Plan) -> None:
         assert plan.levers.regions
-        assert verify(plan, tiny()).holds
+        told: list[tuple[str, int, int]] = []
+        assert verify(plan, tiny(), progress=lambda *stage: told.append(stage)).holds
+        plain, planned = ([(step, done, total) for done in range(total + 1)] for step, total in RUNS)
+        assert told == [*plain, *planned, ("prediction", 0, 1), ("prediction", 1, 1)]
 
     @pytest.mark.parametrize(
         ("edit", "word"),
@@ -108,8 +114,8 @@ def test_a_gradient_that_goes_missing_is_found(monkeypatch: pytest.MonkeyPatch) 
     plan = memfit.plan(tiny(), budget="64MiB", numerics="exact", precisions=["32-true"], points=1)
     whole = verifying._gradients
 
-    def without_one(workload: Workload, levers: Levers, quiet: bool) -> Any:
-        loss, gradients, buffers = whole(workload, levers, quiet)
+    def without_one(workload: Workload, levers: Levers, *arguments: Any) -> Any:
+        loss, gradients, buffers = whole(workload, levers, *arguments)
         if levers.precision == "bf16-mixed":
             del gradients["norm.weight"]
         return loss, gradients, buffers

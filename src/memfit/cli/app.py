@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Annotated, cast
 import msgspec
 import typer
 
-from memfit.cli import commands
+from memfit.cli import commands, streams
 from memfit.cli.output import err, out, print_error, print_json, stages
 from memfit.devices import fake_cuda
-from memfit.devices.advice import precisions
 from memfit.errors import MemfitError, UsageError, VerificationError
 from memfit.frames import users_frames
 from memfit.units import parse_budget
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
 app = commands.Commands(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     help=(
@@ -41,7 +39,9 @@ app = commands.Commands(
 WorkloadName = Annotated[
     str, typer.Argument(metavar="WORKLOAD", help="file.py:function or package.module:function.", show_default=False)
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print one JSON document instead of tables.", callback=streams.when_asked)
+]
 DeviceName = Annotated[str, typer.Option(help="Device to predict for; see `memfit devices`.")]
 PlanFile = Annotated[Path, typer.Option("--plan", help="A plan that `memfit plan` wrote.", show_default=False)]
 Overwrite = Annotated[bool, typer.Option(help="Replace what is there already.")]
@@ -95,10 +95,19 @@ def main() -> None:
     An error that comes from no code of the user's is memfit's own: its traceback is shown whole.
     """
     commands.is_whole = False
+    if "torch" not in sys.modules:  # which then says nothing of memory that it measured only in part
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    try:
+        _main()
+    finally:
+        streams.give_back()
+
+
+def _main() -> None:
     try:
         app()
     except MemfitError as e:
-        print_error(e, "--json" in sys.argv, commands.is_whole)
+        print_error(e, streams.takes_json(), commands.is_whole)
         raise SystemExit(e.exit_status) from None
     except KeyboardInterrupt as e:
         _print_notes("interrupted", e)
@@ -110,7 +119,7 @@ def main() -> None:
     except Exception as e:
         if not users_frames(e):
             raise
-        print_error(e, "--json" in sys.argv, commands.is_whole)
+        print_error(e, streams.takes_json(), commands.is_whole)
         raise SystemExit(1) from None
 
 
@@ -142,6 +151,7 @@ def estimate(
 ) -> None:
     """Predict the memory (bytes) and the time (seconds) of the step as it is, without running it."""
     from memfit import pipeline
+    from memfit.devices.advice import precisions
     from memfit.report.estimates import estimate_page
     from memfit.workload import precision_label
 
@@ -281,8 +291,9 @@ def probe_range(
     """Tell which modules' activations or gradients leave fp16's range or flush to zero, and what to do about it."""
     from memfit import pipeline
 
-    loaded = pipeline.load_workload(workload)
-    found = pipeline.probe_range(loaded, batches=batches, microbatch_size=microbatch_size)
+    loaded = _load(workload)
+    with stages() as progress:
+        found = pipeline.probe_range(loaded, batches=batches, microbatch_size=microbatch_size, progress=progress)
     if as_json:
         print_json(found)
     else:
@@ -295,11 +306,9 @@ def verify(workload: WorkloadName, plan: PlanFile, as_json: AsJson = False) -> N
     from memfit import pipeline
     from memfit.report.listings import verification_table
 
-    loaded, read = pipeline.load_workload(workload), pipeline.load_plan(plan)
+    read, loaded = pipeline.load_plan(plan), _load(workload)
     with stages() as progress:
-        progress("verify", 0, 1)
-        found = pipeline.verify(read, loaded)
-        progress("verify", 1, 1)
+        found = pipeline.verify(read, loaded, progress=progress)
     if as_json:
         print_json({**msgspec.structs.asdict(found), "holds": found.holds})
     else:
@@ -368,7 +377,7 @@ def train(
     if adaptive and not recover:
         raise UsageError("--adaptive runs what runs out of memory again in any case: leave out --no-recover")
     limit_bytes = None if limit is None else parse_budget(limit, None, "--limit")
-    loaded, read = pipeline.load_workload(workload), pipeline.load_plan(plan)
+    read, loaded = pipeline.load_plan(plan), _load(workload)
     record = train_with_bar(
         read,
         loaded,
@@ -408,7 +417,11 @@ def report(
     """Write a run's report: one HTML file that needs no network."""
     from memfit import pipeline
 
-    written = pipeline.write_report(run, output)
+    _check_new("--output", output, overwrite=True)
+    with stages() as progress:
+        progress("draw", 0, 1)
+        written = pipeline.write_report(run, output)
+        progress("draw", 1, 1)
     if as_json:
         print_json({"report": str(written)})
     else:
@@ -432,13 +445,13 @@ def ladder(
     as_json: AsJson = False,
 ) -> None:
     """Climb the levers one by one, and measure on this machine what each buys."""
-    from memfit import climbing, pipeline
+    from memfit import climbing
     from memfit.ir import codec
     from memfit.report.ladders import ladder_table, write_ladder
 
     _check_new("--output", output, overwrite)
     _check_new("--html", page, overwrite)
-    loaded = pipeline.load_workload(workload)
+    loaded = _load(workload)
     with stages() as progress:
         found = climbing.ladder(
             loaded, budget=budget, numerics=numerics.value, min_run_seconds=seconds, progress=progress
@@ -530,16 +543,34 @@ def _load_for(workload: str, device: str) -> Workload:
     found = pipeline.find_device(device)
     if pipeline.is_elsewhere(found):
         line = fake_cuda.command("memfit", *sys.argv[1:])
+        streams.give_back(is_end=False)
         sys.stdout.flush()
         os.execve(line[0], line, {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
-    return pipeline.load_fake_workload(workload) if found.kind == "cuda" else pipeline.load_workload(workload)
+    return _load(workload, is_fake=found.kind == "cuda")
+
+
+def _load(workload: str, *, is_fake: bool = False) -> Workload:
+    """Return the workload of a name, and show that it is being loaded, which runs the user's code."""
+    from memfit import pipeline
+
+    with stages() as progress:
+        progress("load", 0, 1)
+        loaded = (pipeline.load_fake_workload if is_fake else pipeline.load_workload)(workload)
+        progress("load", 1, 1)
+    return loaded
 
 
 def _check_new(option: str, path: Path | None, overwrite: bool) -> None:
-    """Refuse to replace a file.
+    """Refuse to replace a file, and one that can't be written, before any work is done for it.
 
     Raises:
         UsageError: It exists, and `overwrite` is false.
+        OutputError: It can't be written.
     """
-    if path is not None and path.exists() and not overwrite:
+    from memfit.ir import codec
+
+    if path is None:
+        return
+    codec.check_writable(path)
+    if path.exists() and not overwrite:
         raise UsageError(f"{option} {path} exists already: name another file, or give --overwrite")

@@ -14,7 +14,7 @@ from memfit.ir.record import Views
 from memfit.recipes import byte_lm
 from memfit.report.estimates import estimate_page
 from memfit.report.tables import comparison_table, frontier_table, plan_table
-from memfit.train.folder import VIEWS, check_folder
+from memfit.train.folder import VIEWS, held_folder
 from memfit.units import format_bytes
 
 _COMPARED_STEPS = 6
@@ -24,10 +24,14 @@ def run_demo(folder: Path, steps: int, budget: str, overwrite: bool) -> None:
     """Estimate, plan, compare, train and report, showing each.
 
     Raises:
-        OutputError: The folder can't be written, or holds something.
+        OutputError: The folder can't be written, holds something, or another run has it.
         InfeasibleError: No plan fits the budget.
     """
-    check_folder(folder, overwrite=overwrite, resume=False)
+    with held_folder(folder, overwrite=overwrite, resume=False):
+        _run_demo(folder, steps, budget, overwrite)
+
+
+def _run_demo(folder: Path, steps: int, budget: str, overwrite: bool) -> None:
     workload = byte_lm()
     with stages() as progress:
         plain = pipeline.estimate(workload, progress=progress)

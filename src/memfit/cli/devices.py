@@ -12,6 +12,7 @@ from memfit.cli.output import err, out, print_json, stages
 from memfit.devices.advice import advice, precisions
 from memfit.devices.catalogue import catalogue, read, user_file
 from memfit.devices.host import devices, find_device
+from memfit.ir import codec
 from memfit.ir.device import Device
 from memfit.report.listings import device_page, device_table
 
@@ -40,6 +41,7 @@ def probe_devices(path: Path | None, as_json: bool) -> None:
     from memfit.devices.probe import keep, probe_all
 
     read(path or user_file())  # a file that can't be added to is told before the time is spent
+    codec.check_writable(path or user_file())
     if psutil.getloadavg()[0] > psutil.cpu_count() / 2:
         err.print("This machine is busy: figures may come out low. Probe again when it is idle.", highlight=False)
     with stages() as progress:

@@ -4,25 +4,42 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
+import time
 import traceback
 from collections.abc import Iterator
 from typing import Any, Protocol
 
 import msgspec
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.text import Text
 
+from memfit.cli import streams
 from memfit.errors import MemfitError
 from memfit.frames import frames_text
 
 out = Console()
 err = Console(stderr=True)
+LINE_SECONDS = 10.0
+"""Between two lines about a stage, where there is no terminal to draw bars on."""
+_NOTICED_SECONDS = 2.0  # a stage that takes less needs no line at its end
 
 
 def print_json(value: Any) -> None:
     """Print a record, or plain values, as one JSON document."""
     plain = msgspec.to_builtins(value)
-    print(json.dumps(plain, indent=2, allow_nan=False, default=str))
+    with streams.for_json():
+        print(json.dumps(plain, indent=2, allow_nan=False, default=str))
 
 
 def print_error(error: Exception, as_json: bool, is_whole: bool) -> None:
@@ -51,20 +68,145 @@ class Report(Protocol):
 
 @contextlib.contextmanager
 def stages() -> Iterator[Report]:
-    """Show a bar for each stage that reports how far it is."""
+    """Show how far each stage is that reports it, and the time left: as bars on a terminal, elsewhere as few lines."""
+    with _bars() if err.is_terminal else _lines() as report:
+        yield report
+
+
+def seconds_left(seconds: float, first: int, done: int, total: int | None) -> float | None:
+    """Return the time that a stage still takes, if it goes on as until now; None where that can't be said.
+
+    Args:
+        seconds: Since its first report.
+        first: What was done then.
+        done: What is done now.
+        total: Of how much.
+    """
+    if total is None or done <= first:
+        return None
+    return seconds / (done - first) * (total - done)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _left_text(seconds: float | None, since: float) -> str:
+    """Return in words what is left of the time that a stage still took some seconds ago; "" where that is over."""
+    return "" if seconds is None or seconds - since < 0.5 else f"{_clock(seconds - since)} left"
+
+
+# On a terminal
+
+
+class _TimeLeft(ProgressColumn):
+    """The time left of a stage."""
+
+    def render(self, task: Task) -> Text:
+        total = None if task.total is None else int(task.total)
+        began, at, first = (task.fields[name] for name in ("began", "reported", "first"))
+        left = None if task.finished else seconds_left(at - began, first, int(task.completed), total)
+        return Text(_left_text(left, task.get_time() - at))
+
+
+@contextlib.contextmanager
+def _bars() -> Iterator[Report]:
     columns = (
         TextColumn("{task.description:<18}"),
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
+        _TimeLeft(),
         TextColumn("{task.fields[note]}"),
     )
     tasks: dict[str, TaskID] = {}
     with Progress(*columns, console=err) as progress:
 
         def report(stage: str, done: int, total: int | None, note: str = "") -> None:
+            now = progress.get_time()
             if stage not in tasks:
-                tasks[stage] = progress.add_task(stage, total=total, note=note)
-            progress.update(tasks[stage], completed=done, total=total, note=note)
+                tasks[stage] = progress.add_task(stage, total=total, note=note, first=done, began=now, reported=now)
+            progress.update(tasks[stage], completed=done, total=total, note=note, reported=now)
 
         yield report
+
+
+# Elsewhere
+
+
+class _Line:
+    """A stage that is told of in lines: when it begins, every `LINE_SECONDS`, and when it ends, if that took a while.
+
+    Args:
+        stage: Its name.
+        done: What is done when it begins.
+    """
+
+    def __init__(self, stage: str, done: int, total: int | None, note: str) -> None:
+        self.stage, self.first = stage, done
+        self.started = self.printed = self.reported = time.monotonic()
+        self.done, self.total, self.note = done, total, note
+        self._print()
+
+    def update(self, done: int, total: int | None, note: str) -> None:
+        """Take note of how far it is."""
+        self.reported = time.monotonic()
+        self.done, self.total, self.note = done, total, note
+        self.tell()
+
+    def tell(self) -> None:
+        """Say how far it is, if that was not said for a while."""
+        now = time.monotonic()
+        if self._is_over() or now - self.printed < LINE_SECONDS:
+            return
+        left = seconds_left(self.reported - self.started, self.first, self.done, self.total)
+        self._print(f"{_clock(now - self.started)} so far", _left_text(left, now - self.reported))
+
+    def end(self) -> None:
+        """Say that it is over, if it took a while."""
+        if self._is_over() and self.reported - self.started >= _NOTICED_SECONDS:
+            self._print(f"done in {_clock(self.reported - self.started)}")
+
+    def _is_over(self) -> bool:
+        return self.total is not None and self.done >= self.total
+
+    def _print(self, *texts: str) -> None:
+        self.printed = time.monotonic()
+        count = "" if self.total == 1 else f"{self.done}/{'?' if self.total is None else self.total}"
+        text = ", ".join(part for part in (count, *texts, self.note) if part)
+        err.print(f"{self.stage}{': ' if text else ''}{text}", highlight=False, markup=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def _lines() -> Iterator[Report]:
+    found: dict[str, _Line] = {}
+    last: list[_Line] = []
+    over, guard = threading.Event(), threading.Lock()
+
+    def report(stage: str, done: int, total: int | None, note: str = "") -> None:
+        with guard:
+            if last and last[0].stage != stage:
+                last.pop().end()
+            if stage not in found:
+                found[stage] = _Line(stage, done, total, note)
+            else:
+                found[stage].update(done, total, note)
+            last[:] = [found[stage]]
+
+    def tell() -> None:  # of a stage that reports nothing for long
+        while not over.wait(LINE_SECONDS / 10):
+            with guard:
+                for line in last:
+                    line.tell()
+
+    thread = threading.Thread(target=tell, name="memfit-progress", daemon=True)
+    thread.start()
+    try:
+        yield report
+    finally:
+        over.set()
+        thread.join()
+        for line in last:
+            line.end()

@@ -59,7 +59,7 @@ def calibrate(traces: Iterable[Trace], progress: Progress | None = None) -> Cost
 
     Args:
         traces: Their distinct operator calls are measured, unless the cache has them.
-        progress: Called with how many calls are done, of how many.
+        progress: Called with how much is done, of how much.
     """
     path = cache_path()
     table = _cached(path)
@@ -127,12 +127,12 @@ def measure(
 
     Args:
         signatures: The calls.
-        progress: Called with how many are done, of how many.
+        progress: Called with how many runs are done, of how many: each call is run first, and timed later.
         uses: How often each runs in a step: those that take little of it are timed coarsely. None times all well.
     """
     random_state = torch.get_rng_state()
     try:
-        first = _first_runs(signatures)
+        first = _first_runs(signatures, progress)
         with torch.no_grad():
             coarse = {text: _coarse_seconds(text, run.seconds) for text, run in first.items()}
             total = {text: seconds * (uses or {}).get(text, 1) for text, seconds in coarse.items()}
@@ -165,10 +165,9 @@ def _well_timed(
             long = coarse[text] >= _LONG_SECONDS
             found[text] = coarse[text] if long else _least_seconds(text, evicting)
         if progress is not None:
-            progress(index + 1, count)
+            progress(count + index + 1, 2 * count)
     if progress is not None:
-        for index in range(len(worth), count):
-            progress(index + 1, count)
+        progress(2 * count, 2 * count)
     return found
 
 
@@ -220,7 +219,7 @@ def with_workspaces(table: CostTable, traces: Iterable[Trace]) -> CostTable:
     return msgspec.structs.replace(table, ops={**table.ops, **found})
 
 
-def _first_runs(signatures: list[str]) -> dict[str, _FirstRun]:
+def _first_runs(signatures: list[str], progress: Progress | None = None) -> dict[str, _FirstRun]:
     """Run calls once; return how long each took and what it allocates inside. Those that can't be run are left out."""
     runs: dict[int, tuple[float, int]] = {}
     with torch.enable_grad(), allocated_by_name(_MARK) as meters:
@@ -228,6 +227,8 @@ def _first_runs(signatures: list[str]) -> dict[str, _FirstRun]:
             made = _run_marked(text, f"{_MARK}{index}")
             if made is not None:
                 runs[index] = made
+            if progress is not None:
+                progress(index + 1, 2 * len(signatures))
     return {
         signatures[index]: _FirstRun(seconds, max(0, meters[f"{_MARK}{index}"].peak_bytes - made))
         for index, (seconds, made) in runs.items()

@@ -42,6 +42,7 @@ _CHAIN = 8
 _DISPATCHES = 500
 
 Progress = Callable[[str, int, int], None]
+_Measured = tuple[str, str, Callable[[], float]]
 
 
 def _silent(stage: str, done: int, total: int) -> None:
@@ -71,26 +72,35 @@ def probe(device: Device, progress: Progress = _silent) -> Device:
     found: dict[str, Any] = {"launch_seconds": _rounded(_launch_seconds(at))}
     if at.type == "cpu":
         found["cache_bytes"] = _cpu_cache_bytes()
-    for done, (attribute, measure) in enumerate(steps := _steps(at, device, found)):
+    steps = _steps(at, device, found)
+    for done, (attribute, name, measure) in enumerate(steps):
         progress(f"probe {device.name}", done, len(steps))
-        with _float32_precision("highest"):
-            found[attribute] = measure()
+        with _float32_precision("high" if name == "tf32" else "highest"):
+            figure = measure()
+        if not name:
+            found[attribute] = figure
+        else:
+            found.setdefault(attribute, {}).update({name: figure} if figure else {})
     progress(f"probe {device.name}", len(steps), len(steps))
     if at.type == "cuda":  # a GPU's eager elementwise kernels never reach what its vector units do; products do
         found["vector_flops"] = {"float32": found["matrix_flops"]["float32"]}
     return _entry(device, found)
 
 
-def _steps(at: torch.device, device: Device, found: dict[str, Any]) -> list[tuple[str, Callable[[], Any]]]:
-    """Return what is measured, by attribute."""
+def _steps(at: torch.device, device: Device, found: dict[str, Any]) -> list[_Measured]:
+    """Return what is measured, by attribute and, where that has a figure for each, by the name of the dtype."""
     cache_bytes = found.get("cache_bytes", device.cache_bytes)
-    steps: list[tuple[str, Callable[[], Any]]] = [
-        ("bandwidth_bytes_per_second", lambda: _bandwidth(at, cache_bytes, device.usable_bytes)),
-        ("matrix_flops", lambda: _each_dtype(lambda dtype: _matrix_flops(at, dtype)) | _tf32(at)),
-    ]
-    if at.type == "cuda":
-        return [*steps, ("link_bytes_per_second", lambda: _link(at))]
-    return [*steps, ("vector_flops", lambda: _each_dtype(lambda dtype: _vector_flops(at, dtype)))]
+
+    def each(attribute: str, measure: Callable[..., float]) -> list[_Measured]:
+        return [(attribute, name, functools.partial(measure, at, dtype)) for name, dtype in _DTYPES.items()]
+
+    bandwidth = functools.partial(_bandwidth, at, cache_bytes, device.usable_bytes)
+    steps: list[_Measured] = [("bandwidth_bytes_per_second", "", bandwidth), *each("matrix_flops", _matrix_flops)]
+    if at.type == "cpu":
+        return [*steps, *each("vector_flops", _vector_flops)]
+    if not torch.version.hip and torch.cuda.get_device_capability(at) >= (8, 0):
+        steps.append(("matrix_flops", "tf32", functools.partial(_matrix_flops, at, torch.float32)))
+    return [*steps, ("link_bytes_per_second", "", functools.partial(_link, at))]
 
 
 def _entry(device: Device, found: dict[str, Any]) -> Device:
@@ -106,11 +116,6 @@ def _entry(device: Device, found: dict[str, Any]) -> Device:
     measured = f"measured by memfit devices --probe, {datetime.date.today()}, torch {torch.__version__}"
     attributes = [*found, *(known.keys() - {"name", "products"}), "memory_bytes", "usable_bytes", "cores"]
     return replace(device, **known, **found, sources={**device.sources, **dict.fromkeys(attributes, measured)})
-
-
-def _each_dtype(measure: Callable[[torch.dtype], float]) -> dict[str, float]:
-    rates = {name: measure(dtype) for name, dtype in _DTYPES.items()}
-    return {name: rate for name, rate in rates.items() if rate}
 
 
 def _rounded(figure: float) -> float:
@@ -158,14 +163,6 @@ def _matrix_flops(at: torch.device, dtype: torch.dtype) -> float:
             break
         best = max(best, 2 * size**3 / seconds)
     return _rounded(best)
-
-
-def _tf32(at: torch.device) -> dict[str, float]:
-    """Return the rate of float32 products in TF32 where the GPU has it."""
-    if at.type == "cpu" or torch.version.hip or torch.cuda.get_device_capability(at) < (8, 0):
-        return {}
-    with _float32_precision("high"):
-        return {"tf32": _matrix_flops(at, torch.float32)}
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import msgspec
 from memfit.errors import OutputError, PlanError, UsageError
 
 T = TypeVar("T")
+_TRIED_BYTES = 2**16  # what a disk must have room for: most plans take less
 
 
 def encode(record: Any) -> bytes:
@@ -56,6 +57,29 @@ def read(path: str | Path, kind: type[T], *, error: type[UsageError] = PlanError
     except OSError as e:
         raise error(f"can't read {path}: {e.strerror or e}") from e
     return decode(data, kind, source=str(path), error=error)
+
+
+def check_writable(path: str | Path) -> None:
+    """Check that a file can be written, by writing another one that has no name; nothing is left behind.
+
+    Folders that are missing are no hindrance: `write_atomic` makes them.
+
+    Raises:
+        OutputError: The file can't be written.
+    """
+    path = Path(path).absolute()
+    try:
+        if path.is_dir():
+            raise OutputError(f"can't write {path}: it is a folder")
+        folder = next(parent for parent in path.parents if parent.exists())
+        if not folder.is_dir():
+            raise OutputError(f"can't write {path}: {folder} is a file")
+        with tempfile.TemporaryFile(dir=folder) as f:
+            f.write(bytes(_TRIED_BYTES))
+            f.flush()
+            os.fsync(f.fileno())
+    except OSError as e:
+        raise OutputError(f"can't write {path}: {e.strerror or e}") from e
 
 
 def write_atomic(path: str | Path, data: bytes) -> Path:

@@ -18,7 +18,7 @@ from memfit.devices import fake_cuda
 from memfit.devices.advice import precisions, supports_bfloat16
 from memfit.devices.host import find_device
 from memfit.errors import CaptureError, UsageError
-from memfit.ir import combinations
+from memfit.ir import codec, combinations
 from memfit.ir.allocations import allocations
 from memfit.ir.cost import CostTable
 from memfit.ir.device import Device
@@ -83,6 +83,7 @@ def estimate(
 
     Raises:
         UsageError: No such device, precision or sharding.
+        OutputError: A file can't be written, which is found out first.
         CaptureError: The step can't be captured.
     """
     check_supported(workload)
@@ -94,6 +95,9 @@ def estimate(
         raise UsageError(f"world_size={world_size} is not above 0: give the number of ranks")
     if snapshot is not None and found.kind != "cuda":
         raise UsageError(f"snapshot= shows the allocator of a GPU, and device={device!r} has none: name a GPU")
+    for path in (snapshot, chrome_trace):
+        if path is not None:
+            codec.check_writable(path)
     if is_elsewhere(found):
         options = {
             "device": device,

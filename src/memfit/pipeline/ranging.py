@@ -14,11 +14,14 @@ from memfit.errors import UsageError
 from memfit.ir.plan import Levers
 from memfit.ir.ranges import RangeReport, range_report
 from memfit.pipeline.applying import applied, check_workload
+from memfit.pipeline.predicting import Progress, silent
 from memfit.pipeline.training import first_batches
 from memfit.workload import Loss, Workload, samples_of
 
 
-def probe_range(workload: Workload, *, batches: int = 1, microbatch_size: int | None = None) -> RangeReport:
+def probe_range(
+    workload: Workload, *, batches: int = 1, microbatch_size: int | None = None, progress: Progress = silent
+) -> RangeReport:
     """Tell which modules' activations or gradients leave fp16's range or flush to zero, and what to do about it.
 
     Runs forward and backward passes in bf16-mixed, on a copy of the workload as it is: probe again after some
@@ -29,6 +32,7 @@ def probe_range(workload: Workload, *, batches: int = 1, microbatch_size: int | 
             tried out by probing again with it.
         batches: How many of the workload's first batches to run (> 0).
         microbatch_size: Samples in one forward and backward pass (> 0); None for the whole batch.
+        progress: Told how many batches are done, of how many.
 
     Raises:
         UsageError: `batches` is not above 0, or a plan is applied to the workload.
@@ -48,7 +52,9 @@ def probe_range(workload: Workload, *, batches: int = 1, microbatch_size: int | 
 
     copied = dataclasses.replace(copied, loss_fn=loss_fn)
     with nothing_changes(workload), applied(levers, copied) as step:
-        for batch in first_batches(workload, batches):
+        progress("probe", 0, batches)
+        for index, batch in enumerate(first_batches(workload, batches)):
             with ranges:
                 step.gradients(batch)
+            progress("probe", index + 1, batches)
     return range_report(*ranges.seen())

@@ -75,6 +75,7 @@ class Search:
             try:
                 self._solve_all()
                 chosen = self._choose()
+                self.progress("solve", len(self.wanted) + 1, len(self.wanted) + 1)
                 points = self._frontier(chosen)
                 (candidate, prediction), points = self._held_against(points, chosen)
                 seconds = prediction.step_seconds
@@ -305,7 +306,7 @@ class Search:
         self.combinations: list[Combination] = []
         for index, levers in enumerate(self.wanted):
             self._solve(levers)
-            self.progress("solve", index, len(self.wanted) + 1)
+            self.progress("solve", index + 1, len(self.wanted) + 1)
         self.notes += refusal_notes(refusals(Regions(self.traces[self.plain])))
 
     def _solve(self, levers: Levers) -> Combination:

@@ -24,7 +24,8 @@ from memfit.pipeline.applying import applied, apply, check_plan, check_runs_here
 from memfit.pipeline.predicting import capture_levers, costs_of
 from memfit.report.html import write as write_html
 from memfit.rng import rng_preserved
-from memfit.train.folder import METRICS, PLAN, REPORT, RUN, VIEWS, check_folder
+from memfit.train.disk import check_disk
+from memfit.train.folder import METRICS, PLAN, REPORT, RUN, VIEWS, held_folder
 from memfit.train.host_memory import HostWatch, check_host, host_needs
 from memfit.train.log import Progress, read_lines
 from memfit.train.step import Step
@@ -175,47 +176,64 @@ def train(
     Raises:
         UsageError: An argument is out of its range, or the plan does not fit the workload.
         BudgetError: The run needs more of the host's memory than there is, or `host_budget` says no number of bytes.
-        OutputError: `out` can't be written, or must not be overwritten.
+        OutputError: `out` can't be written, has too little room, must not be overwritten, or another run has it.
         OutOfMemoryError: A step ran out of memory, and so it did under every lower plan.
         NonFiniteError: The loss or a gradient is not finite.
     """
     folder = Path(out)
     check_runs_here(plan, workload)
-    check_folder(folder, overwrite=overwrite, resume=resume)
-    host_bytes = None if host_budget is None else parse_budget(host_budget, free_bytes(), "host_budget")
-    recovers = recover or adaptive
-    check_host(host_needs(plan, workload, prefetch_batches=prefetch_batches, recover=recovers), host_bytes)
-    comparison = compare(plan, workload, steps=compare_steps, progress=progress) if compare_steps else None
-    drawn = codec.encode(views(plan, workload, comparison))
-    is_drawn = resume and (folder / VIEWS).exists() and _plan_in(folder) == plan
-    with (
-        adapt(plan, workload, limit_bytes=limit_bytes, snapshots=folder)
-        if adaptive
-        else apply(plan, workload, recover=recover, limit_bytes=limit_bytes, snapshots=folder)
-    ) as step:
-        trainer = Trainer(
-            step,
+    with held_folder(folder, overwrite=overwrite, resume=resume):
+        host_bytes = None if host_budget is None else parse_budget(host_budget, free_bytes(), "host_budget")
+        recovers = recover or adaptive
+        check_host(host_needs(plan, workload, prefetch_batches=prefetch_batches, recover=recovers), host_bytes)
+        check_disk(
+            folder,
             plan,
-            out=folder,
+            workload,
             steps=steps,
-            epochs=epochs,
-            evaluate_every=evaluate_every,
             checkpoint_every=checkpoint_every,
             keep_checkpoints=keep_checkpoints,
-            prefetch_batches=prefetch_batches,
-            measure=measure_peak_bytes,
-            measure_every=measure_every,
-            tensorboard=tensorboard,
-            overwrite=overwrite,
-            resume=resume,
-            on_step=on_step,
-            watch=HostWatch(step, host_bytes).check,
         )
-        try:
-            return trainer.fit()
-        finally:
-            if (folder / RUN).exists() and not is_drawn:
-                codec.write_atomic(folder / VIEWS, drawn)
+        comparison = compare(plan, workload, steps=compare_steps, progress=progress) if compare_steps else None
+        drawn = codec.encode(views(plan, workload, comparison))
+        is_drawn = resume and (folder / VIEWS).exists() and _plan_in(folder) == plan
+        with (
+            adapt(plan, workload, limit_bytes=limit_bytes, snapshots=folder)
+            if adaptive
+            else apply(plan, workload, recover=recover, limit_bytes=limit_bytes, snapshots=folder)
+        ) as step:
+            host = HostWatch(step, host_bytes)
+
+            def watch() -> None:
+                nonlocal is_drawn
+                if not is_drawn:  # at the first batch, so that a run that goes on has a report too
+                    codec.write_atomic(folder / VIEWS, drawn)
+                    is_drawn = True
+                host.check()
+
+            trainer = Trainer(
+                step,
+                plan,
+                out=folder,
+                steps=steps,
+                epochs=epochs,
+                evaluate_every=evaluate_every,
+                checkpoint_every=checkpoint_every,
+                keep_checkpoints=keep_checkpoints,
+                prefetch_batches=prefetch_batches,
+                measure=measure_peak_bytes,
+                measure_every=measure_every,
+                tensorboard=tensorboard,
+                overwrite=overwrite,
+                resume=resume,
+                on_step=on_step,
+                watch=watch,
+            )
+            try:
+                return trainer.fit()
+            finally:
+                if (folder / RUN).exists() and not is_drawn:
+                    codec.write_atomic(folder / VIEWS, drawn)
 
 
 def _plan_in(folder: Path) -> Plan | None:

@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from memfit.errors import CheckpointError, OutputError, UsageError
 from memfit.train import checkpoint
+from memfit.train.lock import LOCK, locked
 from memfit.train.log import read_lines
 from memfit.train.snapshots import all_snapshots
 
 RUN, PLAN, METRICS, TENSORBOARD = "run.json", "plan.json", "metrics.jsonl", "tensorboard"
 VIEWS, REPORT = "views.json", "report.html"
 _FILES = (METRICS, RUN, PLAN, VIEWS, REPORT)
+
+
+@contextlib.contextmanager
+def held_folder(out: Path, *, overwrite: bool, resume: bool) -> Iterator[None]:
+    """Hold a folder for a run while the context is entered: `check_folder`, with every other run kept out.
+
+    Raises:
+        UsageError: As `check_folder` raises.
+        OutputError: Another run holds the folder, or as `check_folder` raises.
+        CheckpointError: As `check_folder` raises.
+    """
+    _check_arguments(overwrite, resume)
+    _check_writable(out)
+    with locked(out):
+        check_folder(out, overwrite=overwrite, resume=resume)
+        yield
 
 
 def check_folder(out: Path, *, overwrite: bool, resume: bool) -> None:
@@ -24,11 +43,10 @@ def check_folder(out: Path, *, overwrite: bool, resume: bool) -> None:
         OutputError: The folder can't be written, or holds what must not be overwritten.
         CheckpointError: There is nothing to resume from.
     """
-    if overwrite and resume:
-        raise UsageError("overwrite=True and resume=True contradict each other: give one of them")
+    _check_arguments(overwrite, resume)
     _check_writable(out)
     try:
-        names = sorted(path.name for path in out.iterdir()) if out.exists() else []
+        names = sorted(path.name for path in out.iterdir() if path.name != LOCK) if out.exists() else []
     except OSError as e:
         raise OutputError(f"can't read out={str(out)!r}: {e.strerror or e}") from e
     if resume:
@@ -74,6 +92,11 @@ def remove_leftovers(out: Path) -> None:
     checkpoint.remove_leftovers(out)
     for path in (path for name in (*_FILES, "out-of-memory-*.pickle") for path in out.glob(f".{name}.*.tmp")):
         path.unlink(missing_ok=True)
+
+
+def _check_arguments(overwrite: bool, resume: bool) -> None:
+    if overwrite and resume:
+        raise UsageError("overwrite=True and resume=True contradict each other: give one of them")
 
 
 def _check_writable(out: Path) -> None:

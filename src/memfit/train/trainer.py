@@ -28,7 +28,16 @@ from memfit.ir.record import RunRecord
 from memfit.rng import rng_preserved, set_rng_state
 from memfit.train import checkpoint
 from memfit.train.batches import BatchStream
-from memfit.train.folder import METRICS, PLAN, RUN, TENSORBOARD, check_folder, clear_folder, remove_leftovers
+from memfit.train.folder import (
+    METRICS,
+    PLAN,
+    RUN,
+    TENSORBOARD,
+    check_folder,
+    clear_folder,
+    held_folder,
+    remove_leftovers,
+)
 from memfit.train.history import History, resumed_history
 from memfit.train.interrupt import Interrupt, deferred_interrupts
 from memfit.train.ledger import allocation_retries
@@ -126,9 +135,13 @@ class Trainer:
             NonFiniteError: The loss or a gradient is not finite. Checkpoints are as they were.
             OutOfMemoryError: A step ran out of memory under every plan. A checkpoint from before it was written,
                 unless the optimizer had begun to change the weights.
-            OutputError: Something can't be written.
+            OutputError: Something can't be written, or another run has the folder.
             WorkloadError: The workload's batches or its `evaluate` do not do what they should.
         """
+        with held_folder(self.out, overwrite=self._overwrite, resume=self._resume):
+            return self._fit()
+
+    def _fit(self) -> RunRecord:
         self._history = self._prepare()
         self._retries_before = allocation_retries(self.step) or 0
         metrics, events = self.out / METRICS, self.out / TENSORBOARD if self._tensorboard else None
