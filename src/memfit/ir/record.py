@@ -54,6 +54,8 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         measured_peak_bytes: The largest peak allocated that was measured; None before the first measurement.
         step_seconds: Median over the run's steps, without the first.
         data_share: Which part of the time steps waited for their batches, in [0, 1]; without the first step.
+        command: The words after "memfit" of the command that started the run, or resumed it last; none where another
+            program trains.
         allocation_retries: How often the GPU's allocator found no room and gave back what it cached to look again,
             since the run was started or resumed last; None on the CPU.
     """
@@ -73,6 +75,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     last_loss: float | None = None
     data_share: float | None = None
     allocation_retries: int | None = None
+    command: list[str] = []
     evaluations: list[Evaluation] = []
     events: list[Event] = []
     error: str | None = None

@@ -245,4 +245,5 @@ def write_report(run: str | Path, path: str | Path | None = None) -> Path:
         codec.read(folder / VIEWS, Views, error=UsageError),
         codec.read(folder / RUN, RunRecord, error=UsageError),
         read_lines(folder / METRICS),
+        folder,
     )
