@@ -233,7 +233,6 @@ def write_report(run: str | Path, path: str | Path | None = None) -> Path:
 
     Raises:
         UsageError: The folder holds no run, or its files can't be read.
-        MissingExtraError: Plotly or Jinja is not installed.
         OutputError: The file can't be written.
     """
     folder = Path(run)

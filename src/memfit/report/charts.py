@@ -115,7 +115,7 @@ def chart_html(chart: Chart, name: str, text: str) -> str:
         f'<div class="plot" id="{name}" role="img" aria-label="{html.escape(text)}">'
         f'<div class="yt">{html.escape(chart.y.title)}</div>'
         + (f'<div class="heads">{heads}</div>' if heads else "")
-        + (strip if spans else "")
+        + (strip if heads or spans else "")
         + f'<div class="box" {ranges}><svg class="shapes" viewBox="0 0 {GRID} {GRID}" preserveAspectRatio="none">'
         f'{"".join(drawn)}</svg>{"".join(over)}</div><div class="xt">{html.escape(chart.x.title)}</div></div>'
     )

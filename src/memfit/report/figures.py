@@ -58,7 +58,7 @@ def timeline_chart(timeline: Timeline, *, categories: Sequence[str], budget_byte
     drawn = draws_budget(budget_bytes, peak_bytes)
     x = Axis(0.0, max(1.0, len(total)), "operator, in the order of the step")
     y = byte_axis(HEADROOM * max(1, peak_bytes, budget_bytes * drawn), "bytes alive", peak_bytes)
-    held = {name: timeline.live_bytes.get(name, [0] * len(total)) for name in categories}
+    held: dict[str, Sequence[int]] = {name: timeline.live_bytes.get(name, [0] * len(total)) for name in categories}
     return Chart(
         x=x,
         y=y,
@@ -87,9 +87,7 @@ def _timeline_hover(timeline: Timeline, held: dict[str, Sequence[int]], points: 
     """Return what runs at each point and what is alive there: changes from point to point, in `size` bytes."""
     size = max(1, timeline.peak_bytes // _FINE)
     words: dict[str, int] = {}
-    said = [
-        [words.setdefault(label(part, 48), len(words)) for part in timeline.labels[i].split(" · ")] for i in points
-    ]
+    said = [[words.setdefault(label(part, 48), len(words)) for part in timeline.labels[i].split(" · ")] for i in points]
     return {
         "kind": "timeline",
         "x": _changes(points),

@@ -84,7 +84,7 @@ def _without(words: Sequence[str], *options: str) -> list[str]:
 
 def _plan(report: Report, budget_bytes: int, numerics: Numerics | None = None) -> str:
     """Return the command or the call that makes a plan for another budget or another class."""
-    plan, budget = report.plan, _budget_text(budget_bytes)
+    plan, budget = report.plan, budget_text(budget_bytes)
     numerics = numerics or plan.allowed
     if name := _workload_name(report):
         words = ["memfit", "plan", name, "--device", plan.device, "--budget", budget]
@@ -92,7 +92,7 @@ def _plan(report: Report, budget_bytes: int, numerics: Numerics | None = None) -
     return f"plan = memfit.plan(workload, device={plan.device!r}, budget={budget!r}, numerics={numerics!r})"
 
 
-def _budget_text(budget_bytes: int) -> str:
+def budget_text(budget_bytes: int) -> str:
     """Return bytes as `budget=` takes them, rounded up to a tenth of their unit."""
     unit, size = next((name, size) for name, size in _UNITS if budget_bytes >= size or size == 1)
     return f"{math.ceil(10 * budget_bytes / size) / 10:g}{unit}"
@@ -205,9 +205,7 @@ def _faster(report: Report) -> Iterator[NextStep]:
     """Yield the next faster point of the frontier, and the budget that it needs."""
     plan = report.plan
     ours = plan.predicted if (index := chosen_index(plan)) is None else plan.frontier[index]
-    faster = [
-        c for c in plan.frontier if is_allowed(c, plan.allowed) and c.step_seconds < _FASTER * ours.step_seconds
-    ]
+    faster = [c for c in plan.frontier if is_allowed(c, plan.allowed) and c.step_seconds < _FASTER * ours.step_seconds]
     if not faster:
         return
     best = min(faster, key=lambda c: c.peak_bytes)
@@ -247,10 +245,10 @@ def _freer(report: Report) -> Iterator[NextStep]:
         own = [c for c in plan.frontier if c.numerics == numerics and c.peak_bytes <= plan.budget_bytes]
         best = min(own, key=lambda c: c.step_seconds, default=None)
         if best is not None and best.step_seconds < _FASTER * ours.step_seconds:
-            why = (
-                f"If the training bears class {numerics} ({best.levers.precision}), a step takes about"
-                f" {seconds_text(best.step_seconds)}, {ratio_text(best.step_seconds, ours.step_seconds)} of this plan's."
+            step = (
+                f"{seconds_text(best.step_seconds)}, {ratio_text(best.step_seconds, ours.step_seconds)} of this plan's"
             )
+            why = f"If the training bears class {numerics} ({best.levers.precision}), a step takes about {step}."
             yield NextStep(why, _plan(report, plan.budget_bytes, numerics))
             return
 

@@ -10,6 +10,7 @@
     return element;
   };
   const tip = make("div", "tip", document.body);
+  let shownBy = null;
   tip.hidden = true;
 
   function bytes(count) {
@@ -145,6 +146,7 @@
       const [left] = this.spot(event), [x0, x1] = this.view;
       this.last = x0 + left * (x1 - x0);
       const near = this.near(event);
+      shownBy = this;
       if (near) return show(near, event.clientX, event.clientY);
       if (!this.at?.length || left < 0 || left > 1) return this.hush();
       const index = this.index();
@@ -193,12 +195,13 @@
 
     hush() {
       this.cross.hidden = true;
-      show([], 0, 0);
+      if (shownBy === this) show([], 0, 0);
     }
 
     listen() {
       this.box.addEventListener("pointermove", (event) => (this.from ? this.draw(event) : this.tell(event)));
-      this.box.addEventListener("pointerleave", () => this.hush());
+      this.box.addEventListener("pointerleave", (event) => event.pointerType === "mouse" && this.hush());
+      addEventListener("pointerdown", (event) => this.box.contains(event.target) || this.hush());
       this.box.addEventListener("dblclick", () => this.look(this.whole));
       this.box.addEventListener("pointerdown", (event) => {
         if (event.pointerType !== "mouse") return this.tell(event);

@@ -53,6 +53,11 @@ def render_page(template: str, charts: Mapping[str, Chart], **context: Any) -> s
     )
 
 
+def chart_page(chart: Chart, title: str, heading: str, text: str) -> str:
+    """Return a page with one chart: its title, what is over the chart, and what describes it to those who can't see."""
+    return render_page("chart.html.j2", {"chart": chart}, name="chart", title=title, heading=heading, text=text)
+
+
 def resource(name: str) -> str:
     """Return a file of this package: a template, a style sheet or the script."""
     return importlib.resources.files("memfit.report").joinpath(name).read_text(encoding="utf-8")
