@@ -34,7 +34,7 @@ from memfit.errors import (
     WorkloadError,
 )
 from memfit.ir import combinations
-from memfit.ir.ladder import Ladder, Outcome, Rung, print_ladders_with
+from memfit.ir.ladder import Ladder, Outcome, Rung
 from memfit.ir.plan import NUMERICS, Levers, Numerics, OptimizerLever, Prediction
 from memfit.ir.remat import Regions
 from memfit.ir.trace import Trace
@@ -45,7 +45,6 @@ from memfit.pipeline.combining import check_combination
 from memfit.pipeline.coupling import coupling
 from memfit.pipeline.predicting import Progress, capture_levers, costs_of, predict, silent
 from memfit.pipeline.searching import microbatch_sizes
-from memfit.report.ladders import ladder_text
 from memfit.solve.candidates import options
 from memfit.solve.frontier import Combination
 from memfit.solve.problem import build
@@ -406,5 +405,3 @@ _RUNGS: dict[str, _Propose] = {
     **{combinations.OPTIMIZERS[name]: functools.partial(_optimizer, name=name) for name in OPTIMIZER_CLASSES},
     "offload": _offload,
 }
-
-print_ladders_with(ladder_text)

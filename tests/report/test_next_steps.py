@@ -11,7 +11,7 @@ import pytest
 from memfit.ir.plan import Levers, Plan
 from memfit.ir.record import Event, RunRecord, Views
 from memfit.report.html import render
-from memfit.report.next_steps import NextStep, Report, budget_text, next_steps
+from memfit.report.next_steps import NextStep, Report, budget_argument, next_steps
 from memfit.units import parse_budget
 
 MIB, GIB = 1024**2, 1024**3
@@ -61,7 +61,7 @@ def test_a_failed_run_goes_on_from_its_newest_checkpoint(quiet: Report, tmp_path
 def test_retries_and_lost_steps_lead_to_the_next_leaner_plan(quiet: Report) -> None:
     assert quiet.run is not None
     upper = quiet.plan.frontier[1].peak_bytes * quiet.plan.predicted.peak_upper_bytes
-    wanted = budget_text(-(-upper // quiet.plan.predicted.peak_bytes))
+    wanted = budget_argument(-(-upper // quiet.plan.predicted.peak_bytes))
     (step,) = said(quiet, run=replace(quiet.run, allocation_retries=1200, command=COMMAND))
     assert "no room 1,200 times" in step.why
     assert step.command.startswith(f"memfit plan gpt.py:workload --device rtx-3090 --budget {wanted} ")
@@ -131,4 +131,4 @@ def test_a_loss_that_still_falls_and_a_plan_that_nothing_has_measured(quiet: Rep
 
 @pytest.mark.parametrize("budget_bytes", [1, 1000, 1025, 123_456, 5 * MIB + 1, int(1.97 * GIB), 80 * GIB])
 def test_budgets_are_rounded_up_and_read_back(budget_bytes: int) -> None:
-    assert budget_bytes <= parse_budget(budget_text(budget_bytes), None) <= 1.11 * budget_bytes + 1
+    assert budget_bytes <= parse_budget(budget_argument(budget_bytes), None) <= 1.11 * budget_bytes + 1

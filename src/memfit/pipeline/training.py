@@ -23,6 +23,7 @@ from memfit.pipeline.adapting import adapt
 from memfit.pipeline.applying import applied, apply, check_plan, check_runs_here
 from memfit.pipeline.predicting import capture_levers, costs_of
 from memfit.report.html import write as write_html
+from memfit.report.notebook import ReportFile
 from memfit.rng import rng_preserved
 from memfit.train.folder import METRICS, PLAN, REPORT, RUN, VIEWS, check_folder
 from memfit.train.host_memory import HostWatch, check_host, host_needs
@@ -225,7 +226,7 @@ def _plan_in(folder: Path) -> Plan | None:
 
 
 def write_report(run: str | Path, path: str | Path | None = None) -> Path:
-    """Write the report of a run: one HTML file that needs no network.
+    """Write the report of a run: one HTML file that needs no network. In a notebook its path shows the report.
 
     Args:
         run: The run's folder.
@@ -238,7 +239,7 @@ def write_report(run: str | Path, path: str | Path | None = None) -> Path:
     folder = Path(run)
     if not (folder / RUN).is_file():
         raise UsageError(f"{folder} holds no {RUN}: name the folder of a run, which `memfit train --out` makes")
-    return write_html(
+    written = write_html(
         path or folder / REPORT,
         codec.read(folder / PLAN, Plan),
         codec.read(folder / VIEWS, Views, error=UsageError),
@@ -246,3 +247,4 @@ def write_report(run: str | Path, path: str | Path | None = None) -> Path:
         read_lines(folder / METRICS),
         folder,
     )
+    return ReportFile(written)

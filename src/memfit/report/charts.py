@@ -101,7 +101,7 @@ class Chart:
 
 
 def chart_html(chart: Chart, name: str, text: str) -> str:
-    """Return a chart as an element with the id `name`, described by `text` to those who can't see it."""
+    """Return a chart as an element with the id `name`, described by `text` to those who can't see it; "" for no id."""
     grid = "".join(f"M0 {GRID - at:.0f}h{GRID}" for at, _ in chart.y.ticks())
     drawn = [f'<path class="grid" d="{grid}"/>', *map(_shape, chart.shapes), *map(_rule, chart.rules)]
     over = [*(_tick("tx", "left", at, said) for at, said in chart.x.ticks())]
@@ -110,9 +110,10 @@ def chart_html(chart: Chart, name: str, text: str) -> str:
     spans = "".join(f"M{start:.0f} 0H{end:.0f}" for start, end in chart.spans)
     strip = f'<svg class="strip" viewBox="0 -1 {GRID} 2" preserveAspectRatio="none"><path d="{spans}"/></svg>'
     heads = "".join(f'<span style="left:{_percent(at)}">{html.escape(said)}</span>' for at, said in chart.headings)
+    identity = f' id="{name}"' if name else ""
     ranges = f'data-x="{_range(chart.x)}" data-y="{_range(chart.y)}"'
     return (
-        f'<div class="plot" id="{name}" role="img" aria-label="{html.escape(text)}">'
+        f'<div class="plot"{identity} role="img" aria-label="{html.escape(text)}">'
         f'<div class="yt">{html.escape(chart.y.title)}</div>'
         + (f'<div class="heads">{heads}</div>' if heads else "")
         + (strip if heads or spans else "")

@@ -23,11 +23,12 @@ from memfit.report.axes import (
     second_axis,
 )
 from memfit.report.charts import Chart, Mark, Note, Rule, Shape, steps_to
-from memfit.report.summary import chosen_index, clean, is_allowed, ratio_text, region_groups, seconds_text
+from memfit.report.summary import chosen_index, clean, is_allowed, levers_text, ratio_text, region_groups, seconds_text
 from memfit.units import format_bytes
 
 _WIDE_SPAN = 0.12
 _MOST_LINES = 40
+_Bytes = Callable[[Candidate | Prediction], int]
 _FINE = 50_000
 """Parts that the peak of a timeline is told in: figures of what is under a pointer are whole numbers of them."""
 
@@ -165,12 +166,14 @@ def _joined(spans: Sequence[tuple[int, int]], gap: float) -> list[tuple[int, int
 def frontier_chart(plan: Plan) -> Chart:
     """Return the frontier: predicted peak against step time, with the plain step, this plan, and the budget."""
     points: list[Candidate | Prediction] = [*plan.frontier, plan.plain, plan.predicted]
-    largest_bytes = max(point.peak_bytes for point in points)
+    held = _held(plan)
+    largest_bytes = max(map(held, points))
     drawn = plan.budget_bytes <= FAR_BUDGET * largest_bytes
-    x = byte_axis(1.08 * max(largest_bytes, plan.budget_bytes * drawn), "peak allocated", largest_bytes)
+    title = "peak, at most" if held is _upper_bytes else "peak allocated"
+    x = byte_axis(1.08 * max(largest_bytes, plan.budget_bytes * drawn), title, largest_bytes)
     y = second_axis(1.12 * max(point.step_seconds for point in points), "step time")
     within = [candidate for candidate in plan.frontier if is_allowed(candidate, plan.allowed)]
-    line = [(x.at(point.peak_bytes), y.at(point.step_seconds)) for point in _staircase(within)]
+    line = [(x.at(held(point)), y.at(point.step_seconds)) for point in _staircase(within, held)]
     text = f"budget {format_bytes(plan.budget_bytes)}" + ("" if drawn else " → far beyond")
     at = x.at(plan.budget_bytes) if drawn else GRID
     return Chart(
@@ -183,15 +186,30 @@ def frontier_chart(plan: Plan) -> Chart:
     )
 
 
+def _held(plan: Plan) -> _Bytes:
+    """Return what is held against the budget of a point, or its peak where a plan's frontier does not say it."""
+    known = plan.frontier and all(point.peak_upper_bytes is not None for point in plan.frontier)
+    return _upper_bytes if known else _peak_bytes
+
+
+def _upper_bytes(point: Candidate | Prediction) -> int:
+    return point.peak_bytes if point.peak_upper_bytes is None else point.peak_upper_bytes
+
+
+def _peak_bytes(point: Candidate | Prediction) -> int:
+    return point.peak_bytes
+
+
 def _frontier_marks(plan: Plan, x: Axis, y: Axis) -> list[Mark]:
     """Return the points of the frontier, those that need a freer class hollow, then the plain step and the plan."""
+    held = _held(plan)
     chosen = chosen_index(plan)
     others = [c for i, c in enumerate(plan.frontier) if i != chosen and is_allowed(c, plan.allowed)]
     ours = plan.predicted if chosen is None else plan.frontier[chosen]
 
     def mark(point: Candidate | Prediction, series: str, symbol: str, colour: str, text: str = "") -> Mark:
         hollow = colour == "var(--denied)"
-        at = x.at(point.peak_bytes), y.at(point.step_seconds)
+        at = x.at(held(point)), y.at(point.step_seconds)
         return Mark(*at, symbol, colour, hollow=hollow, tip=_point_text(plan, point), text=text, series=series)
 
     marks = [mark(point, "allowed", "circle", "var(--accent)") for point in others]
@@ -213,10 +231,10 @@ def _denied_groups(plan: Plan) -> list[tuple[str, list[Candidate], str]]:
     return groups
 
 
-def _staircase(candidates: Sequence[Candidate]) -> list[Candidate]:
+def _staircase(candidates: Sequence[Candidate], held: _Bytes) -> list[Candidate]:
     """Return the candidates that no other beats in both peak and step time, from the leanest."""
     best: list[Candidate] = []
-    for candidate in sorted(candidates, key=lambda c: (c.peak_bytes, c.step_seconds)):
+    for candidate in sorted(candidates, key=lambda c: (held(c), c.step_seconds)):
         if not best or candidate.step_seconds < best[-1].step_seconds:
             best.append(candidate)
     return best
@@ -230,8 +248,7 @@ def _point_text(plan: Plan, point: Candidate | Prediction) -> str:
         return "\n".join([*lines, "the step as it was" if point is plan.plain else "the plan, predicted"])
     levers = point.levers
     regions = [label(group.name, 40) for group in region_groups(levers.regions)]
-    lines.append(f"{levers.precision}, microbatch {levers.microbatch_size:,}, {point.numerics}, {point.status}")
-    lines.append(f"{len(levers.regions):,} modules recomputed:" if regions else "nothing recomputed")
+    lines.append(f"{levers_text(levers, plan.batch_size)}; {point.numerics}, {point.status}")
     more = [f"and {len(regions) - 4} more"] if len(regions) > 4 else []
     return "\n".join([*lines, *regions[:4], *more])
 

@@ -10,10 +10,11 @@ from memfit.ir.codec import write_atomic
 from memfit.ir.plan import Plan
 from memfit.ir.record import Comparison, ModuleRow, RunRecord, Views
 from memfit.report.axes import MAX_POINTS, draws_budget, second_axis
+from memfit.report.bars import Bar, bars_html
 from memfit.report.charts import Chart
 from memfit.report.figures import curve_chart, frontier_chart, shown_categories, timeline_chart
 from memfit.report.next_steps import Report, next_steps
-from memfit.report.pages import render_page
+from memfit.report.pages import markup, render_page
 from memfit.report.summary import (
     change_text,
     comparison_rows,
@@ -104,7 +105,7 @@ def _context(report: Report) -> dict[str, Any]:
         "ratio": ratio_text(plan.predicted.step_seconds, plan.plain.step_seconds),
         "change": change_text(plan.predicted.peak_bytes, plan.plain.peak_bytes),
         "measured": _measured(views.comparison, run),
-        "bars": _bars(plan, views.comparison, run),
+        "bars": markup(_bars(plan, views.comparison, run)),
         "gap": share_text(plan.solution.gap, 1),
         "solver": solver_text(plan),
         "levers": lever_rows(plan),
@@ -150,21 +151,16 @@ def _measured(comparison: Comparison | None, run: RunRecord | None) -> dict[str,
     }
 
 
-def _bars(plan: Plan, comparison: Comparison | None, run: RunRecord | None) -> dict[str, Any]:
-    """Return the bars of the headline, in percent of a width that holds the budget where it is near."""
-    rows = [("plain, predicted", plan.plain.peak_bytes, "plain"), ("planned, predicted", plan.predicted.peak_bytes, "")]
+def _bars(plan: Plan, comparison: Comparison | None, run: RunRecord | None) -> str:
+    """Return the bars of the headline."""
+    rows = [Bar("plain, predicted", plan.plain.peak_bytes, "plain")]
     if comparison:
-        rows.insert(1, ("plain, measured", comparison.plain_peak_bytes, "plain"))
+        rows.append(Bar("plain, measured", comparison.plain_peak_bytes, "plain"))
+    rows.append(Bar("planned, predicted", plan.predicted.peak_bytes))
     measured = comparison.planned_peak_bytes if comparison else run.measured_peak_bytes if run else None
     if measured is not None:
-        rows.append(("planned, measured", measured, ""))
-    largest = max(1, *(row[1] for row in rows))
-    drawn = draws_budget(plan.budget_bytes, largest)
-    whole = max(largest, plan.budget_bytes) if drawn else largest
-    return {
-        "rows": [(name, format_bytes(count), f"{100 * count / whole:.2f}", kind) for name, count, kind in rows],
-        "budget": f"{100 * plan.budget_bytes / whole:.2f}" if drawn else None,
-    }
+        rows.append(Bar("planned, measured", measured))
+    return bars_html(rows, plan.budget_bytes)
 
 
 def _category_rows(views: Views) -> list[tuple[str, str, str, str]]:

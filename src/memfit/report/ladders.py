@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -14,8 +13,9 @@ from memfit.ir.codec import write_atomic
 from memfit.ir.ladder import Ladder, Outcome, Rung
 from memfit.report.axes import GRID, byte_axis, second_axis
 from memfit.report.charts import Chart, Mark, Rule, Shape
-from memfit.report.next_steps import NextStep, budget_text
+from memfit.report.next_steps import NextStep, budget_argument
 from memfit.report.pages import render_page
+from memfit.report.rendering import text_of
 from memfit.report.summary import MISSING, clean, ratio_text, seconds_text
 from memfit.units import format_bytes
 
@@ -56,10 +56,7 @@ def ladder_table(ladder: Ladder) -> Group:
 
 def ladder_text(ladder: Ladder) -> str:
     """Return a ladder as plain text, 120 wide, for `print(ladder)`."""
-    console = Console(width=120, file=io.StringIO(), color_system=None, force_terminal=False, legacy_windows=False)
-    with console.capture() as captured:
-        console.print(ladder_table(ladder))
-    return "\n".join(line.rstrip() for line in captured.get().splitlines()).strip("\n")
+    return text_of(ladder_table(ladder), width=120)
 
 
 def write_ladder(path: str | Path, ladder: Ladder) -> Path:
@@ -120,7 +117,7 @@ def _next_steps(ladder: Ladder) -> list[NextStep]:
             f"What pays here ({clean(', '.join(levers))}) takes {format_bytes(top.peak_bytes)} and"
             f" {seconds_text(top.step_seconds)} a step. Have the planner choose among all combinations for that budget:"
         )
-        budget = budget_text(max(top.peak_bytes, ladder.budget_bytes if ladder.is_budget_given else 0))
+        budget = budget_argument(max(top.peak_bytes, ladder.budget_bytes if ladder.is_budget_given else 0))
         found.append(NextStep(why, f"plan = memfit.plan(workload, budget={budget!r}, numerics={ladder.allowed!r})"))
     if top.largest_batch is not None and plain.largest_batch is not None and top.largest_batch > plain.largest_batch:
         found.append(

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from memfit.ir.plan import NUMERICS, Candidate, Numerics, Plan
 from memfit.ir.record import RunRecord, Views
-from memfit.report.summary import chosen_index, is_allowed, microbatches, ratio_text, seconds_text, share_text
+from memfit.report.summary import is_allowed, microbatches, ratio_text, seconds_text, share_text
 from memfit.units import format_bytes
 
 _UNITS = (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024), ("B", 1))
@@ -84,7 +84,7 @@ def _without(words: Sequence[str], *options: str) -> list[str]:
 
 def _plan(report: Report, budget_bytes: int, numerics: Numerics | None = None) -> str:
     """Return the command or the call that makes a plan for another budget or another class."""
-    plan, budget = report.plan, budget_text(budget_bytes)
+    plan, budget = report.plan, budget_argument(budget_bytes)
     numerics = numerics or plan.allowed
     if name := _workload_name(report):
         words = ["memfit", "plan", name, "--device", plan.device, "--budget", budget]
@@ -92,7 +92,7 @@ def _plan(report: Report, budget_bytes: int, numerics: Numerics | None = None) -
     return f"plan = memfit.plan(workload, device={plan.device!r}, budget={budget!r}, numerics={numerics!r})"
 
 
-def budget_text(budget_bytes: int) -> str:
+def budget_argument(budget_bytes: int) -> str:
     """Return bytes as `budget=` takes them, rounded up to a tenth of their unit."""
     unit, size = next((name, size) for name, size in _UNITS if budget_bytes >= size or size == 1)
     return f"{math.ceil(10 * budget_bytes / size) / 10:g}{unit}"
@@ -162,7 +162,9 @@ def _leaner_budget(plan: Plan) -> int:
 
 
 def _upper_bytes(plan: Plan, point: Candidate) -> int:
-    """Return the upper end of the prediction for a point, by that of the plan."""
+    """Return what is held against the budget; where a point does not say it, by the plan's own."""
+    if point.peak_upper_bytes is not None:
+        return point.peak_upper_bytes
     return math.ceil(point.peak_bytes * plan.predicted.peak_upper_bytes / max(1, plan.predicted.peak_bytes))
 
 
@@ -204,11 +206,11 @@ def _slow(report: Report) -> Iterator[NextStep]:
 def _faster(report: Report) -> Iterator[NextStep]:
     """Yield the next faster point of the frontier, and the budget that it needs."""
     plan = report.plan
-    ours = plan.predicted if (index := chosen_index(plan)) is None else plan.frontier[index]
+    ours = plan.predicted
     faster = [c for c in plan.frontier if is_allowed(c, plan.allowed) and c.step_seconds < _FASTER * ours.step_seconds]
     if not faster:
         return
-    best = min(faster, key=lambda c: c.peak_bytes)
+    best = min(faster, key=lambda c: c.held_bytes)
     upper, measured = _upper_bytes(plan, best), _measured(report)
     if upper <= plan.budget_bytes:
         return
@@ -239,10 +241,9 @@ def _larger_batch(report: Report) -> Iterator[NextStep]:
 
 def _freer(report: Report) -> Iterator[NextStep]:
     """Yield the strictest class beyond the allowed one that buys time within the budget."""
-    plan = report.plan
-    ours = plan.predicted if (index := chosen_index(plan)) is None else plan.frontier[index]
+    plan, ours = report.plan, report.plan.predicted
     for numerics in NUMERICS[NUMERICS.index(plan.allowed) + 1 :]:
-        own = [c for c in plan.frontier if c.numerics == numerics and c.peak_bytes <= plan.budget_bytes]
+        own = [c for c in plan.frontier if c.numerics == numerics and _upper_bytes(plan, c) <= plan.budget_bytes]
         best = min(own, key=lambda c: c.step_seconds, default=None)
         if best is not None and best.step_seconds < _FASTER * ours.step_seconds:
             step = (

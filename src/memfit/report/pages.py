@@ -32,10 +32,9 @@ def render_page(template: str, charts: Mapping[str, Chart], **context: Any) -> s
         charts: By the name of the element that each is drawn in.
         context: What else the template reads.
     """
-    from markupsafe import Markup
 
     def draw(name: str, text: str) -> str:
-        return Markup(chart_html(charts[name], name, text))
+        return markup(chart_html(charts[name], name, text))
 
     return (
         _environment()
@@ -45,12 +44,19 @@ def render_page(template: str, charts: Mapping[str, Chart], **context: Any) -> s
             version=__version__,
             charts=charts,
             draw=draw,
-            symbols=lambda name: Markup(key_html(charts[name])),
-            hover=Markup(_embedded({name: chart.hover for name, chart in charts.items()})),
-            style=Markup(resource("page.css") + resource("charts.css")),
-            script=Markup(resource("page.js")),
+            symbols=lambda name: markup(key_html(charts[name])),
+            hover=markup(_embedded({name: chart.hover for name, chart in charts.items()})),
+            style=markup(resource("page.css") + resource("charts.css")),
+            script=markup(resource("page.js")),
         )
     )
+
+
+def markup(text: str) -> str:
+    """Return text that templates take as HTML."""
+    from markupsafe import Markup  # a part of Jinja; not at the top, as that
+
+    return Markup(text)
 
 
 def chart_page(chart: Chart, title: str, heading: str, text: str) -> str:

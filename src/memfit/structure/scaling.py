@@ -8,14 +8,12 @@ multiply-adds about double with each φ. It is not the best rule for every famil
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -26,6 +24,7 @@ from memfit.pipeline import estimate, find_device, plan
 from memfit.report import charts
 from memfit.report.axes import FAR_BUDGET, GRID, Axis, byte_axis
 from memfit.report.pages import chart_page
+from memfit.report.rendering import text_of
 from memfit.structure.proposal import forward_pass
 from memfit.units import format_bytes, format_seconds, parse_budget
 from memfit.workload import Workload, fingerprint
@@ -127,11 +126,8 @@ class Scaling:
         for member in self.members:
             mark = "▶" if member is self.chosen else "" if member.fits else "▲"
             table.add_row(mark, *(Text(cell) for cell in _cells(member)))
-        console = Console(width=120, file=io.StringIO(), color_system=None, force_terminal=False, legacy_windows=False)
-        with console.capture() as captured:
-            console.print(table)
-            console.print(f"▶ chosen   ▲ over the budget of {format_bytes(self.budget_bytes)}", *self.notes, sep="\n")
-        return "\n".join(line.rstrip() for line in captured.get().splitlines()).strip("\n")
+        marks = f"▶ chosen   ▲ over the budget of {format_bytes(self.budget_bytes)}"
+        return text_of(table, *(Text(line) for line in (marks, *self.notes)), width=120)
 
     def plot(self, path: Path | str) -> Path:
         """Write the frontier as an HTML page that needs no network: multiply-adds over the predicted peak.
