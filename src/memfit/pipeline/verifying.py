@@ -21,8 +21,9 @@ from memfit.ir.verification import GradientDifference, Verification
 from memfit.pipeline.applying import applied, check_runs_here
 from memfit.pipeline.classes import freest, lever_classes
 from memfit.pipeline.coupling import coupling
-from memfit.pipeline.predicting import capture_levers, costs_of, predict
+from memfit.pipeline.predicting import Progress, capture_levers, costs_of, predict, silent
 from memfit.pipeline.proving import probe_regions
+from memfit.report.cells import stages, with_bars
 from memfit.rng import rng_preserved
 from memfit.train.window import gradient_values
 from memfit.units import format_bytes
@@ -36,9 +37,11 @@ network with random weights differ by more than a tenth.
 """
 
 PREDICTION_TOLERANCE = 0.05
+_PARTS = 6
 
 
-def verify(plan: Plan, workload: Workload) -> Verification:
+@with_bars(stages)
+def verify(plan: Plan, workload: Workload, *, progress: Progress = silent) -> Verification:
     """Run the plain and the planned step on copies of a workload, and hold the plan to what it says.
 
     Both start from the same weights and the same random state. Microbatches draw their own dropout
@@ -48,6 +51,7 @@ def verify(plan: Plan, workload: Workload) -> Verification:
     Args:
         plan: The plan.
         workload: The workload it was made for; nothing of it is changed.
+        progress: Told how far it is; by default bars in a notebook, and nobody elsewhere.
 
     Raises:
         PlanMismatchError: The plan was made for another workload.
@@ -57,11 +61,22 @@ def verify(plan: Plan, workload: Workload) -> Verification:
     size = samples_of(workload)
     plain = Levers(microbatch_size=size)
     quiet = plan.levers.microbatch_size < size
+
+    def done(parts: int) -> None:
+        progress("verify", parts, _PARTS)
+
+    done(0)
     with nothing_changes(workload):
         plain_loss, plain_gradients, plain_buffers = _gradients(workload, plain, quiet)
+        done(1)
         loss, gradients, buffers = _gradients(workload, plan.levers, quiet)
+        done(2)
         differences = probe_regions(workload, plan.levers)
-        plain_peak, peak = _peak(workload, plain), _peak(workload, plan.levers)
+        done(3)
+        plain_peak = _peak(workload, plain)
+        done(4)
+        peak = _peak(workload, plan.levers)
+        done(5)
     each = [_difference(name, gradients.get(name), g) for name, g in plain_gradients.items()]
     total = _relative([(gradients[name], g) for name, g in plain_gradients.items() if name in gradients])
     found = Verification(
@@ -83,7 +98,9 @@ def verify(plan: Plan, workload: Workload) -> Verification:
     if plan.numerics == "exact":
         moved = [name for name, buffer in plain_buffers.items() if not torch.equal(buffer, buffers[name])]
         failures += [f"the step leaves other values in the buffer {name} than the plain one" for name in moved]
-    return msgspec.structs.replace(found, failures=failures + _failures(plan, workload, device, found))
+    failures += _failures(plan, workload, device, found)
+    done(_PARTS)
+    return msgspec.structs.replace(found, failures=failures)
 
 
 _Tensors = dict[str, torch.Tensor]
