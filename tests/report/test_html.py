@@ -253,6 +253,18 @@ def test_many_modules_events_and_evaluations_are_cut_and_it_is_said(plan: Plan, 
     assert len(source) < 1_000_000
 
 
+def test_a_long_run_of_a_large_step_stays_below_a_megabyte(plan: Plan, views: Views, run: RunRecord) -> None:
+    noise = random.Random(1)
+    lines = [{"step": i, "loss": noise.random(), "seconds": noise.random(), "skipped": False} for i in range(1, 50_001)]
+    evaluations = [Evaluation(i, {"loss": noise.random(), "accuracy": noise.random()}) for i in range(0, 50_000, 10)]
+    modules = [ModuleRow(f"model.layers.{i}.mlp.gate", "Linear", 2**30, 2**30 - i, 1, 1e-3, "") for i in range(5000)]
+    worst = msgspec.structs.replace(
+        views, plain=spiky_timeline(50_000, 25_000), planned=spiky_timeline(50_000, 7), modules=modules
+    )
+    source = render(plan, worst, msgspec.structs.replace(run, evaluations=evaluations, steps=50_000), lines)
+    assert len(source.encode()) < 1_000_000
+
+
 def test_every_table_has_a_caption_and_scopes(page: Page) -> None:
     tags = [tag for tag, _ in page.tags]
     assert tags.count("table") == tags.count("caption") == 8

@@ -8,9 +8,9 @@ from __future__ import annotations
 import functools
 import html
 import sys
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from time import monotonic
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
@@ -62,14 +62,14 @@ class _Stage:
     done: int = 0
     total: int | None = None
     note: str = ""
-    begun: float = field(default_factory=time.monotonic)
+    begun: float = field(default_factory=lambda: monotonic())
 
     @property
     def left(self) -> str:
         """Return the time left, at the speed until now."""
         if not self.total or not 0 < self.done < self.total:
             return ""
-        seconds = (time.monotonic() - self.begun) * (self.total - self.done) / self.done
+        seconds = (monotonic() - self.begun) * (self.total - self.done) / self.done
         return f"{format_seconds(seconds)} left" if seconds >= 1 else ""
 
 
@@ -85,7 +85,7 @@ class Bars:
         self._stages: dict[str, _Stage] = {}
         self._handle: Any = None
         self._shown = -1.0
-        self._begun = time.monotonic()
+        self._begun = monotonic()
 
     def __enter__(self) -> Bars:
         return self
@@ -96,7 +96,7 @@ class Bars:
         if self._handle is None:
             return
         if error is None:
-            text = f"{self._name}: {format_seconds(time.monotonic() - self._begun)}"
+            text = f"{self._name}: {format_seconds(monotonic() - self._begun)}"
             self._handle.update(_Output(text, f'<span style="opacity:.7">{html.escape(text)}</span>'))
         else:
             self._show()
@@ -105,13 +105,13 @@ class Bars:
         """Say how far a stage is."""
         known = self._stages.setdefault(stage, _Stage())
         known.done, known.total, known.note = done, total, note
-        if done == total or time.monotonic() - self._shown >= _SECONDS_BETWEEN:
+        if done == total or monotonic() - self._shown >= _SECONDS_BETWEEN:
             self._show()
 
     def _show(self) -> None:
         from IPython.display import display  # there, in a notebook
 
-        self._shown = time.monotonic()
+        self._shown = monotonic()
         output = _Output(self._text(), framed(self._rows()))
         if self._handle is None:
             self._handle = display(output, display_id=True)
