@@ -16,7 +16,9 @@ from playwright.sync_api import sync_playwright
 from memfit.ir.plan import Plan
 from memfit.ir.record import RunRecord, Views
 from memfit.report.html import write
+from memfit.report.ladders import write_ladder
 from memfit.units import format_bytes
+from tests.report.test_notebook import a_ladder
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(120)]
 FLAGS = (
@@ -217,6 +219,23 @@ def test_no_width_scrolls_the_page_sideways(browser: Any, file: Path, width: int
     )
     assert min(sizes) >= 12
     assert_quiet(result, file)
+    page.context.close()
+
+
+@pytest.mark.parametrize("width", [320, 400, 1280])
+def test_a_ladder_is_read_on_any_width(browser: Any, tmp_path: Path, width: int) -> None:
+    ladder = a_ladder("recompute all of the normalisations, and every one of the activations")
+    result = opened(browser, write_ladder(tmp_path / "ladder.html", ladder), width)
+    page = result.page
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    assert page.locator(".mark").count() == 2 and page.locator("ol.next li").count() == 1
+    mark = page.locator(".mark").last
+    mark.scroll_into_view_if_needed()
+    page.mouse.move(*at(page, "ladder", 0.45, 0.15))
+    box = mark.locator("svg").bounding_box()
+    page.mouse.move(box["x"] + 5, box["y"] + 5)
+    assert "every one of the activations: kept" in told(page) and "90.0 MiB, 200.0 ms" in told(page)
+    assert_quiet(result, tmp_path / "ladder.html")
     page.context.close()
 
 

@@ -189,7 +189,7 @@ def _note(note: Note) -> str:
 
 def _mark(mark: Mark) -> str:
     written = f"<b>{html.escape(mark.text)}</b>" if mark.text else ""
-    side = " left" if mark.x > 0.7 * GRID else ""
+    side = " left" if mark.x > 0.55 * GRID else ""
     tip = f' title="{html.escape(mark.tip)}"' if mark.tip else ""
     where = _place(mark.x, mark.y)
     series = f' data-name="{html.escape(mark.series)}"' if mark.series else ""

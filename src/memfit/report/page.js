@@ -26,7 +26,7 @@
     const format = { minimumFractionDigits: digits, maximumFractionDigits: digits };
     const found = [];
     for (let n = Math.ceil(low / step - 1e-9); n <= high / step + 1e-9; n++)
-      found.push([n * step, (n * step).toLocaleString("en", format)]);
+      found.push([n * step, (n ? n * step : 0).toLocaleString("en", format)]);
     return found;
   }
 
