@@ -103,10 +103,16 @@ def test_a_freer_class_that_buys_time_is_offered(quiet: Report, plan: Plan) -> N
     assert "(bf16-mixed)" in step.why and "103.0 ms, ×0.51" in step.why and "numerics='reduced'" in step.command
 
 
-def test_waiting_skipped_and_slow_steps(quiet: Report) -> None:
+def test_waiting_skipped_and_slow_steps(quiet: Report, tmp_path: Path) -> None:
     assert quiet.run is not None
+    (tmp_path / "checkpoint-100").mkdir()
     (step,) = said(quiet, run=replace(quiet.run, data_share=0.31, command=COMMAND))
-    assert "31 % of the time" in step.why and step.command.endswith("--prefetch-batches=2 --resume")
+    assert "31 % of the time" in step.why and "or with --prefetch-batches=2." in step.why and step.command == ""
+    running = replace(quiet.run, status="running", data_share=0.31)
+    _, step = said(quiet, run=replace(running, command=COMMAND), folder=tmp_path)
+    assert step.command.endswith("--steps 300 --prefetch-batches=2 --resume")
+    _, step = said(quiet, run=running, folder=tmp_path)
+    assert step.command.endswith("resume=True, prefetch_batches=2)")
     lines = [{"step": i, "loss": 1.0, "skipped": i < 30, "loss_scale": 256.0} for i in range(1, 301)]
     (step,) = said(quiet, metrics=lines)
     assert "29 of 300 steps had no update" in step.why and "initial=256" in step.command

@@ -18,7 +18,7 @@ from memfit.units import format_bytes
 
 _UNITS = (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024), ("B", 1))
 _SCALED = ("activations", "inputs", "temporaries", "workspaces")
-_MUCH_WAITING, _MANY_SKIPS, _SLOW, _FALLING, _ROOM, _FASTER = 0.2, 0.02, 1.5, 0.01, 0.05, 0.97
+_MUCH_WAITING, _MANY_SKIPS, _SLOW, _FALLING, _ROOM, _FASTER = 0.2, 0.02, 1.5, 0.01, 0.05, 0.95
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
@@ -183,12 +183,12 @@ def _skipped(report: Report) -> Iterator[NextStep]:
 def _waited(report: Report) -> Iterator[NextStep]:
     run = report.run
     if run is not None and run.data_share is not None and run.data_share >= _MUCH_WAITING:
+        option = "--prefetch-batches=2" if run.command else "prefetch_batches=2"
         why = (
-            f"Steps waited for data {share_text(run.data_share, 1)} of the time. Have batches made while steps run:"
-            " with DataLoader(num_workers=...), or so."
+            f"Steps waited for data {share_text(run.data_share, 1)} of the time. Have batches made while steps run,"
+            f" with DataLoader(num_workers=...) or with {option}."
         )
-        option = "prefetch_batches=2" if not run.command else "--prefetch-batches=2"
-        yield NextStep(why, _train(report, None, option))
+        yield NextStep(why, "" if run.status == "finished" else _train(report, None, option))
 
 
 def _slow(report: Report) -> Iterator[NextStep]:
@@ -216,7 +216,7 @@ def _faster(report: Report) -> Iterator[NextStep]:
         return
     gain = share_text(ours.step_seconds - best.step_seconds, ours.step_seconds)
     more = f"{format_bytes(upper - plan.budget_bytes)} more memory would buy a step that takes {gain} less time"
-    if measured is not None and measured < plan.budget_bytes:
+    if measured is not None and measured < (1 - _ROOM) * plan.budget_bytes:
         more += f"; the run left {format_bytes(plan.budget_bytes - measured)} of the budget free"
     yield NextStep(f"{more}.", _plan(report, upper))
 
