@@ -16,7 +16,7 @@ from memfit.capture.measure import measure_peak_bytes
 from memfit.errors import CaptureError, RecomputationError
 from memfit.held_state import generators_of
 from memfit.ir.device import Device
-from memfit.ir.plan import Levers, Numerics, Plan
+from memfit.ir.plan import Levers, Numerics, Plan, recomputes
 from memfit.ir.verification import GradientDifference, Verification
 from memfit.pipeline.applying import applied, check_runs_here
 from memfit.pipeline.classes import freest, lever_classes
@@ -37,7 +37,6 @@ network with random weights differ by more than a tenth.
 """
 
 PREDICTION_TOLERANCE = 0.05
-_PARTS = 6
 
 
 @with_bars(stages)
@@ -51,7 +50,7 @@ def verify(plan: Plan, workload: Workload, *, progress: Progress = silent) -> Ve
     Args:
         plan: The plan.
         workload: The workload it was made for; nothing of it is changed.
-        progress: Told how far it is; by default bars in a notebook, and nobody elsewhere.
+        progress: Told how many runs of each step are done, of how many; by default bars in a notebook.
 
     Raises:
         PlanMismatchError: The plan was made for another workload.
@@ -61,22 +60,16 @@ def verify(plan: Plan, workload: Workload, *, progress: Progress = silent) -> Ve
     size = samples_of(workload)
     plain = Levers(microbatch_size=size)
     quiet = plan.levers.microbatch_size < size
-
-    def done(parts: int) -> None:
-        progress("verify", parts, _PARTS)
-
-    done(0)
     with nothing_changes(workload):
-        plain_loss, plain_gradients, plain_buffers = _gradients(workload, plain, quiet)
-        done(1)
-        loss, gradients, buffers = _gradients(workload, plan.levers, quiet)
-        done(2)
-        differences = probe_regions(workload, plan.levers)
-        done(3)
-        plain_peak = _peak(workload, plain)
-        done(4)
-        peak = _peak(workload, plan.levers)
-        done(5)
+        runs = _Runs("plain step", 3, progress)
+        plain_loss, plain_gradients, plain_buffers = _gradients(workload, plain, quiet, runs)
+        plain_peak = _peak(workload, plain, runs)
+        is_again = recomputes(plan.levers)
+        runs = _Runs("planned step", 4 if is_again else 3, progress)
+        loss, gradients, buffers = _gradients(workload, plan.levers, quiet, runs)
+        differences = probe_regions(workload, plan.levers) if is_again else {}
+        runs.add(is_again)
+        peak = _peak(workload, plan.levers, runs)
     each = [_difference(name, gradients.get(name), g) for name, g in plain_gradients.items()]
     total = _relative([(gradients[name], g) for name, g in plain_gradients.items() if name in gradients])
     found = Verification(
@@ -98,15 +91,35 @@ def verify(plan: Plan, workload: Workload, *, progress: Progress = silent) -> Ve
     if plan.numerics == "exact":
         moved = [name for name, buffer in plain_buffers.items() if not torch.equal(buffer, buffers[name])]
         failures += [f"the step leaves other values in the buffer {name} than the plain one" for name in moved]
+    progress("prediction", 0, 1)
     failures += _failures(plan, workload, device, found)
-    done(_PARTS)
+    progress("prediction", 1, 1)
     return msgspec.structs.replace(found, failures=failures)
+
+
+class _Runs:
+    """Counts the runs of a step.
+
+    Args:
+        step: Its name.
+        total: How many there will be.
+        progress: Told of each.
+    """
+
+    def __init__(self, step: str, total: int, progress: Progress) -> None:
+        self._step, self._total, self._progress, self._done = step, total, progress, 0
+        progress(step, 0, total)
+
+    def add(self, count: int = 1) -> None:
+        """Take note of runs that are done."""
+        self._done += count
+        self._progress(self._step, self._done, self._total)
 
 
 _Tensors = dict[str, torch.Tensor]
 
 
-def _gradients(workload: Workload, levers: Levers, quiet: bool) -> tuple[float, _Tensors, _Tensors]:
+def _gradients(workload: Workload, levers: Levers, quiet: bool, runs: _Runs) -> tuple[float, _Tensors, _Tensors]:
     """Return the loss, the gradients and the buffers after one step that updates nothing."""
     copied = real_copy(workload)
     if quiet:
@@ -116,7 +129,9 @@ def _gradients(workload: Workload, levers: Levers, quiet: bool) -> tuple[float, 
     held = sources(generators_of(copied.model.modules()))  # those in globals are no part of the copy
     with rng_preserved(), preserved(held), applied(levers, copied) as step:
         _seed()
-        return *step.gradients(copied.batch), dict(copied.model.named_buffers())
+        loss, gradients = step.gradients(copied.batch)
+        runs.add()
+        return loss, gradients, dict(copied.model.named_buffers())
 
 
 def _seed() -> None:
@@ -125,11 +140,14 @@ def _seed() -> None:
     np.random.seed(0)
 
 
-def _peak(workload: Workload, levers: Levers) -> int:
+def _peak(workload: Workload, levers: Levers, runs: _Runs) -> int:
     copied = real_copy(workload)
     with applied(levers, copied) as step:
-        step(copied.batch)
-        return measure_peak_bytes(step, copied.batch)
+        step(copied.batch)  # makes the optimizer's state
+        runs.add()
+        peak_bytes = measure_peak_bytes(step, copied.batch)
+        runs.add()
+        return peak_bytes
 
 
 def _relative(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
@@ -203,7 +221,9 @@ def _prediction_failures(plan: Plan, workload: Workload, device: Device) -> list
             f"the plan states predicted.peak_bytes={plan.predicted.peak_bytes}, but its levers give"
             f" {prediction.peak_bytes}: it was changed after it was made, or made with another torch"
         )
-    classes = lever_classes(plan.levers, samples_of(workload), coupling(trace, workload) is not None)
+    size = samples_of(workload)
+    couples = plan.levers.microbatch_size < size and coupling(trace, workload) is not None
+    classes = lever_classes(plan.levers, size, couples)
     if classes != plan.classes:
         failures.append(f"the plan states the classes {plan.classes}, but its levers have {classes}")
     if plan.numerics != freest(classes):
