@@ -15,7 +15,6 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-import memfit  # registers how records are shown
 from memfit.ir.device import Device, Devices
 from memfit.ir.ladder import Ladder, Rung
 from memfit.ir.plan import Plan
@@ -25,10 +24,16 @@ from memfit.ir.verification import GradientDifference, Verification
 from memfit.report.html import write
 from memfit.report.notebook import ReportFile
 from memfit.report.rendering import html_of, text_of
+from memfit.report.showing import show_records
 
 MIB = 1024**2
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(1)>"
 VOID = {"path", "circle", "br", "img", "input", "meta"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _shown() -> None:
+    show_records()
 
 
 class Strict(HTMLParser):
@@ -200,6 +205,8 @@ def test_tables_become_html_cell_by_cell() -> None:
 
 def test_a_workload_is_a_line() -> None:
     import torch
+
+    import memfit
 
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters())
