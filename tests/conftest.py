@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -49,8 +50,9 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     gc.freeze()  # captures collect garbage, which is slow among all the objects of PyTorch
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEMFIT_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
-        assert planning.plan.__kwdefaults__ is not None
-        patch.setitem(planning.plan.__kwdefaults__, "time_limit_seconds", 2.0)  # tests ask for many plans
+        defaults = inspect.unwrap(planning.plan).__kwdefaults__
+        assert defaults is not None
+        patch.setitem(defaults, "time_limit_seconds", 2.0)  # tests ask for many plans
         yield
 
 

@@ -34,7 +34,7 @@ from memfit.errors import (
     WorkloadError,
 )
 from memfit.ir import combinations
-from memfit.ir.ladder import Ladder, Outcome, Rung, print_ladders_with
+from memfit.ir.ladder import Ladder, Outcome, Rung
 from memfit.ir.plan import NUMERICS, Levers, Numerics, OptimizerLever, Prediction
 from memfit.ir.remat import Regions
 from memfit.ir.trace import Trace
@@ -45,7 +45,7 @@ from memfit.pipeline.combining import check_combination
 from memfit.pipeline.coupling import coupling
 from memfit.pipeline.predicting import Progress, capture_levers, costs_of, predict, silent
 from memfit.pipeline.searching import microbatch_sizes
-from memfit.report.ladders import ladder_text
+from memfit.report.cells import stages, with_bars
 from memfit.solve.candidates import options
 from memfit.solve.frontier import Combination
 from memfit.solve.problem import build
@@ -61,6 +61,7 @@ _SOLVE_SECONDS = 0.5  # for each choice of what to checkpoint: within a few perc
 _NO_GPU = "nothing to copy to: it waits in host memory what a GPU need not hold, and this ladder is measured on the CPU"
 
 
+@with_bars(stages)
 def ladder(
     workload: Workload,
     *,
@@ -78,7 +79,7 @@ def ladder(
         numerics: How far the numbers may change: "exact", "reordered", "reduced" or "changed", with which a
             lighter structure is proposed too.
         min_run_seconds: How long each step is timed for, at least (> 0).
-        progress: Told how far it is.
+        progress: Told how far it is; by default bars in a notebook, and nobody elsewhere.
 
     Raises:
         BudgetError: The budget says no number of bytes.
@@ -406,5 +407,3 @@ _RUNGS: dict[str, _Propose] = {
     **{combinations.OPTIMIZERS[name]: functools.partial(_optimizer, name=name) for name in OPTIMIZER_CLASSES},
     "offload": _offload,
 }
-
-print_ladders_with(ladder_text)

@@ -121,7 +121,7 @@ class NoUpdate(torch.optim.Optimizer):
         """Do nothing."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Workload:
     """One training step, unmodified, and what is needed to run it for longer.
 
@@ -178,6 +178,15 @@ class Workload:
     def __post_init__(self) -> None:
         if self.optimizer is None:
             object.__setattr__(self, "optimizer", NoUpdate(self.model.parameters()))
+
+    def __repr__(self) -> str:
+        count = sum(parameter.numel() for parameter in self.model.parameters())
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors_of(self.batch)[:3])
+        optimizer = type(self.optimizer).__name__
+        return (
+            f"<Workload {self.name!r}: {type(self.model).__name__} with {count:,} parameters, batch of {shapes},"
+            f" {optimizer}>"
+        )
 
 
 class StepProgram(Protocol):

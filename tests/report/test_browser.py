@@ -16,6 +16,9 @@ from playwright.sync_api import sync_playwright
 from memfit.ir.plan import Plan
 from memfit.ir.record import RunRecord, Views
 from memfit.report.html import write
+from memfit.report.ladders import write_ladder
+from memfit.units import format_bytes
+from tests.report.test_notebook import a_ladder
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(120)]
 FLAGS = (
@@ -59,7 +62,9 @@ def file(tmp_path: Path, plan: Plan, views: Views, run: RunRecord, metrics: list
 
 def opened(browser: Any, file: Path, width: int = 1280, scheme: str = "light") -> Opened:
     """Open a file, with every request but for the file itself blocked."""
-    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    context = browser.new_context(
+        viewport={"width": width, "height": 900}, color_scheme=scheme, reduced_motion="reduce"
+    )
     result = Opened(context.new_page())
 
     def route(route: Any) -> None:
@@ -73,8 +78,6 @@ def opened(browser: Any, file: Path, width: int = 1280, scheme: str = "light") -
     result.page.on("console", lambda message: result.complaints.append(f"{message.type}: {message.text}"))
     result.page.on("pageerror", lambda error: result.complaints.append(str(error)))
     result.page.goto(file.as_uri())
-    drawn = "document.querySelectorAll('.js-plotly-plot .xaxislayer-above').length"
-    result.page.wait_for_function(f"() => document.querySelectorAll('.plot').length === {drawn}")
     return result
 
 
@@ -83,15 +86,87 @@ def assert_quiet(result: Opened, file: Path) -> None:
     assert result.complaints == []
 
 
+def told(page: Any) -> str:
+    """Return what the pointer is told; "" where nothing is."""
+    return str(page.locator(".tip").inner_text()) if page.locator(".tip").is_visible() else ""
+
+
+def at(page: Any, name: str, x: float, y: float = 0.5) -> tuple[float, float]:
+    """Return a point of a chart in the window, from parts of its width and height."""
+    page.locator(f"#{name}").scroll_into_view_if_needed()
+    page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    box = page.locator(f"#{name} .shapes").bounding_box()
+    return box["x"] + x * box["width"], box["y"] + y * box["height"]
+
+
+def shown(page: Any, name: str) -> list[float]:
+    """Return the part of a chart that is shown: left, top, width and height."""
+    return [float(part) for part in page.locator(f"#{name} .shapes").get_attribute("viewBox").split()]
+
+
 def test_the_charts_are_drawn_without_a_request_or_a_complaint(browser: Any, file: Path) -> None:
     result = opened(browser, file)
     page = result.page
-    traces = {name: page.locator(f"#{name}.js-plotly-plot .scatterlayer .trace").count() for name in CHARTS}
-    assert traces == {"before": 10, "after": 10, "frontier": 5, "loss": 1, "seconds": 1}
-    assert page.locator("#before .fills path.js-fill").count() == 8
-    page.locator("#before").hover()
-    page.wait_for_selector("#before .hoverlayer .hovertext")
-    assert "aten." in page.locator("#before .hoverlayer .hovertext").first.text_content()
+    drawn = {name: [page.locator(f"#{name} {part}").count() for part in (".area", ".line", ".mark")] for name in CHARTS}
+    wanted = {"before": [8, 0, 1], "after": [8, 0, 1], "frontier": [0, 1, 10], "loss": [0, 1, 0], "seconds": [0, 1, 0]}
+    assert drawn == wanted
+    assert page.locator("#before .area").first.bounding_box()["height"] > 200
+    assert_quiet(result, file)
+    page.context.close()
+
+
+def test_a_pointer_is_told_what_runs_and_what_is_held(browser: Any, file: Path, views: Views) -> None:
+    page = opened(browser, file).page
+    timeline = views.plain
+    for index in (0, timeline.peak_index, len(timeline.labels) - 1):
+        page.mouse.move(*at(page, "before", (index + 0.5) / len(timeline.labels)))
+        lines = told(page).splitlines()
+        total = sum(values[index] for values in timeline.live_bytes.values())
+        assert lines[0] == format_bytes(total)
+        parts = timeline.labels[index].split(" · ")
+        assert lines[1 : 1 + len(parts)] == parts
+        assert "optimizer state" in told(page)
+    page.mouse.move(5, 5)
+    assert told(page) == ""
+    page.mouse.move(*at(page, "loss", 0.5))
+    assert re.fullmatch(r"[\d.]+\s+step 15[01]", told(page))
+    at(page, "frontier", 0.5)
+    star = page.locator("#frontier .mark.star").bounding_box()
+    page.mouse.move(star["x"] + 3, star["y"] + 3)
+    assert "×1.25 of plain" in told(page) and "blocks.0…7" in told(page)
+    page.context.close()
+
+
+def test_a_chart_zooms_and_shows_the_whole_again(browser: Any, file: Path, metrics: list[dict[str, Any]]) -> None:
+    result = opened(browser, file)
+    page = result.page
+    whole = shown(page, "loss")
+    page.mouse.move(*at(page, "loss", 0.5))
+    page.mouse.down()
+    page.mouse.move(*at(page, "loss", 1.0, 0.52))
+    page.mouse.up()
+    left, top, width, height = shown(page, "loss")
+    assert (left, width) == pytest.approx((5000, 5000), abs=60)
+    seen = [line["loss"] for line in metrics[150:]]
+    part = (max(seen) - min(seen)) / (1.12 * (max(m["loss"] for m in metrics) - min(m["loss"] for m in metrics)))
+    assert height == pytest.approx(1.12 * 10_000 * part, rel=0.1)
+    ticks = [int(text.replace(",", "")) for text in page.locator("#loss .tx").all_inner_texts()]
+    assert 3 <= len(ticks) <= 7 and min(ticks) >= 150 and max(ticks) == 300
+    page.mouse.move(*at(page, "loss", 0.5))
+    assert re.search(r"step 22[456]", told(page))
+    page.get_by_role("button", name="Show the whole: Loss").click()
+    assert shown(page, "loss") == whole
+    page.get_by_role("button", name="Zoom in: Loss").click()
+    assert shown(page, "loss")[2] == pytest.approx(5000)
+    page.get_by_role("button", name="Zoom out: Loss").click()
+    assert shown(page, "loss") == whole
+    page.mouse.move(*at(page, "frontier", 0.2, 0.1))
+    page.mouse.down()
+    page.mouse.move(*at(page, "frontier", 0.6, 0.6))
+    page.mouse.up()
+    assert shown(page, "frontier") == pytest.approx([2000, 1000, 4000, 5000], abs=60)
+    page.mouse.dblclick(*at(page, "frontier", 0.5))
+    assert shown(page, "frontier") == [0, 0, 10_000, 10_000]
     assert_quiet(result, file)
     page.context.close()
 
@@ -99,15 +174,10 @@ def test_the_charts_are_drawn_without_a_request_or_a_complaint(browser: Any, fil
 @pytest.mark.parametrize("name", ["before", "after"])
 def test_the_budget_is_drawn_at_its_bytes(browser: Any, file: Path, plan: Plan, name: str) -> None:
     page = opened(browser, file).page
-    index = page.evaluate("n => document.getElementById(n).layout.shapes.findIndex(s => s.name === 'budget')", name)
-    line = page.locator(f"#{name} .shapelayer path[data-index='{index}']")
-    assert line.count() == 1 and line.bounding_box()["width"] > 300
-    found = re.fullmatch(r"M[\d.]+,([\d.]+)L[\d.]+,([\d.]+)", line.get_attribute("d"))
-    wanted = page.evaluate(
-        "([n, gib]) => { const a = document.getElementById(n)._fullLayout.yaxis; return a._offset + a.l2p(gib); }",
-        [name, plan.budget_bytes / 1024**3],
-    )
-    assert found is not None and [float(y) for y in found.groups()] == pytest.approx([wanted, wanted], abs=1)
+    line, box = (page.locator(f"#{name} {part}").bounding_box() for part in (".rule.budget", ".box"))
+    low, high = (float(part) for part in page.locator(f"#{name} .box").get_attribute("data-y").split())
+    wanted = box["y"] + box["height"] * (1 - (plan.budget_bytes / 1024**3 - low) / (high - low))
+    assert line["width"] > 300 and line["y"] == pytest.approx(wanted, abs=2)
     page.context.close()
 
 
@@ -134,26 +204,69 @@ def test_a_click_on_a_header_sorts(browser: Any, file: Path, views: Views) -> No
     page.context.close()
 
 
-@pytest.mark.parametrize("width", [320, 380, 768, 1280])
+@pytest.mark.parametrize("width", [320, 400, 768, 1280])
 def test_no_width_scrolls_the_page_sideways(browser: Any, file: Path, width: int) -> None:
     result = opened(browser, file, width)
+    page = result.page
     widths = "[document.documentElement.scrollWidth, document.body.scrollWidth]"
-    assert result.page.evaluate(widths) == [width, width]
-    boxes = [result.page.locator(f"#{name} .main-svg").first.bounding_box() for name in CHARTS]
-    assert all(box["x"] >= 0 and box["x"] + box["width"] <= width for box in boxes)
+    assert page.evaluate(widths) == [width, width]
+    for part in [*(f"#{name} .box" for name in CHARTS), "pre.command >> nth=0"]:
+        box = page.locator(part).bounding_box()
+        assert box["x"] >= 0 and box["x"] + box["width"] <= width
+    sizes = page.evaluate(
+        "[...document.querySelectorAll('body *')].filter(e => e.offsetParent && e.innerText?.trim())"
+        ".map(e => parseFloat(getComputedStyle(e).fontSize))"
+    )
+    assert min(sizes) >= 12
     assert_quiet(result, file)
-    result.page.context.close()
+    page.context.close()
+
+
+@pytest.mark.parametrize("width", [320, 400, 1280])
+def test_a_ladder_is_read_on_any_width(browser: Any, tmp_path: Path, width: int) -> None:
+    ladder = a_ladder("recompute all of the normalisations, and every one of the activations")
+    result = opened(browser, write_ladder(tmp_path / "ladder.html", ladder), width)
+    page = result.page
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    assert page.locator(".mark").count() == 2 and page.locator("ol.next li").count() == 1
+    mark = page.locator(".mark").last
+    mark.scroll_into_view_if_needed()
+    page.mouse.move(*at(page, "ladder", 0.45, 0.15))
+    box = mark.locator("svg").bounding_box()
+    page.mouse.move(box["x"] + 5, box["y"] + 5)
+    assert "every one of the activations: kept" in told(page) and "90.0 MiB, 200.0 ms" in told(page)
+    assert_quiet(result, tmp_path / "ladder.html")
+    page.context.close()
+
+
+def test_a_finger_is_told_too_and_the_tip_stays_on_a_narrow_page(browser: Any, file: Path) -> None:
+    context = browser.new_context(
+        viewport={"width": 400, "height": 800}, has_touch=True, is_mobile=True, reduced_motion="reduce"
+    )
+    page = context.new_page()
+    page.goto(file.as_uri())
+    for x in (0.02, 0.98):
+        page.touchscreen.tap(*at(page, "after", x))
+        tip = page.locator(".tip").bounding_box()
+        assert "GiB" in told(page) and tip["x"] >= 0 and tip["x"] + tip["width"] <= 400
+    context.close()
+
+
+def test_the_pictures_and_the_tables_need_no_script(browser: Any, file: Path) -> None:
+    context = browser.new_context(viewport={"width": 400, "height": 800}, java_script_enabled=False)
+    page = context.new_page()
+    page.goto(file.as_uri())
+    assert page.locator("#before .area").first.bounding_box()["height"] > 100
+    assert page.locator("#before .tx").count() >= 3 and page.locator(".zoom").count() == 0
+    context.close()
 
 
 def test_colours_follow_the_scheme(browser: Any, file: Path) -> None:
     result = opened(browser, file)
     page = result.page
-    fill = "() => getComputedStyle(document.querySelector('#before .fills path.js-fill')).fill"
-    ink = "() => document.getElementById('before').layout.font.color"
-    light = page.evaluate(fill), page.evaluate(ink)
-    assert light == ("rgb(0, 114, 178)", "#17212b")
+    fill = "() => getComputedStyle(document.querySelector('#before .area[data-name=parameters]')).fill"
+    assert page.evaluate(fill) == "rgb(0, 114, 178)"
     page.emulate_media(color_scheme="dark")
-    page.wait_for_function(f"() => ({ink})() === '#e8edf2'")
     assert page.evaluate(fill) == "rgb(47, 134, 193)"
     assert page.evaluate("() => getComputedStyle(document.body).backgroundColor") == "rgb(15, 20, 25)"
     assert_quiet(result, file)
@@ -165,10 +278,10 @@ def test_hostile_names_run_nothing(browser: Any, tmp_path: Path, hostile: Any) -
     text = f"</script><script>window.ran=1</script>{image}{link}"
     file = write(tmp_path / "report.html", *hostile(text))
     result = opened(browser, file)
-    result.page.locator("#before").hover()
-    result.page.wait_for_selector("#before .hoverlayer .hovertext")
+    result.page.mouse.move(*at(result.page, "before", 0.5))
+    assert "<script>" in told(result.page) or "<img" in told(result.page)
     assert result.page.evaluate("window.ran") is None
-    assert result.page.locator(".hoverlayer a, .infolayer a, main img").count() == 0
+    assert result.page.locator(".plot a, .tip a, main img").count() == 0
     assert result.page.locator("h1").inner_text() == text
     assert_quiet(result, file)
     result.page.context.close()

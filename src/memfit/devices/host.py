@@ -15,13 +15,13 @@ from msgspec.structs import replace
 
 from memfit.devices.catalogue import catalogue, how_to_add, look_up, match, workspace_bytes
 from memfit.errors import UsageError
-from memfit.ir.device import Device, Vendor
+from memfit.ir.device import Device, Devices, Vendor
 
 _GPU = re.compile(r"cuda(?::(\d+))?")
 _HERE = "this machine, as PyTorch shows it"
 
 
-def devices() -> list[Device]:
+def devices() -> Devices:
     """Return the devices of this machine: the CPU, and the GPUs that PyTorch sees.
 
     Their figures are those of the catalogue, where a GPU is in it, or those of the last probe.
@@ -32,7 +32,7 @@ def devices() -> list[Device]:
     import torch
 
     known = list(catalogue().values())
-    return [_cpu(known), *(_gpu(index, known) for index in range(torch.cuda.device_count()))]
+    return Devices([_cpu(known), *(_gpu(index, known) for index in range(torch.cuda.device_count()))])
 
 
 def find_device(name: str) -> Device:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from memfit.ir.display import Shown
+
 
 class OpCost(msgspec.Struct, frozen=True, array_like=True):
     """One operator call.
@@ -21,7 +23,7 @@ class OpCost(msgspec.Struct, frozen=True, array_like=True):
     coarse: bool = False
 
 
-class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CostTable(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Costs of the operators of some traces, by signature.
 
     Attributes:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from memfit.ir.allocator import AllocatorSettings
+from memfit.ir.display import Shown, ShownList
 
 Vendor = Literal["nvidia", "amd", "cpu"]
 Count = Annotated[int, msgspec.Meta(ge=1)]
@@ -14,7 +15,7 @@ Bytes = Annotated[int, msgspec.Meta(ge=0)]
 Figure = Annotated[float, msgspec.Meta(ge=0)]
 
 
-class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Device(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A device, with the figures that predictions need. Rates are the vendor's peaks, without structured sparsity.
 
     Of a machine that was probed they are what PyTorch reached there.
@@ -62,3 +63,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     cublas_workspace_bytes: Bytes = 0
     allocator: AllocatorSettings = AllocatorSettings()
     sources: dict[str, str] = {}
+
+
+class Devices(ShownList[Device]):
+    """Devices: a list, shown as a table."""

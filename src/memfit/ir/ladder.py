@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal
 
-import msgspec
-
-from memfit.ir import codec
+from memfit.ir.display import Shown
 from memfit.ir.plan import Levers, Numerics
 
 Outcome = Literal["kept", "does not pay", "proposed", "not available"]
 
 
-class Rung(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Rung(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A lever on top of those before it that were kept.
 
     Attributes:
@@ -52,7 +49,7 @@ class Rung(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return self.peak_bytes is not None
 
 
-class Ladder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Ladder(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The rungs in the order in which they were climbed, the plain step first.
 
     Attributes:
@@ -79,19 +76,3 @@ class Ladder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def top(self) -> Rung:
         """The last rung that was kept: its levers are those of all that pay."""
         return next(rung for rung in reversed(self.rungs) if rung.outcome == "kept")
-
-    def __str__(self) -> str:
-        return _text(self)
-
-
-def _json(ladder: Ladder) -> str:
-    return codec.encode(ladder).decode()
-
-
-_text: Callable[[Ladder], str] = _json
-
-
-def print_ladders_with(text: Callable[[Ladder], str]) -> None:
-    """Say how `print(ladder)` writes a ladder: the layers to the left of this one know how people like it."""
-    global _text
-    _text = text

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Iterable
+from typing import Any, Literal
 
 import msgspec
 
-from memfit.ir import codec
+from memfit.ir.display import Shown, ShownList
 from memfit.ir.remat import Region
 from memfit.ir.throughput import Throughput
 
@@ -19,7 +19,7 @@ NUMERICS: tuple[Numerics, ...] = ("exact", "reordered", "reduced", "changed")
 """Numerics classes, from the strictest to the freest."""
 
 
-class ChunkedLoss(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ChunkedLoss(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The loss of a few rows of logits at a time, so that they are never whole in memory.
 
     Attributes:
@@ -31,7 +31,7 @@ class ChunkedLoss(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     rows: int
 
 
-class Levers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Levers(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a plan sets.
 
     Attributes:
@@ -54,7 +54,7 @@ class Levers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     optimizer: OptimizerLever = "as-is"
 
 
-class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Prediction(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a step is predicted to take.
 
     Attributes:
@@ -87,7 +87,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     phase_seconds: dict[str, float] = {}
 
 
-class Candidate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Candidate(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A point of the frontier.
 
     Attributes:
@@ -117,7 +117,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return self.peak_bytes if self.peak_upper_bytes is None else self.peak_upper_bytes
 
 
-class Solution(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Solution(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How a plan was found.
 
     Attributes:
@@ -134,7 +134,7 @@ class Solution(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     solve_seconds: float
 
 
-class Proof(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Proof(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Whether what a plan recomputes was held against the user's own step, bit by bit.
 
     Attributes:
@@ -156,7 +156,23 @@ def recomputes(levers: Levers) -> bool:
     return bool(levers.regions or levers.lean)
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Frontier(ShownList[Candidate]):
+    """The frontier of a plan: a list, shown as the table and the picture that its plan has of it.
+
+    Args:
+        points: From the fastest to the leanest.
+        plan: The plan, for the budget and the class that it allows.
+    """
+
+    def __init__(self, points: Iterable[Candidate], plan: Plan) -> None:
+        super().__init__(points)
+        self.plan = plan
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (list(self),)  # the plan makes it anew
+
+
+class Plan(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A plan, as it is written to a file. Edit it by hand if you like: `memfit verify` will say what it does.
 
     Attributes:
@@ -194,23 +210,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     proof: Proof = Proof()
     budget_share: str = ""
 
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "frontier", Frontier(self.frontier, self))
+
     @property
     def is_proven(self) -> bool:
         """Whether all that the plan recomputes was held against the step; levers changed since have not been."""
         return not recomputes(self.levers) or self.proof.levers == levers_key(self.levers)
-
-    def __str__(self) -> str:
-        return _text(self)
-
-
-def _json(plan: Plan) -> str:
-    return codec.encode(plan).decode()
-
-
-_text: Callable[[Plan], str] = _json
-
-
-def print_plans_with(text: Callable[[Plan], str]) -> None:
-    """Say how `print(plan)` writes a plan: the layers to the left of this one know how people like it."""
-    global _text
-    _text = text

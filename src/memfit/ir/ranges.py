@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-import msgspec
-
+from memfit.ir.display import Shown
 from memfit.ir.plan import Precision
 
 FP16_LARGEST = 65504.0
@@ -23,7 +22,7 @@ _MOST_EXPONENT = 24
 _FEW = 0.25  # of the modules: where more than this leave the range, fp16 is the wrong precision
 
 
-class Seen(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Seen(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Numbers that were seen.
 
     Attributes:
@@ -46,7 +45,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return sum(n for e, n in self.sums.items() if e < below) / total if total else 0.0
 
 
-class ModuleRange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ModuleRange(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The numbers of a module that mixed precision has in 16 bits.
 
     Attributes:
@@ -60,7 +59,7 @@ class ModuleRange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     gradients: Seen
 
 
-class RangeReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RangeReport(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What `probe_range` found.
 
     Attributes:
@@ -78,18 +77,6 @@ class RangeReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     initial_scale: float
     overflowing: list[str]
     flushing: list[str]
-
-    def __str__(self) -> str:
-        lines = [f"{'module':32} {'activations':>12} {'gradients':>12} {'flushed':>8} {'scaled':>8}"]
-        scale = self.initial_scale
-        for found in self.modules:
-            marks = ["overflows"] * (found.module in self.overflowing) + ["flushes"] * (found.module in self.flushing)
-            lines.append(
-                f"{found.module or '(the model and the loss)':32} {found.activations.largest:12.3g}"
-                f" {found.gradients.largest:12.3g} {found.gradients.flushed():8.1%}"
-                f" {found.gradients.flushed(scale):8.1%} {' '.join(marks)}"
-            )
-        return "\n".join([*lines, "", self.advice()])
 
     def advice(self) -> str:
         """Return what to do, in a sentence or two."""

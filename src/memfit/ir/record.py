@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-import msgspec
-
+from memfit.ir.display import Shown
 from memfit.ir.timeline import Timeline
 
 
-class Comparison(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Comparison(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The plain step against the planned one, measured side by side on the same batches from the same start.
 
     Attributes:
@@ -29,14 +28,14 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     planned_losses: list[float]
 
 
-class Evaluation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Evaluation(Shown, frozen=True, forbid_unknown_fields=True):
     """What the workload's `evaluate` returned after some steps."""
 
     step: int
     values: dict[str, float]
 
 
-class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Event(Shown, frozen=True, forbid_unknown_fields=True):
     """Something out of the ordinary that happened after some steps, and what was done about it."""
 
     step: int
@@ -44,7 +43,7 @@ class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     text: str
 
 
-class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RunRecord(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A run, as `run.json` in its folder holds it.
 
     Attributes:
@@ -54,6 +53,8 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         measured_peak_bytes: The largest peak allocated that was measured; None before the first measurement.
         step_seconds: Median over the run's steps, without the first.
         data_share: Which part of the time steps waited for their batches, in [0, 1]; without the first step.
+        command: The words after "memfit" of the command that started the run, or resumed it last; none where another
+            program trains.
         allocation_retries: How often the GPU's allocator found no room and gave back what it cached to look again,
             since the run was started or resumed last; None on the CPU.
     """
@@ -73,12 +74,13 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     last_loss: float | None = None
     data_share: float | None = None
     allocation_retries: int | None = None
+    command: list[str] = []
     evaluations: list[Evaluation] = []
     events: list[Event] = []
     error: str | None = None
 
 
-class ModuleRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ModuleRow(Shown, frozen=True, forbid_unknown_fields=True):
     """A module in the table by module.
 
     Attributes:
@@ -98,7 +100,7 @@ class ModuleRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     action: str
 
 
-class Views(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Views(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a report draws: both predicted timelines, and the modules. `views.json` in a run's folder."""
 
     schema: str = "memfit.views/1"

@@ -9,15 +9,14 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import msgspec
-
+from memfit.ir.display import Shown
 from memfit.ir.trace import Trace
 
 Keep = tuple[str, ...]
 """Operators whose outputs a region keeps, each as "overload#occurrence" within one call of the region."""
 
 
-class Region(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Region(Shown, frozen=True, forbid_unknown_fields=True):
     """Modules whose activations are recomputed together.
 
     Attributes:

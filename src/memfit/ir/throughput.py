@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-import msgspec
-
 from memfit.ir.cost import CostTable
 from memfit.ir.device import Device
+from memfit.ir.display import Shown
 from memfit.ir.flops import Matmul, call_flops, peak_flops
 from memfit.ir.operators import ATTENTION, CONVOLUTIONS, MATRIX, OPTIMIZER, RECURRENT, operator_class
 from memfit.ir.simulate import repeats
@@ -16,7 +15,7 @@ from memfit.ir.trace import Trace
 _COUNTED = (MATRIX, CONVOLUTIONS, RECURRENT, ATTENTION)
 
 
-class Throughput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Throughput(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A step's speed.
 
     Attributes:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import msgspec
-
+from memfit.ir.display import Shown
 from memfit.ir.trace import CATEGORIES
 
 WORKSPACE = "workspaces"
 TIMELINE_CATEGORIES: tuple[str, ...] = (*CATEGORIES, WORKSPACE)
 
 
-class Timeline(msgspec.Struct, frozen=True, kw_only=True):
+class Timeline(Shown, frozen=True, kw_only=True):
     """A step's memory by category, one point for each operator, while it runs.
 
     Attributes:

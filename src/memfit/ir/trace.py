@@ -13,6 +13,8 @@ from typing import Literal
 
 import msgspec
 
+from memfit.ir.display import Shown
+
 Phase = Literal["forward", "backward", "recompute", "optimizer"]
 Category = Literal["parameters", "buffers", "gradients", "optimizer state", "inputs", "activations", "temporaries"]
 CATEGORIES: tuple[Category, ...] = (
@@ -162,7 +164,7 @@ class Save(msgspec.Struct, frozen=True, array_like=True):
     death: int
 
 
-class Trace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
+class Trace(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
     """A steady step, recorded.
 
     Attributes:

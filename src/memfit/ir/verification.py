@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import msgspec
-
+from memfit.ir.display import Shown
 from memfit.ir.plan import Numerics
 
 
-class GradientDifference(msgspec.Struct, frozen=True, kw_only=True):
+class GradientDifference(Shown, frozen=True, kw_only=True):
     """How far a parameter's gradient under the plan is from the plain one.
 
     Attributes:
@@ -20,7 +19,7 @@ class GradientDifference(msgspec.Struct, frozen=True, kw_only=True):
     equal: bool
 
 
-class Verification(msgspec.Struct, frozen=True, kw_only=True):
+class Verification(Shown, frozen=True, kw_only=True):
     """What `verify` found.
 
     Attributes:

@@ -2,7 +2,6 @@
 
 from memfit.devices.host import devices, find_device
 from memfit.ir.device import Device
-from memfit.ir.plan import print_plans_with
 from memfit.ir.verification import Verification
 from memfit.pipeline.adapting import adapt
 from memfit.pipeline.applying import apply
@@ -16,7 +15,7 @@ from memfit.pipeline.predicting import estimate, is_elsewhere
 from memfit.pipeline.ranging import probe_range
 from memfit.pipeline.training import compare, train, write_report
 from memfit.pipeline.verifying import verify
-from memfit.report.tables import plan_text
+from memfit.report.showing import show_records
 
 __all__ = [
     "CompileBackend",
@@ -44,4 +43,4 @@ __all__ = [
     "write_report",
 ]
 
-print_plans_with(plan_text)
+show_records()

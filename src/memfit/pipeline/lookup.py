@@ -11,10 +11,12 @@ from memfit.pipeline import remote
 from memfit.pipeline.applying import check_plan, check_workload
 from memfit.pipeline.predicting import Progress, capture_levers, costs_of, is_elsewhere, predict, silent
 from memfit.pipeline.switching import at_point
+from memfit.report.cells import stages, with_bars
 from memfit.units import format_bytes, read_budget
 from memfit.workload import Workload, tokens_per_sample
 
 
+@with_bars(stages)
 def look_up(plan: Plan, workload: Workload, *, budget: int | float | str, progress: Progress = silent) -> Plan:
     """Return the plan for another budget: the fastest point of a plan's frontier that fits. Nothing is solved.
 
@@ -26,7 +28,7 @@ def look_up(plan: Plan, workload: Workload, *, budget: int | float | str, progre
         workload: The user's workload; nothing of it is changed.
         budget: Bytes, a string with a unit ("1.5GiB"), or a share of the device's memory ("90%") or of the plain
             step's peak ("0.5x").
-        progress: Told how far it is.
+        progress: Told how far it is; by default bars in a notebook, and nobody elsewhere.
 
     Raises:
         BudgetError: The budget says no number of bytes.

@@ -18,10 +18,12 @@ from memfit.pipeline.predicting import Progress, check_precision, is_elsewhere, 
 from memfit.pipeline.reading import readings_to_send
 from memfit.pipeline.refusals import check_supported
 from memfit.pipeline.searching import Search, microbatch_sizes
+from memfit.report.cells import stages, with_bars
 from memfit.units import parse_budget, read_budget
 from memfit.workload import Workload, samples_of
 
 
+@with_bars(stages)
 def plan(
     workload: Workload,
     *,
@@ -59,7 +61,7 @@ def plan(
         points: Budgets that the frontier is solved for, for each precision and microbatch size.
         time_limit_seconds: Of solving, about: nine tenths for the plan where it needs them, the rest, up to half,
             for the frontier. When time is up, the best found and how far it is from the bound proven are returned.
-        progress: Told how far it is.
+        progress: Told how far it is; by default bars in a notebook, and nobody elsewhere.
 
     Raises:
         BudgetError: The budget says no number of bytes.

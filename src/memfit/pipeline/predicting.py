@@ -35,6 +35,7 @@ from memfit.pipeline.applying import applied, check_workload, described
 from memfit.pipeline.combining import circumstances
 from memfit.pipeline.reading import WithData, readings_to_send
 from memfit.pipeline.refusals import check_supported
+from memfit.report.cells import stages, with_bars
 from memfit.report.chrome_trace import write_chrome_trace
 from memfit.report.snapshot import write_snapshot
 from memfit.units import format_bytes, format_seconds
@@ -53,6 +54,7 @@ def silent(stage: str, done: int, total: int) -> None:
     """Report nothing."""
 
 
+@with_bars(stages)
 def estimate(
     workload: Workload,
     *,
@@ -79,7 +81,7 @@ def estimate(
         sharding: How they share it, where they are more than one: "ddp", "zero1", "zero2" or "zero3" (`ir.sharding`).
         snapshot: Where to write the allocator's simulated history, for pytorch.org/memory_viz; GPUs only.
         chrome_trace: Where to write the step's timeline, for Perfetto.
-        progress: Told how far it is.
+        progress: Told how far it is; by default bars in a notebook, and nobody elsewhere.
 
     Raises:
         UsageError: No such device, precision or sharding.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from memfit.ir.simulate import simulate
 from memfit.pipeline.adapting import adapt
 from memfit.pipeline.applying import applied, apply, check_plan, check_runs_here
 from memfit.pipeline.predicting import capture_levers, costs_of
+from memfit.report.cells import Bars, with_bars
 from memfit.report.html import write as write_html
+from memfit.report.notebook import ReportFile
 from memfit.rng import rng_preserved
 from memfit.train.disk import check_disk
 from memfit.train.folder import METRICS, PLAN, REPORT, RUN, VIEWS, held_folder
@@ -30,7 +33,7 @@ from memfit.train.host_memory import HostWatch, check_host, host_needs
 from memfit.train.log import Progress, read_lines
 from memfit.train.step import Step
 from memfit.train.trainer import Trainer
-from memfit.units import parse_budget
+from memfit.units import format_seconds, parse_budget
 from memfit.workload import Workload, tensors_of
 
 
@@ -49,6 +52,11 @@ def views(plan: Plan, workload: Workload, comparison: Comparison | None = None) 
     )
 
 
+def _compare_bars(bars: Bars, arguments: Mapping[str, Any]) -> dict[str, Callable[..., None]]:
+    return {"progress": functools.partial(bars, "plain and planned")}
+
+
+@with_bars(_compare_bars)
 def compare(
     plan: Plan,
     workload: Workload,
@@ -65,7 +73,7 @@ def compare(
         plan: The plan.
         workload: The workload it was made for; nothing of it is changed.
         steps: Steps of each (≥ 2).
-        progress: Called with how many steps are done, of how many.
+        progress: Called with how many steps are done, of how many; by default bars in a notebook.
     """
     check_runs_here(plan, workload)
     batches = first_batches(workload, steps)
@@ -129,6 +137,15 @@ def _interleave(
     return losses, seconds
 
 
+def _train_bars(bars: Bars, arguments: Mapping[str, Any]) -> dict[str, Callable[..., None]]:
+    def on_step(progress: Progress) -> None:
+        note = f"loss {progress.loss:.4g}, {format_seconds(progress.seconds)} a step"
+        bars("train", progress.step, arguments.get("steps"), note)
+
+    return {**_compare_bars(bars, arguments), "on_step": on_step}
+
+
+@with_bars(_train_bars)
 def train(
     plan: Plan,
     workload: Workload,
@@ -171,7 +188,8 @@ def train(
             string with a unit, or a share ("90%") of what the host has left; None for all of that. What plan, batches
             made ahead, checkpoints and recovery need is counted before the run begins. Between steps the process is
             held to it, as its resident memory says, and the run stopped with a checkpoint.
-        progress: Called with how many of those are done, of how many.
+        progress: Called with how many of the `compare_steps` are done, of how many; by default bars in a notebook.
+        on_step: Called after every step; by default a bar in a notebook.
 
     Raises:
         UsageError: An argument is out of its range, or the plan does not fit the workload.
@@ -243,7 +261,7 @@ def _plan_in(folder: Path) -> Plan | None:
 
 
 def write_report(run: str | Path, path: str | Path | None = None) -> Path:
-    """Write the report of a run: one HTML file that needs no network.
+    """Write the report of a run: one HTML file that needs no network. In a notebook its path shows the report.
 
     Args:
         run: The run's folder.
@@ -251,16 +269,17 @@ def write_report(run: str | Path, path: str | Path | None = None) -> Path:
 
     Raises:
         UsageError: The folder holds no run, or its files can't be read.
-        MissingExtraError: Plotly or Jinja is not installed.
         OutputError: The file can't be written.
     """
     folder = Path(run)
     if not (folder / RUN).is_file():
         raise UsageError(f"{folder} holds no {RUN}: name the folder of a run, which `memfit train --out` makes")
-    return write_html(
+    written = write_html(
         path or folder / REPORT,
         codec.read(folder / PLAN, Plan),
         codec.read(folder / VIEWS, Views, error=UsageError),
         codec.read(folder / RUN, RunRecord, error=UsageError),
         read_lines(folder / METRICS),
+        folder,
     )
+    return ReportFile(written)

@@ -23,6 +23,7 @@ from memfit.pipeline.classes import freest, lever_classes
 from memfit.pipeline.coupling import coupling
 from memfit.pipeline.predicting import Progress, capture_levers, costs_of, predict, silent
 from memfit.pipeline.proving import probe_regions
+from memfit.report.cells import stages, with_bars
 from memfit.rng import rng_preserved
 from memfit.train.window import gradient_values
 from memfit.units import format_bytes
@@ -38,6 +39,7 @@ network with random weights differ by more than a tenth.
 PREDICTION_TOLERANCE = 0.05
 
 
+@with_bars(stages)
 def verify(plan: Plan, workload: Workload, *, progress: Progress = silent) -> Verification:
     """Run the plain and the planned step on copies of a workload, and hold the plan to what it says.
 
@@ -48,7 +50,7 @@ def verify(plan: Plan, workload: Workload, *, progress: Progress = silent) -> Ve
     Args:
         plan: The plan.
         workload: The workload it was made for; nothing of it is changed.
-        progress: Told how many runs of each step are done, of how many.
+        progress: Told how many runs of each step are done, of how many; by default bars in a notebook.
 
     Raises:
         PlanMismatchError: The plan was made for another workload.

@@ -1,37 +1,65 @@
-"""What all charts share: their units, their look, and how a long series is thinned.
-
-Colours are written "var(--name)"; the page replaces them by those of its style sheet, which has one set
-for light and one for dark. Text that comes from records goes through `label`, since plotly reads a
-subset of HTML in it.
-"""
+"""What all charts share: axes with their ticks, units, and how a long series is thinned."""
 
 from __future__ import annotations
 
-import html
 import math
 import re
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
 from memfit.report.summary import clean
 
-Figure = dict[str, Any]
+GRID = 10_000
+"""Height and width of every chart, in the units that its shapes are written in."""
 MAX_POINTS = 1500
 HEADROOM = 1.16
 """Height of a memory axis over the tallest thing on it."""
 FAR_BUDGET = 2.5
 """A budget this many times above every peak is named but not drawn, as it would flatten the chart."""
-_FONT = "system-ui, sans-serif"
+_TICKS = 5
 _BYTE_UNITS = (("TiB", 1024**4), ("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024), ("B", 1))
 _SECOND_UNITS = (("min", 120.0, 60.0), ("s", 1.0, 1.0), ("ms", 1e-3, 1e-3), ("µs", 0.0, 1e-6))
 
 
+@dataclass(frozen=True)
+class Axis:
+    """A linear axis.
+
+    Args:
+        low: Value at the left, or at the bottom.
+        high: Value at the other end (> `low`).
+        title: What is written at it, with its unit.
+        size: What one of that unit is, in the unit of the values.
+    """
+
+    low: float
+    high: float
+    title: str
+    size: float = 1.0
+
+    def at(self, value: float) -> float:
+        """Return where a value is, in units of `GRID` from the low end."""
+        return GRID * (value - self.low) / (self.high - self.low)
+
+    def ticks(self) -> list[tuple[float, str]]:
+        """Return where ticks are, in units of `GRID`, and what is written there."""
+        low, high = self.low / self.size, self.high / self.size
+        step = nice_step((high - low) / _TICKS)
+        digits = max(0, -math.floor(math.log10(step)))
+        first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+        return [(self.at(n * step * self.size), f"{n * step:,.{digits}f}") for n in range(first, last + 1)]
+
+
+def nice_step(step: float) -> float:
+    """Return the least of 1, 2 and 5 times a power of ten that is not below a step (> 0)."""
+    power = 10.0 ** math.floor(math.log10(step))
+    return next(power * n for n in (1, 2, 5, 10) if power * n >= step * (1 - 1e-9))
+
+
 def label(text: str, width: int = 64) -> str:
-    """Return text from a record so that plotly shows it as it is; its middle is cut out beyond a width."""
+    """Return text from a record on one line, its middle cut out beyond a width."""
     text = clean(text)
-    if len(text) > width:
-        text = f"{text[: width // 2 - 1]}…{text[-width // 2 :]}"
-    return html.escape(text, quote=False)
+    return text if len(text) <= width else f"{text[: width // 2 - 1]}…{text[-width // 2 :]}"
 
 
 def css_name(category: str) -> str:
@@ -47,6 +75,18 @@ def byte_unit(largest_bytes: float) -> tuple[str, int]:
 def second_unit(largest_seconds: float) -> tuple[str, float]:
     """Return the unit in which an axis up to this many seconds is read, and its seconds."""
     return next((name, size) for name, least, size in _SECOND_UNITS if largest_seconds >= least)
+
+
+def byte_axis(high_bytes: float, title: str, largest_bytes: float | None = None) -> Axis:
+    """Return an axis of bytes from 0, in the unit that its largest value is read in."""
+    unit, size = byte_unit(high_bytes if largest_bytes is None else largest_bytes)
+    return Axis(0.0, max(1.0, high_bytes), f"{title} ({unit})", size)
+
+
+def second_axis(high_seconds: float, title: str) -> Axis:
+    """Return an axis of seconds from 0."""
+    unit, size = second_unit(high_seconds)
+    return Axis(0.0, max(1e-9, high_seconds), f"{title} ({unit})", size)
 
 
 def bucket_maxima(values: Sequence[float], limit: int = MAX_POINTS) -> list[int]:
@@ -67,40 +107,3 @@ def bucket_extremes(values: Sequence[float], limit: int = MAX_POINTS) -> list[in
 def draws_budget(budget_bytes: int, peak_bytes: int) -> bool:
     """Return whether a budget is near enough to the peak to be drawn on the same axis."""
     return budget_bytes <= FAR_BUDGET * peak_bytes
-
-
-def annotation(text: str, **more: Any) -> dict[str, Any]:
-    return {"text": text, "showarrow": False, **more}
-
-
-def base_layout(x_title: str, y_title: str, **more: Any) -> dict[str, Any]:
-    """Return what all charts share, with what one chart adds."""
-    axis = {
-        "gridcolor": "var(--line)",
-        "linecolor": "var(--line)",
-        "zeroline": False,
-        "automargin": True,
-        "fixedrange": False,
-        "tickfont": {"size": 11, "color": "var(--ink-2)"},
-    }
-    layout = {
-        "paper_bgcolor": "rgba(0,0,0,0)",
-        "plot_bgcolor": "rgba(0,0,0,0)",
-        "font": {"family": _FONT, "size": 12, "color": "var(--ink)"},
-        "hoverlabel": {
-            "bgcolor": "var(--surface)",
-            "bordercolor": "var(--ink-2)",
-            "align": "left",
-            "font": {"family": _FONT, "color": "var(--ink)"},
-        },
-        "modebar": {"bgcolor": "var(--veil)", "color": "var(--ink-2)", "activecolor": "var(--ink)"},
-        "showlegend": False,
-        "legend": {"orientation": "h", "x": 0, "y": -0.22, "yanchor": "top"},
-        "hovermode": "closest",
-    }
-    layout |= {key: value for key, value in more.items() if key not in ("xaxis", "yaxis", "margin")}
-    font = {"size": 12, "color": "var(--ink-2)"}
-    for key, title in (("xaxis", x_title), ("yaxis", y_title)):
-        layout[key] = {**axis, "title": {"text": title, "standoff": 10, "font": font}, **more.get(key, {})}
-    layout["margin"] = {"l": 56, "r": 12, "t": 14, "b": 48} | more.get("margin", {})
-    return layout

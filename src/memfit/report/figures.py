@@ -1,31 +1,36 @@
-"""The charts of the page, as plotly figures in plain dictionaries."""
+"""The charts of the page and of notebooks."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from memfit.ir.plan import Candidate, Plan, Prediction
 from memfit.ir.timeline import TIMELINE_CATEGORIES, Timeline
 from memfit.report.axes import (
     FAR_BUDGET,
+    GRID,
     HEADROOM,
-    Figure,
-    annotation,
-    base_layout,
+    Axis,
     bucket_extremes,
     bucket_maxima,
-    byte_unit,
+    byte_axis,
     css_name,
     draws_budget,
     label,
-    second_unit,
+    second_axis,
 )
-from memfit.report.summary import chosen_index, is_allowed, ratio_text, region_groups, seconds_text
+from memfit.report.charts import Chart, Mark, Note, Rule, Shape, steps_to
+from memfit.report.summary import chosen_index, clean, is_allowed, levers_text, ratio_text, region_groups, seconds_text
 from memfit.units import format_bytes
 
 _WIDE_SPAN = 0.12
+_MOST_LINES = 40
+_Bytes = Callable[[Candidate | Prediction], int]
+_FINE = 50_000
+"""Parts that the peak of a timeline is told in: figures of what is under a pointer are whole numbers of them."""
 
 
 def shown_categories(*timelines: Timeline) -> list[str]:
@@ -40,7 +45,7 @@ def total_bytes(timeline: Timeline) -> list[int]:
     return [sum(values) for values in zip(*timeline.live_bytes.values(), strict=True)]
 
 
-def timeline_figure(timeline: Timeline, *, categories: Sequence[str], budget_bytes: int, peak_bytes: int) -> Figure:
+def timeline_chart(timeline: Timeline, *, categories: Sequence[str], budget_bytes: int, peak_bytes: int) -> Chart:
     """Return a memory timeline: bytes alive stacked by category, the budget, and the peak.
 
     Args:
@@ -51,117 +56,67 @@ def timeline_figure(timeline: Timeline, *, categories: Sequence[str], budget_byt
     """
     total = total_bytes(timeline)
     points = bucket_maxima(total)
-    top_bytes = max(peak_bytes, budget_bytes) if draws_budget(budget_bytes, peak_bytes) else peak_bytes
-    unit, size = byte_unit(max(1, peak_bytes))
-    data = [_area(name, timeline.live_bytes.get(name, [0] * len(total)), points, size) for name in categories]
-    data.append(_outline(timeline, total, points, unit, size))
-    annotations = _phase_labels(timeline.phases)
-    shapes = _phase_shapes(timeline.phases)
-    if total:
-        data.append(_peak_marker(timeline, size))
-        near = 0 <= budget_bytes - timeline.peak_bytes < top_bytes / 12
-        annotations.append(_peak_label(timeline, budget_bytes if near else timeline.peak_bytes, size))
-    shape, text = _budget(budget_bytes, top_bytes, size, left=timeline.peak_index > len(total) / 2)
-    return {
-        "data": data,
-        "layout": base_layout(
-            "operator, in the order of the step",
-            f"bytes alive ({unit})",
-            hovermode="x",
-            shapes=[*shapes, *shape],
-            annotations=[*annotations, text],
-            yaxis={"range": [0, HEADROOM * max(1, top_bytes) / size]},
-            xaxis={"range": [0, max(1, len(total) - 1)], "showgrid": False, "tickformat": ",d"},
-            margin={"t": 34},
-        ),
-    }
-
-
-def _area(name: str, live_bytes: Sequence[int], points: Sequence[int], size: int) -> dict[str, Any]:
-    colour = f"var({css_name(name)})"
-    return {
-        "type": "scatter",
-        "mode": "lines",
-        "name": label(name),
-        "stackgroup": "live",
-        "x": list(points),
-        "y": [round(live_bytes[i] / size, 4) for i in points],
-        "line": {"width": 0.5, "color": colour, "shape": "hv"},
-        "fillcolor": colour,
-        "hoverinfo": "skip",
-    }
-
-
-def _outline(timeline: Timeline, total: Sequence[int], points: Sequence[int], unit: str, size: int) -> dict[str, Any]:
-    """Return the line over the stack, which carries what the mouse is told."""
-    return {
-        "type": "scatter",
-        "mode": "lines",
-        "name": "total",
-        "x": list(points),
-        "y": [round(total[i] / size, 4) for i in points],
-        "text": [_hover_text(timeline, i) for i in points],
-        "line": {"width": 1, "color": "var(--ink)", "shape": "hv"},
-        "hovertemplate": f"<b>%{{y:.4~g}} {unit}</b>%{{text}}<extra></extra>",
-    }
-
-
-def _hover_text(timeline: Timeline, index: int) -> str:
-    """Return what runs at a point and what is alive there, the largest first, without what is below a hundredth."""
-    parts = "".join(f"<br>{label(part, 48)}" for part in timeline.labels[index].split(" · "))
-    held = sorted(((values[index], name) for name, values in timeline.live_bytes.items()), reverse=True)
-    least = sum(count for count, _ in held) / 100
-    rest = "".join(f"<br>{format_bytes(count)}  {label(name)}" for count, name in held if count and count >= least)
-    return f"{parts}<br>{rest}"
-
-
-def _peak_marker(timeline: Timeline, size: int) -> dict[str, Any]:
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "name": "peak",
-        "x": [timeline.peak_index],
-        "y": [timeline.peak_bytes / size],
-        "marker": {"size": 9, "color": "var(--surface)", "line": {"width": 2.5, "color": "var(--ink)"}},
-        "hoverinfo": "skip",
-    }
-
-
-def _peak_label(timeline: Timeline, at_bytes: int, size: int) -> dict[str, Any]:
-    """Return what is written by the peak, at a height at which it stands clear of the budget's line."""
-    late = timeline.peak_index > len(timeline.labels) / 2
-    return annotation(
-        f"<b>peak {format_bytes(timeline.peak_bytes)}</b>",
-        x=timeline.peak_index,
-        y=at_bytes / size,
-        xanchor="right" if late else "left",
-        xshift=-9 if late else 9,
-        yanchor="bottom",
-        font={"size": 13, "color": "var(--ink)"},
-        bgcolor="var(--veil)",
+    drawn = draws_budget(budget_bytes, peak_bytes)
+    x = Axis(0.0, max(1.0, len(total)), "operator, in the order of the step")
+    y = byte_axis(HEADROOM * max(1, peak_bytes, budget_bytes * drawn), "bytes alive", peak_bytes)
+    held: dict[str, Sequence[int]] = {name: timeline.live_bytes.get(name, [0] * len(total)) for name in categories}
+    return Chart(
+        x=x,
+        y=y,
+        shapes=_stack(held, points, x, y),
+        rules=[*_pass_rules(timeline.phases, x), *([Rule("budget", y.at(budget_bytes))] if drawn else [])],
+        marks=[Mark(x.at(timeline.peak_index), y.at(timeline.peak_bytes), "circle", "var(--ink)")] if total else [],
+        notes=_timeline_notes(timeline, budget_bytes, drawn, x, y),
+        spans=_recomputed(timeline.phases, x),
+        headings=_headings(timeline.phases, x),
+        hover=_timeline_hover(timeline, held, points),
     )
 
 
-def _budget(budget_bytes: int, top_bytes: int, size: int, *, left: bool) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return the budget's line and its label; only a label where the budget is far above the chart."""
-    drawn = budget_bytes <= top_bytes
-    line = {
-        "type": "line",
-        "name": "budget",
-        "xref": "paper",
-        "x0": 0,
-        "x1": 1,
-        "y0": budget_bytes / size,
-        "y1": budget_bytes / size,
-        "line": {"color": "var(--budget)", "width": 2, "dash": "dash"},
+def _stack(held: dict[str, Sequence[int]], points: Sequence[int], x: Axis, y: Axis) -> list[Shape]:
+    """Return an area for each category, from the highest: each hides the part of the former that is not its own."""
+    level = [0] * len(points)
+    shapes = []
+    for name, live_bytes in held.items():
+        level = [below + live_bytes[i] for below, i in zip(level, points, strict=True)]
+        corners = steps_to(((x.at(i), y.at(top)) for i, top in zip(points, level, strict=True)), GRID)
+        shapes.append(Shape(corners, f"var({css_name(name)}, var(--ink-2))", name=name, filled=True))
+    return shapes[::-1]
+
+
+def _timeline_hover(timeline: Timeline, held: dict[str, Sequence[int]], points: Sequence[int]) -> dict[str, Any]:
+    """Return what runs at each point and what is alive there: changes from point to point, in `size` bytes."""
+    size = max(1, timeline.peak_bytes // _FINE)
+    words: dict[str, int] = {}
+    said = [[words.setdefault(label(part, 48), len(words)) for part in timeline.labels[i].split(" · ")] for i in points]
+    return {
+        "kind": "timeline",
+        "x": _changes(points),
+        "size": size,
+        "held": [[name, _changes([round(live[i] / size) for i in points])] for name, live in held.items()],
+        "words": list(words),
+        "said": said,
     }
+
+
+def _changes(values: Sequence[int]) -> list[int]:
+    return [after - before for before, after in pairwise([0, *values])]
+
+
+def _timeline_notes(timeline: Timeline, budget_bytes: int, drawn: bool, x: Axis, y: Axis) -> list[Note]:
+    """Return what is written by the peak and by the budget, clear of one another."""
+    late = timeline.peak_index > len(timeline.labels) / 2
+    near = abs(budget_bytes - timeline.peak_bytes) < (y.high - y.low) / 12
+    under = near and timeline.peak_bytes <= budget_bytes
     text = f"budget {format_bytes(budget_bytes)}" + ("" if drawn else " ↑ far above")
-    where = {"y": budget_bytes / size, "yanchor": "bottom"} if drawn else {"yref": "paper", "y": 1, "yanchor": "top"}
-    side = {"x": 0, "xanchor": "left"} if left else {"x": 1, "xanchor": "right"}
-    font = {"size": 12, "color": "var(--budget)"}
-    halo = {**line, "name": "halo", "line": {"color": "var(--veil)", "width": 5}}
-    named = annotation(text, xref="paper", **side, **where, font=font, bgcolor="var(--veil)")
-    return [halo, line] if drawn else [], named
+    left, side = (0, "right") if late else (GRID, "left")
+    above = drawn and (under or not near)
+    notes = [Note(left, y.at(budget_bytes) if drawn else GRID, text, kind="budget", above=above, side=side)]
+    if timeline.labels:
+        peak = f"peak {format_bytes(timeline.peak_bytes)}"
+        at = x.at(timeline.peak_index), y.at(timeline.peak_bytes)
+        notes.append(Note(*at, peak, kind="peak", above=not under, side="left" if late else "right"))
+    return notes
 
 
 def _spans(values: Sequence[str]) -> list[tuple[str, int, int]]:
@@ -180,28 +135,21 @@ def _pass_spans(phases: Sequence[str]) -> list[tuple[str, int, int]]:
     return _spans(["backward" if phase == "recompute" else phase for phase in phases])
 
 
-def _phase_labels(phases: Sequence[str]) -> list[dict[str, Any]]:
+def _headings(phases: Sequence[str], x: Axis) -> list[tuple[float, str]]:
     wide = [span for span in _pass_spans(phases) if span[2] - span[1] >= _WIDE_SPAN * len(phases)]
-    font = {"size": 11, "color": "var(--ink-2)"}
-    return [
-        annotation(label(name), x=(start + end) / 2, yref="paper", y=1.03, yanchor="bottom", font=font)
-        for name, start, end in wide
-    ]
+    return [(x.at((start + end) / 2), label(name)) for name, start, end in wide]
 
 
-def _phase_shapes(phases: Sequence[str]) -> list[dict[str, Any]]:
-    """Return a hairline between passes, and a bar over the chart where operators run again."""
-    hairline = {"color": "var(--ink-2)", "width": 1, "dash": "dot"}
+def _pass_rules(phases: Sequence[str], x: Axis) -> list[Rule]:
+    """Return a hairline between passes, unless there are too many."""
     spans = [span for span in _pass_spans(phases) if span[1] > len(phases) / 100]
-    lines = spans if len(spans) <= 40 else []
-    shapes: list[dict[str, Any]] = [
-        {"type": "line", "name": "pass", "yref": "paper", "x0": x, "x1": x, "y0": 0, "y1": 1, "line": hairline}
-        for _, x, _ in lines
-    ]
-    for start, end in _joined([span[1:] for span in _spans(phases) if span[0] == "recompute"], len(phases) / 300):
-        box = {"type": "rect", "yref": "paper", "y0": 1.005, "y1": 1.03, "x0": start, "x1": end}
-        shapes.append({**box, "name": "recompute", "fillcolor": "var(--recompute)", "line": {"width": 0}})
-    return shapes
+    return [Rule("pass", x.at(start), upright=True) for _, start, _ in spans] if len(spans) <= _MOST_LINES else []
+
+
+def _recomputed(phases: Sequence[str], x: Axis) -> list[tuple[float, float]]:
+    """Return where operators run again."""
+    spans = [span[1:] for span in _spans(phases) if span[0] == "recompute"]
+    return [(x.at(start), x.at(end)) for start, end in _joined(spans, len(phases) / 300)]
 
 
 def _joined(spans: Sequence[tuple[int, int]], gap: float) -> list[tuple[int, int]]:
@@ -215,131 +163,126 @@ def _joined(spans: Sequence[tuple[int, int]], gap: float) -> list[tuple[int, int
     return joined
 
 
-def frontier_figure(plan: Plan) -> Figure:
+def frontier_chart(plan: Plan) -> Chart:
     """Return the frontier: predicted peak against step time, with the plain step, this plan, and the budget."""
     points: list[Candidate | Prediction] = [*plan.frontier, plan.plain, plan.predicted]
-    largest_bytes = max(point.peak_bytes for point in points)
-    unit, size = byte_unit(largest_bytes)
-    time_unit, time_size = second_unit(max(point.step_seconds for point in points))
-    shapes, text = _budget(plan.budget_bytes, int(FAR_BUDGET * largest_bytes), size, left=False)
-    for shape in shapes:
-        shape |= {
-            "layer": "below",
-            "xref": "x",
-            "yref": "paper",
-            "x0": shape["y0"],
-            "x1": shape["y1"],
-            "y0": 0,
-            "y1": 1,
-        }
-    side = {"x": plan.budget_bytes / size, "xanchor": "left", "yref": "paper", "y": 1, "yanchor": "bottom"}
-    text |= {**side, "xref": "x"} if shapes else {}
-    return {
-        "data": _frontier_traces(plan, size, time_size),
-        "layout": base_layout(
-            f"peak allocated ({unit})",
-            f"step time ({time_unit})",
-            shapes=shapes,
-            annotations=[text],
-            showlegend=True,
-            xaxis={"rangemode": "tozero"},
-            yaxis={"rangemode": "tozero"},
-            margin={"t": 34},
-        ),
-    }
-
-
-def _frontier_traces(plan: Plan, size: float, time_size: float) -> list[dict[str, Any]]:
-    chosen = chosen_index(plan)
+    held = _held(plan)
+    largest_bytes = max(map(held, points))
+    drawn = plan.budget_bytes <= FAR_BUDGET * largest_bytes
+    title = "peak, at most" if held is _upper_bytes else "peak allocated"
+    x = byte_axis(1.08 * max(largest_bytes, plan.budget_bytes * drawn), title, largest_bytes)
+    y = second_axis(1.12 * max(point.step_seconds for point in points), "step time")
     within = [candidate for candidate in plan.frontier if is_allowed(candidate, plan.allowed)]
+    line = [(x.at(held(point)), y.at(point.step_seconds)) for point in _staircase(within, held)]
+    text = f"budget {format_bytes(plan.budget_bytes)}" + ("" if drawn else " → far beyond")
+    at = x.at(plan.budget_bytes) if drawn else GRID
+    return Chart(
+        x=x,
+        y=y,
+        shapes=[Shape(steps_to(line, line[-1][0]), "var(--accent)", name="frontier", dashed=True)] if line else [],
+        rules=[Rule("budget", at, upright=True)] if drawn else [],
+        marks=_frontier_marks(plan, x, y),
+        notes=[Note(at, GRID, text, kind="budget", above=False, side="left" if at > GRID / 2 else "right")],
+    )
+
+
+def _held(plan: Plan) -> _Bytes:
+    """Return what is held against the budget of a point, or its peak where a plan's frontier does not say it."""
+    known = plan.frontier and all(point.peak_upper_bytes is not None for point in plan.frontier)
+    return _upper_bytes if known else _peak_bytes
+
+
+def _upper_bytes(point: Candidate | Prediction) -> int:
+    return point.peak_bytes if point.peak_upper_bytes is None else point.peak_upper_bytes
+
+
+def _peak_bytes(point: Candidate | Prediction) -> int:
+    return point.peak_bytes
+
+
+def _frontier_marks(plan: Plan, x: Axis, y: Axis) -> list[Mark]:
+    """Return the points of the frontier, those that need a freer class hollow, then the plain step and the plan."""
+    held = _held(plan)
+    chosen = chosen_index(plan)
     others = [c for i, c in enumerate(plan.frontier) if i != chosen and is_allowed(c, plan.allowed)]
     ours = plan.predicted if chosen is None else plan.frontier[chosen]
 
-    def scatter(points: Sequence[Candidate | Prediction], name: str, **more: Any) -> dict[str, Any]:
-        x = [point.peak_bytes / size for point in points]
-        y = [point.step_seconds / time_size for point in points]
-        told = [_point_text(plan, point) for point in points]
-        hover = {"hovertext": told, "hovertemplate": "%{hovertext}<extra></extra>"}
-        return {"type": "scatter", "mode": "markers+text", "name": name, "x": x, "y": y, **hover, **more}
+    def mark(point: Candidate | Prediction, series: str, symbol: str, colour: str, text: str = "") -> Mark:
+        hollow = colour == "var(--denied)"
+        at = x.at(held(point)), y.at(point.step_seconds)
+        return Mark(*at, symbol, colour, hollow=hollow, tip=_point_text(plan, point), text=text, series=series)
 
-    thin = {"color": "var(--accent)", "width": 1.5, "shape": "hv", "dash": "dot"}
-    unseen = {"showlegend": False, "hoverinfo": "skip", "hovertemplate": None}
-    traces = [
-        scatter(_staircase(within), "", mode="lines", line=thin, **unseen),
-        scatter(others, "allowed", marker=_marker("circle", "var(--accent)", 9)),
-    ]
-    for name, members, marker in _denied_groups(plan):
-        written = {"text": [f" {members[0].numerics}"], "textposition": "middle right"}
-        traces.append(scatter(members, name, marker=marker, **written))
-    written = {"text": ["<b>this plan</b>"], "textposition": "bottom left"}
-    traces.append(scatter([plan.plain], "plain step", marker=_marker("square", "var(--ink)", 10)))
-    traces.append(scatter([ours], "this plan", marker=_marker("star", "var(--chosen)", 17), **written))
-    return traces
+    marks = [mark(point, "allowed", "circle", "var(--accent)") for point in others]
+    for name, members, symbol in _denied_groups(plan):
+        marks += [
+            mark(point, name, symbol, "var(--denied)", "" if i else point.numerics) for i, point in enumerate(members)
+        ]
+    marks.append(mark(plan.plain, "plain step", "square", "var(--ink)"))
+    return [*marks, mark(ours, "this plan", "star", "var(--chosen)", "this plan")]
 
 
-def _denied_groups(plan: Plan) -> list[tuple[str, list[Candidate], dict[str, Any]]]:
-    """Return the points that need a freer class than allowed, by class, each with a hollow symbol of its own."""
-    symbols = {"reordered": "hexagon-open", "reduced": "diamond-open", "changed": "triangle-up-open"}
+def _denied_groups(plan: Plan) -> list[tuple[str, list[Candidate], str]]:
+    """Return the points that need a freer class than allowed, by class, each with a symbol of its own."""
     groups = []
-    for numerics, symbol in symbols.items():
+    for numerics, symbol in {"reordered": "hexagon", "reduced": "diamond", "changed": "triangle"}.items():
         members = [c for c in plan.frontier if c.numerics == numerics and not is_allowed(c, plan.allowed)]
         if members:
-            groups.append((f'needs numerics="{numerics}"', members, _marker(symbol, "var(--denied)", 10)))
+            groups.append((f'needs numerics="{numerics}"', members, symbol))
     return groups
 
 
-def _marker(symbol: str, colour: str, size: int) -> dict[str, Any]:
-    edge = colour if symbol.endswith("-open") else "var(--surface)"
-    return {"symbol": symbol, "color": colour, "size": size, "line": {"width": 1.5, "color": edge}}
-
-
-def _staircase(candidates: Sequence[Candidate]) -> list[Candidate]:
+def _staircase(candidates: Sequence[Candidate], held: _Bytes) -> list[Candidate]:
     """Return the candidates that no other beats in both peak and step time, from the leanest."""
     best: list[Candidate] = []
-    for candidate in sorted(candidates, key=lambda c: (c.peak_bytes, c.step_seconds)):
+    for candidate in sorted(candidates, key=lambda c: (held(c), c.step_seconds)):
         if not best or candidate.step_seconds < best[-1].step_seconds:
             best.append(candidate)
     return best
 
 
 def _point_text(plan: Plan, point: Candidate | Prediction) -> str:
-    """Return what the mouse is told about a point."""
+    """Return what a pointer is told about a point."""
     ratio = ratio_text(point.step_seconds, plan.plain.step_seconds)
-    lines = [f"<b>{format_bytes(point.peak_bytes)}, {seconds_text(point.step_seconds)}</b> ({ratio} of plain)"]
+    lines = [f"{format_bytes(point.peak_bytes)}, {seconds_text(point.step_seconds)} ({ratio} of plain)"]
     if isinstance(point, Prediction):
-        return "<br>".join([*lines, "the step as it was" if point is plan.plain else "the plan, predicted"])
+        return "\n".join([*lines, "the step as it was" if point is plan.plain else "the plan, predicted"])
     levers = point.levers
     regions = [label(group.name, 40) for group in region_groups(levers.regions)]
-    lines.append(f"{levers.precision}, microbatch {levers.microbatch_size:,}, {point.numerics}, {point.status}")
-    lines.append(f"{len(levers.regions):,} modules recomputed:" if regions else "nothing recomputed")
+    lines.append(f"{levers_text(levers, plan.batch_size)}; {point.numerics}, {point.status}")
     more = [f"and {len(regions) - 4} more"] if len(regions) > 4 else []
-    return "<br>".join([*lines, *regions[:4], *more])
+    return "\n".join([*lines, *regions[:4], *more])
 
 
-def curve_figure(
-    steps: Sequence[float], values: Sequence[float | None], name: str, unit: Callable[[float], tuple[str, float]] | None
-) -> Figure:
+def curve_chart(
+    steps: Sequence[float], values: Sequence[float | None], name: str, axis: Callable[[float, str], Axis] | None = None
+) -> Chart:
     """Return a training curve.
 
     Args:
         steps: The step of each value.
         values: What to draw; gaps where it is None or not finite.
         name: What the axis says.
-        unit: Gives the unit of the axis and its size for the largest value; None where there is none.
+        axis: Gives the axis from 0 up to a value; None for one that holds all values.
     """
     finite = [math.nan if value is None or not math.isfinite(value) else value for value in values]
-    largest = max((value for value in finite if not math.isnan(value)), default=1.0)
-    unit_name, size = unit(largest) if unit else ("", 1.0)
+    known = [value for value in finite if not math.isnan(value)] or [0.0]
+    y = axis(1.08 * max(known), name) if axis else _loose(min(known), max(known), name)
+    x = Axis(min(steps), max(max(steps), min(steps) + 1), "step")
     points = bucket_extremes([-math.inf if math.isnan(value) else value for value in finite])
-    axis = f"{name} ({unit_name})" if unit_name else name
-    line = {
-        "type": "scatter",
-        "mode": "lines" if len(points) > 1 else "markers",
-        "name": name,
-        "x": [steps[i] for i in points],
-        "y": [None if math.isnan(finite[i]) else float(f"{finite[i] / size:.7g}") for i in points],
-        "line": {"color": "var(--accent)", "width": 1.6},
-        "hovertemplate": f"step %{{x:,d}}<br><b>%{{y:.5~g}} {unit_name}</b><extra></extra>",
+    places = [(x.at(steps[i]), y.at(finite[i])) for i in points]
+    line = [Shape(places, "var(--accent)", name=name, width=1.6)]
+    alone = [Mark(*places[0], "circle", "var(--accent)")] if len(points) == 1 and places[0][1] == places[0][1] else []
+    unit = clean(y.title.rpartition("(")[2].rstrip(")")) if axis else ""
+    hover = {
+        "kind": "curve",
+        "x": _changes([round(steps[i]) for i in points]),
+        "y": [None if math.isnan(finite[i]) else float(f"{finite[i] / y.size:.5g}") for i in points],
+        "unit": unit,
     }
-    zero = {"yaxis": {"rangemode": "tozero"}} if unit else {}
-    return {"data": [line], "layout": base_layout("step", axis, xaxis={"tickformat": ",d"}, **zero)}
+    return Chart(x=x, y=y, shapes=line, marks=alone, hover=hover)
+
+
+def _loose(low: float, high: float, name: str) -> Axis:
+    """Return an axis that holds two values with some room around them."""
+    room = 0.06 * (high - low) or max(1e-6, 0.06 * abs(high))
+    return Axis(low - room, high + room, name)

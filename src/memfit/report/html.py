@@ -1,31 +1,22 @@
-"""The page: a plan, what it does to the step's memory, and what training measured, in one HTML file.
-
-The file holds everything it shows. It makes no request, and its content security policy lets it make
-none: `default-src 'none'`, and only the two scripts whose hashes it names may run.
-"""
+"""The page: a plan, what it does to the step's memory, and what training measured, in one HTML file."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import importlib
-import importlib.resources
-import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from memfit.errors import MissingExtraError
 from memfit.ir.codec import write_atomic
 from memfit.ir.plan import Plan
-from memfit.ir.record import Comparison, RunRecord, Views
-from memfit.report.axes import MAX_POINTS, Figure, css_name, draws_budget, second_unit
-from memfit.report.figures import curve_figure, frontier_figure, shown_categories, timeline_figure
+from memfit.ir.record import Comparison, ModuleRow, RunRecord, Views
+from memfit.report.axes import MAX_POINTS, draws_budget, second_axis
+from memfit.report.bars import Bar, bars_html
+from memfit.report.charts import Chart
+from memfit.report.figures import curve_chart, frontier_chart, shown_categories, timeline_chart
+from memfit.report.next_steps import Report, next_steps
+from memfit.report.pages import markup, render_page
 from memfit.report.summary import (
-    MISSING,
     change_text,
-    clean,
     comparison_rows,
     lever_rows,
     loss_text,
@@ -40,22 +31,30 @@ from memfit.report.summary import (
     waiting_text,
 )
 from memfit.units import format_bytes
-from memfit.version import __version__
 
-_MAX_LOSS_ROWS = 400
+_MAX_ROWS, _MAX_MODULES = 400, 1000
+_Row = TypeVar("_Row")
 
 
-def write(path: str | Path, plan: Plan, views: Views, run: RunRecord | None, metrics: list[dict[str, Any]]) -> Path:
+def write(
+    path: str | Path,
+    plan: Plan,
+    views: Views,
+    run: RunRecord | None,
+    metrics: list[dict[str, Any]],
+    folder: Path | None = None,
+) -> Path:
     """Write the page to a file; see `render`.
 
     Raises:
-        MissingExtraError: plotly or jinja2 is not installed.
         OutputError: The file can't be written.
     """
-    return write_atomic(path, render(plan, views, run, metrics).encode())
+    return write_atomic(path, render(plan, views, run, metrics, folder).encode())
 
 
-def render(plan: Plan, views: Views, run: RunRecord | None, metrics: list[dict[str, Any]]) -> str:
+def render(
+    plan: Plan, views: Views, run: RunRecord | None, metrics: list[dict[str, Any]], folder: Path | None = None
+) -> str:
     """Return the page.
 
     Args:
@@ -65,90 +64,48 @@ def render(plan: Plan, views: Views, run: RunRecord | None, metrics: list[dict[s
         metrics: A line for each step of the run, with the keys step, loss, grad_norm, skipped, loss_scale,
             seconds and peak_bytes, of which any but step may be missing or None. A line without a key, as
             that of an evaluation, is no gap in the curve; one with None is.
-
-    Raises:
-        MissingExtraError: plotly or jinja2 is not installed.
+        folder: The run's folder, which commands name and whose checkpoints are named; None where it is not known.
     """
-    jinja2 = _require("jinja2")
-    plotly = _require("plotly.offline")
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters |= {
-        "bytes": format_bytes,
-        "clean": clean,
-        "css_name": css_name,
-        "hash": _script_hash,
-        "number": _number_text,
-        "seconds": seconds_text,
-    }
-    template = importlib.resources.files("memfit.report").joinpath("page.html.j2").read_text(encoding="utf-8")
-    context = _context(plan, views, run, metrics)
-    figures = _figures(plan, views, metrics)
-    page = environment.from_string(template).render(
-        context, charts=figures.keys(), figures=_embedded(figures), plotly_js=plotly.get_plotlyjs()
-    )
-    return str(page)
+    report = Report(plan, views, run, metrics, folder)
+    return render_page("page.html.j2", _charts(plan, views, metrics), **_context(report))
 
 
-def _require(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as e:
-        raise MissingExtraError("memfit report", "report", module.partition(".")[0]) from e
-
-
-def _script_hash(script: str) -> str:
-    """Return the hash by which a content security policy names an inline script."""
-    return "sha256-" + base64.b64encode(hashlib.sha256(str(script).encode()).digest()).decode()
-
-
-def _embedded(record: Any) -> str:
-    """Return JSON that can stand inside a script element: no character in it can end the element."""
-    text = json.dumps(record, allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def _number_text(value: float | None) -> str:
-    return MISSING if value is None or not math.isfinite(value) else f"{value:.5g}"
-
-
-def _figures(plan: Plan, views: Views, metrics: Sequence[dict[str, Any]]) -> dict[str, Figure]:
+def _charts(plan: Plan, views: Views, metrics: Sequence[dict[str, Any]]) -> dict[str, Chart]:
     """Return the charts by the name of the element that each is drawn in."""
     shared: dict[str, Any] = {
         "categories": shown_categories(views.plain, views.planned),
         "budget_bytes": plan.budget_bytes,
         "peak_bytes": _tallest_bytes(views),
     }
-    figures = {
-        "before": timeline_figure(views.plain, **shared),
-        "after": timeline_figure(views.planned, **shared),
-        "frontier": frontier_figure(plan),
+    charts = {
+        "before": timeline_chart(views.plain, **shared),
+        "after": timeline_chart(views.planned, **shared),
+        "frontier": frontier_chart(plan),
     }
-    for key, name, unit in (("loss", "loss", None), ("seconds", "step time", second_unit)):
+    for key, name, axis in (("loss", "loss", None), ("seconds", "step time", second_axis)):
         lines = [line for line in metrics if key in line]
         if any(line[key] is not None for line in lines):
-            figures[key] = curve_figure([line["step"] for line in lines], [line[key] for line in lines], name, unit)
-    return figures
+            charts[key] = curve_chart([line["step"] for line in lines], [line[key] for line in lines], name, axis)
+    return charts
 
 
 def _tallest_bytes(views: Views) -> int:
     return max(views.plain.peak_bytes, views.planned.peak_bytes)
 
 
-def _context(plan: Plan, views: Views, run: RunRecord | None, metrics: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _context(report: Report) -> dict[str, Any]:
     """Return what the template reads, besides the charts."""
+    plan, views, run = report.plan, report.views, report.run
     evaluations = run.evaluations if run else []
     return {
         "plan": plan,
         "run": run,
-        "version": __version__,
         "fits": plan.predicted.peak_upper_bytes <= plan.budget_bytes,
         "verdict": _verdict(plan),
         "ratio": ratio_text(plan.predicted.step_seconds, plan.plain.step_seconds),
         "change": change_text(plan.predicted.peak_bytes, plan.plain.peak_bytes),
         "measured": _measured(views.comparison, run),
-        "bars": _bars(plan, views.comparison, run),
+        "bars": markup(_bars(plan, views.comparison, run)),
         "gap": share_text(plan.solution.gap, 1),
         "solver": solver_text(plan),
         "levers": lever_rows(plan),
@@ -167,7 +124,11 @@ def _context(plan: Plan, views: Views, run: RunRecord | None, metrics: Sequence[
         "evaluation_keys": sorted({key for evaluation in evaluations for key in evaluation.values}),
         "waiting": waiting_text(run) if run else None,
         "retries": retries_text(run) if run else None,
-        "skipped": sum(bool(line.get("skipped")) for line in metrics),
+        "skipped": sum(bool(line.get("skipped")) for line in report.metrics),
+        "modules": largest_modules(views.modules),
+        "events": _ends(run.events if run else [], _MAX_ROWS),
+        "evaluations": _ends(evaluations, _MAX_ROWS),
+        "steps": next_steps(report),
     }
 
 
@@ -190,21 +151,16 @@ def _measured(comparison: Comparison | None, run: RunRecord | None) -> dict[str,
     }
 
 
-def _bars(plan: Plan, comparison: Comparison | None, run: RunRecord | None) -> dict[str, Any]:
-    """Return the bars of the headline, in percent of a width that holds the budget where it is near."""
-    rows = [("plain, predicted", plan.plain.peak_bytes, "plain"), ("planned, predicted", plan.predicted.peak_bytes, "")]
+def _bars(plan: Plan, comparison: Comparison | None, run: RunRecord | None) -> str:
+    """Return the bars of the headline."""
+    rows = [Bar("plain, predicted", plan.plain.peak_bytes, "plain")]
     if comparison:
-        rows.insert(1, ("plain, measured", comparison.plain_peak_bytes, "plain"))
+        rows.append(Bar("plain, measured", comparison.plain_peak_bytes, "plain"))
+    rows.append(Bar("planned, predicted", plan.predicted.peak_bytes))
     measured = comparison.planned_peak_bytes if comparison else run.measured_peak_bytes if run else None
     if measured is not None:
-        rows.append(("planned, measured", measured, ""))
-    largest = max(1, *(row[1] for row in rows))
-    drawn = draws_budget(plan.budget_bytes, largest)
-    whole = max(largest, plan.budget_bytes) if drawn else largest
-    return {
-        "rows": [(name, format_bytes(count), f"{100 * count / whole:.2f}", kind) for name, count, kind in rows],
-        "budget": f"{100 * plan.budget_bytes / whole:.2f}" if drawn else None,
-    }
+        rows.append(Bar("planned, measured", measured))
+    return bars_html(rows, plan.budget_bytes)
 
 
 def _category_rows(views: Views) -> list[tuple[str, str, str, str]]:
@@ -219,7 +175,7 @@ def _category_rows(views: Views) -> list[tuple[str, str, str, str]]:
 
 
 def _loss_rows(comparison: Comparison | None) -> list[tuple[int, str, str, str]]:
-    """Return the losses of both steps and their difference, of the first steps."""
+    """Return the losses of both steps and their difference, of the first and the last steps."""
     if comparison is None:
         return []
     pairs = zip(comparison.plain_losses, comparison.planned_losses, strict=False)
@@ -227,4 +183,15 @@ def _loss_rows(comparison: Comparison | None) -> list[tuple[int, str, str, str]]
         (step, f"{plain:.7g}", f"{planned:.7g}", "0" if plain == planned else f"{planned - plain:+.1e}")
         for step, (plain, planned) in enumerate(pairs, 1)
     ]
-    return rows[:_MAX_LOSS_ROWS]
+    return _ends(rows, _MAX_ROWS)
+
+
+def largest_modules(modules: Sequence[ModuleRow]) -> list[ModuleRow]:
+    """Return the modules that hold the most, in the order of the model: all, unless there are very many."""
+    most = sorted(range(len(modules)), key=lambda i: -max(modules[i].saved_bytes, modules[i].parameter_bytes))
+    return [modules[i] for i in sorted(most[:_MAX_MODULES])]
+
+
+def _ends(rows: Sequence[_Row], limit: int) -> list[_Row]:
+    """Return the first and the last of many rows, and all of few."""
+    return list(rows) if len(rows) <= limit else [*rows[: limit // 2], *rows[-limit // 2 :]]

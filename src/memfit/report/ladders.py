@@ -1,26 +1,32 @@
-"""A ladder as a table, and as one HTML file with its plot: no script, nothing loaded."""
+"""A ladder as a table, and as one HTML file with its plot."""
 
 from __future__ import annotations
 
-import html
-import io
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from memfit.ir.codec import write_atomic
-from memfit.ir.ladder import Ladder, Rung
-from memfit.report.axes import byte_unit, second_unit
+from memfit.ir.ladder import Ladder, Outcome, Rung
+from memfit.report.axes import GRID, byte_axis, second_axis
+from memfit.report.charts import Chart, Mark, Rule, Shape
+from memfit.report.next_steps import NextStep, budget_argument
+from memfit.report.pages import render_page
+from memfit.report.rendering import text_of
 from memfit.report.summary import MISSING, clean, ratio_text, seconds_text
 from memfit.units import format_bytes
 
 _COLUMNS = ("rung", "peak", "", "step", "", "largest batch", "samples/s there", "numerics", "outcome")
+_SYMBOLS: dict[Outcome, str] = {"kept": "circle", "does not pay": "triangle", "proposed": "diamond"}
 _STYLES = {"kept": "green", "does not pay": "yellow", "proposed": "cyan", "not available": "dim"}
-_COLOURS = {"kept": "#0a7d4f", "does not pay": "#b06d00", "proposed": "#2563c9"}
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 720, 380, 80, 50
+_COLOURS: dict[Outcome, str] = {
+    "kept": "var(--good)",
+    "does not pay": "var(--chosen)",
+    "proposed": "var(--accent)",
+}
 
 
 def ladder_table(ladder: Ladder) -> Group:
@@ -50,10 +56,7 @@ def ladder_table(ladder: Ladder) -> Group:
 
 def ladder_text(ladder: Ladder) -> str:
     """Return a ladder as plain text, 120 wide, for `print(ladder)`."""
-    console = Console(width=120, file=io.StringIO(), color_system=None, force_terminal=False, legacy_windows=False)
-    with console.capture() as captured:
-        console.print(ladder_table(ladder))
-    return "\n".join(line.rstrip() for line in captured.get().splitlines()).strip("\n")
+    return text_of(ladder_table(ladder), width=120)
 
 
 def write_ladder(path: str | Path, ladder: Ladder) -> Path:
@@ -67,68 +70,66 @@ def write_ladder(path: str | Path, ladder: Ladder) -> Path:
 
 def ladder_page(ladder: Ladder) -> str:
     """Return one HTML file with the plot and the table."""
-    title = html.escape(clean(f"memfit ladder: {ladder.workload}"))
-    head = "".join(f"<th scope=col>{name}</th>" for name in _COLUMNS)
-    rows = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(clean(cell))}</td>" for cell in (*_cells(rung), rung.why)) + "</tr>"
-        for rung in ladder.rungs
-        if rung.is_measured
+    measured = [rung for rung in ladder.rungs if rung.is_measured]
+    return render_page(
+        "ladder.html.j2",
+        {"ladder": ladder_chart(ladder)},
+        ladder=ladder,
+        budget=_budget(ladder),
+        columns=_COLUMNS,
+        rows=[(rung, _cells(rung)) for rung in measured],
+        rest=_rest(ladder),
+        steps=_next_steps(ladder),
     )
-    rest = "".join(f"<li><b>{html.escape(r.name)}</b>: {html.escape(clean(r.why))}</li>" for r in _rest(ladder))
-    threads = f"{ladder.threads} thread{'s' * (ladder.threads > 1)}"
-    made = f"memfit {ladder.memfit_version}, torch {ladder.torch_version}, {threads}"
-    budget = _budget(ladder)
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<style>
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; color: #1d2433; }}
-table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; }}
-th, td {{ padding: .3rem .7rem; border-bottom: 1px solid #dde2ea; text-align: left; }}
-.scroll {{ overflow-x: auto; }} svg {{ max-width: 100%; height: auto; }} text {{ font: 12px system-ui, sans-serif; }}
-</style></head><body><main>
-<h1>{title}</h1>
-<p>Batch of {ladder.batch_size:,} on {html.escape(ladder.device)}, {budget}.</p>
-{ladder_plot(ladder)}
-<div class="scroll"><table><thead><tr>{head}<th scope=col>what it does</th></tr></thead>
-<tbody>{rows}</tbody></table></div>
-<h2>Not measured here</h2><ul>{rest}</ul>
-</main><footer><p>Measured with {html.escape(made)}.</p></footer></body></html>
-"""
 
 
-def ladder_plot(ladder: Ladder) -> str:
-    """Return an SVG of peak against step time: a point for each rung, the kept ones joined in their order."""
+def ladder_chart(ladder: Ladder) -> Chart:
+    """Return peak against step time: a point for each rung, the kept ones joined in their order."""
     rungs = [(r, r.peak_bytes, r.step_seconds) for r in ladder.rungs if r.peak_bytes and r.step_seconds]
-    most_bytes, most_seconds = max(b for _, b, _ in rungs), max(s for _, _, s in rungs)
-    unit, unit_bytes = byte_unit(most_bytes)
-    time_unit, unit_seconds = second_unit(most_seconds)
-    x_end, y_end = 1.25 * most_bytes, 1.15 * most_seconds
-
-    def at(nbytes: float, seconds: float) -> tuple[float, float]:
-        x = _LEFT + (_WIDTH - _LEFT) * nbytes / x_end
-        return x, (_HEIGHT - _BOTTOM) * (1 - seconds / y_end)
-
-    marks = []
-    for rung, nbytes, seconds in rungs:
-        x, y = at(nbytes, seconds)
-        name = html.escape(f"{rung.name} ({rung.outcome})" if rung.outcome != "kept" else rung.name)
-        marks.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{_COLOURS[rung.outcome]}"/>')
-        marks.append(f'<text x="{x + 8:.1f}" y="{y + 4:.1f}">{name}</text>')
-    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(b, s) for r, b, s in rungs if r.outcome == "kept"))
-    ticks = []
-    for part in range(5):
-        x, y = at(x_end * part / 4, y_end * part / 4)
-        ticks.append(f'<text x="{x:.1f}" y="{_HEIGHT - 30}">{x_end * part / 4 / unit_bytes:.3g}</text>')
-        ticks.append(
-            f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{y_end * part / 4 / unit_seconds:.3g}</text>'
+    x = byte_axis(1.08 * max(nbytes for _, nbytes, _ in rungs), "peak allocated")
+    y = second_axis(1.12 * max(seconds for _, _, seconds in rungs), "step time")
+    marks = [
+        Mark(
+            x.at(nbytes),
+            y.at(seconds),
+            _SYMBOLS[rung.outcome],
+            _COLOURS[rung.outcome],
+            hollow=rung.outcome != "kept",
+            tip=clean(f"{rung.name}: {rung.outcome}") + f"\n{format_bytes(nbytes)}, {seconds_text(seconds)}",
+            text=clean(rung.name),
+            series=rung.outcome,
         )
-    floor = _HEIGHT - _BOTTOM
-    return f"""<svg viewBox="-10 -12 {_WIDTH + 120} {_HEIGHT + 12}" role="img" aria-label="Peak against step time">
-<path d="M{_LEFT} 0V{floor}H{_WIDTH}" fill="none" stroke="#8a93a5"/>{"".join(ticks)}
-<text x="{_WIDTH - 90}" y="{_HEIGHT - 8}">peak ({unit})</text><text x="0" y="-1">step ({time_unit})</text>
-<polyline points="{line}" fill="none" stroke="{_COLOURS["kept"]}" stroke-opacity=".5"/>{"".join(marks)}</svg>"""
+        for rung, nbytes, seconds in rungs
+    ]
+    kept = [(x.at(nbytes), y.at(seconds)) for rung, nbytes, seconds in rungs if rung.outcome == "kept"]
+    rules = [Rule("budget", x.at(ladder.budget_bytes), upright=True)] if ladder.is_budget_given else []
+    rules = [rule for rule in rules if rule.at <= GRID]
+    return Chart(x=x, y=y, shapes=[Shape(kept, _COLOURS["kept"], name="kept")], rules=rules, marks=marks)
+
+
+def _next_steps(ladder: Ladder) -> list[NextStep]:
+    """Return what follows from a ladder: the plan of all that pays, and what was not tried."""
+    plain, top = ladder.rungs[0], ladder.top
+    found = []
+    if top.peak_bytes is not None and top.step_seconds is not None and top is not plain:
+        levers = [rung.name for rung in ladder.rungs if rung.outcome == "kept"][1:]
+        why = (
+            f"What pays here ({clean(', '.join(levers))}) takes {format_bytes(top.peak_bytes)} and"
+            f" {seconds_text(top.step_seconds)} a step. Have the planner choose among all combinations for that budget:"
+        )
+        budget = budget_argument(max(top.peak_bytes, ladder.budget_bytes if ladder.is_budget_given else 0))
+        found.append(NextStep(why, f"plan = memfit.plan(workload, budget={budget!r}, numerics={ladder.allowed!r})"))
+    if top.largest_batch is not None and plain.largest_batch is not None and top.largest_batch > plain.largest_batch:
+        found.append(
+            NextStep(
+                f"The budget then holds a batch of {top.largest_batch:,} in place of {plain.largest_batch:,}: give"
+                " Workload.batch that many samples if the training bears it."
+            )
+        )
+    for rung in ladder.rungs:
+        if rung.outcome == "proposed":
+            found.append(NextStep(clean(f"{rung.name} changes the model: {rung.why}")))
+    return found
 
 
 def _budget(ladder: Ladder) -> str:

@@ -1,4 +1,4 @@
-"""Tables of devices and of verifications, for the terminal."""
+"""Tables of devices, verifications, runs and ranges of numbers, for the terminal."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.ir.device import Device
+from memfit.ir.ranges import RangeReport
+from memfit.ir.record import RunRecord
 from memfit.ir.verification import Verification
+from memfit.report.summary import clean, retries_text, seconds_text, waiting_text
 from memfit.units import format_bytes, format_seconds
 
 _GRADIENTS_SHOWN = 5
+_LINES = 8
 _DTYPES_SHOWN = ("bfloat16", "float32")
 _NO_FIGURE = "–"
 
@@ -125,3 +129,68 @@ def _gradients(found: Verification) -> Table:
     for gradient in found.gradients[:count]:
         table.add_row(gradient.parameter, f"{gradient.relative:.2e}")
     return table
+
+
+def run_table(run: RunRecord) -> Group:
+    """Return what a run did: steps, losses, what was measured, evaluations and events."""
+    table = Table(title=Text(clean(f"Run of {run.workload}")), title_justify="left", show_header=False)
+    table.add_column(style="bold")
+    table.add_column()
+    for name, value in _run_facts(run):
+        table.add_row(name, Text(clean(value)))
+    parts: list[RenderableType] = [table]
+    if run.evaluations:
+        parts.append(_evaluations(run))
+    parts += [Text(text, style="yellow") for text in (retries_text(run),) if text]
+    parts += [Text(clean(f"after step {event.step}, {event.kind}: {event.text}")) for event in run.events[-_LINES:]]
+    parts += [Text(clean(f"failed: {run.error}"), style="red")] if run.error else []
+    return Group(*parts)
+
+
+def _run_facts(run: RunRecord) -> Iterator[tuple[str, str]]:
+    yield "steps", f"{run.steps:,}, {run.status}"
+    if run.first_loss is not None and run.last_loss is not None:
+        yield "loss", f"{run.first_loss:.5g} → {run.last_loss:.5g}"
+    if run.measured_peak_bytes is not None:
+        yield "measured peak", format_bytes(run.measured_peak_bytes)
+    if run.step_seconds is not None:
+        yield "step", seconds_text(run.step_seconds)
+    waiting = waiting_text(run)
+    if waiting:
+        yield "data", waiting
+    yield "started", f"{run.started} on {run.machine}"
+    yield "made by", f"memfit {run.memfit_version}, torch {run.torch_version}"
+
+
+def _evaluations(run: RunRecord) -> Table:
+    """Return the last evaluations."""
+    last = run.evaluations[-_LINES:]
+    keys = sorted({key for evaluation in last for key in evaluation.values})
+    table = Table(title=f"Evaluations, the last {len(last)} of {len(run.evaluations):,}", title_justify="left")
+    for name in ("step", *keys):
+        table.add_column(Text(clean(name)), justify="right")
+    for evaluation in last:
+        figures = [f"{evaluation.values[key]:.5g}" if key in evaluation.values else _NO_FIGURE for key in keys]
+        table.add_row(f"{evaluation.step:,}", *figures)
+    return table
+
+
+def range_table(report: RangeReport) -> Group:
+    """Return the largest numbers by module, what of its gradients fp16 flushes to zero, and what to do."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("module", overflow="fold")
+    for name in ("activations", "gradients", "flushed", "scaled"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("")
+    for found in report.modules:
+        marks = ["overflows"] * (found.module in report.overflowing) + ["flushes"] * (found.module in report.flushing)
+        gradients = found.gradients
+        table.add_row(
+            Text(clean(found.module) or "(the model and the loss)"),
+            f"{found.activations.largest:.3g}",
+            f"{gradients.largest:.3g}",
+            f"{gradients.flushed():.1%}",
+            f"{gradients.flushed(report.initial_scale):.1%}",
+            Text(" ".join(marks), "red"),
+        )
+    return Group(table, Text(report.advice()))

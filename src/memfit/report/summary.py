@@ -293,6 +293,13 @@ def comparison_rows(plan: Plan, comparison: Comparison | None, run: RunRecord | 
     return rows
 
 
+def measured_rows(comparison: Comparison) -> list[ComparisonRow]:
+    """Return the lines of what was measured side by side."""
+    peaks = comparison.plain_peak_bytes, comparison.planned_peak_bytes
+    times = comparison.plain_step_seconds, comparison.planned_step_seconds
+    return [_both("Peak, measured", *peaks, format_bytes), _both("Step, measured", *times, seconds_text)]
+
+
 def waiting_text(run: RunRecord) -> str | None:
     """Return which part of the time a run's steps waited for data, and what to do where that is much."""
     if run.data_share is None:

@@ -5,15 +5,14 @@ Nothing here reads Rich's markup: names come from the user's model and may hold 
 
 from __future__ import annotations
 
-import io
-
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from memfit.ir.plan import Candidate, Plan, Prediction
 from memfit.ir.record import Comparison
+from memfit.report.rendering import text_of
 from memfit.report.summary import (
     budget_text,
     change_text,
@@ -25,6 +24,7 @@ from memfit.report.summary import (
     lever_rows,
     levers_text,
     loss_text,
+    measured_rows,
     offers,
     proof_text,
     ratio_text,
@@ -214,13 +214,14 @@ def _bar(value: float, largest: float) -> str:
     return "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
 
 
-def comparison_table(plan: Plan, comparison: Comparison) -> Group:
-    """Return predicted against measured, for the plain step and the planned one, and the losses of both."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, title=Text("Predicted and measured", "bold"), title_justify="left")
+def comparison_table(plan: Plan | None, comparison: Comparison) -> Group:
+    """Return what was measured of the plain step and the planned one, beside what a plan predicts, and the losses."""
+    name = "Predicted and measured" if plan else "Plain and planned step"
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, title=Text(name, "bold"), title_justify="left")
     table.add_column("", no_wrap=True)
     for name in ("plain", "planned", "ratio"):
         table.add_column(name, justify="right", no_wrap=True)
-    for row in comparison_rows(plan, comparison):
+    for row in comparison_rows(plan, comparison) if plan else measured_rows(comparison):
         table.add_row(*(Text(cell) for cell in row))
     summary = Text(f"Loss at the same data, {loss_text(comparison)}.")
     pairs = list(zip(comparison.plain_losses, comparison.planned_losses, strict=False))
@@ -243,10 +244,7 @@ def _loss_table(pairs: list[tuple[float, float]]) -> Table:
 
 def plan_text(plan: Plan) -> str:
     """Return a plan and its frontier as plain text, 100 wide, for `print(plan)`."""
-    console = Console(width=100, file=io.StringIO(), color_system=None, force_terminal=False, legacy_windows=False)
-    with console.capture() as captured:
-        console.print(plan_table(plan), "", frontier_table(plan), sep="\n")
-    return "\n".join(line.rstrip() for line in captured.get().splitlines()).strip("\n")
+    return text_of(plan_table(plan), "", frontier_table(plan))
 
 
 def _numerics(numerics: str) -> Text:

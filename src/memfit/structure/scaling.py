@@ -8,23 +8,23 @@ multiply-adds about double with each φ. It is not the best rule for every famil
 
 from __future__ import annotations
 
-import importlib
-import io
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from memfit.errors import InfeasibleError, MissingExtraError, WorkloadError
+from memfit.errors import InfeasibleError, WorkloadError
 from memfit.ir import codec
 from memfit.ir.plan import Numerics
 from memfit.pipeline import estimate, find_device, plan
+from memfit.report import charts
+from memfit.report.axes import FAR_BUDGET, GRID, Axis, byte_axis
+from memfit.report.pages import chart_page
+from memfit.report.rendering import text_of
 from memfit.structure.proposal import forward_pass
 from memfit.units import format_bytes, format_seconds, parse_budget
 from memfit.workload import Workload, fingerprint
@@ -126,21 +126,17 @@ class Scaling:
         for member in self.members:
             mark = "▶" if member is self.chosen else "" if member.fits else "▲"
             table.add_row(mark, *(Text(cell) for cell in _cells(member)))
-        console = Console(width=120, file=io.StringIO(), color_system=None, force_terminal=False, legacy_windows=False)
-        with console.capture() as captured:
-            console.print(table)
-            console.print(f"▶ chosen   ▲ over the budget of {format_bytes(self.budget_bytes)}", *self.notes, sep="\n")
-        return "\n".join(line.rstrip() for line in captured.get().splitlines()).strip("\n")
+        marks = f"▶ chosen   ▲ over the budget of {format_bytes(self.budget_bytes)}"
+        return text_of(table, *(Text(line) for line in (marks, *self.notes)), width=120)
 
     def plot(self, path: Path | str) -> Path:
         """Write the frontier as an HTML page that needs no network: multiply-adds over the predicted peak.
 
         Raises:
-            MissingExtraError: Plotly is not installed.
             OutputError: The file can't be written.
         """
-        figure = _figure(self)
-        return codec.write_atomic(path, figure.to_html(include_plotlyjs=True).encode())
+        text = f"{len(self.members)} members of the family by predicted peak and multiply-adds, and the budget"
+        return codec.write_atomic(path, chart_page(_chart(self), "Scaling", "Members of the family", text).encode())
 
 
 def scale(
@@ -289,20 +285,40 @@ def _cells(member: Member) -> Iterator[str]:
     yield "" if member.proxy is None else f"{member.proxy:.4g}"
 
 
-def _figure(scaling: Scaling) -> Any:
-    try:
-        go = importlib.import_module("plotly.graph_objects")
-    except ModuleNotFoundError as e:
-        raise MissingExtraError("Scaling.plot", "report", e.name or "plotly") from e
-    figure = go.Figure()
-    for rule in dict.fromkeys(member.rule for member in scaling.members):
-        own = [member for member in scaling.members if member.rule == rule]
-        mib, work = [m.peak_bytes / 2**20 for m in own], [m.multiply_adds for m in own]
-        told = [f"φ={m.phi:.2f}" for m in own]
-        figure.add_scatter(x=mib, y=work, name=rule, mode="lines+markers", text=told)
+_COLOURS = ("var(--accent)", "var(--good)", "var(--denied)", "var(--c-activations)", "var(--c-workspaces)")
+_SYMBOLS = ("circle", "square", "diamond", "hexagon", "triangle")
+
+
+def _chart(scaling: Scaling) -> charts.Chart:
+    """Return the members by predicted peak and multiply-adds, joined by rule, and the one that was chosen.
+
+    Members far over the budget are left out: they would flatten the rest.
+    """
+    shown = [m for m in scaling.members if m.peak_bytes <= FAR_BUDGET * scaling.budget_bytes]
+    x = byte_axis(1.08 * max(scaling.budget_bytes, *(m.peak_bytes for m in shown)), "predicted peak")
+    y = Axis(0.0, 1.12 * max(m.multiply_adds for m in shown), "multiply-adds of a sample, millions", 1e6)
+    lines, marks = [], []
+    for index, rule in enumerate(dict.fromkeys(member.rule for member in shown)):
+        colour, symbol = _COLOURS[index % len(_COLOURS)], _SYMBOLS[index % len(_SYMBOLS)]
+        own = sorted((m for m in shown if m.rule == rule), key=lambda m: m.phi)
+        places = [(x.at(m.peak_bytes), y.at(m.multiply_adds)) for m in own]
+        lines.append(charts.Shape(places, colour, name=rule))
+        marks += [
+            charts.Mark(*place, symbol, colour, tip=f"{rule}, φ={m.phi:.2f}\n{_told(m)}", series=rule)
+            for place, m in zip(places, own, strict=True)
+        ]
     at = scaling.chosen
-    star = {"size": 16, "symbol": "star"}
-    figure.add_scatter(x=[at.peak_bytes / 2**20], y=[at.multiply_adds], name="chosen", mode="markers", marker=star)
-    figure.add_vline(x=scaling.budget_bytes / 2**20, line_dash="dash", annotation_text="budget")
-    figure.update_layout(xaxis_title="predicted peak, MiB", yaxis_title="multiply-adds of a sample", yaxis_type="log")
-    return figure
+    star = x.at(at.peak_bytes), y.at(at.multiply_adds)
+    told = f"chosen, φ={at.phi:.2f}\n{_told(at)}"
+    marks.append(charts.Mark(*star, "star", "var(--chosen)", tip=told, text="chosen", series="chosen"))
+    budget = x.at(scaling.budget_bytes)
+    note = charts.Note(budget, GRID, f"budget {format_bytes(scaling.budget_bytes)}", "budget", above=False, side="left")
+    rule_at = charts.Rule("budget", budget, upright=True)
+    return charts.Chart(x=x, y=y, shapes=lines, rules=[rule_at], marks=marks, notes=[note])
+
+
+def _told(member: Member) -> str:
+    return (
+        f"{format_bytes(member.peak_bytes)}, {format_seconds(member.step_seconds)}\n{member.parameters:,} parameters,"
+        f" {member.multiply_adds:,} multiply-adds"
+    )

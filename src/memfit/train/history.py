@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import statistics
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -80,10 +81,18 @@ class History:
             last_loss=self._losses[1],
             data_share=_share(self._waited[1:]),
             allocation_retries=self._allocation_retries,
+            command=_command(),
             evaluations=list(self.evaluations),
             events=list(self.events),
             error=error,
         )
+
+
+def _command() -> list[str]:
+    """Return the words of the `memfit train` that runs here; none where another program trains."""
+    program, *words = sys.argv or [""]
+    is_ours = Path(program).stem == "memfit" or Path(program).parts[-2:] == ("memfit", "__main__.py")
+    return words if is_ours and words[:1] == ["train"] else []
 
 
 def _share(waited: list[tuple[float, float]]) -> float | None:

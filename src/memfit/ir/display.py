@@ -1,0 +1,97 @@
+"""How records are shown to people: in a line, as text, and as HTML in a notebook.
+
+A record knows no table. `memfit.report` says once, with `show_with`, how each kind is shown, since imports point from
+there to here.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+
+_MOST_FIELDS = 12
+_Item = TypeVar("_Item")
+
+
+class View(NamedTuple):
+    """How one kind of record is shown.
+
+    Args:
+        line: Returns what `repr` says within angle brackets; None for the fields that are not at their defaults.
+        text: Returns the tables that `print` writes; None for what `repr` says.
+        html: Returns what a notebook shows; None for the text.
+    """
+
+    line: Callable[[Any], str] | None = None
+    text: Callable[[Any], str] | None = None
+    html: Callable[[Any], str] | None = None
+
+
+_NOTHING = View()
+
+
+_views: dict[type, View] = {}
+
+
+def show_with(kind: type, view: View) -> None:
+    """Say how the records of a kind are shown."""
+    _views[kind] = view
+
+
+class Shown(msgspec.Struct, frozen=True):
+    """A record with a `repr` of one line; as text and in a notebook it is shown as `show_with` says."""
+
+    def __repr__(self) -> str:
+        line = _view(self).line
+        return fields_line(self) if line is None else f"<{type(self).__name__} {line(self)}>"
+
+    def __str__(self) -> str:
+        text = _view(self).text
+        return repr(self) if text is None else text(self)
+
+    def _repr_html_(self) -> str | None:
+        html = _view(self).html
+        return None if html is None else html(self)
+
+
+class ShownList(list[_Item]):
+    """A list that is printed and shown in a notebook as one table; else it is a list like others."""
+
+    def __str__(self) -> str:
+        text = _view(self).text
+        return repr(self) if text is None or not self else text(self)
+
+    def _repr_html_(self) -> str | None:
+        html = _view(self).html
+        return None if html is None or not self else html(self)
+
+
+def _view(record: Any) -> View:
+    return _views.get(type(record), _NOTHING)
+
+
+class _Short(reprlib.Repr):
+    """Cuts what is long, however deep it stands."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxlist, self.maxtuple, self.maxdict = 3, 3, 3, 4
+        self.maxstring, self.maxother = 60, 200
+
+
+_short = _Short()
+
+
+def fields_line(record: msgspec.Struct) -> str:
+    """Return a record's name and the fields that are not at their defaults, long values cut."""
+    said = []
+    for field in msgspec.structs.fields(record):
+        value = getattr(record, field.name)
+        default = field.default_factory() if field.default_factory is not msgspec.NODEFAULT else field.default
+        if default is msgspec.NODEFAULT or value != default:
+            said.append(f"{field.name}={_short.repr(value)}")
+    more = [f"and {len(said) - _MOST_FIELDS} more"] if len(said) > _MOST_FIELDS else []
+    return f"{type(record).__name__}({', '.join([*said[:_MOST_FIELDS], *more])})"

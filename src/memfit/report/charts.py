@@ -1,0 +1,208 @@
+"""A chart as HTML: shapes in an SVG that is stretched to the width there is, and text over it that keeps its size.
+
+It needs no script: `page.js` adds what a pointer is told, and zooming. Colours are written "var(--name)" and stand in
+the style sheet, one set for light and one for dark. Positions are in units of `GRID`, from the lower left corner.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from memfit.report.axes import GRID, Axis
+
+_SYMBOLS = {
+    "circle": '<circle cx="8" cy="8" r="4.6"/>',
+    "square": '<path d="M3.5 3.5h9v9h-9z"/>',
+    "diamond": '<path d="M8 2.4 13.6 8 8 13.6 2.4 8z"/>',
+    "hexagon": '<path d="M8 2.6l4.7 2.7v5.4L8 13.4 3.3 10.7V5.3z"/>',
+    "triangle": '<path d="M8 2.6 13.6 12.4H2.4z"/>',
+    "star": '<path d="M8 .6l2.2 4.9 5.3.5-4 3.6 1.2 5.2L8 12.1l-4.7 2.7 1.2-5.2-4-3.6 5.3-.5z"/>',
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """An area, filled, or a line; `points` are its corners."""
+
+    points: Sequence[tuple[float, float]]
+    colour: str
+    name: str = ""
+    filled: bool = False
+    dashed: bool = False
+    width: float = 1.5
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A straight line across the chart: at a height, or upright where `upright`. Of its kind ("budget", "pass")."""
+
+    kind: str
+    at: float
+    upright: bool = False
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A symbol of fixed size at a point, with what a pointer is told there, and what is written beside it."""
+
+    x: float
+    y: float
+    symbol: str
+    colour: str
+    hollow: bool = False
+    tip: str = ""
+    text: str = ""
+    series: str = ""
+
+    @property
+    def icon(self) -> str:
+        """Return the symbol as an inline SVG."""
+        look = f"fill:none;stroke:{self.colour};stroke-width:2" if self.hollow else f"fill:{self.colour}"
+        return f'<svg viewBox="0 0 16 16" style="{look}" aria-hidden="true">{_SYMBOLS[self.symbol]}</svg>'
+
+
+@dataclass(frozen=True)
+class Note:
+    """Text at a point: `above` or below it, to its left, to its right or centred ("left", "right", "middle")."""
+
+    x: float
+    y: float
+    text: str
+    kind: str = ""
+    above: bool = True
+    side: str = "middle"
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart.
+
+    Args:
+        x: The axis at the bottom.
+        y: The axis at the left.
+        shapes: From the lowest to the topmost.
+        spans: Bars over the chart, from x to x: operators that run again.
+        headings: What is written over the chart: x, and text.
+        hover: What `page.js` tells a pointer, as it reads it; None where marks tell all.
+    """
+
+    x: Axis
+    y: Axis
+    shapes: Sequence[Shape] = ()
+    rules: Sequence[Rule] = ()
+    marks: Sequence[Mark] = ()
+    notes: Sequence[Note] = ()
+    spans: Sequence[tuple[float, float]] = ()
+    headings: Sequence[tuple[float, str]] = ()
+    hover: dict[str, Any] | None = field(default=None, repr=False)
+
+
+def chart_html(chart: Chart, name: str, text: str) -> str:
+    """Return a chart as an element with the id `name`, described by `text` to those who can't see it; "" for no id."""
+    grid = "".join(f"M0 {GRID - at:.0f}h{GRID}" for at, _ in chart.y.ticks())
+    drawn = [f'<path class="grid" d="{grid}"/>', *map(_shape, chart.shapes), *map(_rule, chart.rules)]
+    over = [*(_tick("tx", "left", at, said) for at, said in chart.x.ticks())]
+    over += [_tick("ty", "bottom", at, said) for at, said in chart.y.ticks()]
+    over += [*map(_note, chart.notes), *map(_mark, chart.marks)]
+    spans = "".join(f"M{start:.0f} 0H{end:.0f}" for start, end in chart.spans)
+    strip = f'<svg class="strip" viewBox="0 -1 {GRID} 2" preserveAspectRatio="none"><path d="{spans}"/></svg>'
+    heads = "".join(f'<span style="left:{_percent(at)}">{html.escape(said)}</span>' for at, said in chart.headings)
+    identity = f' id="{name}"' if name else ""
+    ranges = f'data-x="{_range(chart.x)}" data-y="{_range(chart.y)}"'
+    return (
+        f'<div class="plot"{identity} role="img" aria-label="{html.escape(text)}">'
+        f'<div class="yt">{html.escape(chart.y.title)}</div>'
+        + (f'<div class="heads">{heads}</div>' if heads else "")
+        + (strip if heads or spans else "")
+        + f'<div class="box" {ranges}><svg class="shapes" viewBox="0 0 {GRID} {GRID}" preserveAspectRatio="none">'
+        f'{"".join(drawn)}</svg>{"".join(over)}</div><div class="xt">{html.escape(chart.x.title)}</div></div>'
+    )
+
+
+def key_html(chart: Chart) -> str:
+    """Return what the symbols of a chart mean; "" where it has none with a name."""
+    first = {mark.series: mark for mark in reversed(chart.marks) if mark.series}
+    items = "".join(f"<li>{first[name].icon}{html.escape(name)}</li>" for name in reversed(first))
+    return f'<ul class="key" aria-label="Symbols of the chart">{items}</ul>' if items else ""
+
+
+def steps_to(points: Iterable[tuple[float, float]], end: float) -> list[tuple[float, float]]:
+    """Return the corners of a staircase, each of whose heights lasts until the next point, and the last to `end`."""
+    corners: list[tuple[float, float]] = []
+    for x, y in points:
+        if corners and round(corners[-1][1]) == round(y):
+            continue
+        if corners:
+            corners.append((x, corners[-1][1]))
+        corners.append((x, y))
+    return [*corners, (end, corners[-1][1])] if corners else []
+
+
+def _shape(shape: Shape) -> str:
+    path = _path(shape.points)
+    named = f' data-name="{html.escape(shape.name)}"' if shape.name else ""
+    if shape.filled and shape.points:
+        first = round(shape.points[0][0])
+        return f'<path class="area"{named} style="fill:{shape.colour}" d="M{first} {GRID}L{path[1:]}V{GRID}z"/>'
+    look = f"stroke:{shape.colour};stroke-width:{shape.width}" + (";stroke-dasharray:2 4" if shape.dashed else "")
+    return f'<path class="line"{named} style="{look}" d="{path}"/>'
+
+
+def _path(points: Sequence[tuple[float, float]]) -> str:
+    """Return a path in whole units, with relative moves: the shortest there is. A NaN breaks it."""
+    parts: list[str] = []
+    at: tuple[int, int] | None = None
+    for x, y in points:
+        if y != y:
+            at = None
+            continue
+        here = round(x), GRID - round(y)
+        if at is None:
+            parts.append(f"M{here[0]} {here[1]}")
+            parts.append("h0" if len(parts) else "")
+        elif here[1] == at[1]:
+            parts.append(f"h{here[0] - at[0]}")
+        elif here[0] == at[0]:
+            parts.append(f"v{here[1] - at[1]}")
+        else:
+            parts.append(f"l{here[0] - at[0]} {here[1] - at[1]}")
+        at = here
+    return "".join(parts)
+
+
+def _rule(rule: Rule) -> str:
+    path = f"M{rule.at:.0f} 0v{GRID}" if rule.upright else f"M0 {GRID - rule.at:.0f}h{GRID}"
+    return f'<path class="rule {rule.kind}" d="{path}"/>'
+
+
+def _tick(kind: str, side: str, at: float, said: str) -> str:
+    return f'<span class="{kind}" style="{side}:{_percent(at)}">{html.escape(said)}</span>'
+
+
+def _note(note: Note) -> str:
+    look = f"note {note.kind} {note.side} {'above' if note.above else 'below'}"
+    return f'<span class="{look}" style="{_place(note.x, note.y)}">{html.escape(note.text)}</span>'
+
+
+def _mark(mark: Mark) -> str:
+    written = f"<b>{html.escape(mark.text)}</b>" if mark.text else ""
+    side = " left" if mark.x > 0.55 * GRID else ""
+    tip = f' title="{html.escape(mark.tip)}"' if mark.tip else ""
+    where = _place(mark.x, mark.y)
+    series = f' data-name="{html.escape(mark.series)}"' if mark.series else ""
+    return f'<span class="mark {mark.symbol}{side}" style="{where}"{series}{tip}>{mark.icon}{written}</span>'
+
+
+def _place(x: float, y: float) -> str:
+    return f"left:{_percent(x)};bottom:{_percent(y)}"
+
+
+def _percent(at: float) -> str:
+    return f"{100 * at / GRID:.2f}%"
+
+
+def _range(axis: Axis) -> str:
+    return f"{axis.low / axis.size:.9g} {axis.high / axis.size:.9g}"

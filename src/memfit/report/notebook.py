@@ -1,0 +1,127 @@
+"""What a notebook shows of a record: the tables of the terminal, and the pictures of the page.
+
+Nothing needs a script or another package, so that it is seen in notebooks that are not trusted, and where they are
+only read. Text takes the colours of the notebook's theme.
+"""
+
+from __future__ import annotations
+
+import html
+import os
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+from rich.console import RenderableType
+
+from memfit.ir.device import Device
+from memfit.ir.ladder import Ladder
+from memfit.ir.plan import Frontier, Plan, Prediction
+from memfit.ir.ranges import RangeReport
+from memfit.ir.record import Comparison, RunRecord
+from memfit.ir.verification import Verification
+from memfit.report.bars import Bar, bars_html, stack_html
+from memfit.report.charts import chart_html, key_html
+from memfit.report.estimates import estimate_page
+from memfit.report.figures import frontier_chart
+from memfit.report.ladders import ladder_chart, ladder_table
+from memfit.report.listings import device_page, device_table, range_table, run_table, verification_table
+from memfit.report.pages import resource
+from memfit.report.rendering import html_of
+from memfit.report.tables import comparison_table, frontier_table, plan_table
+
+_MOST_INLINE_BYTES = 2_000_000
+
+
+def framed(*parts: str | RenderableType) -> str:
+    """Return parts as one element: strings are HTML already, and others are tables and text of Rich's."""
+    made = "".join(part if isinstance(part, str) else html_of(part) for part in parts)
+    return f'<div class="memfit inline"><style>{_style()}</style>{made}</div>'
+
+
+@cache
+def _style() -> str:
+    return resource("charts.css") + resource("notebook.css")
+
+
+def plan_html(plan: Plan) -> str:
+    """Return a plan: its peak beside the plain one's, its tables, and the frontier."""
+    plain, planned = plan.plain.peak_bytes, plan.predicted.peak_bytes
+    bars = [Bar("plain, predicted", plain, "plain"), Bar("planned, predicted", planned)]
+    return framed(plan_table(plan), bars_html(bars, plan.budget_bytes), *_frontier(plan))
+
+
+def frontier_html(frontier: Frontier) -> str:
+    """Return a frontier: the picture and the table."""
+    return framed(*_frontier(frontier.plan))
+
+
+def _frontier(plan: Plan) -> list[str | RenderableType]:
+    chart = frontier_chart(plan)
+    picture = chart_html(chart, "", f"{len(plan.frontier)} plans by predicted peak and step time")
+    return [picture, key_html(chart), frontier_table(plan)]
+
+
+def prediction_html(prediction: Prediction) -> str:
+    """Return an estimate: what is alive at the peak as a bar, and its tables."""
+    return framed(stack_html(prediction.by_category), estimate_page(prediction, "Estimate"))
+
+
+def verification_html(found: Verification) -> str:
+    """Return a verification: what was measured beside what was predicted, and what does not hold."""
+    bars = [
+        Bar("plain, measured", found.plain_measured_peak_bytes, "plain"),
+        Bar("planned, predicted", found.predicted_peak_bytes),
+        Bar("planned, measured", found.measured_peak_bytes),
+    ]
+    return framed(verification_table(found), bars_html(bars, found.budget_bytes))
+
+
+def comparison_html(comparison: Comparison) -> str:
+    """Return a comparison of the plain and the planned step."""
+    plain, planned = comparison.plain_peak_bytes, comparison.planned_peak_bytes
+    bars = [Bar("plain, measured", plain, "plain"), Bar("planned, measured", planned)]
+    return framed(bars_html(bars, 0), comparison_table(None, comparison))
+
+
+def ladder_html(ladder: Ladder) -> str:
+    """Return a ladder: the picture and the table."""
+    chart = ladder_chart(ladder)
+    picture = chart_html(chart, "", f"{len(ladder.rungs)} rungs by measured peak and step time")
+    return framed(picture, key_html(chart), ladder_table(ladder))
+
+
+def run_html(run: RunRecord) -> str:
+    """Return the record of a run."""
+    return framed(run_table(run))
+
+
+def range_html(report: RangeReport) -> str:
+    """Return the ranges of a step's numbers."""
+    return framed(range_table(report))
+
+
+def devices_html(devices: Sequence[Device]) -> str:
+    """Return devices as a table."""
+    return framed(device_table(devices, "Devices"))
+
+
+def device_html(device: Device) -> str:
+    """Return every figure of a device."""
+    return framed(device_page(device, ()))
+
+
+class ReportFile(type(Path())):  # type: ignore[misc]  # Path itself can be subclassed from Python 3.12 on
+    """The path of a report; a notebook shows the report itself."""
+
+    def with_segments(self, *segments: str | os.PathLike[str]) -> Path:
+        """Return a path made from this one: not a report's any more."""
+        return Path(*segments)
+
+    def _repr_html_(self) -> str | None:
+        if not self.is_file() or self.stat().st_size > _MOST_INLINE_BYTES:
+            return None
+        page = html.escape(self.read_text(encoding="utf-8"))
+        where = html.escape(str(self))
+        frame = f'<iframe srcdoc="{page}" sandbox="allow-scripts" title="memfit report" class="page"></iframe>'
+        return framed(f"<p>{where}</p>{frame}")

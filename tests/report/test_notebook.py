@@ -1,0 +1,221 @@
+"""What a notebook shows: the terminal's tables as HTML, and the page's pictures, with nothing in them that runs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from rich.console import Group
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from memfit.ir.device import Device, Devices
+from memfit.ir.ladder import Ladder, Rung
+from memfit.ir.plan import Plan
+from memfit.ir.ranges import ModuleRange, Seen, range_report
+from memfit.ir.record import RunRecord, Views
+from memfit.ir.verification import GradientDifference, Verification
+from memfit.report.html import write
+from memfit.report.notebook import ReportFile
+from memfit.report.rendering import html_of, text_of
+from memfit.report.showing import show_records
+
+MIB = 1024**2
+HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(1)>"
+VOID = {"path", "circle", "br", "img", "input", "meta"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _shown() -> None:
+    show_records()
+
+
+class Strict(HTMLParser):
+    """Reads HTML, and fails where a tag is not closed in its turn."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.text = ""
+        self.feed(source)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.tags.append(tag)
+        assert not [name for name, _ in attrs if name.startswith("on")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] != "style":
+            self.text += data
+
+
+def verification(name: str = "blocks.0.weight") -> Verification:
+    return Verification(
+        failures=[f"the gradient of {name} differs"],
+        numerics="exact",
+        plain_loss=1.0,
+        planned_loss=1.5,
+        loss_difference=0.5,
+        gradient_difference=0.1,
+        bitwise=False,
+        gradients=[GradientDifference(parameter=name, relative=0.1, equal=False)],
+        predicted_peak_bytes=100 * MIB,
+        measured_peak_bytes=101 * MIB,
+        plain_measured_peak_bytes=200 * MIB,
+        budget_bytes=128 * MIB,
+        notes=[f"about {name}"],
+    )
+
+
+def a_ladder(name: str = "lean") -> Ladder:
+    measured = {"peak_bytes": 90 * MIB, "step_seconds": 0.2, "largest_batch": 4, "samples_per_second": 10.0}
+    rungs = [
+        Rung(name="plain", outcome="kept", **{**measured, "peak_bytes": 200 * MIB}),  # type: ignore[arg-type]
+        Rung(name=name, outcome="kept", why=name, **measured),  # type: ignore[arg-type]
+        Rung(name="offload", outcome="not available", why=name),
+    ]
+    return Ladder(
+        memfit_version="0",
+        torch_version="0",
+        workload=name,
+        fingerprint="f",
+        device="cpu",
+        threads=1,
+        batch_size=8,
+        budget_bytes=200 * MIB,
+        is_budget_given=False,
+        allowed="exact",
+        rungs=rungs,
+    )
+
+
+def a_device(name: str = "card") -> Device:
+    return Device(
+        name=name, kind="cuda", vendor="nvidia", description=name, memory_bytes=24 * MIB, usable_bytes=23 * MIB, cores=8
+    )
+
+
+@pytest.fixture
+def records(plan: Plan, views: Views, run: RunRecord) -> dict[str, Any]:
+    ranges = {"head": Seen(largest=1e6, sums={0: 1.0})}
+    return {
+        "plan": plan,
+        "prediction": plan.predicted,
+        "frontier": plan.frontier,
+        "verification": verification(),
+        "comparison": views.comparison,
+        "run": run,
+        "ladder": a_ladder(),
+        "device": a_device(),
+        "devices": Devices([a_device()]),
+        "ranges": range_report(ranges, ranges),
+    }
+
+
+def test_every_record_is_a_short_line_a_table_and_html(records: dict[str, Any]) -> None:
+    for name, record in records.items():
+        shown = Strict(record._repr_html_())
+        assert "table" in shown.tags and "script" not in shown.tags, name
+        assert name in ("frontier", "devices") or (len(repr(record)) < 200 and "\n" not in repr(record)), name
+        assert len(str(record).splitlines()) > 3, name
+        for word in re.findall(r"\w{4,}", str(record)):
+            assert word in shown.text, (name, word)
+        assert len(record._repr_html_()) < 60_000, name
+
+
+def test_pictures_stand_beside_the_tables(records: dict[str, Any], plan: Plan) -> None:
+    for name in ("plan", "frontier", "ladder"):
+        assert 'class="plot" role="img"' in records[name]._repr_html_()
+    marks = records["plan"]._repr_html_().count('<span class="mark ')
+    assert marks == len(plan.frontier) + 1
+    assert records["plan"]._repr_html_().count('class="row"') == 2
+    assert records["verification"]._repr_html_().count('class="row"') == 3
+    stack = re.findall(r'<i style="width:([\d.]+)%', records["prediction"]._repr_html_())
+    assert sum(map(float, stack)) == pytest.approx(100, abs=0.1)
+
+
+def test_lines_say_what_counts(records: dict[str, Any]) -> None:
+    assert repr(records["plan"]) == (
+        "<Plan for 'recipes.byte_lm:byte_lm' on rtx-3090: 4.9 GiB of 13.1 GiB, ×1.25 of the plain step's time, budget"
+        " 6.0 GiB, reordered>"
+    )
+    assert repr(records["verification"]) == (
+        "<Verification does not hold, 1 failures: exact, 101.0 MiB measured of a budget of 128.0 MiB>"
+    )
+    assert "finished after 300 steps, loss 5.545 → 1.62" in repr(records["run"])
+
+
+def test_names_of_users_run_nothing(hostile: Callable[[str], Any]) -> None:
+    plan, views, run, _ = hostile(HOSTILE)
+    record = range_report({HOSTILE: Seen(largest=1e6)}, {})
+    shown = [
+        *(plan, plan.frontier, plan.predicted, views.comparison, run, verification(HOSTILE), a_ladder(HOSTILE)),
+        *(a_device(HOSTILE), Devices([a_device(HOSTILE)]), record),
+        msgspec.structs.replace(plan.predicted, by_category={HOSTILE: 5}, notes=[HOSTILE]),
+    ]
+    for one in shown:
+        tags = Strict(one._repr_html_()).tags
+        assert "script" not in tags and "img" not in tags
+
+
+def test_the_style_touches_nothing_else(plan: Plan) -> None:
+    (style,) = re.findall(r"<style>(.*?)</style>", plan._repr_html_() or "", re.S)
+    rules = re.findall(r"([^{}]+)\{", style)
+    assert len(rules) > 40 and all(part.strip().startswith(".memfit") for rule in rules for part in rule.split(","))
+    assert "url(" not in style and "@import" not in style
+
+
+def test_a_report_is_shown_whole_and_is_a_path(tmp_path: Path, plan: Plan, views: Views) -> None:
+    found = ReportFile(write(tmp_path / "report.html", plan, views, None, []))
+    assert found == tmp_path / "report.html" and isinstance(found, Path) and found.read_text()
+    shown = found._repr_html_()
+    assert shown is not None and '<iframe srcdoc="&lt;!DOCTYPE html&gt;' in shown and 'sandbox="allow-scripts"' in shown
+    Strict(shown)
+    assert ReportFile(tmp_path / "none.html")._repr_html_() is None
+    assert getattr(found.parent, "_repr_html_", lambda: None)() is None
+
+
+def test_tables_become_html_cell_by_cell() -> None:
+    table = Table(title="a & b", caption="c", show_footer=True)
+    table.add_column("x", footer="sum")
+    table.add_column("n", justify="right", style="bold")
+    table.add_row(Text.assemble(("<i>", "green"), " plain"), "[red]1[/]", style="bright_black")
+    shown = html_of(Group(table, Text("below", "dim"), ""))
+    assert "<caption>a &amp; b</caption>" in shown and "<p>c</p>" in shown
+    assert '<tr class="dim"><td><span class="green">&lt;i&gt;</span> plain</td>' in shown
+    assert '<td class="right strong">[red]1[/]</td>' in shown and "<tfoot><tr><td>sum</td>" in shown
+    assert shown.endswith('<p><span class="dim">below</span></p>')
+    with pytest.raises(TypeError, match="Padding"):
+        html_of(Padding("x"))
+    assert text_of(Text("a"), "", Text("b")) == "a\n\nb"
+
+
+def test_a_workload_is_a_line() -> None:
+    import torch
+
+    import memfit
+
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    batch = {"x": torch.ones(5, 3)}
+    found = memfit.Workload(model=model, batch=batch, loss_fn=lambda m, b: m(b["x"]).sum(), optimizer=optimizer)
+    assert repr(found) == "<Workload 'workload': Linear with 8 parameters, batch of (5, 3), SGD>"
+
+
+def test_ranges_of_the_model_itself_have_a_name() -> None:
+    found = ModuleRange(module="", activations=Seen(), gradients=Seen())
+    report = msgspec.structs.replace(range_report({}, {}), modules=[found])
+    assert "(the model and the loss)" in str(report) and report.advice() in " ".join(str(report).split())
