@@ -13,13 +13,13 @@ Loop = Callable[[list[nn.Module], list[Optimizer]], list[float]]
 STEPS = 4
 
 
-def deep(width: int = 64, blocks: int = 6) -> nn.Module:
+def deep(width: int = 64, blocks: int = 4) -> nn.Module:
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(blocks)]
     return nn.Sequential(*layers, nn.Dropout(0.1), nn.LayerNorm(width), nn.Linear(width, 10))
 
 
-def batches(samples: int = 256, width: int = 64) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def batches(samples: int = 2048, width: int = 64) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(1)
     for _ in range(STEPS):
         yield (
@@ -53,7 +53,7 @@ def accumulating(models: list[nn.Module], optimizers: list[Optimizer]) -> list[f
     losses = []
     for x, y in batches():
         optimizer.zero_grad(set_to_none=False)
-        for part, labels in zip(x.split(64), y.split(64), strict=True):
+        for part, labels in zip(x.split(512), y.split(512), strict=True):
             loss = F.cross_entropy(model(part), labels) / 4
             loss.backward()
             losses.append(loss.item())
@@ -133,7 +133,7 @@ def with_a_function_of_its_own(models: list[nn.Module], optimizers: list[Optimiz
         for part in others:
             total += part
         rows = torch.stack([row * 2 for row in total])
-        loss = F.cross_entropy(rows, y[:64])
+        loss = F.cross_entropy(rows, y[:512])
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -155,14 +155,14 @@ def adversarial(models: list[nn.Module], optimizers: list[Optimizer]) -> list[fl
     (generator, critic), (of_generator, of_critic) = models, optimizers
     numbers, loss_of, losses = torch.Generator().manual_seed(3), nn.BCEWithLogitsLoss(), []
     for _ in range(STEPS):
-        real = torch.randn(512, 64, generator=numbers)
-        fake = generator(torch.randn(512, 16, generator=numbers))
+        real = torch.randn(2048, 64, generator=numbers)
+        fake = generator(torch.randn(2048, 16, generator=numbers))
         of_critic.zero_grad()
-        told = loss_of(critic(real), torch.ones(512, 1)) + loss_of(critic(fake.detach()), torch.zeros(512, 1))
+        told = loss_of(critic(real), torch.ones(2048, 1)) + loss_of(critic(fake.detach()), torch.zeros(2048, 1))
         told.backward()
         of_critic.step()
         of_generator.zero_grad()
-        fooled = loss_of(critic(fake), torch.ones(512, 1))
+        fooled = loss_of(critic(fake), torch.ones(2048, 1))
         fooled.backward()
         of_generator.step()
         losses += [told.item(), fooled.item()]

@@ -102,7 +102,9 @@ class Watcher(TorchFunctionMode):
                 yield
         finally:
             self._is_paused = False
-            if not self._is_over:
+            if self._is_over:
+                self._take_off()
+            else:
                 self._replacement.put()
 
     # What is seen
