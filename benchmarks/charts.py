@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 # Readable on white and on dark pages alike: the chart brings its own background.
@@ -95,7 +95,7 @@ class Stack:
     """
 
     title: str
-    areas: dict[str, Sequence[float]]
+    areas: Mapping[str, Sequence[float]]
     ends: Sequence[float]
     marks: Sequence[tuple[float, str]] = ()
 

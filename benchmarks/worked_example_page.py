@@ -1,4 +1,4 @@
-"""Draws the example of the docs' concepts from its newest committed result: `python -m benchmarks.worked_example_page`."""
+"""Draws the docs' example from its newest committed result: `python -m benchmarks.worked_example_page [--check]`."""
 
 from __future__ import annotations
 

@@ -199,10 +199,10 @@ def _charted(title: str, panels: Sequence[Panel]) -> str:
     legend = {line.label: line for line in reversed(lines)}
     return chart(
         title,
-        "Both relative to the plain step; the whole step, parameters included",
+        "Time and peak relative to the plain step's, parameters included: lower and further left is better",
         panels,
         Axis("peak, of the plain step's", _around(_BUDGETS, peaks), lambda value: f"{value:.0%}"),
-        Axis("time, of the plain step's", _around(_TIMES, times), lambda value: f"{value:g}"),
+        Axis("time", _around(_TIMES, times), lambda value: f"{value:g}"),
         legend=list(legend.values()),
     )
 
