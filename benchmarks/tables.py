@@ -14,6 +14,7 @@ from benchmarks import reference
 from benchmarks.case_studies import brain_segmentation_table, language_model_table
 from benchmarks.faults import figures as faults
 from benchmarks.markdown import head, made_by, row
+from benchmarks.time_tables import adaptive_table, large_table, overhead_table, roofline_table
 from memfit.ir import combinations
 from memfit.ir.codec import write_atomic
 from memfit.units import format_bytes, format_seconds
@@ -185,6 +186,10 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "exactness": ("exactness", exactness_table),
     "brain_segmentation": ("brain_segmentation", brain_segmentation_table),
     "language_model": ("language_model", language_model_table),
+    "adaptive": ("adaptive", adaptive_table),
+    "roofline": ("roofline", roofline_table),
+    "large": ("large", large_table),
+    "overhead": ("overhead", overhead_table),
     "worked": ("worked_example", worked_example_table),
     "combinations": ("", lambda _: combinations.markdown()),
     "commands": ("", lambda _: reference.commands()),
