@@ -6,15 +6,18 @@ that use a `mine.py` or a `plan.json` of the reader's find small ones.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import memfit
+from tests import workloads
 from tests.docs.pages import DOCS, PAGES, ROOT, Block, blocks, name_of, run_python, run_shell
-from tests.workloads import tiny
 
-MINE = "from tests.workloads import preempted, tiny as workload\n"
+MINE = {"docs/guides/resume.md": "tiny"}
+"""Pages whose `mine.py` needs batches that come back on resume; all others have a quicker one."""
 ELSEWHERE = {"docs/guides/jittor.md": "tests/jittor", "docs/guides/keras.md": "tests/keras"}
 """Pages whose examples need an environment of their own, and the tests that run them there."""
 SLOW = {
@@ -41,11 +44,11 @@ SAID = {
     "docs/guides/budget.md": ["Frontier"],
     "docs/guides/devices.md": ["NVIDIA A100 SXM4, 80 GB", "measured by memfit devices --probe", "58.3 TFLOP/s"],
     "docs/guides/resume.md": ["damaged checkpoint", "another plan"],
-    "docs/guides/sharding.md": ["checkpointed"],
     "docs/internals/allocator.md": ["41 42 66\n41 41 80\n", "total_reserved: 66.0MiB"],
     "docs/quickstart.md": ["100.0 MiB", "checkpointing", "The plan is what it says."],
 }
 """What examples print, beside what they assert themselves."""
+SHARDING = "docs/guides/sharding.md"
 MORE = {
     "docs/guides/devices.md": ['MEMFIT_DEVICES="$PWD/machine.toml" memfit devices cpu', "memfit devices 4070"],
 }
@@ -61,21 +64,25 @@ def pages_with_examples() -> list[object]:
 
 
 @pytest.fixture(scope="session")
-def plan_of_reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A plan for the workload that stands for the reader's."""
-    path = tmp_path_factory.mktemp("plan") / "plan.json"
-    workload = tiny()
-    budget = int(0.8 * memfit.estimate(workload).peak_bytes)
-    plan = memfit.plan(workload, budget=budget, numerics="exact", precisions=["32-true"], points=2)
-    memfit.save_plan(plan, path)
-    return path
+def plan_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], bytes]:
+    """Makes a plan for a workload that stands for the reader's, once."""
+
+    @functools.cache
+    def make(name: str) -> bytes:
+        path, workload = tmp_path_factory.mktemp("plan") / "plan.json", getattr(workloads, name)()
+        budget = int(0.8 * memfit.estimate(workload).peak_bytes)
+        plan = memfit.plan(workload, budget=budget, numerics="exact", precisions=["32-true"], points=2)
+        memfit.save_plan(plan, path)
+        return path.read_bytes()
+
+    return make
 
 
 @pytest.mark.parametrize("name", pages_with_examples())
-def test_examples_run(name: str, plan_of_reader: Path, tmp_path: Path) -> None:
-    page = ROOT / name
+def test_examples_run(name: str, plan_of: Callable[[str], bytes], tmp_path: Path) -> None:
+    page, mine = ROOT / name, MINE.get(name, "quick")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "mine.py").write_text(f"from tests.workloads import preempted, {mine} as workload\n")
     for block in blocks(page):
         if block.file:
             (tmp_path / block.file).write_text(block.code)
@@ -86,13 +93,17 @@ def test_examples_run(name: str, plan_of_reader: Path, tmp_path: Path) -> None:
     printed = run_python(_program(page), tmp_path, environment)
     script = "\n".join([*(block.code for block in blocks(page, "sh")), *MORE.get(name, ())])
     if "plan.json" in script and "-o plan.json" not in script:
-        (tmp_path / "plan.json").write_bytes(plan_of_reader.read_bytes())
+        (tmp_path / "plan.json").write_bytes(plan_of(mine))
     for usual, here in OTHERWISE.get(name, {}).items():
         assert usual in script
         script = script.replace(usual, here)
     printed += run_shell(script, tmp_path, environment)
     missing = [words for words in SAID.get(name, ()) if words not in printed]
     assert missing == [], printed
+    if name == SHARDING:  # the more is shared, the less is held
+        modes = ("ddp", "zero", "checkpointed")
+        peaks = [int(line.split()[1]) for line in printed.splitlines() if line.startswith(modes)]
+        assert len(peaks) == 5 and peaks == sorted(peaks, reverse=True)
 
 
 def _program(page: Path) -> str:
@@ -139,9 +150,3 @@ def test_the_verbs_are_all_shown() -> None:
     program = _program(DOCS / "reference" / "verbs.md")
     missing = [name for name in memfit.__all__ if name[0].islower() and f"memfit.{name}" not in program]
     assert missing == []
-
-
-def test_sharding_says_that_less_is_held_the_more_is_shared(tmp_path: Path) -> None:
-    printed = run_python(_program(DOCS / "guides" / "sharding.md"), tmp_path)
-    peaks = [int(line.split()[1]) for line in printed.splitlines()]
-    assert len(peaks) == 5 and peaks == sorted(peaks, reverse=True)

@@ -100,7 +100,10 @@ class Search:
         from lunr import lunr
 
         self._separator = re.compile(separator)
-        documents = [section | {key: self._split(section[key]) for key in ("title", "text")} for section in sections]
+        documents = []
+        for section in sections:
+            words = {key: self._split(section[key]) for key in ("title", "text")}
+            documents.append(({"location": section["location"], **words}, {"boost": section.get("boost", 1)}))
         fields = [{"field_name": "title", "boost": 1000}, {"field_name": "text", "boost": 1}]
         self._index = lunr(ref="location", fields=fields, documents=documents)
 
