@@ -183,12 +183,13 @@ def overview_chart(rows: Sequence[Case], models: Sequence[str] = OVERVIEW) -> st
 
 
 def family_lines(rows: Sequence[Case], model: str, kind: Kind) -> list[Line]:
-    """Return a line for each family of methods; memfit's comes last, on top of the others."""
+    """Return a line for each family of methods, without what takes more than the plain step."""
     families: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         if (row["model"], row["kind"]) == (model, kind) and "peak_bytes" in row:
-            family = FAMILIES.get(row["method"], BY_HAND)
-            families.setdefault(family, []).append((row["peak_bytes"] / row["plain_peak_bytes"], row["ratio"]))
+            family, share = FAMILIES.get(row["method"], BY_HAND), row["peak_bytes"] / row["plain_peak_bytes"]
+            if share <= 1:
+                families.setdefault(family, []).append((share, row["ratio"]))
     order = [name for name in (BY_HAND, *FAMILIES.values()) if name in families]
     return [Line(name, pareto(families[name]), _COLOURS[name]) for name in order]
 
@@ -199,7 +200,7 @@ def _charted(title: str, panels: Sequence[Panel]) -> str:
     legend = {line.label: line for line in reversed(lines)}
     return chart(
         title,
-        "Time and peak relative to the plain step's, parameters included: lower and further left is better",
+        "Both relative to the plain step; lower and further left is better",
         panels,
         Axis("peak, of the plain step's", _around(_BUDGETS, peaks), lambda value: f"{value:.0%}"),
         Axis("time", _around(_TIMES, times), lambda value: f"{value:g}"),
