@@ -37,6 +37,7 @@ OTHERWISE = {
         "--steps 10000": "--steps 4",
     },
     "docs/guides/another-card.md": {"mine.py:workload": "examples/mine.py:workload"},
+    "docs/guides/ladder.md": {"memfit ladder": "memfit ladder --seconds 0.05"},
 }
 """What is put in the place of what would take too long, or needs a scheduler."""
 SAID = {

@@ -10,9 +10,9 @@ import pytest
 from tests.docs.conftest import Site
 from tests.docs.pages import DOCS, PAGES, ROOT, name_of, prose_of, tables_of
 
-MOST_WORDS = 1700
-"""Of one page's prose: about seven minutes of reading."""
-MOST_ROWS = 25
+MOST_WORDS = 1400
+"""Of one page's prose: about six minutes of reading."""
+MOST_ROWS = 24
 """Of a table that is not folded, outside of the reference."""
 
 
