@@ -12,7 +12,7 @@ PACKAGES_VENV := build/packages-venv
 PACKAGES_STAMP := $(PACKAGES_VENV)/.installed
 PACKAGES_REQUIREMENTS := benchmarks/packages/requirements.txt
 
-.PHONY: setup demo test check lint types contracts unit test-jittor test-keras packages format clean
+.PHONY: setup demo docs test check lint types contracts unit test-jittor test-keras packages format clean
 
 setup: $(STAMP)
 
@@ -23,6 +23,10 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)
 	$(BIN)/memfit demo --out runs/demo --overwrite
+
+# Into build/site, without network; the tests build it too.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 test: check
 

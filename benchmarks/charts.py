@@ -1,15 +1,16 @@
-"""Line charts as small SVG files, for the docs: logarithmic axes, each line named at its end."""
+"""Charts as small SVG files, for the docs: lines on logarithmic axes, and stacked areas over time."""
 
 from __future__ import annotations
 
 import html
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 # Readable on white and on dark pages alike: the chart brings its own background.
 INK, MUTED, GRID, GROUND = "#1f2328", "#59636e", "#e4e7eb", "#ffffff"
 COLOURS = ("#c2410c", "#1d4ed8", "#15803d", "#7e22ce")
+SHADES = ("#94a3b8", "#475569", "#a16207", "#15803d", "#1d4ed8", "#c2410c", "#7e22ce")
 FONT = "system-ui, -apple-system, 'Segoe UI', sans-serif"
 
 PANEL_WIDTH, PANEL_HEIGHT = 280, 250
@@ -66,23 +67,114 @@ class Axis:
         return math.log(value / self.ticks[0]) / math.log(self.ticks[-1] / self.ticks[0])
 
 
-def chart(title: str, subtitle: str, panels: Sequence[Panel], x: Axis, y: Axis) -> str:
-    """Return an SVG of panels side by side, on the same axes."""
-    width = LEFT + len(panels) * PANEL_WIDTH + (len(panels) - 1) * BETWEEN + RIGHT
+def chart(title: str, subtitle: str, panels: Sequence[Panel], x: Axis, y: Axis, *, legend: Sequence[Line] = ()) -> str:
+    """Return an SVG of panels side by side, on the same axes.
+
+    Args:
+        legend: Lines to name at the right of all panels, in the place of a name at each line's end.
+    """
+    between = LEFT if legend else BETWEEN
+    width = LEFT + len(panels) * PANEL_WIDTH + (len(panels) - 1) * between + RIGHT
     height = TOP + PANEL_HEIGHT + BOTTOM
-    parts = [
+    parts = _opening(title, subtitle, width, height)
+    for index, panel in enumerate(panels):
+        left = LEFT + index * (PANEL_WIDTH + between)
+        parts += _panel(panel, left, x, y, y_title=index == 0, named=not legend)
+    parts += _key([(line.label, line.colour) for line in legend], width - RIGHT + 14)
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Areas on top of one another, over time.
+
+    Attributes:
+        areas: For each area, from the lowest up, its heights at each moment.
+        ends: When each moment ends; the first begins at 0.
+        marks: Moments to mark from the ground up, each with a label.
+    """
+
+    title: str
+    areas: Mapping[str, Sequence[float]]
+    ends: Sequence[float]
+    marks: Sequence[tuple[float, str]] = ()
+
+
+def stacks(
+    title: str, subtitle: str, panels: Sequence[Stack], ticks: Sequence[float], limit: tuple[float, str], x_title: str
+) -> str:
+    """Return an SVG of stacked areas side by side, on the same linear axes.
+
+    Args:
+        ticks: Heights to write, from 0 to the highest that is shown.
+        limit: A height to mark, and its label.
+    """
+    names = list(dict.fromkeys(name for panel in panels for name in panel.areas))
+    colours = dict(zip(names, SHADES, strict=False))
+    width = LEFT + len(panels) * PANEL_WIDTH + (len(panels) - 1) * LEFT + RIGHT
+    height, end = TOP + PANEL_HEIGHT + BOTTOM, max(panel.ends[-1] for panel in panels)
+    parts = [*_opening(title, subtitle, width, height)]
+    for index, panel in enumerate(panels):
+        parts += _stack(panel, LEFT + index * (PANEL_WIDTH + LEFT), colours, ticks, limit, end, x_title)
+    parts += _key([(name, colours[name]) for name in reversed(names)], width - RIGHT + 14)
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _stack(
+    panel: Stack,
+    left: float,
+    colours: dict[str, str],
+    ticks: Sequence[float],
+    limit: tuple[float, str],
+    end: float,
+    x_title: str,
+) -> list[str]:
+    bottom, scale = TOP + PANEL_HEIGHT, PANEL_HEIGHT / ticks[-1]
+    parts = [_text(left, TOP - 10, panel.title, weight=600)]
+    for tick in ticks:
+        parts.append(_rule(left, bottom - tick * scale, left + PANEL_WIDTH, bottom - tick * scale, GRID))
+        parts.append(_text(left - 8, bottom - tick * scale + 4, f"{tick:g}", colour=MUTED, anchor="end", size=11))
+    across = [left + when / end * PANEL_WIDTH for when in (0.0, *panel.ends)]
+    below = [0.0] * len(panel.ends)
+    for name, heights in panel.areas.items():
+        above = [a + b for a, b in zip(below, heights, strict=True)]
+        outline = [*_steps(across, above), *reversed(_steps(across, below))]
+        points = " ".join(f"{x:.1f},{bottom - y * scale:.1f}" for x, y in outline)
+        parts.append(f'<polygon points="{points}" fill="{colours[name]}"/>')
+        below = above
+    for when, label in panel.marks:
+        x = left + when / end * PANEL_WIDTH
+        parts += [_rule(x, TOP, x, bottom, MUTED, dashed=True), _text(x + 4, TOP + 10, label, colour=MUTED, size=11)]
+    parts.append(
+        _rule(left, bottom - limit[0] * scale, left + PANEL_WIDTH, bottom - limit[0] * scale, INK, dashed=True)
+    )
+    parts.append(_text(left + PANEL_WIDTH, bottom - limit[0] * scale - 5, limit[1], anchor="end", size=11))
+    parts.append(_rule(left, bottom, left + PANEL_WIDTH, bottom, MUTED))
+    return [*parts, _text(left + PANEL_WIDTH / 2, bottom + 22, x_title, colour=MUTED, anchor="middle")]
+
+
+def _steps(across: Sequence[float], heights: Sequence[float]) -> list[tuple[float, float]]:
+    """Return the corners of a line that keeps each height from its moment's beginning to its end."""
+    corners: list[tuple[float, float]] = []
+    for index, height in enumerate(heights):
+        if corners and corners[-1][1] == height:
+            corners[-1] = (across[index + 1], height)
+        else:
+            corners += [(across[index], height), (across[index + 1], height)]
+    return corners
+
+
+def _opening(title: str, subtitle: str, width: float, height: float) -> list[str]:
+    return [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
         f' font-family="{FONT}" font-size="12" role="img" aria-label="{_escape(title)}">',
         f'<rect width="{width}" height="{height}" rx="6" fill="{GROUND}"/>',
         _text(16, 24, title, size=15, weight=600),
         _text(16, 42, subtitle, colour=MUTED),
     ]
-    for index, panel in enumerate(panels):
-        parts += _panel(panel, LEFT + index * (PANEL_WIDTH + BETWEEN), x, y, y_title=index == 0)
-    return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _panel(panel: Panel, left: float, x: Axis, y: Axis, *, y_title: bool) -> list[str]:
+def _panel(panel: Panel, left: float, x: Axis, y: Axis, *, y_title: bool, named: bool) -> list[str]:
     bottom = TOP + PANEL_HEIGHT
     parts = [_text(left, TOP - 10, panel.title, weight=600)]
     for tick in y.ticks:
@@ -102,11 +194,21 @@ def _panel(panel: Panel, left: float, x: Axis, y: Axis, *, y_title: bool) -> lis
         parts.append(_rule(left, height, left + PANEL_WIDTH, height, INK, dashed=True))
         parts.append(_text(left + 4, height - 5, panel.limit[1], size=11))
     for line in panel.lines:
-        parts += _line(line, left, x, y)
+        parts += _line(line, left, x, y, named)
     return parts
 
 
-def _line(line: Line, left: float, x: Axis, y: Axis) -> list[str]:
+def _key(names: Sequence[tuple[str, str]], left: float) -> list[str]:
+    """Return squares of colours with what they stand for, one below the other."""
+    parts: list[str] = []
+    for index, (name, colour) in enumerate(names):
+        place = TOP + 12 + 22 * index
+        parts.append(f'<rect x="{left}" y="{place - 10}" width="12" height="12" fill="{colour}"/>')
+        parts.append(_text(left + 18, place, name))
+    return parts
+
+
+def _line(line: Line, left: float, x: Axis, y: Axis, named: bool) -> list[str]:
     bottom = TOP + PANEL_HEIGHT
     places = [(left + x.place(a) * PANEL_WIDTH, bottom - y.place(b) * PANEL_HEIGHT) for a, b in line.points]
     path = " ".join(f"{a:.1f},{b:.1f}" for a, b in places)
@@ -115,7 +217,7 @@ def _line(line: Line, left: float, x: Axis, y: Axis) -> list[str]:
     return [
         f'<polyline points="{path}" fill="none" stroke="{line.colour}" stroke-width="2.5"{dash}/>',
         *([] if line.dashed else dots),
-        _text(last[0] + 9, last[1] + 4 + line.shift, line.label, colour=line.colour, weight=600),
+        *([_text(last[0] + 9, last[1] + 4 + line.shift, line.label, colour=line.colour, weight=600)] if named else []),
     ]
 
 

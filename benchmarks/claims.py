@@ -1,4 +1,4 @@
-"""Well-known figures about memory in training, each predicted and measured: `docs/claims.md` is made from the result.
+"""Well-known figures about memory in training, predicted and measured: `docs/results/claims.md` is made from them.
 
 What is predicted for GPUs is not yet measured on CUDA; what is measured is measured on this CPU, smaller.
 `python -m benchmarks.claims_page` makes the page from the committed result.

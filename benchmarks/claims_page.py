@@ -1,4 +1,4 @@
-"""Makes `docs/claims.md` and its charts from the committed result of `benchmarks.claims`.
+"""Makes `docs/results/claims.md` and its charts from the committed result of `benchmarks.claims`.
 
 `python -m benchmarks.claims_page [--check]`. The words are those of `claims_template.md`; where a verdict no longer
 follows from the figures, making the page fails.
@@ -84,7 +84,7 @@ def files(result: dict[str, Any]) -> dict[Path, str]:
     """Return the page and its charts."""
     cases = result["cases"]
     return {
-        DOCS / "claims.md": page(result),
+        DOCS / "results" / "claims.md": page(result),
         DOCS / "figures" / "depth.svg": depth_chart(cases),
         DOCS / "figures" / "attention.svg": attention_chart(cases),
     }

@@ -10,9 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks import reference
 from benchmarks.case_studies import brain_segmentation_table, language_model_table
 from benchmarks.faults import figures as faults
 from benchmarks.markdown import head, made_by, row
+from benchmarks.time_tables import adaptive_table, large_table, overhead_table, roofline_table
 from memfit.ir import combinations
 from memfit.ir.codec import write_atomic
 from memfit.units import format_bytes, format_seconds
@@ -20,11 +22,7 @@ from memfit.units import format_bytes, format_seconds
 ROOT = Path(__file__).parent.parent
 PAGES = (
     ROOT / "README.md",
-    ROOT / "docs" / "accuracy.md",
-    ROOT / "docs" / "method.md",
-    ROOT / "docs" / "training.md",
-    ROOT / "docs" / "levers.md",
-    ROOT / "docs" / "ladder.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
     *(ROOT / "examples" / name / "README.md" for name in ("compress", "brain_segmentation", "language_model")),
 )
 RESULTS = ROOT / "benchmarks" / "results"
@@ -61,6 +59,20 @@ def cases_table(result: dict[str, Any]) -> str:
                 cells += _compared(cases[workload, precision, kind])
         lines.append(row(cells))
     return "\n".join([*lines, "", _sources(result)])
+
+
+def worked_example_table(result: dict[str, Any]) -> str:
+    """Return what the plain and the planned step of the docs' example hold at their peaks."""
+    lines = head(("at the peak", *(case["step"] for case in result["cases"])))
+    for name in result["cases"][0]["by_category"]:
+        held = [case["by_category"][name] for case in result["cases"]]
+        if any(held):
+            lines.append(row((name, *map(format_bytes, held))))
+    said = {"peak_bytes": "**predicted peak**", "peak_upper_bytes": "… at most", "measured_peak_bytes": "measured peak"}
+    for key, title in said.items():
+        lines.append(row((title, *(format_bytes(case[key]) for case in result["cases"]))))
+    lines.append(row(("predicted step", *(format_seconds(case["step_seconds"]) for case in result["cases"]))))
+    return "\n".join([*lines, "", f"{made_by(result)}."])
 
 
 def faults_table(result: dict[str, Any]) -> str:
@@ -174,7 +186,15 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "exactness": ("exactness", exactness_table),
     "brain_segmentation": ("brain_segmentation", brain_segmentation_table),
     "language_model": ("language_model", language_model_table),
+    "adaptive": ("adaptive", adaptive_table),
+    "roofline": ("roofline", roofline_table),
+    "large": ("large", large_table),
+    "overhead": ("overhead", overhead_table),
+    "worked": ("worked_example", worked_example_table),
     "combinations": ("", lambda _: combinations.markdown()),
+    "commands": ("", lambda _: reference.commands()),
+    "plan_file": ("", lambda _: reference.plan_file()),
+    "errors": ("", lambda _: reference.error_table()),
 }
 """For each mark on a page, the benchmark, if it needs one, and what makes its table."""
 

@@ -19,6 +19,21 @@ def tiny() -> Workload:
     return byte_lm(n_layer=3, d_model=64, n_head=4, context=128, batch_size=4, max_bytes=200_000)
 
 
+def quick() -> Workload:
+    """Blocks of linear layers that plan in a moment."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3)]
+    model = nn.Sequential(*blocks, nn.Linear(64, 10))
+    batch = {"x": torch.randn(256, 64), "y": torch.randint(0, 10, (256,))}
+    return Workload(
+        model=model,
+        batch=batch,
+        loss_fn=lambda model, batch: nn.functional.cross_entropy(model(batch["x"]), batch["y"]),
+        optimizer=torch.optim.AdamW(model.parameters()),
+        name="quick",
+    )
+
+
 def other() -> Workload:
     """The same with another width."""
     return byte_lm(n_layer=3, d_model=32, n_head=4, context=128, batch_size=4, max_bytes=200_000)

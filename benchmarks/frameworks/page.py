@@ -1,4 +1,4 @@
-"""Make the table of docs/jittor.md from the newest committed result: `python -m benchmarks.frameworks.page`."""
+"""Makes the table of docs/results/frameworks.md from the newest result: `python -m benchmarks.frameworks.page`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.tables import RESULTS, results
 from memfit.ir.codec import write_atomic
 from memfit.units import format_bytes, format_seconds
 
-PAGE = Path(__file__).parents[2] / "docs" / "jittor.md"
+PAGE = Path(__file__).parents[2] / "docs" / "results" / "frameworks.md"
 _MARKS = re.compile(r"(<!-- frameworks: [^>]*-->\n).*?(<!-- /frameworks -->)", flags=re.DOTALL)
 
 

@@ -1,4 +1,4 @@
-"""Makes `docs/frontier.md` and its charts from the newest committed result.
+"""Makes `docs/results/frontier.md`, its charts and its CSV files from the newest committed result.
 
 `python -m benchmarks.frontier.page [--check]`. The words around the tables are those of the page itself.
 """
@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import argparse
+import csv
+import io
 import re
 import sys
 from collections.abc import Sequence
@@ -16,33 +18,58 @@ from benchmarks.charts import COLOURS, Axis, Line, Panel, chart
 from benchmarks.claims_page import DOCS, stale
 from benchmarks.common import Case
 from benchmarks.frontier.cells import AT_BOUND, FASTER, LIMIT, SURE, Cell, cells_of
-from benchmarks.frontier.methods import OURS, Kind
+from benchmarks.frontier.methods import KINDS, OURS, Kind
 from benchmarks.frontier.models import SUBJECTS
 from benchmarks.tables import results
 from memfit.ir.codec import write_atomic
 from memfit.units import format_bytes
 
-PAGE = DOCS / "frontier.md"
+PAGE = DOCS / "results" / "frontier.md"
+
+COLUMNS = (
+    "method",
+    "setting",
+    "peak_bytes",
+    "plain_peak_bytes",
+    "above_parameters_bytes",
+    "ratio",
+    "ratio_error",
+    "bitwise",
+    "gradient_difference",
+    "gradient_difference_beyond_rounding",
+    "loss_difference",
+    "plan_seconds",
+    "error_message",
+)
+"""Of the CSV files; `ratio` is the step's time over the plain one's, `ratio_error` its standard error."""
 BY_HAND = "by hand"
 FAMILIES = {"torch sac_milp": "sac_milp", "xFormers' policy, memory_budget": "xFormers", OURS: OURS}
 """Methods with a line of their own; all others are what users set by hand."""
+_COLOURS = dict(zip((OURS, BY_HAND, "sac_milp", "xFormers"), COLOURS, strict=True))
+OVERVIEW = ("gpt", "unet")
+"""Models of the chart that stands in the README."""
 _BUDGETS = (0.2, 0.3, 0.45, 0.6, 0.75, 1.0)
 _TIMES = (0.9, 1.0, 1.1, 1.2, 1.3, 1.4, 1.6, 1.8, 2.0, 2.5, 3.0, 4.0)
 
 
 def tables(result: dict[str, Any]) -> str:
-    """Return what the page says of a result: the sum, and for each model its chart, its cells and all of its rows."""
+    """Return what the page says of a result: the sum, and for each model its chart and its cells, folded."""
     rows = result["cases"]
     parts = [summary_table(result)]
     for model in dict.fromkeys(row["model"] for row in rows):
         parts.append(f"## {model}\n\n{SUBJECTS[model].note}.")
-        for kind in ("eager", "compiled", "joint"):
+        for kind in KINDS:
             cells = [cell for cell in cells_of(rows, kind) if cell.model == model]
             if not cells:
                 continue
             if kind == "eager":
-                parts.append(f"![Time over peak, {model}](figures/{chart_path(model).name})")
-            parts += [f"### {kind.capitalize()}", cells_table(cells), rows_table(rows, model, kind)]
+                parts.append(f"![Time over peak, {model}](../figures/{chart_path(model).name})")
+            name = csv_path(model, kind).name
+            parts.append(
+                f'<details markdown="1"><summary>{kind.capitalize()}: memfit and the fastest peer under each budget'
+                f"</summary>\n\n{cells_table(cells)}\n\n</details>\n\n"
+                f"Every method and setting, {kind}: [{name}](frontier/{name})."
+            )
     return "\n\n".join(parts)
 
 
@@ -105,38 +132,17 @@ def cells_table(cells: Sequence[Cell]) -> str:
     return "\n".join(lines)
 
 
-def rows_table(rows: Sequence[Case], model: str, kind: str) -> str:
-    """Return every method and setting of a model."""
-    headings = ("method", "peak", "of plain", "above parameters", "time to plain's", "gradients", "seconds to plan")
-    lines = ["<details><summary>Every method</summary>", "", _row(headings), _row(["---"] * len(headings))]
+def rows_csv(rows: Sequence[Case], model: str, kind: str) -> str:
+    """Return every method and setting of a model, as comma-separated values."""
+    written = io.StringIO()
+    table = csv.DictWriter(written, COLUMNS, restval="", extrasaction="ignore", lineterminator="\n")
+    table.writeheader()
     for row in rows:
-        if (row["model"], row["kind"]) != (model, kind):
-            continue
-        if "peak_bytes" not in row:
-            lines.append(_row([_named(row), *[""] * 5, _escaped(row["error_message"])]))
-            continue
-        lines.append(
-            _row(
-                [
-                    _named(row),
-                    format_bytes(row["peak_bytes"]),
-                    f"{row['peak_bytes'] / row['plain_peak_bytes']:.1%}",
-                    format_bytes(row["above_parameters_bytes"]),
-                    f"{row['ratio']:.3f} ± {row['ratio_error']:.3f}",
-                    _gradients(row),
-                    f"{row['plan_seconds']:.1f}",
-                ]
-            )
-        )
-    return "\n".join([*lines, "", "</details>"])
-
-
-def _gradients(row: Case) -> str:
-    if row["bitwise"]:
-        return "bitwise equal"
-    beyond = row.get("gradient_difference_beyond_rounding")  # not in earlier results
-    rounding = "" if beyond is None else f", {beyond:.0e} beyond rounding"
-    return f"{row['gradient_difference']:.0e} off{rounding}, the loss {row['loss_difference']:.0e}"
+        if (row["model"], row["kind"]) == (model, kind):
+            error = " ".join(row.get("error_message", "").split())
+            figures = {key: f"{row[key]:.4g}" for key in COLUMNS if isinstance(row.get(key), float)}
+            table.writerow(row | figures | {"error_message": error})
+    return written.getvalue()
 
 
 def _named(row: Case) -> str:
@@ -155,6 +161,11 @@ def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def csv_path(model: str, kind: str) -> Path:
+    """Return where all rows of a model are."""
+    return PAGE.parent / "frontier" / f"{model}-{kind}.csv"
+
+
 def chart_path(model: str, kind: Kind = "eager") -> Path:
     """Return where a model's chart is."""
     return DOCS / "figures" / f"frontier-{model}{'' if kind == 'eager' else f'-{kind}'}.svg"
@@ -162,22 +173,38 @@ def chart_path(model: str, kind: Kind = "eager") -> Path:
 
 def model_chart(rows: Sequence[Case], model: str, kind: Kind = "eager") -> str:
     """Return the chart of a model: for each family the points that none of its others beats in both time and peak."""
-    lines = []
-    here = [r for r in rows if r["model"] == model and r["kind"] == kind and "peak_bytes" in r]
+    return _charted(f"Time over peak, {model}", [Panel("", family_lines(rows, model, kind))])
+
+
+def overview_chart(rows: Sequence[Case], models: Sequence[str] = OVERVIEW) -> str:
+    """Return the chart of some models side by side, for those who see one picture only."""
+    panels = [Panel(SUBJECTS[model].note.split(";")[0], family_lines(rows, model, "eager")) for model in models]
+    return _charted("Step time over peak memory", panels)
+
+
+def family_lines(rows: Sequence[Case], model: str, kind: Kind) -> list[Line]:
+    """Return a line for each family of methods, without what takes more than the plain step."""
     families: dict[str, list[tuple[float, float]]] = {}
-    for row in here:
-        family = FAMILIES.get(row["method"], BY_HAND)
-        families.setdefault(family, []).append((row["peak_bytes"] / row["plain_peak_bytes"], row["ratio"]))
-    for index, (family, points) in enumerate(sorted(families.items(), key=lambda item: item[0] != OURS)):
-        lines.append(Line(family, pareto(points), COLOURS[index], 14.0 * index - 14.0))
-    peaks = [x for line in lines for x, _ in line.points]
-    times = [y for line in lines for _, y in line.points]
+    for row in rows:
+        if (row["model"], row["kind"]) == (model, kind) and "peak_bytes" in row:
+            family, share = FAMILIES.get(row["method"], BY_HAND), row["peak_bytes"] / row["plain_peak_bytes"]
+            if share <= 1:
+                families.setdefault(family, []).append((share, row["ratio"]))
+    order = [name for name in (BY_HAND, *FAMILIES.values()) if name in families]
+    return [Line(name, pareto(families[name]), _COLOURS[name]) for name in order]
+
+
+def _charted(title: str, panels: Sequence[Panel]) -> str:
+    lines = [line for panel in panels for line in panel.lines]
+    peaks, times = ([point[axis] for line in lines for point in line.points] for axis in (0, 1))
+    legend = {line.label: line for line in reversed(lines)}
     return chart(
-        f"Time over peak, {model}",
-        "Both over the plain step's; the whole step, parameters included",
-        [Panel("", lines)],
+        title,
+        "Both relative to the plain step; lower and further left is better",
+        panels,
         Axis("peak, of the plain step's", _around(_BUDGETS, peaks), lambda value: f"{value:.0%}"),
-        Axis("time, of the plain step's", _around(_TIMES, times), lambda value: f"{value:g}"),
+        Axis("time", _around(_TIMES, times), lambda value: f"{value:g}"),
+        legend=list(legend.values()),
     )
 
 
@@ -204,10 +231,13 @@ def page(text: str, result: dict[str, Any]) -> str:
 
 
 def files(result: dict[str, Any]) -> dict[Path, str]:
-    """Return the page and its charts."""
+    """Return the page, its charts and its CSV files."""
     models = dict.fromkeys(row["model"] for row in result["cases"] if row["kind"] == "eager" and "ratio" in row)
     charts = {chart_path(model): model_chart(result["cases"], model) for model in models}
-    return {PAGE: page(PAGE.read_text(), result), **charts}
+    pairs = dict.fromkeys((row["model"], row["kind"]) for row in result["cases"])
+    sheets = {csv_path(model, kind): rows_csv(result["cases"], model, kind) for model, kind in pairs}
+    overview = {DOCS / "figures" / "frontier.svg": overview_chart(result["cases"])}
+    return {PAGE: page(PAGE.read_text(), result), **charts, **overview, **sheets}
 
 
 def main() -> None:

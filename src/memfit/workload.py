@@ -67,7 +67,9 @@ class LossScaling:
 
 @dataclass(frozen=True)
 class Loop:
-    """What the user's own training loop does, for `memfit.estimate` to predict it; docs/loops.md says how to find out.
+    """What the user's own training loop does, for `memfit.estimate` to predict it.
+
+    docs/guides/your-loop.md says how to find out.
 
     `Loop()` is a loop that zeroes gradients first and holds nothing: it takes what memfit's own step takes. Plans run
     memfit's own step, whatever the loop.

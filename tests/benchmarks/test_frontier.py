@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import csv
 import dataclasses
 import functools
+import io
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,7 +38,7 @@ from benchmarks.frontier.measuring import (
 )
 from benchmarks.frontier.methods import LOWEST, OURS, PLAIN, Kind, Method, Prepared, Task, Unsupported, stepping
 from benchmarks.frontier.models import Subject
-from benchmarks.frontier.page import files, model_chart, page, pareto, tables
+from benchmarks.frontier.page import files, model_chart, page, pareto, rows_csv, tables
 from benchmarks.frontier.subject import Bench, methods, without_place
 from benchmarks.tables import results
 from memfit import Workload
@@ -232,12 +234,23 @@ def test_the_page_has_every_cell_every_row_and_what_failed() -> None:
     made = page("before\n<!-- frontier: made -->\nold\n<!-- /frontier -->\nafter\n", result())
     assert "old" not in made and made.startswith("before") and made.endswith("after\n")
     assert "| 45%, 450.0 MiB | 44.0% | 1.200 | checkpoint every K-th block 1 | 40.0% | 1.300 | 0.923 |" in made
-    assert "| 20%, 200.0 MiB | no plan fits |" in made and "InfeasibleError: no plan fits" in made
+    assert "| 20%, 200.0 MiB | no plan fits |" in made
     slower = result()
     slower["cases"] = [*PEERS, ours(0.75, 0.7, 1.6), ours(0.45, 0.44, 1.5)]
     slower["summary"] = summarised(slower["cases"])
     assert "memfit takes 1.154 times as long" in tables(slower)
     assert "- gpt eager 45% to 75%" in tables(slower) and "45% to 75%" not in made
+
+
+def test_the_sheet_has_every_row_in_full() -> None:
+    rows = result()["cases"]
+    sheet = list(csv.DictReader(io.StringIO(rows_csv(rows, "gpt", "eager"))))
+    assert [(r["method"], r["setting"]) for r in sheet] == [(r["method"], str(r["setting"])) for r in rows]
+    for written, row in zip(sheet, rows, strict=True):
+        if "peak_bytes" in row:
+            assert int(written["peak_bytes"]) == row["peak_bytes"]
+            assert float(written["ratio"]) == pytest.approx(row["ratio"], rel=1e-3)
+    assert sheet[-1]["peak_bytes"] == "" and "no plan fits" in sheet[-1]["error_message"]
 
 
 def test_the_page_is_that_of_the_committed_result() -> None:

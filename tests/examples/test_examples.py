@@ -33,7 +33,7 @@ def tensors_of(batch: Any) -> list[torch.Tensor]:
 
 
 def test_every_example_is_tested() -> None:
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*NEEDS, "large_gpt", "training"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*NEEDS, "large_gpt", "mine", "training"}
 
 
 def test_large_gpts_have_their_sizes_and_a_step_that_runs() -> None:

@@ -76,7 +76,7 @@ def test_peak_halves_and_every_number_stays(case: str) -> None:
 
 
 def test_without_fast_mathematics_every_region_is_exact() -> None:
-    """GELU and ends in front of a BatchNorm: the flags are those that docs/jittor.md names."""
+    """GELU and ends in front of a BatchNorm: the flags are those that docs/guides/jittor.md names."""
 
     def layers() -> Iterator[Any]:
         for _ in range(4):

@@ -1,4 +1,4 @@
-"""The examples of docs/jittor.md run as they are written."""
+"""The examples of docs/guides/jittor.md run as they are written."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_examples_run(tmp_path: Path) -> None:
-    text = (ROOT / "docs" / "jittor.md").read_text()
+    text = (ROOT / "docs" / "guides" / "jittor.md").read_text()
     program = "\n".join(re.findall(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
     command = [sys.executable, "-c", program]

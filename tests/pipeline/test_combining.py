@@ -174,7 +174,7 @@ def test_an_ordinary_step_meets_no_circumstance_but_what_the_cpu_lacks() -> None
 def test_verbs_refuse_plans_made_by_hand(plan: Plan, levers: dict[str, Any]) -> None:
     edited = replace(plan, levers=replace(plan.levers, **levers))
     for verb in (memfit.apply, memfit.verify, memfit.adapt):
-        with pytest.raises(PlanError, match="does not go with .* The row in docs/levers.md: "):
+        with pytest.raises(PlanError, match="does not go with .* The row in docs/reference/combinations.md: "):
             verb(edited, tiny())  # type: ignore[operator]
 
 

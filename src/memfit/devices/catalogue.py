@@ -191,7 +191,7 @@ def how_to_add() -> str:
     """Return what to do where a device is missing."""
     return (
         "`memfit devices` lists what there is. To add one, write a table of its figures to"
-        f" {user_file()} (docs/devices.md shows how), or run `memfit devices --probe` on a machine that has it"
+        f" {user_file()} (docs/guides/devices.md shows how), or run `memfit devices --probe` on a machine that has it"
     )
 
 

@@ -1,7 +1,7 @@
 """The CUDA caching allocator, simulated: what PyTorch would reserve for a sequence of requests.
 
 The rules are those of `DeviceCachingAllocator` in `c10/cuda/CUDACachingAllocator.cpp` and of
-`c10/core/AllocatorConfig.h`, torch 2.13. docs/allocator.md lists them, and what is left out.
+`c10/core/AllocatorConfig.h`, torch 2.13. docs/internals/allocator.md lists them, and what is left out.
 """
 
 from __future__ import annotations

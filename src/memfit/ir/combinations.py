@@ -251,7 +251,7 @@ def check(used: Collection[str], allowed: Numerics = "exact", where: str = "") -
     for row in refusals(used, allowed):
         raise PlanError(
             f"{where}{row.one} does not go with {row.other}: {row.why}. What to do: {row.instead}."
-            f" The row in docs/levers.md: {row.row()}"
+            f" The row in docs/reference/combinations.md: {row.row()}"
         )
 
 

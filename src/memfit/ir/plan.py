@@ -91,9 +91,12 @@ class Candidate(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A point of the frontier.
 
     Attributes:
+        levers: What the plan sets.
         numerics: The freest class of its levers.
+        budget_bytes: What it was solved for.
         peak_bytes: Peak allocated, as the solver has it; where `is_captured`, as predicted for the step captured with
-            the levers applied. The same of `step_seconds`.
+            the levers applied.
+        step_seconds: One optimizer update at the global batch, known in the same way.
         status: "optimal" where the solver proved it for its precision and microbatch size, else "feasible".
         bound_seconds: No plan of this precision and microbatch size within `budget_bytes` is faster, in the model.
         peak_upper_bytes: What is held against the budget, as in `Prediction`; where not `is_captured`, as far above the
@@ -176,11 +179,21 @@ class Plan(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A plan, as it is written to a file. Edit it by hand if you like: `memfit verify` will say what it does.
 
     Attributes:
+        schema: Version of the file's format.
+        memfit_version: That made the plan.
+        torch_version: That made the plan.
+        workload: Name of the workload.
+        fingerprint: Of the recorded step. A plan for another step is refused.
+        device: That the plan was made for.
+        batch_size: Samples of the global batch.
+        budget_bytes: What the plan had to fit.
+        levers: What the plan sets.
         numerics: The freest class of the levers that are used.
         classes: For each lever that is used, its class.
         allowed: The class that the user allowed.
         plain: The prediction for the unchanged step.
         predicted: The prediction for this plan, from a capture of the step with the plan applied.
+        solution: How the plan was found.
         frontier: Plans from the fastest to the leanest, so that another budget is a look-up.
         notes: What was assumed, excluded or skipped, and why.
         host_budget_bytes: Pinned host memory that offloaded activations may take.

@@ -121,8 +121,8 @@ def without_coupled(plan: Plan, workload: Workload) -> Plan:
         row = between(MICROBATCHES, COUPLING_LOSS)
         raise PlanError(
             f"the plan's levers.microbatch_size={plan.levers.microbatch_size} of {plan.batch_size} would change the"
-            f" training: {row.other} ({found}): {row.why}. What to do: {row.instead}. The row in docs/levers.md:"
-            f" {row.row()}"
+            f" training: {row.other} ({found}): {row.why}. What to do: {row.instead}. The row in"
+            f" docs/reference/combinations.md: {row.row()}"
         )
     return replace(plan, frontier=[p for p in plan.frontier if not _is_cut(plan, p)], notes=[*plan.notes, _note(found)])
 

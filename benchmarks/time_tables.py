@@ -1,0 +1,50 @@
+"""Tables of benchmarks about time: plans that adapt, the roofline, large models, and the overhead of a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.markdown import head, made_by, row
+from memfit.units import format_bytes, format_seconds
+
+
+def adaptive_table(result: dict[str, Any]) -> str:
+    """Return what a plan for each batch's shape gained over the best plan for all of them."""
+    headings = ("numerics", "budget", "largest measured peak", "batches", "best fixed plan", "adaptive", "throughput")
+    lines = head((*headings, "out of memory"))
+    for case in result["cases"]:
+        peaks = [format_bytes(case[key]) for key in ("budget_bytes", "largest_measured_peak_bytes")]
+        seconds = [format_seconds(value) for value in (min(case["fixed_seconds"]), case["adaptive_seconds"])]
+        ratio = f"×{case['throughput_ratio_to_best_fixed']:.2f}"
+        figures = (str(case["batches"]), *seconds, ratio, str(case["out_of_memory_events"]))
+        lines.append(row((case["numerics"], *peaks, *figures)))
+    return "\n".join([*lines, "", f"{made_by(result)}."])
+
+
+def roofline_table(result: dict[str, Any]) -> str:
+    """Return how far each model's time is off, when predicted from the other models."""
+    lines = head(("workload", "precision", "measured", "predicted", "error"))
+    for case in result["cases"]:
+        seconds = [format_seconds(case[key]) for key in ("measured_seconds", "predicted_seconds")]
+        lines.append(row((case["workload"], case["precision"], *seconds, f"{case['error']:+.0%}")))
+    return "\n".join([*lines, "", f"{made_by(result)}."])
+
+
+def large_table(result: dict[str, Any]) -> str:
+    """Return how long large models take to predict, and what is predicted."""
+    lines = head(("command", "takes", "resident memory", "peak allocated", "reserved", "step"))
+    for case in result["cases"]:
+        peaks = [format_bytes(case[key]) for key in ("resident_bytes", "peak_bytes", "peak_reserved_bytes")]
+        seconds = [format_seconds(case[key]) for key in ("seconds", "step_seconds")]
+        lines.append(row((f"`{case['command']}`", seconds[0], *peaks, seconds[1])))
+    return "\n".join([*lines, "", f"{made_by(result)}."])
+
+
+def overhead_table(result: dict[str, Any]) -> str:
+    """Return the time of memfit's step over that of a loop written by hand."""
+    lines = head(("case", "rounds", "by hand", "memfit", "ratio"))
+    for case in result["cases"]:
+        seconds = [format_seconds(case[key]) for key in ("by_hand_seconds", "memfit_seconds")]
+        name = case["case"].replace("_without_", ", without ")
+        lines.append(row((name, str(case["rounds"]), *seconds, f"×{case['ratio']:.3f}")))
+    return "\n".join([*lines, "", f"{made_by(result)}."])

@@ -1,0 +1,119 @@
+"""The figures of the docs are those of the committed results, and the reference is that of the code."""
+
+from __future__ import annotations
+
+import re
+
+from benchmarks import reference
+from benchmarks.claims_page import stale
+from benchmarks.tables import PAGES, TABLES, results, with_tables
+from benchmarks.worked_example_page import files
+from memfit.units import format_bytes
+from tests.docs.pages import DOCS, ROOT, words_of
+
+
+def test_tables_are_those_of_the_result_files() -> None:
+    marks = set()
+    for page in PAGES:
+        text = page.read_text()
+        assert with_tables(text) == text, page
+        tables = re.findall(
+            r"^<!-- (\w+): [^>]*tables`[^>]*-->\n(.+?)^<!-- /\1 -->", text, flags=re.DOTALL | re.MULTILINE
+        )
+        marks |= {mark for mark, _ in tables}
+        for _, table in tables:
+            assert with_tables(text.replace(table, "| wrong |\n")) == text, page
+    assert set(TABLES) == marks
+
+
+def test_the_example_is_that_of_the_result_file() -> None:
+    result = results("worked_example")
+    assert stale(files(result)) == []
+    plain, planned = result["cases"]
+    summary, points = result["summary"], result["summary"]["frontier"]
+    assert summary["holds"] and summary["bitwise"] and summary["status"] == "optimal"
+    for case in (plain, planned):
+        assert case["measured_peak_bytes"] == case["peak_bytes"]
+    assert len(plain["live_bytes"]["activations"]) == 652 and "652 operators" in words_of(DOCS / "concepts/plan.md")
+    assert [len(region) for region in summary["regions"]].count(2) == 5 and len(summary["regions"]) == 7
+    ratio = {round(p["peak_bytes"] / 2**20): p["step_seconds"] / plain["step_seconds"] for p in points}
+    said = {105: "1.02", 81: "1.14", 77: "1.18"}
+    assert {peak: f"{ratio[peak]:.2f}" for peak in said} == said
+    for peak, times in said.items():
+        assert f"×{times}" in words_of(DOCS / "concepts/plan.md") and f"{peak} MiB" in words_of(
+            DOCS / "concepts/plan.md"
+        )
+    taken = f"×{planned['step_seconds'] / plain['step_seconds']:.2f}"
+    readme = words_of(ROOT / "README.md")
+    assert (
+        f"needs {format_bytes(plain['peak_bytes'])}; under the plan it needs {format_bytes(planned['peak_bytes'])}"
+        in readme
+    )
+    assert f"at {taken} of the time" in readme
+    held = {name: round(value / 2**20) for name, value in plain["by_category"].items()}
+    assert (held["parameters"], held["optimizer state"], held["activations"], held["temporaries"]) == (16, 32, 78, 5)
+
+
+def test_figures_of_the_readme_are_those_of_the_frontier() -> None:
+    eager, words = results("frontier")["summary"]["eager"], words_of(ROOT / "README.md")
+    assert f"at worst ×{eager['worst_ratio_to_best_peer']:.3f} of the fastest" in words
+    assert f"in the median ×{eager['median_ratio_to_best_peer']:.2f}" in words
+    assert eager["not_bitwise"] == []
+
+
+def test_figures_of_the_index_of_results() -> None:
+    words = words_of(DOCS / "results" / "index.md")
+    prediction, faults = results("prediction")["summary"], results("faults")["summary"]
+    overhead, adaptive = results("overhead")["summary"], results("adaptive")["summary"]
+    said = [
+        f"{prediction['cases']} steps, the largest error {prediction['largest_abs_error']:.2%}".replace("%", " %"),
+        f"{faults['survived']} of {faults['injected']} faults",
+        f"×{overhead['ratio_tiny']:.2f} to ×{overhead['ratio_tiny_without_checkpointing']:.2f}",
+        f"×{adaptive['throughput_ratio_to_best_fixed']:.2f} the throughput",
+        f"within {max(case['gap'] for case in results('solving')['cases']):.2%}".replace("%", " %"),
+        f"half of the steps within {results('roofline')['summary']['median_abs_error']:.0%}".replace("%", " %"),
+        f"over {results('allocator')['summary']['sequences']:,} sequences",
+        f"0 of {results('fuzzing')['summary']['fuzzed']:,} were wrong",
+    ]
+    assert [one for one in said if one not in words] == []
+    assert prediction["underestimate_rate"] == 0 and results("allocator")["summary"]["differ"] == 0
+    assert f"{faults['survived']} did" in words_of(DOCS / "guides" / "resume.md")
+
+
+def test_figures_of_the_allocator() -> None:
+    summary, words = results("allocator")["summary"], words_of(DOCS / "results" / "allocator.md")
+    said = re.search(
+        r"Over ([\d,]+) sequences of ([\d,]+) random requests in all \(([\d,]+) retries, ([\d,]+) out of", words
+    )
+    assert said is not None
+    figures = [int(figure.replace(",", "")) for figure in said.groups()]
+    assert figures == [summary[key] for key in ("sequences", "requests", "retries", "out_of_memory")]
+    assert summary["differ"] == 0
+    assert " 0 sequences differed" in words
+
+
+def test_figures_of_random_programs() -> None:
+    summary, words = results("fuzzing")["summary"], words_of(DOCS / "results" / "fuzzing.md")
+    assert f"Over {summary['fuzzed']:,} programs {summary['fuzzed_wrong']} were wrong" in words
+
+
+def test_figures_of_large_models() -> None:
+    cases = {case["case"]: case for case in results("large")["cases"]}
+    one, seven, plan = (
+        cases[f"{what}, A100{more}"]
+        for what, more in (("estimate 1 B", ""), ("estimate 7 B", ""), ("plan 1 B", ", 40 GiB"))
+    )
+    words = words_of(DOCS / "guides" / "another-card.md")
+    assert f"takes {one['seconds']:.0f} seconds and {one['resident_bytes'] / 2**20:.0f} MiB of memory" in words
+    assert f"7-billion-parameter one {seven['seconds']:.0f} seconds" in words
+    assert f"a plan with its whole frontier takes {plan['seconds']:.0f} seconds" in words
+
+
+def test_the_reference_describes_every_command_option_and_field() -> None:
+    commands = reference.commands()
+    for words in ("## memfit estimate", "`--budget`", "`--no-recover`", "`bf16-mixed`", "`WORKLOAD`", "must be given"):
+        assert words in commands
+    for table in (commands, reference.plan_file(), reference.error_table()):
+        empty = [line for line in table.splitlines() if line.startswith("| `") and line.split(" | ")[-2].strip() == ""]
+        assert empty == []
+    assert "| `NonFiniteError` | `MemfitError` | 5 |" in reference.error_table()

@@ -1,0 +1,13 @@
+"""The examples of the guide to Keras run as they are written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.docs.pages import DOCS, blocks, run_python
+
+
+def test_the_examples_run(tmp_path: Path) -> None:
+    program = "\n".join(block.code for block in blocks(DOCS / "guides" / "keras.md", "python"))
+    before, after = run_python(program, tmp_path).split()
+    assert int(after) < 0.5 * int(before)
