@@ -114,7 +114,7 @@ class Bars:
         self._shown = monotonic()
         output = _Output(self._text(), framed(self._rows()))
         if self._handle is None:
-            self._handle = display(output, display_id=True)
+            self._handle = display(output, display_id=True)  # type: ignore[no-untyped-call]
         else:
             self._handle.update(output)
 
