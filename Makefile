@@ -12,7 +12,7 @@ PACKAGES_VENV := build/packages-venv
 PACKAGES_STAMP := $(PACKAGES_VENV)/.installed
 PACKAGES_REQUIREMENTS := benchmarks/packages/requirements.txt
 
-.PHONY: setup demo docs test check lint types contracts unit test-jittor test-keras packages format clean
+.PHONY: setup demo docs test check lint types contracts unit test-jittor test-keras test-wheel packages format clean
 
 setup: $(STAMP)
 
@@ -67,6 +67,10 @@ $(KERAS_STAMP): pyproject.toml constraints.txt
 	test -x $(KERAS_VENV)/bin/python || $(PYTHON) -m venv $(KERAS_VENV)
 	$(KERAS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable . tensorflow-cpu pytest pytest-timeout
 	touch $(KERAS_STAMP)
+
+# As its users install it: the wheel of this tree, in an environment of its own, used in another folder.
+test-wheel: $(STAMP)
+	MEMFIT_TEST_WHEEL=1 $(BIN)/python -m pytest tests/wheel
 
 # Other people's packages, for `python -m benchmarks.packages`. Their requirements are all listed, so that none is looked for
 # and none brings another torch or CUDA's libraries.

@@ -509,11 +509,15 @@ def doctor(
 @app.command()
 def demo(
     output: Annotated[Path, typer.Option("--out", help="The run's folder.")] = Path("runs/demo"),
-    steps: Annotated[int, typer.Option(help="Optimizer updates.", min=2)] = 60,
+    steps: Annotated[
+        int | None,
+        typer.Option(help="Optimizer updates; as many as take about half a minute by default.", min=2),
+    ] = None,
     budget: Annotated[str, typer.Option(help="Memory budget; the plain step needs about 573 MiB.")] = "128MiB",
     overwrite: Overwrite = False,
 ) -> None:
     """Train a byte-level GPT on Python's standard library under a budget that the plain step does not meet."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read as torch is imported: threads that wait leave the cores
     from memfit.cli.demo import run_demo
 
     run_demo(output, steps, budget, overwrite)

@@ -1,0 +1,70 @@
+"""memfit as its users install it: a wheel, in an environment of its own, used outside of this repository."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import venv
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+IS_WANTED = os.environ.get("MEMFIT_TEST_WHEEL") == "1"
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+class Skipped(pytest.Module):
+    """A test file that takes minutes, and the package registry."""
+
+    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
+        pytest.skip("builds and installs the wheel: make test-wheel", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    return None if IS_WANTED else Skipped.from_parent(parent, path=module_path)
+
+
+@pytest.fixture(scope="session")
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the sdist of this tree, and the wheel that is built from the sdist."""
+    folder = tmp_path_factory.mktemp("dist")
+    subprocess.run([sys.executable, "-m", "build", "--outdir", str(folder), str(ROOT)], check=True, env=_clean())
+    return folder
+
+
+@pytest.fixture(scope="session")
+def environment(distributions: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of an environment with nothing but the wheel and what it requires."""
+    folder = tmp_path_factory.mktemp("environment") / "venv"
+    venv.create(folder, with_pip=True)
+    (wheel,) = distributions.glob("*.whl")
+    install(folder / "bin" / "python", str(wheel))
+    return folder / "bin" / "python"
+
+
+def install(python: Path, *packages: str) -> None:
+    constraints = ("--constraint", str(ROOT / "constraints.txt"))
+    subprocess.run([python, "-m", "pip", "install", "--quiet", *constraints, *packages], check=True, env=_clean())
+
+
+@pytest.fixture
+def memfit(environment: Path, tmp_path: Path) -> Run:
+    """Runs the installed command in an empty folder."""
+
+    def run(*arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+        line = [str(environment.parent / "memfit"), *arguments]
+        own = {"MEMFIT_CACHE_DIR": str(environment.parent / "cache"), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(line, cwd=tmp_path, env=_clean() | own, capture_output=True, text=True, check=False)
+        assert done.returncode == status, done.stdout + done.stderr
+        assert "Traceback" not in done.stderr
+        return done
+
+    return run
+
+
+def _clean() -> dict[str, str]:
+    """Return this process's environment without what makes this tree importable."""
+    return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
