@@ -230,9 +230,7 @@ def fit(
         InfeasibleError: No plan fits; raised where the second step begins. The first one was made.
         UsageError: What the loop does can't be planned where it runs, such as an optimizer that needs a closure.
     """
-    read_budget(budget)
-    if numerics not in ("exact", "reordered"):
-        raise UsageError(f"numerics={numerics!r} is not for a loop that goes on as it is: use 'exact' or 'reordered'")
+    _check(budget, numerics)
     given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     models = [model] if isinstance(model, nn.Module) else list(model)
     trained = {id(p) for one in models for p in one.parameters()}
@@ -259,7 +257,7 @@ def fit_whatever_trains(
     progress: Progress = silent,
 ) -> Iterator[Fitted]:
     """Fit the loop that runs in this context into a budget, with the optimizers that it makes; see `fit`."""
-    read_budget(budget)
+    _check(budget, numerics)
     made: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
     initialise = torch.optim.Optimizer.__init__
 
@@ -275,6 +273,13 @@ def fit_whatever_trains(
             yield fitted
     finally:
         torch.optim.Optimizer.__init__ = initialise  # type: ignore[method-assign]
+
+
+def _check(budget: int | float | str, numerics: Numerics) -> None:
+    """Check what a loop is to be fitted into, before it begins."""
+    read_budget(budget)
+    if numerics not in ("exact", "reordered"):
+        raise UsageError(f"numerics={numerics!r} is not for a loop that goes on as it is: use 'exact' or 'reordered'")
 
 
 def seen(tape: Tape, roots: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> str:
