@@ -262,44 +262,6 @@ def test_no_plan_fits_gives_status_3(memfit: Shell) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "words"),
-    [
-        (("estimate", "nowhere.py:workload"), 2, "nowhere.py"),
-        (("estimate", "tests.nowhere:workload"), 2, "tests.nowhere"),
-        (("estimate", "tests.workloads"), 2, "file.py:function"),
-        (("estimate", "tests.workloads:huge"), 2, "tiny"),
-        (("estimate", "tests.workloads:a_number"), 2, "int"),
-        (("estimate", "tests.workloads:broken"), 2, "no such dataset"),
-        (("estimate", "tests.workloads:needs_an_extra"), 2, "memfit[brain]"),
-        (("estimate", "tests.workloads:wrong_shapes"), 2, "workloads.py:"),
-        (("estimate", TINY, "--device", "rtx-9000"), 2, "rtx-9000"),
-        (("devices", "rtx-9000"), 2, "rtx-5090"),
-        (("devices", "cpu", "--probe"), 2, "leave out 'cpu'"),
-        (("devices", "--output", "devices.toml"), 2, "--probe"),
-        (("devices", "--probe", "--output", "/dev/null/devices.toml"), 2, "/dev/null"),
-        (("estimate", TINY, "--precision", "fp8"), 2, "fp8"),
-        (("plan", TINY), 2, "--budget"),
-        (("plan", TINY, "--budget", "a lot"), 2, "a lot"),
-        (("plan", TINY, "--budget", "0"), 2, "budget"),
-        (("plan", TINY, "--budget", "150%"), 2, "150%"),
-        (("probe-range", TINY, "--batches", "0"), 2, "--batches"),
-        (("probe-range", "tests.workloads:a_number"), 2, "int"),
-        (("plan", TINY, "--budget", "20MiB", "--points", "1", "-o", "/dev/null/plan.json"), 2, "/dev/null"),
-        (("verify", TINY, "--plan", "nowhere.json"), 2, "nowhere.json"),
-        (("report", "nowhere"), 2, "nowhere"),
-        (("unheard-of",), 2, "unheard-of"),
-    ],
-)
-def test_bad_input_is_named_without_a_traceback(
-    memfit: Shell, arguments: tuple[str, ...], status: int, words: str
-) -> None:
-    found, _, errors = memfit(*arguments)
-    assert found == status
-    assert words in errors.replace("\n", "")
-    assert "Traceback" not in errors
-
-
-@pytest.mark.parametrize(
     ("arguments", "option"),
     [
         (("plan", TINY, "--budget", "20MiB"), "-o"),

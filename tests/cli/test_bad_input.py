@@ -1,0 +1,168 @@
+"""Bad input, each with the message that it gets: none is a traceback, and none loses a file."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_cli import Shell, memfit, plan_file  # noqa: F401  # fixtures
+
+MINE = """
+import torch
+from torch import nn
+
+import memfit
+
+
+def tiny(**more):
+    model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8))
+    arguments = {"model": model, "batch": torch.randn(4, 8), "optimizer": torch.optim.SGD(model.parameters(), 0.1)}
+    return memfit.Workload(**({"loss_fn": lambda model, batch: model(batch).square().mean()} | arguments | more))
+
+
+def wrong_keyword():
+    return tiny(loss=1)
+
+
+def missing_key():
+    return {}["missing"]
+
+
+def wrong_key_in_loss():
+    return tiny(batch={"x": torch.randn(4, 8)}, loss_fn=lambda model, batch: model(batch["z"]).mean())
+
+
+def loss_of_the_wrong_shape():
+    return tiny(loss_fn=lambda model, batch: model(batch))
+
+
+def no_loss():
+    return tiny(loss_fn=lambda model, batch: None)
+
+
+def no_samples():
+    return tiny(batch={})
+
+
+def original_model():
+    model = nn.Linear(8, 8)
+    return tiny(loss_fn=lambda _, batch: model(batch).mean())
+
+
+def foreign_optimizer():
+    return tiny(optimizer=torch.optim.LBFGS(nn.Linear(2, 2).parameters()))
+
+
+def bad_scaling():
+    return tiny(loss_scaling=memfit.LossScaling(growth_factor=0.5))
+
+
+def unknown_loop():
+    return tiny(loop=memfit.Loop(zero_grad="never"))
+"""
+SYNTAX = "def workload(:\n"
+FILES = {"mine.py": MINE, "syntax.py": SYNTAX, "raises.py": "1 / 0\n", "kept.json": "{}\n", "script.py": "print(1)\n"}
+BUDGET = ("--budget", "1GiB", "--points", "1")
+
+TABLE: list[tuple[str, int, str]] = [
+    # what names a workload
+    ("estimate nowhere.py:workload", 2, "the workload's file 'nowhere.py' does not exist"),
+    ("estimate nowhere:workload", 2, "there is no module 'nowhere' in"),
+    ("estimate no.where:workload", 2, "there is no module 'no.where' in"),
+    ("estimate mine", 2, "the workload 'mine' can't be found: name it as file.py:function"),
+    ("estimate mine:", 2, "the workload 'mine:' can't be found"),
+    ("estimate mine:huge", 2, "mine has no function 'huge'; it has bad_scaling"),
+    ("estimate mine:torch", 2, "mine has no function 'torch'"),
+    ("estimate syntax.py:workload", 2, "syntax.py raised SyntaxError"),
+    ("estimate raises:workload", 2, "raises raised ZeroDivisionError: division by zero raises.py:1 in <module>"),
+    ("estimate tests.workloads:a_number", 2, "returned a int, not a memfit.Workload"),
+    ("estimate tests.workloads:needs_an_extra", 2, "pip install 'memfit[brain]'"),
+    # what a workload is
+    ("estimate mine:wrong_keyword", 2, "unexpected keyword argument 'loss' mine.py:15 in wrong_keyword"),
+    ("estimate mine:missing_key", 2, "raised KeyError: 'missing' mine.py:19 in missing_key"),
+    ("estimate mine:wrong_key_in_loss", 2, "KeyError: 'z'"),
+    ("estimate mine:loss_of_the_wrong_shape", 2, "loss"),
+    ("estimate mine:no_loss", 2, "loss"),
+    ("estimate mine:no_samples", 2, "Workload.batch holds no samples"),
+    ("estimate mine:original_model", 2, "a loss that no parameter of Workload.optimizer leads to"),
+    ("estimate mine:foreign_optimizer", 2, "Give an optimizer whose step() takes no closure"),
+    ("estimate mine:bad_scaling", 2, "LossScaling.growth_factor=0.5 is out of its range"),
+    ("estimate mine:unknown_loop", 2, "Loop.zero_grad='never' is unknown: use one of 'before-forward'"),
+    # options
+    ("estimate mine:tiny --device rtx-9000", 2, "rtx-9000"),
+    ("estimate mine:tiny --precision fp8", 2, "fp8"),
+    ("estimate mine:tiny --microbatch-size 0", 2, "--microbatch-size"),
+    ("estimate mine:tiny --sharding zero3", 2, "--sharding zero3 needs ranks to share the training: give --world-size"),
+    ("estimate mine:tiny --snapshot s.pickle", 2, "snapshot= shows the allocator of a GPU"),
+    ("devices rtx-9000", 2, "rtx-5090"),
+    ("devices cpu --probe", 2, "leave out 'cpu'"),
+    ("devices --output devices.toml", 2, "--output is where --probe writes: give --probe too"),
+    ("probe-range mine:tiny --batches 0", 2, "--batches"),
+    ("unheard-of", 2, "unheard-of"),
+    # budgets
+    ("plan mine:tiny", 2, "--budget"),
+    ("plan mine:tiny --budget plenty", 2, "budget='plenty' can't be read: give budget= as bytes"),
+    ("plan mine:tiny --budget 0", 2, "budget='0' is 0 bytes"),
+    ("plan mine:tiny --budget 150%", 2, "budget='150%' is more than the device has: a share is at most 100%"),
+    ("plan mine:tiny --budget 0x", 2, "budget='0x' is 0 bytes"),
+    ("plan mine:tiny --budget 0.5y", 2, "of the plain step's peak ('0.5x')"),
+    ("plan mine:tiny --budget 1KiB --points 1", 3, "no plan fits budget=1.0 KiB (1024 bytes)"),
+    ("plan mine:tiny --budget 1GiB --numerics exact --precision bf16-mixed", 2, "allow numerics='reduced'"),
+    ("plan mine:tiny --budget 1GiB --precision auto --precision tf32", 2, "leave out --precision tf32, or auto"),
+    # files
+    (
+        "plan mine:tiny --budget 1GiB -o kept.json",
+        2,
+        "kept.json exists already: name another file, or give --overwrite",
+    ),
+    ("verify mine:tiny --plan nowhere.json", 2, "nowhere.json"),
+    ("verify mine:tiny --plan kept.json", 2, "kept.json"),
+    (
+        "verify mine:tiny --plan plan.json",
+        2,
+        "modules, parameters, batch shapes or optimizer differ. Make a plan for it",
+    ),
+    ("train mine:tiny --plan plan.json --out run", 2, "give one of --steps and --epochs"),
+    ("train mine:tiny --plan plan.json --out run --steps 2 --limit 90%", 2, "--limit='90%' can't be read"),
+    ("train tests.workloads:tiny --plan plan.json --out mine.py --steps 2", 2, "mine.py"),
+    ("report nowhere", 2, "nowhere"),
+    # scripts
+    ("run --budget 1GiB nowhere.py", 2, "there is no script 'nowhere.py'"),
+    ("run script.py", 2, "--budget"),
+    ("run --budget 1GiB --numerics changed script.py", 2, "numerics='changed' is not for a loop that goes on as it is"),
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, plan_file: Path, monkeypatch: pytest.MonkeyPatch) -> Path:  # noqa: F811
+    for name, content in FILES.items():
+        (tmp_path / name).write_text(content)
+    shutil.copy(plan_file, tmp_path / "plan.json")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("mine", "syntax", "raises"):
+        monkeypatch.delitem(__import__("sys").modules, name, raising=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("line", "status", "words"), TABLE, ids=[line for line, _, _ in TABLE])
+def test_bad_input_is_named_and_costs_nothing(
+    memfit: Shell,  # noqa: F811
+    folder: Path,
+    line: str,
+    status: int,
+    words: str,
+) -> None:
+    before = {path: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    found, _, errors = memfit(*line.split())
+    assert found == status, errors
+    assert words in " ".join(errors.split()) or words in errors.replace("\n", ""), errors  # boxes break words
+    assert "Traceback" not in errors
+    after = {path: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    assert after == before
+
+
+def test_there_are_forty() -> None:
+    assert len(TABLE) >= 40 and len({line for line, _, _ in TABLE}) == len(TABLE)
