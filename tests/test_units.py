@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from memfit.errors import BudgetError, UsageError
-from memfit.units import format_bytes, format_seconds, parse_budget
+from memfit.units import format_bytes, format_seconds, parse_budget, read_budget
 
 UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 DEVICE = 64 * 2**30
@@ -131,3 +131,34 @@ def test_written_bytes_never_have_more_than_four_digits_before_the_point(one: in
 )
 def test_seconds_are_written_for_people(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
+
+
+@given(st.integers(1, 400), st.integers(2**10, 2**45))
+@settings(max_examples=60, derandomize=True)
+def test_a_share_of_the_plain_peak_is_of_that_peak(percent: int, plain_bytes: int) -> None:
+    found = read_budget(f"{percent / 100}x")
+    assert found.of == "plain"
+    assert found.nbytes(plain_bytes=plain_bytes) == int(float(f"{percent / 100}") * plain_bytes)
+    assert "of the plain step's peak of" in found.share_text("cpu", DEVICE, plain_bytes)
+
+
+@pytest.mark.parametrize(
+    ("budget", "options", "words"),
+    [
+        ("0.5x", {"of_plain": False}, "can't be read"),
+        ("50%", {"of_device": False}, "can't be read"),
+        ("0x", {}, "is 0 bytes"),
+        ("-1x", {}, "can't be read"),
+    ],
+)
+def test_shares_that_make_no_sense_are_refused(budget: str, options: dict[str, bool], words: str) -> None:
+    with pytest.raises(BudgetError, match=words):
+        read_budget(budget, **options)
+
+
+def test_a_share_of_what_is_not_known_is_refused_and_one_of_no_byte() -> None:
+    with pytest.raises(BudgetError, match="share of what is not known"):
+        read_budget("0.5x").nbytes(device_bytes=DEVICE)
+    with pytest.raises(BudgetError, match="is no byte of 10"):
+        read_budget("0.01x").nbytes(plain_bytes=10)
+    assert read_budget("1GiB").share_text("cpu", DEVICE, 1) == ""

@@ -355,3 +355,16 @@ class TestTrainRefuses:
         status, errors = self.run(memfit, plan, "--steps", "2", "--out", str(tmp_path / "run"), workload=name)
         assert status == 5
         assert "inf" in errors
+
+
+def test_an_error_shows_the_user_s_frames_or_all(memfit: Shell, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def inner():\n    return {}['missing']\n\n\ndef workload():\n    return inner()\n"
+    )
+    name = f"{tmp_path}/mine.py:workload"
+    status, _, errors = memfit("estimate", name)
+    assert status == 2 and "mine.py:2 in inner" in errors and "loading.py" not in errors
+    status, _, errors = memfit("estimate", name, "--traceback")
+    assert status == 2 and "loading.py" in errors and "KeyError: 'missing'" in errors
+    status, output, _ = memfit("estimate", name, "--json")
+    assert "mine.py:6 in workload" in json.loads(output)["error"]["frames"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memfit.errors import WorkloadError
-from memfit.pipeline import load_fake_workload
+from memfit.pipeline import load_fake_workload, load_workload
 
 HEADER = """
 import torch
@@ -101,6 +102,45 @@ def test_a_function_that_computes_with_data_is_run_with_it(file: Path) -> None:
 def test_errors_of_the_function_are_named(file: Path) -> None:
     with pytest.raises(WorkloadError, match="breaks raised ValueError: not today"):
         load_fake_workload(f"{file}:breaks")
+
+
+@pytest.mark.parametrize("name", ["mine", "mine.py", "package.inner"])
+def test_modules_of_the_current_folder_are_found_and_find_their_neighbours(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = HEADER + "\ndef late_import():\n    import a_neighbour\n    return here()\n"
+    (tmp_path / "package").mkdir()
+    for path in (tmp_path / "mine.py", tmp_path / "package/inner.py"):
+        path.write_text(code)
+    (tmp_path / "package/__init__.py").write_text("")
+    (tmp_path / "a_neighbour.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(tmp_path))])
+    for module in ("mine", "package", "package.inner", "a_neighbour"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    assert load_workload(f"{name}:late_import").name == "workload"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nowhere:x", "there is no module 'nowhere' in"),
+        ("package.nowhere:x", "there is no module 'package.nowhere' in"),
+        ("package.needs:x", "package.needs imports 'not_there', which is not installed at"),
+    ],
+)
+def test_a_module_that_is_not_there_is_told_from_one_that_it_imports(
+    name: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package/__init__.py").write_text("")
+    (tmp_path / "package/needs.py").write_text("import not_there\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for module in ("package", "package.needs"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    with pytest.raises(WorkloadError, match=words):
+        load_workload(name)
 
 
 def test_pytorch_is_left_as_it_was(file: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from memfit.capture.fake import real_copy
+from memfit.errors import CaptureError
 from memfit.ir.trace import Trace
 from memfit.workload import Workload, part_of, samples_of, tensors_of
 
@@ -78,20 +79,28 @@ def every_microbatch(trace: Trace, may_differ: bool) -> EveryMicrobatch:
     """Return whether all microbatches are to be run, since the two of a trace don't stand for the others.
 
     They don't where one runs other operators than the other, since lengths in the batch or values decide, and where one
-    adds to a sparse gradient, which then has the entries of both: that grows with each, so that no number is too large.
+    adds to a sparse gradient, which then has the entries of both: that grows with each, and nothing stands for it.
 
     Args:
         trace: Of a step.
         may_differ: Whether the others may run other operators than these two.
+
+    Raises:
+        CaptureError: They add up sparse gradients, and are too many to run.
     """
     if trace.microbatches == trace.scale_microbatches:
         return EveryMicrobatch.NOT_NEEDED
+    operators = len(trace.ops) * trace.scale_microbatches // trace.microbatches
     if _adds_up_sparse_gradients(trace):
+        if operators > _MOST_OPERATORS:
+            raise CaptureError(
+                f"{trace.scale_microbatches:,} microbatches add up sparse gradients, which grow with each, and run"
+                f" {operators:,} operators: a capture runs {_MOST_OPERATORS:,} at most. Take larger microbatches"
+            )
         return EveryMicrobatch.NEEDED
     differ = _run_other_operators(trace)
     if not (differ or may_differ):
         return EveryMicrobatch.NOT_NEEDED
-    operators = len(trace.ops) * trace.scale_microbatches // trace.microbatches
     if trace.scale_microbatches <= _MOST_MICROBATCHES and operators <= _MOST_OPERATORS:
         return EveryMicrobatch.NEEDED
     return EveryMicrobatch.TOO_MANY if differ else EveryMicrobatch.NOT_NEEDED
