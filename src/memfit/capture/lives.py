@@ -17,14 +17,21 @@ from memfit.workload import StepProgram, Workload, fingerprint, samples_of, tens
 
 
 class Categories:
-    """Finds out what each storage is for, while the step runs."""
+    """Finds out what each storage is for, while the step runs.
+
+    Attributes:
+        late: Storages of optimizer state that parameters got in this step while others had theirs from steps before, as
+            those of a layer that was dropped till then: every later step holds it from its beginning.
+    """
 
     def __init__(self, recorder: Recorder, workload: Workload) -> None:
         self.recorder, self.workload = recorder, workload
         self.found: dict[int, Category] = {}
         self.owners: dict[int, int] = {}
         self.parameters: dict[int, int] = {}
+        self.late: set[int] = set()
         self.position = {id(p): i for i, p in enumerate(workload.model.parameters())}
+        self._with_state = {id(p) for p, values in workload.optimizer.state.items() if tensors_of(values)}
         self._see(held_besides(workload), "buffers")
         self.see_optimizer_state()
         for position, (_, module) in enumerate(workload.model.named_modules()):
@@ -33,17 +40,23 @@ class Categories:
                 self._see([parameter], "parameters", position, parameter)
         self._see(inputs_of(workload), "inputs")
 
-    def _see(self, tensors: Any, category: Category, owner: int = -1, parameter: Any = None) -> None:
+    def _see(self, tensors: Any, category: Category, owner: int = -1, parameter: Any = None) -> set[int]:
+        """Note what tensors are for; return their storages."""
+        seen: set[int] = set()
         for part in [part for tensor in tensors for part in parts(tensor)]:
             index = self.recorder.observe(part, -1)
             if index is not None:
                 self.found[index] = category
                 self.owners[index] = owner
                 self.parameters[index] = self.position.get(id(parameter), -1)
+                seen.add(index)
+        return seen
 
     def see_optimizer_state(self) -> None:
         for parameter, values in self.workload.optimizer.state.items():
-            self._see(tensors_of(values), "optimizer state", parameter=parameter)
+            seen = self._see(tensors_of(values), "optimizer state", parameter=parameter)
+            if self._with_state and id(parameter) not in self._with_state:
+                self.late |= seen
         self._see(self._masters(), "optimizer state")
 
     def _masters(self) -> list[torch.Tensor]:
@@ -188,7 +201,8 @@ def assembled(
         # Held from the step before and let go before the first operator: no operator of this step sees it.
         nbytes = storage.nbytes if storage.death >= 0 else 0
         death, release = max(storage.death, 0), max(release, 0)
-        storages.append(Storage(nbytes, storage.birth, death, release, category, owner, parameter))
+        birth = -1 if index in categories.late else storage.birth
+        storages.append(Storage(nbytes, birth, death, release, category, owner, parameter))
     size = microbatch_size or full
     return Trace(
         workload=workload.name,
