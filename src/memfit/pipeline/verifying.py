@@ -142,7 +142,8 @@ def _seed() -> None:
 
 def _peak(workload: Workload, levers: Levers, runs: _Runs) -> int:
     copied = real_copy(workload)
-    with applied(levers, copied) as step:
+    held = sources(generators_of(copied.model.modules()))  # the steps compared after this one draw from them too
+    with preserved(held), applied(levers, copied) as step:
         step(copied.batch)  # makes the optimizer's state
         runs.add()
         peak_bytes = measure_peak_bytes(step, copied.batch)
