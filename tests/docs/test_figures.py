@@ -97,6 +97,24 @@ def test_figures_of_random_programs() -> None:
     assert f"Over {summary['fuzzed']:,} programs {summary['fuzzed_wrong']} were wrong" in words
 
 
+def test_figures_of_steps_of_other_kinds() -> None:
+    result, words = results("steps"), words_of(DOCS / "results" / "steps.md")
+    summary = result["summary"]
+    errors = [abs(case["error"]) for case in result["cases"] if "error" in case]
+    said = [
+        f"takes {summary['steps']} training steps",
+        f"{len(errors)} made, {summary['refused']} refused",
+        f"| {summary['median_abs_error']:.4%} |".replace("%", " %"),
+        f"| {summary['p95_abs_error']:.4%} |".replace("%", " %"),
+        f"above the stated upper end | {summary['above_upper_end']} |",
+        f"over their budget | {summary['over_budget']} |",
+        f"| {summary['exact_bitwise']} of {summary['exact_plans']} |",
+        f"{sum(error > 1e-3 for error in errors)} predictions were off by more than 0.1 %",
+    ]
+    assert [one for one in said if one not in words] == []
+    assert f"{summary['above_upper_end']} of {len(errors)} predictions" in words_of(DOCS / "results" / "index.md")
+
+
 def test_figures_of_large_models() -> None:
     cases = {case["case"]: case for case in results("large")["cases"]}
     one, seven, plan = (
