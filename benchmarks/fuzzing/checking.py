@@ -136,7 +136,7 @@ def _timed(cost: OpCost, work: Work) -> OpCost:
 
 def checked(program: Program, costs: Costs) -> Checked | None:
     """Return what was found of a program; None where PyTorch itself refuses it, or its numbers are not finite."""
-    with warnings.catch_warnings(), without_collector(), mock.patch.object(allocation, "_profile", _profile):
+    with warnings.catch_warnings(), without_collector():
         warnings.simplefilter("ignore")
         try:
             workload = workload_of(program)
@@ -286,11 +286,6 @@ def _ran(workload: Workload, running: Running) -> _Outcome:
             torch.manual_seed(index)
             losses.append(step(copied.batch))
     return _Outcome(0, losses, [(name, _bytes_of(t)) for name, t in copied.model.state_dict().items()])
-
-
-def _profile() -> Any:
-    """Make a profile whose events are not put together into a tree, which takes longer than the steps here."""
-    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:

@@ -226,8 +226,9 @@ def test_every_call_of_a_trace_is_measured(cache: Path, measured: list[int]) -> 
     table = calibrate([TRACE], lambda *at: done.append(at))
     assert table.ops.keys() == set(TRACE.signatures)
     assert all(cost.measured for cost in table.ops.values())
-    n = len(TRACE.signatures)
-    assert done == [(i, n) for i in range(1, n + 1)]
+    (total,) = {of for _, of in done}
+    assert [at for at, _ in done] == sorted({at for at, _ in done}) and done[-1] == (total, total)
+    assert total >= len(TRACE.signatures)  # each runs once for what it takes inside, and again for its time
 
 
 def test_the_cache_is_used_again(cache: Path, measured: list[int]) -> None:

@@ -99,7 +99,7 @@ def test_one_capture_tells_where_it_does_not_matter(captures: list[Levers], monk
         captures.clear()
         workload = large_vocabulary(batch_size=2, context=128, vocabulary_size=8192)
         memfit.plan(workload, budget="1GiB", precisions=["32-true"], points=1)
-        assert [bool(levers.chunked_loss) for levers in captures] == [*expected, captures[-1].chunked_loss is not None]
+        assert [bool(levers.chunked_loss) for levers in captures][: len(expected)] == expected
 
 
 def test_logits_that_something_else_asks_for_are_left_alone() -> None:
