@@ -301,7 +301,7 @@ class _Sometimes(nn.Module):
 def test_state_that_comes_late_is_held_by_every_later_step(
     when: Callable[[Tensor], bool], kind: type[torch.optim.Optimizer]
 ) -> None:
-    """The step that makes the optimizer's state runs one microbatch, which may leave a layer out."""
+    """The step that makes the state runs one microbatch, which may leave a layer out, as a whole one may."""
     random.seed(3)  # the first draws are 0.24, 0.54 and 0.37
     model = _Sometimes(when)
     batch = torch.cat([-torch.ones(4, 16), torch.ones(4, 16)])

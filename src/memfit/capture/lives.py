@@ -21,7 +21,8 @@ class Categories:
 
     Attributes:
         late: Storages of optimizer state that parameters got in this step while others had theirs from steps before, as
-            those of a layer that was dropped till then: every later step holds it from its beginning.
+            those of a layer that was dropped till then. They count as held from the beginning: where another microbatch
+            of the step before had made them, they are.
     """
 
     def __init__(self, recorder: Recorder, workload: Workload) -> None:

@@ -273,14 +273,17 @@ def _record(
 
         step.on_phase = enter_phase
         garbage_bytes = 0
+        made_in_part = False  # the optimizer's state, by one microbatch of several
         masters = [p for group in copied.optimizer.param_groups for p in group["params"]]
         held = [*copied.model.parameters(), *copied.model.buffers(), *inputs_of(copied), *masters]
         for tensor in [*held, *held_besides(copied)]:
             recorder.observe(tensor, -1)
         del held, tensor
         if not warm and not (course and course.records_first):
-            is_any_size = not isinstance(copied.batch_size, int)
-            step(step.split(copied.batch)[0] if is_any_size else copied.batch)  # makes the optimizer's state
+            microbatches = [copied.batch] if isinstance(copied.batch_size, int) else step.split(copied.batch)
+            made_in_part = len(microbatches) > 1
+            step(microbatches[0])  # makes the optimizer's state
+            del microbatches
             garbage_bytes = recorder.live_bytes()
             gc.collect(0)  # what the step made, and no collection saw before
             garbage_bytes -= recorder.live_bytes()
@@ -300,6 +303,11 @@ def _record(
             recorded[0].saves.clear()
             notes, dry = [*notes, _OTHER_EACH_TIME], []
     recording, categories = recorded
+    late_share = 0.0
+    if not made_in_part:  # the user's second step makes it too, and later ones hold it from their beginning
+        late_bytes = sum(recording.storages[index].nbytes for index in categories.late)
+        late_share = late_bytes / max(1, _peak_bytes(recording))
+        categories.late.clear()
     trace = assembled(workload, copied, recorder.modules, recording, categories, dry, precision, microbatch_size)
     share = garbage_bytes / max(1, _peak_bytes(recording))
     if share > _NOTED_GARBAGE:
@@ -307,7 +315,7 @@ def _record(
             f"a step leaves {format_bytes(garbage_bytes)} in objects that refer to each other, which stay until"
             " Python's collector runs: a step that begins before takes as much more, for each step that left some"
         )
-    return replace(trace, notes=notes, slack=share if share > _NOTED_GARBAGE else 0.0)
+    return replace(trace, notes=notes, slack=late_share + (share if share > _NOTED_GARBAGE else 0.0))
 
 
 def _recorded(
