@@ -196,7 +196,7 @@ def _children(value: Any) -> list[Any] | None:
 
 
 def inside(node: Any) -> Callable[[Any], bool]:
-    """Return what tells a node's children from itself, and does not hold it.
+    """Return a test for the children of a node, that does not hold the node.
 
     PyTorch's `tree_flatten` leaves objects that refer to each other, and to this: with it they would hold the tensors
     until Python's collector runs.

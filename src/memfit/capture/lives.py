@@ -42,7 +42,7 @@ class Categories:
         self._see(inputs_of(workload), "inputs")
 
     def _see(self, tensors: Any, category: Category, owner: int = -1, parameter: Any = None) -> set[int]:
-        """Note what tensors are for; return their storages."""
+        """Note the category of tensors; return their storages."""
         seen: set[int] = set()
         for part in [part for tensor in tensors for part in parts(tensor)]:
             index = self.recorder.observe(part, -1)

@@ -1,4 +1,4 @@
-"""A training loop, watched while it runs: what its step does is written to a tape.
+"""A training loop, watched while it runs: its step is written to a tape.
 
 PyTorch functions are seen by a function mode; calls of modules, backward passes and custom functions by replacing the
 functions of PyTorch that all of them go through; updates by the hooks that optimizers have. Nothing that the loop
@@ -29,7 +29,7 @@ _STAND_IN = torch.empty(0, device="meta")
 
 
 class Watcher(TorchFunctionMode):
-    """Watches a loop, and writes down what it does between `begin` and `end`.
+    """Watches a loop, and writes its step down between `begin` and `end`.
 
     Args:
         on_call: Told of each module that the loop itself calls, before it runs, with its arguments.
@@ -73,12 +73,12 @@ class Watcher(TorchFunctionMode):
         self.is_writing = True
 
     def count(self) -> None:
-        """Let go of what was written; count the updates from now on, of the same modules and optimizers."""
+        """Let go of the entries; count the updates from now on, of the same modules and optimizers."""
         self.is_writing = False
         self._forget_all()
 
     def end(self) -> Tape:
-        """Return what was written, and write no more."""
+        """Return the tape, and write no more."""
         self.is_writing = False
         entries, passes = with_phases(self.entries)
         names = [""] if len(self.roots) == 1 else [f"{i}_{type(root).__name__}" for i, root in enumerate(self.roots)]
@@ -125,6 +125,7 @@ class Watcher(TorchFunctionMode):
             yield
         finally:
             self.stop()
+            self._take_off()  # where another mode was in it when the watch ended
 
     def _take_off(self) -> None:
         """Take the function mode off, where it is the innermost; under another one it stays, and does nothing."""

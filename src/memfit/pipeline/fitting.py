@@ -41,8 +41,7 @@ class Fitted:
 
     Attributes:
         plan: What it runs under after its first step; None before.
-        saw: What its step does ("1 call of GPT, 1 backward pass, 1 AdamW.step()"); "" before.
-        notes: What was left out, and why.
+        saw: Its step in words ("1 call of GPT, 1 backward pass, 1 update by AdamW, gradients clipped"); "" before.
     """
 
     def __init__(
@@ -54,7 +53,6 @@ class Fitted:
     ) -> None:
         self.plan: Plan | None = None
         self.saw = ""
-        self.notes: list[str] = []
         self._optimizers, self._tell, self._progress, self._options = optimizers, tell, progress, options
         self._watcher = Watcher(self._called)
         self._levers = contextlib.ExitStack()
@@ -121,7 +119,7 @@ class Fitted:
             except InfeasibleError as e:
                 found = self._planned(workload, e.lowest_peak_bytes)
         except MemfitError as e:
-            self.notes.append(f"the first step runs as it is, since no plan was found for it ({first_line(e)})")
+            self._tell(f"memfit: the first step runs as it is, since no plan was found for it ({first_line(e)})")
             return
         self._first.append((module, found))
         self._put_under(module, found)
