@@ -109,7 +109,7 @@ for _name in ("apply", "devices", "train"):  # packages with the names of functi
 if not TYPE_CHECKING:  # of a module with this function, type checkers would take any name
 
     def __getattr__(name: str) -> Any:
-        """Import PyTorch and the modules that need it when a public name is first used: help and shell completion do without."""
+        """Import PyTorch and its users when a public name is first used: help and shell completion do without."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         homes = [vars(importlib.import_module(home)) for home in _HOMES]

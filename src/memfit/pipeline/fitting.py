@@ -41,7 +41,7 @@ class Fitted:
 
     Attributes:
         plan: What it runs under after its first step; None before.
-        saw: Its step in words ("1 call of GPT, 1 backward pass, 1 update by AdamW, gradients clipped"); "" before.
+        saw: Its step in words ("1 call of GPT, 1 backward pass, 1 update by AdamW, ..."); "" before.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Fitted:
             except InfeasibleError as e:
                 found = self._planned(workload, e.lowest_peak_bytes)
         except MemfitError as e:
-            self._tell(f"memfit: the first step runs as it is, since no plan was found for it ({first_line(e)})")
+            self._tell(f"memfit: the first step runs as it is, as no plan was found for it ({first_line(e)})")
             return
         self._first.append((module, found))
         self._put_under(module, found)
