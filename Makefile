@@ -12,7 +12,7 @@ PACKAGES_VENV := build/packages-venv
 PACKAGES_STAMP := $(PACKAGES_VENV)/.installed
 PACKAGES_REQUIREMENTS := benchmarks/packages/requirements.txt
 
-.PHONY: setup demo docs test check lint types contracts unit test-jittor test-keras test-wheel packages format clean
+.PHONY: setup demo docs test check lint types contracts unit test-more test-jittor test-keras test-wheel packages format clean
 
 setup: $(STAMP)
 
@@ -44,7 +44,11 @@ contracts: $(STAMP)
 
 # Two processes of one thread each: more threads than cores would wait for one another.
 unit: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "not ci"
+
+# More models and sizes of what `make test` has tested.
+test-more: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m ci
 
 # Jittor needs NumPy 1 and compiles itself: an environment and a cache of its own, both kept in build/. It notes its home in
 # the user's, which its compilers read while another writes it, and fail; with one and the same home it writes nothing.

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 
 import memfit
 from benchmarks.common import Case, main
-from memfit.capture.fake import real_copy
-from memfit.pipeline.adapting import Adaptive
-from memfit.pipeline.applying import applied
-from memfit.pipeline.switching import candidates_of
+from memfit.capture.fake_workload import real_copy
+from memfit.levers.stack import applied
+from memfit.levers.switch import candidates_of
+from memfit.pipeline._adapt import Adaptive
 from memfit.recipes.byte_lm import ByteLM, source_files
 
 PAD, BATCH, ROUND = 0, 8, 32

@@ -26,9 +26,9 @@ import torch
 
 from benchmarks.common import Case, main
 from memfit import MemfitError
+from memfit.allocator.blocks import Block, Pool
+from memfit.allocator.caching_allocator import AllocatorSettings, CachingAllocator
 from memfit.errors import SimulatedOutOfMemoryError
-from memfit.ir.allocator import AllocatorSettings, CachingAllocator
-from memfit.ir.blocks import Block, Pool
 
 WHEELS = {
     "torch": r"torch-2\.13\.0-cp311-cp311-manylinux\w*_x86_64\.whl",

@@ -18,15 +18,16 @@ import torch
 from benchmarks import claims_workloads as workloads
 from benchmarks.claims_predicted import UNET_STAGES, activation_bytes, attention, capture_step, kept_convolutions
 from benchmarks.common import whole_run_peak_bytes
-from memfit.capture.fake import real_copy
-from memfit.capture.measure import measure_peak_bytes
-from memfit.devices.host import find_device
+from memfit.capture.fake_workload import real_copy
+from memfit.capture.measured_peak import measure_peak_bytes
+from memfit.hardware.host import find_device
 from memfit.ir.plan import Levers, Precision
 from memfit.ir.remat import Region
 from memfit.ir.simulate import simulate
-from memfit.pipeline.applying import applied
-from memfit.pipeline.predicting import capture_levers, costs_of
-from memfit.train.step import Step
+from memfit.levers.stack import applied
+from memfit.planner.captures import capture_levers
+from memfit.planner.prediction import costs_of
+from memfit.training.step import Step
 from memfit.workload import Workload, batch_size_of
 
 Case = dict[str, Any]

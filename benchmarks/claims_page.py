@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.charts import COLOURS, Axis, Line, Panel, chart
 from benchmarks.claims_figures import GIB, SECTIONS, Cases, depth_series, every
 from benchmarks.tables import ROOT, results
-from memfit.devices.host import find_device
+from memfit.hardware.host import find_device
 from memfit.ir.codec import write_atomic
 from memfit.units import format_bytes
 

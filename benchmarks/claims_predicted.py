@@ -1,6 +1,6 @@
 """The predictions of the claims page, for GPUs that are not here.
 
-`benchmarks.claims` runs this module in a process with fake CUDA tensors (`memfit.devices.fake_cuda`), where
+`benchmarks.claims` runs this module in a process with fake CUDA tensors (`memfit.fake_gpu.shim`), where
 models of any size are built and captured without memory.
 """
 
@@ -18,21 +18,22 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import claims_workloads as workloads
 from examples.large_gpt import gpt
-from memfit.capture.values import KnownValues
-from memfit.devices.host import find_device
-from memfit.ir.cost import CostTable
+from memfit.capture.known_values import KnownValues
+from memfit.hardware.host import find_device
 from memfit.ir.device import Device
+from memfit.ir.operator_costs import CostTable
 from memfit.ir.plan import Levers, Precision, Prediction
 from memfit.ir.remat import Region, Regions
-from memfit.ir.sharding import MODES, Sharding, shard
 from memfit.ir.simulate import simulate
 from memfit.ir.timeline import Timeline
 from memfit.ir.trace import Trace
-from memfit.pipeline.predicting import capture_levers, costs_of, predict
+from memfit.planner.captures import capture_levers
+from memfit.planner.prediction import costs_of, predict
 from memfit.rng import rng_preserved
-from memfit.solve.candidates import options
-from memfit.solve.milp import Solver
-from memfit.solve.problem import build
+from memfit.sharding.one_rank import MODES, Sharding, shard
+from memfit.solver.candidates import options
+from memfit.solver.milp import Solver
+from memfit.solver.problem import build
 from memfit.workload import Workload, batch_size_of
 
 Case = dict[str, Any]

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from memfit.capture.fake import real_copy
-from memfit.devices.allocation import allocated
-from memfit.devices.host import devices, host_name
+from memfit.capture.fake_workload import real_copy
+from memfit.hardware.cpu_allocations import allocated
+from memfit.hardware.host import devices, host_name
 from memfit.ir import codec
 from memfit.ir.plan import Levers
-from memfit.pipeline.applying import applied
+from memfit.levers.stack import applied
 from memfit.version import __version__
 from memfit.workload import Workload
 

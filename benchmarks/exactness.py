@@ -18,7 +18,7 @@ import memfit
 from benchmarks.common import Case, main
 from benchmarks.frontier.models import QUICK, SUBJECTS, Subject
 from memfit import InfeasibleError, Plan, Workload
-from memfit.train.step import Step
+from memfit.training.step import Step
 from memfit.units import format_bytes
 
 STEPS = 20

@@ -9,9 +9,9 @@ import time
 import torch
 
 from benchmarks.common import Measured
-from memfit.capture.fake import real_copy
+from memfit.capture.fake_workload import real_copy
 from memfit.ir.plan import Levers
-from memfit.pipeline.applying import applied
+from memfit.levers.stack import applied
 from memfit.workload import Workload
 
 _WARM_UP, _TIMED = 3, 7

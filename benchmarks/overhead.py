@@ -22,10 +22,10 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.common import Case, main
 from memfit import Workload
-from memfit.capture.fake import real_copy
+from memfit.capture.fake_workload import real_copy
 from memfit.ir.plan import Levers
 from memfit.ir.remat import Region
-from memfit.pipeline.applying import applied
+from memfit.levers.stack import applied
 from memfit.recipes import byte_lm
 from memfit.units import format_seconds
 from memfit.workload import batch_size_of

@@ -10,10 +10,10 @@ from accelerate.utils import calculate_maximum_sizes
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from memfit.capture.fake import fake_copy
-from memfit.capture.values import KnownValues, libraries_run_as_with_data
+from memfit.capture.fake_workload import fake_copy
+from memfit.capture.known_values import KnownValues, fake_paths_disabled
 from memfit.ir.plan import Levers, Precision
-from memfit.pipeline.applying import applied
+from memfit.levers.stack import applied
 from memfit.workload import Workload, batch_size_of, tensors_of
 
 _DTYPES: dict[str, str] = {"32-true": "float32", "bf16-mixed": "bfloat16"}
@@ -44,7 +44,7 @@ def mem_tracker_bytes(workload: Workload, precision: Precision) -> int:
     copied = dataclasses.replace(fake_copy(workload, values), max_grad_norm=workload.max_grad_norm)
     levers = Levers(precision=precision, microbatch_size=batch_size_of(workload.batch))
     tracker = MemTracker()
-    with values.fake, values, libraries_run_as_with_data(), applied(levers, copied) as step:
+    with values.fake, values, fake_paths_disabled(), applied(levers, copied) as step:
         tracker.track_external(copied.model, copied.optimizer, *tensors_of(copied.batch))
         with tracker:
             step(copied.batch)

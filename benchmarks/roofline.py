@@ -31,13 +31,13 @@ from benchmarks.common import Case, main
 from examples import brain, byte_lm, digits_resnet, gpt2
 from memfit import Workload
 from memfit.cost.calibrate import calibrate
-from memfit.cost.roofline import Reach, narrowest, runs_kernel
+from memfit.cost.roofline import AttainedRates, narrowest_dimension, runs_kernel
 from memfit.cost.traffic import traffic_bytes
-from memfit.devices.host import find_device
+from memfit.hardware.host import find_device
 from memfit.ir.flops import call_flops
-from memfit.ir.operators import operator_class
+from memfit.ir.operator_classes import operator_class
 from memfit.ir.plan import Levers, Precision
-from memfit.pipeline.predicting import capture_levers
+from memfit.planner.captures import capture_levers
 from memfit.workload import batch_size_of
 
 
@@ -98,7 +98,7 @@ class Measured:
         flops: Hardware operations.
         nbytes: Traffic.
         seconds: Measured, alone.
-        width: The narrowest dimension, for products.
+        width: The narrowest_dimension dimension, for products.
         calls: How often the step makes it.
     """
 
@@ -125,11 +125,13 @@ def measured(make: Callable[[], Workload], precision: Precision) -> list[Measure
         if cost.measured and cost.seconds > 0 and runs_kernel(op.name, work):
             flops, nbytes = call_flops(op.name, text, work).hardware, traffic_bytes(op.name, text, work)
             kind = (operator_class(op.name), work.dtype)
-            found.append(Measured(kind, flops, nbytes, narrowest(op.name, text), cost.seconds, calls[op.signature]))
+            found.append(
+                Measured(kind, flops, nbytes, narrowest_dimension(op.name, text), cost.seconds, calls[op.signature])
+            )
     return found
 
 
-def fit(rows: Iterable[Measured]) -> dict[tuple[str, str], Reach]:
+def fit(rows: Iterable[Measured]) -> dict[tuple[str, str], AttainedRates]:
     """Return what each class and dtype reaches: the rates and the fixed time with the least error in logarithms."""
     by_kind: dict[tuple[str, str], list[Measured]] = defaultdict(list)
     for row in rows:
@@ -137,7 +139,7 @@ def fit(rows: Iterable[Measured]) -> dict[tuple[str, str], Reach]:
     return {kind: fit_one(rows) for kind, rows in by_kind.items()}
 
 
-def fit_one(rows: list[Measured]) -> Reach:
+def fit_one(rows: list[Measured]) -> AttainedRates:
     """Minimise the mean |log(predicted / measured)|, longer calls weighing more (by the root of their seconds)."""
     names = ("flops", "nbytes", "width", "seconds")
     flops, nbytes, width, seconds = (np.array([float(getattr(row, name)) for row in rows]) for name in names)
@@ -152,10 +154,10 @@ def fit_one(rows: list[Measured]) -> Reach:
     least, middle = float(np.min(seconds)), float(np.median(seconds))
     bounds = [(fastest / 30, fastest * 3), (widest / 100, widest * 3), (least / 10, 2 * middle), (0.1, 200.0)]
     found = differential_evolution(loss, np.log(bounds), seed=0, maxiter=80, polish=False)
-    return Reach(*(float(v) for v in np.exp(found.x)))
+    return AttainedRates(*(float(v) for v in np.exp(found.x)))
 
 
-def predict(row: Measured, reaches: dict[tuple[str, str], Reach]) -> float | None:
+def predict(row: Measured, reaches: dict[tuple[str, str], AttainedRates]) -> float | None:
     """Return the predicted seconds of a call, by its class in another dtype where its own was never seen."""
     kind, _ = row.kind
     reach = reaches.get(row.kind) or next((r for (name, _), r in reaches.items() if name == kind), None)

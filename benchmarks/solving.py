@@ -17,13 +17,14 @@ import numpy as np
 from benchmarks.common import Case, main
 from benchmarks.frontier.cells import SHARES
 from benchmarks.frontier.models import QUICK, SUBJECTS, Subject
-from memfit.devices.host import find_device
+from memfit.hardware.host import find_device
 from memfit.ir.plan import Levers
 from memfit.ir.remat import Regions
-from memfit.pipeline.predicting import capture_levers, costs_of
-from memfit.solve.candidates import options
-from memfit.solve.milp import FINE, Solver
-from memfit.solve.problem import Problem, build
+from memfit.planner.captures import capture_levers
+from memfit.planner.prediction import costs_of
+from memfit.solver.candidates import options
+from memfit.solver.milp import FINE, Solver
+from memfit.solver.problem import Problem, build
 from memfit.units import format_seconds
 from memfit.workload import batch_size_of
 

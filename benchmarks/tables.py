@@ -14,9 +14,10 @@ from benchmarks import reference
 from benchmarks.case_studies import brain_segmentation_table, language_model_table
 from benchmarks.faults import figures as faults
 from benchmarks.markdown import head, made_by, row
-from benchmarks.time_tables import adaptive_table, large_table, overhead_table, roofline_table
-from memfit.ir import combinations
+from benchmarks.packages.zoo import FAMILIES
+from benchmarks.time_tables import adaptive_table, large_table, overhead_table, resident_table, roofline_table
 from memfit.ir.codec import write_atomic
+from memfit.levers import registry
 from memfit.units import format_bytes, format_seconds
 
 ROOT = Path(__file__).parent.parent
@@ -72,6 +73,20 @@ def worked_example_table(result: dict[str, Any]) -> str:
     for key, title in said.items():
         lines.append(row((title, *(format_bytes(case[key]) for case in result["cases"]))))
     lines.append(row(("predicted step", *(format_seconds(case["step_seconds"]) for case in result["cases"]))))
+    return "\n".join([*lines, "", f"{made_by(result)}."])
+
+
+def packages_table(result: dict[str, Any]) -> str:
+    """Return for each family of other people's packages how far predictions are off, and whether bits stayed."""
+    lines = head(("packages", "steps", "plain steps, measured", "largest error", "exact plans with the same bits"))
+    for names in FAMILIES.values():
+        cases = [case for case in result["cases"] if case["workload"] in names]
+        plain = [case["measured_peak_bytes"] for case in cases if case["kind"] == "plain" and "error" in case]
+        exact = [case["bitwise"] for case in cases if case["kind"] == "exact" and "error" in case]
+        largest = max((case["error"] for case in cases if "error" in case), key=abs)
+        peaks = f"{format_bytes(min(plain))} to {format_bytes(max(plain))}"
+        packages = ", ".join(dict.fromkeys(case["package"] for case in cases))
+        lines.append(row((packages, str(len(names)), peaks, f"{largest:+.3%}", f"{sum(exact)} of {len(exact)}")))
     return "\n".join([*lines, "", f"{made_by(result)}."])
 
 
@@ -184,6 +199,8 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "ladder": ("ladder", ladder_table),
     "solving": ("solving", solving_table),
     "exactness": ("exactness", exactness_table),
+    "packages": ("packages", packages_table),
+    "resident": ("resident", resident_table),
     "brain_segmentation": ("brain_segmentation", brain_segmentation_table),
     "language_model": ("language_model", language_model_table),
     "adaptive": ("adaptive", adaptive_table),
@@ -191,7 +208,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "large": ("large", large_table),
     "overhead": ("overhead", overhead_table),
     "worked": ("worked_example", worked_example_table),
-    "combinations": ("", lambda _: combinations.markdown()),
+    "combinations": ("", lambda _: registry.table()),
     "commands": ("", lambda _: reference.commands()),
     "plan_file": ("", lambda _: reference.plan_file()),
     "errors": ("", lambda _: reference.error_table()),

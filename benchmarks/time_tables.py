@@ -1,4 +1,4 @@
-"""Tables of benchmarks about time: plans that adapt, the roofline, large models, and the overhead of a step."""
+"""Tables of benchmarks about time: plans that adapt, the roofline, large models, a step's overhead, and the heap."""
 
 from __future__ import annotations
 
@@ -47,4 +47,15 @@ def overhead_table(result: dict[str, Any]) -> str:
         seconds = [format_seconds(case[key]) for key in ("by_hand_seconds", "memfit_seconds")]
         name = case["case"].replace("_without_", ", without ")
         lines.append(row((name, str(case["rounds"]), *seconds, f"×{case['ratio']:.3f}")))
+    return "\n".join([*lines, "", f"{made_by(result)}."])
+
+
+def resident_table(result: dict[str, Any]) -> str:
+    """Return what planned steps have resident, where freed memory stays with the C library and where it does not."""
+    lines = head(("step", "plan", "freed memory", "resident", "resident to plan", "processor's time a step"))
+    for case in result["cases"]:
+        sizes = [format_bytes(case[key]) for key in ("peak_bytes", "resident_bytes")]
+        way = {"kept": "stays", "returned": "goes back"}[case["way"]]
+        ratio = f"×{case['resident_bytes'] / case['peak_bytes']:.2f}"
+        lines.append(row((case["case"], sizes[0], way, sizes[1], ratio, format_seconds(case["step_seconds"]))))
     return "\n".join([*lines, "", f"{made_by(result)}."])

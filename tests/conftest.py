@@ -1,21 +1,38 @@
-"""What every test starts from: a cache of its own, and seeded random numbers."""
+"""What every test starts from: a cache of its own, costs that no clock tells, and seeded random numbers."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import inspect
+import os
 import random
+import shutil
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from memfit.fake_gpu import shim
 from memfit.ir.plan import Levers
-from memfit.pipeline import planning, predicting
+from memfit.pipeline import _plan
+from memfit.planner import captures as captured_steps
 from memfit.workload import Workload
+from tests import warm
+from tests.fixed_costs import fixed_costs
+from tests.remembered import remembered_captures
 
+_SHARED = "MEMFIT_TESTS_SHARED"
+_CAPTURING = ("_torch", "capture", "cost", "fake_gpu", "jittor", "keras", "recomputation", "wheel")
+"""The folders whose tests capture every step themselves."""
+_MEASURING = ("test_fit",)
+"""The modules whose tests measure what a process allocates while it plans, as remembering a capture does too."""
+_HARMLESS = {"captures", "memfit", "folder"}
+"""Fixtures that use `monkeypatch`, and change nothing of how steps are captured."""
 _NO_LSTM = "could not create a primitive descriptor for the LSTM"
 
 
@@ -25,6 +42,35 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if needing and not torch.cuda.is_available():
         for item in needing:
             item.add_marker(pytest.mark.skip(reason="there is no GPU here"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the folder that the processes of a session share: their cache, and what they captured."""
+    if _SHARED not in os.environ:
+        os.environ[_SHARED] = tempfile.mkdtemp(prefix="memfit-tests-")
+        config.add_cleanup(lambda: shutil.rmtree(os.environ.pop(_SHARED)))
+    (Path(os.environ[_SHARED]) / "traces").mkdir(exist_ok=True)
+    warm.servers.traces = Path(os.environ[_SHARED]) / "traces"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Take costs that no clock tells, and steps that were captured before, where a test does not ask how they come."""
+    with contextlib.ExitStack() as stack:
+        if item.path.parent.name != "cost" and item.get_closest_marker("clock") is None:
+            stack.enter_context(fixed_costs())
+        if not _captures_itself(item):
+            stack.enter_context(remembered_captures(Path(os.environ[_SHARED]) / "traces"))
+        return (yield)
+
+
+def _captures_itself(item: pytest.Item) -> bool:
+    """Tell whether a test may depend on how steps are captured: by where it is, or since it changes memfit."""
+    fixtures = getattr(item, "_fixtureinfo", None)
+    if fixtures is None or item.path.parent.name in _CAPTURING or item.path.stem in _MEASURING:
+        return True
+    changing = {name for name, found in fixtures.name2fixturedefs.items() if "monkeypatch" in found[-1].argnames}
+    return "monkeypatch" in fixtures.argnames or bool(changing - _HARMLESS)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -44,16 +90,25 @@ def _chain(error: BaseException | None) -> str:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _own_cache() -> Iterator[None]:
     gc.collect()
     torch.set_num_threads(1)  # threads that wait for a busy machine are slower than one
     gc.freeze()  # captures collect garbage, which is slow among all the objects of PyTorch
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MEMFIT_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
-        defaults = inspect.unwrap(planning.plan).__kwdefaults__
+        patch.setenv("MEMFIT_CACHE_DIR", os.environ[_SHARED] + "/cache")  # the shim of fake CUDA is built in it, once
+        defaults = inspect.unwrap(_plan.plan).__kwdefaults__
         assert defaults is not None
         patch.setitem(defaults, "time_limit_seconds", 2.0)  # tests ask for many plans
+        patch.setattr(shim, "command", warm.fake_cuda_command)
         yield
+    warm.servers.end()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _frozen() -> None:
+    """What modules import, and never leave, is not looked through by each collection of the tests that measure."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -67,11 +122,11 @@ def _seeded() -> None:
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[Levers]:
     """The levers of every capture that plans make in the test."""
     found: list[Levers] = []
-    captured = predicting._captured
+    captured = captured_steps._captured
 
     def counted(workload: Workload, levers: Levers, *arguments: Any, **options: Any) -> Any:
         found.append(levers)
         return captured(workload, levers, *arguments, **options)
 
-    monkeypatch.setattr(predicting, "_captured", counted)
+    monkeypatch.setattr(captured_steps, "_captured", counted)
     return found

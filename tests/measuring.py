@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
-from memfit.capture.fake import real_copy
-from memfit.capture.measure import measure_peak_bytes
-from memfit.devices.allocation import allocated
-from memfit.devices.host import find_device
+import pytest
+import torch
+
+from memfit.capture.fake_workload import real_copy
+from memfit.capture.measured_peak import measure_peak_bytes
+from memfit.hardware.cpu_allocations import allocated
+from memfit.hardware.host import find_device
 from memfit.ir.plan import Levers
-from memfit.pipeline.applying import applied
-from memfit.pipeline.predicting import capture_levers, costs_of, predict
+from memfit.levers.stack import applied
+from memfit.pipeline import _fit
+from memfit.planner.captures import capture_levers
+from memfit.planner.prediction import costs_of, predict
 from memfit.workload import Workload
 
 T = TypeVar("T")
@@ -34,7 +40,31 @@ def peaks(workload: Workload, levers: Levers) -> tuple[int, int]:
 
 
 def peak_bytes_of(run: Callable[[], T]) -> tuple[T, int]:
-    """Return what a call returns, and the peak of what the allocator gave to it, beyond what was held before."""
-    with allocated() as meter:
+    """Return what a call returns, and the peak of what the allocator gave to it, beyond what was held before.
+
+    What `memfit.fit` runs to time operators, while it plans, is not counted: no step is under way then.
+    """
+    with _planning_marked(), allocated(but_in=_PLANNING) as meter:
         found = run()
+    assert meter.peak_bytes > 0, "another profiler ended the one that measures"
     return found, meter.peak_bytes
+
+
+_PLANNING = "tests: planning"
+
+
+@contextlib.contextmanager
+def _planning_marked() -> Iterator[None]:
+    """Mark the plans that `memfit.fit` makes, for the profiler."""
+
+    def marked(own: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with torch.profiler.record_function(_PLANNING):
+                return own(*args, **kwargs)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_fit, "make_plan", marked(_fit.make_plan))
+        patch.setattr(_fit, "estimate", marked(_fit.estimate))
+        yield

@@ -13,16 +13,16 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from memfit.apply.checkpoint import checkpointed
-from memfit.apply.precision import autocast
-from memfit.capture.step import capture, capture_real
-from memfit.ir.cost import CostTable
+from memfit.capture.step_capture import capture, capture_real
+from memfit.ir.operator_costs import CostTable
 from memfit.ir.plan import Precision
 from memfit.ir.remat import Keep, Region
 from memfit.ir.trace import Trace
-from memfit.solve.candidates import Option
-from memfit.train.scaling import LossScaler
-from memfit.train.step import Step
+from memfit.levers.casts import autocast
+from memfit.recomputation.regions import checkpointed
+from memfit.solver.candidates import Option
+from memfit.training.loss_scaling import LossScaler
+from memfit.training.step import Step, StepOptions
 from memfit.workload import Workload, batch_size_of
 
 COSTS = CostTable(
@@ -273,9 +273,11 @@ def step_of(
     with checkpointed(workload.model, regions_of(regions)):
         yield Step(
             workload,
-            microbatch_size=microbatch_size,
-            autocast=partial(autocast, precision, "cpu"),
-            scaler=LossScaler() if precision == "16-mixed" else None,
+            StepOptions(
+                microbatch_size=microbatch_size,
+                autocast=partial(autocast, precision, "cpu"),
+                scaler=LossScaler() if precision == "16-mixed" else None,
+            ),
         )
 
 

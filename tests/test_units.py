@@ -157,8 +157,8 @@ def test_shares_that_make_no_sense_are_refused(budget: str, options: dict[str, b
 
 
 def test_a_share_of_what_is_not_known_is_refused_and_one_of_no_byte() -> None:
-    with pytest.raises(BudgetError, match="share of what is not known"):
+    with pytest.raises(BudgetError, match="share of an amount that is unknown"):
         read_budget("0.5x").nbytes(device_bytes=DEVICE)
-    with pytest.raises(BudgetError, match="is no byte of 10"):
+    with pytest.raises(BudgetError, match="of 10 is less than a byte"):
         read_budget("0.01x").nbytes(plain_bytes=10)
     assert read_budget("1GiB").share_text("cpu", DEVICE, 1) == ""

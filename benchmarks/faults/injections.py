@@ -8,6 +8,7 @@ import errno
 import itertools
 import os
 import random
+import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -19,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.faults.processes import finish, mount_small_disk, wait
 from benchmarks.faults.subjects import Subject, Windows
-from memfit.train import checkpoint
-from memfit.train.folder import METRICS
+from memfit.training.runs import checkpoint
+from memfit.training.runs.folder import METRICS
 from memfit.workload import Workload
 
 TOO_MUCH_BYTES = 1 << 60
@@ -171,11 +172,15 @@ class FullDisk(Fault):
     statuses = (2,)
 
     def before(self) -> None:
-        """Mount a small disk and fill it, but for a part; where nothing can be mounted, writing fails instead."""
+        """Mount a small disk; where nothing can be mounted, writing fails instead."""
         self._room_bytes = int(self.draw.uniform(0.02, 1.4) * self.reach.folder_bytes)
         self._is_real = mount_small_disk(self.out.parent, DISK_BYTES)
-        if self._is_real:
-            self._filler.write_bytes(bytes(DISK_BYTES - self._room_bytes))
+
+    def at_step(self, step: int) -> None:
+        """Let others fill the disk after the first step: before it, a run without room is refused."""
+        if self._is_real and not self._filler.exists():
+            free_bytes = shutil.disk_usage(self.out.parent).free
+            self._filler.write_bytes(bytes(max(0, free_bytes - self._room_bytes)))
 
     def around(self) -> AbstractContextManager[object]:
         """Fail to write from some call on, where the disk is not really full."""
@@ -184,7 +189,7 @@ class FullDisk(Fault):
     def after(self) -> None:
         """Make room."""
         if self._is_real:
-            self._filler.unlink()
+            self._filler.unlink(missing_ok=True)
 
     @property
     def _filler(self) -> Path:

@@ -26,12 +26,12 @@ from benchmarks.faults.processes import finish, start
 from benchmarks.faults.subjects import Subject
 from memfit.ir import codec
 from memfit.ir.plan import Plan
-from memfit.ir.record import RunRecord, Views
-from memfit.pipeline import training
-from memfit.train import checkpoint
-from memfit.train.folder import METRICS, RUN, VIEWS
-from memfit.train.log import read_lines
-from memfit.train.packing import read_tensors
+from memfit.ir.run_record import RunRecord, Views
+from memfit.pipeline import _train
+from memfit.training.runs import checkpoint
+from memfit.training.runs.folder import METRICS, RUN, VIEWS
+from memfit.training.runs.log import read_lines
+from memfit.training.runs.packing import read_tensors
 
 MAX_RESTARTS = 4
 PLAN_FILE, REACH_FILE, RESULT_FILE = "plan.json", "reach.json", "result.json"
@@ -91,7 +91,7 @@ def _in_child(work: Callable[[], None], log: Path) -> None:
 def _plan(subject: Subject, folder: Path) -> None:
     plan = subject.plan()
     (folder / PLAN_FILE).write_bytes(codec.encode(plan))
-    (folder / VIEWS).write_bytes(codec.encode(training.views(plan, subject.make())))
+    (folder / VIEWS).write_bytes(codec.encode(_train.views(plan, subject.make())))
 
 
 def _measure(subject: Subject, plan: Plan, views: Views, folder: Path) -> None:
@@ -125,7 +125,7 @@ def train(
 
     Every update that is done is noted in a file beside the run, which nothing takes back.
     """
-    training.views = lambda *_: views
+    _train.views = lambda *_: views
     seed = 1 if resume else 0  # a resumed run has no random state but that of its checkpoint
     torch.manual_seed(seed)
     random.seed(seed)

@@ -16,8 +16,8 @@ import memfit
 from benchmarks.frontier.checkpointing import checkpointed, forwarding, holding, segment_sizes, segments, whole
 from benchmarks.frontier.methods import LOWEST, OURS, PLAIN, Apply, Method, Prepared, Task, Unsupported
 from memfit import InfeasibleError
-from memfit.capture.fake import real_copy
-from memfit.train.step import Step
+from memfit.capture.fake_workload import real_copy
+from memfit.training.step import Step
 from memfit.units import format_bytes
 from memfit.workload import Loss, Workload
 

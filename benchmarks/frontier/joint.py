@@ -18,7 +18,7 @@ from benchmarks.frontier.checkpointing import checkpointing, whole
 from benchmarks.frontier.measuring import peak_bytes
 from benchmarks.frontier.methods import OURS, Apply, Method, Prepared, Task, Unsupported, accumulating, stepping
 from benchmarks.frontier.ours import facts, plan_for
-from memfit.capture.fake import nothing_changes, real_copy
+from memfit.capture.fake_workload import nothing_changes, real_copy
 from memfit.workload import batch_size_of
 
 SHARES = (0.6, 0.45, 0.3)

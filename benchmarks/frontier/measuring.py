@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.frontier.methods import Apply
-from memfit.capture.measure import measure_peak_bytes
-from memfit.train.step import Step
+from memfit.capture.measured_peak import measure_peak_bytes
+from memfit.training.step import Step
 from memfit.workload import Workload
 
 FIRST_ROUNDS = 3

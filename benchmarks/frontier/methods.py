@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from benchmarks.frontier.models import Subject
-from memfit.train.step import Step
+from memfit.training.step import Step
 from memfit.workload import Workload
 
 Kind = Literal["eager", "compiled", "joint"]
@@ -94,7 +94,7 @@ def accumulating(apply: Apply, microbatch_size: int) -> Apply:
     @contextlib.contextmanager
     def applied(workload: Workload) -> Iterator[Step]:
         with apply(workload) as step:
-            step.microbatch_size = microbatch_size
+            step.change(microbatch_size=microbatch_size)
             yield step
 
     return applied

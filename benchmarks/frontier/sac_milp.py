@@ -27,12 +27,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from benchmarks.frontier.checkpointing import Contexts, checkpointing
 from benchmarks.frontier.methods import Method, Prepared, Task, Unsupported, stepping
 from benchmarks.frontier.selective import contexts_of
-from memfit.capture.fake import fake_copy
-from memfit.capture.values import KnownValues, libraries_run_as_with_data
+from memfit.capture.fake_workload import fake_copy
+from memfit.capture.known_values import KnownValues, fake_paths_disabled
 from memfit.cost.calibrate import measure
 from memfit.ir.codec import write_atomic
 from memfit.signature import signature
-from memfit.train.step import Step
+from memfit.training.step import Step
 from memfit.workload import fingerprint, tensors_of
 
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.45, 0.4, 0.35, 0.3)
@@ -83,7 +83,7 @@ def study(task: Task) -> Statistics:
 
     values = KnownValues(FakeTensorMode(allow_non_fake_inputs=True))
     copied = fake_copy(task.workload, values)
-    with values.fake, values, libraries_run_as_with_data(), contextlib.redirect_stdout(io.StringIO()):
+    with values.fake, values, fake_paths_disabled(), contextlib.redirect_stdout(io.StringIO()):
         step = Step(copied)
         tracker, runtime, estimator = MemTracker(), RuntimeEstimator(), SACEstimator()
         tracker.track_external(copied.model, copied.optimizer, *tensors_of(copied.batch))

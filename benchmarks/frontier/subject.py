@@ -39,7 +39,7 @@ from benchmarks.frontier.measuring import (
 from benchmarks.frontier.measuring import peak_bytes as measured_peak
 from benchmarks.frontier.methods import KINDS, LOWEST, OURS, PLAIN, Apply, Kind, Method, Task, Unsupported
 from benchmarks.frontier.models import QUICK, SUBJECTS, Subject
-from memfit.capture.fake import real_copy
+from memfit.capture.fake_workload import real_copy
 from memfit.errors import MemfitError
 
 SECONDS = 120.0

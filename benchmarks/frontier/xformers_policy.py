@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.frontier.checkpointing import Contexts, checkpointing
 from benchmarks.frontier.methods import Method, Prepared, Task, stepping
 from benchmarks.frontier.selective import contexts_of
-from memfit.capture.fake import real_copy
+from memfit.capture.fake_workload import real_copy
 
 FRACTIONS = (0.9, 0.7, 0.5, 0.3, 0.2, 0.1, 0.0)
 _RUNS = 3

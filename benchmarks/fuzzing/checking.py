@@ -18,26 +18,28 @@ from msgspec.structs import replace
 
 from benchmarks.fuzzing.modules import workload_of
 from benchmarks.fuzzing.programs import Program
-from memfit.capture.fake import real_copy
-from memfit.capture.step import without_collector
+from memfit.capture.fake_workload import real_copy
+from memfit.capture.step_capture import without_collector
 from memfit.cost.calibrate import with_workspaces
 from memfit.cost.error_bars import calibration
-from memfit.devices import allocation
-from memfit.devices.host import find_device, host_name
 from memfit.errors import InfeasibleError, MemfitError
-from memfit.ir.cost import CostTable, OpCost
+from memfit.hardware import cpu_allocations
+from memfit.hardware.host import find_device, host_name
 from memfit.ir.device import Device
+from memfit.ir.operator_costs import CostTable, OpCost
 from memfit.ir.plan import Levers, Plan
 from memfit.ir.remat import Regions
 from memfit.ir.simulate import simulate
 from memfit.ir.trace import Trace, Work
-from memfit.pipeline import confirming, planning, searching
-from memfit.pipeline.applying import applied
-from memfit.pipeline.predicting import capture_levers, predict
-from memfit.pipeline.reading import WithData
-from memfit.solve.candidates import options
-from memfit.solve.milp import Solver
-from memfit.solve.problem import build
+from memfit.levers.stack import applied
+from memfit.pipeline import _plan
+from memfit.planner import confirmation, search
+from memfit.planner.captures import capture_levers
+from memfit.planner.prediction import predict
+from memfit.planner.readings import DataRuns
+from memfit.solver.candidates import options
+from memfit.solver.milp import Solver
+from memfit.solver.problem import build
 from memfit.workload import Workload, batch_size_of
 
 STEPS = 2
@@ -213,8 +215,8 @@ class _Planning:
     def plan(self, workload: Workload, budget_bytes: int) -> Plan:
         """Return a plan, or that for the budget that memfit names where there is none."""
         with (
-            mock.patch.object(searching, "costs_of", self.costs.of),
-            mock.patch.object(confirming, "capture_levers", self._captured),
+            mock.patch.object(search, "costs_of", self.costs.of),
+            mock.patch.object(confirmation, "capture_levers", self._captured),
         ):
             try:
                 return self._planned(workload, budget_bytes)
@@ -222,7 +224,7 @@ class _Planning:
                 return self._planned(workload, e.lowest_peak_bytes)
 
     def _planned(self, workload: Workload, budget_bytes: int) -> Plan:
-        return planning.plan(
+        return _plan.plan(
             workload,
             budget=budget_bytes,
             numerics="exact",
@@ -232,7 +234,7 @@ class _Planning:
             time_limit_seconds=_PLANNING_SECONDS,
         )
 
-    def _captured(self, workload: Workload, levers: Levers, device: Device, data: WithData | None = None) -> Trace:
+    def _captured(self, workload: Workload, levers: Levers, device: Device, data: DataRuns | None = None) -> Trace:
         """Return the trace of a step; the plain one is not captured again."""
         plain = levers == Levers(microbatch_size=batch_size_of(workload.batch))
         return self.trace if plain else capture_levers(workload, levers, device, data)
@@ -273,7 +275,7 @@ def _loop(workload: Workload) -> Iterator[Callable[[Any], float]]:
 
 def _run(workload: Workload, running: Running) -> _Outcome:
     """Run some steps on a copy of a workload; the peak is that of the whole run, the copy's making included."""
-    with allocation.allocated() as meter:
+    with cpu_allocations.allocated() as meter:
         outcome = _ran(workload, running)
     return dataclasses.replace(outcome, peak_bytes=meter.peak_bytes)
 

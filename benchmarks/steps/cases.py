@@ -21,7 +21,7 @@ from benchmarks.common import Case, whole_run_peak_bytes
 from benchmarks.steps.data import seed_all
 from benchmarks.steps.loop import SEED, STEPS, difference, plain_steps, trained_by_plan, trained_plainly
 from memfit import InfeasibleError, Plan, Workload, estimate, plan
-from memfit.devices.allocation import allocated
+from memfit.hardware.cpu_allocations import allocated
 from memfit.ir.plan import Levers, Numerics, Prediction
 from memfit.workload import samples_of
 

@@ -19,7 +19,7 @@ from memfit import Workload, structure
 from memfit.errors import MissingExtraError
 from memfit.ir import codec
 from memfit.recipes.brain_segmentation import brain_segmentation, load_slabs, segment
-from memfit.train.trainer import evaluation_mode
+from memfit.training.trainer import evaluation_mode
 
 Patch = tuple[int, int, int]
 

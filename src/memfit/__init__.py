@@ -10,8 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from memfit.apply.batch_norm import freeze_batch_norm, group_norm_for_batch_norm
-    from memfit.climbing import ladder
+    from memfit._ladder import ladder
     from memfit.errors import (
         BudgetError,
         CaptureError,
@@ -42,9 +41,10 @@ if TYPE_CHECKING:
         verify,
         write_report,
     )
-    from memfit.train.ledger import memory_summary
-    from memfit.train.optimizers import Optimizers
-    from memfit.train.step import Step, StepResult
+    from memfit.structure.batch_norm import freeze_batch_norm, group_norm_for_batch_norm
+    from memfit.training.guards.ledger import memory_summary
+    from memfit.training.optimizers import Optimizers
+    from memfit.training.step import Step, StepResult
     from memfit.version import __version__
     from memfit.workload import Loop, LossScaling, Workload
 
@@ -90,21 +90,17 @@ __all__ = [
 
 _HOMES = (
     "memfit.pipeline",
-    "memfit.climbing",
-    "memfit.apply.batch_norm",
+    "memfit._ladder",
+    "memfit.structure.batch_norm",
     "memfit.errors",
     "memfit.ir.plan",
-    "memfit.train.ledger",
-    "memfit.train.optimizers",
-    "memfit.train.step",
+    "memfit.training.guards.ledger",
+    "memfit.training.optimizers",
+    "memfit.training.step",
     "memfit.version",
     "memfit.workload",
 )
 """The modules that have the public names, as imported above."""
-
-for _name in ("apply", "devices", "train"):  # packages with the names of functions: importing one binds its name, once
-    importlib.import_module(f"memfit.{_name}")
-    del globals()[_name]
 
 if not TYPE_CHECKING:  # of a module with this function, type checkers would take any name
 

@@ -1,14 +1,14 @@
-"""What a batch holds: its tensors, how many samples it has, and parts of it.
+"""Batches: their tensors, number of samples, and slices.
 
-A batch is a tree. Inside it are the nodes that torch's pytree knows (those that users registered there too), packed
-sequences, and objects of Python classes: mappings, dataclasses, named tuples, plain objects. An object is taken apart
-into its items and attributes, without running code of its class, and a part of it is an object of the same class.
+A batch is a tree. Its nodes are those of torch's pytree (users' registrations included), packed sequences, and objects
+of Python classes: mappings, dataclasses, named tuples, plain objects. An object is taken apart into its items and
+attributes, without running code of its class, and a slice of it is an object of the same class.
 
-What is a sample. (1) The first dimension of every tensor that has one, where all agree. (2) Else an entry of the
-lists that have one entry a sample, as detection targets do: records (a dict or an object each), or tensors of one dtype
-and as many dimensions. (3) Else the whole batch, as where one graph has nodes and edges: it counts as one sample, and
-is never cut. Lists that hold no tensors are cut where they have an entry a sample; tuples too, unless they hold numbers
-alone, as sizes of images do. Tensors without dimensions or without elements belong to every sample.
+The samples are (1) the first dimension of every tensor that has one, if all agree; (2) else the entries of lists with
+one entry for each sample, as detection targets: records (dicts or objects), or tensors of one dtype and number of
+dimensions; (3) else the whole batch, as for a graph's nodes and edges: it counts as one sample, and is never cut. Lists
+without tensors are cut if they have an entry for each sample; tuples too, unless they hold only numbers, as sizes of
+images. Tensors without dimensions or without elements belong to every sample.
 """
 
 from __future__ import annotations
@@ -25,36 +25,36 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_is_leaf, tree_unflatten
 
+from memfit._torch.dispatch import disable_current_modes
+from memfit._torch.pytree import tree_flatten, tree_is_leaf, tree_unflatten
 from memfit.errors import WorkloadError
 from memfit.sparse import parts
 
 _OPAQUE = (nn.Module, torch.optim.Optimizer, logging.Logger, type, types.ModuleType, types.FunctionType)
 _BASES = {object, dict, OrderedDict, defaultdict, list, tuple, types.SimpleNamespace}
 _NEW = types.BuiltinFunctionType
-_HEAP_TYPE = 1 << 9  # of classes that Python code made; others, as `torch.dtype`, have their state in C
+_HEAP_TYPE = 1 << 9  # flag of classes defined in Python; others, as `torch.dtype`, have their state in C
 _Counts = set[int] | None  # the numbers of samples that a node may have; None for any
 
 
 def tensors_of(batch: Any) -> list[torch.Tensor]:
-    """Return the strided tensors that a batch consists of, in order: of a sparse tensor its indices and values."""
+    """Return the strided tensors of a batch, in order; for a sparse tensor its indices and values."""
     if type(batch) is dict and all(type(leaf) is torch.Tensor for leaf in batch.values()):
         return [part for leaf in batch.values() for part in parts_of(leaf)]
     return [part for leaf in _leaves(batch, set()) if isinstance(leaf, torch.Tensor) for part in parts_of(leaf)]
 
 
 def leaves_of(value: Any) -> list[torch.Tensor]:
-    """Return the tensors that a value holds, in the order in which `map_tensors` goes through them; one each time."""
-    found: list[torch.Tensor] = []
+    """Return the tensors in a value, in the order of `map_tensors`, with repetitions."""
+    tensors: list[torch.Tensor] = []
 
     def seen(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
+        tensors.append(tensor)
         return tensor
 
     map_tensors(seen, value)
-    return found
+    return tensors
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -70,7 +70,7 @@ def packed_in(batch: Any) -> list[PackedSequence]:
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:
-    """Return a batch with its tensors replaced; what holds none that changes is the same object.
+    """Return a batch with its tensors replaced; parts without changed tensors stay the same objects.
 
     The lengths of packed sequences stay as they are, on the CPU.
     """
@@ -81,16 +81,16 @@ def batch_size_of(batch: Any) -> int:
     """Return the number of samples of a batch; 1 where it can't be cut.
 
     Raises:
-        WorkloadError: It holds none.
+        WorkloadError: The batch has no samples.
     """
     return samples_in(batch) or 1
 
 
 def samples_in(batch: Any) -> int | None:
-    """Return the number of samples that a batch can be cut into, by the note at the top; None where it can't be cut.
+    """Return the number of samples that a batch can be cut into, by the module's rules; None where it can't be cut.
 
     Raises:
-        WorkloadError: It holds none.
+        WorkloadError: The batch has no samples.
     """
     if type(batch) in (dict, tuple, list):
         sizes = {_first_dimension(leaf) for leaf in (batch.values() if type(batch) is dict else batch)}
@@ -101,8 +101,8 @@ def samples_in(batch: Any) -> int | None:
 
 def _samples(batch: Any) -> tuple[int | None, bool]:
     """Return the number of samples, and whether it is the first dimension of every tensor."""
-    found = [leaf for leaf in _leaves(batch, set(), packed=True) if isinstance(leaf, torch.Tensor | PackedSequence)]
-    sizes = {_rows(leaf) or is_uncut(leaf) for leaf in found} - {0}
+    leaves = [leaf for leaf in _leaves(batch, set(), packed=True) if isinstance(leaf, torch.Tensor | PackedSequence)]
+    sizes = {_rows(leaf) or is_uncut(leaf) for leaf in leaves} - {0}
     if not sizes:
         shapes = sorted({tuple(t.shape) for t in tensors_of(batch)})
         raise WorkloadError(
@@ -110,7 +110,7 @@ def _samples(batch: Any) -> tuple[int | None, bool]:
             f" {type(batch).__name__} with tensors of shapes {shapes}. Where Workload.loss_fn makes its own data, give"
             " Workload.batch_size=1"
         )
-    if len(sizes) == 1 and not any(map(is_uncut, found)):
+    if len(sizes) == 1 and not any(map(is_uncut, leaves)):
         return int(sizes.pop()), True
     counts = _counts(batch, set())
     return (min(counts) if counts else None), False
@@ -124,13 +124,13 @@ def slice_batch(batch: Any, start: int, stop: int) -> Any:
     """
     if type(batch) is dict:
         sizes = {_first_dimension(leaf) for leaf in batch.values()}
-        if len(sizes) == 1 and None not in sizes:  # much faster
+        if len(sizes) == 1 and None not in sizes:  # much faster than the general way
             return {key: leaf[start:stop] for key, leaf in batch.items()}
     return _cut(batch, slice(start, stop))
 
 
 def _first_dimension(leaf: Any) -> int | None:
-    """Return the first dimension of a plain tensor, for quick looks; None of what needs a closer one."""
+    """Return the first dimension of a plain tensor; None for leaves that need the general way."""
     if type(leaf) is not torch.Tensor or not leaf.dim() or leaf.layout is not torch.strided or leaf.is_nested:
         return None
     return leaf.size(0) or None
@@ -146,10 +146,10 @@ def take(batch: Any, samples: Sequence[int]) -> Any:
 
 
 def tokens_per_sample(batch: Any) -> int | None:
-    """Return the length of a batch's sequences: of its first tensor of integers with two dimensions; None without."""
-    found = [t for t in tensors_of(batch) if t.dim() == 2 and not t.is_floating_point() and t.dtype is not torch.bool]
-    size = samples_in(batch) if found else None
-    return next((int(t.shape[1]) for t in found if t.shape[0] == size), None)
+    """Return the sequence length of a batch's first two-dimensional integer tensor; None without one."""
+    tokens = [t for t in tensors_of(batch) if t.dim() == 2 and not t.is_floating_point() and t.dtype is not torch.bool]
+    size = samples_in(batch) if tokens else None
+    return next((int(t.shape[1]) for t in tokens if t.shape[0] == size), None)
 
 
 def _cut(batch: Any, which: slice | list[int]) -> Any:
@@ -158,7 +158,7 @@ def _cut(batch: Any, which: slice | list[int]) -> Any:
         shapes = [tuple(t.shape) for t in tensors_of(batch)]
         raise WorkloadError(
             f"Workload.batch can't be cut into microbatches: its tensors of shapes {shapes} have different numbers of"
-            " samples. Use the whole batch, or give Workload.batch_size and Workload.split, which cuts it"
+            " samples. Use the whole batch, or give Workload.batch_size and Workload.split to cut it"
         )
     return _Cutting(size, is_uniform, which, batch)(batch)
 
@@ -182,7 +182,7 @@ def _leaves(value: Any, seen: set[int], packed: bool = False) -> Iterator[Any]:
 
 
 def _children(value: Any) -> list[Any] | None:
-    """Return what is inside a node; None for a leaf."""
+    """Return the children of a node; None for a leaf."""
     kind = type(value)
     if kind is dict:
         return list(value.values())
@@ -196,24 +196,24 @@ def _children(value: Any) -> list[Any] | None:
 
 
 def inside(node: Any) -> Callable[[Any], bool]:
-    """Return a test for the children of a node, that does not hold the node.
+    """Return a test for the children of a node, which does not keep the node alive.
 
-    PyTorch's `tree_flatten` leaves objects that refer to each other, and to this: with it they would hold the tensors
-    until Python's collector runs.
+    PyTorch's `tree_flatten` leaves a reference cycle with this test, which would keep the tensors alive until Python's
+    collector runs.
     """
     own = id(node)
     return lambda inner: id(inner) != own
 
 
 def _is_object(value: Any) -> bool:
-    """Tell whether a value is of a Python class whose state is items and attributes, all of it."""
+    """Tell whether a value is of a Python class whose whole state is items and attributes."""
     if isinstance(value, _OPAQUE):
         return False
     return _base_of(type(value)) in _BASES and all(c in _BASES or c.__flags__ & _HEAP_TYPE for c in type(value).__mro__)
 
 
 def _base_of(kind: type) -> type:
-    """Return the class that instances of a class are made by: the first that is not written in Python."""
+    """Return the first base of a class that is not written in Python, which creates its instances."""
     return next(c for c in kind.__mro__ if isinstance(c.__dict__.get("__new__"), _NEW) or c is object)
 
 
@@ -224,18 +224,18 @@ def _items(value: Any) -> list[Any]:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """Return an object's attributes: of its dict, and of its slots."""
-    found = dict(getattr(value, "__dict__", {}))
+    """Return an object's attributes, from its dict and its slots."""
+    attributes = dict(getattr(value, "__dict__", {}))
     for kind in type(value).__mro__:
         for name, member in kind.__dict__.items():
             is_slot = isinstance(member, types.MemberDescriptorType) and name != "__dict__"
             if is_slot and hasattr(value, name):
-                found[name] = getattr(value, name)
-    return found
+                attributes[name] = getattr(value, name)
+    return attributes
 
 
 class _Rebuilding:
-    """Makes a tree anew with other tensors; a tree that has the same ones stays the same object."""
+    """A rebuild of a tree with other tensors; subtrees with the same tensors stay the same objects."""
 
     def __init__(self, tensor: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.tensor = tensor
@@ -290,7 +290,7 @@ class _Rebuilding:
 
 
 def _same(made: Any, children: Any) -> bool:
-    return all(one is other for one, other in zip(made, children, strict=True))
+    return all(a is b for a, b in zip(made, children, strict=True))
 
 
 def _fill(new: Any, value: Any, items: list[Any]) -> None:
@@ -316,12 +316,12 @@ def _rows(leaf: Any) -> int:
 
 
 def is_uncut(leaf: Any) -> bool:
-    """Tell whether a leaf is a tensor that no operator slices."""
+    """Tell whether a leaf is a tensor that can't be sliced."""
     return isinstance(leaf, torch.Tensor) and (leaf.layout is not torch.strided or leaf.is_nested)
 
 
 def _counts(node: Any, seen: set[int], root: bool = True) -> _Counts:
-    """Return the numbers of samples that a node may have, by the note at the top; None for any."""
+    """Return the numbers of samples that a node may have, by the module's rules; None for any."""
     if is_uncut(node):
         return set()
     if isinstance(node, torch.Tensor | PackedSequence):
@@ -340,15 +340,15 @@ def _counts(node: Any, seen: set[int], root: bool = True) -> _Counts:
 
 
 def _common(counts: list[_Counts]) -> _Counts:
-    """Return the numbers that all of some sets have; those that may be any put no bounds."""
-    bounds = [found for found in counts if found is not None]
+    """Return the intersection of sets of numbers; None, for any number, puts no bounds."""
+    bounds = [numbers for numbers in counts if numbers is not None]
     if not bounds:
         return None
     return set.intersection(*bounds)
 
 
 def _is_list_of_samples(node: Any, children: list[Any], root: bool) -> bool:
-    """Tell whether a node may be a list with an entry a sample, of records or, within a batch, of tensors."""
+    """Tell whether a node may be a list with an entry for each sample: records or, within a batch, tensors."""
     if type(node) not in (list, tuple) or not children:
         return False
     if _are_records(children):
@@ -368,17 +368,19 @@ def _are_alike(tensors: list[Any]) -> bool:
 
 
 class _Cutting(_Rebuilding):
-    """Makes a tree anew from some samples of it.
+    """A rebuild of a tree from some of its samples.
 
     Args:
-        size: Samples of the batch.
-        is_uniform: Whether that is the first dimension of every tensor.
-        which: Those that are taken: a slice, or their positions.
+        size: Number of samples of the batch.
+        is_uniform: Whether `size` is the first dimension of every tensor.
+        which: The samples to take: a slice, or their positions.
         root: The batch.
     """
 
     def __init__(self, size: int, is_uniform: bool, which: slice | list[int], root: Any) -> None:
-        super().__init__(functools.partial(_rows_taken, which))  # no method of its own: a cycle would keep what it made
+        super().__init__(
+            functools.partial(_rows_taken, which)
+        )  # a bound method would form a cycle and keep the results alive
         self.size, self.is_uniform, self.which, self.root = size, is_uniform, which, root
 
     def __call__(self, value: Any) -> Any:
@@ -407,23 +409,23 @@ def _rows_taken(which: slice | list[int], tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _lengths(value: PackedSequence) -> list[int]:
-    """Return how many samples reach each step; no mode sees that they are read."""
-    with _disable_current_modes():
+    """Return the number of samples at each step, read without dispatch modes."""
+    with disable_current_modes():
         sizes: list[int] = value.batch_sizes.tolist()
     return sizes
 
 
 def _packed_samples(value: PackedSequence, samples: Sequence[int]) -> PackedSequence:
-    """Return some samples of a packed sequence, packed: each step has the rows of those that reach it."""
+    """Return some samples of a packed sequence, packed: each step has the rows of the samples that reach it."""
     places = list(samples) if value.unsorted_indices is None else value.unsorted_indices[list(samples)].tolist()
-    order = sorted(range(len(places)), key=places.__getitem__)  # stays sorted by length
+    order = sorted(range(len(places)), key=places.__getitem__)  # keeps the order by length
     sizes = _lengths(value)
     starts = [0, *itertools.accumulate(sizes[:-1])]
     chosen = [[start + places[i] for i in order if places[i] < n] for start, n in zip(starts, sizes, strict=True)]
     chosen = [rows for rows in chosen if rows]
     device = value.data.device
     rows = torch.tensor([row for step in chosen for row in step], device=device)
-    with _disable_current_modes():  # PyTorch's C++ reads the lengths, where all else is fake too
+    with disable_current_modes():  # PyTorch's C++ reads the lengths even where all other tensors are fake
         lengths = torch.tensor([len(step) for step in chosen])
     if value.unsorted_indices is None:
         return PackedSequence(value.data[rows], lengths)

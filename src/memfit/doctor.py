@@ -56,19 +56,19 @@ _ONEDNN_FOLDER = "dnnl_lnx_2.2.0_cpu_gomp"
 _EXACT_DIVISION = " -fno-reciprocal-math -mno-recip "  # Note [What Jittor's import trips over], 7
 
 Progress = Callable[[str, int, int | None], None]
-"""Told what is compiled, how many of its files are done, and how many there are."""
+"""Called with the stage of compilation, and the number of files done and in all."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that Jittor needs.
+    """The check of one requirement of Jittor.
 
     Attributes:
-        name: What it is.
-        ok: Whether it is there.
-        found: What was found.
-        remedy: What to do where it is not; "" where it is.
-        needed: Whether nothing works without it.
+        name: The requirement.
+        ok: Whether it is met.
+        found: The version, path or text that was found.
+        remedy: How to meet it; "" if it is met.
+        needed: Whether Jittor can't run without it.
     """
 
     name: str
@@ -79,7 +79,7 @@ class Check:
 
 
 def checks() -> list[Check]:
-    """Return what Jittor needs, and whether it is there; nothing is changed, compiled or imported."""
+    """Check Jittor's requirements, without changing, compiling or importing anything."""
     return [
         _check_jittor(),
         _check_numpy(),
@@ -99,20 +99,20 @@ def _version_of(package: str) -> str | None:
 
 
 def _check_jittor() -> Check:
-    found = _version_of("jittor")
+    version = _version_of("jittor")
     how = f"pip install 'memfit[{EXTRA}]' in an environment of its own"
-    if found is None:
+    if version is None:
         return Check("jittor", False, "not installed", how)
-    if found != VERSION:
-        return Check("jittor", False, found, f"{how}: only {VERSION} was tried", needed=False)
-    return Check("jittor", True, found)
+    if version != VERSION:
+        return Check("jittor", False, version, f"{how}: only {VERSION} was tried", needed=False)
+    return Check("jittor", True, version)
 
 
 def _check_numpy() -> Check:
-    found = _version_of("numpy") or "not installed"
-    ok = found.split(".")[0] in ("0", "1")
+    version = _version_of("numpy") or "not installed"
+    ok = version.split(".")[0] in ("0", "1")
     return Check(
-        "numpy", ok, found, "" if ok else "pip install 'numpy<2', in an environment without packages that need 2"
+        "numpy", ok, version, "" if ok else "pip install 'numpy<2', in an environment without packages that need 2"
     )
 
 
@@ -130,11 +130,11 @@ def _check_headers() -> Check:
 
 
 def _check_onednn() -> Check:
-    found = _onednn()
+    folders = _onednn()
     how = f"pip install 'memfit[{EXTRA}]' brings the wheels; without them Jittor downloads oneDNN, or use_mkl=0"
-    if found is None:
+    if folders is None:
         return Check("oneDNN", False, "no wheels of it", how, needed=False)
-    return Check("oneDNN", True, str(found[0]))
+    return Check("oneDNN", True, str(folders[0]))
 
 
 def _check_cuda() -> Check:
@@ -153,15 +153,15 @@ def _check_cache() -> Check:
 
 
 def home() -> Path:
-    """Return where Jittor keeps what it compiles: JITTOR_HOME, or in memfit's cache folder (MEMFIT_CACHE_DIR)."""
+    """Return the folder of Jittor's compiled files: JITTOR_HOME, or one in memfit's cache folder (MEMFIT_CACHE_DIR)."""
     cache = os.environ.get("MEMFIT_CACHE_DIR") or platformdirs.user_cache_dir("memfit")
     return Path(os.environ.get("JITTOR_HOME") or Path(cache) / "jittor").absolute()
 
 
 def _marker() -> Path:
-    """Return the file that says that this Jittor is compiled, by this compiler for this Python and processor."""
-    found = importlib.util.find_spec("jittor")
-    parts = [found.origin if found else "", _version_of("jittor"), sys.version, _processor(), shutil.which("g++")]
+    """Return the file that marks this Jittor as compiled, by this compiler for this Python and processor."""
+    spec = importlib.util.find_spec("jittor")
+    parts = [spec.origin if spec else "", _version_of("jittor"), sys.version, _processor(), shutil.which("g++")]
     return home() / f"memfit-{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}"
 
 
@@ -185,25 +185,25 @@ def _onednn() -> tuple[Path, Path] | None:
 
 def _seed_onednn() -> None:
     """Link oneDNN to where Jittor would download it to."""
-    found, folder = _onednn(), home() / ".cache" / "jittor" / "mkl" / _ONEDNN_FOLDER
-    if found is None or (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+    folders, target = _onednn(), home() / ".cache" / "jittor" / "mkl" / _ONEDNN_FOLDER
+    if folders is None or (platform.system(), platform.machine()) != ("Linux", "x86_64"):
         return
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, place in zip(("lib", "include"), found, strict=True):
-        link = folder / name
+    target.mkdir(parents=True, exist_ok=True)
+    for name, place in zip(("lib", "include"), folders, strict=True):
+        link = target / name
         if not link.exists() or link.resolve() != place:
             link.unlink(missing_ok=True)
             link.symlink_to(place)
 
 
 def _nvcc() -> str | None:
-    """Return the compiler that Jittor would take."""
+    """Return the CUDA compiler that Jittor would use."""
     places = ("/usr/local/cuda/bin/nvcc", "/usr/bin/nvcc", "/opt/cuda/bin/nvcc")
     return shutil.which("nvcc") or next((place for place in places if os.access(place, os.X_OK)), None)
 
 
 def _can_use_cuda() -> bool:
-    """Return whether the runtime is where Jittor looks for it, and there is a driver."""
+    """Return whether the CUDA runtime is where Jittor looks for it, and a driver is installed."""
     nvcc = _nvcc()
     if nvcc is None or ctypes.util.find_library("cuda") is None:
         return False
@@ -212,14 +212,14 @@ def _can_use_cuda() -> bool:
 
 
 def prepare(progress: Progress | None = None) -> None:
-    """Compile Jittor where that was not done, in a process of its own; the first time takes minutes.
+    """Compile Jittor if necessary, in a process of its own; the first time takes minutes.
 
     Args:
-        progress: Told how far it is; None to say it on standard error.
+        progress: Called with the progress; None to print it on standard error.
 
     Raises:
         MissingExtraError: Jittor is not installed.
-        UsageError: Something that it needs is missing, or compiling failed.
+        UsageError: A requirement is missing, or compilation failed.
     """
     if importlib.util.find_spec("jittor") is None:
         raise MissingExtraError("memfit.jittor", EXTRA, "jittor")
@@ -237,16 +237,16 @@ def _compile(progress: Progress) -> None:
     command = [sys.executable, "-u", "-c", _IMPORT]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as child:
-        said = b""
+        output = b""
         assert child.stdout is not None  # it is a pipe
         while part := os.read(child.stdout.fileno(), 65536):
-            said = (said + part)[-65536:]
-            found = _PROGRESS.findall(said)
-            if found:
-                name, done, total = found[-1]
+            output = (output + part)[-65536:]
+            progress_lines = _PROGRESS.findall(output)
+            if progress_lines:
+                name, done, total = progress_lines[-1]
                 progress(f"compile {name.decode()[:_LONGEST_NAME]}", int(done), int(total))
     if child.returncode:
-        text = said.decode(errors="replace").replace("\r", "\n")
+        text = output.decode(errors="replace").replace("\r", "\n")
         raise UsageError(f"Jittor could not be compiled (exit status {child.returncode}): {text[-2000:]}")
 
 
@@ -256,11 +256,11 @@ def _on_stderr(what: str, done: int, total: int | None) -> None:
 
 
 def load() -> ModuleType:
-    """Return Jittor, compiled first where that was not done.
+    """Import Jittor, and compile it first if necessary.
 
     Raises:
         MissingExtraError: Jittor is not installed.
-        UsageError: Something that it needs is missing, or compiling failed.
+        UsageError: A requirement is missing, or compilation failed.
     """
     if "jittor" in sys.modules:
         return _set_up(sys.modules["jittor"])
@@ -269,7 +269,7 @@ def load() -> ModuleType:
 
 
 def _import_jittor(silent: bool = True) -> ModuleType:
-    """Import Jittor, with what it trips over out of the way."""
+    """Import Jittor, in the surroundings that it needs."""
     _seed_onednn()
     with _pinned(silent), warnings.catch_warnings():
         warnings.simplefilter("ignore")

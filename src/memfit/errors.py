@@ -1,21 +1,21 @@
-"""What memfit raises.
+"""The errors that memfit raises.
 
     MemfitError
     ├── UsageError              wrong argument, wrong file, wrong workload   (exit status 2)
-    │   ├── BudgetError         a budget that says no number of bytes
+    │   ├── BudgetError         a budget that is no number of bytes
     │   ├── AllocatorSettingsError  allocator settings that PyTorch would refuse
     │   ├── WorkloadError       no such workload, or one that is not a training step
     │   ├── PlanError           a plan that can't be read, or is not legal
     │   │   └── PlanMismatchError   a plan made for another workload
     │   ├── CheckpointError     a checkpoint that can't be resumed from
-    │   │   └── DamagedCheckpointError  one that is not what was written
+    │   │   └── DamagedCheckpointError  a checkpoint that is torn or edited
     │   ├── OutputError         a place that can't be written, or must not be
     │   └── MissingExtraError   an optional dependency that is not installed
     ├── InfeasibleError         no plan fits the budget                      (exit status 3)
     ├── SimulatedOutOfMemoryError   a simulated device is full               (exit status 3)
     ├── CaptureError            the step can't be run under fake tensors     (exit status 2)
-    ├── RecomputationError      a checkpointed region that runs differently again (exit status 4)
-    ├── VerificationError       the planned step is not what its plan says   (exit status 4)
+    ├── RecomputationError      a checkpointed region whose recomputation differs (exit status 4)
+    ├── VerificationError       the planned step differs from its plan       (exit status 4)
     ├── OutOfMemoryError        a step ran out of memory, and no lower plan ran  (exit status 6)
     │   └── MemoryLimitError    a step would hold more than memfit.limit allows
     └── NonFiniteError          a loss or gradient that is not finite        (exit status 5)
@@ -33,8 +33,8 @@ class MemfitError(Exception):
     """Base of everything that memfit raises on purpose. Its numbers are attributes, and travel between processes.
 
     Attributes:
-        exit_status: Of the command line.
-        frames: The user's frames where it was raised, where that was another process; None otherwise.
+        exit_status: Exit status of the command line.
+        frames: The user's frames, if it was raised in another process; else None.
     """
 
     exit_status = 1
@@ -45,13 +45,13 @@ class MemfitError(Exception):
 
 
 class UsageError(MemfitError):
-    """Something given to memfit is wrong; nothing was changed or written."""
+    """An argument, file or workload is wrong; nothing was changed or written."""
 
     exit_status = 2
 
 
 class BudgetError(UsageError):
-    """A budget that says no number of bytes."""
+    """A budget that is no number of bytes."""
 
 
 class AllocatorSettingsError(UsageError, ValueError):
@@ -75,7 +75,7 @@ class CheckpointError(UsageError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A training checkpoint that is torn or edited: not what was written."""
+    """A training checkpoint that is torn or edited."""
 
 
 class OutputError(UsageError):
@@ -86,7 +86,7 @@ class MissingExtraError(UsageError):
     """An optional dependency that is not installed.
 
     Args:
-        what: What needs it.
+        what: The feature that needs it.
         extra: The extra of memfit that brings it.
         missing: The module that could not be imported.
     """
@@ -103,7 +103,7 @@ class InfeasibleError(MemfitError):
     Args:
         message: What failed and what to do.
         budget_bytes: The budget.
-        lowest_peak_bytes: The lowest peak of any plan that was found.
+        lowest_peak_bytes: The lowest peak of all plans found.
         where: The operator or module at which that peak occurs.
         proven: Whether no plan of the levers searched can reach a lower peak in the model solved.
     """
@@ -121,14 +121,14 @@ class InfeasibleError(MemfitError):
 
 
 class SimulatedOutOfMemoryError(MemfitError):
-    """A simulated device has no room for a request, not even without what the allocator caches.
+    """A simulated device is too full for a request, even after the allocator released its cache.
 
     Args:
         message: What failed and what to do.
-        requested_bytes: What was asked for.
-        allocated_bytes: What tensors held then.
-        reserved_bytes: What the allocator held of the device then.
-        capacity_bytes: What it may hold.
+        requested_bytes: The requested bytes.
+        allocated_bytes: Bytes that tensors held.
+        reserved_bytes: Bytes that the allocator held of the device.
+        capacity_bytes: Most bytes that it may hold.
     """
 
     exit_status = 3
@@ -150,12 +150,12 @@ class CaptureError(MemfitError):
 
 
 class RecomputationError(MemfitError):
-    """A checkpointed region that does something else when it runs again in the backward pass.
+    """A checkpointed region whose recomputation in the backward pass differs from its forward pass.
 
     Args:
         modules: The FQNs of the region's modules.
-        module: The one that ran when it was noticed.
-        how: What differs.
+        module: The module that was running when it was noticed.
+        how: The difference.
     """
 
     exit_status = 4
@@ -166,15 +166,15 @@ class RecomputationError(MemfitError):
         self.how = how
         run = "" if len(modules) == 1 else f" with the run {modules[0]!r} to {modules[-1]!r}"
         super().__init__(
-            f"the module {module!r} can't be recomputed{run}: run again in the backward pass, it does something else"
-            f" ({how}), as when it updates a cache (with transformers: set use_cache=False), counts its calls, reads"
-            " what changes between them, or when what it was given is changed before the backward pass. Take it out of"
-            " the plan's levers.regions"
+            f"the module {module!r} can't be recomputed{run}: its recomputation in the backward pass does something"
+            f" else ({how}), as when it updates a cache (with transformers: set use_cache=False), counts its calls,"
+            " reads values that change between them, or its arguments are changed before the backward pass. Take it"
+            " out of the plan's levers.regions"
         )
 
 
 class VerificationError(MemfitError):
-    """The planned step does not do what its plan says."""
+    """The planned step differs from its plan."""
 
     exit_status = 4
 
@@ -198,15 +198,15 @@ class OutOfMemoryError(MemfitError):
 
 
 class MemoryLimitError(OutOfMemoryError):
-    """A step would hold more bytes than its limit allows; what would have exceeded it was not run.
+    """A step would hold more bytes than its limit; the operator that would have exceeded it was not run.
 
     Args:
         message: What failed and what to do, with the bytes by category.
         limit_bytes: The limit.
-        held_bytes: What was held then.
-        requested_bytes: What was asked for beyond that.
-        by_category: What was held, by category.
-        where: What asked for it.
+        held_bytes: Bytes held.
+        requested_bytes: Bytes requested beyond them.
+        by_category: Bytes held, by category.
+        where: The origin of the request.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class NonFiniteError(MemfitError):
         step: The step at which it happened.
         value: The value.
         forward: FQN of the module whose output was the first that was not finite; None where all were, or unknown.
-        backward: Whose gradient was the first that was not finite; None where all were, or unknown.
+        backward: Owner of the first gradient that was not finite; None where all were, or unknown.
     """
 
     exit_status = 5
@@ -251,7 +251,7 @@ class NonFiniteError(MemfitError):
 
 
 def _rebuilt(kind: type[MemfitError], args: tuple[Any, ...]) -> MemfitError:
-    """Return an error of a kind without calling its constructor, which takes other arguments than the message."""
+    """Return an error of a class without calling its constructor, which takes more than the message."""
     error = kind.__new__(kind)
     error.args = args
     return error

@@ -1,4 +1,4 @@
-"""The user's own frames of a traceback: where in their code something went wrong."""
+"""The user's own frames of a traceback."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _MOST = 8
 
 
 def users_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """Return the frames of an error that are neither memfit's, nor PyTorch's, nor Python's, the innermost last.
+    """Return the frames of an error that are not memfit's, PyTorch's or Python's, the innermost last.
 
-    The error that others were raised from comes first: those that memfit raises about a user's error have no frames of
-    the user's code that it does not have.
+    They are those of the first error in the chain of causes: errors that memfit raises from a user's error have no
+    further frames of the user's code.
     """
     for link in reversed(list(_chain(error))):
         frames = [f for f in traceback.extract_tb(link.__traceback__) if is_users(f.filename)]
@@ -27,15 +27,15 @@ def users_frames(error: BaseException) -> list[traceback.FrameSummary]:
 
 
 def users_place(error: BaseException) -> str:
-    """Return the user's innermost line of an error, as " at FILE:LINE: CODE"; "" where it has none."""
+    """Return the user's innermost frame of an error, as " at FILE:LINE: CODE"; "" without one."""
     frames = users_frames(error)
     return f" at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
 
 
 def frames_text(error: BaseException) -> str:
-    """Return the user's frames of an error as people read them, a file and a line of code each; "" for none.
+    """Return the user's frames of an error as text, each with file and line of code; "" without any.
 
-    Of many, those in the middle are left out. An error from another process brings them with it, as `frames`.
+    If there are many, the middle ones are left out. An error from another process has them as `frames`.
     """
     carried = getattr(error, "frames", None)
     if carried is not None:
@@ -49,7 +49,7 @@ def frames_text(error: BaseException) -> str:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error, and those that it was raised from."""
+    """Yield an error, and its chain of causes."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
@@ -60,10 +60,10 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 @cache
 def _known_folders() -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-    """Return the folders of memfit and what it stands on, of installed packages, and of Python."""
+    """Return the folders of memfit with its foundations, of installed packages, and of Python."""
     paths = sysconfig.get_paths()
-    found = [importlib.util.find_spec(name) for name in ("torch", "typer", "click")]
-    homes = [Path(spec.origin).parent for spec in found if spec is not None and spec.origin]
+    specs = [importlib.util.find_spec(name) for name in ("torch", "typer", "click")]
+    homes = [Path(spec.origin).parent for spec in specs if spec is not None and spec.origin]
     packages = [Path(paths[name]) for name in ("purelib", "platlib")]
     python = [Path(paths[name]) for name in ("stdlib", "platstdlib")]
     return _as_prefixes([Path(__file__).parent, *homes]), _as_prefixes(packages), _as_prefixes(python)
@@ -84,7 +84,7 @@ def is_users(filename: str) -> bool:
 
 
 def _short(filename: str) -> str:
-    """Return a path as seen from the current folder, where it lies in it."""
+    """Return a path relative to the current folder, if it lies in it."""
     path = Path(filename)
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else filename

@@ -1,11 +1,11 @@
-"""What a module's code can read besides its arguments: plain values of its attributes, classes, globals and closures.
+"""The state that a module's code can read besides its arguments: attributes, classes, globals and closures.
 
-A recomputation runs the code of a module again, in the backward pass. What that code reads may have changed by then: a
-counter, an attribute of the class that the parent sets before each call, a global. The code is not run to find out what
-it reads. Its bytecode names attributes and globals, and of the functions that these lead to the same is asked.
+A recomputation runs the code of a module again, in the backward pass. Values that it reads may have changed by then: a
+counter, an attribute of the class that the parent sets before each call, a global. They are found without running the
+code: its bytecode names attributes and globals, and so does the bytecode of the functions that these lead to.
 
-Tensors and objects that something else takes the place of count as changed; what is written to them in place does not:
-a trace shows which operators write to tensors. Code of PyTorch, of NumPy and of Python's own library is not followed.
+Replaced tensors and objects count as changed; in-place writes to tensors don't, since a trace shows the operators that
+write. Code of PyTorch, NumPy and Python's own library is not followed.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ import numpy as np
 import torch
 from torch import nn
 
+from memfit._torch.modules import forward_hooks, forward_pre_hooks, own_buffers, own_modules, own_parameters
+
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
 _NOT_FOLLOWED = {*sys.stdlib_module_names, "torch", "numpy", "memfit"}
 ATOMS = (type(None), int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum, np.generic)
-"""Types of values that nothing is inside of."""
+"""Types of values without inner values."""
 MOST_ITEMS = 256
-"""Of a container that is looked into."""
-_DEEPEST = 3  # objects that hold objects
-_MOST_FUNCTIONS = 512  # that one module's code leads to
+"""Most items of a container that is inspected."""
+_DEEPEST = 3  # nesting depth of inspected objects
+_MOST_FUNCTIONS = 512  # most functions followed from one module's code
 _INTERNAL = frozenset(vars(nn.Module()))  # `training` among them, which a region sets back as it runs again
 _MISSING = "nothing"
 _AROUND = (
@@ -46,12 +48,12 @@ _AROUND = (
 
 
 class Place(NamedTuple):
-    """Where plain values are held.
+    """A holder of plain values.
 
     Attributes:
-        owner: What holds them, as people call it.
-        values: Returns them by name, as they are now.
-        names: Those that are read; None for all.
+        owner: Name of the holder.
+        values: Returns the present values by name.
+        names: Names of the values that are read; None for all.
     """
 
     owner: str
@@ -59,20 +61,20 @@ class Place(NamedTuple):
     names: tuple[str, ...] | None
 
     def read(self) -> dict[str, Any]:
-        """Return the values, so that what changes later is not seen in them."""
+        """Return a frozen copy of the values, to compare with later ones."""
         held = self.values()
         names = list(held) if self.names is None else self.names
         return {name: _frozen(held[name]) if name in held else _MISSING for name in names}
 
 
 class _Identity:
-    """Stands for an object that is compared by identity, and does not keep it alive."""
+    """A weak stand-in for an object that is compared by identity."""
 
     def __init__(self, value: Any) -> None:
         try:
             self._value: Callable[[], Any] = weakref.ref(value)
         except TypeError:
-            self._value = functools.partial(type, value)  # no more is known of it than its type
+            self._value = functools.partial(type, value)  # only its type can be compared
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Identity):
@@ -84,12 +86,12 @@ class _Identity:
 
 
 def _frozen(value: Any, depth: int = 0) -> Any:
-    """Return a value to compare with later ones; containers are looked into."""
+    """Return a frozen value to compare with later ones; containers are copied."""
     kind = type(value)
     if isinstance(value, ATOMS):
         return kind, value
     if isinstance(value, _GENERATORS):
-        return kind  # recomputations set them back
+        return kind  # recomputations restore generators
     if isinstance(value, np.ndarray) and value.size <= MOST_ITEMS and value.dtype != object:
         return kind, value.shape, value.tobytes()
     if depth < _DEEPEST and isinstance(value, (list, tuple, dict)) and len(value) <= MOST_ITEMS:
@@ -101,12 +103,12 @@ def _frozen(value: Any, depth: int = 0) -> Any:
 
 
 class _Accesses(NamedTuple):
-    """What a function's code names.
+    """The names in a function's code.
 
     Attributes:
-        globals: Names that it looks up outside of it.
-        attributes: Those that it reads of any object.
-        assigned: Those of its first argument that it sets before it reads them, whichever way it goes.
+        globals: Global names that it reads.
+        attributes: Names of attributes that it reads from any object.
+        assigned: Attributes of its first argument that it always sets before it reads them.
     """
 
     globals: frozenset[str]
@@ -131,9 +133,9 @@ def _accesses(code: types.CodeType) -> _Accesses:
             is_straight = False
         before = at
     for inner in (constant for constant in code.co_consts if isinstance(constant, types.CodeType)):
-        found = _accesses(inner)
-        outside |= found.globals
-        read |= found.attributes
+        inner_accesses = _accesses(inner)
+        outside |= inner_accesses.globals
+        read |= inner_accesses.attributes
     # The name of an attribute may also be a text, as in getattr(self, "scale").
     read |= {text for text in code.co_consts if isinstance(text, str) and text.isidentifier()}
     return _Accesses(frozenset(outside), frozenset(read), frozenset(assigned))
@@ -148,20 +150,20 @@ def _is_first(loaded: dis.Instruction | None, code: types.CodeType) -> bool:
 
 
 def is_followed(value: Any) -> bool:
-    """Tell whether what a function, a class or a module refers to is looked at."""
+    """Tell whether the references of a function, class or module are followed."""
     name = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
     return isinstance(name, str) and name.partition(".")[0] not in _NOT_FOLLOWED
 
 
 def is_object(value: Any) -> bool:
-    """Tell whether something is an object of someone's own class, whose attributes are looked at."""
+    """Tell whether a value is an object of a followed class, whose attributes are inspected."""
     if isinstance(value, (nn.Module, torch.Tensor, type, types.FunctionType, types.ModuleType, *_GENERATORS)):
         return False
     return hasattr(value, "__dict__") and (is_followed(type(value)) or isinstance(value, types.SimpleNamespace))
 
 
 def _functions(value: Any) -> Iterator[types.FunctionType]:
-    """Yield the function that something stands for, if any: through decorators, properties, partials and methods."""
+    """Yield the function behind a value, if any: inside decorators, properties, partials and methods."""
     while not isinstance(value, types.FunctionType):
         name = next((name for kind, name in _AROUND if isinstance(value, kind)), None)
         if name is None:
@@ -173,11 +175,11 @@ def _functions(value: Any) -> Iterator[types.FunctionType]:
 
 
 class _Reached:
-    """The functions that some code leads to, and what they name.
+    """The functions that code leads to, and the names in them.
 
     Args:
         roots: Functions.
-        kind: The class whose methods they may call.
+        kind: The class whose methods the functions may call.
     """
 
     def __init__(self, roots: Iterable[Any], kind: type | None) -> None:
@@ -194,7 +196,7 @@ class _Reached:
             waiting = [value for value in self._members() if not self.functions.keys() >= set(_functions(value))]
 
     def _follow(self, function: types.FunctionType, kind: type | None) -> list[Any]:
-        """Take up a function; return what it leads to."""
+        """Add a function; return the values that it leads to."""
         if function in self.functions or len(self.functions) >= _MOST_FUNCTIONS:
             return []
         self.functions[function] = None
@@ -210,7 +212,7 @@ class _Reached:
         return [*methods, *(value for value in named if not isinstance(value, type))]
 
     def _members(self) -> Iterator[Any]:
-        """Yield the functions of what the code names, as far as it names them."""
+        """Yield the named functions of the classes, modules and objects that the code names."""
         for value in self.held.values():
             members = vars(value if isinstance(value, (type, types.ModuleType)) else type(value))
             for name in self.names & members.keys():
@@ -219,7 +221,7 @@ class _Reached:
 
 
 def globals_of(function: types.FunctionType) -> dict[str, Any]:
-    """Return the global values that a function names."""
+    """Return the global values named in a function."""
     held = function.__globals__
     return {name: held[name] for name in _accesses(function.__code__).globals if name in held}
 
@@ -227,36 +229,36 @@ def globals_of(function: types.FunctionType) -> dict[str, Any]:
 def cells_of(function: types.FunctionType) -> dict[str, Any]:
     """Return the values of a function's closure, and of its default arguments."""
     defaults = [*(function.__kwdefaults__ or {}).values(), *(function.__defaults__ or ())]
-    found = {f"default {i}": value for i, value in enumerate(defaults) if not isinstance(value, ATOMS)}
+    cells = {f"default {i}": value for i, value in enumerate(defaults) if not isinstance(value, ATOMS)}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # of a name that has no value yet
-            found[name] = cell.cell_contents
-    return found
+        with contextlib.suppress(ValueError):  # the name has no value yet
+            cells[name] = cell.cell_contents
+    return cells
 
 
 class Reader:
-    """Finds what modules' code can read. One is for the modules of a model: what it knows of classes is kept."""
+    """A finder of the values that modules' code can read; results for classes are cached, so use one for a model."""
 
     def __init__(self) -> None:
         self._of_classes: dict[tuple[type, tuple[int, ...]], tuple[_Reached, list[Place]]] = {}
         self._of_objects: dict[int, Place] = {}
 
     def places(self, fqn: str, module: nn.Module) -> list[Place]:
-        """Return where what a module's own code reads is held; not what its submodules read.
+        """Return the places that a module's own code reads, without its submodules'.
 
         Args:
-            fqn: What the module is called.
+            fqn: The module's FQN.
             module: The module.
         """
         own = [value for value in vars(module).values() if any(map(is_followed, _functions(value)))]
-        reached, found = self._of_class(type(module), own)
-        apart = {*module._modules, *module._parameters, *module._buffers}
+        reached, class_places = self._of_class(type(module), own)
+        apart = {*own_modules(module), *own_parameters(module), *own_buffers(module)}
         names = [n for n in reached.names - reached.assigned - apart - _INTERNAL if not _is_code(type(module), n)]
         held = Place(fqn or "the model", lambda: module.__dict__, tuple(sorted(names)))
-        read = tuple(sorted(module._buffers.keys() & (reached.names - reached.assigned)))
-        buffers = [Place(held.owner, lambda: module._buffers, read)] if read else []
+        read = tuple(sorted(own_buffers(module).keys() & (reached.names - reached.assigned)))
+        buffers = [Place(held.owner, lambda: own_buffers(module), read)] if read else []
         objects = [module.__dict__[name] for name in names if name in module.__dict__]
-        return [held, *buffers, *found, *self._objects(objects)]
+        return [held, *buffers, *class_places, *self._objects(objects)]
 
     def _of_class(self, kind: type, own: list[Any]) -> tuple[_Reached, list[Place]]:
         key = kind, tuple(map(id, own))
@@ -271,35 +273,37 @@ class Reader:
         return self._of_classes[key]
 
     def hooks(self, module: nn.Module) -> list[Place]:
-        """Return where what the hooks of a module's forward pass read is held; they run where one around it does."""
-        hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+        """Return the places that a module's forward hooks read; they run with the call of the module around it."""
+        hooks = [*forward_pre_hooks(module).values(), *forward_hooks(module).values()]
         hooks = [hook for hook in hooks if any(map(is_followed, _functions(hook)))]
         return self._places(_Reached(hooks, None)) if hooks else []
 
     def _places(self, reached: _Reached) -> list[Place]:
-        """Return where what some functions name is held."""
-        found: list[Place] = []
+        """Return the places that functions name."""
+        places: list[Place] = []
         for function in reached.functions:
             if is_followed(function):
                 names = tuple(sorted(n for n, v in globals_of(function).items() if _is_value(v)))
                 inside = tuple(sorted(n for n, v in cells_of(function).items() if _is_value(v)))
-                found += [Place(function.__module__, functools.partial(_globals, function), names)] if names else []
-                found += [Place(function.__qualname__, functools.partial(cells_of, function), inside)] if inside else []
+                places += [Place(function.__module__, functools.partial(_globals, function), names)] if names else []
+                places += (
+                    [Place(function.__qualname__, functools.partial(cells_of, function), inside)] if inside else []
+                )
         named = [value for value in reached.held.values() if isinstance(value, (type, types.ModuleType))]
-        found += [_of_type(value, reached.names) for value in named]
-        return [*found, *self._objects(reached.held.values())]
+        places += [_of_type(value, reached.names) for value in named]
+        return [*places, *self._objects(reached.held.values())]
 
     def _objects(self, values: Iterable[Any]) -> list[Place]:
-        """Return the places of objects' attributes, and of those of the objects that they hold."""
-        found: dict[int, Place] = {}
+        """Return the places of objects' attributes, and of their inner objects'."""
+        places: dict[int, Place] = {}
         level = [value for value in values if is_object(value)]
         for _ in range(_DEEPEST):
-            level = [value for value in level if id(value) not in found]
+            level = [value for value in level if id(value) not in places]
             for value in level:
                 place = Place(type(value).__name__, functools.partial(vars, value), None)
-                found[id(value)] = self._of_objects.setdefault(id(value), place)
+                places[id(value)] = self._of_objects.setdefault(id(value), place)
             level = [inner for value in level for inner in vars(value).values() if is_object(inner)]
-        return list(found.values())
+        return list(places.values())
 
 
 def _is_code(kind: type, name: str) -> bool:
@@ -318,30 +322,30 @@ def _of_type(value: type | types.ModuleType, names: set[str]) -> Place:
 
 
 def _is_value(value: Any) -> bool:
-    """Tell whether something is no code, and no module of a model: the code that calls that does not read it."""
+    """Tell whether a value is neither code nor a module of a model, which is called instead of read."""
     is_code = isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType, nn.Module))
     return not is_code and next(_functions(value), None) is None
 
 
 def generators_of(modules: Iterable[nn.Module], reader: Reader | None = None) -> list[Any]:
-    """Return the generators of random numbers that modules' code can reach, but the global ones.
+    """Return the random generators that modules' code can reach, except the global ones.
 
     Args:
-        modules: With those inside them.
-        reader: What is known of the modules' classes.
+        modules: The modules, inner ones included.
+        reader: A reader with its cache of classes.
     """
     reader = reader or Reader()
-    found: dict[int, Any] = {}
+    generators: dict[int, Any] = {}
     for module in modules:
         for place in (*reader.places("", module), *reader.hooks(module)):
             held = place.values()
             for name in held if place.names is None else place.names:
-                found |= {id(one): one for one in _generators_in(held.get(name))}
-    return list(found.values())
+                generators |= {id(generator): generator for generator in _generators_in(held.get(name))}
+    return list(generators.values())
 
 
 def own_generators(module: nn.Module) -> list[Any]:
-    """Return the generators of random numbers that a module has as attributes."""
+    """Return the random generators in a module's attributes."""
     return [value for value in vars(module).values() if isinstance(value, _GENERATORS)]
 
 

@@ -1,4 +1,4 @@
-"""The random number generators that training draws from: PyTorch's, Python's and NumPy's."""
+"""The global random number generators: PyTorch's, Python's and NumPy's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RngState = dict[str, Any]
 
 
 def rng_state() -> RngState:
-    """Return the state of the global generators; of GPUs, only once PyTorch has used one."""
+    """Return the state of the global generators; those of GPUs only if PyTorch has used one."""
     is_gpu_used = torch.cuda.is_initialized()
     gpus = range(torch.cuda.device_count() if is_gpu_used else 0)
     version, internal, gauss_next = random.getstate()
@@ -43,11 +43,11 @@ def check_rng_state(state: RngState) -> None:
         finally:
             np.random.set_state(current)
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as e:
-        raise CheckpointError(f"the state of the random number generators can't be set: {e}") from e
+        raise CheckpointError(f"the checkpoint's state of the random number generators can't be set: {e}") from e
 
 
 def set_rng_state(state: RngState) -> None:
-    """Set the global generators to a state that `rng_state` gave. GPUs that are not here are left out."""
+    """Set the global generators to a state of `rng_state`. Missing GPUs are ignored."""
     version, internal, gauss_next = state["python"]
     random.setstate((version, tuple(internal), gauss_next))
     torch.set_rng_state(bytes_tensor(state["torch"]))
@@ -57,7 +57,7 @@ def set_rng_state(state: RngState) -> None:
 
 
 def rng_snapshot() -> Callable[[], None]:
-    """Return what sets the global generators back to their state of now; much cheaper than `rng_state`."""
+    """Return a function that restores the present state of the global generators; much cheaper than `rng_state`."""
     is_gpu_used = torch.cuda.is_initialized()
     gpus = [torch.cuda.get_rng_state(i) for i in range(torch.cuda.device_count() if is_gpu_used else 0)]
     of_torch, of_python, of_numpy = torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)
@@ -74,7 +74,7 @@ def rng_snapshot() -> Callable[[], None]:
 
 @contextlib.contextmanager
 def rng_preserved() -> Iterator[None]:
-    """Set the global generators back on leaving."""
+    """Restore the global generators on leaving."""
     set_back = rng_snapshot()
     try:
         yield
@@ -88,7 +88,7 @@ def generator_state(generator: torch.Generator) -> str:
 
 
 def bytes_tensor(text: str) -> torch.Tensor:
-    """Return the uint8 tensor that hexadecimal text says."""
+    """Return the uint8 tensor of a hexadecimal text."""
     return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
 
 

@@ -1,6 +1,6 @@
-"""Operator calls as text: what was called, with arguments described well enough to call it again.
+"""Operator calls as text: the operator, with a description of its arguments that suffices to call it again.
 
-`signature` writes what `rebuild` reads: `capture` records calls with the one, `cost` runs them with the other.
+`capture` records calls with `signature`, and `cost` runs them with `rebuild`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from memfit import sparse
+from memfit._torch.operators import schema_of
 
 _SOLVING = ("linalg", "cholesky", "triangular", "lu_")
 """Parts of the names of operators that fail, or loop for long, on singular matrices."""
@@ -21,7 +22,7 @@ _ASKING = ("aten.mkldnn_rnn_layer.default",)
 
 
 def describe(argument: Any) -> Any:
-    """Return an argument as JSON values; tensors by dtype, shape and stride, sparse ones by how many entries they have.
+    """Return an argument as JSON values; tensors by dtype, shape and stride, sparse ones by number of entries.
 
     Raises:
         TypeError: The argument is of a kind that has no description.
@@ -52,7 +53,7 @@ def describe(argument: Any) -> Any:
 
 
 def signature(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Return the text of a call. Equal texts cost the same: floats are rounded to one digit.
+    """Return the text of a call. Calls with equal texts cost the same: floats are rounded to one digit.
 
     A call whose arguments can't be described gives the operator's name alone.
     """
@@ -70,9 +71,9 @@ def signature(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 def rebuild(text: str, device: str) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
     """Return the operator of a signature, with new arguments of the same dtypes, shapes and strides.
 
-    Floating-point tensors hold 0.5, others zeros, so that indices are in range; where groups end in a grouped
-    product is spread evenly, masks to write through select as many places as there are values, and matrices of linear
-    algebra are regular, and bags of embeddings are equally large.
+    Floating-point tensors hold 0.5, others zeros, so that indices are in range. Groups of grouped products and bags of
+    embeddings are equally large, masks select as many places as there are values to write, and matrices of linear
+    algebra are regular.
 
     Raises:
         LookupError: The signature has no arguments, or this PyTorch has no such operator.
@@ -111,7 +112,7 @@ def _with_gradients(func: Callable[..., Any], recorded: bool) -> Callable[..., A
 
 
 def _make_regular(arguments: list[Any]) -> None:
-    """Make square matrices positive definite, and pivots of rows the rows themselves, so that systems can be solved."""
+    """Make square matrices positive definite, and pivots the identity, so that systems can be solved."""
     for tensor in (a for a in arguments if isinstance(a, torch.Tensor) and 0 not in a.shape and 0 not in a.stride()):
         if tensor.dim() > 1 and tensor.shape[-1] == tensor.shape[-2] and tensor.is_floating_point():
             tensor.diagonal(dim1=-2, dim2=-1).add_(tensor.shape[-1])
@@ -120,7 +121,7 @@ def _make_regular(arguments: list[Any]) -> None:
 
 
 def _spread_labels(args: list[Any]) -> None:
-    """Let the sequences of a CTC loss be as long as they can be, and their labels equally many."""
+    """Give the sequences of a CTC loss their maximal length, and equally many labels."""
     scores, labels, lengths, counts = args
     if isinstance(lengths, torch.Tensor) and isinstance(counts, torch.Tensor):
         lengths.fill_(scores.shape[0])
@@ -129,15 +130,15 @@ def _spread_labels(args: list[Any]) -> None:
 
 
 def _fill_bags(func: Any, args: list[Any]) -> None:
-    """Let the bags of embeddings be equally large: the gradient of a maximum selects those that are not empty."""
-    given = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)}
-    sizes, indices = given.get("bag_size"), given.get("indices")
+    """Make the bags of embeddings equally large: the gradient of a maximum selects the nonempty ones."""
+    arguments = {a.name: value for a, value in zip(schema_of(func).arguments, args, strict=False)}
+    sizes, indices = arguments.get("bag_size"), arguments.get("indices")
     if isinstance(sizes, torch.Tensor) and isinstance(indices, torch.Tensor) and sizes.numel():
         sizes.fill_(max(1, indices.numel() // sizes.numel()))
 
 
 def _select_as_many(args: list[Any]) -> None:
-    """Let the mask that a tensor is written through select as many places as there are values to write."""
+    """Make a mask select as many places as there are values to write."""
     written, indices, values = args[:3]
     masks = [(at, index) for at, index in enumerate(indices) if index is not None]
     if len(masks) == 1 and masks[0][1].dtype is torch.bool:
@@ -148,10 +149,10 @@ def _select_as_many(args: list[Any]) -> None:
 
 
 def _spread_groups(args: list[Any]) -> None:
-    """Let the groups of a grouped matrix product, which end at the offsets, be equally large."""
-    one, other, ends = args[:3]
+    """Make the groups of a grouped matrix product equally large, by their offsets."""
+    left, right, ends = args[:3]
     if isinstance(ends, torch.Tensor):
-        total = other.shape[-1] if one.dim() == 3 else one.shape[0 if other.dim() == 3 else -1]
+        total = right.shape[-1] if left.dim() == 3 else left.shape[0 if right.dim() == 3 else -1]
         groups = torch.arange(1, ends.numel() + 1, device=ends.device)
         args[2] = (groups * total // ends.numel()).to(ends.dtype)
 

@@ -1,4 +1,4 @@
-"""Sparse and nested tensors by their parts: the dense tensors that hold indices and values, and so the memory."""
+"""Sparse and nested tensors by their parts: the dense tensors of indices and values, which hold the memory."""
 
 from __future__ import annotations
 
@@ -6,24 +6,26 @@ import math
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
+
+from memfit._torch.dispatch import disable_current_modes
+from memfit._torch.tensors import nested_sizes, nnz, sparse_indices, sparse_values
 
 _COMPRESSED_ROWS = (torch.sparse_csr, torch.sparse_bsr)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor holds its memory itself: it is neither sparse nor nested."""
+    """Tell whether a tensor is neither sparse nor nested, and so holds its memory itself."""
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors that hold the memory: itself, a nested one's values, or a sparse one's indices and values.
+    """Return the tensors that hold a tensor's memory: itself, or its nested or sparse parts.
 
-    They are views of what the tensor holds; no mode sees them made. None for layouts whose memory can't be reached.
+    They are views, created without dispatch modes; none for layouts whose memory can't be accessed.
     """
     if is_dense(tensor):
         return [tensor]
-    with _disable_current_modes(), torch.no_grad():
+    with disable_current_modes(), torch.no_grad():
         return _sparse_parts(tensor)
 
 
@@ -31,7 +33,7 @@ def _sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     if tensor.layout is torch.strided:
         return [tensor.values()]
     if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
+        return [sparse_indices(tensor), sparse_values(tensor)]
     if tensor.layout in _COMPRESSED_ROWS:
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
@@ -40,11 +42,11 @@ def _sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def spread_indices(shape: list[int], nnz: int) -> torch.Tensor:
-    """Return indices of as many entries of a sparse tensor, in order; entries repeat only where there are more.
+    """Return ordered indices for a number of entries of a sparse tensor, which repeat only if there are too many.
 
     Args:
-        shape: Of the sparse dimensions.
-        nnz: How many (≥ 0).
+        shape: Sizes of the sparse dimensions.
+        nnz: Number of entries (≥ 0).
     """
     entries = max(1, math.prod(shape))
     flat = torch.arange(nnz) * entries // nnz if nnz <= entries else torch.arange(nnz) % entries
@@ -52,29 +54,29 @@ def spread_indices(shape: list[int], nnz: int) -> torch.Tensor:
 
 
 def describe(tensor: torch.Tensor) -> list[Any]:
-    """Return what a sparse COO tensor is like, as JSON values: dtype, shape, sparse dimensions, entries, coalesced."""
-    with _disable_current_modes():
-        sparse_dims, nnz, coalesced = tensor.sparse_dim(), tensor._nnz(), tensor.is_coalesced()
-    return [str(tensor.dtype)[6:], list(tensor.shape), sparse_dims, nnz, coalesced]
+    """Return a sparse COO tensor's description as JSON values: dtype, shape, sparse dimensions, entries, coalesced."""
+    with disable_current_modes():
+        sparse_dims, entries, coalesced = tensor.sparse_dim(), nnz(tensor), tensor.is_coalesced()
+    return [str(tensor.dtype)[6:], list(tensor.shape), sparse_dims, entries, coalesced]
 
 
 def describe_nested(tensor: torch.Tensor) -> list[Any]:
-    """Return a description of a nested tensor, as JSON values: its dtype, and the shape of each of its tensors."""
-    with _disable_current_modes():
-        return [str(tensor.dtype)[6:], tensor._nested_tensor_size().tolist()]
+    """Return a description of a nested tensor as JSON values: its dtype, and the shape of each inner tensor."""
+    with disable_current_modes():
+        return [str(tensor.dtype)[6:], nested_sizes(tensor).tolist()]
 
 
 def rebuild_nested(description: list[Any], device: str) -> torch.Tensor:
-    """Return a nested tensor like the one described, whose floating-point values are 0.5 and others zero."""
+    """Return a nested tensor by its description, with floating-point values of 0.5 and others of zero."""
     dtype, shapes = description
     kind = getattr(torch, dtype)
     fill = 0.5 if kind.is_floating_point else 0
-    made = [torch.full(shape, fill, dtype=kind, device=device) for shape in shapes]
-    return torch.nested.nested_tensor(made, dtype=kind, device=device)
+    tensors = [torch.full(shape, fill, dtype=kind, device=device) for shape in shapes]
+    return torch.nested.nested_tensor(tensors, dtype=kind, device=device)
 
 
 def rebuild(description: list[Any], device: str) -> torch.Tensor:
-    """Return a sparse COO tensor like the one described, whose floating-point values are 0.5 and others zero."""
+    """Return a sparse COO tensor by its description, with floating-point values of 0.5 and others of zero."""
     dtype, shape, sparse_dims, nnz, coalesced = description
     kind = getattr(torch, dtype)
     values = torch.full((nnz, *shape[sparse_dims:]), 0.5 if kind.is_floating_point else 0, dtype=kind, device=device)
@@ -83,5 +85,5 @@ def rebuild(description: list[Any], device: str) -> torch.Tensor:
 
 
 def assembled(indices: torch.Tensor, values: torch.Tensor, shape: Any, coalesced: bool) -> torch.Tensor:
-    """Return the sparse COO tensor of indices and values, which it holds as they are."""
+    """Return the sparse COO tensor of indices and values, without copying them."""
     return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=coalesced, check_invariants=False)

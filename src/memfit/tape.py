@@ -1,8 +1,8 @@
-"""A step of somebody's own training loop, written down while it ran, so that it can be run again.
+"""A recording of one step of the user's own training loop, which can be run again.
 
-What is written down is what the loop itself does: calls of modules, PyTorch functions between them, backward passes and
-updates, in their order, and where each tensor that they made was let go. What a module does within is not: it is
-called again. So the step runs again on other tensors (fake ones, of a copy), with levers on its modules.
+It holds the loop's calls of modules, the PyTorch functions between them, backward passes and updates, in their order,
+and where each of their results was released. The operators inside a module are not recorded: it is called again. So
+the step can run on other tensors (fake ones, of a copy), with levers on its modules.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ from memfit.workload import Workload
 
 
 @dataclass(frozen=True)
-class Given:
+class BatchTensor:
     """A tensor from outside the step, by its place in the workload's batch."""
 
     index: int
 
 
 @dataclass(frozen=True)
-class Made:
-    """A tensor that an entry made, by its number."""
+class ResultTensor:
+    """A result of an entry, by its number."""
 
     number: int
 
 
 @dataclass(frozen=True)
-class Held:
+class ModuleTensor:
     """A parameter or buffer of a module that the loop calls, by its FQN there."""
 
     root: int
     name: str
 
 
-Reference = Given | Made | Held
+Reference = BatchTensor | ResultTensor | ModuleTensor
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """What an entry was given.
+    """The arguments of an entry.
 
     Attributes:
         template: Positional and named arguments, with a tensor without memory in the place of each tensor.
-        references: Which tensor each of these stands for, in the order in which `map_tensors` goes through them.
+        references: The tensor that each of these stands for, in the order of `map_tensors`.
     """
 
     template: tuple[tuple[Any, ...], dict[str, Any]]
@@ -67,8 +67,8 @@ class Arguments:
 
 
 @dataclass(frozen=True)
-class Surroundings:
-    """What an entry ran in.
+class ExecutionContext:
+    """The autocast and gradient modes of an entry.
 
     Attributes:
         autocast: Device types with autocast on, the dtype of each, and whether weights that it casts are kept.
@@ -79,15 +79,17 @@ class Surroundings:
     grad: bool
 
     @classmethod
-    def now(cls) -> Surroundings:
-        """Return those of the code that is running."""
-        kept = torch.is_autocast_cache_enabled()
-        found = [(kind, torch.get_autocast_dtype(kind), kept) for kind in _KINDS if torch.is_autocast_enabled(kind)]
-        return cls(tuple(found), torch.is_grad_enabled())
+    def now(cls) -> ExecutionContext:
+        """Return the present modes."""
+        caches_weights = torch.is_autocast_cache_enabled()
+        modes = [
+            (kind, torch.get_autocast_dtype(kind), caches_weights) for kind in _KINDS if torch.is_autocast_enabled(kind)
+        ]
+        return cls(tuple(modes), torch.is_grad_enabled())
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Run code in the same."""
+        """Run code in these modes."""
         with contextlib.ExitStack() as stack:
             for kind, dtype, kept in self.autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=kept))
@@ -100,23 +102,23 @@ _KINDS = ("cpu", "cuda")
 
 @dataclass
 class Entry:
-    """Something that the loop did.
+    """One action of the loop.
 
     Attributes:
-        kind: A function was called, or a module, a backward pass ran, or an optimizer updated.
-        what: The function, that of a backward pass too; or the number of the module, or of the optimizer.
-        arguments: What it was given.
-        surroundings: What it ran in.
-        made: Numbers of the tensors in its result, in their order.
-        drops: Numbers of the tensors that nothing held any longer after it.
-        phase: That of the step.
-        microbatch: How many backward passes ran before.
+        kind: A call of a function or module, a backward pass, or an optimizer's update.
+        what: The function, also of a backward pass; or the number of the module or optimizer.
+        arguments: Its arguments.
+        context: The modes in which it ran.
+        made: Numbers of the tensors in its result, in order.
+        drops: Numbers of the tensors released after it.
+        phase: Phase of the step.
+        microbatch: Number of backward passes before it.
     """
 
     kind: Literal["function", "module", "backward", "update"]
     what: Any
     arguments: Arguments
-    surroundings: Surroundings
+    context: ExecutionContext
     made: list[int] = field(default_factory=list)
     drops: list[int] = field(default_factory=list)
     phase: Phase = "forward"
@@ -125,12 +127,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class Tape:
-    """A step, written down.
+    """The recording of a step.
 
     Attributes:
-        entries: What it did, in order.
+        entries: Its actions, in order.
         roots: Names of the modules that it calls, as children of the workload's model; "" for the model itself.
-        passes: Backward passes.
+        passes: Number of backward passes.
     """
 
     entries: tuple[Entry, ...] = ()
@@ -140,11 +142,11 @@ class Tape:
 
 @dataclass(frozen=True)
 class LoopWorkload(Workload):
-    """A workload whose step the user's own loop runs, in the memory that it has: no copy of it runs with data.
+    """A workload whose step the user's own loop runs; no copy of it runs with data, for lack of memory.
 
     Attributes:
-        tape: What the step does (`memfit.train.taped` runs it), with a batch of the tensors that it took from outside.
-            Empty before the loop made a step: `loss_fn` then stands for what it will do.
+        tape: The recording of its step (`training.taped` runs it), with a batch of the tensors from outside of it.
+            Empty before the loop made a step: `loss_fn` then stands for the step to come.
     """
 
     tape: Tape = Tape()
@@ -158,26 +160,55 @@ def root_of(model: nn.Module, name: str) -> nn.Module:
 def with_phases(entries: list[Entry]) -> tuple[tuple[Entry, ...], int]:
     """Return entries with their phases, and the number of backward passes.
 
-    After a backward pass comes what belongs to the update, until a module is called for another forward pass. What the
-    loop does after its last update is left out: it prepares the next step.
+    Entries after a backward pass belong to the update, until a module is called for another forward pass. Entries after
+    the last update prepare the next step, and are left out unless they change parameters.
     """
-    last = max((i for i, entry in enumerate(entries) if _is_of_the_update(entry)), default=-1)
-    kept = entries[: last + 1]
+    entries_of_step = _without_preparation(entries)
     phase: Phase = "forward"
     passes = 0
-    for entry in kept:
-        if entry.kind == "module" and entry.surroundings.grad and phase == "optimizer":
+    for entry in entries_of_step:
+        if entry.kind == "module" and entry.context.grad and phase == "optimizer":
             phase = "forward"
         elif entry.kind == "update":
             phase = "optimizer"
         entry.phase, entry.microbatch = ("backward" if entry.kind == "backward" else phase), passes
         if entry.kind == "backward":
             passes, phase = passes + 1, "optimizer"
-    for entry in kept:
+    for entry in entries_of_step:
         entry.microbatch = min(entry.microbatch, max(0, passes - 1))
-    return tuple(kept), passes
+    return tuple(entries_of_step), passes
 
 
-def _is_of_the_update(entry: Entry) -> bool:
-    changes = any(isinstance(reference, Held) for reference in entry.arguments.references)
-    return entry.kind in ("backward", "update") or (entry.kind == "function" and changes)
+def _without_preparation(entries: list[Entry]) -> list[Entry]:
+    """Return entries without those after the last update that don't change parameters or their gradients.
+
+    They are, for example, those that load the next batch before gradients are zeroed. Tensors released there are
+    released after the entry before.
+    """
+    last = max((i for i, entry in enumerate(entries) if entry.kind in ("backward", "update")), default=-1)
+    needed: set[Reference] = set()
+    wanted: set[int] = set()
+    for i in range(len(entries) - 1, last, -1):
+        entry = entries[i]
+        if _changes_parameters(entry) or any(ResultTensor(number) in needed for number in entry.made):
+            wanted.add(i)
+            needed.update(entry.arguments.references)
+    remaining = entries[: last + 1]
+    dropped: set[int] = set()
+    for i, entry in enumerate(entries[last + 1 :], last + 1):
+        if i in wanted:
+            remaining.append(entry)
+        else:
+            dropped.update(entry.made)
+            if remaining:
+                remaining[-1].drops += entry.drops
+    dropped -= {number for entry in remaining for number in entry.made}
+    for entry in remaining:
+        entry.drops = [number for number in entry.drops if number not in dropped]
+    return remaining
+
+
+def _changes_parameters(entry: Entry) -> bool:
+    return entry.kind == "function" and any(
+        isinstance(reference, ModuleTensor) for reference in entry.arguments.references
+    )

@@ -1,6 +1,6 @@
-"""Copies between a device and the host as operators of their own, so that a captured step shows them.
+"""Operators for copies between a device and the host, which a captured step shows.
 
-Each is issued on the stream that is current; `wait` marks where the computation waits for one, and does nothing itself.
+Each is issued on the current stream; `wait` marks where the computation waits for a copy, and does nothing itself.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ wait = torch.ops.memfit.wait.default
 
 
 def has_history(tensor: torch.Tensor) -> bool:
-    """Tell whether autograd knows what made a tensor; not of a view that it refuses to let be used any more.
+    """Tell whether a tensor has an autograd node; False for views that autograd no longer allows to be used.
 
-    It raises when asked for the node of one: made without gradients, say, of what was then written to with them.
+    Autograd raises for their node: for example, views created without gradients of tensors then written to with them.
     """
     try:
         return tensor.grad_fn is not None
@@ -45,7 +45,7 @@ def has_history(tensor: torch.Tensor) -> bool:
 
 
 def covers_storage(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is all of its storage, so that a copy of it can stand for the storage."""
+    """Tell whether a tensor covers its whole storage, so that a copy of it can replace the storage."""
     if tensor.layout is not torch.strided or tensor.storage_offset() != 0:
         return False
     nbytes = tensor.numel() * tensor.itemsize

@@ -1,4 +1,4 @@
-"""Bytes and seconds, read from people and written for them."""
+"""Bytes and seconds as text, and the parsing of budgets."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _BUDGET = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*|%)\s*")
 
 @dataclass(frozen=True)
 class Budget:
-    """What somebody said that a step may take.
+    """A memory budget: bytes or a share.
 
     Attributes:
         amount: Bytes (≥ 1), or a share (> 0).
-        of: What it is a share of: "device", its usable memory, or "plain", the plain step's peak; "" for bytes.
-        said: As it was given ("50%").
-        argument: What errors call it.
+        of: Base of a share: "device" for its usable memory, "plain" for the plain step's peak; "" for bytes.
+        said: The text that was given ("50%").
+        argument: Name of the argument, for errors.
     """
 
     amount: float
@@ -36,24 +36,24 @@ class Budget:
     argument: str
 
     def nbytes(self, *, device_bytes: int | None = None, plain_bytes: int | None = None) -> int:
-        """Return the bytes.
+        """Return the budget in bytes.
 
         Args:
             device_bytes: The device's usable memory.
             plain_bytes: The plain step's peak.
 
         Raises:
-            BudgetError: It is a share of what is not given, or of so little that no byte is left.
+            BudgetError: The base of a share is not given, or the share is less than a byte.
         """
         whole = {"": 1, "device": device_bytes, "plain": plain_bytes}[self.of]
         if whole is None:
-            raise BudgetError(f"{self.argument}={self.said!r} is a share of what is not known here: give bytes")
+            raise BudgetError(f"{self.argument}={self.said!r} is a share of an amount that is unknown here: give bytes")
         if self.amount * whole < 1:
-            raise BudgetError(f"{self.argument}={self.said!r} is no byte of {whole}: give more")
+            raise BudgetError(f"{self.argument}={self.said!r} of {whole} is less than a byte: give more")
         return int(self.amount * whole)
 
     def share_text(self, device: str, device_bytes: int | None, plain_bytes: int) -> str:
-        """Return what a share is of ("50% of the 21.9 GiB that cpu has for a step"); "" for bytes."""
+        """Return a share with its base ("50% of the 21.9 GiB that cpu has for a step"); "" for bytes."""
         if self.of == "device":
             return f"{self.said} of the {format_bytes(device_bytes or 0)} that {device} has for a step"
         return f"{self.said} of the plain step's peak of {format_bytes(plain_bytes)}" if self.of == "plain" else ""
@@ -62,17 +62,17 @@ class Budget:
 def read_budget(
     budget: int | float | str, argument: str = "budget", *, of_device: bool = True, of_plain: bool = True
 ) -> Budget:
-    """Return what a budget says.
+    """Parse a budget.
 
     Args:
         budget: Bytes, or a string with a unit ("24GiB", "22 GB", "512 MiB"), or a share of the device ("90%") or of the
             plain step's peak ("0.5x").
-        argument: What errors call it.
-        of_device: Whether shares of the device make sense.
-        of_plain: Whether shares of the plain step's peak do.
+        argument: Name of the argument, for errors.
+        of_device: Whether shares of the device are allowed.
+        of_plain: Whether shares of the plain step's peak are allowed.
 
     Raises:
-        BudgetError: It says no positive number of bytes, or a share that makes no sense.
+        BudgetError: It is no positive number of bytes, or a share that is not allowed.
     """
     hint = _hint(argument, of_device, of_plain)
     if isinstance(budget, bool) or not isinstance(budget, int | float | str):
@@ -116,22 +116,22 @@ def _hint(argument: str, of_device: bool, of_plain: bool) -> str:
 
 
 def parse_budget(budget: int | float | str, device_bytes: int | None, argument: str = "budget") -> int:
-    """Return the bytes that a budget says, where nothing is known of a plain step; see `read_budget`.
+    """Return the bytes of a budget without shares of a plain step; see `read_budget`.
 
     Args:
         budget: Bytes, a string with a unit, or a share of the device.
-        device_bytes: The device's usable memory; None where shares make no sense.
-        argument: What errors call it.
+        device_bytes: The device's usable memory; None if shares are not allowed.
+        argument: Name of the argument, for errors.
 
     Raises:
-        BudgetError: The budget says no positive number of bytes.
+        BudgetError: The budget is no positive number of bytes.
     """
-    found = read_budget(budget, argument, of_device=device_bytes is not None, of_plain=False)
-    return found.nbytes(device_bytes=device_bytes)
+    parsed = read_budget(budget, argument, of_device=device_bytes is not None, of_plain=False)
+    return parsed.nbytes(device_bytes=device_bytes)
 
 
 def format_bytes(n: float) -> str:
-    """Return bytes as people read them, in binary units ("713.2 MiB")."""
+    """Return bytes as text in binary units ("713.2 MiB")."""
     sign, n = ("-" if n < 0 else ""), abs(n)
     if n < 1024:
         return f"{sign}{n:.0f} B"
@@ -143,7 +143,7 @@ def format_bytes(n: float) -> str:
 
 
 def format_seconds(t: float) -> str:
-    """Return seconds as people read them ("12.3 ms")."""
+    """Return seconds as text ("12.3 ms")."""
     if t < 1e-3:
         return f"{t * 1e6:.1f} µs"
     if t < 1:

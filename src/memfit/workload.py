@@ -1,4 +1,4 @@
-"""The user's own training step, as memfit takes it."""
+"""The description of the user's own training step."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
+from memfit._torch.fake import FakeTensor
 from memfit.batch import batch_size_of as batch_size_of  # re-exported: batches are asked for with their workload
 from memfit.batch import samples_in as samples_in
 from memfit.batch import slice_batch as slice_batch
@@ -19,22 +19,22 @@ from memfit.batch import tokens_per_sample as tokens_per_sample
 from memfit.errors import WorkloadError
 
 Loss = torch.Tensor | tuple[torch.Tensor, torch.Tensor | int | float]
-"""What a `loss_fn` returns: a scalar mean, or a sum and the count it is to be divided by."""
+"""The result of a `loss_fn`: a scalar mean, or a sum and the count to divide it by."""
 
 
 @dataclass(frozen=True)
 class LossScaling:
-    """How the loss of a 16-mixed step is scaled. Every figure may be any number above 0; powers of two round nothing.
+    """The loss scaling of 16-mixed steps. Scales may be any number above 0; powers of two cause no rounding.
 
     Args:
-        initial: The scale at the beginning.
-        growth_interval: Updates in a row without overflow after which the scale grows (> 0); None keeps it at
-            `initial` for good (static scaling).
-        growth_factor: What it then grows by (≥ 1).
-        backoff_factor: What it shrinks by when gradients overflow (< 1).
-        floor: It does not shrink below this.
-        ceiling: It does not grow above this.
-        max_skips: Updates skipped in a row after which training stops with an error (> 0).
+        initial: The initial loss scale.
+        growth_interval: Consecutive updates without overflow after which the scale grows (> 0); None keeps it at
+            `initial` (static scaling).
+        growth_factor: Factor by which it grows (≥ 1).
+        backoff_factor: Factor by which it shrinks when gradients overflow (< 1).
+        floor: Lower limit of the scale.
+        ceiling: Upper limit of the scale.
+        max_skips: Consecutive skipped updates after which training stops with an error (> 0).
 
     Raises:
         WorkloadError: A figure is out of its range.
@@ -67,29 +67,29 @@ class LossScaling:
 
 @dataclass(frozen=True)
 class Loop:
-    """What the user's own training loop does, for `memfit.estimate` to predict it.
+    """A description of the user's own training loop, for `memfit.estimate` to predict.
 
-    docs/guides/your-loop.md says how to find out.
+    docs/guides/your-loop.md explains how to find the values.
 
-    `Loop()` is a loop that zeroes gradients first and holds nothing: it takes what memfit's own step takes. Plans run
-    memfit's own step, whatever the loop.
+    `Loop()` is a loop that zeroes gradients first and holds nothing: it takes as much memory as memfit's own step,
+    which plans always run.
 
     Args:
-        holds_outputs: How long a name holds what the model returns, and the loss: "" not beyond the loss,
-            "backward" through the backward pass, "step" to the end of the step (a function that returns then),
-            "next-forward" until the next step's forward pass replaces it (a script's `out = model(x)`).
+        holds_outputs: How long a variable holds the model's outputs and the loss: "" not beyond the loss, "backward"
+            through the backward pass, "step" to the end of the step (a function that returns then), "next-forward"
+            until the next step's forward pass replaces them (a script's `out = model(x)`).
         zero_grad: When gradients are zeroed: "before-forward", "after-forward" (just before the backward pass), or
             "after-step".
-        set_to_none: Gradients are dropped, as `zero_grad()` does; False where they are filled with zeros.
-        retain_graph: `backward(retain_graph=True)`: what autograd saved lives as long as the loss or the outputs.
-        inputs_require_grad: The batch's floating-point tensors require gradients.
-        autocast_backward: The backward pass runs within autocast too; of a mixed precision.
-        scales_loss: 16-mixed scales the loss; False for fp16 without a scaler.
-        cudnn_benchmark: `torch.backends.cudnn.benchmark` is on: convolutions on a GPU take the fastest kernels,
-            whatever they need. What that is can't be known without the GPU, so it only widens the interval.
+        set_to_none: Whether gradients are dropped, as `zero_grad()` does; False if they are filled with zeros.
+        retain_graph: Whether `backward(retain_graph=True)` is used: saved tensors live as long as loss or outputs.
+        inputs_require_grad: Whether the batch's floating-point tensors require gradients.
+        autocast_backward: Whether the backward pass of a mixed precision runs within autocast too.
+        scales_loss: Whether 16-mixed scales the loss; False for fp16 without a scaler.
+        cudnn_benchmark: Whether `torch.backends.cudnn.benchmark` is on: convolutions on a GPU take the fastest kernels,
+            whatever their workspace. It is unknown without the GPU, so that this only widens the interval.
 
     Raises:
-        WorkloadError: An option has a value that it does not know.
+        WorkloadError: An option has an unknown value.
     """
 
     holds_outputs: Literal["", "backward", "step", "next-forward"] = ""
@@ -114,7 +114,7 @@ class Loop:
 
 
 class NoUpdate(torch.optim.Optimizer):
-    """Stands for an optimizer where a step has none: it knows the parameters and leaves them as they are."""
+    """A placeholder for a step without an optimizer: it has the parameters and never changes them."""
 
     def __init__(self, params: Iterable[nn.Parameter]) -> None:
         super().__init__(params, {})
@@ -125,7 +125,7 @@ class NoUpdate(torch.optim.Optimizer):
 
 @dataclass(frozen=True, repr=False)
 class Workload:
-    """One training step, unmodified, and what is needed to run it for longer.
+    """One training step, unmodified, with the data, evaluation and schedule for a training run.
 
     Args:
         model: The model, on the CPU, in training mode.
@@ -134,30 +134,30 @@ class Workload:
             tensors have different numbers of samples, as a graph's nodes and edges, counts as one sample, and is
             not cut into microbatches.
         loss_fn: `loss_fn(model, batch)` returns a scalar tensor that is a mean over the samples, or
-            `(sum, count)` when the loss is normalised by tokens or voxels. It must reach the
-            parameters through the model it is given. What else it holds, such as a teacher in its closure,
-            counts, and is copied with the model where memfit runs the step by itself.
+            `(sum, count)` when the loss is normalised by tokens or voxels. It must reach the parameters through its
+            `model` argument. Other tensors that it holds, such as a teacher in its closure, count, and are copied with
+            the model where memfit runs the step by itself.
         optimizer: An optimizer over the model's parameters; None for a step that updates nothing.
-        name: What reports call it.
+        name: Name in reports.
         batches: Training data: an iterable of batches shaped like `batch`, iterated once an epoch.
             If it has `state_dict()` and `load_state_dict()`, resuming uses them to restore the
-            position; else resuming skips the batches that were used. None trains on `batch`.
-        evaluate: `evaluate(model)` returns named figures. It runs in evaluation mode without gradients.
+            position; else resuming skips used batches. None trains on `batch`.
+        evaluate: `evaluate(model)` returns named metrics. It runs in evaluation mode without gradients.
         scheduler: A learning-rate scheduler, stepped once after every optimizer update.
         max_grad_norm: Global gradient norm to clip to (> 0), or None not to clip.
-        loss_scaling: How the loss is scaled where the precision is 16-mixed.
-        bf16_updates: How weights are updated where the precision is bf16-true: "master-weights" (fp32 copies) or
+        loss_scaling: Loss scaling of the precision 16-mixed.
+        bf16_updates: Weight updates of the precision bf16-true: "master-weights" (fp32 copies) or
             "stochastic-rounding"; None refuses that precision, since bf16 weights alone lose small updates.
         fp32_modules: Patterns of FQNs ("head", "blocks.*.norm1"): these modules, and those inside them, compute in
-            fp32 where the precision is a mixed one or bf16-true.
-        values: What code reads of tensors, by `item()` and the like, by the line that reads it ("train.py:42").
-            Predictions take it; without, they run the step with data, or try both answers where they can't.
-        batch_size: How many samples a batch counts as, where its tensors don't say, or `batch_size(batch)` returns it:
-            1 for batches that are not to be cut, the number of graphs with `split`. A number is that of every batch
-            that the step is given. None to count them.
+            fp32 under mixed precisions and bf16-true.
+        values: Values that code reads from tensors with `item()` and the like, by the reading line ("train.py:42"), for
+            predictions. Without them predictions run the step with data, or try both outcomes where they can't.
+        batch_size: Number of samples in a batch whose tensors don't show it, or a function `batch_size(batch)`: 1 for
+            batches that must not be cut, the number of graphs with `split`. A number holds for every batch. None to
+            count the samples.
         split: `split(batch, start, stop)` returns the samples from `start` up to `stop` of a batch that memfit can't
             cut by itself. None to slice its tensors.
-        loop: What the user's own loop does, which `memfit.estimate` then predicts; None for memfit's own step.
+        loop: The user's own loop, which `memfit.estimate` then predicts; None for memfit's own step.
     """
 
     model: nn.Module
@@ -192,7 +192,7 @@ class Workload:
 
 
 class StepProgram(Protocol):
-    """A training step that can be run and watched: what `capture` needs of it.
+    """The interface of a training step that `capture` can run and watch.
 
     Attributes:
         on_phase: Called with the phase that begins ("forward", "backward", "optimizer") and the
@@ -213,16 +213,16 @@ class StepProgram(Protocol):
 
 
 def samples_of(workload: Workload, batch: Any = None) -> int:
-    """Return how many samples a batch of a workload counts as: by `Workload.batch_size`, else by its tensors.
+    """Return the number of samples of a batch: by `Workload.batch_size`, else by its tensors.
 
-    1 for a batch that can't be cut into microbatches.
+    It is 1 for a batch that can't be cut into microbatches.
 
     Args:
         workload: The workload.
-        batch: Its own batch, where None.
+        batch: The batch; None for the workload's own.
 
     Raises:
-        WorkloadError: The batch holds no samples, or can't be cut into as many as `Workload.batch_size` says.
+        WorkloadError: The batch has no samples, or can't be cut into `Workload.batch_size` samples.
     """
     batch = workload.batch if batch is None else batch
     given = workload.batch_size
@@ -234,13 +234,13 @@ def samples_of(workload: Workload, batch: Any = None) -> int:
     if size > 1 and workload.split is None and samples_in(batch) != size:
         raise WorkloadError(
             f"Workload.batch_size={size}, and the tensors of Workload.batch have {samples_in(batch)} samples: give"
-            " Workload.split, which cuts a batch, or batch_size=1 for one that is not cut"
+            " Workload.split to cut the batch, or batch_size=1 if it must not be cut"
         )
     return size
 
 
 def has_data(workload: Workload) -> bool:
-    """Tell whether a workload's tensors hold values: none is fake, or on the meta device."""
+    """Tell whether all of a workload's tensors hold values: none is fake, or on the meta device."""
     tensors = [*workload.model.parameters(), *workload.model.buffers(), *tensors_of(workload.batch)]
     return not any(isinstance(t, FakeTensor) or t.device.type == "meta" for t in tensors)
 
@@ -255,14 +255,14 @@ def part_of(workload: Workload, batch: Any, start: int, stop: int) -> Any:
 
 
 def uncut_note(workload: Workload) -> str | None:
-    """Return a note on a batch that counts as one sample since it can't be cut; None for others."""
+    """Return a note on a batch that counts as one sample since it can't be cut; None for other batches."""
     if workload.batch_size is not None or samples_in(workload.batch) is not None:
         return None
     shapes = [tuple(t.shape) for t in tensors_of(workload.batch)]
     return (
         f"the batch counts as one sample, which no microbatch cuts: its tensors of shapes {_first(shapes)} have"
-        " different first dimensions, as those of a graph do. Samples in figures are batches then. Give"
-        " Workload.batch_size and Workload.split to have it cut"
+        " different first dimensions, as those of a graph do. Figures per sample are per batch then. Give"
+        " Workload.batch_size and Workload.split to cut it"
     )
 
 
@@ -271,7 +271,7 @@ def _first(shapes: list[tuple[int, ...]]) -> str:
 
 
 def precision_label(workload: Workload, precision: str) -> str:
-    """Return what people call the precision of a step: of a model that was built in 16 bits, "pure bfloat16"."""
+    """Return the usual name of a step's precision, such as "pure bfloat16" for a model built in 16 bits."""
     dtypes = {p.dtype for p in workload.model.parameters() if p.is_floating_point()}
     if precision != "32-true" or dtypes <= {torch.float32}:
         return precision
@@ -280,13 +280,13 @@ def precision_label(workload: Workload, precision: str) -> str:
 
 
 def _dtype(tensor: torch.Tensor) -> torch.dtype:
-    """Return a tensor's dtype, or that of what it stands for: a step may have weights in another one meanwhile."""
+    """Return a tensor's dtype, or the original dtype of weights that a step holds in another one."""
     dtype: torch.dtype = getattr(tensor, "memfit_dtype", tensor.dtype)
     return dtype
 
 
 def fingerprint(workload: Workload) -> str:
-    """Return what identifies a workload: modules, parameters and buffers with their ties, batch shapes, optimizer.
+    """Return a hash of a workload's modules, parameters and buffers with their ties, batch shapes, and optimizer.
 
     Values play no part: a workload keeps its fingerprint while it trains.
     """

@@ -15,10 +15,10 @@ from benchmarks.claims_figures import UnsupportedVerdict, every, growth, pick
 from benchmarks.claims_page import files, page, stale
 from benchmarks.claims_predicted import activation_bytes, capture_step, fits, kept_convolutions
 from benchmarks.tables import results
-from memfit.devices.host import find_device
+from memfit.hardware.host import find_device
 from memfit.ir.plan import Prediction
 from memfit.ir.simulate import simulate
-from memfit.pipeline.predicting import costs_of
+from memfit.planner.prediction import costs_of
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import json, sys
 from benchmarks.faults.__main__ import run
-from memfit.train import trainer
+from memfit.training import trainer
 
 cases, summary = run(True, subjects=["byte_lm"], trials=1)
 trainer.set_rng_state = lambda state: None  # forget the random states when resuming

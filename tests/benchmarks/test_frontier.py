@@ -42,7 +42,7 @@ from benchmarks.frontier.page import files, model_chart, page, pareto, rows_csv,
 from benchmarks.frontier.subject import Bench, methods, without_place
 from benchmarks.tables import results
 from memfit import Workload
-from memfit.capture.fake import real_copy
+from memfit.capture.fake_workload import real_copy
 
 MIB = 2**20
 PLAIN_PEAK = 1000 * MIB
@@ -584,7 +584,7 @@ def test_a_small_case_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
         ('  File "/tmp/torchinductor_me/ab/cab.py", line 3, in <module>', '  File "cab.py", line 3, in <module>'),
         ("g++ /tmp/me/a.cpp -I/usr/include/python3.11 -o=/tmp/me/a.so", "g++ a.cpp -Ipython3.11 -o=a.so"),
         ("see file:///home/me/log.txt, /a/b:/c/d", "see log.txt, b:d"),
-        ("https://pytorch.org/docs/stable and memfit/capture/fake.py, 3 MiB/s, 1 / 2 / 3, ~/x/y", None),
+        ("https://pytorch.org/docs/stable and memfit/capture/fake_workload.py, 3 MiB/s, 1 / 2 / 3, ~/x/y", None),
     ],
 )
 def test_what_failed_is_said_without_the_directories_of_this_machine(text: str, expected: str | None) -> None:

@@ -20,7 +20,8 @@ def test_the_example_is_predicted_to_the_byte_and_fits() -> None:
         assert case["measured_peak_bytes"] == case["peak_bytes"]
         totals = [sum(values) for values in zip(*case["live_bytes"].values(), strict=True)]
         assert totals[case["peak_index"]] == max(totals) == case["peak_bytes"]
-        assert sum(case["seconds"]) == pytest.approx(case["step_seconds"], rel=1e-6)
+        # Of some 600 operators, each rounded to 1 ns.
+        assert sum(case["seconds"]) == pytest.approx(case["step_seconds"], abs=1e-6)
     assert summary["holds"] and summary["bitwise"] and summary["regions"]
 
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from memfit.devices.host import find_device
+from memfit.hardware.host import find_device
 from memfit.ir.plan import Levers
 from memfit.ir.remat import Regions
-from memfit.pipeline.predicting import capture_levers
-from memfit.solve.candidates import refusals
+from memfit.planner.captures import capture_levers
+from memfit.solver.candidates import refusals
 from memfit.workload import Workload
 
 SCALE = 1.0

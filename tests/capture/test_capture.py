@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from memfit.capture.fake import real_copy
+from memfit.capture.fake_workload import real_copy
 from memfit.errors import CaptureError, WorkloadError
 from memfit.ir.simulate import simulate
 from memfit.workload import Workload, batch_size_of

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from memfit.capture.composites import composed_as_without_a_mode
-from memfit.capture.measure import measure_peak_bytes
+from memfit.capture.composites import composites_without_mode
+from memfit.capture.measured_peak import measure_peak_bytes
 from memfit.cost.calibrate import calibrate
 from memfit.ir.simulate import simulate
 from memfit.workload import Workload
@@ -80,7 +80,7 @@ def test_results_and_gradients_are_what_they_were(name: str) -> None:
         return [loss, *torch.autograd.grad(loss, [x, *model.parameters()], allow_unused=True)]
 
     expected = results()
-    with composed_as_without_a_mode():
+    with composites_without_mode():
         found = results()
     again = results()
     for one in (found, again):

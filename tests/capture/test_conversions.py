@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from memfit.cost.calibrate import calibrate
-from memfit.devices.host import find_device
+from memfit.hardware.host import find_device
 from memfit.ir.plan import Levers
 from memfit.ir.simulate import simulate
-from memfit.pipeline.predicting import capture_levers
+from memfit.planner.captures import capture_levers
 from memfit.workload import Workload
 from tests.models import captured
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from memfit.capture.draws import GeneratorStates, drawn
+from memfit.capture.draws import GeneratorStates, random_output
 
 
 @pytest.mark.parametrize("extreme", ["low", "high"])
@@ -24,9 +24,9 @@ def test_both_generators_draw_an_extreme_and_come_to_an_end(extreme: str) -> Non
 def test_states_come_back() -> None:
     states = GeneratorStates.now()
     first = random.random(), np.random.rand(), torch.rand(1).item()
-    assert not GeneratorStates.now().draws_as(states)
+    assert not GeneratorStates.now().has_states_of(states)
     states.restore()
-    assert GeneratorStates.now().draws_as(states)
+    assert GeneratorStates.now().has_states_of(states)
     assert (random.random(), np.random.rand(), torch.rand(1).item()) == first
 
 
@@ -37,13 +37,16 @@ def test_seeds_are_seeds() -> None:
 
 def test_even_draws_of_pytorch_can_be_extreme() -> None:
     aten = torch.ops.aten
-    assert drawn(aten.rand.default, aten.rand, ([2],), {}, "low").tolist() == [0.0, 0.0]
-    assert (drawn(aten.rand.default, aten.rand, ([2],), {}, "high") > 0.999).all()
+    assert random_output(aten.rand.default, aten.rand, ([2],), {}, "low").tolist() == [0.0, 0.0]
+    assert (random_output(aten.rand.default, aten.rand, ([2],), {}, "high") > 0.999).all()
     uniform = aten.uniform_.default, aten.uniform_, (torch.empty(2), 3.0, 5.0), {}
-    assert drawn(*uniform, "low").tolist() == [3.0, 3.0] and (drawn(*uniform, "high") < 5).all()
+    assert random_output(*uniform, "low").tolist() == [3.0, 3.0] and (random_output(*uniform, "high") < 5).all()
     bernoulli = aten.bernoulli_.float, aten.bernoulli_, (torch.empty(2), 0.5), {}
-    assert drawn(*bernoulli, "low").tolist() == [1.0, 1.0] and drawn(*bernoulli, "high").tolist() == [0.0, 0.0]
+    assert random_output(*bernoulli, "low").tolist() == [1.0, 1.0] and random_output(*bernoulli, "high").tolist() == [
+        0.0,
+        0.0,
+    ]
     torch.manual_seed(0)
-    found = drawn(aten.rand.default, aten.rand, ([2],), {}, "")
+    found = random_output(aten.rand.default, aten.rand, ([2],), {}, "")
     torch.manual_seed(0)
     assert torch.equal(found, torch.rand(2))

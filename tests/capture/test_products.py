@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from memfit.capture.composites import composed_as_without_a_mode
-from memfit.devices.host import find_device
+from memfit.capture.composites import composites_without_mode
+from memfit.hardware.host import find_device
 from memfit.ir.plan import Levers
-from memfit.pipeline.predicting import capture_levers, costs_of, predict
+from memfit.planner.captures import capture_levers
+from memfit.planner.prediction import costs_of, predict
 from memfit.workload import Workload
 from tests.measuring import peaks
 
@@ -80,7 +81,7 @@ def test_the_peak_is_that_of_the_formula_that_runs(name: str) -> None:
 
 
 def test_the_comparison_notices_the_formula_for_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memfit.capture.composites.read_as_without_a_mode", lambda library, key: None)
+    monkeypatch.setattr("memfit.capture.composites.register_products", lambda library, key: None)
     predicted, measured = peaks(workload(rendered), LEVERS)
     assert predicted > 1.2 * measured
 
@@ -120,6 +121,6 @@ def test_gradients_are_what_they_were(shape: tuple[int, ...], zeros: float, dtyp
 
     for use in FACTORS.values() if shape else [FACTORS["all"]]:
         expected = results(use)
-        with composed_as_without_a_mode():
+        with composites_without_mode():
             found = results(use)
         torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)

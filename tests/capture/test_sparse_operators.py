@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import memfit
-from memfit.capture import parts
+from memfit.capture import partial_steps
 from memfit.errors import CaptureError
 from memfit.ir.plan import Levers
-from memfit.pipeline import verifying
+from memfit.pipeline import _verify
 from memfit.workload import Workload
 from tests.measuring import peaks
 
@@ -104,21 +104,21 @@ def test_plans_with_sparse_gradients_are_verified() -> None:
     found = memfit.verify(plan, workload)
     assert found.failures == [] and found.bitwise
     gradient = torch.sparse_coo_tensor([[0, 3, 3]], torch.ones(3, 2), (5, 2), check_invariants=False)
-    assert verifying._equal(gradient, gradient.coalesce()) and not verifying._equal(gradient, gradient * 1.5)
-    assert verifying._relative([(gradient * 1.5, gradient)]) == pytest.approx(0.5)
-    assert verifying._relative([(gradient.to_dense(), gradient)]) == 0.0
+    assert _verify._equal(gradient, gradient.coalesce()) and not _verify._equal(gradient, gradient * 1.5)
+    assert _verify._relative([(gradient * 1.5, gradient)]) == pytest.approx(0.5)
+    assert _verify._relative([(gradient.to_dense(), gradient)]) == 0.0
 
 
 @pytest.mark.parametrize("name", ["one table", "bag of means"])
 def test_more_microbatches_than_a_capture_runs_are_left_out_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each adds entries, so that none stands for the others: thousands would take minutes."""
-    monkeypatch.setattr(parts, "_MOST_OPERATORS", 500)
+    monkeypatch.setattr(partial_steps, "_MOST_OPERATORS", 500)
     workload = _workload(name, "SGD", rows=128)
-    with pytest.raises(CaptureError, match="128 microbatches add up sparse gradients.*Take larger microbatches"):
+    with pytest.raises(CaptureError, match="128 microbatches add up sparse gradients.*Give a larger microbatch_size="):
         memfit.estimate(workload, microbatch_size=1)
     assert memfit.estimate(workload, microbatch_size=64).peak_bytes > 0
     plan = memfit.plan(workload, budget="1.5x", points=1)
-    assert any("microbatches of 1: left out" in note for note in plan.notes)
+    assert any("microbatch 1: left out" in note for note in plan.notes)
 
 
 def test_many_lookups_of_few_rows() -> None:

@@ -16,6 +16,7 @@ from memfit.ir.plan import Precision
 from memfit.ir.simulate import simulate
 from memfit.ir.trace import Trace
 from memfit.workload import Workload, batch_size_of
+from tests.covering import covering
 from tests.models import BUILDERS, COSTS, captured, convnet, plain_trace, squared_error, step_of, transformer, twice
 
 NORMS = {"aten.linalg_vector_norm.default", "aten._foreach_norm.Scalar"}
@@ -66,10 +67,7 @@ def differences(fake: Trace, real: Trace) -> list[str]:
     return found + ([f"peak {one} {other}"] if abs(one - other) > 1024 else [])
 
 
-@pytest.mark.parametrize(
-    ("precision", "microbatches"), [("32-true", 1), ("32-true", 2), ("bf16-mixed", 1), ("bf16-mixed", 2)]
-)
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize(("name", "precision", "microbatches"), covering(BUILDERS, ["32-true", "bf16-mixed"], [1, 2]))
 def test_the_fake_step_is_the_real_one(name: str, precision: Precision, microbatches: int) -> None:
     workload = BUILDERS[name]()
     size = batch_size_of(workload.batch) // microbatches
@@ -192,9 +190,7 @@ class Function(nn.Module):
         return self.function(x)
 
 
-@pytest.mark.parametrize("ends", [False, True])
-@pytest.mark.parametrize("last", ["weights", "batch", "both"])
-@pytest.mark.parametrize("kind", IMAGES)
+@pytest.mark.parametrize(("kind", "last", "ends"), covering(IMAGES, ["weights", "batch", "both"], [False, True]))
 def test_outputs_are_laid_out_as_the_kernels_do_with_channels_last(kind: str, last: str, ends: bool) -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), IMAGES[kind](), *([nn.LazyConv2d(4, 3)] if ends else []))
     x = torch.randn(2, 3, 10, 10)
@@ -209,9 +205,10 @@ def test_outputs_are_laid_out_as_the_kernels_do_with_channels_last(kind: str, la
     assert not differences(fake, real)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("dims", [1, 2, 3])
-@pytest.mark.parametrize("channels", [(16, 2), (4, 8)])
+@pytest.mark.parametrize(
+    ("channels", "dims", "dtype"),
+    covering([(16, 2), (4, 8)], [1, 2, 3], [torch.float32, torch.float64, torch.bfloat16]),
+)
 def test_transposed_convolutions_keep_the_memory_that_they_were_made_with(
     channels: tuple[int, int], dims: int, dtype: torch.dtype
 ) -> None:

@@ -94,11 +94,11 @@ TABLE: list[tuple[str, int, str]] = [
     ("estimate mine:tiny --device rtx-9000", 2, "rtx-9000"),
     ("estimate mine:tiny --precision fp8", 2, "fp8"),
     ("estimate mine:tiny --microbatch-size 0", 2, "--microbatch-size"),
-    ("estimate mine:tiny --sharding zero3", 2, "--sharding zero3 needs ranks to share the training: give --world-size"),
+    ("estimate mine:tiny --sharding zero3", 2, "--sharding zero3 needs several ranks: give --world-size"),
     ("estimate mine:tiny --snapshot s.pickle", 2, "snapshot= shows the allocator of a GPU"),
     ("devices rtx-9000", 2, "rtx-5090"),
     ("devices cpu --probe", 2, "leave out 'cpu'"),
-    ("devices --output devices.toml", 2, "--output is where --probe writes: give --probe too"),
+    ("devices --output devices.toml", 2, "--output is the file that --probe writes to: give --probe too"),
     ("probe-range mine:tiny --batches 0", 2, "--batches"),
     ("unheard-of", 2, "unheard-of"),
     # budgets
@@ -110,12 +110,12 @@ TABLE: list[tuple[str, int, str]] = [
     ("plan mine:tiny --budget 0.5y", 2, "of the plain step's peak ('0.5x')"),
     ("plan mine:tiny --budget 1KiB --points 1", 3, "no plan fits budget=1.0 KiB (1024 bytes)"),
     ("plan mine:tiny --budget 1GiB --numerics exact --precision bf16-mixed", 2, "allow numerics='reduced'"),
-    ("plan mine:tiny --budget 1GiB --precision auto --precision tf32", 2, "leave out --precision tf32, or auto"),
+    ("plan mine:tiny --budget 1GiB --precision auto --precision tf32", 2, "out --precision tf32, or --precision auto"),
     # files
     (
         "plan mine:tiny --budget 1GiB -o kept.json",
         2,
-        "kept.json exists already: name another file, or give --overwrite",
+        "kept.json already exists: give another file, or --overwrite",
     ),
     ("verify mine:tiny --plan nowhere.json", 2, "nowhere.json"),
     ("verify mine:tiny --plan kept.json", 2, "kept.json"),

@@ -192,10 +192,10 @@ def test_one_device(memfit: Shell) -> None:
 
 
 def test_devices_are_measured(memfit: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from memfit.devices import probe
+    from memfit.hardware import measurement
 
-    monkeypatch.setattr(probe, "_SECONDS", 0.01)
-    monkeypatch.setattr(probe, "_MATRIX_SIZES", (256,))
+    monkeypatch.setattr(measurement, "_SECONDS", 0.01)
+    monkeypatch.setattr(measurement, "_MATRIX_SIZES", (256,))
     path = tmp_path / "devices.toml"
     status, output, _ = memfit("devices", "--probe", "--output", str(path), "--json")
     found = json.loads(output)
@@ -278,12 +278,12 @@ def test_outputs_that_can_not_be_written_are_refused_before_the_work(
     arguments: tuple[str, ...], option: str, place: str, memfit: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from memfit import pipeline
-    from memfit.devices import probe
+    from memfit.hardware import measurement
 
     def work(*_: Any, **__: Any) -> None:
         raise AssertionError("the work began")
 
-    for module, names in ((pipeline, ("load_workload", "find_device", "write_report")), (probe, ("probe_all",))):
+    for module, names in ((pipeline, ("load_workload", "find_device", "write_report")), (measurement, ("probe_all",))):
         for name in names:
             monkeypatch.setattr(module, name, work)
     (tmp_path / "file").write_text("mine")
@@ -363,8 +363,8 @@ def test_an_error_shows_the_user_s_frames_or_all(memfit: Shell, tmp_path: Path) 
     )
     name = f"{tmp_path}/mine.py:workload"
     status, _, errors = memfit("estimate", name)
-    assert status == 2 and "mine.py:2 in inner" in errors and "loading.py" not in errors
+    assert status == 2 and "mine.py:2 in inner" in errors and "workload_files.py" not in errors
     status, _, errors = memfit("estimate", name, "--traceback")
-    assert status == 2 and "loading.py" in errors and "KeyError: 'missing'" in errors
+    assert status == 2 and "workload_files.py" in errors and "KeyError: 'missing'" in errors
     status, output, _ = memfit("estimate", name, "--json")
     assert "mine.py:6 in workload" in json.loads(output)["error"]["frames"]

@@ -9,9 +9,10 @@ import pytest
 from memfit.cli.demo import run_demo
 from memfit.ir import codec
 from memfit.ir.plan import Plan
-from memfit.ir.record import RunRecord, Views
+from memfit.ir.run_record import RunRecord, Views
 
 
+@pytest.mark.ci  # `make demo` itself; each of its parts has tests of its own
 @pytest.mark.slow
 def test_demo_trains_under_a_budget_that_the_plain_step_does_not_meet(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

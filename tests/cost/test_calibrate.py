@@ -19,7 +19,7 @@ import torch
 from memfit.cost import calibrate as module
 from memfit.cost.calibrate import cache_path, calibrate, measure
 from memfit.ir import codec
-from memfit.ir.cost import CostTable, OpCost
+from memfit.ir.operator_costs import CostTable, OpCost
 from memfit.signature import signature
 from tests.models import plain_trace
 
@@ -244,6 +244,26 @@ def test_the_cache_is_used_again(cache: Path, measured: list[int]) -> None:
     assert all(both.ops[s] == first.ops[s] for s in TRACE.signatures)
 
 
+def test_calls_are_timed_by_their_share_of_what_the_others_were_found_to_take(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A first call that took a hundred times too long must not leave the others coarse, to be timed the next time."""
+    slow, *others = TRACE.signatures
+    timed: list[str] = []
+
+    def least(text: str, _: torch.Tensor) -> float:
+        timed.append(text)
+        return 5e-4
+
+    monkeypatch.setattr(module, "_coarse_seconds", lambda text, _: 0.09 if text == slow else 4e-4)
+    monkeypatch.setattr(module, "_least_seconds", least)
+    monkeypatch.setattr(module, "_dispatch_seconds", lambda: 1e-6)
+    monkeypatch.setattr(module, "_checkpoint_overheads", lambda: (1e-5, 1e-6))
+    first = calibrate([TRACE])
+    assert timed[0] == slow and set(timed) == {slow, *others}
+    assert calibrate([TRACE]) == first and len(timed) == len(TRACE.signatures)
+
+
 def test_times_measured_in_another_way_are_not_mixed_in(
     cache: Path, measured: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -345,3 +365,14 @@ def test_systems_are_solved_with_regular_matrices() -> None:
         text_of(aten.linalg_lu_solve.default, matrix, torch.arange(1, 5, dtype=torch.int32), right),
     ]
     assert all(cost.measured for cost in measure(texts).values())
+
+
+def test_calls_are_measured_where_the_user_has_a_profiler_running_which_goes_on() -> None:
+    product = text_of(aten.mm.default, torch.zeros(64, 32), torch.zeros(32, 16))
+    alone = measure([ADD, product])
+    with torch.profiler.profile(profile_memory=True) as profile:
+        found = measure([ADD, product])
+        torch.zeros(1000).sum()
+    assert [found[text].workspace_bytes for text in alone] == [cost.workspace_bytes for cost in alone.values()]
+    assert all(cost.measured for cost in found.values())
+    assert any(event.key == "aten::sum" for event in profile.key_averages())

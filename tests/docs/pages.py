@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests import warm
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -66,7 +68,7 @@ def run_python(program: str, folder: Path, environment: Mapping[str, str] | None
     Raises:
         AssertionError: It fails.
     """
-    return _run([sys.executable, "-c", program], folder, environment)
+    return _run(warm.command("-c", program), folder, environment)
 
 
 def run_shell(script: str, folder: Path, environment: Mapping[str, str] | None = None) -> str:
@@ -75,11 +77,9 @@ def run_shell(script: str, folder: Path, environment: Mapping[str, str] | None =
     Raises:
         AssertionError: It fails.
     """
-    return _run(["bash", "-euo", "pipefail", "-c", f"{_MEMFIT}\n{script}"], folder, environment)
-
-
-_MEMFIT = f'memfit() {{ "{sys.executable}" -m memfit "$@"; }}\npython() {{ "{sys.executable}" "$@"; }}'
-"""The interpreter of the tests, whatever else is on the path."""
+    python = shlex.join(warm.command())
+    commands = f'memfit() {{ {python} -m memfit "$@"; }}\npython() {{ {python} "$@"; }}'
+    return _run(["bash", "-euo", "pipefail", "-c", f"{commands}\n{script}"], folder, environment)
 
 
 def _run(command: list[str], folder: Path, environment: Mapping[str, str] | None) -> str:

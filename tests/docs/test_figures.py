@@ -115,6 +115,26 @@ def test_figures_of_steps_of_other_kinds() -> None:
     assert f"{summary['above_upper_end']} of {len(errors)} predictions" in words_of(DOCS / "results" / "index.md")
 
 
+def test_figures_of_other_peoples_packages() -> None:
+    result, words = results("packages"), words_of(DOCS / "results" / "index.md")
+    summary, packages = result["summary"], {case["package"] for case in result["cases"]}
+    assert f"{summary['steps']} steps of {len(packages)} packages, none over its budget" in words
+    assert summary["refused"] == summary["above_upper_end"] == summary["over_budget"] == 0
+    assert summary["exact_bitwise"] == summary["exact_plans"] == summary["steps"]
+
+
+def test_figures_of_resident_memory() -> None:
+    result, words = results("resident"), words_of(DOCS / "results" / "index.md")
+    kept, returned = (result["summary"][f"largest_resident_to_peak_{way}"] for way in ("kept", "returned"))
+    assert f"up to ×{kept:.1f} of the plan, ×{returned:.1f} where freed memory goes back" in words
+    case = max((c for c in result["cases"] if c["way"] == "kept"), key=lambda c: c["resident_bytes"] / c["peak_bytes"])
+    sizes = [f"{case[key] / 2**20:.0f}" for key in ("peak_bytes", "resident_bytes")]
+    assert f"the plan's {sizes[0]} MiB became {sizes[1]}" in words_of(DOCS / "guides" / "budget.md")
+    assert f"×{result['summary']['largest_time_ratio']:.1f} of the processor's time" in words_of(
+        DOCS / "guides" / "budget.md"
+    )
+
+
 def test_figures_of_large_models() -> None:
     cases = {case["case"]: case for case in results("large")["cases"]}
     one, seven, plan = (

@@ -30,15 +30,29 @@ def program(*operations: Operation, within: str = "", block: Block | None = None
     return Program(seed=1, shape=(4, 8, 16), blocks=blocks, calls=(Call(0, within),), **others)  # type: ignore[arg-type]
 
 
-@settings(
-    max_examples=20,
+SETTINGS = settings(
     derandomize=True,
     deadline=None,
     phases=PHASES,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
+
+
+@settings(SETTINGS, max_examples=5)
 @given(PROGRAMS)
 def test_memfit_is_right_on_random_programs(program: Program) -> None:
+    is_right(program)
+
+
+@pytest.mark.ci
+@settings(SETTINGS, max_examples=20)
+@given(PROGRAMS)
+def test_memfit_is_right_on_more_random_programs(program: Program) -> None:
+    is_right(program)
+
+
+def is_right(program: Program) -> None:
+    """Check what memfit says of a program."""
     names = {operation.name for block in program.blocks for operation in block.operations}
     assume(not names & NOT_YET_RIGHT)
     found = checked(program, COSTS)

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from memfit.apply.checkpoint import is_checkpointed
-from memfit.capture.fake import real_copy
+from memfit.capture.fake_workload import real_copy
 from memfit.errors import InfeasibleError
-from memfit.train.step import Step
+from memfit.recomputation.regions import is_checkpointed
+from memfit.training.step import Step
 from memfit.workload import Workload
-from tests.apply.steps import Chain
+from tests.recomputation.steps import Chain
 
 pytest.importorskip("accelerate")
 

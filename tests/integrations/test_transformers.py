@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from memfit.apply.checkpoint import is_checkpointed
 from memfit.errors import InfeasibleError, UsageError
+from memfit.recomputation.regions import is_checkpointed
+from tests.measuring import peak_bytes_of
 
 pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
@@ -31,19 +34,27 @@ class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": ids, "labels": labels}
 
 
-def trainer_of(folder: Path, **changes: Any) -> Any:
+def trainer_of(
+    folder: Path,
+    *,
+    kind: Any = transformers.Trainer,
+    dropout: float = 0.0,
+    given: Any = None,
+    model: Any = None,
+    **changes: Any,
+) -> Any:
+    """Return a trainer of a kind, given more than arguments where there is more; `changes` are of the arguments."""
     transformers.set_seed(0)
     config = transformers.GPT2Config(
-        n_layer=4,
+        n_layer=2,
         n_embd=32,
         n_head=2,
         vocab_size=64,
         n_positions=TOKENS,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
     )
-    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
     arguments = {
         "output_dir": str(folder),
         "per_device_train_batch_size": GLOBAL_BATCH,
@@ -57,15 +68,23 @@ def trainer_of(folder: Path, **changes: Any) -> Any:
         "dataloader_pin_memory": False,
     }
     args = transformers.TrainingArguments(**(arguments | changes))
-    return transformers.Trainer(transformers.GPT2LMHeadModel(config), args, train_dataset=Tokens())
+    return kind(model or transformers.GPT2LMHeadModel(config), args, train_dataset=Tokens(), **(given or {}))
 
 
-def trained(trainer: Any) -> tuple[list[float], torch.Tensor]:
+def trained(trainer: Any, **options: Any) -> tuple[list[float], torch.Tensor]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer.train()
-    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+        trainer.train(**options)
+    figures = ("loss", "eval_loss", "eval_a_loss", "eval_b_loss")
+    losses = [line[name] for line in trainer.state.log_history for name in figures if name in line]
     return losses, torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+
+
+def whole_peak_bytes(trainer: Any) -> tuple[tuple[list[float], torch.Tensor], int]:
+    """Return what a training gives, and its peak with the model, which was there before."""
+    held = {t.untyped_storage() for t in (*trainer.model.parameters(), *trainer.model.buffers())}
+    found, peak = peak_bytes_of(lambda: trained(trainer))
+    return found, peak + sum(storage.nbytes() for storage in held)
 
 
 @pytest.mark.parametrize("numerics", ["exact", pytest.param("reordered", marks=pytest.mark.slow)])
@@ -118,6 +137,189 @@ def test_precision_is_set_where_reduced_is_allowed(tmp_path: Path) -> None:
     assert len(losses) == 3 and set(dtypes) == {torch.bfloat16}
 
 
-def test_checkpointing_twice_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="activation_checkpointing"):
-        MemfitCallback(trainer_of(tmp_path, activation_checkpointing=True), budget="1GiB")
+UNDER: dict[str, dict[str, Any]] = {
+    "evaluation": {"eval_strategy": "steps", "eval_steps": 2, "given": {"eval_dataset": Tokens()}},
+    "evaluation of several": {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "per_device_eval_batch_size": 2,
+        "given": {"eval_dataset": {"a": Tokens(), "b": Tokens()}},
+    },
+    "bf16": {"bf16": True},
+    "a schedule and weight decay": {"lr_scheduler_type": "cosine", "warmup_steps": 1, "weight_decay": 0.1},
+    "adafactor": {"optim": "adafactor", "learning_rate": 1e-3},
+    "sgd": {"optim": "sgd"},
+    "its own checkpointing": {"activation_checkpointing": True},
+}
+
+
+@pytest.mark.parametrize("way", UNDER)
+def test_what_else_a_trainer_does_stays_bitwise_and_within_the_budget(tmp_path: Path, way: str) -> None:
+    changes = {"dropout": 0.1} | UNDER[way]
+    expected_losses, expected = trained(trainer_of(tmp_path / "plain", **changes))
+    trainer = trainer_of(tmp_path / "planned", **changes)
+    callback = MemfitCallback(trainer, budget="0.7x", numerics="exact", points=1, time_limit_seconds=0.5)
+    trainer.add_callback(callback)
+    (losses, weights), peak = whole_peak_bytes(trainer)
+    assert callback.plan.levers.regions
+    assert losses == expected_losses and torch.equal(weights, expected)
+    assert 0.9 * callback.plan.predicted.peak_bytes < peak <= callback.plan.budget_bytes
+
+
+def test_a_trainer_is_planned_with_the_optimizer_it_is_given(tmp_path: Path) -> None:
+    model = trainer_of(tmp_path).model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    trainer = trainer_of(tmp_path, model=model, given={"optimizers": (optimizer, None)})
+    plan = MemfitCallback(trainer, budget="8GiB", numerics="exact", points=1).plan
+    weights = sum(p.nbytes for p in trainer.model.parameters())
+    assert plan.plain.by_category["optimizer state"] == weights  # AdamW's would be twice that
+
+
+def test_training_resumes_bitwise(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"dropout": 0.1, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    expected_losses, expected = trained(trainer_of(tmp_path / "plain", **options))
+
+    def planned() -> Any:
+        trainer = trainer_of(tmp_path / "planned", **options)
+        trainer.add_callback(MemfitCallback(trainer, budget="0.7x", numerics="exact", points=1, time_limit_seconds=0.5))
+        return trainer
+
+    trained(planned())
+    losses, weights = trained(planned(), resume_from_checkpoint=str(tmp_path / "planned" / "checkpoint-2"))
+    assert losses == expected_losses and torch.equal(weights, expected)
+
+
+def test_a_global_batch_of_several_microbatches_stays(tmp_path: Path) -> None:
+    cut = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    expected_losses, expected = trained(trainer_of(tmp_path / "plain", **cut))
+    trainer = trainer_of(tmp_path / "planned", **cut)
+    callback = MemfitCallback(trainer, budget="0.7x", points=1, precisions=["32-true"], time_limit_seconds=0.5)
+    trainer.add_callback(callback)
+    (losses, weights), peak = whole_peak_bytes(trainer)
+    assert callback.plan.batch_size == GLOBAL_BATCH and peak <= callback.plan.budget_bytes
+    assert losses == pytest.approx(expected_losses, rel=1e-4)
+    torch.testing.assert_close(weights, expected, rtol=1e-2, atol=1e-3)
+
+
+def test_an_evaluation_beyond_the_budget_is_refused_before_training(tmp_path: Path) -> None:
+    given = {"eval_dataset": {"short": Tokens(), "long": Tokens()}}
+    changes = {"eval_strategy": "steps", "per_device_eval_batch_size": 24, "optim": "sgd", "given": given}
+    trainer = trainer_of(tmp_path, **changes)
+    options: dict[str, Any] = {"numerics": "exact", "points": 1, "time_limit_seconds": 0.5}
+    with pytest.raises(UsageError, match=r"per_device_eval_batch_size=24 \(eval_dataset\['short'\]\).* at most 4 "):
+        MemfitCallback(trainer, budget="0.7x", **options)
+    assert trainer.args.per_device_train_batch_size == GLOBAL_BATCH and trainer.state.global_step == 0
+
+
+@pytest.mark.parametrize(
+    "name", ["gradient_checkpointing", "activation_checkpointing", "gradient_checkpointing_enable"]
+)
+def test_its_own_checkpointing_is_turned_off_by_name(tmp_path: Path, name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of the old names
+        trainer = trainer_of(tmp_path, **({} if name.endswith("enable") else {name: True}))
+        if name.endswith("enable"):
+            trainer.model.gradient_checkpointing_enable()
+    with pytest.raises(UsageError, match="points=0"):
+        MemfitCallback(trainer, budget="8GiB", points=0)
+    assert trainer.args.gradient_checkpointing or trainer.model.is_activation_checkpointing  # as it was
+    plan = MemfitCallback(trainer, budget="8GiB", numerics="exact", points=1).plan
+    assert not trainer.args.gradient_checkpointing and not trainer.args.activation_checkpointing
+    assert not trainer.model.is_activation_checkpointing
+    assert any("gradient_checkpointing" in note and "turned off" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"torch_compile": True}, "TrainingArguments.torch_compile=True"),
+        ({"world_size": 2}, "TrainingArguments.world_size=2"),
+        ({"n_gpu": 2}, "TrainingArguments.n_gpu=2"),
+        ({"gradient_accumulation_steps": 3}, "gradient_accumulation_steps=3 and numerics='exact'"),
+        ({"per_device_train_batch_size": 25}, "gives 24 samples where per_device_train_batch_size"),
+    ],
+)
+def test_what_no_plan_is_for_is_refused_by_its_name(tmp_path: Path, changes: Any, message: str) -> None:
+    trainer = trainer_of(tmp_path, per_device_train_batch_size=changes.get("per_device_train_batch_size", 4))
+    names = ("world_size", "n_gpu", "torch_compile", "gradient_accumulation_steps", "per_device_train_batch_size")
+    if "per_device_train_batch_size" not in changes:  # GPUs and processes that are not here
+        args = SimpleNamespace(bf16=False, fp16=False, **{name: getattr(trainer.args, name) for name in names})
+        trainer = SimpleNamespace(args=args, model=trainer.model)
+        vars(args).update(changes)
+    with pytest.raises(UsageError, match=message):
+        MemfitCallback(trainer, budget="1GiB", numerics="exact")
+
+
+class Noting(transformers.Trainer):  # type: ignore[misc, name-defined]
+    """Notes figures of each loss, as TRL's trainers do."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        vars(self).setdefault("noted", {"losses": []})["losses"].append(1)
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().compute_loss(*args, **kwargs)
+
+
+def test_planning_leaves_no_notes_in_the_trainer(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, kind=Noting)
+    trainer.noted = {"losses": []}
+    MemfitCallback(trainer, budget="8GiB", numerics="exact", points=1)
+    assert trainer.noted == {"losses": []} and not hasattr(trainer, "calls")
+
+
+def test_a_batch_of_the_longest_samples_may_be_given(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)
+    ids = torch.zeros(GLOBAL_BATCH, TOKENS // 2, dtype=torch.long)
+    short = MemfitCallback(trainer, budget="8GiB", numerics="exact", points=1, batch={"input_ids": ids, "labels": ids})
+    whole = MemfitCallback(trainer, budget="8GiB", numerics="exact", points=1)
+    assert short.plan.predicted.peak_bytes < whole.plan.predicted.peak_bytes
+    with pytest.raises(UsageError, match="batch= gives 2 samples"):
+        MemfitCallback(trainer, budget="8GiB", batch={"input_ids": ids[:2], "labels": ids[:2]})
+
+
+def test_the_sft_trainer_of_trl_trains_as_before_within_a_budget(tmp_path: Path) -> None:
+    import datasets
+    import tokenizers
+    import trl
+
+    names = ["<pad>", "<eos>", *(f"w{i}" for i in range(60))]
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="w0"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
+    texts = [" ".join(f"w{(i * j) % 60}" for j in range(16)) for i in range(24)]
+
+    def made(folder: Path) -> Any:
+        transformers.set_seed(0)
+        config = transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=64, n_positions=TOKENS)
+        args = trl.SFTConfig(  # which checkpoints, unless told not to
+            str(folder),
+            per_device_train_batch_size=GLOBAL_BATCH,
+            max_steps=3,
+            logging_steps=1,
+            save_strategy="no",
+            bf16=False,
+            use_cpu=True,
+            disable_tqdm=True,
+            report_to=[],
+            dataloader_pin_memory=False,
+        )
+        data = datasets.Dataset.from_dict({"text": texts})
+        return trl.SFTTrainer(
+            transformers.GPT2LMHeadModel(config), args, train_dataset=data, processing_class=tokenizer
+        )
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plain = made(tmp_path / "plain")
+        assert plain.args.gradient_checkpointing
+        expected_losses, expected = trained(plain)
+        trainer = made(tmp_path / "planned")  # which seeds the generators again
+    callback = MemfitCallback(trainer, budget="0.95x", numerics="exact", points=1, time_limit_seconds=0.5)
+    trainer.add_callback(callback)
+    (losses, weights), peak = whole_peak_bytes(trainer)
+    assert callback.plan.levers.regions and peak <= callback.plan.budget_bytes
+    assert losses == expected_losses and torch.equal(weights, expected)
+
+    def logged(of: Any) -> list[dict[str, Any]]:
+        return [{k: v for k, v in line.items() if not re.search("runtime|second", k)} for line in of.state.log_history]
+
+    assert logged(trainer) == logged(plain)  # with the figures that TRL notes of each loss

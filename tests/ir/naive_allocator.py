@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from memfit.ir.allocator import AllocatorSettings, Block, CachingAllocator
+from memfit.allocator.caching_allocator import AllocatorSettings, Block, CachingAllocator
 
 MIB = 2**20
 FIRST_ADDRESS = 0x7000_0000_0000

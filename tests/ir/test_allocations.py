@@ -8,14 +8,14 @@ from collections.abc import Sequence
 import pytest
 from msgspec.structs import replace
 
+from memfit.allocator.replay import AllocationEvent, replay
+from memfit.allocator.settings import AllocatorSettings
 from memfit.ir.allocations import allocations
-from memfit.ir.allocator_settings import AllocatorSettings
-from memfit.ir.cost import CostTable, OpCost
+from memfit.ir.operator_costs import CostTable, OpCost
 from memfit.ir.remat import Region, Regions
-from memfit.ir.replay import AllocationEvent, replay
 from memfit.ir.simulate import simulate
 from memfit.ir.trace import Trace
-from memfit.solve.candidates import options
+from memfit.solver.candidates import options
 from tests.models import BUILDERS, COSTS, plain_trace, random_selection, regions_of
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from memfit.errors import OutputError, PlanError, UsageError
 from memfit.ir import codec
-from memfit.ir.plan import Levers, Plan, Prediction, Solution
+from memfit.ir.plan import Levers, LeverUse, Plan, Prediction, Solution
 from memfit.ir.remat import Region
 from memfit.ir.simulate import simulate
 from memfit.ir.trace import Trace
@@ -36,7 +36,7 @@ def plan_of(levers: Levers, notes: list[str] | None = None) -> Plan:
         budget_bytes=200,
         levers=levers,
         numerics="exact",
-        classes={"activation checkpointing": "exact"},
+        uses=(LeverUse(name="activation checkpointing", setting="2 modules", brief="2 regions", numerics="exact"),),
         allowed="reordered",
         plain=PREDICTION,
         predicted=PREDICTION,

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import flop_registry
 
 from memfit.ir.device import Device
 from memfit.ir.flops import _CAUSAL, Flops, call_flops, peak_flops
-from memfit.ir.operators import ATTENTION, CONVOLUTIONS, MATRIX
+from memfit.ir.operator_classes import ATTENTION, CONVOLUTIONS, MATRIX
 from memfit.ir.trace import Work
 from tests.gpus import AMPERE
 

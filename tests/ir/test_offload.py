@@ -6,8 +6,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from memfit.ir.cost import OpCost
 from memfit.ir.offload import COPY_IN, COPY_OUT, LEAST_BYTES, WAIT, host_bytes, stall_seconds, transfers
+from memfit.ir.operator_costs import OpCost
 from memfit.ir.remat import Region, Regions
 from memfit.ir.simulate import simulate
 from memfit.ir.trace import Op, Storage, Trace

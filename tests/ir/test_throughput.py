@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from memfit.ir.cost import CostTable, OpCost
+from memfit.ir.operator_costs import CostTable, OpCost
 from memfit.ir.throughput import throughput
 from memfit.ir.trace import Op, Phase, Trace, Work
 from tests.gpus import AMPERE

@@ -17,7 +17,7 @@ from memfit.jittor import Step, Workload, apply, load_workload, memory, plan, se
 from memfit.jittor.planning import _Cost, _problem
 from memfit.jittor.profile import Block, Profile
 from memfit.jittor.variables import named_variables
-from memfit.solve.milp import Solver
+from memfit.solver.milp import Solver
 from tests.jittor.models import mlp
 from tests.jittor.workloads import unet
 

@@ -8,13 +8,16 @@ from msgspec.structs import replace
 
 from memfit.ir.plan import Candidate, Plan
 from memfit.ir.remat import Region
+from memfit.levers.registry import uses
 
 
 def with_frontier(plan: Plan, choices: Iterable[tuple[Region, ...]]) -> Plan:
     """Return a plan of the first regions, whose frontier has all: each a byte lower and a second slower than before."""
+    each = [replace(plan.levers, regions=regions) for regions in choices]
     points = [
         Candidate(
-            levers=replace(plan.levers, regions=regions),
+            levers=levers,
+            uses=uses(levers, plan.batch_size, couples_batch=False),
             numerics="exact",
             budget_bytes=plan.budget_bytes,
             peak_bytes=plan.plain.peak_bytes - n,
@@ -22,6 +25,6 @@ def with_frontier(plan: Plan, choices: Iterable[tuple[Region, ...]]) -> Plan:
             status="feasible",
             bound_seconds=1.0,
         )
-        for n, regions in enumerate(choices)
+        for n, levers in enumerate(each)
     ]
-    return replace(plan, levers=points[0].levers, frontier=points)
+    return replace(plan, levers=points[0].levers, uses=points[0].uses, frontier=points)

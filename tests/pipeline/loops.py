@@ -169,6 +169,62 @@ def adversarial(models: list[nn.Module], optimizers: list[Optimizer]) -> list[fl
     return losses
 
 
+def adversarial_in_three(models: list[nn.Module], optimizers: list[Optimizer]) -> list[float]:
+    """Two backward passes of the critic before its update, noise drawn between them: as DCGAN's."""
+    (generator, critic), (of_generator, of_critic) = models, optimizers
+    loss_of, losses = nn.BCEWithLogitsLoss(), []
+    for _ in range(STEPS):
+        critic.zero_grad()
+        label = torch.full((2048, 1), 1.0)
+        of_real = loss_of(critic(torch.randn(2048, 64)), label)
+        of_real.backward()
+        fake = generator(torch.randn(2048, 16))
+        label.fill_(0.0)
+        of_fake = loss_of(critic(fake.detach()), label)
+        of_fake.backward()
+        of_critic.step()
+        generator.zero_grad()
+        label.fill_(1.0)
+        fooled = loss_of(critic(fake), label)
+        fooled.backward()
+        of_generator.step()
+        losses += [(of_real + of_fake).item(), fooled.item()]
+    return losses
+
+
+def with_a_running_mean(models: list[nn.Module], optimizers: list[Optimizer]) -> list[float]:
+    """What one backward pass leaves, its loss and its gradients, weighs the next loss."""
+    (model,), (optimizer,) = models, optimizers
+    losses = []
+    for x, y in batches():
+        mean = torch.zeros(())
+        for part, labels in zip(x.split(1024), y.split(1024), strict=True):
+            loss = F.cross_entropy(model(part), labels)
+            (loss / (1 + mean)).backward()
+            norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+            mean = 0.5 * mean + 0.5 * loss.detach() + norm
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def with_transforms(models: list[nn.Module], optimizers: list[Optimizer]) -> list[float]:
+    """Each batch is made of values that only data have, and gradients are zeroed after that, as with MONAI's crops."""
+    (model,), (optimizer,) = models, optimizers
+    losses = []
+    for x, y in batches():
+        bright = (x.sum(1) > 0).nonzero().squeeze(1)
+        rows = bright.repeat(-(-len(x) // max(1, len(bright))))[: len(x)]
+        part, labels = x[rows], y[rows]
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(part), labels)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
 def distilling(models: list[nn.Module], optimizers: list[Optimizer]) -> list[float]:
     """A teacher without gradients beside the model."""
     (model, teacher), (optimizer,) = models, optimizers

@@ -21,10 +21,10 @@ from memfit.errors import MemfitError, NonFiniteError, OutOfMemoryError, UsageEr
 from memfit.ir import codec
 from memfit.ir.plan import Plan
 from memfit.ir.remat import Region
-from memfit.pipeline.adapting import Adaptive
-from memfit.pipeline.applying import applied
-from memfit.train.ranks import check_can_recover
-from memfit.train.recovery import Recovery
+from memfit.levers.stack import applied
+from memfit.pipeline._adapt import Adaptive
+from memfit.training.guards.rank_agreement import check_can_recover
+from memfit.training.guards.recovery import Recovery
 from memfit.workload import Workload, fingerprint
 from tests.bombs import Bomb
 from tests.pipeline.frontiers import with_frontier

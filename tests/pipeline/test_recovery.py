@@ -25,18 +25,18 @@ import memfit
 from memfit.errors import MemoryLimitError, OutOfMemoryError
 from memfit.ir import codec
 from memfit.ir.plan import Levers, Plan
-from memfit.ir.record import RunRecord
 from memfit.ir.remat import Region
-from memfit.pipeline import snapshotting
-from memfit.pipeline.applying import applied
-from memfit.pipeline.switching import lower_candidates
+from memfit.ir.run_record import RunRecord
+from memfit.levers.stack import applied
+from memfit.levers.switch import lower_candidates
+from memfit.pipeline import predicted_snapshots
 from memfit.recipes.byte_lm import SeededBatches
-from memfit.train import rollback
-from memfit.train.checkpoint import latest
-from memfit.train.log import Progress
-from memfit.train.recovery import Recovery
-from memfit.train.state import collect
-from memfit.train.trainer import Trainer
+from memfit.training.guards import rollback
+from memfit.training.guards.recovery import Recovery
+from memfit.training.runs.checkpoint import latest
+from memfit.training.runs.log import Progress
+from memfit.training.runs.state import collect
+from memfit.training.trainer import Trainer
 from memfit.workload import Workload
 from tests import models
 from tests.bombs import Bomb
@@ -320,7 +320,7 @@ def test_a_training_run_logs_what_ran_out_and_goes_on_with_the_lower_plan(tmp_pa
     assert newest is not None and memfit.load_plan(newest / "plan.json") == taken
     assert taken.levers == plan.frontier[1].levers
     page = memfit.write_report(tmp_path / "run").read_text()
-    assert "Tried to allocate 2.00 MiB" in page and "microbatches of 4, 1 regions recomputed" in page
+    assert "Tried to allocate 2.00 MiB" in page and "run under the plan of" in page and ": 1 region" in page
     assert "memory snapshot, as predicted: out-of-memory-2.pickle" in page
     memfit.train(plan, BUILDERS["transformer"](), out=tmp_path / "run", steps=1, overwrite=True)
     assert list((tmp_path / "run").glob("*.pickle")) == []
@@ -354,7 +354,7 @@ def test_the_snapshot_is_never_in_the_way(tmp_path: Path, monkeypatch: pytest.Mo
     def failing(*_: Any) -> Any:
         raise RuntimeError("not now")
 
-    monkeypatch.setattr(snapshotting, "capture_levers", failing)
+    monkeypatch.setattr(predicted_snapshots, "capture_levers", failing)
     workload = BUILDERS["transformer"]()
     seed()
     with memfit.apply(plan_of("transformer"), workload, recover=True, snapshots=tmp_path) as step:

@@ -15,10 +15,10 @@ from msgspec.structs import replace
 import memfit
 from memfit.errors import CheckpointError
 from memfit.ir.plan import Plan, Precision
-from memfit.ir.record import RunRecord
-from memfit.pipeline.applying import applied
-from memfit.train import checkpoint
-from memfit.train.trainer import Trainer
+from memfit.ir.run_record import RunRecord
+from memfit.levers.stack import applied
+from memfit.training.runs import checkpoint
+from memfit.training.trainer import Trainer
 from memfit.workload import Workload, fingerprint
 from tests.models import BUILDERS
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from memfit.recipes import byte_lm
-from memfit.train.step import Step
+from memfit.training.step import Step, StepOptions
 from memfit.workload import Workload, batch_size_of
 
 Gradients = dict[str, torch.Tensor]
@@ -29,7 +29,7 @@ def assert_equal_to_the_large_batch(workload: Workload) -> None:
     """Equal to the rounding of fp64, for microbatches of every size, unequal ones included."""
     expected_loss, expected = large_batch(workload)
     for size in range(1, batch_size_of(workload.batch)):
-        loss, gradients = Step(workload, microbatch_size=size).gradients(workload.batch)
+        loss, gradients = Step(workload, StepOptions(microbatch_size=size)).gradients(workload.batch)
         assert loss == pytest.approx(expected_loss, rel=1e-12)
         assert gradients.keys() == expected.keys()
         for name, gradient in expected.items():

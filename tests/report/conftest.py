@@ -9,10 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from memfit.ir.plan import Candidate, Levers, Numerics, Plan, Precision, Prediction, Solution
-from memfit.ir.record import Comparison, Evaluation, Event, ModuleRow, RunRecord, Views
+from memfit.ir.plan import Candidate, Levers, LeverUse, Numerics, Plan, Precision, Prediction, Solution
 from memfit.ir.remat import Region
+from memfit.ir.run_record import Comparison, Evaluation, Event, ModuleRow, RunRecord, Views
 from memfit.ir.timeline import TIMELINE_CATEGORIES, Timeline
+from memfit.levers.registry import uses
 
 MIB = 1024**2
 GIB = 1024**3
@@ -95,6 +96,7 @@ def candidate(
     )
     return Candidate(
         levers=levers,
+        uses=uses(levers, 16, False),
         numerics=numerics,
         budget_bytes=int(peak_gib * 1.05 * GIB),
         peak_bytes=int(peak_gib * GIB),
@@ -148,7 +150,7 @@ def plan(views: Views) -> Plan:
         budget_bytes=6 * GIB,
         levers=frontier[4].levers,
         numerics="reordered",
-        classes={"activation checkpointing": "exact", "microbatches": "reordered"},
+        uses=frontier[4].uses,
         allowed="reordered",
         plain=prediction(views.plain),
         predicted=prediction(views.planned),
@@ -213,13 +215,13 @@ def hostile_records(
         device=text,
         torch_version=text,
         memfit_version=text,
-        classes={text: "exact"},
+        uses=(LeverUse(name=text, setting=text, brief=text, numerics="exact"),),
         notes=[text],
         levers=Levers(microbatch_size=4, regions=(Region((text,), (text,)),)),
         plain=predicted,
         predicted=predicted,
     )
-    candidates = [msgspec.structs.replace(c, levers=plan.levers) for c in plan.frontier]
+    candidates = [msgspec.structs.replace(c, levers=plan.levers, uses=plan.uses) for c in plan.frontier]
     run = msgspec.structs.replace(
         run, fingerprint=text + "2", machine=text, started=text, torch_version=text, memfit_version=text, error=text
     )

@@ -14,7 +14,7 @@ import pytest
 from playwright.sync_api import sync_playwright
 
 from memfit.ir.plan import Plan
-from memfit.ir.record import RunRecord, Views
+from memfit.ir.run_record import RunRecord, Views
 from memfit.report.html import write
 from memfit.report.ladders import write_ladder
 from memfit.units import format_bytes

@@ -17,7 +17,7 @@ import pytest
 
 from memfit.errors import OutputError
 from memfit.ir.plan import Levers, Plan
-from memfit.ir.record import Evaluation, Event, ModuleRow, RunRecord, Views
+from memfit.ir.run_record import Evaluation, Event, ModuleRow, RunRecord, Views
 from memfit.ir.timeline import TIMELINE_CATEGORIES, Timeline
 from memfit.report.axes import (
     GRID,

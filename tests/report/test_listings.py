@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from memfit.devices.catalogue import catalogue
+from memfit.hardware.catalogue import catalogue
 from memfit.ir.device import Device
 from memfit.report.listings import device_page, device_table
 from tests.report.test_tables import line_with, shown

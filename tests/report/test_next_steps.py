@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from memfit.ir.plan import Levers, Plan
-from memfit.ir.record import Event, RunRecord, Views
+from memfit.ir.run_record import Event, RunRecord, Views
 from memfit.report.html import render
 from memfit.report.next_steps import NextStep, Report, budget_argument, next_steps
 from memfit.units import parse_budget
@@ -100,7 +100,9 @@ def test_room_for_a_larger_batch_is_counted_from_what_grows_with_it(quiet: Repor
 
 def test_a_freer_class_that_buys_time_is_offered(quiet: Report, plan: Plan) -> None:
     (step,) = [step for step in said(quiet, plan=plan) if "class reduced" in step.why]
-    assert "(bf16-mixed)" in step.why and "103.0 ms, ×0.51" in step.why and "numerics='reduced'" in step.command
+    assert (
+        "(bf16-mixed, 5 regions)" in step.why and "103.0 ms, ×0.51" in step.why and "numerics='reduced'" in step.command
+    )
 
 
 def test_waiting_skipped_and_slow_steps(quiet: Report, tmp_path: Path) -> None:

@@ -18,13 +18,13 @@ from rich.text import Text
 from memfit.ir.device import Device, Devices
 from memfit.ir.ladder import Ladder, Rung
 from memfit.ir.plan import Plan
-from memfit.ir.ranges import ModuleRange, Seen, range_report
-from memfit.ir.record import RunRecord, Views
+from memfit.ir.ranges import ModuleRange, ValueStatistics, range_report
+from memfit.ir.run_record import RunRecord, Views
 from memfit.ir.verification import GradientDifference, Verification
 from memfit.report.html import write
 from memfit.report.notebook import ReportFile
+from memfit.report.registration import show_records
 from memfit.report.rendering import html_of, text_of
-from memfit.report.showing import show_records
 
 MIB = 1024**2
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(1)>"
@@ -110,7 +110,7 @@ def a_device(name: str = "card") -> Device:
 
 @pytest.fixture
 def records(plan: Plan, views: Views, run: RunRecord) -> dict[str, Any]:
-    ranges = {"head": Seen(largest=1e6, sums={0: 1.0})}
+    ranges = {"head": ValueStatistics(largest=1e6, sums={0: 1.0})}
     return {
         "plan": plan,
         "prediction": plan.predicted,
@@ -160,7 +160,7 @@ def test_lines_say_what_counts(records: dict[str, Any]) -> None:
 
 def test_names_of_users_run_nothing(hostile: Callable[[str], Any]) -> None:
     plan, views, run, _ = hostile(HOSTILE)
-    record = range_report({HOSTILE: Seen(largest=1e6)}, {})
+    record = range_report({HOSTILE: ValueStatistics(largest=1e6)}, {})
     shown = [
         *(plan, plan.frontier, plan.predicted, views.comparison, run, verification(HOSTILE), a_ladder(HOSTILE)),
         *(a_device(HOSTILE), Devices([a_device(HOSTILE)]), record),
@@ -216,6 +216,6 @@ def test_a_workload_is_a_line() -> None:
 
 
 def test_ranges_of_the_model_itself_have_a_name() -> None:
-    found = ModuleRange(module="", activations=Seen(), gradients=Seen())
+    found = ModuleRange(module="", activations=ValueStatistics(), gradients=ValueStatistics())
     report = msgspec.structs.replace(range_report({}, {}), modules=[found])
     assert "(the model and the loss)" in str(report) and report.advice() in " ".join(str(report).split())

@@ -4,16 +4,26 @@ import io
 import subprocess
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import pytest
 from rich.console import Console, RenderableType
 
 from memfit import report
-from memfit.ir.plan import ChunkedLoss, Levers, Numerics, Plan, Prediction, Solution
-from memfit.ir.record import Comparison, Views
+from memfit.ir.plan import (
+    NUMERICS,
+    ChunkedLoss,
+    Levers,
+    OptimizerLever,
+    Plan,
+    Precision,
+    Prediction,
+    Solution,
+)
 from memfit.ir.remat import Region
+from memfit.ir.run_record import Comparison, Views
+from memfit.levers.registry import UPDATES, uses
 from memfit.report.summary import (
     change_text,
     chosen_index,
@@ -21,7 +31,6 @@ from memfit.report.summary import (
     lever_rows,
     levers_text,
     loss_text,
-    microbatch_text,
     offers,
     ratio_text,
     region_groups,
@@ -114,25 +123,56 @@ def test_share_of_nothing_is_no_number() -> None:
     assert share_text(0, 10) == "0 %"
 
 
-def test_microbatch_in_words(plan: Plan) -> None:
-    def words(batch_size: int, microbatch_size: int) -> str:
-        levers = Levers(microbatch_size=microbatch_size)
-        return microbatch_text(msgspec.structs.replace(plan, batch_size=batch_size, levers=levers))
-
-    assert words(16, 16) == "the whole batch of 16"
-    assert words(16, 4) == "4 of 16 samples, 4 microbatches"
-    assert words(16, 6) == "6 of 16 samples, 3 microbatches, the last of 4"
-
-
-def test_each_lever_has_its_class_and_unknown_ones_are_kept(plan: Plan) -> None:
-    classes: dict[str, Numerics] = {"activation checkpointing": "exact", "bf16-mixed": "reduced", "offload": "exact"}
-    plan = msgspec.structs.replace(plan, classes=classes)
-    assert [(row.name, row.numerics) for row in lever_rows(plan)] == [
-        ("precision", "reduced"),
-        ("microbatch", ""),
-        ("checkpointing", "exact"),
-        ("offload", "exact"),
+def test_levers_are_told_with_their_classes(plan: Plan) -> None:
+    levers = Levers(
+        precision="tf32",
+        microbatch_size=6,
+        regions=(Region(("a",), offload=True), Region(("b",))),
+        chunked_loss=ChunkedLoss(head="head", rows=128),
+        lean=("*",),
+        optimizer="adamw-8bit",
+    )
+    plan = msgspec.structs.replace(plan, levers=levers, uses=uses(levers, 16, False))
+    assert [(row.name, row.setting, row.numerics) for row in lever_rows(plan)] == [
+        ("precision", "tf32", "reduced"),
+        ("AdamW with 8-bit states", "adamw-8bit", "reduced"),
+        ("microbatches", "6 of 16 samples, 3 microbatches, the last of 4", "reordered"),
+        ("chunked loss", "128 rows of head at a time", "reordered"),
+        ("lean norms and activations", "all norms and activations made again", "exact"),
+        ("activation checkpointing", "2 modules recomputed", "exact"),
+        ("activation offload", "1 of them with what they keep in host memory", "exact"),
     ]
+    text = shown(plan_table(plan), width=160)
+    assert all(text.count(row.setting) == 1 for row in lever_rows(plan))
+
+
+@pytest.mark.parametrize("precision", ["32-true", "tf32", "bf16-mixed", "16-mixed", "bf16-true"])
+@pytest.mark.parametrize("optimizer", ["as-is", "in-backward", "offloaded", "adamw-8bit", "adafactor"])
+def test_no_lever_is_told_without_its_class(precision: Precision, optimizer: OptimizerLever, plan: Plan) -> None:
+    levers = Levers(precision=precision, microbatch_size=16, optimizer=optimizer)
+    rows = lever_rows(msgspec.structs.replace(plan, levers=levers, uses=uses(levers, 16, False)))
+    assert [row.setting for row in rows] == [x for x in (precision, optimizer) if x not in ("32-true", "as-is")]
+    assert all(row.numerics in NUMERICS for row in rows)
+
+
+def test_different_points_are_told_apart(plan: Plan) -> None:
+    """Each of these changes one lever; frontier tables and figures show each otherwise."""
+    base = Levers(microbatch_size=16)
+    changes: list[dict[str, Any]] = [
+        {"precision": "tf32"},
+        {"microbatch_size": 4},
+        {"regions": (Region(("a",)),)},
+        {"regions": (Region(("a",), offload=True),)},
+        {"chunked_loss": ChunkedLoss(head="head", rows=128)},
+        {"lean": ("*",)},
+        *({"optimizer": lever.value} for lever in UPDATES),
+    ]
+    every = [base, *(msgspec.structs.replace(base, **change) for change in changes)]
+    points = [msgspec.structs.replace(plan.frontier[0], levers=x, uses=uses(x, 16, False)) for x in every]
+    texts = {levers_text(point) for point in points}
+    assert len(texts) == len(every) and levers_text(points[0]) == "plain"
+    table = shown(frontier_table(msgspec.structs.replace(plan, frontier=points)), width=160)
+    assert all(text in table for text in texts)
 
 
 def test_losses() -> None:
@@ -206,7 +246,7 @@ def test_a_plan_that_changes_nothing_is_readable(plan: Plan) -> None:
     plan = msgspec.structs.replace(
         plan,
         levers=Levers(microbatch_size=16),
-        classes={},
+        uses=(),
         frontier=[],
         notes=[],
         predicted=plan.plain,
@@ -214,7 +254,7 @@ def test_a_plan_that_changes_nothing_is_readable(plan: Plan) -> None:
     )
     text = plan_text(plan)
     assert "Regions" not in text and "Notes" not in text
-    assert "nothing recomputed" in text and "the whole batch of 16" in text
+    assert "none: the step runs as it is" in text
     assert "×1.00 of plain" in text and "optimal: no faster plan fits" in text and "gap 0 %" in text
     assert "The plan has no frontier." in text
 
@@ -297,10 +337,10 @@ def test_rows_name_their_levers_and_whether_they_were_captured(plan: Plan) -> No
         chunked_loss=ChunkedLoss(head="head", rows=8),
         optimizer="in-backward",
     )
-    assert levers_text(levers, 8) == (
-        "bf16-mixed, microbatch 4, 2 regions, 1 offloaded, chunked loss, lean, optimizer in-backward"
+    point = msgspec.structs.replace(plan.frontier[0], levers=levers, uses=uses(levers, 8, False))
+    assert levers_text(point) == (
+        "bf16-mixed, optimizer in-backward, microbatch 4, chunked loss, lean, 2 regions, 1 offloaded"
     )
-    assert levers_text(Levers(microbatch_size=8), 8) == "plain"
     first, *others = plan.frontier
     rival = msgspec.structs.replace(plan, frontier=[msgspec.structs.replace(first, is_captured=True), *others])
     assert "✓" in line_with(shown(frontier_table(rival)), "161.0 ms") and "✓" not in shown(frontier_table(plan))
@@ -383,7 +423,7 @@ def test_the_report_imports_no_torch_and_no_other_stage() -> None:
         "sys.modules['memfit'] = package = types.ModuleType('memfit')\n"
         f"package.__path__ = [{str(Path(report.__file__).parents[1])!r}]\n"
         "import memfit.report.html, memfit.report.tables, memfit.report.figures, memfit.report.axes\n"
-        "mine = {'errors', 'ir', 'report', 'units', 'version'}\n"
+        "mine = {'allocator', 'errors', 'ir', 'report', 'units', 'version'}\n"
         "print([m for m in sys.modules if m.split('.')[0] in ('torch', 'plotly', 'jinja2')])\n"
         "print([m for m in sys.modules if m.startswith('memfit.') and m.split('.')[1] not in mine])"
     )

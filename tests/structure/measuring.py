@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.common import whole_run_peak_bytes
-from memfit.capture.fake import nothing_changes
+from memfit.capture.fake_workload import nothing_changes
 from memfit.ir.plan import Levers
 from memfit.structure import Proposal
 from memfit.workload import Workload, batch_size_of

@@ -17,7 +17,7 @@ pytest.importorskip("torch_pruning")
 from examples import digits_resnet
 from memfit.structure import prune, separable_convolutions
 from memfit.structure.proposal import evaluated, refresh_statistics
-from memfit.train.step import Step
+from memfit.training.step import Step, StepOptions
 from memfit.workload import Workload
 
 
@@ -29,7 +29,9 @@ def train(workload: Workload, epochs: int, learning_rate: float) -> float:
     batches: Any = workload.batches
     batches.generator.manual_seed(0)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(workload.optimizer, epochs * len(batches))
-    with Step(dataclasses.replace(workload, scheduler=scheduler), microbatch_size=len(workload.batch[0])) as step:
+    with Step(
+        dataclasses.replace(workload, scheduler=scheduler), StepOptions(microbatch_size=len(workload.batch[0]))
+    ) as step:
         for _ in range(epochs):
             for batch in batches:
                 step(batch)

@@ -15,7 +15,7 @@ from memfit.errors import WorkloadError
 from memfit.structure import grouped_convolutions, separable_convolutions
 from memfit.structure.convolutions import SeparableConv, separated
 from memfit.structure.proposal import changeable_copy, forward_pass
-from memfit.train.step import Step
+from memfit.training.step import Step, StepOptions
 from memfit.workload import Workload
 from tests.models import LARGE, convnet, cross_entropy, unet
 from tests.structure.measuring import savings
@@ -108,7 +108,7 @@ def test_optimizer_goes_on_with_what_is_left() -> None:
     optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=1e-3)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     workload = Workload(workload.model, workload.batch, cross_entropy, optimizer, scheduler=scheduler)
-    with Step(workload, microbatch_size=4) as step:
+    with Step(workload, StepOptions(microbatch_size=4)) as step:
         step(workload.batch)
     made = separable_convolutions(workload).workload
     rates = {id(p): g["lr"] for g in made.optimizer.param_groups for p in g["params"]}
@@ -123,7 +123,7 @@ def test_optimizer_goes_on_with_what_is_left() -> None:
     )
     assert named["stem.0.depthwise.weight"] not in made.optimizer.state
     assert set(made.optimizer.state) <= set(named.values())
-    with Step(made, microbatch_size=4) as step:
+    with Step(made, StepOptions(microbatch_size=4)) as step:
         step(made.batch)
     assert made.optimizer.param_groups[1]["lr"] == 0.125 and optimizer.param_groups[1]["lr"] == 0.25
 
@@ -155,7 +155,7 @@ def test_a_share_is_reached_with_the_fewest_and_the_order_is_what_was_asked_for(
         assert len(found.changes) < len(whole.changes)
     assert len(by_work.changes) <= len(by_bytes.changes)
     assert by_bytes.after.peak_bytes < by_work.after.peak_bytes
-    with pytest.raises(WorkloadError, match=r"multiply_adds=0.01 is out of reach.*left"):
+    with pytest.raises(WorkloadError, match=r"multiply_adds=0.01 can't be reached.*left"):
         separable_convolutions(workload, multiply_adds=0.01)
 
 

@@ -14,7 +14,7 @@ import memfit
 from memfit.errors import OutputError, WorkloadError
 from memfit.structure import distill, precompute, softened_loss, student
 from memfit.structure.targets import Targets
-from memfit.train.step import Step
+from memfit.training.step import Step, StepOptions
 from memfit.workload import Workload, batch_size_of
 from tests.models import LARGE, convnet, cross_entropy, transformer, unet
 from tests.structure.measuring import measured_peak_bytes
@@ -57,7 +57,7 @@ def test_microbatches_of_the_teacher_and_of_the_step_change_nothing() -> None:
     found = []
     for size, step_size in ((None, 4), (1, 4), (3, 2)):
         made = distill(workload, large, teacher_microbatch_size=size, channel_dim=-1)
-        with Step(made, microbatch_size=step_size) as step:
+        with Step(made, StepOptions(microbatch_size=step_size)) as step:
             found.append(step.gradients(made.batch)[1])
     for other in found[1:]:
         for name, gradient in found[0].items():
@@ -71,7 +71,7 @@ def test_only_the_student_is_trained_and_the_users_models_stay() -> None:
     made = distill(workload, large, features={"stages.0": "stages.1"})
     kept = copy.deepcopy(made.model.teacher.state_dict())
     for _ in range(2):
-        with Step(made, microbatch_size=4) as step:
+        with Step(made, StepOptions(microbatch_size=4)) as step:
             step(made.batch)
     for state, model in zip(before, (workload.model, large), strict=True):
         assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
@@ -83,7 +83,7 @@ def test_only_the_student_is_trained_and_the_users_models_stay() -> None:
     assert alone.model is made.model.student and alone.loss_fn is workload.loss_fn
     held = [p for group in alone.optimizer.param_groups for p in group["params"]]
     assert held == list(alone.model.parameters()) and set(alone.optimizer.state) <= set(held)
-    with Step(alone, microbatch_size=4) as step:
+    with Step(alone, StepOptions(microbatch_size=4)) as step:
         step(alone.batch)
 
 
@@ -112,7 +112,7 @@ def test_features_come_near_through_a_projection() -> None:
     expected = expected + 2 * F.mse_loss(projections["stem"](ours[0]), theirs[0])
     expected = expected + 2 * F.mse_loss(projections["stages-0"](ours[1]), theirs[1])
     torch.testing.assert_close(made.loss_fn(made.model, made.batch), expected)
-    with Step(made, microbatch_size=4) as step:
+    with Step(made, StepOptions(microbatch_size=4)) as step:
         first = step(made.batch).loss
         for _ in range(10):
             last = step(made.batch).loss
@@ -194,7 +194,7 @@ def test_samples_that_are_not_in_the_file_are_named(tmp_path: Path) -> None:
     with pytest.raises(WorkloadError, match=r"float32\[3, 12, 12\]"):
         distill(convnet(size=16), path)
     (tmp_path / "other").write_bytes(b"not it")
-    with pytest.raises(WorkloadError, match="no file that"):
+    with pytest.raises(WorkloadError, match="was not written by"):
         distill(workload, tmp_path / "other")
     with pytest.raises(WorkloadError, match="features="):
         distill(workload, path, features={"stem": "stem"})

@@ -15,7 +15,7 @@ pytest.importorskip("torch_pruning")
 import memfit
 from memfit.errors import MissingExtraError, WorkloadError
 from memfit.structure import batch_norm_sparsity, prune
-from memfit.train.step import Step
+from memfit.training.step import Step, StepOptions
 from memfit.workload import Workload, batch_size_of
 from tests.models import LARGE, convnet, cross_entropy, tied, unet
 from tests.structure.measuring import savings
@@ -46,7 +46,7 @@ def volume() -> Workload:
 )
 def test_state_goes_with_the_channels_that_are_left(make: Any, is_global: bool, importance: Any) -> None:
     workload = make()
-    with Step(workload, microbatch_size=batch_size_of(workload.batch)) as step:
+    with Step(workload, StepOptions(microbatch_size=batch_size_of(workload.batch))) as step:
         step(workload.batch)
     for parameter, state in workload.optimizer.state.items():
         for value in state.values():
@@ -69,7 +69,7 @@ def test_state_goes_with_the_channels_that_are_left(make: Any, is_global: bool, 
     assert [p for g in made.optimizer.param_groups for p in g["params"]] == list(made.model.parameters())
     x = made.batch["x"]
     assert made.model(x).shape == workload.model(x).shape and made.model.training
-    with Step(made, microbatch_size=batch_size_of(made.batch)) as step:
+    with Step(made, StepOptions(microbatch_size=batch_size_of(made.batch))) as step:
         assert step(made.batch).loss > 0
 
 
@@ -95,7 +95,7 @@ def test_rounds_come_down_in_equal_factors_with_training_between() -> None:
 
     def fine_tune(made: Workload) -> None:
         seen.append(made.model.get_submodule("stages.0.conv1").weight.numel())
-        with Step(made, microbatch_size=4) as step:
+        with Step(made, StepOptions(microbatch_size=4)) as step:
             step(made.batch)
 
     found = prune(workload, multiply_adds=0.25, rounds=3, fine_tune=fine_tune, round_to=2)
@@ -142,11 +142,11 @@ def test_state_of_another_shape_starts_anew_and_is_told() -> None:
     workload = convnet()
     optimizer = torch.optim.Adafactor(workload.model.parameters())
     workload = dataclasses.replace(workload, optimizer=optimizer)
-    with Step(workload, microbatch_size=4) as step:
+    with Step(workload, StepOptions(microbatch_size=4)) as step:
         step(workload.batch)
     found = prune(workload, multiply_adds=0.5)
     assert "could not be cut" in found.notes[0]
-    with Step(found.workload, microbatch_size=4) as step:
+    with Step(found.workload, StepOptions(microbatch_size=4)) as step:
         step(found.workload.batch)
 
 
@@ -159,7 +159,7 @@ def test_sparsity_adds_the_sign_of_each_scale_to_its_gradient(counted: bool) -> 
         workload.model.stem[1].weight[::2] *= -1
     gradients = []
     for w in (workload, batch_norm_sparsity(workload, strength=0.5)):
-        with Step(w, microbatch_size=4) as step:
+        with Step(w, StepOptions(microbatch_size=4)) as step:
             gradients.append(step.gradients(w.batch)[1])
     plain, sparse = gradients
     for name, module in workload.model.named_modules():
@@ -172,7 +172,7 @@ def test_sparsity_adds_the_sign_of_each_scale_to_its_gradient(counted: bool) -> 
 def test_sparsity_makes_scales_small() -> None:
     plain, sparse = convnet(), batch_norm_sparsity(convnet(), strength=0.5)
     for workload in (plain, sparse):
-        with Step(workload, microbatch_size=4) as step:
+        with Step(workload, StepOptions(microbatch_size=4)) as step:
             for _ in range(20):
                 step(workload.batch)
     sums = [float(w.model.stem[1].weight.detach().abs().sum()) for w in (plain, sparse)]
@@ -186,7 +186,7 @@ def test_sparsity_makes_scales_small() -> None:
         (convnet, {"multiply_adds": 0.5, "importance": "l2"}, "importance='l2'"),
         (convnet, {"multiply_adds": 0.5, "rounds": 0}, "rounds=0"),
         (convnet, {"multiply_adds": 0.5, "ignored": ("none*",)}, "'none*'"),
-        (convnet, {"multiply_adds": 0.5, "ignored": ("*",)}, "out of reach"),
+        (convnet, {"multiply_adds": 0.5, "ignored": ("*",)}, "be reached"),
         (unet, {"multiply_adds": 0.5, "importance": "batch-norm"}, "use 'l1'"),
         (tied, {"multiply_adds": 0.5}, "one parameter"),
     ],

@@ -13,7 +13,7 @@ import memfit
 from memfit.errors import UsageError, WorkloadError
 from memfit.structure import sparsify, to_sparse
 from memfit.structure.sparsity import is_masked, mask_2_to_4, why_not_sparse
-from memfit.train.step import Step
+from memfit.training.step import Step, StepOptions
 from memfit.workload import Workload
 from tests.models import LARGE, convnet, cross_entropy, tied, transformer
 from tests.structure.measuring import savings
@@ -43,7 +43,7 @@ def test_mask_is_kept_while_training_and_the_original_stays() -> None:
     starts = {name: m.weight.detach().clone() for name, m in layers.items()}
     for name, start in starts.items():
         torch.testing.assert_close(start, before[f"{name}.weight"] * masks[name])
-    with Step(made, microbatch_size=4) as step:
+    with Step(made, StepOptions(microbatch_size=4)) as step:
         gradients = step.gradients(made.batch)[1]
         for _ in range(3):
             step(made.batch)
@@ -96,7 +96,7 @@ def test_why_there_are_no_sparse_tensors_is_said(monkeypatch: pytest.MonkeyPatch
 def test_wrong_use_is_named() -> None:
     with pytest.raises(WorkloadError, match="'none'"):
         sparsify(transformer(), modules=("none",))
-    with pytest.raises(WorkloadError, match="head.weight is embed.weight too"):
+    with pytest.raises(WorkloadError, match="head.weight is shared with embed.weight"):
         sparsify(tied())
     assert [c.module for c in sparsify(convnet()).changes] == ["head"]
     model = nn.Linear(6, 10)

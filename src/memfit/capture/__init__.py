@@ -1,0 +1,1 @@
+"""From a training step to its trace: operators, storages and their lifetimes, recorded without data."""

@@ -1,10 +1,8 @@
-"""What autograd computes in place, and out of place while a dispatch mode looks on.
+"""In-place operators of autograd, which allocates another tensor instead while a dispatch mode is active.
 
-Where several paths lead to a tensor, the engine adds their gradients: in place if it holds the last reference to one
-of them and no tensor subclass or mode is active (`can_accumulate_inplace` in torch/csrc/autograd/input_buffer.cpp).
-Formulas of the backward pass fill a tensor of zeros in place, under the same condition (`isTensorSubclassLike` in
-torch/csrc/autograd/FunctionsManual.cpp). Under a mode both always make another tensor, which the step without the mode
-never has.
+The engine adds the gradients of a tensor in place if it holds the last reference to one of them
+(`can_accumulate_inplace` in torch/csrc/autograd/input_buffer.cpp), and backward formulas fill zeros in place
+(`isTensorSubclassLike` in torch/csrc/autograd/FunctionsManual.cpp): both only without a tensor subclass or mode.
 """
 
 from __future__ import annotations
@@ -16,7 +14,10 @@ from typing import Any
 
 import torch
 from torch.autograd import graph
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from memfit._torch.autograd import current_autograd_node, current_graph_task_id, storage_use_count
+from memfit._torch.dispatch import TorchDispatchMode
+from memfit._torch.tensors import storage_key_of, use_count
 
 _aten = torch.ops.aten
 _ADD, _ADD_IN_PLACE = _aten.add.Tensor, _aten.add_.Tensor
@@ -29,78 +30,79 @@ _FILLING = {
     _aten.put.default: (_aten.put_.default, ("Take",)),
     _aten.masked_scatter.default: (_aten.masked_scatter_.default, ("MaskedSelect",)),
 }
-"""Operators that fill a formula's own zeros: what they are without a mode, and how the names of the nodes begin."""
+"""Operators that fill a formula's own zeros: their in-place forms, and prefixes of the autograd nodes' names."""
 _CONTINUING = {
     _aten.sub.Tensor: (_aten.sub_.Tensor, ("BinaryCrossEntropyWithLogits",)),
     _aten.mul.Tensor: (_aten.mul_.Tensor, ("BinaryCrossEntropyWithLogits",)),
     _aten.logical_and.default: (_aten.logical_and_.default, ("Clamp",)),
     _aten.logical_or.default: (_aten.logical_or_.default, ("Clamp",)),
 }
-"""Operators that go on in the result before, in the formulas of these nodes."""
+"""Operators that write into the previous result, in the formulas of these autograd nodes."""
 
 
 class Accumulation:
-    """Runs sums and fillings in place where the engine does so without a mode. To be made outside of any mode.
-
-    To be asked straight from a mode's `__torch_dispatch__`, which gave it its own arguments: references are counted.
+    """Choice of the operators that autograd runs without a dispatch mode. Create it outside of any mode.
 
     Args:
-        is_of_this_node: Tells whether a tensor was made by the node that is running, or ran just before; without it,
-            sums in formulas are made in place too, where nothing else holds the first term.
+        is_of_this_node: Tells whether a tensor was made by the autograd node that is running, or ran just before;
+            without it, sums in formulas are made in place too, where nothing else holds the first term.
     """
 
     def __init__(self, is_of_this_node: Callable[[torch.Tensor], bool] = lambda tensor: False) -> None:
         self._is_of_this_node = is_of_this_node
         self._last = _references_of_last()
-        self._continued = -1  # the storage that the formula before last wrote to in place
+        self._continued = -1  # key of the storage that the last formula wrote to in place
 
-    def as_the_engine(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return the operator and arguments that run where no mode looks on."""
+    def engine_operator(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return the operator and arguments that run without a mode.
+
+        Call it straight from `__torch_dispatch__`, with its own arguments: their references are counted.
+        """
         known = func is _ADD or func in _FILLING or func in _CONTINUING
-        if not known or kwargs or torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
+        if not known or kwargs or current_graph_task_id() == -1 or torch.is_grad_enabled():
             return func, args
         if func is not _ADD:
-            return self._as_the_formula(func, args), args
-        if not isinstance(args[0], torch.Tensor) or (self._is_of_this_node(args[0]) and not _leads_twice_to_one()):
+            return self._formula_operator(func, args), args
+        if not isinstance(args[0], torch.Tensor) or (self._is_of_this_node(args[0]) and not _has_repeated_edge()):
             return func, args  # a sum of a formula
-        is_own = self._is_last(args)  # of the other it does not ask
+        is_own = self._is_last_reference(args)  # the engine does not ask about the second term
         return (_ADD_IN_PLACE if is_own and _called_by_engine() else func), args
 
-    def _as_the_formula(self, func: Any, args: Any) -> Any:
+    def _formula_operator(self, func: Any, args: Any) -> Any:
         in_place, nodes = _FILLING.get(func) or _CONTINUING[func]
         if not _current_node().startswith(nodes) or not _called_by_engine():
             return func
         if func in _FILLING:
             return in_place
-        storage = args[0].untyped_storage()._cdata
-        # What went on in place is referred to by both temporaries, until the end of the statement.
-        if storage != self._continued and not self._is_last(args):
+        storage = storage_key_of(args[0])
+        # C++ holds both temporaries to the end of the statement: a result written in place has one reference more.
+        if storage != self._continued and not self._is_last_reference(args):
             return func
         self._continued = storage
         return in_place
 
-    def _is_last(self, args: Any) -> bool:
-        """Tell whether the engine alone holds the first argument and its storage, all of whose memory it covers."""
+    def _is_last_reference(self, args: Any) -> bool:
+        """Tell whether only the engine holds the first argument and its storage, which the argument covers."""
         if args[0].layout is not torch.strided or not _is_dense(args[0]):
             return False
-        return all(found <= last for found, last in zip(_references(args), self._last, strict=True))
+        return all(count <= last for count, last in zip(_references(args), self._last, strict=True))
 
 
 def _current_node() -> str:
-    """Return the name of the node whose backward formula is running, "" for none."""
-    node: Any = torch._C._current_autograd_node()
+    """Return the name of the autograd node whose backward formula is running; "" for none."""
+    node: Any = current_autograd_node()
     return "" if node is None else node.name()
 
 
-def _leads_twice_to_one() -> bool:
-    """Tell whether two gradients of the node that runs, or ran just before, are of one tensor: the engine adds them."""
-    node: Any = torch._C._current_autograd_node()
+def _has_repeated_edge() -> bool:
+    """Tell whether two edges of the running autograd node lead to one tensor, whose gradients the engine adds."""
+    node: Any = current_autograd_node()
     edges = [] if node is None else [edge for edge in node.next_functions if edge[0] is not None]
     return len(set(edges)) < len(edges)
 
 
 def _called_by_engine() -> bool:
-    """Tell whether no Python code of a backward formula is between the engine and this mode."""
+    """Tell whether no Python backward formula stands between the engine and this mode."""
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename != graph.__file__:
         if frame.f_code.co_name in ("backward", "vjp"):
@@ -119,30 +121,29 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _references(args: Any) -> tuple[int, int, int]:
-    """Return how often the first argument and its storage are referred to by C++, and the argument by Python.
+    """Return the numbers of C++'s references to the first argument and its storage, and of Python's to the argument.
 
-    To C++, a tensor that Python holds, as modules with backward hooks hold gradients, is held once by what wraps it for
-    Python: as is any that a mode sees. The tensor comes within the mode's arguments, for its callers to hold those and
-    not the tensor: where Dynamo has put its own evaluation of frames, each call holds what it was called with.
+    The tensor is passed within the mode's arguments, so that no caller's frame holds the tensor itself: under Dynamo's
+    frame evaluation each call holds its arguments.
     """
-    storage = torch._C._storage_Use_Count(args[0].untyped_storage()._cdata)
-    return args[0]._use_count(), storage, sys.getrefcount(args[0])
+    storage = storage_use_count(storage_key_of(args[0]))
+    return use_count(args[0]), storage, sys.getrefcount(args[0])
 
 
 @functools.cache
 def _references_of_last() -> tuple[int, int, int]:
-    """Return the references that a mode sees of a gradient which only the engine holds, in this PyTorch."""
+    """Return the reference counts that a mode sees of a gradient that only the engine holds, in this PyTorch."""
     seen: list[tuple[int, int, int]] = []
 
     class Counting(Accumulation):
         def __init__(self) -> None:
-            self._is_of_this_node = lambda tensor: False  # `_last` is what it is there to find
+            self._is_of_this_node = lambda tensor: False  # without `_last`, which this class measures
 
-        def _is_last(self, args: Any) -> bool:
+        def _is_last_reference(self, args: Any) -> bool:
             seen.append(_references(args))
             return False
 
-        def _as_the_formula(self, func: Any, args: Any) -> Any:
+        def _formula_operator(self, func: Any, args: Any) -> Any:
             return func  # only sums count
 
     counting = Counting()
@@ -150,7 +151,7 @@ def _references_of_last() -> tuple[int, int, int]:
     class Look(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
-            func, args = counting.as_the_engine(func, args, kwargs)
+            func, args = counting.engine_operator(func, args, kwargs)
             return func(*args, **kwargs)
 
     with torch.enable_grad(), Look():  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Whether what a module's code reads has changed by the time that a recomputation of its call would run."""
+"""Changes of the state that modules read, from their calls to the backward pass, where a recomputation would run."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from memfit.held_state import Place, Reader
 
 
 class CallStates:
-    """Compares what modules' code reads as their calls begin with how it is before the backward pass.
+    """States of the places that modules read, noted as calls begin and compared before the backward pass.
 
-    A call reads what its module and those within it do. Of each place, what is the same as before is noted once.
+    A call reads the places of its module and of its submodules. Equal states of a place are noted once.
 
     Args:
         model: The model.
@@ -39,29 +39,29 @@ class CallStates:
         return self._number[id(place)]
 
     def begin(self, call: int, module: nn.Module) -> None:
-        """Note what a call's code reads, as the call begins."""
+        """Note the states of the places that a call's module reads, as the call begins."""
         self._calls[call] = [(number, self._now(number)) for number in self._of_module[module]]
 
     def _now(self, number: int) -> int:
-        """Return which of the states that a place had is the present one."""
+        """Return the index of a place's present state among those that it had."""
         state, seen = self._places[number].read(), self._seen[number]
         if state != seen[-1]:
             seen.append(state)
         return len(seen) - 1
 
     def changes(self) -> dict[int, str]:
-        """Return what has changed since calls began, by call; forget these calls."""
+        """Return the name of a changed value for each call that read one; forget these calls."""
         now = {number: self._now(number) for noted in self._calls.values() for number, _ in noted}
-        found: dict[int, str] = {}
+        changed: dict[int, str] = {}
         for call, noted in self._calls.items():
             for number, before in noted:
                 name = self._differing(number, before, now[number]) if before != now[number] else None
                 if name is not None:
-                    found[call] = f"{name} of {self._places[number].owner}"
+                    changed[call] = f"{name} of {self._places[number].owner}"
                     break
         self._calls.clear()
-        return found
+        return changed
 
     def _differing(self, number: int, before: int, now: int) -> str | None:
-        one, other = self._seen[number][before], self._seen[number][now]
-        return next((name for name in one.keys() | other.keys() if one.get(name) != other.get(name)), None)
+        then, present = self._seen[number][before], self._seen[number][now]
+        return next((name for name in then.keys() | present.keys() if then.get(name) != present.get(name)), None)

@@ -1,7 +1,7 @@
-"""Draws that decide what a step does: of Python's and NumPy's generators, and a few numbers of PyTorch's.
+"""Random numbers that decide what a step runs, as where layers are dropped at random.
 
-Layers that are dropped at random make each step another one. A capture follows the present states of the generators;
-what other draws may take is seen with generators that draw the least and the greatest numbers, and with other seeds.
+A capture starts from the present states of the generators. Other draws are tried with generators that draw the least
+and the greatest numbers, and with other seeds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 Extreme = Literal["", "low", "high"]
 
-_WORDS = 624
+_WORDS = 624  # of the Mersenne twister's state
 _ONES = 0xFFFFFFFF
 _ALMOST_ONE = 1 - 2**-20
 _aten = torch.ops.aten
@@ -29,7 +29,7 @@ class GeneratorStates:
     """The states of Python's, NumPy's and PyTorch's global generators.
 
     Attributes:
-        extreme: Whether the first two were made to draw the least or the greatest numbers, as PyTorch's is to.
+        extreme: Whether the generators draw the least ("low") or the greatest ("high") numbers; "" for neither.
     """
 
     python: Any
@@ -51,18 +51,15 @@ class GeneratorStates:
 
     @classmethod
     def drawing(cls, extreme: Literal["low", "high"]) -> GeneratorStates:
-        """Return states from which both generators draw the least or the greatest numbers, some hundreds of times.
-
-        Both are the Mersenne twister, whose next words are its state's, tempered. Its last words are others, so that
-        code which draws until it finds something else comes to an end.
-        """
+        """Return states from which Python's and NumPy's generators draw extreme numbers, some hundreds of times."""
+        # Both are the Mersenne twister, whose next words are its state's, tempered.
         word = 0 if extreme == "low" else _untempered(_ONES)
-        last = random.Random(0)
+        last = random.Random(0)  # other words at the end: code that draws until a number differs comes to an end
         words = (*[word] * (_WORDS - 24), *(last.getrandbits(32) for _ in range(24)))
         return cls((3, (*words, 0), None), ("MT19937", words, 0, 0, 0.0), extreme)
 
-    def draws_as(self, other: GeneratorStates) -> bool:
-        """Tell whether Python's and NumPy's generators are where they are in other states."""
+    def has_states_of(self, other: GeneratorStates) -> bool:
+        """Tell whether Python's and NumPy's generators have the same states as in another object."""
         return (self.python, self.numpy) == (other.python, other.numpy)
 
     def restore(self) -> None:
@@ -74,30 +71,30 @@ class GeneratorStates:
 
 
 def _untempered(word: int) -> int:
-    """Return the word of the state that the Mersenne twister tempers to another.
+    """Return the word of the Mersenne twister's state that is tempered to a given word.
 
     M. Matsumoto, T. Nishimura (1998), *Mersenne Twister*, section 2.1; each line undoes one of its shifts.
     """
     word ^= word >> 18
     word ^= (word << 15) & 0xEFC60000
-    found = word
+    state = word
     for _ in range(5):
-        found = word ^ ((found << 7) & 0x9D2C5680)
-    word = found
+        state = word ^ ((state << 7) & 0x9D2C5680)
+    word = state
     for _ in range(3):
-        found = word ^ (found >> 11)
-    return found & _ONES
+        state = word ^ (state >> 11)
+    return state & _ONES
 
 
-def drawn(func: Callable[..., Any], name: Any, args: Any, kwargs: Any, extreme: Extreme) -> Any:
-    """Return what a random operator draws on the CPU; the least or the greatest numbers where it draws evenly.
+def random_output(func: Callable[..., Any], name: Any, args: Any, kwargs: Any, extreme: Extreme) -> Any:
+    """Return the output of a random operator on the CPU; extreme numbers where it draws evenly.
 
     Args:
         func: The operator.
         name: Its packet.
-        args: With real tensors.
-        kwargs: With real tensors.
-        extreme: Which numbers; "" for those of the generator.
+        args: Its arguments, with real tensors.
+        kwargs: Its keyword arguments, with real tensors.
+        extreme: "low" or "high" for the least or greatest numbers; "" for the generator's.
     """
     out = func(*args, **kwargs)
     if not extreme or not isinstance(out, torch.Tensor):

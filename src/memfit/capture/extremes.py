@@ -1,7 +1,7 @@
-"""The largest, the smallest and the median of all elements, whose backward pass on the CPU is another under a mode.
+"""Backward passes of `max`, `min` and medians of all elements, run on the CPU as without a dispatch mode.
 
-Without a mode it reads whether the result is a number, and fills the gradient in place (`evenly_distribute_backward` in
-torch/csrc/autograd/FunctionsManual.cpp); under one it does neither, as on a GPU. It is taken to be a number here.
+Without a mode they read whether the result is NaN, and fill the gradient in place (`evenly_distribute_backward` in
+torch/csrc/autograd/FunctionsManual.cpp); under one they do neither. Here no result is taken to be NaN.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memfit.capture.products import Run, computed_as
+from memfit.capture.products import Run, with_own_backward
 
 
-def filled_as_without_a_mode(library: torch.library.Library) -> None:
-    """Have gradients of extremes filled in place on the CPU, as long as a library lives."""
+def register_extremes(library: torch.library.Library) -> None:
+    """Fill the gradients of extremes in place on the CPU, as long as a library lives."""
     for name in ("max", "min", "median", "nanmedian"):
         library.impl(
             name,
-            computed_as(torch.library.get_kernel(f"aten::{name}", "AutogradCPU"), _extreme),
+            with_own_backward(torch.library.get_kernel(f"aten::{name}", "AutogradCPU"), _extreme),
             "AutogradCPU",
             with_keyset=True,
         )

@@ -1,4 +1,4 @@
-"""What a step that can't be captured is told: the line of the user's code, and what to do."""
+"""Errors of steps that can't be captured: the line of the user's code, and advice."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ import contextlib
 import logging
 from collections.abc import Iterator
 
-from torch._subclasses.fake_tensor import (
+from memfit._torch.fake import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
-
 from memfit.errors import CaptureError, MemfitError
 from memfit.frames import users_place
 
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 _VALUES_HINT = (
     "Shapes must not depend on values: replace boolean-mask indexing or nonzero() by masking, or take such code out of"
-    " Workload.loss_fn; mixtures of experts of transformers take experts_implementation='grouped_mm'"
+    " Workload.loss_fn; for mixtures of experts of transformers, set experts_implementation='grouped_mm'"
 )
 _OPERATOR_HINT = "PyTorch can't run this operator without data: take it out of Workload.loss_fn, or estimate without it"
 _CLOSURE_HINT = (
@@ -26,15 +25,15 @@ _CLOSURE_HINT = (
     " give an optimizer that needs none"
 )
 _SUBCLASS_HINT = (
-    "Tensors of classes of their own are captured as plain ones, with their attributes and without their methods: give"
-    " Workload.batch tensor.as_subclass(torch.Tensor), and what the method returns beside it"
+    "Tensor subclasses are captured as plain tensors, with their attributes and without their methods: put"
+    " tensor.as_subclass(torch.Tensor) into Workload.batch, and beside it the value that the method returns"
 )
-_OTHER_HINT = "See whether Workload.loss_fn(model, batch) and backward() run with data"
+_OTHER_HINT = "Check that Workload.loss_fn(model, batch) and backward() run with data"
 
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-    """Turn what fake tensors can't do into an error that names the user's line."""
+    """Turn errors of fake tensors into a `CaptureError` that names the user's line."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
     try:
@@ -44,9 +43,9 @@ def explained() -> Iterator[None]:
         raise
     except Exception as e:
         line = users_place(e)
-        said = (str(e).strip() or type(e).__name__).splitlines()[0]
+        first_line = (str(e).strip() or type(e).__name__).splitlines()[0]
         raise CaptureError(
-            f"the step can't be captured without data{line} ({type(e).__name__}: {said}). {_hint(e)}"
+            f"the step can't be captured without data{line} ({type(e).__name__}: {first_line}). {_hint(e)}"
         ) from e
     finally:
         log.setLevel(level)

@@ -1,9 +1,8 @@
-"""Products whose backward pass reads whether an element is 0, and takes a leaner formula where none is.
+"""Backward passes of `prod` and `cumprod`, run as without a dispatch mode.
 
-Under a dispatch mode `prod` and `cumprod` don't read: they always take the formula that holds for zeros
-(`prod_backward` and `cumprod_backward` in torch/csrc/autograd/FunctionsManual.cpp). Here the formulas of a step without
-a mode read as they do there, so that what was read with data decides. Temporary tensors have names where C++ keeps them
-to the end of a statement, and Python would not.
+They read whether an element is 0, and take a leaner formula where none is; under a mode they always take the formula
+for zeros (`prod_backward` and `cumprod_backward` in torch/csrc/autograd/FunctionsManual.cpp). Temporary tensors have
+names where C++ keeps them to the end of a statement, and Python would not.
 """
 
 from __future__ import annotations
@@ -13,26 +12,29 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
+
+from memfit._torch.autograd import forward_ad_level
+from memfit._torch.dispatch import peek_interpreter_stack
 
 Run = Callable[[Tensor], Tensor]
-"""Computes a product as PyTorch does, with its own formula for the backward pass."""
+"""A function that runs PyTorch's own kernel, with its own backward formula."""
 
 
-def read_as_without_a_mode(library: torch.library.Library, key: str) -> None:
-    """Have products read in their backward pass at a dispatch key, as long as a library lives."""
+def register_products(library: torch.library.Library, key: str) -> None:
+    """Register products whose backward pass reads, at a dispatch key, as long as a library lives."""
     for name, product in (("prod", _whole), ("prod.dim_int", _along), ("cumprod", _cumulative)):
-        library.impl(name, computed_as(torch.library.get_kernel(f"aten::{name}", key), product), key, with_keyset=True)
+        kernel = torch.library.get_kernel(f"aten::{name}", key)
+        library.impl(name, with_own_backward(kernel, product), key, with_keyset=True)
 
 
-def computed_as(kernel: Any, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a kernel with the result of another, and a backward pass of its own.
+def with_own_backward(kernel: Any, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a kernel that computes as another, with a backward pass of its own.
 
-    Under `torch.func` and forward differentiation it is the other one, whose formula a step without a mode takes there.
+    Under `torch.func` and forward-mode differentiation the other kernel runs, as without a mode.
 
     Args:
-        kernel: Of an operator at a dispatch key.
-        function: Given what runs that kernel, and the operator's arguments.
+        kernel: The kernel of an operator at a dispatch key.
+        function: Called with a function that runs that kernel, and the operator's arguments.
     """
 
     def run(keys: Any, given: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -40,8 +42,8 @@ def computed_as(kernel: Any, function: Callable[..., Tensor]) -> Callable[..., T
             result: Tensor = kernel.call_boxed(keys, given, *args, **kwargs)
             return result
 
-        is_other = torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
-        if is_other or not torch.is_grad_enabled() or not given.requires_grad or given.layout is not torch.strided:
+        transformed = peek_interpreter_stack() is not None or forward_ad_level() >= 0
+        if transformed or not torch.is_grad_enabled() or not given.requires_grad or given.layout is not torch.strided:
             return as_pytorch(given)
         return function(as_pytorch, given, *args)
 
@@ -96,9 +98,8 @@ def _whole_gradient(grad: Tensor, given: Tensor, result: Tensor, _: None) -> Ten
 
 def _positions_of_zeros(given: Tensor) -> Tensor:
     is_zero = given == 0
-    if (
-        is_zero.any().item()
-    ):  # beside what PyTorch does: where nothing is known, this can be guessed, and a length can't
+    # PyTorch reads the length of `nonzero()`; where no value is known, a boolean can be guessed and a length can't.
+    if is_zero.any().item():
         return is_zero.nonzero()
     return torch.empty((0, given.dim()), dtype=torch.long, device=given.device)
 
@@ -106,13 +107,13 @@ def _positions_of_zeros(given: Tensor) -> Tensor:
 def _gradient_along(grad: Tensor, given: Tensor, result: Tensor, dim: int) -> Tensor:
     is_zero = given == 0
     zeros = is_zero.sum(dim, True)
-    if not zeros.any().item():  # PyTorch reads how many, which differs from step to step
+    if not zeros.any().item():  # PyTorch reads the number of zeros, which differs from step to step
         return grad * (result / given).conj()
     return _gradient_beside_zeros(grad, given, dim % given.dim())
 
 
 def _gradient_beside_zeros(grad: Tensor, given: Tensor, dim: int) -> Tensor:
-    """Return the gradient by the products of what is before each element, and of what is after it."""
+    """Return the gradient, from the products of the elements before and after each element."""
     if given.numel() == 0:
         return grad.expand_as(given)
     size = given.shape[dim]
@@ -164,7 +165,7 @@ def _cumulative_gradient(run: Run, grad: Tensor, given: Tensor, result: Tensor, 
 
 
 def _sums_from_here(values: Tensor, dim: int) -> Tensor:
-    """Return of each element the sum of itself and all after it."""
+    """Return, for each element, the sum of itself and all elements after it."""
     flipped = values.flip(dim)
     sums = flipped.cumsum(dim)
     return sums.flip(dim)
@@ -179,16 +180,18 @@ def _gradient_before_zeros(is_before: Tensor, weighted: Tensor, given: Tensor, d
 def _with_first_zeros(
     gradient: Tensor, is_between: Tensor, zeros: Tensor, grad: Tensor, given: Tensor, result: Tensor, dim: int
 ) -> Tensor:
-    """Return a gradient with that of the first zero of each line: what is before it by the sum of what follows it.
+    """Return a gradient with the entries of each line's first zero.
+
+    Such an entry is the product of the factors before the zero, times a sum over the products that follow it.
 
     Args:
-        gradient: Of the other elements.
-        is_between: Where one zero has been seen; is written to.
-        zeros: How many zeros have been seen.
-        grad: Of the result.
+        gradient: The gradient of the other elements.
+        is_between: Whether exactly one zero is at or before the element; is written to.
+        zeros: The number of zeros at or before the element.
+        grad: The gradient of the result.
         given: The factors.
         result: Their cumulative product.
-        dim: Of the lines.
+        dim: The dimension of the lines.
     """
     first = is_between.max(dim, keepdim=True)[1]
     is_first = torch.zeros_like(is_between).scatter_(dim, first, 1).logical_and_(is_between)

@@ -1,4 +1,4 @@
-"""A dispatch mode that records operators, storages and what autograd saves, on fake or real tensors."""
+"""A dispatch mode that records operators, storages and saved tensors, with fake or real data."""
 
 from __future__ import annotations
 
@@ -13,18 +13,29 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 from torch import nn
-from torch._C import _functorch as functorch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import graph
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from memfit._torch.autograd import (
+    current_autograd_node,
+    current_graph_task_id,
+    get_sequence_nr,
+    pop_saved_tensors_default_hooks,
+    push_saved_tensors_default_hooks,
+    sequence_nr_of,
+    top_saved_tensors_default_hooks,
+)
+from memfit._torch.dispatch import TorchDispatchMode, get_unwrapped, is_functorch_wrapped_tensor
+from memfit._torch.fake import FakeTensor, FakeTensorMode
+from memfit._torch.modules import BatchNormBase, NormBase, forward_hooks, forward_pre_hooks, set_forward_hooks
+from memfit._torch.operators import packet_of, schema_of
+from memfit._torch.pytree import tree_leaves
+from memfit._torch.tensors import storage_key_of
 from memfit.capture.accumulation import Accumulation
 from memfit.capture.call_states import CallStates
-from memfit.capture.kernels import as_the_kernel, grouped_product
-from memfit.capture.sparse_operators import SparseOperators, one_by_one, written_by
-from memfit.capture.values import KnownValues, device_of, tensors_in
+from memfit.capture.kernel_outputs import grouped_product, kernel_outputs
+from memfit.capture.known_values import KnownValues, device_of, tensors_in, written_by
+from memfit.capture.sparse_operators import SparseOperators, per_tensor_calls
 from memfit.errors import CaptureError
 from memfit.ir.trace import Call, Module, Op, Phase, Save, Work
 from memfit.signature import signature
@@ -32,7 +43,7 @@ from memfit.sparse import is_dense, parts
 from memfit.transfers import covers_storage, has_history
 
 _aten = torch.ops.aten
-_INCIDENTAL = ("profiler", "prim")  # marks, and questions that only fake tensors ask (`tensor.device`)
+_INCIDENTAL = ("profiler", "prim")  # marks, and queries such as `tensor.device` that only fake tensors dispatch
 _DEVICE = torch.ops.prim.device.default
 _NEVER = -2
 
@@ -47,7 +58,7 @@ class LiveStorage:
 
 
 class _Saved:
-    """What autograd holds in place of a saved tensor."""
+    """The object that autograd holds in place of a saved tensor."""
 
     __slots__ = ("__weakref__", "index", "tensor")
 
@@ -57,7 +68,7 @@ class _Saved:
 
 @dataclass
 class Recording:
-    """Everything seen between `begin_step` and the end."""
+    """The record of one step, from `begin_step` to `end_step`."""
 
     ops: list[Op] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
@@ -68,27 +79,23 @@ class Recording:
 
 
 def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor within those that transforms of `torch.func` give to code."""
-    while functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = functorch.get_unwrapped(tensor)
+    """Return the tensor within the wrappers of `torch.func`'s transforms."""
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
     return tensor
 
 
-def _storage_key(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
 def _dense(tensors: Any) -> list[torch.Tensor]:
-    """Return the tensors that hold the memory of an operator's arguments or outputs: of sparse ones the parts."""
-    found = tensors_in(tensors)
-    return found if all(map(is_dense, found)) else [part for t in found for part in parts(t)]
+    """Return the dense tensors among an operator's arguments or outputs, and the parts of sparse ones."""
+    flat = tensors_in(tensors)
+    return flat if all(map(is_dense, flat)) else [part for t in flat for part in parts(t)]
 
 
 def draws_random_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Tell whether a call advances the generator; attention operators do so only with dropout."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
-    for position, argument in enumerate(func._schema.arguments):
+    for position, argument in enumerate(schema_of(func).arguments):
         if argument.name == "dropout_p":
             value = args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
             return bool(value)
@@ -100,13 +107,13 @@ def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
 
 
 def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, device_type: str) -> Work:
-    """Return what a call does on the device: counted once for each signature."""
+    """Return the operations and bytes of a call on the device; counted once for each signature."""
     given, made = (
         [t for t in _dense(tensors) if device_of(t).type == device_type] for tensors in ((args, kwargs), out)
     )
-    held = {_storage_key(t) for t in given}
+    held = {storage_key_of(t) for t in given}
     written = [
-        *(t for t in made if _storage_key(t) not in held),
+        *(t for t in made if storage_key_of(t) not in held),
         *(t for t in _mutated(func, args, kwargs) if device_of(t).type == device_type),
     ]
     floating = [t for t in (*given, *made) if t.is_floating_point()]
@@ -118,15 +125,15 @@ def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, 
 
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    count = flop_registry.get(func._overloadpacket)
+    count = flop_registry.get(packet_of(func))
     try:
         return int(count(*args, **kwargs, out_val=out)) if count is not None else 0
-    except AssertionError:  # of grouped queries before torch 2.12; `ir.flops` counts attention by itself
+    except AssertionError:  # grouped queries before torch 2.12; `ir.flops` counts attention by itself
         return 0
 
 
 def _covered_bytes(tensor: torch.Tensor) -> int:
-    """Return the distinct bytes that a tensor covers: an expanded one covers less than it has elements."""
+    """Return the distinct bytes that a tensor covers: fewer than its elements where it is expanded."""
     if tensor.numel() == 0:
         return 0
     elements = math.prod(n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
@@ -134,7 +141,7 @@ def _covered_bytes(tensor: torch.Tensor) -> int:
 
 
 class _Uncounted(OrderedDict[int, Any]):
-    """Hooks of a module that run, and that `len` does not count."""
+    """A mapping of module hooks that run although its length is 0."""
 
     def __len__(self) -> int:
         return 0
@@ -144,26 +151,23 @@ class _Uncounted(OrderedDict[int, Any]):
 
 
 def _let_encoders_run_in_one_operator(model: nn.Module) -> None:
-    """Have encoder layers of a copy not see the hooks that are to come.
-
-    Those of PyTorch run in one operator where they don't train, unless there are hooks within them.
-    """
+    """Hide later hooks from PyTorch's encoder layers, which run in one operator only where they have no hooks."""
     for layer in (module for module in model.modules() if isinstance(module, nn.TransformerEncoderLayer)):
         within = list(layer.modules())
-        if not any(module._forward_hooks or module._forward_pre_hooks for module in within):
+        if not any(forward_hooks(module) or forward_pre_hooks(module) for module in within):
             for module in within:
-                module._forward_hooks, module._forward_pre_hooks = _Uncounted(), _Uncounted()
+                set_forward_hooks(module, _Uncounted(), _Uncounted())
 
 
 class Recorder(TorchDispatchMode):
-    """Records every operator below autograd, and the life of every storage.
+    """A dispatch mode that records every operator below autograd, and the lifetime of every storage.
 
-    Enter it inside (after) a fake tensor mode, or alone for a real run. Modules are attributed by
-    `watch`, phases by `enter_phase`, saved tensors by `saving`.
+    Enter it inside (after) a fake tensor mode, or alone for a real run. `watch` attributes operators to modules,
+    `enter_phase` to phases; `saving` records saved tensors.
 
     Args:
-        fake: The fake tensor mode it is entered in, or None.
-        device_type: The device whose memory is followed: "cpu" or "cuda".
+        fake: The fake tensor mode around it, or None.
+        device_type: The device whose memory is recorded: "cpu" or "cuda".
     """
 
     def __init__(self, fake: FakeTensorMode | None = None, device_type: str = "cpu") -> None:
@@ -179,14 +183,14 @@ class Recorder(TorchDispatchMode):
         self.microbatch = 0
         self._index: dict[int, int] = {}
         self._stack: list[int] = []
-        self._looks_away = False
+        self._is_paused = False
         self._module_index: dict[int, int] = {}
         self._call_of_sequence: dict[int, int] = {}
         self.modules: list[Module] = []
         self._states: CallStates | None = None
 
     def begin_step(self) -> None:
-        """Start to record; storages that are alive have birth -1."""
+        """Begin to record; live storages get birth -1."""
         storages = [LiveStorage(self.now.storages[i].nbytes, -1) for i in self._index.values()]
         self._index = {key: new for new, key in enumerate(self._index)}
         self.now = Recording(storages=storages)
@@ -196,7 +200,7 @@ class Recorder(TorchDispatchMode):
         self._node, self._node_began = -1, 0
 
     def end_step(self) -> Recording:
-        """Return what was recorded; storages still alive keep death `len(ops)`."""
+        """Return the recording; storages still alive have death `len(ops)`."""
         self.recording, self._states = False, None
         done = self.now
         for storage in done.storages:
@@ -206,19 +210,19 @@ class Recorder(TorchDispatchMode):
         return done
 
     def live_bytes(self) -> int:
-        """Return what the storages take that are alive."""
+        """Return the bytes of all live storages."""
         return sum(self.now.storages[index].nbytes for index in self._index.values())
 
     def observe(self, tensor: torch.Tensor, birth: int) -> int | None:
-        """Return the index of a tensor's storage, following its life from now on if it is new.
+        """Return the index of a tensor's storage, whose lifetime is recorded from now on.
 
-        None for what takes no memory of the device, and for sparse tensors, whose parts are followed.
+        None for a tensor on another device, and for a sparse tensor, whose parts are observed.
         """
         if tensor.layout is not torch.strided:
             for part in parts(tensor):
                 self.observe(part, birth)
             return None
-        key = _storage_key(tensor)
+        key = storage_key_of(tensor)
         if device_of(tensor).type != self.device_type:
             return None
         known = self._index.get(key)
@@ -240,20 +244,20 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is _DEVICE and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # most of all calls, which take long from mode to mode
-        if func.namespace in _INCIDENTAL or self._looks_away:
+            return args[0].fake_device  # most of all calls, slow from mode to mode
+        if func.namespace in _INCIDENTAL or self._is_paused:
             return func(*args, **kwargs)
-        if (calls := one_by_one(func, args)) is not None:
-            for one, arguments in calls:
-                self.__torch_dispatch__(one, types, arguments)
+        if (calls := per_tensor_calls(func, args)) is not None:
+            for operator, arguments in calls:
+                self.__torch_dispatch__(operator, types, arguments)
             return None
         phase = self._phase()
         call = self._current_call(phase)
         position = len(self.now.ops)
-        func, args = self.accumulation.as_the_engine(func, args, kwargs)
+        func, args = self.accumulation.engine_operator(func, args, kwargs)
         text = signature(func, args, kwargs) if self.recording else ""  # before sparse arguments get other entries
         sparse = [t for t in written_by(func, args, kwargs) if t.layout is not torch.strided]
-        held = _dense(sparse)  # what they give up for new memory is there until the operator ends
+        held = _dense(sparse)  # the memory that they give up lives until the operator ends
         out = self._run(func, args, kwargs)
         for tensor in sparse:
             self.observe(tensor, position if self.recording else -1)
@@ -270,7 +274,7 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if func is _aten._grouped_mm.default and args[0].dtype == args[1].dtype:
             return grouped_product(func, args, kwargs)
-        return as_the_kernel(self.sparse.run(func, args, kwargs), func, args, kwargs, self.device_type)
+        return kernel_outputs(self.sparse.run(func, args, kwargs), func, args, kwargs, self.device_type)
 
     def _op(
         self, text: str, func: Any, args: Any, kwargs: Any, out: Any, call: int, phase: Phase, mutated: tuple[int, ...]
@@ -283,11 +287,11 @@ class Recorder(TorchDispatchMode):
         return Op(str(func), call, phase, self.microbatch, index, mutated, random)
 
     def _phase(self) -> Phase:
-        again = self.phase == "backward" and torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
-        return "recompute" if again else self.phase
+        recomputes = self.phase == "backward" and current_graph_task_id() != -1 and torch.is_grad_enabled()
+        return "recompute" if recomputes else self.phase
 
     def enter_phase(self, phase: Phase, microbatch: int) -> None:
-        """Say what the step does from now on."""
+        """Begin a phase of a microbatch."""
         if self._states is not None and phase == "backward":
             for call, name in self._states.changes().items():
                 self.now.calls[call] = replace(self.now.calls[call], changed=name)
@@ -295,25 +299,25 @@ class Recorder(TorchDispatchMode):
 
     def _current_call(self, phase: Phase) -> int:
         if phase == "backward":
-            node = torch._C._current_autograd_node()
-            number = -1 if node is None else node._sequence_nr()
+            node = current_autograd_node()
+            number = -1 if node is None else sequence_nr_of(node)
             if number != self._node:
                 self._node, self._node_began = number, len(self.now.ops)
             return self._call_of_sequence.get(number, -1)
         call = self._stack[-1] if self._stack else -1
         if phase == "forward":
-            # The node of this operator was made just before it was dispatched; operators that make none come later.
-            self._call_of_sequence.setdefault(torch._C._autograd._get_sequence_nr() - 1, call)
+            # The autograd node of this operator was made just before; operators without a node come later.
+            self._call_of_sequence.setdefault(get_sequence_nr() - 1, call)
         return call
 
     def _is_of_this_node(self, tensor: torch.Tensor) -> bool:
-        """Tell whether a tensor's memory is from the formula of the node that is running, or ran just before."""
-        index = self._index.get(_storage_key(tensor)) if tensor.layout is torch.strided else None
+        """Tell whether the autograd node that is running, or ran just before, made a tensor's storage."""
+        index = self._index.get(storage_key_of(tensor)) if tensor.layout is torch.strided else None
         return self.recording and index is not None and self.now.storages[index].birth >= self._node_began
 
     @contextlib.contextmanager
     def watch(self, model: nn.Module) -> Iterator[None]:
-        """Attribute operators to the modules of a model."""
+        """Attribute operators to the modules of a model, until the context is left."""
         handles: list[Any] = []
         self._states = CallStates(model)
         _let_encoders_run_in_one_operator(model)
@@ -337,9 +341,10 @@ class Recorder(TorchDispatchMode):
         activations = tuple(dict.fromkeys(i for i in movable if i is not None))
         parent = self._stack[-1] if self._stack else -1
         index = len(self.now.calls)
-        here = len(self.now.ops)
-        which = self._module_index[id(module)]
-        self.now.calls.append(Call(which, parent, self.microbatch, here, here, inputs, self._phase(), activations))
+        position, number = len(self.now.ops), self._module_index[id(module)]
+        self.now.calls.append(
+            Call(number, parent, self.microbatch, position, position, inputs, self._phase(), activations)
+        )
         self._stack.append(index)
         if self._states is not None and self.phase == "forward":
             self._states.begin(index, module)
@@ -352,7 +357,7 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """Record what autograd saves."""
+        """Record the tensors that autograd saves, until the context is left."""
         with _hooks(self._pack, self._unpack, self._refuse_hooks):
             yield
 
@@ -361,42 +366,40 @@ class Recorder(TorchDispatchMode):
         """Have autograd save nothing, as under activation checkpointing.
 
         Args:
-            kept: For each tensor that autograd saves, in order, whether it is saved all the same; what comes after the
-                last is dropped.
+            kept: For each tensor that autograd saves, in order, whether it is saved all the same; tensors after the
+                last one are dropped.
         """
-        left = iter(kept)
+        decisions = iter(kept)
 
         def pack(tensor: torch.Tensor) -> torch.Tensor | None:
-            return self._detached(tensor) if next(left, False) else None
+            return self._detached(tensor) if next(decisions, False) else None
 
         with _hooks(pack, self._unpack, self._refuse_hooks):
             yield
 
     def _refuse_hooks(self) -> None:
-        """Note of the modules that are running that checkpointing, which rests on hooks, can't be within them."""
+        """Mark the running modules: no region within them can be checkpointed, since that takes hooks."""
         for call in self._stack:
             module = self.now.calls[call].module
             self.modules[module] = replace(self.modules[module], refuses_hooks=True)
 
     def _detached(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor without its history, as nobody made it.
-
-        Autograd keeps what hooks return for the output of a node with that node: with its history, the two would hold
-        each other, and live on where the backward pass never comes.
-        """
+        """Return an alias of a tensor without its history."""
         if tensor.is_leaf:
             return tensor
-        self._looks_away = True
+        # A node holds what hooks return for its output: with history the two would hold each other, and never die
+        # where no backward pass comes.
+        self._is_paused = True
         try:
             return tensor.detach()
         finally:
-            self._looks_away = False
+            self._is_paused = False
 
     @contextlib.contextmanager
     def generator_states(self) -> Iterator[None]:
-        """Follow the states of the CPU's generator that code takes; checkpointing keeps one for each call.
+        """Observe copies of the CPU generator's state, until the context is left.
 
-        No mode sees them, and where activations are few they count: 5 KB each.
+        Checkpointing keeps one of 5 KB for each call, and no mode sees it.
         """
         original = torch.get_rng_state
 
@@ -421,15 +424,15 @@ class Recorder(TorchDispatchMode):
         call = self._stack[-1] if self._stack else -1
         self.now.saves.append(Save(storage, len(self.now.ops), call, -1, _NEVER))
         saved = _Saved(self._detached(tensor), index)
-        weakref.finalize(saved, self._let_go, self.now, index).atexit = False
+        weakref.finalize(saved, self._saved_died, self.now, index).atexit = False
         return saved
 
     def _unpack(self, saved: Any) -> torch.Tensor:
         if not isinstance(saved, _Saved):
             if saved is None:
                 raise CaptureError(
-                    "autograd asks within the forward pass for what it did not ask for the first time, so that the"
-                    " step's memory can't be predicted; make Workload.loss_fn do the same on every call"
+                    "the forward pass, run again, unpacks a saved tensor that its first run did not unpack, so that the"
+                    " step's memory can't be predicted: make Workload.loss_fn do the same on every call"
                 )
             assert isinstance(saved, torch.Tensor)
             return saved
@@ -438,7 +441,7 @@ class Recorder(TorchDispatchMode):
             self.now.saves[saved.index] = replace(record, unpacked=len(self.now.ops))
         return saved.tensor
 
-    def _let_go(self, recording: Recording, index: int) -> None:
+    def _saved_died(self, recording: Recording, index: int) -> None:
         recording.saves[index] = replace(recording.saves[index], death=len(recording.ops) - 1)
 
 
@@ -446,29 +449,29 @@ class Recorder(TorchDispatchMode):
 def _hooks(
     pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor], on_refusal: Callable[[], None]
 ) -> Iterator[None]:
-    """Give autograd hooks of saved tensors, but where transforms of `torch.func` run, which refuse any.
+    """Set hooks of saved tensors, until the context is left, except within transforms of `torch.func`.
 
-    The step without hooks runs there; what autograd saves within is seen by when its storages die.
+    Transforms refuse hooks: there, saved tensors show by the deaths of their storages.
 
     Args:
-        pack: Called with what is saved.
-        unpack: Called with what `pack` returned.
+        pack: Called with each saved tensor.
+        unpack: Called with the result of `pack`.
         on_refusal: Called where a transform runs.
     """
     refuse = graph.disable_saved_tensors_hooks
 
     @contextlib.contextmanager
     def without(message: str) -> Iterator[None]:
-        ours = torch._C._autograd._top_saved_tensors_default_hooks(False) == (pack, unpack)
+        ours = top_saved_tensors_default_hooks(False) == (pack, unpack)
         on_refusal()
         if ours:
-            torch._C._autograd._pop_saved_tensors_default_hooks()
+            pop_saved_tensors_default_hooks()
         try:
             with refuse(message):
                 yield
         finally:
             if ours:
-                torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+                push_saved_tensors_default_hooks(pack, unpack)
 
     graph.disable_saved_tensors_hooks = without  # type: ignore[assignment]
     try:
@@ -479,6 +482,5 @@ def _hooks(
 
 
 def _module(fqn: str, module: nn.Module) -> Module:
-    norms = nn.modules.batchnorm
-    couples = isinstance(module, norms._BatchNorm) and module.training
-    return Module(fqn, type(module).__name__, couples, isinstance(module, norms._NormBase))
+    couples = isinstance(module, BatchNormBase) and module.training
+    return Module(fqn, type(module).__name__, couples, isinstance(module, NormBase))

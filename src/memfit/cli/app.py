@@ -13,8 +13,8 @@ import typer
 
 from memfit.cli import commands, streams
 from memfit.cli.output import err, out, print_error, print_json, stages
-from memfit.devices import fake_cuda
 from memfit.errors import MemfitError, UsageError, VerificationError
+from memfit.fake_gpu import shim
 from memfit.frames import users_frames
 from memfit.units import parse_budget
 
@@ -48,7 +48,7 @@ Overwrite = Annotated[bool, typer.Option(help="Replace what is there already.")]
 
 
 class NumericsName(enum.StrEnum):
-    """How far the numbers of the training may change."""
+    """Numerics classes, by how far the numbers of the training may change."""
 
     exact = "exact"
     reordered = "reordered"
@@ -77,14 +77,14 @@ class ShardingName(enum.StrEnum):
 
 
 class FrameworkName(enum.StrEnum):
-    """What a workload is written in."""
+    """Frameworks of workloads."""
 
     pytorch = "pytorch"
     jittor = "jittor"
 
 
-class PatientName(enum.StrEnum):
-    """Frameworks that need looking after."""
+class DoctorFramework(enum.StrEnum):
+    """Frameworks that need preparation."""
 
     jittor = "jittor"
 
@@ -92,10 +92,10 @@ class PatientName(enum.StrEnum):
 def main() -> None:
     """Run the command line; errors end it with their exit status, and show the user's own frames only.
 
-    An error that comes from no code of the user's is memfit's own: its traceback is shown whole.
+    The traceback of an error without user code is shown whole: it is memfit's own.
     """
     commands.is_whole = False
-    if "torch" not in sys.modules:  # which then says nothing of memory that it measured only in part
+    if "torch" not in sys.modules:  # silences its notices about partly measured memory
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         _main()
@@ -151,19 +151,19 @@ def estimate(
 ) -> None:
     """Predict the memory (bytes) and the time (seconds) of the step as it is, without running it."""
     from memfit import pipeline
-    from memfit.devices.advice import precisions
+    from memfit.hardware.advice import precisions
     from memfit.report.estimates import estimate_page
     from memfit.workload import precision_label
 
     _check_new("--snapshot", snapshot, overwrite)
     _check_new("--chrome-trace", chrome_trace, overwrite)
     if sharding is not None and world_size == 1:
-        raise UsageError(f"--sharding {sharding.value} needs ranks to share the training: give --world-size")
+        raise UsageError(f"--sharding {sharding.value} needs several ranks: give --world-size above 1")
     loaded = _load_for(workload, device)
     is_auto = precision is PrecisionName.auto
     chosen = precisions(pipeline.find_device(device))[-1] if is_auto else cast("Precision", precision.value)
     with stages() as progress:
-        found = pipeline.estimate(
+        prediction = pipeline.estimate(
             loaded,
             device=device,
             precision=chosen,
@@ -175,10 +175,10 @@ def estimate(
             progress=progress,
         )
     if as_json:
-        print_json(found)
+        print_json(prediction)
     else:
         ranks = f", one of {world_size} ranks" if world_size > 1 else ""
-        out.print(estimate_page(found, f"{loaded.name} on {device}, {precision_label(loaded, chosen)}{ranks}"))
+        out.print(estimate_page(prediction, f"{loaded.name} on {device}, {precision_label(loaded, chosen)}{ranks}"))
     for written in (snapshot, chrome_trace):
         if written is not None and not as_json:
             out.print(f"Written to {written}", highlight=False, soft_wrap=True)
@@ -225,11 +225,11 @@ def plan(
     if framework is FrameworkName.jittor:
         from memfit.cli.jittor import plan_in_jittor
 
-        found = plan_in_jittor(workload, budget, device, numerics.value, searched, points)
+        chosen = plan_in_jittor(workload, budget, device, numerics.value, searched, points)
     else:
         loaded = _load_for(workload, device)
         with stages() as progress:
-            found = pipeline.plan(
+            chosen = pipeline.plan(
                 loaded,
                 budget=budget,
                 device=device,
@@ -240,11 +240,11 @@ def plan(
                 progress=progress,
             )
     if output is not None:
-        pipeline.save_plan(found, output)
+        pipeline.save_plan(chosen, output)
     if as_json:
-        print_json(found)
+        print_json(chosen)
     else:
-        out.print(plan_table(found), frontier_table(found))
+        out.print(plan_table(chosen), frontier_table(chosen))
         if output is not None:
             out.print(f"Written to {output}", highlight=False)
 
@@ -293,11 +293,11 @@ def probe_range(
 
     loaded = _load(workload)
     with stages() as progress:
-        found = pipeline.probe_range(loaded, batches=batches, microbatch_size=microbatch_size, progress=progress)
+        ranges = pipeline.probe_range(loaded, batches=batches, microbatch_size=microbatch_size, progress=progress)
     if as_json:
-        print_json(found)
+        print_json(ranges)
     else:
-        out.print(str(found), highlight=False, markup=False, soft_wrap=True)
+        out.print(str(ranges), highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command()
@@ -308,13 +308,13 @@ def verify(workload: WorkloadName, plan: PlanFile, as_json: AsJson = False) -> N
 
     read, loaded = pipeline.load_plan(plan), _load(workload)
     with stages() as progress:
-        found = pipeline.verify(read, loaded, progress=progress)
+        verification = pipeline.verify(read, loaded, progress=progress)
     if as_json:
-        print_json({**msgspec.structs.asdict(found), "holds": found.holds})
+        print_json({**msgspec.structs.asdict(verification), "holds": verification.holds})
     else:
-        out.print(verification_table(found))
-    if not found.holds:
-        raise VerificationError(f"{plan} does not hold: " + "; ".join(found.failures))
+        out.print(verification_table(verification))
+    if not verification.holds:
+        raise VerificationError(f"{plan} does not hold: " + "; ".join(verification.failures))
 
 
 @app.command()
@@ -369,15 +369,17 @@ def train(
 ) -> None:
     """Train with a plan: metrics, checkpoints and a report in the run's folder."""
     from memfit import pipeline
-    from memfit.cli.training import train_with_bar
+    from memfit.cli.training import spare_memory, train_with_bar
     from memfit.report.summary import retries_text, waiting_text
 
     if (steps is None) == (epochs is None):
         raise UsageError("give one of --steps and --epochs")
     if adaptive and not recover:
-        raise UsageError("--adaptive runs what runs out of memory again in any case: leave out --no-recover")
+        raise UsageError("--adaptive always reruns steps that run out of memory: leave out --no-recover")
     limit_bytes = None if limit is None else parse_budget(limit, None, "--limit")
-    read, loaded = pipeline.load_plan(plan), _load(workload)
+    read = pipeline.load_plan(plan)
+    spare_memory(read, host_budget)
+    loaded = _load(workload)
     record = train_with_bar(
         read,
         loaded,
@@ -445,7 +447,7 @@ def ladder(
     as_json: AsJson = False,
 ) -> None:
     """Climb the levers one by one, and measure on this machine what each buys."""
-    from memfit import climbing
+    from memfit._ladder import ladder as climb
     from memfit.ir import codec
     from memfit.report.ladders import ladder_table, write_ladder
 
@@ -453,17 +455,15 @@ def ladder(
     _check_new("--html", page, overwrite)
     loaded = _load(workload)
     with stages() as progress:
-        found = climbing.ladder(
-            loaded, budget=budget, numerics=numerics.value, min_run_seconds=seconds, progress=progress
-        )
+        climbed = climb(loaded, budget=budget, numerics=numerics.value, min_run_seconds=seconds, progress=progress)
     if output is not None:
-        codec.write_atomic(output, codec.encode(found))
+        codec.write_atomic(output, codec.encode(climbed))
     if page is not None:
-        write_ladder(page, found)
+        write_ladder(page, climbed)
     if as_json:
-        print_json(found)
+        print_json(climbed)
     else:
-        out.print(ladder_table(found))
+        out.print(ladder_table(climbed))
 
 
 @app.command()
@@ -485,7 +485,7 @@ def devices(
     if probe and name is not None:
         raise UsageError(f"--probe measures this machine's devices: leave out {name!r}")
     if output is not None and not probe:
-        raise UsageError("--output is where --probe writes: give --probe too")
+        raise UsageError("--output is the file that --probe writes to: give --probe too")
     if probe:
         probe_devices(output, as_json)
     elif name is not None:
@@ -496,7 +496,7 @@ def devices(
 
 @app.command()
 def doctor(
-    framework: Annotated[PatientName, typer.Argument(help="What to look at.", show_default=False)],
+    framework: Annotated[DoctorFramework, typer.Argument(help="What to look at.", show_default=False)],
     prepare: Annotated[bool, typer.Option(help="Compile it where that was not done; takes minutes, once.")] = True,
     as_json: AsJson = False,
 ) -> None:
@@ -517,44 +517,46 @@ def demo(
     overwrite: Overwrite = False,
 ) -> None:
     """Train a byte-level GPT on Python's standard library under a budget that the plain step does not meet."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read as torch is imported: threads that wait leave the cores
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported: waiting threads leave the cores
     from memfit.cli.demo import run_demo
 
     run_demo(output, steps, budget, overwrite)
 
 
 def _precisions(names: list[PrecisionName]) -> list[Precision] | None:
-    """Return what `memfit.plan` takes; "auto" is what it takes by default.
+    """Return the precisions for `memfit.plan`; "auto" is its default, None.
 
     Raises:
-        UsageError: Others are named beside "auto".
+        UsageError: Other precisions are given beside "auto".
     """
     if PrecisionName.auto not in names:
         return [cast("Precision", name.value) for name in names] or None
     if set(names) != {PrecisionName.auto}:
-        others = " ".join(f"--precision {name.value}" for name in names if name is not PrecisionName.auto)
-        raise UsageError(f"--precision auto chooses what is searched by the device: leave out {others}, or auto")
+        other_options = " ".join(f"--precision {name.value}" for name in names if name is not PrecisionName.auto)
+        raise UsageError(
+            f"--precision auto chooses the precisions by the device: leave out {other_options}, or --precision auto"
+        )
     return None
 
 
 def _load_for(workload: str, device: str) -> Workload:
-    """Return a workload to predict for a device; for a GPU, start over in a process where fake CUDA tensors work.
+    """Return a workload to predict for a device; for a GPU, restart in a process with fake CUDA tensors.
 
     There the workload is built under fake tensors, so that a model of any size takes no memory.
     """
     from memfit import pipeline
 
-    found = pipeline.find_device(device)
-    if pipeline.is_elsewhere(found):
-        line = fake_cuda.command("memfit", *sys.argv[1:])
+    target = pipeline.find_device(device)
+    if pipeline.is_elsewhere(target):
+        line = shim.command("memfit", *sys.argv[1:])
         streams.give_back(is_end=False)
         sys.stdout.flush()
         os.execve(line[0], line, {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
-    return _load(workload, is_fake=found.kind == "cuda")
+    return _load(workload, is_fake=target.kind == "cuda")
 
 
 def _load(workload: str, *, is_fake: bool = False) -> Workload:
-    """Return the workload of a name, and show that it is being loaded, which runs the user's code."""
+    """Load a workload by name, which runs the user's code, and show that as a stage."""
     from memfit import pipeline
 
     with stages() as progress:
@@ -565,11 +567,11 @@ def _load(workload: str, *, is_fake: bool = False) -> Workload:
 
 
 def _check_new(option: str, path: Path | None, overwrite: bool) -> None:
-    """Refuse to replace a file, and one that can't be written, before any work is done for it.
+    """Refuse to replace a file, and a file that can't be written, before any work is done for it.
 
     Raises:
-        UsageError: It exists, and `overwrite` is false.
-        OutputError: It can't be written.
+        UsageError: The file exists, and `overwrite` is false.
+        OutputError: The file can't be written.
     """
     from memfit.ir import codec
 
@@ -577,4 +579,4 @@ def _check_new(option: str, path: Path | None, overwrite: bool) -> None:
         return
     codec.check_writable(path)
     if path.exists() and not overwrite:
-        raise UsageError(f"{option} {path} exists already: name another file, or give --overwrite")
+        raise UsageError(f"{option} {path} already exists: give another file, or --overwrite")

@@ -1,4 +1,4 @@
-"""Commands that all take `--traceback`: what they raise is shown with the user's own frames, or whole."""
+"""Commands with the option `--traceback`, which shows errors with all frames instead of the user's own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Commands(typer.Typer):
     def command(  # type: ignore[override]  # Typer spells out every option
         self, name: str | None = None, **options: Any
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Return what makes a function a command of this command line."""
+        """Return a decorator that makes a function a command of this command line."""
         register = super().command(name, **options)
 
         def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -32,7 +32,7 @@ class Commands(typer.Typer):
 
 
 def _with_traceback(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function with one more option, as Typer reads it from its signature."""
+    """Return a function with the option in its signature, where Typer reads it."""
 
     @functools.wraps(function)
     def call(*args: Any, traceback: bool, **kwargs: Any) -> Any:

@@ -13,17 +13,17 @@ from memfit.cli.output import out, stages
 from memfit.cli.training import train_with_bar
 from memfit.ir import codec
 from memfit.ir.plan import Plan
-from memfit.ir.record import Views
+from memfit.ir.run_record import Views
 from memfit.recipes import byte_lm
 from memfit.report.estimates import estimate_page
 from memfit.report.tables import comparison_table, frontier_table, plan_table
-from memfit.train.folder import VIEWS, held_folder
+from memfit.training.runs.folder import VIEWS, held_folder
 from memfit.units import format_bytes
 
 _COMPARED_STEPS = 2
 _TRAINING_SECONDS = 30.0
 _FEWEST, _MOST = 6, 60
-_BUSY = 50.0  # percent of the processors that others use
+_BUSY = 50.0  # percent of the processors in use by other programs
 
 
 def run_demo(folder: Path, steps: int | None, budget: str, overwrite: bool) -> None:
@@ -32,11 +32,11 @@ def run_demo(folder: Path, steps: int | None, budget: str, overwrite: bool) -> N
     Args:
         folder: The run's folder.
         steps: Optimizer updates; None for as many as take about half a minute.
-        budget: For the plan.
-        overwrite: Whether what is in the folder may be replaced.
+        budget: The plan's budget.
+        overwrite: Whether the run in the folder may be replaced.
 
     Raises:
-        OutputError: The folder can't be written, holds something, or another run has it.
+        OutputError: The folder can't be written, is not empty, or another run has it.
         InfeasibleError: No plan fits the budget.
     """
     with held_folder(folder, overwrite=overwrite, resume=False):
@@ -44,7 +44,7 @@ def run_demo(folder: Path, steps: int | None, budget: str, overwrite: bool) -> N
 
 
 def _one_thread_on_a_busy_machine() -> None:
-    """Compute in one thread where others compute too: threads that wait for each other then take many times as long."""
+    """Compute in one thread on a busy machine, where threads that wait for each other are many times slower."""
     if psutil.cpu_percent(interval=0.5) > _BUSY and torch.get_num_threads() > 1:
         torch.set_num_threads(1)
         out.print("Other programs keep this machine busy, so one thread computes.", highlight=False)

@@ -1,4 +1,4 @@
-"""Devices on the command line: the list, one of them, and measuring them."""
+"""Devices on the command line: the list, the details of one, and the probe."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ import msgspec
 import psutil
 
 from memfit.cli.output import err, out, print_json, stages
-from memfit.devices.advice import advice, precisions
-from memfit.devices.catalogue import catalogue, read, user_file
-from memfit.devices.host import devices, find_device
+from memfit.hardware.advice import advice, precisions
+from memfit.hardware.catalogue import catalogue, read, user_file
+from memfit.hardware.host import devices, find_device
 from memfit.ir import codec
 from memfit.ir.device import Device
 from memfit.report.listings import device_page, device_table
 
 
 def list_devices(as_json: bool) -> None:
-    """Show this machine's devices, and those of the catalogue."""
-    here, known = devices(), list(catalogue().values())
+    """Show the devices of this machine and of the catalogue."""
+    here, others = devices(), list(catalogue().values())
     if as_json:
-        print_json({"machine": here, "catalogue": known})
+        print_json({"machine": here, "catalogue": others})
         return
     out.print(device_table(here))
-    out.print(device_table(known, "Catalogue: vendors' peaks, and what was measured by --probe"))
+    out.print(device_table(others, "Catalogue: vendors' peaks, and what was measured by --probe"))
 
 
 def show_device(name: str, as_json: bool) -> None:
-    """Show every figure of a device, where it comes from, and what to make of it."""
+    """Show every figure of a device with its source, and advice."""
     device = find_device(name)
     if as_json:
         print_json(_with_advice(device))
@@ -37,20 +37,20 @@ def show_device(name: str, as_json: bool) -> None:
 
 
 def probe_devices(path: Path | None, as_json: bool) -> None:
-    """Measure this machine's devices, and keep the figures in a file of devices."""
-    from memfit.devices.probe import keep, probe_all
+    """Measure this machine's devices, and write the figures to a file of devices."""
+    from memfit.hardware.measurement import keep, probe_all
 
-    read(path or user_file())  # a file that can't be added to is told before the time is spent
+    read(path or user_file())  # an invalid file is refused before the measurements
     codec.check_writable(path or user_file())
     if psutil.getloadavg()[0] > psutil.cpu_count() / 2:
         err.print("This machine is busy: figures may come out low. Probe again when it is idle.", highlight=False)
     with stages() as progress:
-        found = probe_all(progress)
-    written = keep(found, path)
+        probed = probe_all(progress)
+    written = keep(probed, path)
     if as_json:
-        print_json({"written": str(written), "devices": [_with_advice(device) for device in found]})
+        print_json({"written": str(written), "devices": [_with_advice(device) for device in probed]})
         return
-    for device in found:
+    for device in probed:
         out.print(device_page(device, advice(device)))
     out.print(f"Written to {written}", highlight=False, soft_wrap=True)
 

@@ -1,4 +1,4 @@
-"""Commands for Jittor: what it lacks on this machine, its first compilation with a bar, and plans."""
+"""Commands for Jittor: checks of its requirements, its first compilation with a bar, and plans."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from memfit.ir.plan import Numerics, Plan, Precision
 
 
 def examine(prepare: bool, as_json: bool) -> None:
-    """Show what Jittor needs, and compile it where that was not done.
+    """Show Jittor's requirements, and compile it if necessary.
 
     Raises:
-        MissingExtraError: It is to be prepared, but is not installed.
-        UsageError: It is to be prepared, but something that it needs is missing.
+        MissingExtraError: `prepare` is True, and Jittor is not installed.
+        UsageError: `prepare` is True, and a requirement is missing.
     """
     seconds = _prepare() if prepare else 0.0
     checks = doctor.checks()
@@ -47,13 +47,15 @@ def _prepare() -> float:
 def plan_in_jittor(
     name: str, budget: str, device: str, numerics: Numerics, precisions: Sequence[Precision] | None, points: int
 ) -> Plan:
-    """Return the plan for a workload that is written in Jittor.
+    """Return the plan for a workload in Jittor.
 
     Raises:
-        UsageError: Another device than the one that Jittor uses is asked for.
+        UsageError: `device` is not the one that Jittor uses.
     """
     if device != "cpu":
-        raise UsageError(f"--device {device} is not for --framework jittor, which measures on the device that it uses")
+        raise UsageError(
+            f"--device {device} can't be given with --framework jittor, which measures on its own device: leave it out"
+        )
     _prepare()
     from memfit import jittor
 

@@ -1,4 +1,4 @@
-"""How the command line speaks: tables and JSON on standard output, progress and errors on standard error."""
+"""Output of the command line: tables and JSON on standard output, progress and errors on standard error."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from memfit.frames import frames_text
 out = Console()
 err = Console(stderr=True)
 LINE_SECONDS = 10.0
-"""Between two lines about a stage, where there is no terminal to draw bars on."""
-_NOTICED_SECONDS = 2.0  # a stage that takes less needs no line at its end
+"""Seconds between two lines about a stage, without a terminal for bars."""
+_NOTICED_SECONDS = 2.0  # shorter stages have no line at their end
 
 
 def print_json(value: Any) -> None:
@@ -43,17 +43,17 @@ def print_json(value: Any) -> None:
 
 
 def print_error(error: Exception, as_json: bool, is_whole: bool) -> None:
-    """Print an error with the user's frames, or with its whole traceback; as JSON too where that was asked for."""
-    said = str(error) if isinstance(error, MemfitError) else f"{type(error).__name__}: {error}"
+    """Print an error with the user's frames, or with its whole traceback; on request also as JSON."""
+    message = str(error) if isinstance(error, MemfitError) else f"{type(error).__name__}: {error}"
     if is_whole:
         traceback.print_exception(error)
-    err.print(f"[bold red]error:[/] {_escaped(said)}", highlight=False, soft_wrap=True)
+    err.print(f"[bold red]error:[/] {_escaped(message)}", highlight=False, soft_wrap=True)
     frames = frames_text(error)
     if frames and not is_whole:
         err.print(_escaped(frames), highlight=False, soft_wrap=True, style="dim")
     if as_json:
         numbers = {k: v for k, v in vars(error).items() if not k.startswith("_")}
-        print_json({"error": {"type": type(error).__name__, "message": said, **numbers, "frames": frames}})
+        print_json({"error": {"type": type(error).__name__, "message": message, **numbers, "frames": frames}})
 
 
 def _escaped(text: str) -> str:
@@ -61,26 +61,26 @@ def _escaped(text: str) -> str:
 
 
 class Report(Protocol):
-    """Says how far a stage is."""
+    """A function that reports the progress of a stage."""
 
     def __call__(self, stage: str, done: int, total: int | None, note: str = "") -> None: ...
 
 
 @contextlib.contextmanager
 def stages() -> Iterator[Report]:
-    """Show how far each stage is that reports it, and the time left: as bars on a terminal, elsewhere as few lines."""
+    """Show the progress of stages and their time left: as bars on a terminal, elsewhere as a few lines."""
     with _bars() if err.is_terminal else _lines() as report:
         yield report
 
 
 def seconds_left(seconds: float, first: int, done: int, total: int | None) -> float | None:
-    """Return the time that a stage still takes, if it goes on as until now; None where that can't be said.
+    """Return the time left of a stage, at its speed so far; None if unknown.
 
     Args:
-        seconds: Since its first report.
-        first: What was done then.
-        done: What is done now.
-        total: Of how much.
+        seconds: Seconds since its first report.
+        first: Items done at the first report.
+        done: Items done now.
+        total: Items in all; None if unknown.
     """
     if total is None or done <= first:
         return None
@@ -88,13 +88,13 @@ def seconds_left(seconds: float, first: int, done: int, total: int | None) -> fl
 
 
 def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, secs = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return f"{hours}:{minutes:02}:{secs:02}" if hours else f"{minutes}:{secs:02}"
 
 
 def _left_text(seconds: float | None, since: float) -> str:
-    """Return in words what is left of the time that a stage still took some seconds ago; "" where that is over."""
+    """Return the text of a stage's time left, as estimated `since` seconds ago; "" where it has passed."""
     return "" if seconds is None or seconds - since < 0.5 else f"{_clock(seconds - since)} left"
 
 
@@ -102,7 +102,7 @@ def _left_text(seconds: float | None, since: float) -> str:
 
 
 class _TimeLeft(ProgressColumn):
-    """The time left of a stage."""
+    """A column with the time left of a stage."""
 
     def render(self, task: Task) -> Text:
         total = None if task.total is None else int(task.total)
@@ -137,11 +137,11 @@ def _bars() -> Iterator[Report]:
 
 
 class _Line:
-    """A stage that is told of in lines: when it begins, every `LINE_SECONDS`, and when it ends, if that took a while.
+    """A stage reported in lines: at its start, every `LINE_SECONDS`, and at its end, unless it was short.
 
     Args:
         stage: Its name.
-        done: What is done when it begins.
+        done: Items done at its start.
     """
 
     def __init__(self, stage: str, done: int, total: int | None, note: str) -> None:
@@ -151,13 +151,13 @@ class _Line:
         self._print()
 
     def update(self, done: int, total: int | None, note: str) -> None:
-        """Take note of how far it is."""
+        """Update the progress."""
         self.reported = time.monotonic()
         self.done, self.total, self.note = done, total, note
         self.tell()
 
     def tell(self) -> None:
-        """Say how far it is, if that was not said for a while."""
+        """Print the progress, if the last line is `LINE_SECONDS` old."""
         now = time.monotonic()
         if self._is_over() or now - self.printed < LINE_SECONDS:
             return
@@ -165,7 +165,7 @@ class _Line:
         self._print(f"{_clock(now - self.started)} so far", _left_text(left, now - self.reported))
 
     def end(self) -> None:
-        """Say that it is over, if it took a while."""
+        """Print the end, unless the stage was short."""
         if self._is_over() and self.reported - self.started >= _NOTICED_SECONDS:
             self._print(f"done in {_clock(self.reported - self.started)}")
 
@@ -181,7 +181,7 @@ class _Line:
 
 @contextlib.contextmanager
 def _lines() -> Iterator[Report]:
-    found: dict[str, _Line] = {}
+    lines: dict[str, _Line] = {}
     last: list[_Line] = []
     over, guard = threading.Event(), threading.Lock()
 
@@ -189,13 +189,13 @@ def _lines() -> Iterator[Report]:
         with guard:
             if last and last[0].stage != stage:
                 last.pop().end()
-            if stage not in found:
-                found[stage] = _Line(stage, done, total, note)
+            if stage not in lines:
+                lines[stage] = _Line(stage, done, total, note)
             else:
-                found[stage].update(done, total, note)
-            last[:] = [found[stage]]
+                lines[stage].update(done, total, note)
+            last[:] = [lines[stage]]
 
-    def tell() -> None:  # of a stage that reports nothing for long
+    def tell() -> None:  # prints lines for stages that report nothing for long
         while not over.wait(LINE_SECONDS / 10):
             with guard:
                 for line in last:

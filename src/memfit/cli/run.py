@@ -1,4 +1,4 @@
-"""Somebody's own training script, run in a budget as it is."""
+"""Runs the user's own training script, unchanged, within a budget."""
 
 from __future__ import annotations
 
@@ -7,25 +7,31 @@ import sys
 import traceback
 from pathlib import Path
 
+import torch
+
 from memfit.cli.output import err, stages
 from memfit.errors import MemfitError, UsageError
 from memfit.frames import is_users
+from memfit.hardware import heap
+from memfit.hardware.host import free_bytes
 from memfit.ir.plan import Numerics
-from memfit.pipeline.fitting import fit_whatever_trains
+from memfit.pipeline._fit import fit_whatever_trains
+from memfit.units import Budget, read_budget
 
 
 def run_script(
     name: str, arguments: list[str], is_module: bool, budget: str, numerics: Numerics, host_budget: str | None
 ) -> None:
-    """Run a script, or a module as `python -m` does, with its arguments, and fit the loop in it into a budget.
+    """Run a script, or a module as with `python -m`, and fit its training loop into a budget.
 
-    What it raises ends the command as it ends Python: with its traceback, but for memfit's own frames, and status 1.
+    Its errors end the command as they end Python, with a traceback without memfit's frames, and status 1.
 
     Raises:
-        UsageError: There is no such script.
+        UsageError: The script does not exist.
     """
     if not is_module and not Path(name).is_file():
-        raise UsageError(f"there is no script {name!r}: name one, with its arguments after it, or -m and a module")
+        raise UsageError(f"there is no script {name!r}: give a file and its arguments, or -m and a module")
+    _spare_memory(read_budget(budget))
     sys.argv = [name, *arguments]
     sys.path.insert(0, str(Path.cwd() if is_module else Path(name).resolve().parent))
     try:
@@ -46,14 +52,20 @@ def run_script(
         raise SystemExit(1) from None
 
 
+def _spare_memory(budget: Budget) -> None:
+    """Make this process return freed memory at once, where a CPU budget in bytes needs it, and tell the user."""
+    if budget.of == "" and not torch.cuda.is_available() and (told := heap.spare(budget.nbytes(), free_bytes())):
+        _tell(told)
+
+
 def _tell(text: str) -> None:
     err.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _print_traceback(error: Exception) -> None:
-    """Print a traceback as Python does, without the frames of what runs the script."""
-    found = traceback.TracebackException.from_exception(error)
-    first = next((i for i, frame in enumerate(found.stack) if is_users(frame.filename)), 0)
-    found.stack = traceback.StackSummary.from_list(found.stack[first:])
-    for line in found.format():
+    """Print a traceback as Python does, without the frames outside of the script."""
+    exception = traceback.TracebackException.from_exception(error)
+    first = next((i for i, frame in enumerate(exception.stack) if is_users(frame.filename)), 0)
+    exception.stack = traceback.StackSummary.from_list(exception.stack[first:])
+    for line in exception.format():
         sys.stderr.write(line)

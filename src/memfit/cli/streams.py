@@ -1,4 +1,4 @@
-"""Standard output as one JSON document: what else is printed, by the user's code too, goes to standard error."""
+"""Standard output as one JSON document: all other output, the user's code's too, goes to standard error."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import TextIO
 _OUT, _ERR = 1, 2
 
 
-class _Kept:
-    """Standard output, kept while standard error takes its place.
+class _SavedOutput:
+    """Standard output, saved while it is redirected to standard error.
 
     Attributes:
-        stream: Python's.
-        descriptor: A copy of the file descriptor.
+        stream: Python's stream.
+        descriptor: A duplicate of the file descriptor.
     """
 
     def __init__(self) -> None:
@@ -28,62 +28,62 @@ class _Kept:
         self.replace()
 
     def replace(self) -> None:
-        """Let standard error take the place: for Python, and for what writes to the file descriptor, such as C."""
+        """Redirect to standard error, for Python and for writers to the file descriptor, such as C code."""
         sys.stdout = sys.stderr
         os.dup2(_ERR, _OUT)
 
     def put_back(self) -> None:
-        """Let standard output have its place again."""
+        """Restore standard output."""
         _flush()
         os.dup2(self.descriptor, _OUT)
         sys.stdout = self.stream
 
 
-_kept: _Kept | None = None
+_saved: _SavedOutput | None = None
 
 
 def when_asked(is_asked: bool) -> bool:
-    """Let all but what is printed in `for_json` go to standard error until `give_back`, if --json is given."""
-    global _kept
-    if is_asked and _kept is None:
-        _kept = _Kept()
+    """If --json is given, redirect all output outside of `for_json` to standard error until `give_back`."""
+    global _saved
+    if is_asked and _saved is None:
+        _saved = _SavedOutput()
     return is_asked
 
 
 def takes_json() -> bool:
     """Tell whether standard output is for one JSON document."""
-    return _kept is not None
+    return _saved is not None
 
 
 def give_back(*, is_end: bool = True) -> None:
-    """Put standard output back.
+    """Restore standard output.
 
     Args:
-        is_end: Whether the command is over: what is printed when Python exits then goes to standard error too.
+        is_end: Whether the command is over: output while Python exits then goes to standard error too.
     """
-    global _kept
-    if _kept is None:
+    global _saved
+    if _saved is None:
         return
-    _kept.put_back()
-    os.close(_kept.descriptor)
-    _kept = None
+    _saved.put_back()
+    os.close(_saved.descriptor)
+    _saved = None
     if is_end:
         atexit.unregister(_at_exit)
-        atexit.register(_at_exit)  # functions run from the last to the first: before those of the user's code
+        atexit.register(_at_exit)  # runs before the functions that the user's code registered earlier
 
 
 @contextlib.contextmanager
 def for_json() -> Iterator[None]:
-    """Print to standard output itself while the context is entered."""
-    if _kept is None:
+    """Restore standard output while the context is entered."""
+    if _saved is None:
         yield
         return
-    _kept.put_back()
+    _saved.put_back()
     try:
         yield
     finally:
         _flush()
-        _kept.replace()
+        _saved.replace()
 
 
 def _at_exit() -> None:
@@ -94,7 +94,7 @@ def _at_exit() -> None:
 
 
 def _flush() -> None:
-    """Write what Python and C have not written yet."""
+    """Flush the buffers of Python and C."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

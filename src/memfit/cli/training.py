@@ -1,20 +1,22 @@
-"""Training with a bar."""
+"""Training with a progress bar."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from memfit import pipeline
-from memfit.cli.output import stages
+from memfit.cli.output import err, stages
+from memfit.hardware import heap
+from memfit.hardware.host import free_bytes
 from memfit.ir.plan import Plan
-from memfit.ir.record import RunRecord
-from memfit.train.log import Progress
-from memfit.units import format_bytes, format_seconds
+from memfit.ir.run_record import RunRecord
+from memfit.training.runs.log import Progress
+from memfit.units import format_bytes, format_seconds, parse_budget
 from memfit.workload import Workload
 
 
 def train_with_bar(plan: Plan, workload: Workload, *, steps: int | None, **arguments: Any) -> RunRecord:
-    """Train as `memfit.train` does, and show how far it is: loss, step time, and the last measured peak."""
+    """Train with `memfit.train`, and show progress: loss, step time, and the last measured peak."""
     peak = ""
     total = steps if steps is not None else _steps_of(workload, arguments.get("epochs"))
     is_prepared = False
@@ -41,8 +43,26 @@ def train_with_bar(plan: Plan, workload: Workload, *, steps: int | None, **argum
         return pipeline.train(plan, workload, steps=steps, progress=compared, on_step=on_step, **arguments)
 
 
+def spare_memory(plan: Plan, host_budget: str | None) -> None:
+    """Make this process return freed memory at once, where a plan for the CPU needs it, and tell the user.
+
+    Args:
+        plan: The plan to run; call this before any large allocation.
+        host_budget: The run's host budget, as given by the user; None for the host's free memory.
+
+    Raises:
+        BudgetError: `host_budget` is no number of bytes.
+    """
+    if plan.device != "cpu":
+        return
+    free = free_bytes()
+    room = free if host_budget is None else min(free, parse_budget(host_budget, free, "host_budget"))
+    if told := heap.spare(plan.predicted.peak_upper_bytes, room):
+        err.print(told, highlight=False, soft_wrap=True)
+
+
 def _steps_of(workload: Workload, epochs: int | None) -> int | None:
-    """Return the optimizer updates of some passes over the data; None where its batches have no number."""
+    """Return the number of optimizer updates in some epochs; None where the batches have no length."""
     if epochs is None or workload.batches is None:
         return epochs
     try:

@@ -1,0 +1,1 @@
+"""Seconds and hidden bytes of operators: measured here, or modelled from a device's figures."""

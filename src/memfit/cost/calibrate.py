@@ -1,8 +1,7 @@
-"""Costs of operators, measured on the machine at hand: each distinct call once, kept in a cache.
+"""Costs of operators, measured on this machine for each distinct call, and cached.
 
-Every call runs once, for the bytes that it allocates inside. Times need many runs with the caches emptied, which take
-long; so only the calls that make up the step's time are timed so, and for a limited time. The others' times are those
-of one or two calls: their errors are of a small share, and go both ways.
+Every call runs once, for its workspace. Times need many runs with emptied caches: only the calls that make up most of
+the step's time are timed so. The times of the others are those of one or two runs.
 """
 
 from __future__ import annotations
@@ -11,6 +10,8 @@ import contextlib
 import functools
 import json
 import os
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -20,16 +21,18 @@ from typing import Any, NamedTuple
 import msgspec
 import platformdirs
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from memfit._torch.autograd import profiler_enabled
+from memfit._torch.dispatch import TorchDispatchMode
+from memfit._torch.pytree import tree_leaves
+from memfit._torch.tensors import storage_key
 from memfit.cost.error_bars import calibration
-from memfit.devices.allocation import allocated_by_name
-from memfit.devices.host import host_name
 from memfit.errors import OutputError, PlanError
+from memfit.hardware.cpu_allocations import allocated_by_name
+from memfit.hardware.host import host_name
 from memfit.ir import codec
-from memfit.ir.cost import CostTable, OpCost
+from memfit.ir.operator_costs import CostTable, OpCost
 from memfit.ir.trace import Trace
 from memfit.signature import rebuild
 from memfit.sparse import parts
@@ -37,16 +40,16 @@ from memfit.sparse import parts
 _MARK = "memfit-op-"
 _ENOUGH_SECONDS = 0.02
 _LEAST_RUNS, _COLD_RUNS, _WARM_RUNS = 2, 5, 10
-_ALIKE = 1.1  # a time is believed when another one is no more than this times as long
+_ALIKE = 1.1  # a least time is confirmed by another one that is at most this times as long
 _FINE_SECONDS = 1e-5
 _CACHE_BYTES, _NOTICED_BYTES = 48 * 2**20, 2**16
 _OVERHEAD_RUNS = 40
 _NO_KERNEL = ("not implemented for", "nsupported dtype", "could not create a primitive", "not supported for")
-_SHARE = 0.005  # of a step's time: calls that take less of it in all are timed coarsely
+_SHARE = 0.005  # share of a step's time: calls that take less of it in all are timed coarsely
 _AGAIN_SHARE = 4 * _SHARE  # calls timed coarsely for one step that take this share of another are timed again
-_LIMIT_SECONDS = 30.0  # that timing may take; the calls that take the most come first
-_LONG_SECONDS, _ONCE_SECONDS = 0.1, 1.0  # calls that take so long are called twice, and once
-_MEASURING = 4  # raised when calls are measured in another way, so that a cache does not mix the two
+_LIMIT_SECONDS = 30.0  # for timing; the slowest calls come first
+_LONG_SECONDS, _ONCE_SECONDS = 0.1, 1.0  # calls of this length are run twice, and once
+_MEASURING = 4  # version of the measurement, in the cache's name
 
 Clock = Callable[[], float]
 Progress = Callable[[int, int], None]
@@ -55,11 +58,11 @@ Progress = Callable[[int, int], None]
 def calibrate(traces: Iterable[Trace], progress: Progress | None = None) -> CostTable:
     """Return the costs of the operators of some traces on this machine's CPU.
 
-    The error bar is wider where an operator could not be run, so that what it allocates inside is unknown.
+    The error bar is wider where an operator could not be run, so that its workspace is unknown.
 
     Args:
-        traces: Their distinct operator calls are measured, unless the cache has them.
-        progress: Called with how much is done, of how much.
+        traces: The traces, whose distinct operator calls are measured, unless the cache has them.
+        progress: Called with the number of runs done, and of all runs.
     """
     path = cache_path()
     table = _cached(path)
@@ -77,14 +80,14 @@ def calibrate(traces: Iterable[Trace], progress: Progress | None = None) -> Cost
 
 
 def _timed_too_coarsely(table: CostTable, uses: Mapping[str, int]) -> list[str]:
-    """Return the calls that were timed coarsely for another step, and take much of this one."""
+    """Return the calls that were timed coarsely for another step, and take a large share of this one."""
     coarse = {s: times * table.ops[s].seconds for s, times in uses.items() if s in table.ops and table.ops[s].coarse}
     total = sum(times * table.of(s).seconds for s, times in uses.items())
     return [s for s, seconds in coarse.items() if seconds >= _AGAIN_SHARE * total]
 
 
 def known_workspace_bytes() -> dict[str, int]:
-    """Return what calls allocate inside on this machine's CPU, by signature, of those that were measured so far."""
+    """Return the cached workspaces of calls on this machine's CPU, by signature."""
     path = cache_path()
     with contextlib.suppress(PlanError):
         ops = codec.read(path, CostTable).ops if path.exists() else {}
@@ -93,7 +96,7 @@ def known_workspace_bytes() -> dict[str, int]:
 
 
 def cache_path() -> Path:
-    """Return where this machine's costs are kept: below MEMFIT_CACHE_DIR, or the user's cache folder."""
+    """Return the path of this machine's costs, in MEMFIT_CACHE_DIR or the user's cache folder."""
     folder = os.environ.get("MEMFIT_CACHE_DIR") or platformdirs.user_cache_dir("memfit")
     machine = f"{host_name()}-torch{torch.__version__}-{torch.get_num_threads()}threads"
     return Path(folder) / f"costs{_MEASURING}-{machine}.json"
@@ -123,52 +126,61 @@ def _cached(path: Path) -> CostTable:
 def measure(
     signatures: list[str], progress: Progress | None = None, uses: Mapping[str, int] | None = None
 ) -> dict[str, OpCost]:
-    """Return the cost of each operator call: its least time, and the bytes that it allocates inside.
+    """Return the cost of each operator call: its least time, and its workspace.
 
     Args:
         signatures: The calls.
-        progress: Called with how many runs are done, of how many: each call is run first, and timed later.
-        uses: How often each runs in a step: those that take little of it are timed coarsely. None times all well.
+        progress: Called with the number of runs done, and of all runs: each call is run first, and timed later.
+        uses: The number of each call's runs in a step, of which those with a small share are timed coarsely. None times
+            all calls well.
     """
     random_state = torch.get_rng_state()
     try:
         first = _first_runs(signatures, progress)
         with torch.no_grad():
             coarse = {text: _coarse_seconds(text, run.seconds) for text, run in first.items()}
-            total = {text: seconds * (uses or {}).get(text, 1) for text, seconds in coarse.items()}
-            least = 0.0 if uses is None else _SHARE * sum(total.values())
-            order = sorted(signatures, key=lambda text: -total.get(text, 0.0))
-            seconds = _well_timed(
-                [text for text in order if total.get(text, -1.0) >= least], coarse, progress, len(order)
-            )
+            times = {text: 1 if uses is None else uses.get(text, 1) for text in signatures}
+            seconds = _precise_seconds(coarse, times, 0.0 if uses is None else _SHARE, progress, len(signatures))
         return {text: _cost(text, first, coarse, seconds) for text in signatures}
     finally:
         torch.set_rng_state(random_state)
 
 
 class _FirstRun(NamedTuple):
-    """What the first run of a call took, and what it allocated inside."""
+    """The time and workspace of a call's first run."""
 
     seconds: float
     workspace_bytes: int
 
 
-def _well_timed(
-    worth: list[str], coarse: Mapping[str, float], progress: Progress | None, count: int
+def _precise_seconds(
+    coarse: Mapping[str, float], times: Mapping[str, int], share: float, progress: Progress | None, count: int
 ) -> dict[str, float]:
-    """Return the least times of calls, until the time for that is spent; those that take long were timed enough."""
-    found: dict[str, float] = {}
+    """Return the least times of the calls that take the most of a step, until the time limit.
+
+    Args:
+        coarse: The times of all calls that could be run, from one or two runs of each.
+        times: The number of each call's runs in a step.
+        share: The share of the step's time below which calls are left out.
+        progress: Called with the number of runs done, and of all runs.
+        count: The number of calls.
+    """
+    seconds_of: dict[str, float] = {}
     ends = time.perf_counter() + _LIMIT_SECONDS
     evicting = torch.zeros(_CACHE_BYTES, dtype=torch.uint8)
-    for index, text in enumerate(worth):
-        if time.perf_counter() < ends:
-            long = coarse[text] >= _LONG_SECONDS
-            found[text] = coarse[text] if long else _least_seconds(text, evicting)
+    # Shares are of the best times so far: a first run may take many times as long as later ones.
+    total = {text: seconds * times[text] for text, seconds in coarse.items()}
+    for index, text in enumerate(sorted(total, key=lambda text: -total[text])):
+        if total[text] < share * sum(total.values()) or time.perf_counter() >= ends:
+            break
+        is_long = coarse[text] >= _LONG_SECONDS  # then one or two runs are enough
+        seconds_of[text] = coarse[text] if is_long else _least_seconds(text, evicting)
+        total[text] = seconds_of[text] * times[text]
         if progress is not None:
             progress(count + index + 1, 2 * count)
-    if progress is not None:
+    if progress is not None and len(seconds_of) < count:
         progress(2 * count, 2 * count)
-    return found
+    return seconds_of
 
 
 def _cost(
@@ -180,7 +192,7 @@ def _cost(
 
 
 def _coarse_seconds(text: str, first_seconds: float) -> float:
-    """Return the lesser time of two calls, the first of which was made already; of that alone where it took long."""
+    """Return the lesser time of the first run and a second one; the first run's where that took long."""
     if first_seconds >= _ONCE_SECONDS:
         return first_seconds
     func, args, kwargs = rebuild(text, "cpu")
@@ -188,7 +200,7 @@ def _coarse_seconds(text: str, first_seconds: float) -> float:
 
 
 def missing_kernel(text: str) -> str | None:
-    """Return what PyTorch says of a call that it has no kernel for on this machine; None where it has, or more fails.
+    """Return PyTorch's error for a call without a kernel on this machine; None for other errors or none.
 
     Args:
         text: The call's signature.
@@ -198,48 +210,65 @@ def missing_kernel(text: str) -> str | None:
         with torch.no_grad():
             func(*args, **kwargs)
     except (NotImplementedError, RuntimeError) as e:
-        said = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
-        return f"{type(e).__name__}: {said}" if any(part in str(e) for part in _NO_KERNEL) else None
+        first_line = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+        return f"{type(e).__name__}: {first_line}" if any(part in str(e) for part in _NO_KERNEL) else None
     except Exception:  # an operator may be anyone's code, which may raise anything
         return None
     return None
 
 
 def with_workspaces(table: CostTable, traces: Iterable[Trace]) -> CostTable:
-    """Return costs with what the operators of some traces allocate inside, those new in it with no time.
-
-    Every new call is run once, which takes little.
-    """
+    """Return costs with the workspaces of the operators of some traces; new calls run once, and get no time."""
     missing = [s for s in dict.fromkeys(s for trace in traces for s in trace.signatures) if s not in table.ops]
     random_state = torch.get_rng_state()
     try:
-        found = {text: OpCost(0.0, run.workspace_bytes, False) for text, run in _first_runs(missing).items()}
+        workspaces = {text: OpCost(0.0, run.workspace_bytes, False) for text, run in _first_runs(missing).items()}
     finally:
         torch.set_rng_state(random_state)
-    return msgspec.structs.replace(table, ops={**table.ops, **found})
+    return msgspec.structs.replace(table, ops={**table.ops, **workspaces})
 
 
 def _first_runs(signatures: list[str], progress: Progress | None = None) -> dict[str, _FirstRun]:
-    """Run calls once; return how long each took and what it allocates inside. Those that can't be run are left out."""
+    """Run calls once; return the time and workspace of each. Calls that can't be run are left out."""
+    if profiler_enabled():  # the user's: PyTorch has one profiler at a time
+        return _first_runs_in_process(signatures)
     runs: dict[int, tuple[float, int]] = {}
     with torch.enable_grad(), allocated_by_name(_MARK) as meters:
         for index, text in enumerate(signatures):
-            made = _run_marked(text, f"{_MARK}{index}")
-            if made is not None:
-                runs[index] = made
+            run = _run_marked(text, f"{_MARK}{index}")
+            if run is not None:
+                runs[index] = run
             if progress is not None:
                 progress(index + 1, 2 * len(signatures))
     return {
-        signatures[index]: _FirstRun(seconds, max(0, meters[f"{_MARK}{index}"].peak_bytes - made))
-        for index, (seconds, made) in runs.items()
+        signatures[index]: _FirstRun(seconds, max(0, meters[f"{_MARK}{index}"].peak_bytes - output_bytes))
+        for index, (seconds, output_bytes) in runs.items()
     }
 
 
+def _first_runs_in_process(signatures: list[str]) -> dict[str, _FirstRun]:
+    """Run calls once in a process of their own, which has PyTorch's operators only."""
+    asked = json.dumps({"threads": torch.get_num_threads(), "signatures": signatures})
+    line = [sys.executable, "-c", "from memfit.cost import calibrate; calibrate._run_from_stdin()"]
+    path = os.pathsep.join(folder for folder in sys.path if folder)
+    done = subprocess.run(
+        line, input=asked, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": path}, text=True, check=True
+    )
+    return {text: _FirstRun(*run) for text, run in json.loads(done.stdout).items()}
+
+
+def _run_from_stdin() -> None:
+    """Run the calls that standard input names, and write their times and workspaces to standard output."""
+    asked = json.load(sys.stdin)
+    torch.set_num_threads(asked["threads"])
+    json.dump(_first_runs(asked["signatures"]), sys.stdout)
+
+
 def _run_marked(text: str, mark: str) -> tuple[float, int] | None:
-    """Run a call for the profiler; return its time and the bytes of its new outputs, or None where it can't be run."""
+    """Run a call under the profiler; return its time and the bytes of its new outputs, or None where it can't run."""
     try:
         func, args, kwargs = rebuild(text, "cpu")
-        known = {storage._cdata for storage in _storages((args, kwargs))}
+        known = {storage_key(storage) for storage in _storages((args, kwargs))}
         clock = _clock()
         with torch.profiler.record_function(mark):
             started = clock()
@@ -248,7 +277,7 @@ def _run_marked(text: str, mark: str) -> tuple[float, int] | None:
     except Exception:  # an operator may be anyone's code, which may raise anything
         return None
     held = (out, args, kwargs)  # a sparse argument that is written gets new memory
-    fresh = {storage._cdata: storage.nbytes() for storage in _storages(held)}
+    fresh = {storage_key(storage): storage.nbytes() for storage in _storages(held)}
     return seconds, int(sum(nbytes for key, nbytes in fresh.items() if key not in known))
 
 
@@ -259,13 +288,13 @@ def _storages(values: Any) -> list[torch.UntypedStorage]:
 
 
 def _least_seconds(text: str, evicting: torch.Tensor) -> float:
-    """Return the least time of several calls, with the caches emptied of the arguments before each where that tells.
+    """Return the least time of several runs of a call: other programs only add to it.
 
-    The least: what else runs on the machine only ever adds to it.
+    Before each, the arguments are evicted from the caches where that matters.
 
     Args:
         text: The call's signature.
-        evicting: What is written to empty the caches.
+        evicting: The tensor that is written to evict others from the caches.
     """
     func, args, kwargs = rebuild(text, "cpu")
     given = sum(storage.nbytes() for storage in _storages((args, kwargs)))
@@ -280,11 +309,11 @@ def _least_seconds(text: str, evicting: torch.Tensor) -> float:
 
 
 def _least(run: Callable[[], float], runs: int) -> float:
-    """Return the least of a few times, which another confirms: one alone may be anything.
+    """Return the least of a few times, confirmed by another one.
 
     Args:
-        run: Returns another time.
-        runs: How many are enough where they are short; twice as many where none confirms the least.
+        run: Runs the call and returns its time.
+        runs: The number of short runs; up to twice as many where none confirms the least.
     """
     times: list[float] = []
     while len(times) < 2 * runs:
@@ -296,19 +325,17 @@ def _least(run: Callable[[], float], runs: int) -> float:
 
 
 def _cold_seconds(call: Callable[[], Any], alike: Callable[[], Any], evicting: torch.Tensor, clock: Clock) -> float:
-    """Return the time of a call whose arguments are in no cache, but whose code is.
-
-    In a step, what an operator reads was written long before, but its code ran just before, in the layer above.
+    """Return the time of a call whose arguments are in no cache, but whose code is, as in a step.
 
     Args:
         call: The call.
         alike: The same call on other arguments.
-        evicting: What is written to empty the caches.
-        clock: What to measure with.
+        evicting: The tensor that is written to evict others from the caches.
+        clock: The clock.
     """
     evicting.fill_(1)
-    held = alike()  # or the call would write to its memory, which is in the caches
-    clock()  # its code too, of which half is in the time measured
+    held = alike()  # held, since the call would reuse its memory, which is in the caches
+    clock()  # brings the clock's code into the caches
     seconds = _seconds(call, clock)
     del held
     return seconds
@@ -321,13 +348,13 @@ def _seconds(call: Callable[[], Any], clock: Clock) -> float:
 
 
 def _clock() -> Clock:
-    """Return what to measure with: with one thread its own time, which other programs don't add to."""
+    """Return the clock: with one thread the thread's own, to which other programs don't add."""
     return time.thread_time if torch.get_num_threads() == 1 and _thread_clock_is_fine() else time.perf_counter
 
 
 @functools.cache
 def _thread_clock_is_fine() -> bool:
-    """Tell whether a thread's own clock moves by microseconds; that of some systems counts ticks of milliseconds."""
+    """Tell whether a thread's own clock moves by microseconds; some systems count ticks of milliseconds."""
     started = time.thread_time()
     while (now := time.thread_time()) == started:
         pass
@@ -335,7 +362,7 @@ def _thread_clock_is_fine() -> bool:
 
 
 class _Count(TorchDispatchMode):
-    """Counts operators."""
+    """A dispatch mode that counts operators."""
 
     operators = 0
 
@@ -345,7 +372,7 @@ class _Count(TorchDispatchMode):
 
 
 def _dispatch_seconds() -> float:
-    """Measure what an operator costs in a step of tiny modules beyond a bare call of a tiny operator."""
+    """Return the measured time of an operator in a step of tiny modules beyond a bare call of a tiny operator."""
     layers = [torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(8)]
     model = torch.nn.Sequential(*layers)
     x = torch.ones(4, 8)
@@ -357,7 +384,7 @@ def _dispatch_seconds() -> float:
 
 
 def _checkpoint_overheads() -> tuple[float, float]:
-    """Measure what a checkpointed call costs beyond its operators, and what a selective one does for each of them."""
+    """Return the measured overhead of a checkpointed call, and of a selective one for each of its operators."""
     x = torch.ones(8, requires_grad=True)
 
     def chain(value: torch.Tensor) -> torch.Tensor:

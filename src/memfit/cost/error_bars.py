@@ -1,4 +1,4 @@
-"""How far predictions have been off: error bars from measured steps, by split conformal prediction.
+"""Error bars of predicted peaks, from measured steps by split conformal prediction.
 
 The score of a step is the share by which its measured peak is above the predicted one (negative where it is below).
 The upper end of a new prediction lies above it by the ⌈(n + 1) · rate⌉-th smallest of n scores, so that a new step's
@@ -28,21 +28,21 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     Attributes:
         source: The result file.
-        command: What made the source.
-        machine: Where it was measured.
-        torch_version: The torch it was measured with.
-        date: When it was measured.
-        rate: How often the measured peak is to be within the upper end.
-        cases: Steps measured.
-        workloads: Workloads that these belong to.
-        quantile: The share by which upper ends have to lie above predictions for that, from the scores.
+        command: The command that made the source.
+        machine: The machine of the measurements.
+        torch_version: The version of torch.
+        date: The date of the measurements.
+        rate: The wanted share of steps whose measured peak is within the upper end.
+        cases: The number of steps measured.
+        workloads: The number of their workloads.
+        quantile: The share by which upper ends lie above predictions for that rate, from the scores.
         floor: The least share in use, chosen and not measured: for steps unlike those of the source.
         peak_error: The larger of the two: the share in use.
-        unmeasured_peak_error: The same where the buffers inside operators are not known.
+        unmeasured_peak_error: The same where the workspaces of operators are not known.
         coverage: Share of the steps within the upper end that the quantile of the other workloads gives, without
             the floor (leave one workload out).
-        unmeasured_coverage: The same where the buffers inside operators are not known.
-        workloads_covered: Share of the workloads all of whose steps are, without the floor.
+        unmeasured_coverage: The same where the workspaces of operators are not known.
+        workloads_covered: Share of the workloads whose steps are all covered, without the floor.
     """
 
     schema: str = "memfit.calibration/1"
@@ -65,23 +65,23 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 @functools.cache
 def calibration() -> Calibration:
-    """Return the calibration that this version comes with, made by `python -m benchmarks.calibration`."""
+    """Return the calibration of this version, made by `python -m benchmarks.calibration`."""
     file = importlib.resources.files("memfit.cost") / "calibration.json"
     return codec.decode(file.read_bytes(), Calibration, source=str(file))
 
 
 def upper_error(scores: Sequence[float], rate: float) -> float:
-    """Return the share by which upper ends lie above predictions, 0 at least.
+    """Return the share by which upper ends lie above predictions, at least 0.
 
     Args:
-        scores: Measured less predicted, as a share of the predicted, of the steps measured.
-        rate: How often a new one is to be within (0 to 1, exclusive).
+        scores: The relative excess of the measured over the predicted peak, for each step.
+        rate: The share of new steps that must be within (0 to 1, exclusive).
 
     Raises:
-        ValueError: There are too few for this rate, which takes rate / (1 - rate) scores.
+        ValueError: There are fewer than rate / (1 - rate) scores.
     """
     rank = math.ceil((len(scores) + 1) * rate - _ROUNDING)
     if rank > len(scores):
         enough = math.ceil(rate / (1 - rate) - _ROUNDING)
-        raise ValueError(f"{len(scores)} scores are too few for a rate of {rate}: {enough} do")
+        raise ValueError(f"{len(scores)} scores are too few for rate={rate}: give {enough} or more")
     return max(0.0, sorted(scores)[rank - 1])

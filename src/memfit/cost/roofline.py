@@ -1,13 +1,8 @@
-"""Costs of operators on a device that is not here: what they do, divided by what the device reaches.
+"""Costs of operators on a device that is not here, by the roofline model.
 
-The roofline (Williams, Waterman, Patterson 2009, *Roofline: An Insightful Visual Performance Model for
-Multicore Architectures*): a kernel takes the larger of its arithmetic and its memory traffic, each at the
-rate that its class of operator reaches (`efficiency.toml` says which, and from where). Two terms are added
-for calls that don't fill the device: half of a thread block's share of a matrix product, which is what the
-last wave of blocks idles on average, and the time that any kernel takes. In eager mode no operator follows
-the one before it sooner than `Device.launch_seconds`, which is the floor.
-
-Not yet measured on CUDA. `benchmarks/roofline.py` fits the same form to this CPU, to show that it holds.
+Williams, Waterman, Patterson (2009), *Roofline: An Insightful Visual Performance Model for Multicore Architectures*: a
+kernel's time is the larger of its arithmetic and its memory traffic, each at the rate that its class of operator
+attains (`efficiency.toml`, with sources). Not yet measured on CUDA. `benchmarks/roofline.py` fits the form to this CPU.
 """
 
 from __future__ import annotations
@@ -21,15 +16,15 @@ from typing import Any
 
 import msgspec
 
-from memfit.cost.hidden import layout_bytes, resident_bytes, workspace_bytes
 from memfit.cost.traffic import traffic_bytes
+from memfit.cost.workspaces import layout_bytes, resident_bytes, workspace_bytes
 from memfit.errors import UsageError
 from memfit.ir.arguments import ITEM_BYTES, Tensor, arguments
-from memfit.ir.cost import CostTable, OpCost
 from memfit.ir.device import Device
 from memfit.ir.flops import Matmul, base_name, call_flops, peak_flops
 from memfit.ir.offload import COPY_IN, COPY_OUT
-from memfit.ir.operators import ATTENTION, CONVOLUTIONS, COPIES, MATRIX, RECURRENT, VIEWS, operator_class
+from memfit.ir.operator_classes import ATTENTION, CONVOLUTIONS, COPIES, MATRIX, RECURRENT, VIEWS, operator_class
+from memfit.ir.operator_costs import CostTable, OpCost
 from memfit.ir.trace import Trace, Work
 
 STEP_ERROR = 0.30  # an estimate, not measured: see `CostTable.step_error`
@@ -38,14 +33,14 @@ PEAK_ERROR_CONVOLUTIONS = 0.10  # cuDNN's workspaces are bounds, and wide ones
 _ARITHMETIC = (MATRIX, CONVOLUTIONS, RECURRENT, ATTENTION)
 
 
-class Reach(msgspec.Struct, frozen=True):
-    """What operators of a class reach on a device.
+class AttainedRates(msgspec.Struct, frozen=True):
+    """The rates that a class of operators attains on a device.
 
     Attributes:
-        flops_per_second: Of large calls.
-        bytes_per_second: Of large calls.
-        fixed_seconds: What a call takes beyond its work.
-        half_width: The narrowest dimension of a product at which half of the rate is reached.
+        flops_per_second: The arithmetic rate of large calls.
+        bytes_per_second: The memory rate of large calls.
+        fixed_seconds: The time of a call beyond its work.
+        half_width: The narrowest dimension of a product that attains half of the arithmetic rate.
     """
 
     flops_per_second: float
@@ -57,9 +52,9 @@ class Reach(msgspec.Struct, frozen=True):
         """Return the time of a call.
 
         Args:
-            flops: That it does.
-            nbytes: That it moves.
-            width: The narrowest dimension of its product; see `narrowest`.
+            flops: Its floating-point operations.
+            nbytes: Its memory traffic.
+            width: The narrowest dimension of its product; see `narrowest_dimension`.
         """
         arithmetic = flops / self.flops_per_second * (1 + self.half_width / width)
         return max(arithmetic, nbytes / self.bytes_per_second) + self.fixed_seconds
@@ -68,13 +63,13 @@ class Reach(msgspec.Struct, frozen=True):
 def roofline(traces: Iterable[Trace], device: Device, *, matmul: Matmul = "highest") -> CostTable:
     """Return the costs of the operators of some traces on a device, without running any.
 
-    Each operator's seconds are the larger of its kernel's time and `device.launch_seconds`, so that they add
-    up; what a long kernel hides of the dispatch of later ones is not subtracted (`ir.stream`).
+    Each operator's seconds are the larger of its kernel's time and `device.launch_seconds`, so that they add up; the
+    dispatch of later operators that a long kernel hides is not subtracted.
 
     Args:
-        traces: Steps captured for this kind of device.
-        device: What they will run on; its rates and bandwidth must be known.
-        matmul: What the program passes to `torch.set_float32_matmul_precision`.
+        traces: Traces of steps captured for this kind of device.
+        device: The device; its rates and bandwidth must be known.
+        matmul: The program's `torch.set_float32_matmul_precision`.
 
     Raises:
         UsageError: The device's figures are missing.
@@ -104,10 +99,10 @@ def roofline(traces: Iterable[Trace], device: Device, *, matmul: Matmul = "highe
 
 
 def check_figures(device: Device) -> None:
-    """Check that a device has the figures that times are made of.
+    """Check that a device has the figures that times are computed from.
 
     Raises:
-        UsageError: It has not.
+        UsageError: A figure is missing.
     """
     needed = {
         "bandwidth_bytes_per_second": device.bandwidth_bytes_per_second,
@@ -117,8 +112,8 @@ def check_figures(device: Device) -> None:
     missing = [name for name, value in needed.items() if value <= 0]
     if missing:
         raise UsageError(
-            f"device={device.name!r} has no {', '.join(missing)}, so that no time can be predicted for it: "
-            f"give its entry {'them' if len(missing) > 1 else 'it'} (vector_flops needs 'float32')"
+            f"device={device.name!r} has no {', '.join(missing)}, so that no time can be predicted for it: add"
+            f" {'them' if len(missing) > 1 else 'it'} to its entry (vector_flops needs 'float32')"
         )
 
 
@@ -130,13 +125,13 @@ def _op_cost(name: str, signature: str, work: Work, device: Device, matmul: Matm
 
 
 def _copy_seconds(signature: str, device: Device) -> float:
-    """Return how long a copy between host and device takes."""
+    """Return the time of a copy between host and device."""
     nbytes = max((math.prod(t.shape) * ITEM_BYTES.get(t.dtype, 1) for t in arguments(signature).tensors), default=0)
     return nbytes / device.link_bytes_per_second if device.link_bytes_per_second else 0.0
 
 
 def floor_seconds(name: str, signature: str, work: Work, device: Device) -> float:
-    """Return the least time from this operator to the next, whatever its kernel does."""
+    """Return the least time from this operator to the next in eager mode, whatever its kernel's time."""
     if not runs_kernel(name, work):
         return float(figures()["device"]["view_share"] * device.launch_seconds)
     if operator_class(name) != RECURRENT:
@@ -146,7 +141,7 @@ def floor_seconds(name: str, signature: str, work: Work, device: Device) -> floa
 
 
 def _time_steps(signature: str) -> int:
-    """Return how many steps of a recurrent layer wait for one another."""
+    """Return the number of a recurrent layer's time steps that wait for one another."""
     given = arguments(signature)
     first = given.get(0, "input")
     if not isinstance(first, Tensor) or len(first.shape) < 3:
@@ -156,50 +151,51 @@ def _time_steps(signature: str) -> int:
 
 
 def runs_kernel(name: str, work: Work) -> bool:
-    """Tell whether an operator runs anything on the device; allocations don't, though their outputs are new."""
+    """Tell whether an operator runs a kernel on the device; allocations don't, though their outputs are new."""
     return work.kernel and operator_class(name) != VIEWS
 
 
 def kernel_seconds(name: str, signature: str, work: Work, device: Device, matmul: Matmul = "highest") -> float:
-    """Return how long an operator's kernels run.
+    """Return the time of an operator's kernels.
 
     Args:
-        name: Its overload.
-        signature: The call.
-        work: What the call does.
-        device: What it runs on.
-        matmul: Whether float32 products may use TF32.
+        name: The operator's overload.
+        signature: The call's signature.
+        work: The call's work.
+        device: The device.
+        matmul: The program's `torch.set_float32_matmul_precision`.
     """
     if not runs_kernel(name, work):
         return 0.0
     nbytes = traffic_bytes(name, signature, work)
     flops = call_flops(name, signature, work).hardware
-    reached = reach(name, signature, work, device, matmul)
+    rates = attained_rates(name, signature, work, device, matmul)
     if work.read_bytes + work.write_bytes <= device.cache_bytes:
         nbytes = nbytes / figures()["device"]["cache_speedup"]
     copied = 2 * layout_bytes(name, signature, work, device)  # read and written, by kernels of their own
     copies = copied / float(figures()[COPIES]["traffic"] * device.bandwidth_bytes_per_second)
-    return reached.seconds(flops, nbytes, narrowest(name, signature)) + copies
+    return rates.seconds(flops, nbytes, narrowest_dimension(name, signature)) + copies
 
 
-def reach(name: str, signature: str, work: Work, device: Device, matmul: Matmul = "highest") -> Reach:
-    """Return the rates that a call reaches once it is large, and what it takes beyond."""
+def attained_rates(name: str, signature: str, work: Work, device: Device, matmul: Matmul = "highest") -> AttainedRates:
+    """Return the rates that a large call attains, and its fixed time."""
     kind = operator_class(name)
     shared, own = figures()["device"], figures().get(kind, figures()["other"])
     flops_per_second = _arithmetic_rate(name, signature, work, device, matmul)
     fixed = float(shared["kernel_seconds"])
     if kind in (MATRIX, CONVOLUTIONS) and work.flops:
         depth = min(work.flops * _item_bytes(work) / (2 * max(1, work.write_bytes)), shared["block_depth"])
+        # On average the last wave of thread blocks idles for half of a block's share of the product.
         block = 2 * min(shared["block_elements"], work.write_bytes / _item_bytes(work)) * depth
         fixed += 0.5 * block * device.cores / flops_per_second
     half_width = float(shared["half_width"]) if kind in (MATRIX, CONVOLUTIONS) else 0.0
-    return Reach(flops_per_second, own["traffic"] * device.bandwidth_bytes_per_second, fixed, half_width)
+    return AttainedRates(flops_per_second, own["traffic"] * device.bandwidth_bytes_per_second, fixed, half_width)
 
 
-def narrowest(name: str, signature: str) -> float:
-    """Return the narrowest dimension of a product, or the fewer of a convolution's channels; infinite for others.
+def narrowest_dimension(name: str, signature: str) -> float:
+    """Return the narrowest dimension of a product, or the fewer channels of a convolution; infinite for others.
 
-    Tiles are computed whole, however little of them is used.
+    It matters since kernels compute whole tiles, however little of them is used.
     """
     kind, given = operator_class(name), arguments(signature)
     if kind == CONVOLUTIONS:
@@ -230,7 +226,7 @@ def _arithmetic_rate(name: str, signature: str, work: Work, device: Device, matm
 
 
 def _attention_share(name: str, device: Device) -> float:
-    """Return the share of the peak that a fused attention kernel reaches on this generation."""
+    """Return the share of the peak rate that a fused attention kernel attains on this generation of GPUs."""
     own = figures()[ATTENTION]
     kernel = next((k for k in ("flash", "efficient", "cudnn") if k in name), None)
     if kernel is None:
@@ -251,5 +247,5 @@ def _is_depthwise(name: str, signature: str) -> bool:
 
 @functools.cache
 def figures() -> dict[str, Any]:
-    """Return `efficiency.toml`: what is reached, by class of operator, with sources."""
+    """Return `efficiency.toml`: the attained shares of the peak rates, by class of operator, with sources."""
     return tomllib.loads(resources.files("memfit.cost").joinpath("efficiency.toml").read_text("utf-8"))

@@ -1,4 +1,4 @@
-"""Bytes that an operator's kernels move, where that is not what its arguments cover."""
+"""Memory traffic of operators whose kernels don't read their arguments exactly once."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ _READS_TWICE = {
     "native_layer_norm_backward",
     "_fused_rms_norm_backward",
 }
-"""Kernels that pass over their input once for the statistics or the parameters' gradients, and once more."""
+"""Kernels that read their input once for the statistics or the parameters' gradients, and once more."""
 _GATHERS = {"embedding", "index", "index_select", "gather", "_unsafe_index"}
 _SHAPE_ONLY = {"nll_loss_backward", "nll_loss2d_backward"}
-_SECTOR_BYTES = 32  # the least that a GPU reads from memory
+_SECTOR_BYTES = 32  # the least that a GPU reads at once
 
 
 def traffic_bytes(name: str, signature: str, work: Work) -> int:
     """Return the bytes read and written by a call.
 
     Args:
-        name: Its overload.
-        signature: The call.
-        work: What its arguments and outputs cover.
+        name: The operator's overload.
+        signature: The call's signature.
+        work: The call's work, with the bytes that its arguments and outputs cover.
     """
     return _read_bytes(base_name(name), signature, work) + work.write_bytes
 
 
 def _read_bytes(base: str, signature: str, work: Work) -> int:
-    if base in _OVERWRITES:  # what is written was given as an argument, but is not read
+    if base in _OVERWRITES:  # the written argument is not read
         return max(0, work.read_bytes - work.write_bytes)
     if base in _READS_TWICE:
         return 2 * work.read_bytes
-    if base in _GATHERS:  # rows that are looked up, not the whole table
+    if base in _GATHERS:  # the looked-up rows, not the whole table
         return min(work.read_bytes, work.write_bytes + _integer_bytes(signature))
     if base in _SHAPE_ONLY:
         return _integer_bytes(signature)
@@ -61,6 +61,6 @@ def _integer_bytes(signature: str) -> int:
 
 
 def _gradient_bytes(signature: str) -> int:
-    """Return what the scattered rows read and write once more in the table's gradient."""
+    """Return the bytes that scattered rows read and write once more in the table's gradient."""
     gradient = arguments(signature).get(0, "grad_output")
     return 2 * gradient.nbytes if isinstance(gradient, Tensor) else 0

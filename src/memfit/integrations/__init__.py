@@ -1,4 +1,4 @@
-"""memfit under trainers of other libraries: they keep the loop, memfit sets precision, microbatch and checkpointing.
+"""Integrations with other trainers: they keep the loop, memfit sets precision, microbatch size and checkpointing.
 
 Import the one that you use: `memfit.integrations.transformers`, `.lightning` or `.accelerate`.
 """

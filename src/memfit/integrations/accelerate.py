@@ -15,15 +15,15 @@ except ImportError as e:
 
 
 class FittedLoop(Fitted):
-    """A plan for a loop with an `Accelerator`; the model is checkpointed until `close`.
+    """A plan for a loop with an `Accelerator`; it checkpoints the model until `close`.
 
     Args:
         workload: The step at the global batch, over the model and the optimizer that the loop trains.
-        budget: Of memory, as `memfit.plan` takes it.
+        budget: The memory budget, as for `memfit.plan`.
         options: Further options of `memfit.plan`.
 
     Attributes:
-        microbatch_size: For the loop's `DataLoader`.
+        microbatch_size: Batch size for the loop's `DataLoader`.
     """
 
     def __init__(self, workload: Workload, *, budget: int | float | str, **options: Any) -> None:
@@ -31,7 +31,7 @@ class FittedLoop(Fitted):
         self.checkpoint(workload.model)
 
     def accelerator(self, **arguments: Any) -> _accelerate.Accelerator:
-        """Return an accelerator with the plan's precision and accumulation, and with further arguments of its own."""
+        """Return an accelerator with the plan's precision and accumulation, and further `arguments`."""
         return _accelerate.Accelerator(
             mixed_precision=NAMES[self.precision], gradient_accumulation_steps=self.accumulation, **arguments
         )

@@ -3,56 +3,92 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from memfit.errors import UsageError
 from memfit.ir.plan import Plan, Precision
-from memfit.pipeline import plan
-from memfit.pipeline.switching import switched
+from memfit.levers.switch import switched
+from memfit.pipeline import estimate, plan
+from memfit.training.trainer import evaluation_mode
+from memfit.units import format_bytes
 from memfit.workload import Workload
 
 MIXED: tuple[Precision, ...] = ("32-true", "bf16-mixed", "16-mixed")
-"""Precisions that these trainers have under memfit's names or their own."""
+"""Precisions that these trainers offer, under memfit's names or their own."""
 
 NAMES: dict[Precision, str] = {"32-true": "no", "bf16-mixed": "bf16", "16-mixed": "fp16"}
-"""As accelerate calls them."""
+"""Names of these precisions in accelerate."""
 
 
 class Fitted:
-    """What a plan asks of a trainer, and what memfit does to the model itself.
+    """A plan's settings for a trainer, and the checkpointing that memfit applies to the model itself.
 
     Args:
         workload: The step at the global batch.
-        options: Of `memfit.plan`, `budget` at least.
+        options: Options of `memfit.plan`, `budget` at least.
 
     Attributes:
         plan: The plan.
-        precision: Of the step.
-        microbatch_size: For the trainer's loader.
-        accumulation: Microbatches in one update.
+        precision: Precision of the step.
+        microbatch_size: Batch size for the trainer's loader.
+        accumulation: Number of microbatches in one update.
     """
 
     def __init__(self, workload: Workload, **options: Any) -> None:
-        kind = next((p.device.type for p in workload.model.parameters()), "cpu")
-        self.plan: Plan = plan(workload, **({"device": kind} | options), optimizers=())  # the trainer updates
+        self._device = {"device": device_of(workload.model)} | options
+        self.plan: Plan = plan(workload, **self._device, optimizers=())  # the trainer updates
         self.precision = self.plan.levers.precision
         size = self.plan.batch_size
         self.microbatch_size = next(d for d in range(self.plan.levers.microbatch_size, 0, -1) if size % d == 0)
         self.accumulation = size // self.microbatch_size
         self._stack = contextlib.ExitStack()
 
+    def check_evaluation(
+        self, workload: Workload, batch: Any, evaluate: Callable[[nn.Module, Any], object], argument: str
+    ) -> None:
+        """Check that an evaluation fits the plan's budget, between two steps of the training.
+
+        Args:
+            workload: The workload of the training.
+            batch: A batch to evaluate.
+            evaluate: Evaluates the model on the batch; runs without gradients and in evaluation mode.
+            argument: The user's argument for the size of the batch, with its value, for the error.
+
+        Raises:
+            UsageError: The evaluation does not fit the budget.
+        """
+
+        def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+            with evaluation_mode(model):
+                evaluate(model, batch)
+            # A step of nothing else: it keeps the optimizer's state in memory, and its backward pass needs no more
+            # than gradients, which training has too.
+            return torch.stack([p.flatten()[0].float() for p in model.parameters() if p.requires_grad]).sum()
+
+        evaluation = dataclasses.replace(workload, batch=batch, loss_fn=loss_fn, batch_size=1)
+        prediction = estimate(evaluation, device=self._device["device"], precision=self.precision)
+        if prediction.peak_upper_bytes > self.plan.budget_bytes:
+            raise UsageError(
+                f"{argument}: an evaluation needs {format_bytes(prediction.peak_upper_bytes)} at its peak, more than"
+                f" budget={format_bytes(self.plan.budget_bytes)}: evaluate at most {self.microbatch_size} samples at"
+                " once, which need no more than the training does, or raise budget="
+            )
+
     def checkpoint(self, model: nn.Module) -> None:
-        """Checkpoint the plan's regions of a model, make it lean and chunk its loss as the plan says, until `close`."""
+        """Checkpoint the plan's regions of a model, and apply its lean modules and chunked loss, until `close`."""
         self.close()
         self._stack.enter_context(switched(model, self.plan.levers))
 
     def close(self) -> None:
-        """Undo it."""
+        """Undo `checkpoint`."""
         self._stack.close()
 
 
-def optimizer_like(model: nn.Module) -> torch.optim.Optimizer:
-    """Return an optimizer to plan with where the trainer makes its own later: AdamW's state is most trainers'."""
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+def device_of(model: nn.Module) -> str:
+    """Return the kind of device that a model is on."""
+    return next((p.device.type for p in model.parameters()), "cpu")

@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
+from memfit._torch.pytree import tree_leaves
 from memfit.errors import MissingExtraError, UsageError
-from memfit.integrations.fitted import MIXED, Fitted, optimizer_like
+from memfit.integrations.fitted import MIXED, Fitted
 from memfit.ir.plan import Plan
+from memfit.rng import rng_preserved
 from memfit.workload import Workload, batch_size_of
 
 try:
-    from lightning.pytorch.callbacks import Callback
+    from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 except ImportError as e:
     raise MissingExtraError("memfit.integrations.lightning", "lightning", e.name or "lightning") from e
 
+_ALTERNATIVES = (
+    "train in a loop of your own with memfit.apply(plan, workload), a Workload for each optimizer, or run your script"
+    " as it is: memfit run --budget ... train.py"
+)
+
 
 class MemfitCallback(Callback):  # type: ignore[misc]
-    """Plans for a `LightningModule`, and checkpoints it while it is fitted.
+    """A callback that plans for a `LightningModule`, and checkpoints it while it is fitted.
 
     The trainer is made with `trainer_arguments`, and the loader with `microbatch_size`:
 
@@ -27,26 +36,58 @@ class MemfitCallback(Callback):  # type: ignore[misc]
         trainer = Trainer(**memory.trainer_arguments, callbacks=[memory])
         trainer.fit(module, DataLoader(data, batch_size=memory.microbatch_size))
 
+    The plan is made for the optimizer that `configure_optimizers` returns, alone or with schedulers. Gradients are
+    zeroed by the module's `optimizer_zero_grad` before the forward pass and before validation; Lightning itself zeroes
+    them after the forward pass, so that they take memory during it.
+
     Lightning divides every microbatch's loss by `accumulate_grad_batches`: have `training_step` return a mean, and
     the data divide into whole global batches (`drop_last=True`), for the same numbers as the global batch.
 
     Args:
         module: A `LightningModule` with automatic optimization, not attached to a trainer.
-        batch: One global batch, as `training_step` takes it.
-        budget: Of memory, as `memfit.plan` takes it.
+        batch: One global batch, as passed to `training_step`.
+        budget: The memory budget, as for `memfit.plan`.
+        optimizer: An optimizer over the module's parameters to plan with, where `configure_optimizers` needs a trainer;
+            None for the result of `configure_optimizers`.
+        validation_batch: The largest batch of `validation_step`, where that has more samples than `microbatch_size`;
+            None where no validation loader gives more.
         options: Further options of `memfit.plan`.
 
     Attributes:
         plan: The plan.
-        microbatch_size: For the loader.
-        trainer_arguments: For `lightning.pytorch.Trainer`.
+        microbatch_size: Batch size for the loader.
+        trainer_arguments: Arguments for `lightning.pytorch.Trainer`.
+
+    Raises:
+        UsageError: The module has several optimizers, or uses manual optimization; or validation needs more than the
+            budget.
+        InfeasibleError: No plan fits the budget.
     """
 
-    def __init__(self, module: Any, batch: Any, *, budget: int | float | str, **options: Any) -> None:
-        workload = Workload(module, batch, _training_step, optimizer_like(module), name=type(module).__name__)
+    def __init__(
+        self,
+        module: Any,
+        batch: Any,
+        *,
+        budget: int | float | str,
+        optimizer: torch.optim.Optimizer | None = None,
+        validation_batch: Any = None,
+        **options: Any,
+    ) -> None:
+        planned = _configured(module) if optimizer is None else optimizer
+        workload = Workload(module, batch, _training_step, planned, name=type(module).__name__)  # type: ignore[arg-type]
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=r".*self\.log.*", category=UserWarning)
             self._fitted = Fitted(workload, budget=budget, **({"precisions": list(MIXED[:2])} | options))
+            self._validated = self._fitted.microbatch_size
+            if validation_batch is not None and batch_size_of(validation_batch) > self._validated:
+                size = batch_size_of(validation_batch)
+                self._fitted.check_evaluation(
+                    workload, validation_batch, _validation_step, f"validation_batch= of {size} samples"
+                )
+                self._validated = size
+        self._planned = None if planned is None else _kind(planned)
+        self._is_spent = False
         self.plan: Plan = self._fitted.plan
         self.microbatch_size = self._fitted.microbatch_size
         self.trainer_arguments = {
@@ -55,25 +96,88 @@ class MemfitCallback(Callback):  # type: ignore[misc]
         }
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Checkpoint the module, if the trainer is what the plan asks for."""
+        """Check that the trainer has the plan's settings, and checkpoint the module."""
         for name, value in self.trainer_arguments.items():
             if getattr(trainer, name) != value:
                 raise UsageError(
-                    f"Trainer({name}={getattr(trainer, name)!r}), and the plan needs {value!r}: make it with"
+                    f"Trainer({name}={getattr(trainer, name)!r}), and the plan needs {name}={value!r}: create it with"
                     " Trainer(**callback.trainer_arguments, callbacks=[callback])"
                 )
+        if trainer.world_size > 1:
+            raise UsageError(
+                f"Trainer(devices={trainer.num_devices}, num_nodes={trainer.num_nodes}) trains on"
+                f" {trainer.world_size} processes, and memfit plans for one: give devices=1, num_nodes=1"
+            )
+        if any(isinstance(other, GradientAccumulationScheduler) for other in trainer.callbacks):
+            raise UsageError(
+                "Trainer(callbacks=[GradientAccumulationScheduler(...)]) changes accumulate_grad_batches while it"
+                f" trains, and the plan needs {self._fitted.accumulation}: leave it out"
+            )
+        self._check_optimizer(trainer.optimizers)
+        self._is_spent = False
         self._fitted.checkpoint(pl_module)
 
+    def _check_optimizer(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        kinds = [_kind(optimizer) for optimizer in optimizers]
+        if self._planned is not None and kinds != [self._planned]:
+            raise UsageError(
+                f"the trainer has the optimizer {', '.join(map(str, kinds))}, and the plan was made for"
+                f" {self._planned}: create the callback anew from this module, or give it the optimizer of"
+                " configure_optimizers as optimizer="
+            )
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Check the batch sizes of the validation loaders that state one."""
+        loaders = trainer.val_dataloaders
+        for loader in tree_leaves(loaders):
+            self._check_validated(getattr(loader, "batch_size", None) or 0)
+
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Check that a batch is no larger than the plan allows."""
+        """Check that a batch is no larger than the plan allows, and drop the gradients of the last update."""
         if batch_size_of(batch) > self.microbatch_size:
             raise UsageError(
-                f"the loader gives {batch_size_of(batch)} samples at once, and the plan allows {self.microbatch_size}:"
-                " make it with batch_size=callback.microbatch_size"
+                f"the loader gives batches of {batch_size_of(batch)} samples, and the plan allows"
+                f" {self.microbatch_size}: create it with batch_size=callback.microbatch_size"
+            )
+        self._zero_grad(trainer, pl_module, batch_idx)
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Note that the gradients are used."""
+        self._is_spent = True
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Drop the gradients of the last update."""
+        self._zero_grad(trainer, pl_module, 0)
+
+    def on_validation_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Check that a batch has no more samples than the plan counted with."""
+        self._check_validated(batch_size_of(batch))
+
+    def _check_validated(self, size: int) -> None:
+        if size > self._validated:
+            raise UsageError(
+                f"a validation loader gives batches of {size} samples, and the plan counted with {self._validated}:"
+                f" create it with batch_size={self._validated}, or give one of its batches as"
+                " MemfitCallback(validation_batch=...)"
+            )
+
+    def _zero_grad(self, trainer: Any, pl_module: Any, batch_idx: int) -> None:
+        """Zero the gradients of the last update, which Lightning would do after the next forward pass."""
+        if not self._is_spent:
+            return
+        self._is_spent = False
+        for optimizer in trainer.optimizers:
+            pl_module.optimizer_zero_grad(trainer.current_epoch, batch_idx, optimizer)
+        if any(p.grad is not None for o in trainer.optimizers for group in o.param_groups for p in group["params"]):
+            raise UsageError(
+                f"{type(pl_module).__name__}.optimizer_zero_grad leaves gradients in memory, and the plan counts with"
+                " none in the forward pass: call optimizer.zero_grad(set_to_none=True) in it"
             )
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Undo what was done to the module."""
+        """Undo the checkpointing of the module."""
         self._fitted.close()
 
 
@@ -81,3 +185,69 @@ def _training_step(module: nn.Module, batch: Any) -> Any:
     """Return the loss of a module's training step."""
     out: Any = module.training_step(batch, 0)  # type: ignore[operator]
     return out["loss"] if isinstance(out, dict) else out
+
+
+def _validation_step(module: nn.Module, batch: Any) -> None:
+    module.validation_step(batch, 0)  # type: ignore[operator]
+
+
+def _configured(module: Any) -> torch.optim.Optimizer | None:
+    """Return the optimizer that a module trains with; None where it has none.
+
+    Raises:
+        UsageError: It has several, uses manual optimization, or needs a trainer to create one.
+    """
+    name = type(module).__name__
+    if not module.automatic_optimization:
+        raise UsageError(
+            f"{name}.automatic_optimization=False: its training_step updates in an order that memfit can't plan for."
+            f" Leave it True, or {_ALTERNATIVES}"
+        )
+    try:
+        with rng_preserved():
+            returned = module.configure_optimizers()
+    except Exception as e:
+        raise UsageError(
+            f"{name}.configure_optimizers() failed before there is a trainer ({type(e).__name__}: {e}): give"
+            " MemfitCallback(optimizer=...), the same optimizer over the module's parameters without its scheduler"
+        ) from e
+    optimizers = _optimizers_in(returned)
+    if len(optimizers) > 1:
+        kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+        raise UsageError(
+            f"{name}.configure_optimizers() returns {len(optimizers)} optimizers ({kinds}), and the plan is for one:"
+            f" return one with several parameter groups, or {_ALTERNATIVES}"
+        )
+    return optimizers[0] if optimizers else None
+
+
+def _optimizers_in(returned: Any) -> list[torch.optim.Optimizer]:
+    """Return the optimizers in a result of `configure_optimizers`, in any form that Lightning documents."""
+    if returned is None:
+        return []
+    if isinstance(returned, Mapping):
+        return [returned["optimizer"]]
+    if isinstance(returned, (list, tuple)):
+        if len(returned) == 2 and isinstance(returned[0], (list, tuple)):  # optimizers, and schedulers
+            returned = returned[0]
+        return [optimizer for part in returned for optimizer in _optimizers_in(part)]
+    return [returned]
+
+
+class _Kind(tuple[str, ...]):
+    """The class, groups and options of an optimizer, which determine its memory."""
+
+    def __str__(self) -> str:
+        return " ".join(self)
+
+
+def _kind(optimizer: torch.optim.Optimizer) -> _Kind:
+    groups = []
+    for group in optimizer.param_groups:
+        on = [name for name in sorted(optimizer.defaults) if name != "lr" and _is_on(group.get(name))]
+        groups.append(f"({len(group['params'])} parameters with {', '.join(on) or 'no options'})")
+    return _Kind((type(optimizer).__name__, *groups))
+
+
+def _is_on(value: Any) -> bool:
+    return any(map(_is_on, value)) if isinstance(value, (list, tuple)) else bool(value)

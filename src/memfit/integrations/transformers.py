@@ -2,103 +2,244 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
+from msgspec.structs import replace
+from torch import nn
+
 from memfit.errors import MissingExtraError, UsageError
-from memfit.integrations.fitted import MIXED, NAMES, Fitted
-from memfit.ir.plan import Plan, Precision
+from memfit.integrations.fitted import MIXED, NAMES, Fitted, device_of
+from memfit.ir.plan import Plan
 from memfit.rng import rng_preserved
-from memfit.workload import Workload, batch_size_of
+from memfit.workload import Workload, batch_size_of, tensors_of
 
 try:
-    from accelerate.state import AcceleratorState
+    from accelerate.utils import convert_outputs_to_fp32
     from transformers import TrainerCallback
+
+    from memfit.integrations.internals import forget_accelerator_state, set_train_batch_size, train_batch_size
 except ImportError as e:
     raise MissingExtraError("memfit.integrations.transformers", "transformers", e.name or "transformers") from e
 
+_CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing")  # the former until transformers 6
+
 
 class MemfitCallback(TrainerCallback):  # type: ignore[misc]
-    """Plans for a `Trainer`, sets its arguments, and checkpoints its model while it trains.
+    """A callback that plans for a `Trainer`, sets its arguments, and checkpoints its model while it trains.
 
-    The global batch, `per_device_train_batch_size * gradient_accumulation_steps` when this is made, stays: memfit
-    chooses how it is cut. `bf16=True` or `fp16=True` of the arguments stay too; with neither, `numerics="reduced"`
-    lets memfit choose. Turn `activation_checkpointing` (once `gradient_checkpointing`) off.
+    The global batch stays `per_device_train_batch_size * gradient_accumulation_steps` of the arguments: memfit chooses
+    the microbatch size. `bf16=True` or `fp16=True` stay too; with neither, `numerics="reduced"` lets memfit choose the
+    precision. `gradient_checkpointing=True`, or enabled on the model, is turned off: the plan's recomputation replaces
+    it.
 
     Args:
-        trainer: A `transformers.Trainer`, before `train()`. Add the callback to it: `trainer.add_callback(callback)`.
-        budget: Of memory, as `memfit.plan` takes it.
+        trainer: A `transformers.Trainer` or subclass, as TRL's `SFTTrainer`, before `train()`. Add
+            the callback to it: `trainer.add_callback(callback)`.
+        budget: The memory budget, as for `memfit.plan`.
+        batch: One global batch of the trainer's collator to plan with: the largest, where they differ; None
+            for the first of the training data.
         options: Further options of `memfit.plan`.
 
     Attributes:
         plan: The plan.
 
     Raises:
-        UsageError: The trainer checkpoints by itself, or runs on several processes.
+        UsageError: The trainer runs on several processes or GPUs, compiles the model, or evaluates batches that don't
+            fit; or `numerics="exact"` is given and the trainer accumulates gradients.
         InfeasibleError: No plan fits the budget.
     """
 
-    def __init__(self, trainer: Any, *, budget: int | float | str, **options: Any) -> None:
+    def __init__(self, trainer: Any, *, budget: int | float | str, batch: Any = None, **options: Any) -> None:
         args = trainer.args
-        if getattr(args, "gradient_checkpointing", False) or getattr(args, "activation_checkpointing", False):
-            raise UsageError(
-                "TrainingArguments.activation_checkpointing=True: leave it out, memfit chooses what to recompute"
-            )
-        if args.world_size > 1:
-            raise UsageError(f"the trainer runs on {args.world_size} processes: memfit plans for one")
-        asked = _asked_precision(args)
-        if asked != "32-true":
-            options = {"precisions": [asked], "numerics": "reduced"} | options
-        else:
-            options = {"precisions": [p for p in MIXED if p != "16-mixed"]} | options
-        self._fitted = Fitted(_workload(trainer), budget=budget, **options)
-        self.plan: Plan = self._fitted.plan
-        _set(trainer, self._fitted, asked)
+        _check(args, options.get("numerics"))
+        dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+        precisions = [p for p in MIXED if p != "16-mixed"] if dtype is None else ["32-true"]
+        options = {"precisions": precisions} | options
+        back, notes = _checkpointing_off(trainer)
+        try:
+            workload = _workload(trainer, batch, dtype, options.get("device"))
+            self._fitted = Fitted(workload, budget=budget, **options)
+            _check_evaluations(trainer, self._fitted, workload, dtype)
+        except BaseException:
+            back()
+            raise
+        self.plan: Plan = replace(self._fitted.plan, notes=[*self._fitted.plan.notes, *notes])
+        _set(trainer, self._fitted)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Checkpoint the model."""
         self._fitted.checkpoint(model)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Undo it."""
+        """Undo the checkpointing."""
         self._fitted.close()
 
 
-def _asked_precision(args: Any) -> Precision:
-    return "bf16-mixed" if args.bf16 else "16-mixed" if args.fp16 else "32-true"
+def _check(args: Any, numerics: str | None) -> None:
+    """Refuse trainer arguments that memfit can't plan for, each by its name."""
+    if args.world_size > 1:
+        raise UsageError(
+            f"TrainingArguments.world_size={args.world_size}: the trainer runs on {args.world_size} processes, and"
+            " memfit plans for one. Start it without torchrun or `accelerate launch`"
+        )
+    if args.n_gpu > 1:
+        raise UsageError(
+            f"TrainingArguments.n_gpu={args.n_gpu}: the trainer spreads each batch over {args.n_gpu} GPUs, and memfit"
+            " plans for one. Set CUDA_VISIBLE_DEVICES=0"
+        )
+    if args.torch_compile:
+        raise UsageError(
+            "TrainingArguments.torch_compile=True: the trainer compiles the model, and the plan is for the uncompiled"
+            " step. Leave torch_compile, torch_compile_backend and torch_compile_mode out"
+        )
+    if args.gradient_accumulation_steps > 1 and numerics == "exact":
+        size, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
+        raise UsageError(
+            f"TrainingArguments.gradient_accumulation_steps={steps} and numerics='exact': an exact plan runs the global"
+            f" batch of {size * steps} samples at once, which adds gradients up in another order than {steps}"
+            f" microbatches of {size}. Give per_device_train_batch_size={size * steps} and"
+            " gradient_accumulation_steps=1, or allow numerics='reordered'"
+        )
 
 
-def _workload(trainer: Any) -> Workload:
-    """Return the trainer's step at its global batch."""
+def _checkpointing_off(trainer: Any) -> tuple[Callable[[], None], list[str]]:
+    """Turn the trainer's own checkpointing off; return a function that turns it on again, and notes."""
+    args, off = trainer.args, []
+    on = [(args, name) for name in _CHECKPOINTING if getattr(args, name, False)]
+    if on:
+        off.append("TrainingArguments.gradient_checkpointing=True")
+    modules = [(m, "gradient_checkpointing") for m in trainer.model.modules() if _is_checkpointing(m)]
+    if modules:
+        off.append("the model's own gradient checkpointing (gradient_checkpointing_enable())")
+    for owner, name in (*on, *modules):
+        setattr(owner, name, False)
+
+    def turn_on() -> None:
+        for owner, name in (*on, *modules):
+            setattr(owner, name, True)
+
+    return turn_on, [f"{setting} is turned off: the plan's recomputation replaces it" for setting in off]
+
+
+def _is_checkpointing(module: nn.Module) -> bool:
+    return getattr(module, "gradient_checkpointing", False) is True
+
+
+def _workload(trainer: Any, batch: Any, dtype: torch.dtype | None, device: str | None) -> Workload:
+    """Return a workload for the trainer's step at its global batch."""
     args = trainer.args
     samples = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    before, trainer._train_batch_size = trainer._train_batch_size, samples
-    try:
-        with rng_preserved():
-            batch = dict(next(iter(trainer.get_train_dataloader())))
-    finally:
-        trainer._train_batch_size = before
+    where = "batch="
+    if batch is None:
+        where, batch = "the training data", _first_batch(trainer, samples)
     if batch_size_of(batch) != samples:
         raise UsageError(
-            f"the training data gives {batch_size_of(batch)} samples where per_device_train_batch_size *"
+            f"{where} gives {batch_size_of(batch)} samples where per_device_train_batch_size *"
             f" gradient_accumulation_steps is {samples}: lower one of them"
         )
     trainer.create_optimizer()
-
-    def loss_fn(model: Any, inputs: Mapping[str, Any]) -> Any:
-        return trainer.compute_loss(model, dict(inputs))
-
+    # On the CPU the loader holds the next batch while one is used; to a GPU it is sent after that.
+    ahead = batch if (device or device_of(trainer.model)) == "cpu" else None
+    loss_fn = _Loss(trainer, dtype, ahead)
+    name = f"trainer, in {str(dtype)[6:]}" if dtype else "trainer"
     return Workload(
-        trainer.model, batch, loss_fn, trainer.optimizer, name="trainer", max_grad_norm=args.max_grad_norm or None
+        trainer.model, batch, loss_fn, trainer.optimizer, name=name, max_grad_norm=args.max_grad_norm or None
     )
 
 
-def _set(trainer: Any, fitted: Fitted, asked: Precision) -> None:
+def _first_batch(trainer: Any, samples: int) -> dict[str, Any]:
+    before = train_batch_size(trainer)
+    set_train_batch_size(trainer, samples)
+    try:
+        with rng_preserved():
+            return dict(next(iter(trainer.get_train_dataloader())))
+    finally:
+        set_train_batch_size(trainer, before)
+
+
+class _Loss:
+    """A trainer's loss, for a model as accelerate would prepare it.
+
+    Args:
+        trainer: The trainer. Its notes on a loss (TRL counts tokens and collects metrics) go into a copy.
+        dtype: Dtype that accelerate casts to, by the trainer's arguments; None for no casts.
+        ahead: Tensors that the loader holds besides the batch; None for nothing.
+    """
+
+    def __init__(self, trainer: Any, dtype: torch.dtype | None, ahead: Any = None) -> None:
+        self.trainer = _with_own_notes(trainer)
+        self.dtype = dtype
+        self.ahead = nn.Module()
+        for index, tensor in enumerate(tensors_of(ahead)):
+            self.ahead.register_buffer(f"tensor_{index}", tensor.clone())
+
+    def __call__(self, model: nn.Module, inputs: Mapping[str, Any]) -> Any:
+        with _prepared(model, self.dtype):
+            return self.trainer.compute_loss(model, dict(inputs))
+
+
+def _with_own_notes(trainer: Any) -> Any:
+    """Return a shallow copy of a trainer, with copies of its plain containers and without its data sets."""
+    copied = copy.copy(trainer)
+    copied.__dict__.update({name: _own(value) for name, value in vars(trainer).items()})
+    copied.train_dataset = copied.eval_dataset = None  # no loss reads them, and they would be copied and counted
+    return copied
+
+
+def _own(value: Any) -> Any:
+    if isinstance(value, (dict, list)) and type(value).__module__ in ("builtins", "collections"):
+        copied = copy.copy(value)
+        for key, inner in copied.items() if isinstance(copied, dict) else enumerate(copied):
+            copied[key] = _own(inner)
+        return copied
+    return value
+
+
+@contextlib.contextmanager
+def _prepared(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+    """Cast in a model's `forward` as accelerate does: autocast within, outputs in fp32."""
+    kind = device_of(model)
+    if dtype is None and not torch.is_autocast_enabled(kind):
+        yield
+        return
+    inner, before = model.forward, vars(model).get("forward")
+    cast = inner if dtype is None else torch.autocast(kind, dtype)(inner)
+    model.forward = convert_outputs_to_fp32(cast)
+    try:
+        yield
+    finally:
+        del model.forward
+        if before is not None:
+            model.forward = before
+
+
+def _check_evaluations(trainer: Any, fitted: Fitted, workload: Workload, dtype: torch.dtype | None) -> None:
+    """Check that evaluations during training fit the budget, where they take more samples at once than training."""
+    args, data = trainer.args, trainer.eval_dataset
+    is_evaluating = args.eval_strategy != "no" or args.eval_on_start
+    if not is_evaluating or data is None or args.eval_batch_size <= fitted.microbatch_size:
+        return
+    loss = _Loss(trainer, dtype)
+    for name in data if isinstance(data, dict) else [None]:
+        with rng_preserved():
+            batch = dict(next(iter(trainer.get_eval_dataloader(name))))
+        of = f" (eval_dataset[{name!r}])" if name is not None else ""
+        fitted.check_evaluation(
+            workload, batch, loss, f"TrainingArguments.per_device_eval_batch_size={args.per_device_eval_batch_size}{of}"
+        )
+
+
+def _set(trainer: Any, fitted: Fitted) -> None:
     args = trainer.args
-    args.per_device_train_batch_size = trainer._train_batch_size = fitted.microbatch_size
+    args.per_device_train_batch_size = fitted.microbatch_size
+    set_train_batch_size(trainer, fitted.microbatch_size)
     args.gradient_accumulation_steps = fitted.accumulation
-    if fitted.precision == asked:
+    if fitted.precision == "32-true":  # the arguments' own
         return
     args.bf16, args.mixed_precision = fitted.precision == "bf16-mixed", NAMES[fitted.precision]
-    AcceleratorState._reset_state()  # the trainer has made its accelerator for another precision
+    forget_accelerator_state()  # the trainer's accelerator was made for another precision
     trainer.create_accelerator_and_postprocess()

@@ -1,0 +1,1 @@
+"""Records that the stages exchange: device, trace, timeline and plan. None needs torch."""

@@ -1,32 +1,32 @@
-"""What a program that runs steps allocates and frees, in order."""
+"""The allocations and frees of a program that runs steps, in order."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from memfit.ir.cost import CostTable
+from memfit.allocator.replay import AllocationEvent
+from memfit.ir.operator_costs import CostTable
 from memfit.ir.remat import Region
-from memfit.ir.replay import AllocationEvent
 from memfit.ir.simulate import Life, Replay
 from memfit.ir.timeline import WORKSPACE
 from memfit.ir.trace import Trace
 
-_SCRATCH = -1  # names of storages that the trace does not have
+_SCRATCH = -1  # names of storages that are not in the trace
 _RESIDENT = -2
 
 
 def allocations(
     trace: Trace, costs: CostTable, regions: Sequence[Region] = (), steps: int = 2
 ) -> list[AllocationEvent]:
-    """Return what a program that runs steps allocates and frees, in order, for `ir.replay`.
+    """Return the allocations and frees of a program that runs steps, in order, for `allocator.replay`.
 
     Parameters, buffers and the batch come first; the optimizer makes its state in the first step.
 
     Args:
         trace: A steady step, without `regions`.
-        costs: Workspaces of its operators.
-        regions: Regions to checkpoint; those with others inside keep nothing.
-        steps: How many steps run.
+        costs: Costs with the workspaces of its operators.
+        regions: Regions to checkpoint; regions with others inside keep nothing.
+        steps: Number of steps.
 
     Raises:
         KeyError: A region has no forward call that could be checkpointed.
@@ -35,7 +35,7 @@ def allocations(
 
 
 class _Program:
-    """Puts a step's storages into the order in which they are allocated and freed."""
+    """The events of a program: a step's storages in the order in which they are allocated and freed."""
 
     def __init__(self, replay: Replay) -> None:
         self.replay = replay
@@ -61,7 +61,7 @@ class _Program:
         self.found: list[AllocationEvent] = []
 
     def events(self, steps: int) -> list[AllocationEvent]:
-        """Return everything that is allocated and freed over some steps."""
+        """Return the allocations and frees of some steps."""
         for step in range(steps):
             self._make(-1, self.before)
             for point in range(len(self.labels)):
@@ -90,7 +90,7 @@ class _Program:
                 self._add(point, life, False)
 
     def _keep_workspace(self, point: int) -> None:
-        """Take what libraries keep: half when the forward thread starts, half when the backward thread does."""
+        """Allocate libraries' resident workspaces: half at the first forward, half at the first backward operator."""
         half = self.replay.costs.resident_workspace_bytes // 2
         for thread, phase in enumerate(("forward", "backward")):
             if half and point == self.first.get(phase):

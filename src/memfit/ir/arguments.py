@@ -1,4 +1,4 @@
-"""What a signature says about the arguments of its call, without torch."""
+"""The arguments of a call, parsed from its signature without torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ITEM_BYTES: dict[str, int] = {
     **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),
     "complex128": 16,
 }
-"""Bytes of an element by dtype; what is not listed takes one (bool, 8-bit integers and floats)."""
+"""Bytes of an element by dtype; unlisted dtypes take one (bool, 8-bit integers and floats)."""
 
 
 class Tensor(msgspec.Struct, frozen=True):
@@ -30,12 +30,12 @@ class Tensor(msgspec.Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all elements, were they laid out side by side."""
+        """Return the bytes of all elements, as if contiguous."""
         return self.elements * ITEM_BYTES.get(self.dtype, 1)
 
     @property
     def channels_last(self) -> bool:
-        """Whether an image or volume holds its channels innermost."""
+        """Whether an image or volume is in channels-last layout."""
         return len(self.shape) > 3 and self.shape[1] > 1 and self.strides[1] == 1
 
 
@@ -51,13 +51,13 @@ class Arguments(msgspec.Struct, frozen=True):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors in their order, those in lists too."""
+        """The tensors in order, including those in lists."""
         return [t for value in (*self.values, *self.named.values()) for t in _tensors_in(value)]
 
 
 @functools.lru_cache(maxsize=65536)
 def arguments(signature: str) -> Arguments:
-    """Return the arguments that a signature describes; none where it gives the operator's name alone."""
+    """Return the arguments in a signature; none where it is the operator's name alone."""
     body = msgspec.json.decode(signature)
     values = [_value(v) for v in body.get("args", [])]
     return Arguments(values, {name: _value(v) for name, v in body.get("kwargs", {}).items()})

@@ -12,7 +12,7 @@ import msgspec
 from memfit.errors import OutputError, PlanError, UsageError
 
 T = TypeVar("T")
-_TRIED_BYTES = 2**16  # what a disk must have room for: most plans take less
+_TRIED_BYTES = 2**16  # written to test for disk space: most plans take less
 
 
 def encode(record: Any) -> bytes:
@@ -21,12 +21,12 @@ def encode(record: Any) -> bytes:
 
 
 def decode(data: bytes, kind: type[T], *, source: str, error: type[UsageError] = PlanError) -> T:
-    """Return the record that JSON holds.
+    """Decode a record from JSON.
 
     Args:
         data: The JSON.
         kind: The record's type, with a field `schema`, whose default is the only version read.
-        source: Where the JSON came from, for the message.
+        source: Origin of the JSON, for error messages.
         error: The error to raise.
 
     Raises:
@@ -34,12 +34,12 @@ def decode(data: bytes, kind: type[T], *, source: str, error: type[UsageError] =
     """
     noun = kind.__name__.lower()
     try:
-        found = msgspec.json.decode(data, type=dict[str, Any]).get("schema")
+        schema = msgspec.json.decode(data, type=dict[str, Any]).get("schema")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise error(f"{source} is not a {noun}: not JSON of an object ({e})") from e
     expected = next(f.default for f in msgspec.structs.fields(kind) if f.name == "schema")  # type: ignore[arg-type]
-    if found != expected:
-        raise error(f"{source} is not a {noun} that this memfit reads: its schema is {found!r}, not {expected!r}")
+    if schema != expected:
+        raise error(f"{source} is not a {noun} that this memfit reads: its schema is {schema!r}, not {expected!r}")
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as e:
@@ -47,10 +47,10 @@ def decode(data: bytes, kind: type[T], *, source: str, error: type[UsageError] =
 
 
 def read(path: str | Path, kind: type[T], *, error: type[UsageError] = PlanError) -> T:
-    """Return the record that a file holds.
+    """Read a record from a file.
 
     Raises:
-        UsageError: As the type `error`, when the file can't be read or holds something else.
+        UsageError: As the type `error`, when the file can't be read or is not such a record.
     """
     try:
         data = Path(path).read_bytes()
@@ -60,9 +60,9 @@ def read(path: str | Path, kind: type[T], *, error: type[UsageError] = PlanError
 
 
 def check_writable(path: str | Path) -> None:
-    """Check that a file can be written, by writing another one that has no name; nothing is left behind.
+    """Check that a file can be written, by writing an unnamed temporary one.
 
-    Folders that are missing are no hindrance: `write_atomic` makes them.
+    Missing folders are accepted: `write_atomic` creates them.
 
     Raises:
         OutputError: The file can't be written.
@@ -86,7 +86,7 @@ def write_atomic(path: str | Path, data: bytes) -> Path:
     """Write a file so that a reader sees the old one or the new one, never a part.
 
     Raises:
-        OutputError: The file can't be written; what was there before is unchanged.
+        OutputError: The file can't be written; an older one is unchanged.
     """
     path = Path(path)
     temporary: Path | None = None

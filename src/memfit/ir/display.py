@@ -1,7 +1,6 @@
-"""How records are shown to people: in a line, as text, and as HTML in a notebook.
+"""The display of records: in a line, as text, and as HTML in a notebook.
 
-A record knows no table. `memfit.report` says once, with `show_with`, how each kind is shown, since imports point from
-there to here.
+Records don't import tables: `memfit.report` registers the view of each type with `show_with`.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ _Item = TypeVar("_Item")
 
 
 class View(NamedTuple):
-    """How one kind of record is shown.
+    """The view of one type of record.
 
     Args:
-        line: Returns what `repr` says within angle brackets; None for the fields that are not at their defaults.
-        text: Returns the tables that `print` writes; None for what `repr` says.
-        html: Returns what a notebook shows; None for the text.
+        line: Returns the text of `repr` within angle brackets; None for the fields that are not at their defaults.
+        text: Returns the tables for `print`; None for the text of `repr`.
+        html: Returns the HTML for a notebook; None for the text.
     """
 
     line: Callable[[Any], str] | None = None
@@ -37,12 +36,12 @@ _views: dict[type, View] = {}
 
 
 def show_with(kind: type, view: View) -> None:
-    """Say how the records of a kind are shown."""
+    """Register the view of a type of record."""
     _views[kind] = view
 
 
 class Shown(msgspec.Struct, frozen=True):
-    """A record with a `repr` of one line; as text and in a notebook it is shown as `show_with` says."""
+    """A record with a `repr` of one line, and the text and HTML registered with `show_with`."""
 
     def __repr__(self) -> str:
         line = _view(self).line
@@ -58,7 +57,7 @@ class Shown(msgspec.Struct, frozen=True):
 
 
 class ShownList(list[_Item]):
-    """A list that is printed and shown in a notebook as one table; else it is a list like others."""
+    """A list that is printed, and shown in a notebook, as one table."""
 
     def __str__(self) -> str:
         text = _view(self).text
@@ -74,7 +73,7 @@ def _view(record: Any) -> View:
 
 
 class _Short(reprlib.Repr):
-    """Cuts what is long, however deep it stands."""
+    """Shortens long values at any depth."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,12 +85,12 @@ _short = _Short()
 
 
 def fields_line(record: msgspec.Struct) -> str:
-    """Return a record's name and the fields that are not at their defaults, long values cut."""
-    said = []
+    """Return a record's type and the fields that are not at their defaults, with long values shortened."""
+    parts = []
     for field in msgspec.structs.fields(record):
         value = getattr(record, field.name)
         default = field.default_factory() if field.default_factory is not msgspec.NODEFAULT else field.default
         if default is msgspec.NODEFAULT or value != default:
-            said.append(f"{field.name}={_short.repr(value)}")
-    more = [f"and {len(said) - _MOST_FIELDS} more"] if len(said) > _MOST_FIELDS else []
-    return f"{type(record).__name__}({', '.join([*said[:_MOST_FIELDS], *more])})"
+            parts.append(f"{field.name}={_short.repr(value)}")
+    more = [f"and {len(parts) - _MOST_FIELDS} more"] if len(parts) > _MOST_FIELDS else []
+    return f"{type(record).__name__}({', '.join([*parts[:_MOST_FIELDS], *more])})"

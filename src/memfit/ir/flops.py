@@ -1,10 +1,9 @@
 """Floating-point operations of calls, and the peak rates that a device has for them.
 
-Two counts are kept. *Model* operations are what the model asks for: the convention of model FLOPs
-utilisation (Chowdhery et al. 2022, *PaLM: Scaling Language Modeling with Pathways*, appendix B), where
-attention counts the whole matrix of scores, causal or not, and its backward pass is twice its forward
-pass. *Hardware* operations are what kernels do: fused causal attention skips the blocks that are masked,
-and its backward pass computes the scores again (Dao 2023, *FlashAttention-2*, section 3.1).
+There are two counts. *Model* operations follow the convention of model FLOPs utilisation (Chowdhery et al. 2022, *PaLM:
+Scaling Language Modeling with Pathways*, appendix B): attention counts the whole matrix of scores, causal or not, and
+its backward pass is twice its forward pass. *Hardware* operations are those of the kernels: fused causal attention
+skips masked blocks, and its backward pass computes the scores again (Dao 2023, *FlashAttention-2*, section 3.1).
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ import msgspec
 
 from memfit.ir.arguments import Arguments, Tensor, arguments
 from memfit.ir.device import Device
-from memfit.ir.operators import ATTENTION, CONVOLUTIONS, RECURRENT, operator_class
+from memfit.ir.operator_classes import ATTENTION, CONVOLUTIONS, RECURRENT, operator_class
 from memfit.ir.trace import Work
 
-_BLOCK = 128  # of queries and of keys: what fused attention kernels skip is whole blocks of about this size
+_BLOCK = 128  # queries and keys of the blocks that fused attention kernels skip
 _CAUSAL: dict[str, int] = {
     "_scaled_dot_product_flash_attention": 4,
     "_scaled_dot_product_flash_attention_backward": 11,
@@ -35,16 +34,16 @@ _CAUSAL: dict[str, int] = {
     "_efficient_attention_forward": 9,
     "_efficient_attention_backward": 14,
 }
-"""Fused attention operators, and where in their schema is_causal (or custom_mask_type) stands."""
+"""Fused attention operators, and the position of is_causal (or custom_mask_type) in their schema."""
 _TOKENS_FIRST = ("_flash_attention_", "_efficient_attention_")  # [batch, tokens, heads, head dim]
 
 TF32 = "tf32"
 Matmul = Literal["highest", "high"]
-"""As `torch.set_float32_matmul_precision` takes it: float32 matrix products without and with TF32."""
+"""Values of `torch.set_float32_matmul_precision`: float32 matrix products without and with TF32."""
 
 
 class Flops(msgspec.Struct, frozen=True, array_like=True):
-    """Operations of one call: see the module's docstring."""
+    """Operations of one call, as the module's docstring defines them."""
 
     model: int
     hardware: int
@@ -57,7 +56,7 @@ def call_flops(name: str, signature: str, work: Work) -> Flops:
     Args:
         name: The operator's overload.
         signature: The call.
-        work: What it does; its count is taken for all but fused attention and recurrent layers.
+        work: Its work, whose count is taken for all but fused attention and recurrent layers.
     """
     base = base_name(name)
     if base in _CAUSAL:
@@ -91,7 +90,7 @@ class AttentionShape(msgspec.Struct, frozen=True):
 
 
 def attention_shape(name: str, given: Arguments) -> AttentionShape | None:
-    """Return the sizes of a fused attention call, or None where its arguments are not known."""
+    """Return the sizes of a fused attention call; None for unknown arguments."""
     base = base_name(name)
     first = 1 if "backward" in base else 0
     q, k, v = (given.get(first + i, "") for i in range(3))
@@ -138,11 +137,11 @@ def _recurrent_flops(given: Arguments) -> int:
 
 
 def peak_flops(device: Device, dtype: str, kind: str, matmul: Matmul = "highest") -> float:
-    """Return the device's peak rate for operators of a class, in operations a second; 0 where it is not known.
+    """Return the device's peak rate for operators of a class, in operations per second; 0 if unknown.
 
-    Sixteen-bit floats use matrix units where the device has them for that dtype, and are computed in
-    float32 otherwise. float32 uses TF32 as PyTorch's defaults do: cuDNN's convolutions and recurrent layers
-    from compute capability 8.0 on (`torch.backends.cudnn.allow_tf32`), matrix products only with `matmul="high"`.
+    16-bit floats use matrix units where the device has them for that dtype, and float32 arithmetic elsewhere. float32
+    uses TF32 by PyTorch's defaults: cuDNN's convolutions and recurrent layers from compute capability 8.0 on
+    (`torch.backends.cudnn.allow_tf32`), matrix products only with `matmul="high"`.
     """
     matrix, vector = device.matrix_flops, device.vector_flops
     single = vector.get("float32", 0.0)

@@ -1,4 +1,4 @@
-"""A ladder: what each lever bought on a workload, measured one on top of the other on the machine at hand."""
+"""A ladder: the effect of each lever on a workload, measured one on top of the other on this machine."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ Outcome = Literal["kept", "does not pay", "proposed", "not available"]
 
 
 class Rung(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A lever on top of those before it that were kept.
+    """A lever on top of the levers kept before it.
 
     Attributes:
-        name: Of the lever.
-        outcome: "kept" where it pays; what is "proposed" changes the model, and is held against the plain step.
-        why: Where it was not measured, why not; otherwise what it does.
-        levers: What the step ran with; None where it was not measured, or is another model's.
-        numerics: The freest class of these.
+        name: Name of the lever.
+        outcome: "kept" where it pays; a "proposed" lever changes the model, and is compared with the plain step.
+        why: The reason why it was not measured; else a description.
+        levers: The levers of the step; None where it was not measured, or is another model's.
+        numerics: The freest class of these levers.
         peak_bytes: Measured peak allocated, at the workload's batch.
-        step_seconds: Measured, of one update at the workload's batch: the median of the plain step, times the
-            ratios of those that were kept since.
-        peak_ratio: Its peak in that of the rung kept before.
-        step_ratio: Its time in that of the rung kept before, of steps that ran in turn.
-        predicted_peak_bytes: What was predicted for `peak_bytes`.
-        largest_batch: Samples that fit the budget together, predicted; None where microbatches take any number.
-        samples_per_second: At `largest_batch`, predicted from the measured step; at the workload's batch where that is
-            None. 0 where no sample fits.
+        step_seconds: Measured time of one update at the workload's batch: the median of the plain step, times the
+            ratios of the rungs kept since.
+        peak_ratio: Its peak relative to that of the rung kept before.
+        step_ratio: Its time relative to that of the rung kept before, of interleaved steps.
+        predicted_peak_bytes: The prediction for `peak_bytes`.
+        largest_batch: Predicted number of samples that fit the budget; None where microbatches take any number.
+        samples_per_second: Throughput at `largest_batch`, predicted from the measured step; at the workload's batch
+            where that is None. 0 where no sample fits.
     """
 
     name: str
@@ -50,13 +50,13 @@ class Rung(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Ladder(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The rungs in the order in which they were climbed, the plain step first.
+    """The rungs in the order of measurement, the plain step first.
 
     Attributes:
-        budget_bytes: What the step may take.
-        is_budget_given: Whether the user said so; otherwise it is the plain step's measured peak.
+        budget_bytes: The budget of the step.
+        is_budget_given: Whether the user gave it; otherwise it is the plain step's measured peak.
         allowed: The numerics class that the user allowed.
-        threads: Of PyTorch, while it was measured.
+        threads: Number of PyTorch's threads during the measurements.
     """
 
     schema: str = "memfit.ladder/1"
@@ -74,5 +74,5 @@ class Ladder(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def top(self) -> Rung:
-        """The last rung that was kept: its levers are those of all that pay."""
+        """The last rung that was kept, with the levers of all that pay."""
         return next(rung for rung in reversed(self.rungs) if rung.outcome == "kept")

@@ -13,10 +13,15 @@ from memfit.ir.remat import Region
 from memfit.ir.throughput import Throughput
 
 Precision = Literal["32-true", "tf32", "bf16-mixed", "16-mixed", "bf16-true"]
-OptimizerLever = Literal["as-is", "in-backward", "offloaded", "adamw-8bit", "adafactor"]
+OptimizerLever = Literal["as-is", "in-backward", "fused", "offloaded", "adamw-8bit", "adafactor"]
 Numerics = Literal["exact", "reordered", "reduced", "changed"]
 NUMERICS: tuple[Numerics, ...] = ("exact", "reordered", "reduced", "changed")
 """Numerics classes, from the strictest to the freest."""
+
+
+def allows(allowed: Numerics, used: Numerics) -> bool:
+    """Tell whether a class that is used is no freer than the one that is allowed."""
+    return NUMERICS.index(used) <= NUMERICS.index(allowed)
 
 
 class ChunkedLoss(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -41,9 +46,9 @@ class Levers(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
         chunked_loss: How the loss of a language model is cut; None computes it whole.
         lean: Normalisations, activations and dropouts whose outputs are made again in the backward pass: FQNs, in which
             * stands for anything.
-        optimizer: What becomes of the user's optimizer: "as-is", or each parameter updated "in-backward", as soon as
-            its gradient is there; its states "offloaded" to the host's memory; or "adamw-8bit" or "adafactor", with
-            less state, in its place.
+        optimizer: How parameters are updated: "as-is" by the user's optimizer, "in-backward" as soon as each gradient
+            is there, by its "fused" step, with its states "offloaded" to the host's memory, or by "adamw-8bit" or
+            "adafactor", with less state, in its place.
     """
 
     precision: Precision = "32-true"
@@ -52,6 +57,34 @@ class Levers(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     chunked_loss: ChunkedLoss | None = None
     lean: tuple[str, ...] = ()
     optimizer: OptimizerLever = "as-is"
+
+
+class LeverUse(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A lever that a plan uses, in words: reports show it without knowing the lever.
+
+    Attributes:
+        name: Of the lever ("microbatches").
+        setting: How it is set ("4 of 16 samples, 4 microbatches").
+        brief: The same, for a table of many plans ("microbatch 4").
+        numerics: Its class.
+        recomputes: Whether it has modules run again in the backward pass.
+    """
+
+    name: str
+    setting: str
+    brief: str
+    numerics: Numerics
+    recomputes: bool = False
+
+
+def uses_text(uses: Iterable[LeverUse]) -> str:
+    """Return levers that are used in a few words, "plain" for none."""
+    return ", ".join(use.brief for use in uses) or "plain"
+
+
+def freest(uses: Iterable[LeverUse]) -> Numerics:
+    """Return the freest class of the levers that are used; "exact" where there are none."""
+    return max((use.numerics for use in uses), key=NUMERICS.index, default="exact")
 
 
 class Prediction(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -92,6 +125,7 @@ class Candidate(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     Attributes:
         levers: What the plan sets.
+        uses: The levers that are used, in words.
         numerics: The freest class of its levers.
         budget_bytes: What it was solved for.
         peak_bytes: Peak allocated, as the solver has it; where `is_captured`, as predicted for the step captured with
@@ -113,6 +147,7 @@ class Candidate(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     bound_seconds: float
     peak_upper_bytes: int | None = None
     is_captured: bool = False
+    uses: tuple[LeverUse, ...] = ()
 
     @property
     def held_bytes(self) -> int:
@@ -141,7 +176,7 @@ class Proof(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Whether what a plan recomputes was held against the user's own step, bit by bit.
 
     Attributes:
-        levers: What identifies the levers that were (`levers_key`); "" for none.
+        levers: The key of the levers that were (`levers_key`), or that recompute nothing; "" for none.
         why: Why none were; "" where some were.
     """
 
@@ -152,11 +187,6 @@ class Proof(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
 def levers_key(levers: Levers) -> str:
     """Return a short text that other levers would hardly have."""
     return hashlib.sha256(msgspec.json.encode(levers)).hexdigest()[:16]
-
-
-def recomputes(levers: Levers) -> bool:
-    """Tell whether levers have anything run again in the backward pass."""
-    return bool(levers.regions or levers.lean)
 
 
 class Frontier(ShownList[Candidate]):
@@ -189,7 +219,7 @@ class Plan(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
         budget_bytes: What the plan had to fit.
         levers: What the plan sets.
         numerics: The freest class of the levers that are used.
-        classes: For each lever that is used, its class.
+        uses: The levers that are used, in words, with their classes.
         allowed: The class that the user allowed.
         plain: The prediction for the unchanged step.
         predicted: The prediction for this plan, from a capture of the step with the plan applied.
@@ -212,7 +242,7 @@ class Plan(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     budget_bytes: int
     levers: Levers
     numerics: Numerics
-    classes: dict[str, Numerics]
+    uses: tuple[LeverUse, ...]
     allowed: Numerics
     plain: Prediction
     predicted: Prediction
@@ -227,6 +257,11 @@ class Plan(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
         msgspec.structs.force_setattr(self, "frontier", Frontier(self.frontier, self))
 
     @property
+    def classes(self) -> dict[str, Numerics]:
+        """The numerics class of each lever that is used, by its name."""
+        return {use.name: use.numerics for use in self.uses}
+
+    @property
     def is_proven(self) -> bool:
         """Whether all that the plan recomputes was held against the step; levers changed since have not been."""
-        return not recomputes(self.levers) or self.proof.levers == levers_key(self.levers)
+        return self.proof.levers == levers_key(self.levers)

@@ -1,4 +1,4 @@
-"""Whether a step's numbers fit fp16, module by module, and what to do where they don't."""
+"""Whether a step's values fit the range of fp16, module by module, and the advice where they don't."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from memfit.ir.display import Shown
 from memfit.ir.plan import Precision
 
 FP16_LARGEST = 65504.0
-"""Above this, fp16 knows infinity only."""
+"""The largest finite fp16 value."""
 
 FP16_FLUSHED_EXPONENT = -25
-"""Below 2 to this, fp16 rounds to zero."""
+"""fp16 rounds values below 2 to this power to zero."""
 
 MOST_FLUSHED = 0.05
-"""Share of the sum of a module's gradients that may flush to zero at the recommended scale. A choice, not measured."""
+"""Largest share of a module's summed gradients that may flush to zero at the recommended scale: a choice."""
 
 _HEADROOM_EXPONENT = 2  # gradients may grow to 4 times the largest seen before the scale has to shrink
 _MOST_EXPONENT = 24
-_FEW = 0.25  # of the modules: where more than this leave the range, fp16 is the wrong precision
+_FEW = 0.25  # share of the modules: where more leave the range, fp16 is the wrong precision
 
 
-class Seen(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Numbers that were seen.
+class ValueStatistics(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Statistics of values: their largest, and their sums by exponent.
 
     Attributes:
-        largest: The largest finite absolute value; 0 where there was none.
-        not_finite: How many were not finite.
-        sums: By exponent, the sum of the absolute values from 2 to this up to twice that.
+        largest: The largest finite absolute value; 0 where there is none.
+        not_finite: Number of values that are not finite.
+        sums: By exponent e, the sum of the absolute values from 2^e up to 2^(e+1).
     """
 
     largest: float = 0.0
@@ -36,9 +36,9 @@ class Seen(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     sums: dict[int, float] = {}
 
     def flushed(self, scale: float = 1.0) -> float:
-        """Return what share of the sum of absolute values fp16 rounds to zero, once the numbers are scaled.
+        """Return the share of the sum of absolute values that fp16 rounds to zero, after scaling.
 
-        Not of their number: of a softmax over many classes most gradients are next to nothing, and not missed.
+        It is not the share of their number, since most gradients of a softmax over many classes are negligible.
         """
         below = FP16_FLUSHED_EXPONENT - math.floor(math.log2(scale))
         total = sum(self.sums.values())
@@ -46,29 +46,29 @@ class Seen(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class ModuleRange(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The numbers of a module that mixed precision has in 16 bits.
+    """The values of a module that mixed precision stores in 16 bits.
 
     Attributes:
-        module: Its FQN; "" for the model itself and for what the loss function does outside of modules.
-        activations: What it takes and makes.
-        gradients: Those of what it makes, and of its parameters, with an unscaled loss.
+        module: Its FQN; "" for the model itself and for the loss function outside of modules.
+        activations: Statistics of its inputs and outputs.
+        gradients: Statistics of the gradients of its outputs and parameters, with an unscaled loss.
     """
 
     module: str
-    activations: Seen
-    gradients: Seen
+    activations: ValueStatistics
+    gradients: ValueStatistics
 
 
 class RangeReport(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What `probe_range` found.
+    """The result of `probe_range`.
 
     Attributes:
-        modules: Those that compute in 16 bits, in the order of the model.
-        precision: What is recommended where the device has no bfloat16: "16-mixed", or "bf16-mixed" all the same.
-        fp32_modules: For `Workload.fp32_modules`, with 16-mixed.
-        initial_scale: For `LossScaling.initial`, with 16-mixed.
+        modules: The modules that compute in 16 bits, in the order of the model.
+        precision: The recommended precision for a device without bfloat16: "16-mixed", or "bf16-mixed" nevertheless.
+        fp32_modules: Value for `Workload.fp32_modules`, with 16-mixed.
+        initial_scale: Value for `LossScaling.initial`, with 16-mixed.
         overflowing: Modules whose activations leave fp16's range.
-        flushing: Modules of whose gradients' sum more than `MOST_FLUSHED` flush to zero at `initial_scale`.
+        flushing: Modules with more than `MOST_FLUSHED` of their summed gradients flushed to zero at `initial_scale`.
     """
 
     modules: list[ModuleRange]
@@ -79,37 +79,37 @@ class RangeReport(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     flushing: list[str]
 
     def advice(self) -> str:
-        """Return what to do, in a sentence or two."""
+        """Return the advice, in a sentence or two."""
         start = "bf16-mixed has fp32's range: where the device has bfloat16, use it. "
         if self.precision == "bf16-mixed":
             names = ", ".join(repr(name) for name in [*self.overflowing, *self.flushing][:5])
             return f"{start}16-mixed does not suit this step: too much of it leaves fp16's range ({names})."
-        kept = f" with Workload.fp32_modules={tuple(self.fp32_modules)}" if self.fp32_modules else ""
-        return f"{start}16-mixed works{kept}, from LossScaling(initial={self.initial_scale:g})."
+        modules = f" with Workload.fp32_modules={tuple(self.fp32_modules)}" if self.fp32_modules else ""
+        return f"{start}16-mixed works{modules}, from LossScaling(initial={self.initial_scale:g})."
 
 
-def range_report(activations: Mapping[str, Seen], gradients: Mapping[str, Seen]) -> RangeReport:
-    """Judge the numbers seen by module.
+def range_report(activations: Mapping[str, ValueStatistics], gradients: Mapping[str, ValueStatistics]) -> RangeReport:
+    """Evaluate the statistics of modules.
 
     Args:
-        activations: By FQN, in the order of the model.
-        gradients: By FQN.
+        activations: Statistics by FQN, in the order of the model.
+        gradients: Statistics by FQN.
     """
-    found = [
-        ModuleRange(module=name, activations=seen, gradients=gradients.get(name, Seen()))
+    modules = [
+        ModuleRange(module=name, activations=seen, gradients=gradients.get(name, ValueStatistics()))
         for name, seen in activations.items()
     ]
-    scale = _scale([module.gradients for module in found])
+    scale = _scale([module.gradients for module in modules])
     overflowing = [
         m.module
-        for m in found
+        for m in modules
         if m.activations.largest > FP16_LARGEST or m.activations.not_finite or m.gradients.not_finite
     ]
-    flushing = [m.module for m in found if m.gradients.flushed(scale) > MOST_FLUSHED]
+    flushing = [m.module for m in modules if m.gradients.flushed(scale) > MOST_FLUSHED]
     troubled = list(dict.fromkeys([*overflowing, *flushing]))
-    suits = len(troubled) <= _FEW * len(found) and "" not in troubled
+    suits = len(troubled) <= _FEW * len(modules) and "" not in troubled
     return RangeReport(
-        modules=found,
+        modules=modules,
         precision="16-mixed" if suits else "bf16-mixed",
         fp32_modules=troubled if suits else [],
         initial_scale=scale,
@@ -118,7 +118,7 @@ def range_report(activations: Mapping[str, Seen], gradients: Mapping[str, Seen])
     )
 
 
-def _scale(gradients: Sequence[Seen]) -> float:
+def _scale(gradients: Sequence[ValueStatistics]) -> float:
     """Return the largest power of two that leaves the largest gradient some headroom."""
     largest = max((seen.largest for seen in gradients), default=0.0)
     if largest == 0.0:

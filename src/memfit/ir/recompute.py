@@ -1,17 +1,17 @@
-"""What checkpointing a region changes: the recomputations, what they allocate, and what dies early for them.
+"""The effects of checkpointing a region: its recomputations, their allocations, and storages that die early.
 
 The model follows non-reentrant `torch.utils.checkpoint`, with early stopping, selective contexts and
 nesting. For each call of a region:
 
-1. Nothing that autograd saves inside is kept, but for the outputs of the operators in `keep`.
+1. Of autograd's saves inside, only the outputs of the operators in `keep` are kept.
 2. The tensor arguments are kept until the last of its saves dies.
-3. When the backward pass first unpacks a save of the call, its operators run again up to the last
-   save, without those in `keep`; what they allocate lives until the forward pass would have released
-   it, or, where saved, until the backward pass lets go of that save.
-4. What regions inside it save is not kept by the recomputation either, but for their arguments; it ends
-   with the last save outside of them, or where the last of them begins. Each runs again in its turn.
-5. The state of the CPU's random generator is kept from each module call until the last of the region's
-   saves dies, and another one while its operators run again.
+3. When the backward pass first unpacks a save of the call, its operators run again up to the last save, without those
+   in `keep`. Their storages live until the forward pass would have released them, or, where saved, until the backward
+   pass releases that save.
+4. The recomputation keeps only the arguments of regions inside it, not their saves; it ends with the last save outside
+   of them, or where the last of them begins. Each of them is recomputed by itself later.
+5. The state of the CPU's random generator is kept from each module call until the last of the region's saves dies, and
+   another one while its operators run again.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from memfit.ir.remat import RegionCall, Regions
 
 
 class Copy(NamedTuple):
-    """A storage born again: alive from a position in its recomputation.
+    """A storage that a recomputation allocates again.
 
     Attributes:
-        storage: The storage of which it is a copy.
+        storage: The storage that it is a copy of.
         born: The forward operator that allocates it again.
         released: The last forward operator of the recomputation at which it is alive.
-        death: The backward operator after which it is let go of; -1 if none needs it.
-        taken_by: A region call inside that takes it as an argument, the last to run again: until then it is alive.
+        death: The backward operator after which it is released; -1 if none needs it.
+        taken_by: The last inner region call to run again that takes it as an argument: it lives until then.
     """
 
     storage: int
@@ -56,11 +56,11 @@ class Recomputation:
 
     Attributes:
         region: The region call.
-        depth: How many regions are around it.
+        depth: Number of regions around it.
         cut: One past the last operator that runs again.
-        kept: The operators that do not, though before it.
-        copies: The storages born again.
-        states: How many states of the random generators it takes: one, and those of the regions inside.
+        kept: Operators before `cut` that do not run again.
+        copies: The storages that it allocates again.
+        states: Number of random generator states that it saves: one, and one for each call of the regions inside.
     """
 
     region: RegionCall
@@ -72,7 +72,7 @@ class Recomputation:
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """Recomputations run in this order."""
+        """The sort key for the order in which recomputations run."""
         return (self.region.recompute_at, self.depth, -self.region.start)
 
     @property
@@ -84,13 +84,13 @@ class Recomputation:
 def recomputations(
     regions: Regions, region: RegionCall, kept: frozenset[int] = frozenset(), inside: Sequence[RegionCall] = ()
 ) -> list[Recomputation]:
-    """Return the recomputation of a region call, and those of the regions inside it, which keep nothing.
+    """Return the recomputations of a region call and of the regions inside it, which keep nothing.
 
     Args:
         regions: The regions of the trace.
         region: An outermost region call.
-        kept: Operators whose outputs it keeps; none where there are regions inside.
-        inside: Region calls inside it, of which some may be inside others.
+        kept: Operators whose outputs it keeps; empty where there are regions inside.
+        inside: Region calls inside it, at any depth.
     """
     return list(_recomputations(regions, region, kept, inside, 0))
 
@@ -124,7 +124,7 @@ def _recomputation(
             if save.storage in child.inputs:
                 deaths[save.storage].append(save.death)
     cut = min(cut, region.stop)
-    last = {storage: max(found) for storage, found in deaths.items()}
+    last = {storage: max(ends) for storage, ends in deaths.items()}
     copies = tuple(
         Copy(storage, op, released(regions, storage, cut), last.get(storage, -1), taken_by.get(storage))
         for op in range(region.start, cut)
@@ -136,7 +136,7 @@ def _recomputation(
 
 
 def released(regions: Regions, storage: int, cut: int) -> int:
-    """Return the last forward operator of a recomputation that holds a storage made, or kept, in the region."""
+    """Return the last forward operator of a recomputation that holds a storage allocated or kept in the region."""
     record = regions.trace.storages[storage]
     return min(max(record.release, record.birth), cut - 1)
 
@@ -144,13 +144,13 @@ def released(regions: Regions, storage: int, cut: int) -> int:
 def added_bytes(
     regions: Regions, again: Recomputation, workspace: Sequence[int], moved: frozenset[int] = frozenset()
 ) -> npt.NDArray[np.int64]:
-    """Return what a recomputation adds, at each of its operators, to what is alive when it starts.
+    """Return the bytes that a recomputation adds, at each of its operators, to those alive when it starts.
 
     Args:
         regions: The regions of the trace.
         again: The recomputation.
-        workspace: What each operator of the trace allocates inside, in bytes.
-        moved: Storages that wait in host memory, which are counted where they come back.
+        workspace: Workspace bytes of each operator of the trace.
+        moved: Storages that wait in host memory; they count where they are copied back.
     """
     region, storages = again.region, regions.trace.storages
     change = np.zeros(again.cut - region.start + 1, np.int64)
@@ -169,12 +169,12 @@ def added_bytes(
 
 @dataclass(frozen=True)
 class Keeper:
-    """A reason for which a storage outlives its release: through operator `end`.
+    """A reason why a storage outlives its release: until operator `end`.
 
     Attributes:
         end: The last operator at which this reason keeps it.
-        lost_in: Region calls that, when checkpointed, take the reason away, unless they keep the
-            operator that made the storage.
+        lost_in: Region calls that remove the reason when checkpointed, unless they keep the operator that allocates
+            the storage.
         needs: The region call that must be checkpointed for the reason to exist, if any.
     """
 
@@ -184,11 +184,11 @@ class Keeper:
 
 
 class Keepers:
-    """Tells why storages outlive their release, when any of some region calls may be checkpointed.
+    """The reasons why storages outlive their release, when any of some region calls may be checkpointed.
 
     Args:
         regions: The regions of the trace.
-        candidates: The outermost region calls that may be.
+        candidates: The outermost region calls that may be checkpointed.
     """
 
     def __init__(self, regions: Regions, candidates: Collection[RegionCall]) -> None:
@@ -202,10 +202,10 @@ class Keepers:
                 self._takers[storage].append(region)
 
     def of(self, storage: int) -> list[Keeper]:
-        """Return why a storage outlives its release.
+        """Return the reasons why a storage outlives its release.
 
-        Autograd's saves are lost in a region that makes the storage again, or that holds it as an argument;
-        a storage from elsewhere that is no argument is held by someone else anyway.
+        Autograd's saves are lost in a region that allocates the storage again, or that holds it as an argument; any
+        other storage from outside is held elsewhere anyway.
         """
         trace = self.regions.trace
         birth = trace.storages[storage].birth

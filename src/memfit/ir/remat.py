@@ -1,4 +1,4 @@
-"""Which parts of a step can be checkpointed: modules, and runs of modules that are called one after the other."""
+"""The parts of a step that can be checkpointed: modules, and runs of modules called one after the other."""
 
 from __future__ import annotations
 
@@ -20,17 +20,23 @@ class Region(Shown, frozen=True, forbid_unknown_fields=True):
     """Modules whose activations are recomputed together.
 
     Attributes:
-        modules: Their FQNs in the model: one, or several that are called one after the other.
-        keep: Operators whose outputs are kept all the same, as "overload#occurrence" within one call.
-        offload: Whether what stays for the backward pass, arguments and outputs in `keep`, waits in host memory.
-        prefetch: The FQN of a module called later by the same parent: as its backward pass starts, what waits is
-            copied back. "" to do so when the region is recomputed, which then waits for it.
+        modules: FQNs in the model: one, or several that are called one after the other.
+        keep: Operators whose outputs are kept nevertheless, as "overload#occurrence" within one call.
+        offload: Whether the tensors kept for the backward pass, arguments and outputs in `keep`, wait in host memory.
+        prefetch: The FQN of a module called later by the same parent: when its backward pass starts, the tensors are
+            copied back. "" to copy them back when the region is recomputed, which then waits for them.
     """
 
     modules: tuple[str, ...]
     keep: Keep = ()
     offload: bool = False
     prefetch: str = ""
+
+
+def enclosing(fqn: str) -> set[str]:
+    """Return the FQNs of a module and of those around it, the model's own, "", included."""
+    parts = fqn.split(".")
+    return {"", *(".".join(parts[: n + 1]) for n in range(len(parts)))}
 
 
 _GENERATOR_STATE_BYTES = 5056
@@ -46,7 +52,7 @@ class RegionCall:
         stop: One past its last operator.
         cut: One past the last operator that runs again.
         recompute_at: The backward operator just before which the recomputation runs.
-        end: The operator after which the last save of the calls is let go of.
+        end: The operator after which the last save of the calls is released.
         saves: Indices into `Trace.saves`.
         inputs: Storages of the calls' tensor arguments that come from outside.
     """
@@ -62,11 +68,11 @@ class RegionCall:
 
 
 class Regions:
-    """What of a trace could be checkpointed.
+    """The regions of a trace that can be checkpointed.
 
     Attributes:
         calls: For each module FQN that is called in the forward pass, its calls as regions.
-        generator_state_bytes: What the state of the CPU's generator takes of the device's memory.
+        generator_state_bytes: Bytes of the CPU generator's state in the device's memory.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -93,7 +99,7 @@ class Regions:
         """Return the calls of a region.
 
         Raises:
-            KeyError: It has none that could be checkpointed, or its modules are not called one after the other.
+            KeyError: It has no call that could be checkpointed, or its modules are not called one after the other.
         """
         if len(modules) == 1:
             if modules[0] not in self.calls:
@@ -106,19 +112,19 @@ class Regions:
         return self._runs[modules]
 
     def _run_calls(self, modules: tuple[str, ...]) -> list[RegionCall]:
-        """Return the calls of a run, none if its modules are not always called together."""
+        """Return the calls of a run of modules; none if they are not always called together."""
         together = list(zip(*(self._forward[fqn] for fqn in modules), strict=False))
         if any(len(self._forward[fqn]) != len(together) for fqn in modules):
             return []
         if not all(self.follows(a, b) for calls in together for a, b in itertools.pairwise(calls)):
             return []
-        found = [self._region_call(calls) for calls in together]
-        return [region for region in found if region is not None]
+        region_calls = [self._region_call(calls) for calls in together]
+        return [region for region in region_calls if region is not None]
 
     def follows(self, call: int, later: int) -> bool:
         """Tell whether a module call comes just after another, with no operator in between."""
-        one, other = self.trace.calls[call], self.trace.calls[later]
-        return one.parent == other.parent and one.microbatch == other.microbatch and one.end == other.start
+        first, second = self.trace.calls[call], self.trace.calls[later]
+        return first.parent == second.parent and first.microbatch == second.microbatch and first.end == second.start
 
     def _region_call(self, calls: tuple[int, ...]) -> RegionCall | None:
         first, last = self.trace.calls[calls[0]], self.trace.calls[calls[-1]]
@@ -168,21 +174,21 @@ class Regions:
 
     @functools.cached_property
     def _children(self) -> dict[tuple[int, int], list[int]]:
-        found: dict[tuple[int, int], list[int]] = defaultdict(list)
+        children: dict[tuple[int, int], list[int]] = defaultdict(list)
         for index, call in enumerate(self.trace.calls):
             if call.phase == "forward":
-                found[call.parent, call.microbatch].append(index)
-        return found
+                children[call.parent, call.microbatch].append(index)
+        return children
 
     @functools.cached_property
     def backward_start(self) -> dict[int, int]:
         """For each forward call that has a backward pass, its first operator."""
-        found: dict[int, int] = {}
+        starts: dict[int, int] = {}
         for index, op in enumerate(self.trace.ops):
             if op.phase == "backward":
                 for call in self.trace.call_chain(op.call):
-                    found.setdefault(call, index)
-        return found
+                    starts.setdefault(call, index)
+        return starts
 
     def contains(self, outer: RegionCall, inner: RegionCall) -> bool:
         """Tell whether a region call lies inside another."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from memfit.ir.cost import CostTable
 from memfit.ir.offload import COPY_IN, COPY_OUT, WAIT, Transfer, stall_seconds, transfers
+from memfit.ir.operator_costs import CostTable
 from memfit.ir.recompute import Keepers, Recomputation, recomputations, released
 from memfit.ir.remat import Region, RegionCall, Regions
 from memfit.ir.timeline import TIMELINE_CATEGORIES, WORKSPACE, Timeline
@@ -18,12 +18,12 @@ from memfit.ir.trace import Trace
 
 
 def simulate(trace: Trace, costs: CostTable, regions: Sequence[Region] = ()) -> Timeline:
-    """Return the memory and time of a step with some regions checkpointed.
+    """Return the timeline of a step with some regions checkpointed.
 
     Args:
-        trace: The step without them.
+        trace: The step without checkpointing.
         costs: Seconds and workspaces of its operators.
-        regions: Regions to checkpoint; those with others inside keep nothing.
+        regions: Regions to checkpoint; regions with others inside keep nothing.
 
     Raises:
         KeyError: A region has no forward call that could be checkpointed.
@@ -32,7 +32,7 @@ def simulate(trace: Trace, costs: CostTable, regions: Sequence[Region] = ()) -> 
 
 
 def repeats(trace: Trace) -> npt.NDArray[np.float64]:
-    """Return how often each operator runs in the real step: the second microbatch stands for those left out."""
+    """Return how often each operator runs in the real step: the second microbatch stands for later ones."""
     times = 1 + trace.scale_microbatches - trace.microbatches
     again = ("forward", "backward", "recompute")
     return np.array([times if op.microbatch == 1 and op.phase in again else 1 for op in trace.ops], np.float64)
@@ -56,7 +56,7 @@ class Replay:
         self.trace, self.costs = trace, costs
         self.regions = Regions(trace)
         named = {call: region for region in regions for call in self.regions.calls_of(region.modules)}
-        self.outermost = [one for one in named if not any(self.regions.contains(other, one) for other in named)]
+        self.outermost = [call for call in named if not any(self.regions.contains(outer, call) for outer in named)]
         self.keepers = Keepers(self.regions, self.outermost)
         self.kept = {call: self.regions.kept_ops(call, named[call].keep) for call in self.outermost}
         self.moved = {
@@ -66,13 +66,13 @@ class Replay:
         }
         self.moves_of: dict[int, dict[RegionCall, Transfer]] = defaultdict(dict)
         for call, moved in self.moved.items():
-            for one in moved:
-                self.moves_of[one.storage][call] = one
+            for transfer in moved:
+                self.moves_of[transfer.storage][call] = transfer
         self.recomputations: list[Recomputation] = []
         for region in self.outermost:
-            inside = [one for one in named if self.regions.contains(region, one)]
+            inside = [call for call in named if self.regions.contains(region, call)]
             self.recomputations += recomputations(self.regions, region, self.kept[region], inside)
-        self.recomputations.sort(key=lambda one: one.order)
+        self.recomputations.sort(key=lambda again: again.order)
         self._lay_out()
 
     def _lay_out(self) -> None:
@@ -93,7 +93,7 @@ class Replay:
         self.position.append(len(self.points))
 
     def lives(self) -> Iterator[Life]:
-        """Return when each storage is alive, those that are born again last."""
+        """Yield the lives of storages, those that recomputations allocate again last."""
         for index, storage in enumerate(self.trace.storages):
             first = -1 if storage.birth < 0 else self.position[storage.birth]
             yield Life(index, storage.nbytes, storage.category, first, self._last_point(index))
@@ -104,7 +104,7 @@ class Replay:
                 name += 1
 
     def _generator_states(self, again: Recomputation) -> Iterator[Life]:
-        """Return the generator's states that checkpointing keeps: until the last save dies, and while it recomputes."""
+        """Yield the generator's states that checkpointing keeps until the last save dies, and while it recomputes."""
         nbytes, start, region = self.regions.generator_state_bytes, self.segment[again.region], again.region
         if nbytes:
             for call in region.calls:
@@ -148,8 +148,8 @@ class Replay:
             lost = any(storage.birth not in self.kept[region] or region in moves for region in keeper.lost_in)
             if not lost and keeper.needs not in moves:
                 last = max(last, self.position[keeper.end])
-        last = max([last, *(self.position[one.landed] for one in moves.values())])
-        for region, kept in self.kept.items():  # what it keeps waits for its recomputation, which takes it up
+        last = max([last, *(self.position[move.landed] for move in moves.values())])
+        for region, kept in self.kept.items():  # kept outputs live until the recomputation takes them
             if storage.birth in kept and region not in moves:
                 taken = released(self.regions, index, region.cut) - region.start
                 last = max(last, self.segment[region] + taken)
@@ -167,12 +167,12 @@ class Replay:
             yield Life(copy.storage, storage.nbytes, storage.category, base + copy.born, last)
 
     def _fetched(self, region: RegionCall) -> Iterator[Life]:
-        """Return what a region call copies back from host memory."""
-        for one in self.moved.get(region, ()):
-            storage = self.trace.storages[one.storage]
-            first = self.position[one.fetched - 1] + 1 if one.fetched >= 0 else self.segment[region]
-            last = max(self.segment_end[region], self.position[one.death] if one.death >= 0 else -1)
-            yield Life(one.storage, storage.nbytes, storage.category, first, last)
+        """Yield the lives of the storages that a region call copies back from host memory."""
+        for move in self.moved.get(region, ()):
+            storage = self.trace.storages[move.storage]
+            first = self.position[move.fetched - 1] + 1 if move.fetched >= 0 else self.segment[region]
+            last = max(self.segment_end[region], self.position[move.death] if move.death >= 0 else -1)
+            yield Life(move.storage, storage.nbytes, storage.category, first, last)
 
     def _runs(self, point: int) -> bool:
         op, again = self.points[point]
@@ -182,11 +182,11 @@ class Replay:
         return self.trace.signatures[self.trace.ops[self.points[point][0]].signature]
 
     def workspace_bytes(self, point: int) -> int:
-        """Return what the operator at a point allocates inside."""
+        """Return the workspace bytes of the operator at a point."""
         return self.costs.of(self._signature(point)).workspace_bytes if self._runs(point) else 0
 
     def _point_seconds(self) -> list[float]:
-        """Return how long each point takes; copies between host and device run beside, until one is waited for."""
+        """Return the seconds of each point; copies between host and device run in parallel until a wait."""
         seconds = [self._seconds(i) for i in range(len(self.points))]
         if self.trace.device == "cpu" or not any(op.name == COPY_OUT for op in self.trace.ops):
             return seconds
@@ -200,7 +200,7 @@ class Replay:
                 fetched = max(fetched, now) + seconds[point]
                 arrival |= dict.fromkeys(op.mutates, fetched)
                 seconds[point] = 0.0
-            elif op.name == WAIT:  # for what came to the device; for all that was sent, where nothing there is named
+            elif op.name == WAIT:  # for a copy to the device; without one, for all copies to the host
                 there = max((arrival[s] for s in op.mutates), default=sent)
                 seconds[point] = max(0.0, there - now)
             now += seconds[point]
@@ -218,7 +218,7 @@ class Replay:
         )
 
     def label(self, point: int) -> str:
-        """Return what runs at a point."""
+        """Return a label of the operator at a point."""
         op, again = self.points[point]
         record = self.trace.ops[op]
         phase = "recompute" if again else record.phase
@@ -226,13 +226,13 @@ class Replay:
 
 
 def overhead_seconds(trace: Trace, costs: CostTable, again: Recomputation) -> float:
-    """Return what checkpointing a region call costs beyond the operators that run again."""
+    """Return the overhead of checkpointing a region call beyond the operators that run again."""
     region = again.region
     per_op = costs.selective_op_seconds * (region.stop - region.start) if again.kept else 0.0
     return repeats_of(trace, region) * (costs.checkpoint_seconds * len(region.calls) + per_op)
 
 
 def repeats_of(trace: Trace, region: RegionCall) -> int:
-    """Return how often a region call runs in the real step: the second microbatch stands for those left out."""
+    """Return how often a region call runs in the real step: the second microbatch stands for later ones."""
     second = trace.calls[region.calls[0]].microbatch == 1
     return 1 + trace.scale_microbatches - trace.microbatches if second else 1

@@ -1,14 +1,14 @@
-"""How fast a predicted step is, in the units that people compare."""
+"""The throughput of a predicted step: samples, tokens and operations per second."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 
-from memfit.ir.cost import CostTable
 from memfit.ir.device import Device
 from memfit.ir.display import Shown
 from memfit.ir.flops import Matmul, call_flops, peak_flops
-from memfit.ir.operators import ATTENTION, CONVOLUTIONS, MATRIX, OPTIMIZER, RECURRENT, operator_class
+from memfit.ir.operator_classes import ATTENTION, CONVOLUTIONS, MATRIX, OPTIMIZER, RECURRENT, operator_class
+from memfit.ir.operator_costs import CostTable
 from memfit.ir.simulate import repeats
 from memfit.ir.trace import Trace
 
@@ -16,21 +16,21 @@ _COUNTED = (MATRIX, CONVOLUTIONS, RECURRENT, ATTENTION)
 
 
 class Throughput(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A step's speed.
+    """The throughput of a step.
 
     Attributes:
-        step_seconds: Predicted, with every microbatch.
-        step_error: Relative half-width of the interval around it; an estimate unless the costs were measured.
+        step_seconds: Predicted time, with every microbatch.
+        step_error: Relative half-width of its interval; an estimate unless the costs were measured.
         measured: Whether every operator's time was measured on the device.
-        samples_per_second: Of the whole batch.
-        tokens_per_second: None where the samples are no tokens.
-        seconds_by_class: By class of operator, the most first; the optimizer's operators are one class.
-        model_flops: Of a step's forward and backward pass, nothing counted twice that is computed again.
-        hardware_flops: What the kernels do, recomputation included.
-        peak_dtype: The dtype that most of the model's operations are in ("tf32" where the device uses that).
-        peak_flops: The device's peak rate for them; 0 where it is not known.
-        model_utilisation: MFU: model operations a second, over the peak; None where that is not known.
-        hardware_utilisation: HFU: hardware operations a second, over the peak.
+        samples_per_second: Samples of the global batch per second.
+        tokens_per_second: Tokens per second; None where samples have no tokens.
+        seconds_by_class: Seconds by class of operator, largest first; the optimizer's operators are one class.
+        model_flops: Operations of a step's forward and backward pass; recomputation does not count.
+        hardware_flops: Operations of the kernels, recomputation included.
+        peak_dtype: The dtype of most of the model's operations ("tf32" where the device uses it).
+        peak_flops: The device's peak rate for them; 0 if unknown.
+        model_utilisation: MFU: model operations per second, relative to the peak; None if unknown.
+        hardware_utilisation: HFU: hardware operations per second, relative to the peak; None if unknown.
     """
 
     step_seconds: float
@@ -62,18 +62,17 @@ def throughput(
     tokens_per_sample: int | None = None,
     matmul: Matmul = "highest",
 ) -> Throughput:
-    """Return how fast a captured step is.
+    """Return the throughput of a captured step.
 
-    Utilisation follows Chowdhery et al. 2022 (PaLM, appendix B): model operations count attention in full, causal or
-    not, and nothing that is computed again; hardware operations count what kernels do, with causal blocks skipped.
-    See `ir.flops`.
+    Utilisation follows Chowdhery et al. 2022 (PaLM, appendix B), see `ir.flops`: model operations count attention in
+    full, causal or not, and no recomputation; hardware operations are those of the kernels.
 
     Args:
         trace: The step as it runs, recomputation included.
-        costs: Of its operators.
-        device: What it runs on, for the peak rates.
-        step_seconds: Predicted for the step; None to add up its operators.
-        tokens_per_sample: Tokens in a sample; None where there are none.
+        costs: Costs of its operators.
+        device: The device, for the peak rates.
+        step_seconds: Predicted time of the step; None to add up its operators.
+        tokens_per_sample: Tokens in a sample; None without tokens.
         matmul: Whether float32 products may use TF32.
     """
     by_class = seconds_by_class(trace, costs)
@@ -99,7 +98,7 @@ def throughput(
 
 
 def seconds_by_class(trace: Trace, costs: CostTable) -> dict[str, float]:
-    """Return a step's seconds by class of operator, the most first; the optimizer's operators are one class."""
+    """Return a step's seconds by class of operator, largest first; the optimizer's operators are one class."""
     total: dict[str, float] = defaultdict(float)
     for op, times in zip(trace.ops, repeats(trace), strict=True):
         kind = OPTIMIZER if op.phase == "optimizer" else operator_class(op.name)
@@ -108,7 +107,7 @@ def seconds_by_class(trace: Trace, costs: CostTable) -> dict[str, float]:
 
 
 def _flops(trace: Trace) -> tuple[int, int, str, str]:
-    """Return a step's model and hardware operations, and the dtype and class that most of the former are in."""
+    """Return a step's model and hardware operations, and the dtype and class of most model operations."""
     model = hardware = 0
     by_kind: dict[tuple[str, str], int] = defaultdict(int)
     for op, times in zip(trace.ops, repeats(trace), strict=True):

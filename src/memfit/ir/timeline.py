@@ -14,7 +14,7 @@ class Timeline(Shown, frozen=True, kw_only=True):
 
     Attributes:
         live_bytes: For each category of `TIMELINE_CATEGORIES`, the bytes alive at each point.
-        labels: What runs at each point: "phase · module FQN · operator".
+        labels: The operator at each point: "phase · module FQN · operator".
         modules: FQN of the module at each point.
         seconds: The predicted duration of each point.
         peak_bytes: The largest total over the points.
@@ -36,5 +36,5 @@ class Timeline(Shown, frozen=True, kw_only=True):
         return {name: values[self.peak_index] for name, values in self.live_bytes.items()}
 
     def where(self) -> str:
-        """Return what runs at the peak."""
+        """Return the label of the peak's operator."""
         return self.labels[self.peak_index] if self.labels else ""

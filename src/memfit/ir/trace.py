@@ -1,8 +1,8 @@
-"""What one steady training step does: every operator, and every storage's birth and death.
+"""The trace of one steady training step: its operators, and the birth and death of its storages.
 
-Time is the index of an operator in the step. A storage with birth `i` is allocated by operator `i`;
-one with death `j` is freed after operator `j` and before operator `j + 1`. Storages that are alive
-when the step starts have birth -1; those that outlive it have death `len(ops)`.
+Time is the index of an operator in the step. A storage with birth `i` is allocated by operator `i`, and one with death
+`j` is freed after operator `j` and before operator `j + 1`. Storages alive at the start of the step have birth -1, and
+storages that outlive it have death `len(ops)`.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Module(msgspec.Struct, frozen=True, array_like=True):
     """A module of the model.
 
     Attributes:
-        couples_batch: Its output for one sample depends on the other samples.
-        tracks_statistics: It is a normalisation whose running statistics are updated in the forward pass.
-        refuses_hooks: A transform of `torch.func` runs within it, which takes no hooks of saved tensors.
+        couples_batch: Whether its output for one sample depends on the other samples.
+        tracks_statistics: Whether it is a normalisation that updates running statistics in the forward pass.
+        refuses_hooks: Whether a transform of `torch.func` runs within it, which takes no saved-tensor hooks.
     """
 
     fqn: str
@@ -45,11 +45,11 @@ class Module(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Parameter(msgspec.Struct, frozen=True, array_like=True):
-    """A parameter of the model; one that modules share is listed once, by its first name.
+    """A parameter of the model; a shared one is listed once, under its first name.
 
     Attributes:
         itemsize: Bytes of one element.
-        group: The optimizer's parameter group that it is in, or -1.
+        group: Index of its parameter group in the optimizer, or -1.
     """
 
     fqn: str
@@ -60,7 +60,7 @@ class Parameter(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole parameter."""
+        """The bytes of the parameter."""
         return math.prod(self.shape) * self.itemsize
 
 
@@ -70,11 +70,11 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         module: Index into `Trace.modules`.
         parent: Index into `Trace.calls`, or -1.
-        microbatch: Which microbatch it belongs to.
+        microbatch: Index of its microbatch.
         inputs: The storages of the tensors among its arguments.
         phase: "recompute" for calls that happen inside the backward pass.
-        activations: Those of `inputs` that are covered by a tensor with a gradient, made by an operator.
-        changed: What its code reads besides its arguments and is another by the backward pass; "" for nothing.
+        activations: The `inputs` covered by a tensor that has a gradient and is an operator's output.
+        changed: Value besides its arguments that its code reads and that differs by the backward pass; "" for none.
     """
 
     module: int
@@ -92,7 +92,7 @@ class Op(msgspec.Struct, frozen=True, array_like=True):
     """One operator as dispatched below autograd.
 
     Attributes:
-        name: Its overload ("aten.addmm.default").
+        name: The overload ("aten.addmm.default").
         call: The innermost module call it belongs to (in the backward pass: the call whose forward
             operator it differentiates), or -1.
         signature: Index into `Trace.signatures`.
@@ -110,14 +110,14 @@ class Op(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Work(msgspec.Struct, frozen=True, array_like=True):
-    """What calls of one signature do, whatever the device.
+    """The work of the calls of one signature, on any device.
 
     Attributes:
         flops: Floating-point operations of matrix products and convolutions, as `torch.utils.flop_counter` counts.
-        read_bytes: Of the distinct memory that its tensor arguments cover.
-        write_bytes: Of the memory that it fills: outputs that are no views, and arguments written in place.
-        dtype: Of the first floating-point tensor argument, else of the first tensor, else of the output.
-        kernel: Whether it runs a kernel; views and questions do not.
+        read_bytes: Bytes of the distinct memory that its tensor arguments cover.
+        write_bytes: Bytes of the memory that it writes: outputs that are no views, and arguments written in place.
+        dtype: Dtype of the first floating-point tensor argument, else of the first tensor, else of the output.
+        kernel: Whether it runs a kernel; views and queries do not.
     """
 
     flops: int
@@ -131,8 +131,8 @@ class Storage(msgspec.Struct, frozen=True, array_like=True):
     """A block of memory.
 
     Attributes:
-        release: For storages born in the forward pass: after which operator it would die if autograd
-            kept nothing. Equal to `death` elsewhere.
+        release: For storages born in the forward pass, the operator after which it would die if autograd kept nothing.
+            Equal to `death` elsewhere.
         owner: For parameters and buffers, an index into `Trace.modules`; else -1.
         parameter: For parameters, their gradients and their optimizer state, an index into `Trace.parameters`; else -1.
     """
@@ -150,11 +150,11 @@ class Save(msgspec.Struct, frozen=True, array_like=True):
     """One tensor that autograd keeps for the backward pass.
 
     Attributes:
-        storage: What is kept.
-        at: Operators that had run when it was kept (so it is kept just before operator `at`).
-        call: The innermost module call in which it was kept, or -1.
-        unpacked: Operators that had run when the backward pass first asked for it; -1 if never.
-        death: The operator after which autograd let go of it.
+        storage: The storage of the tensor.
+        at: Number of operators that had run when it was saved, just before operator `at`.
+        call: The innermost module call in which it was saved, or -1.
+        unpacked: Number of operators that had run when the backward pass first unpacked it; -1 if never.
+        death: The operator after which autograd released it.
     """
 
     storage: int
@@ -168,16 +168,16 @@ class Trace(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=T
     """A steady step, recorded.
 
     Attributes:
-        microbatches: How many microbatches the recorded step has: two at most, of which the second stands for those
-            that are left out; all where they differ, as sparse gradients do, which grow with each.
-        scale_microbatches: How many the real step has.
-        fingerprint: Identifies the workload: parameters, modules, batch shapes, optimizer.
-        precision: The precision the step ran in.
+        microbatches: Number of recorded microbatches: at most two, of which the second stands for later ones; all where
+            they differ, as sparse gradients do, which grow with each.
+        scale_microbatches: Number of microbatches of the real step.
+        fingerprint: Hash of the workload's parameters, modules, batch shapes and optimizer.
+        precision: Precision of the step.
         signatures: The distinct operator calls, as text that `cost` can run again.
-        works: What a call of each signature does.
-        notes: What a reader should know (assumptions made while capturing).
-        slack: By what share of the peak the step may take more on another course: for other draws, or where values
-            that code reads were guessed.
+        works: The work of a call, by signature.
+        notes: Assumptions made while capturing, for the reader.
+        slack: Share of the peak that the step may take more on another control flow: for other random draws, or where
+            values that code reads were guessed.
     """
 
     schema: str = "memfit.trace/1"
@@ -203,7 +203,7 @@ class Trace(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=T
 
     @functools.cached_property
     def ancestors(self) -> list[tuple[int, ...]]:
-        """For each call, itself and the calls around it, innermost first."""
+        """For each call, the call itself and the calls around it, innermost first."""
         chains: list[tuple[int, ...]] = []
         for index, call in enumerate(self.calls):
             chains.append((index, *(chains[call.parent] if call.parent >= 0 else ())))

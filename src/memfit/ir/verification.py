@@ -1,4 +1,4 @@
-"""What holding a plan to what it says has found."""
+"""The result of verifying a plan."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from memfit.ir.plan import Numerics
 
 
 class GradientDifference(Shown, frozen=True, kw_only=True):
-    """How far a parameter's gradient under the plan is from the plain one.
+    """The difference of a parameter's gradient under the plan from the plain one.
 
     Attributes:
         relative: ‖planned − plain‖ / ‖plain‖.
-        equal: Bit for bit.
+        equal: Whether they are equal bit for bit.
     """
 
     parameter: str
@@ -20,15 +20,15 @@ class GradientDifference(Shown, frozen=True, kw_only=True):
 
 
 class Verification(Shown, frozen=True, kw_only=True):
-    """What `verify` found.
+    """The result of `verify`.
 
     Attributes:
-        failures: What the plan says and is not so; empty when it holds.
-        loss_difference: Relative.
-        gradient_difference: Relative, over all parameters together.
+        failures: Statements of the plan that do not hold; empty when it holds.
+        loss_difference: Relative difference of the losses.
+        gradient_difference: Relative difference of the gradients, over all parameters together.
         bitwise: Whether the loss and every gradient are equal bit for bit.
-        measured_peak_bytes: Of the planned step.
-        plain_measured_peak_bytes: Of the plain step.
+        measured_peak_bytes: Measured peak of the planned step.
+        plain_measured_peak_bytes: Measured peak of the plain step.
     """
 
     failures: list[str]
@@ -47,5 +47,5 @@ class Verification(Shown, frozen=True, kw_only=True):
 
     @property
     def holds(self) -> bool:
-        """Whether the plan is what it says."""
+        """Whether all statements of the plan hold."""
         return not self.failures

@@ -1,4 +1,4 @@
-"""memfit for Jittor: what the framework lacks, by the same vocabulary and the same plan file as for PyTorch.
+"""memfit for Jittor: checkpointing, training steps and plans, in the same terms and plan files as for PyTorch.
 
 Importing this package imports Jittor; the first time on a machine it is compiled, which takes minutes
 (`memfit doctor jittor` does it beforehand).

@@ -1,17 +1,17 @@
-"""Activation checkpointing for Jittor, which has none: forget what a region makes, and make it again going backward.
+"""Activation checkpointing for Jittor, which has none: drop a region's activations, and recompute them going backward.
 
-What makes it exact:
+It is exact, since:
 
-1. The forward pass keeps the region's arguments, and nothing that it makes.
-2. In the backward pass the region runs again, and is differentiated there and then. The incoming gradients are cut
-   off from the graph that they came from, or Jittor would differentiate through them too.
-3. It runs again with the same random numbers (`draws`), on the buffers that it met the first time. What it writes to
-   them the second time is dropped, so that running statistics are updated once.
+1. The forward pass keeps the region's arguments, and no activations.
+2. In the backward pass the region runs again, and is differentiated there. The incoming gradients are detached from
+   their graph, or Jittor would differentiate through them too.
+3. It runs again with the same random numbers (`draws`), on the buffers of the first run. Its second writes to them are
+   dropped, so that running statistics are updated once.
 4. It reads no values: Jittor executes when values are read, and dies when it must do so in a backward pass.
-5. It is told of all that it differentiates: another variable would get no gradient, silently. The graph of a
-   function's first recomputation is searched for such ones.
+5. It knows all variables that it differentiates: another one would get no gradient, silently. The graph of a
+   function's first recomputation is searched for such variables.
 
-What breaks 4 or 5, or draws from NumPy or Python, is refused.
+Functions that break 4 or 5, or draw from NumPy or Python, are refused.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ _searched: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, parameters: Sequence[Any] | None = None, **kwargs: Any) -> Any:
-    """Return what a module or function returns, and recompute it in the backward pass instead of keeping activations.
+    """Call a module or function, and recompute it in the backward pass instead of keeping its activations.
 
     Args:
         function: A module, or a function of variables. It runs again in the backward pass.
         *args: Its arguments; variables in nested lists, tuples and dicts are found.
-        parameters: The variables that a function uses beside its arguments; None to find them: those of the module, or
-            of the modules and variables in the function's closure, defaults, globals and `functools.partial`.
-        **kwargs: More of its arguments.
+        parameters: The variables that a function uses beside its arguments; None to find them in the module, or in the
+            function's closure, defaults, globals and `functools.partial`.
+        **kwargs: Its keyword arguments.
 
     Raises:
         RecomputationError: The function reads values, draws random numbers from NumPy or Python, or uses variables
-            that it was not told of; the last is noticed in the backward pass.
+            missing from `parameters`, which is noticed in the backward pass.
     """
     holders = list(_holders(function, set()))
     used = [v for holder in holders for v in _variables_in(holder)] if parameters is None else list(parameters)
@@ -57,12 +57,12 @@ def checkpoint(function: Callable[..., Any], *args: Any, parameters: Sequence[An
     taped = _unique(v for v in (*inputs, *used) if is_trainable(v))
     if jt.flags.no_grad or not taped:
         return region.run(inputs)
-    found = region(*taped)
-    return filled(region.structure, found if isinstance(found, list | tuple) else [found])
+    results = region(*taped)
+    return filled(region.structure, results if isinstance(results, list | tuple) else [results])
 
 
 class _Region(jt.Function):
-    """One call of a region; Jittor calls it with the variables that gradients are wanted for."""
+    """One call of a region. Jittor calls it with the variables that gradients are computed for."""
 
     def __init__(self, function: Callable[..., Any], arguments: Any, inputs: list[Any], modules: list[Any]) -> None:
         self.function = function
@@ -74,7 +74,7 @@ class _Region(jt.Function):
         self.name = _name_of(function)
 
     def run(self, inputs: Sequence[Any]) -> Any:
-        """Run the function once, on some variables as its arguments."""
+        """Run the function once, with the given variables in its arguments."""
         with substituted(), _no_reads(self.name), _no_other_draws(self.name):
             args, kwargs = filled(self.arguments, inputs)
             return self.function(*args, **kwargs)
@@ -89,32 +89,32 @@ class _Region(jt.Function):
         self.start = Draws(draws.seed, draws.count)
         self.level = jt.flags.auto_mixed_precision_level
         with jt.no_grad():
-            made = self.run(self.inputs)
-        outputs = variables_of(made)
-        self.structure = emptied(made)
-        given = {v.id for v in (*taped, *self.taped, *self.inputs)}
-        return [v.clone() if v.id in given else v for v in outputs]
+            result = self.run(self.inputs)
+        outputs = variables_of(result)
+        self.structure = emptied(result)
+        outside = {v.id for v in (*taped, *self.taped, *self.inputs)}
+        return [v.clone() if v.id in outside else v for v in outputs]
 
     def grad(self, *gradients: Any) -> list[Any]:
         inputs = [v.detach() if is_trainable(v) else v for v in self.inputs]
         with jt.flag_scope(no_grad=0, auto_mixed_precision_level=self.level), self._as_it_was():
-            made = self.run(inputs)
-        pairs = [(v, g.stop_grad()) for v, g in zip(variables_of(made), gradients, strict=True) if g is not None]
-        again = dict(zip(self.identities, inputs, strict=True))
-        targets = [again.get(v.id, v) for v in self.taped]
-        self._search(variables_of(made), targets)
-        del made
+            result = self.run(inputs)
+        pairs = [(v, g.stop_grad()) for v, g in zip(variables_of(result), gradients, strict=True) if g is not None]
+        recomputed = dict(zip(self.identities, inputs, strict=True))
+        targets = [recomputed.get(v.id, v) for v in self.taped]
+        self._search(variables_of(result), targets)
+        del result
         self.inputs, self.buffers, self.taped = [], [], ()
         if not pairs:
             return [None] * len(targets)
         ends = _Incoming([g for _, g in pairs])(*(v for v, _ in pairs))
-        total = sum((v.sum() for v in ends[1:]), ends[0].sum())  # never made: `_Incoming` does not look at its gradient
+        total = sum((v.sum() for v in ends[1:]), ends[0].sum())  # never computed: `_Incoming` ignores its gradient
         del pairs, ends
         return list(jt.grad(total, targets, retain_graph=False))
 
     @contextlib.contextmanager
     def _as_it_was(self) -> Iterator[None]:
-        """Give the function the random numbers and the buffers that it met the first time, and drop what it writes."""
+        """Give the function the random numbers and buffers of its first run, and drop its writes to the buffers."""
         now = [(place, name, place[name]) for place, name, *_ in self.buffers]
         for place, name, _, before in self.buffers:
             place[name] = before.detach().stop_grad()
@@ -125,17 +125,17 @@ class _Region(jt.Function):
             for place, name, value in now:
                 place[name] = value
 
-    def _search(self, made: list[Any], told: list[Any]) -> None:
-        """Search the graph of the function's first recomputation for variables that it was not told of.
+    def _search(self, outputs: list[Any], targets: list[Any]) -> None:
+        """Search the graph of the function's first recomputation for parameters that are not among the targets.
 
         Raises:
-            RecomputationError: There are any.
+            RecomputationError: It has such parameters.
         """
         first = getattr(self.function, "member0", self.function)  # of a run of modules, which is made anew each time
         key = first if isinstance(first, jt.Module) else getattr(first, "__code__", None)
         if key is None or key in _searched:
             return
-        known = {v.id for v in told}
+        known = {v.id for v in targets}
 
         def is_older(node: Node) -> bool:
             return 0 <= node.id < self.first
@@ -143,20 +143,20 @@ class _Region(jt.Function):
         def leads_on(node: Node) -> bool:
             return node.id < 0 or (node.trainable and node.id not in known and not is_older(node))
 
-        found = reached(nodes(), [v.id for v in made], leads_on)
-        others = [node for node in found if node.trainable and is_older(node) and node.id not in known]
-        if others:
-            listed = ", ".join(f"{node.name or 'one without a name'} of shape {node.shape}" for node in others[:3])
+        ancestors = reached(nodes(), [v.id for v in outputs], leads_on)
+        missing = [node for node in ancestors if node.trainable and is_older(node) and node.id not in known]
+        if missing:
+            listed = ", ".join(f"{node.name or 'an unnamed one'} of shape {node.shape}" for node in missing[:3])
             raise RecomputationError(
                 (self.name,),
                 self.name,
-                f"it uses variables that it was not told of, which would get no gradient: {listed}",
+                f"it uses variables that parameters= lacks, which would get no gradient: {listed}",
             )
         _searched.add(key)
 
 
 class _Incoming(jt.Function):
-    """Variables whose gradients are given."""
+    """The identity, with given gradients in the backward pass."""
 
     def __init__(self, gradients: list[Any]) -> None:
         self.gradients = gradients
@@ -169,7 +169,7 @@ class _Incoming(jt.Function):
 
 
 def _holders(function: Any, seen: set[int]) -> Iterator[Any]:
-    """Yield the modules and variables that a function can reach by itself."""
+    """Yield the modules and variables that a function can reach without arguments."""
     if id(function) in seen:
         return
     seen.add(id(function))
@@ -210,7 +210,7 @@ def _no_reads(name: str) -> contextlib.AbstractContextManager[None]:
 
     def refusal(read: str, _: Any) -> Any:
         def refuse(*_: Any, **__: Any) -> Any:
-            raise RecomputationError((name,), name, f"it reads values, by {read}, for which Jittor has to execute")
+            raise RecomputationError((name,), name, f"it reads values by {read}, which makes Jittor execute")
 
         return property(refuse) if read == "data" else refuse
 
@@ -219,7 +219,7 @@ def _no_reads(name: str) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _no_other_draws(name: str) -> Iterator[None]:
-    """Refuse random numbers that can't be drawn again."""
+    """Refuse draws from Python's and NumPy's generators, which are not repeated."""
     before = _generators()
     yield
     if _generators() != before:
@@ -227,6 +227,6 @@ def _no_other_draws(name: str) -> Iterator[None]:
 
 
 def _generators() -> tuple[Any, ...]:
-    """Return the states of Python's and NumPy's generators, comparable."""
+    """Return the states of Python's and NumPy's generators, for comparison."""
     _, words, position, *rest = np.random.get_state(legacy=True)
     return random.getstate(), np.asarray(words).tobytes(), position, tuple(rest)

@@ -1,12 +1,11 @@
-"""Random numbers that can be drawn again: a function of a seed and a count, instead of a generator's hidden state.
+"""Reproducible random numbers: a function of a seed and a count, instead of a generator's hidden state.
 
-Jittor's generator can be seeded, but its state can't be read: what is recomputed would draw other
-numbers, and a resumed training too. Inside `substituted`, `jt.random`, through which Jittor draws all
-its uniform and normal numbers (dropout, `jt.rand`, `jt.randn`, `jt.randint`, initialisations), hashes
-the index of each element with a seed and the count of the draw: counter-based, as in J. K. Salmon et al. (2011),
-*Parallel Random Numbers: As Easy as 1, 2, 3*, with the finalizer of MurmurHash3 (A. Appleby) instead of theirs,
-which is enough for masks and noise and is no cryptographic generator. The numbers are other ones than
-Jittor's own, of the same distribution.
+Jittor's generator can be seeded, but its state can't be read: recomputed regions and resumed trainings would draw other
+numbers. Inside `substituted`, `jt.random`, through which Jittor draws all its uniform and normal numbers (dropout,
+`jt.rand`, `jt.randn`, `jt.randint`, initialisations), hashes the index of each element with a seed and the count of the
+draw: counter-based, as in J. K. Salmon et al. (2011), *Parallel Random Numbers: As Easy as 1, 2, 3*, with the finalizer
+of MurmurHash3 (A. Appleby) as the hash, which is enough for masks and noise but not cryptographic. The numbers differ
+from Jittor's own, with the same distribution.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ _UNIT = 2.0**-24
 
 @dataclass
 class Draws:
-    """Where in the sequence of random numbers a program is.
+    """A position in a sequence of random numbers.
 
     Attributes:
-        seed: Which sequence (0 up to 2**32).
-        count: Draws made.
+        seed: The seed of the sequence (0 up to 2**32).
+        count: Number of draws made.
     """
 
     seed: int = 0
@@ -42,10 +41,10 @@ draws = Draws()
 
 
 def seed(value: int) -> None:
-    """Start the sequence that `checkpoint` draws from anew, and seed Jittor, NumPy and Python.
+    """Restart the sequence that `checkpoint` draws from, and seed Jittor, NumPy and Python.
 
-    What is pending runs first: Jittor draws when it executes, so that `jt.set_global_seed` also changes what was asked
-    for before it.
+    Pending operators run first: Jittor draws when it executes, so that `jt.set_global_seed` also changes draws that
+    were requested before.
     """
     jt.sync_all()
     jt.set_global_seed(value)
@@ -54,7 +53,7 @@ def seed(value: int) -> None:
 
 @contextlib.contextmanager
 def substituted(start: Draws | None = None) -> Iterator[None]:
-    """Draw from the sequence: on from where it is, or again from some place, after which it is where it was."""
+    """Draw from the sequence: from its position, or again from `start`, and return to its position afterwards."""
     original, before = jt.random, Draws(draws.seed, draws.count)
     if start is not None:
         draws.seed, draws.count = start.seed, start.count
@@ -68,7 +67,7 @@ def substituted(start: Draws | None = None) -> Iterator[None]:
 
 
 def _random(shape: Any, dtype: str = "float32", type: str = "uniform") -> Any:
-    """Return random numbers of a shape: uniform in [0, 1) or standard normal, in place of `jt.random`."""
+    """Replace `jt.random`: return random numbers of a shape, uniform in [0, 1) or standard normal."""
     sizes = [int(n) for n in (jt.NanoVector(shape) if isinstance(shape, int) else shape)]
     key = _hash_number(draws.seed ^ _hash_number(draws.count))
     draws.count += 1
@@ -81,14 +80,14 @@ def _random(shape: Any, dtype: str = "float32", type: str = "uniform") -> Any:
 
 
 def _uniform(sizes: list[int], key: int) -> Any:
-    """Return 24 random bits for each element, as a fraction of one."""
+    """Return 24 random bits for each element, as a fraction in [0, 1)."""
     index = jt.arange(math.prod(sizes)).uint32()
     word = _mixed(index * _word(_GOLDEN) + _word(key))
     return ((word >> 8).float32() * _UNIT).reshape(sizes)
 
 
 def _mixed(word: Any) -> Any:
-    """Return MurmurHash3's finalizer of words; casts, since Jittor's products of unsigned words are signed."""
+    """Return MurmurHash3's finalizer of words; it casts, since Jittor's products of unsigned words are signed."""
     word = word.uint32()
     word = ((word ^ (word >> 16).uint32()).uint32() * _word(0x85EBCA6B)).uint32()
     word = ((word ^ (word >> 13).uint32()).uint32() * _word(0xC2B2AE35)).uint32()
@@ -100,7 +99,7 @@ def _word(value: int) -> Any:
 
 
 def _hash_number(value: int) -> int:
-    """Return the same hash of one number."""
+    """Return the hash of `_mixed` for one number."""
     word = (value + _GOLDEN) % _WORD
     word = (word ^ word >> 16) * 0x85EBCA6B % _WORD
     word = (word ^ word >> 13) * 0xC2B2AE35 % _WORD

@@ -1,4 +1,4 @@
-"""Jittor's graph of variables and operators, as it is now."""
+"""Jittor's present graph of variables and operators."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _WIDE = ("int64", "uint64", "float64")
 
 @dataclass(frozen=True)
 class Node:
-    """A variable or an operator.
+    """A variable or an operator of the graph.
 
     Attributes:
-        inputs: Indices of the nodes that it is made from.
-        id: Of a variable; larger for later ones. -1 for operators.
+        inputs: Indices of its input nodes.
+        id: Identity of a variable, larger for later ones; -1 for operators.
         trainable: Whether gradients reach it.
-        address: Of its memory; 0 where it has none, or not yet.
+        address: Address of its memory; 0 where none is allocated.
     """
 
     inputs: tuple[int, ...]
@@ -35,13 +35,13 @@ class Node:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a variable."""
+        """The bytes of a variable."""
         itemsize = _ITEMSIZES.get(self.dtype, 8 if self.dtype in _WIDE else 4)
         return math.prod(self.shape) * itemsize if self.id >= 0 else 0
 
 
 def nodes() -> list[Node]:
-    """Return what variables that Python holds are made from, and what is made from them."""
+    """Return all nodes that are connected to variables that Python holds."""
     dumped = jt.dump_all_graphs()
     return [_node(text, inputs) for text, inputs in zip(dumped.nodes_info, dumped.inputs, strict=True)]
 
@@ -56,19 +56,19 @@ def _node(text: str, inputs: Iterable[int]) -> Node:
 
 
 def reached(graph: list[Node], identities: Iterable[int], beyond: Callable[[Node], bool]) -> Iterator[Node]:
-    """Yield what variables are made from, themselves included.
+    """Yield the ancestors of variables, and the variables themselves.
 
     Args:
         graph: All nodes.
-        identities: Of the variables.
-        beyond: Whether to go on to what a node is made from.
+        identities: The ids of the variables.
+        beyond: Tells whether to go on to a node's inputs.
     """
     wanted = set(identities)
-    left = [i for i, node in enumerate(graph) if node.id in wanted]
-    seen = set(left)
-    while left:
-        node = graph[left.pop()]
+    pending = [i for i, node in enumerate(graph) if node.id in wanted]
+    seen = set(pending)
+    while pending:
+        node = graph[pending.pop()]
         yield node
         new = [i for i in node.inputs if i not in seen] if beyond(node) else []
         seen.update(new)
-        left += new
+        pending += new

@@ -1,8 +1,8 @@
-"""fp16 for Jittor: casts of weights and inputs, with fp32 masters that the optimizer updates.
+"""fp16 for Jittor: casts of weights and inputs, with fp32 master weights that the optimizer updates.
 
 Jittor's own levels of mixed precision fail on the CPU or turn the optimizer's parameters to fp16; casts in the graph
-do neither, and gradients reach the masters through them. Normalisations and layers without weights run in fp32, as
-does what follows the model. On the CPU fp16 is software, about a hundred times slower: good for trying out only.
+do neither, and pass gradients on to the master weights. Normalisations, layers without weights, and the loss run in
+fp32. On the CPU fp16 is emulated, about a hundred times slower: good for trying out only.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ _NORMALISATIONS = (jt.nn.BatchNorm, jt.nn.LayerNorm, jt.nn.GroupNorm, jt.nn.Inst
 @contextlib.contextmanager
 def half(model: Any) -> Iterator[None]:
     """Run a model in fp16, forward and backward, for calls and gradients inside this context."""
-    full = [m for m in modules_of(model).values() if _runs_in_fp32(m)]
-    kept = {id(v) for one in full for v in one.parameters()}
+    in_fp32 = [m for m in modules_of(model).values() if _runs_in_fp32(m)]
+    fp32_ids = {id(v) for module in in_fp32 for v in module.parameters()}
     casts: dict[int, Any] = {}
     masters = []
     for _, place, name in slots_of(model):
         master = place[name]
-        if is_trainable(master) and str(master.dtype) == "float32" and id(master) not in kept:
+        if is_trainable(master) and str(master.dtype) == "float32" and id(master) not in fp32_ids:
             masters.append((place, name, master))
             place[name] = casts.setdefault(id(master), master.float16())
     with contextlib.ExitStack() as stack:
         stack.enter_context(_comparable())
-        for one in full:
-            stack.enter_context(executing(one, _in(one.execute, "float32", "float16")))
+        for module in in_fp32:
+            stack.enter_context(executing(module, _in(module.execute, "float32", "float16")))
         stack.enter_context(executing(model, _in(model.execute, "float16", "float32")))
         try:
             yield
@@ -53,7 +53,7 @@ _COMPARISONS = ("__gt__", "__ge__", "__lt__", "__le__", "__eq__", "__ne__")
 
 
 def _comparable() -> contextlib.AbstractContextManager[None]:
-    """Compare fp16 variables in fp32: Jittor's code for the CPU does not compile otherwise, not even that of relu."""
+    """Compare fp16 variables in fp32: Jittor's CPU code for comparisons, as in relu, does not compile otherwise."""
 
     def widened(_: str, original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         return lambda v, other: original(v.float32() if str(v.dtype) == "float16" else v, other)
@@ -62,7 +62,7 @@ def _comparable() -> contextlib.AbstractContextManager[None]:
 
 
 def _in(execute: Callable[..., Any], inside: str, outside: str) -> Callable[..., Any]:
-    """Return a function that gets its floats in one dtype and gives them in another."""
+    """Wrap a function so that its floating-point inputs have one dtype and its outputs another."""
 
     @functools.wraps(execute)
     def cast(*args: Any, **kwargs: Any) -> Any:

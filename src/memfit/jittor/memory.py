@@ -1,7 +1,7 @@
-"""What Jittor holds of the memory: measured, told apart, kept below a limit, and given back.
+"""Jittor's memory: measured, listed by category, limited, and released.
 
-The peak is that of the pools that Jittor takes memory in: they keep their high-water mark until `jt.gc`.
-It is what Jittor holds of the device, which is more than its variables need where the pools are fragmented.
+The peak is that of Jittor's memory pools, which keep their high-water mark until `jt.gc`. It is the memory that Jittor
+holds of the device, more than its variables need where the pools are fragmented.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _limits: list[int] = []
 
 @dataclass
 class Measurement:
-    """What ran inside `measure`.
+    """The peak and time of code that ran inside `measure`.
 
     Attributes:
-        before_bytes: What the pools held before, with nothing cached.
-        peak_bytes: The most that they held.
+        before_bytes: Bytes in the pools before, with nothing cached.
+        peak_bytes: Most bytes in the pools.
         seconds: Wall time.
     """
 
@@ -42,48 +42,48 @@ class Measurement:
 
     @property
     def added_bytes(self) -> int:
-        """The peak beyond what was held before."""
+        """The peak beyond the bytes held before."""
         return self.peak_bytes - self.before_bytes
 
 
 def release() -> None:
-    """Run what is pending, and give the pools' free memory back to the system."""
+    """Run pending operators, and release the pools' free memory to the system."""
     jt.sync_all(True)
     gc.collect()
     jt.gc()
 
 
 def held_bytes() -> int:
-    """Return what the pools hold of the device, in use or not."""
+    """Return the bytes that the pools hold of the device, in use or not."""
     info = jt.get_mem_info()
     return int(info.total_cuda_used if jt.flags.use_cuda else info.total_cpu_used)
 
 
 def device_bytes() -> int:
-    """Return what the device has for this process: a GPU's memory, or what the machine has left."""
+    """Return the bytes available to this process: a GPU's memory, or the machine's free memory."""
     return int(jt.get_mem_info().total_cuda_ram) if jt.flags.use_cuda else int(psutil.virtual_memory().available)
 
 
 @contextlib.contextmanager
 def measure() -> Iterator[Measurement]:
-    """Measure the peak and the time of what runs inside. What is pending before runs first."""
-    found = Measurement()
+    """Measure the peak and time of the code inside. Pending operators run first."""
+    measurement = Measurement()
     release()
-    found.before_bytes = held_bytes()
+    measurement.before_bytes = held_bytes()
     started = time.perf_counter()
-    yield found
+    yield measurement
     jt.sync_all(True)
-    found.seconds = time.perf_counter() - started
-    found.peak_bytes = held_bytes()
+    measurement.seconds = time.perf_counter() - started
+    measurement.peak_bytes = held_bytes()
 
 
 def ledger(model: Any = None, optimizer: Any = None, batch: Any = None) -> dict[str, int]:
     """Return the bytes in the pools by category. Variables that share memory count once.
 
     Args:
-        model: Its parameters and buffers are told apart.
-        optimizer: Its state and gradients are told apart.
-        batch: Its variables are the inputs.
+        model: Its parameters and buffers become categories.
+        optimizer: Its state and gradients become categories.
+        batch: Its variables become the category "inputs".
     """
     jt.sync_all(True)
     owners = {v.id: category for category, variables in _known(model, optimizer, batch) for v in variables}
@@ -92,13 +92,13 @@ def ledger(model: Any = None, optimizer: Any = None, batch: Any = None) -> dict[
         if node.address:
             category = owners.get(node.id, "other variables")
             sizes[node.address] = max(sizes.get(node.address, (0, "")), (node.nbytes, category))
-    found = dict.fromkeys(
+    totals = dict.fromkeys(
         ("parameters", "buffers", "gradients", "optimizer state", "inputs", "other variables", "free in the pools"), 0
     )
     for nbytes, category in sizes.values():
-        found[category] += nbytes
-    found["free in the pools"] = max(0, held_bytes() - sum(found.values()))
-    return found
+        totals[category] += nbytes
+    totals["free in the pools"] = max(0, held_bytes() - sum(totals.values()))
+    return totals
 
 
 def _known(model: Any, optimizer: Any, batch: Any) -> Iterator[tuple[str, list[Any]]]:
@@ -128,23 +128,23 @@ def _listed(value: Any) -> list[Any]:
 
 def summary(model: Any = None, optimizer: Any = None, batch: Any = None) -> str:
     """Return the ledger as text, the largest first."""
-    found = ledger(model, optimizer, batch)
-    rows = sorted(found.items(), key=lambda row: -row[1])
+    totals = ledger(model, optimizer, batch)
+    rows = sorted(totals.items(), key=lambda row: -row[1])
     counts = jt.liveness_info()
     lines = [f"{name:<18}{format_bytes(nbytes):>12}" for name, nbytes in rows if nbytes]
-    lines.append(f"{'in all':<18}{format_bytes(sum(found.values())):>12}")
+    lines.append(f"{'in all':<18}{format_bytes(sum(totals.values())):>12}")
     lines.append(f"{counts['lived_vars']} variables and {counts['lived_ops']} operators alive")
     return "\n".join(lines)
 
 
 @contextlib.contextmanager
 def limit(budget: int | float | str, *, swap: bool = False) -> Iterator[None]:
-    """Keep Jittor below a number of bytes: what would pass it raises, while the process lives on.
+    """Keep Jittor below a number of bytes: exceeding it raises, instead of killing the process.
 
     Jittor itself dies of a segmentation fault when the CPU's memory is full. Inside this context a
     `memfit.jittor.Step` predicts its peak from runs with few samples before it first runs a batch of some shape,
-    and variables are refused that are larger than what is left when their values are asked for. Operators
-    in other code are not watched.
+    and reading the values of a variable larger than the remaining bytes raises. Operators in other code are not
+    watched.
 
     Args:
         budget: Bytes, a string with a unit ("300MiB"), or a share of the device's memory ("90%").
@@ -153,8 +153,8 @@ def limit(budget: int | float | str, *, swap: bool = False) -> Iterator[None]:
 
     Raises:
         BudgetError: The budget says no number of bytes.
-        MemoryLimitError: Something would pass it.
-        UsageError: `swap` was asked for, but the program was started without JT_SAVE_MEM=1.
+        MemoryLimitError: A step or a variable would exceed it.
+        UsageError: `swap` is True, but the program was started without JT_SAVE_MEM=1.
     """
     nbytes = parse_budget(budget, device_bytes())
     if swap:
@@ -172,7 +172,9 @@ def limit(budget: int | float | str, *, swap: bool = False) -> Iterator[None]:
 @contextlib.contextmanager
 def _swapping(nbytes: int) -> Iterator[None]:
     if os.environ.get("JT_SAVE_MEM") != "1":
-        raise UsageError("limit(swap=True) needs JT_SAVE_MEM=1 in the environment that the program is started with")
+        raise UsageError(
+            "limit(swap=True) needs JT_SAVE_MEM=1 in the program's environment: set it before the program starts"
+        )
     flag = "device_mem_limit" if jt.flags.use_cuda else "cpu_mem_limit"
     with jt.flag_scope(**{flag: nbytes}):
         yield
@@ -184,10 +186,10 @@ def limit_bytes() -> int | None:
 
 
 def refuse(requested_bytes: int, where: str, **known: Any) -> None:
-    """Raise if so many bytes more would pass the limit in force.
+    """Raise if as many more bytes would exceed the limit in force.
 
     Raises:
-        MemoryLimitError: They would.
+        MemoryLimitError: They would exceed it.
     """
     allowed, held = limit_bytes(), held_bytes()
     if allowed is None or held + requested_bytes <= allowed:
@@ -201,7 +203,7 @@ def refuse(requested_bytes: int, where: str, **known: Any) -> None:
     raise MemoryLimitError(
         f"{where} would take {format_bytes(requested_bytes)} beyond the {format_bytes(held)} that Jittor holds"
         f" ({listed}), more than limit={format_bytes(allowed)}: it was not run. Plan the step for this budget"
-        " (memfit.jittor.plan), make the batch smaller, or raise the limit",
+        " (memfit.jittor.plan), make the batch smaller, or raise limit's budget=",
         limit_bytes=allowed,
         held_bytes=held,
         requested_bytes=requested_bytes,
@@ -223,10 +225,10 @@ def _watched(name: str, original: Any) -> Any:
 
 
 def _check_room(variable: Any) -> None:
-    """Refuse to make a variable that is larger than what is left below the limit.
+    """Refuse to compute a variable that is larger than the remaining bytes below the limit.
 
     Raises:
-        MemoryLimitError: It is.
+        MemoryLimitError: It is larger.
     """
     allowed = limit_bytes()
     if allowed is None or held_bytes() + variable.nbytes <= allowed:
@@ -237,13 +239,13 @@ def _check_room(variable: Any) -> None:
 
 @dataclass(frozen=True)
 class PoolUse:
-    """How a pool served what ran.
+    """Statistics of a memory pool over a run.
 
     Attributes:
-        requests: Requests for memory.
-        requested_bytes: Of all of them together.
-        taken: How often the pool went to the system for more.
-        taken_bytes: What it took.
+        requests: Number of requests for memory.
+        requested_bytes: Bytes of all requests together.
+        taken: Number of requests that the pool passed on to the system.
+        taken_bytes: Bytes that it took from the system.
     """
 
     requests: int
@@ -253,15 +255,15 @@ class PoolUse:
 
     @property
     def reused_share(self) -> float:
-        """Share of the requested bytes that came from memory which the pool had already."""
+        """The share of the requested bytes that came from memory in the pool."""
         return max(0.0, 1 - self.taken_bytes / self.requested_bytes) if self.requested_bytes else 0.0
 
 
 def pool_use(run: Callable[[], Any]) -> PoolUse:
-    """Run something twice, and return how the pool served it.
+    """Run a function twice, and return the pool's statistics.
 
     Args:
-        run: What to run; what it returns is dropped.
+        run: The function; its result is dropped.
     """
     requests = _counted(run, above_pool=True)
     return PoolUse(*requests, *_counted(run, above_pool=False))
@@ -281,22 +283,22 @@ def _counted(run: Callable[[], Any], *, above_pool: bool) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class FusionUse:
-    """What fusing operators saves: the same measured with it and without it."""
+    """The savings of fused operators: the same run measured with and without fusion."""
 
     fused: Measurement
     apart: Measurement
 
     @property
     def saved_bytes(self) -> int:
-        """By how much the peak is lower with it."""
+        """The difference of the peaks."""
         return self.apart.added_bytes - self.fused.added_bytes
 
 
 def fusion_use(run: Callable[[], Any]) -> FusionUse:
-    """Run something with operators fused and without, each twice, and return the second measurement of each.
+    """Run a function with and without fused operators, each twice, and return the second measurement of each.
 
     Args:
-        run: What to run; what it returns is dropped.
+        run: The function; its result is dropped.
     """
     return FusionUse(_second(run, no_fuse=0), _second(run, no_fuse=1))
 
@@ -304,6 +306,6 @@ def fusion_use(run: Callable[[], Any]) -> FusionUse:
 def _second(run: Callable[[], Any], no_fuse: int) -> Measurement:
     with jt.flag_scope(no_fuse=no_fuse):
         for _ in range(2):  # the first compiles
-            with measure() as found:
+            with measure() as measurement:
                 run()
-    return found
+    return measurement

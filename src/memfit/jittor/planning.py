@@ -12,8 +12,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from memfit.errors import InfeasibleError, PlanMismatchError, RecomputationError, UsageError
-from memfit.ir import combinations
-from memfit.ir.plan import NUMERICS, Candidate, Levers, Numerics, Plan, Precision, Prediction, Solution
+from memfit.ir.plan import NUMERICS, Candidate, Levers, LeverUse, Numerics, Plan, Precision, Prediction, Solution
 from memfit.ir.remat import Region
 from memfit.jittor import memory
 from memfit.jittor.half import half
@@ -21,11 +20,12 @@ from memfit.jittor.profile import Profile, profile
 from memfit.jittor.step import Step
 from memfit.jittor.variables import modules_of
 from memfit.jittor.workload import Workload, batch_size_of, fingerprint, first
-from memfit.pipeline.classes import freest
-from memfit.pipeline.searching import microbatch_sizes
-from memfit.solve.candidates import Option
-from memfit.solve.frontier import Combination, fastest, frontier
-from memfit.solve.problem import Problem, Row
+from memfit.levers import registry
+from memfit.levers.conflicts import JITTOR
+from memfit.levers.microbatches import microbatch_sizes
+from memfit.solver.candidates import Option
+from memfit.solver.frontier import Combination, fastest, frontier
+from memfit.solver.problem import Problem, Row
 from memfit.units import Budget, format_bytes, read_budget
 from memfit.version import __version__
 
@@ -94,7 +94,7 @@ def apply(plan: Plan, workload: Workload) -> Step:
             f"the plan was made for the workload {plan.workload!r} with the fingerprint {plan.fingerprint}, not for"
             f" this one with {fingerprint(workload)}: plan again with memfit.jittor.plan"
         )
-    combinations.check(combinations.names_of(plan.levers, batch_size_of(workload.batch)) | {combinations.JITTOR})
+    registry.check_names(registry.names(plan.levers, batch_size_of(workload.batch)) | {JITTOR})
     return _step(workload, plan.levers, plan.predicted.peak_bytes)
 
 
@@ -148,8 +148,7 @@ class _Planner:
         started = time.monotonic()
         candidate, prediction = self._choose()
         points = frontier(self.combinations, self.points, time_limit_seconds=self.time_limit_seconds / 2)
-        found = [replace(c, numerics=freest(self._classes(c.levers))) for c in points]
-        return self._as_plan(candidate, prediction, found, time.monotonic() - started)
+        return self._as_plan(candidate, prediction, points, time.monotonic() - started)
 
     def _take_budget(self) -> None:
         usable_bytes, plain_bytes = memory.device_bytes(), self._plain().peak_bytes
@@ -157,7 +156,6 @@ class _Planner:
         self.budget_share = self.budget.share_text("the machine", usable_bytes, plain_bytes)
 
     def _as_plan(self, chosen: Candidate, prediction: Prediction, found: list[Candidate], seconds: float) -> Plan:
-        classes = self._classes(chosen.levers)
         bound = min(chosen.bound_seconds, chosen.step_seconds)
         return Plan(
             memfit_version=__version__,
@@ -169,8 +167,8 @@ class _Planner:
             budget_bytes=self.budget_bytes,
             budget_share=self.budget_share,
             levers=chosen.levers,
-            numerics=freest(classes),
-            classes=classes,
+            uses=chosen.uses,
+            numerics=chosen.numerics,
             allowed=self.numerics,
             plain=self._plain(),
             predicted=prediction,
@@ -219,15 +217,10 @@ class _Planner:
             where="predicted from fewer samples",
         )
 
-    def _classes(self, levers: Levers) -> dict[str, Numerics]:
-        classes: dict[str, Numerics] = {}
-        if levers.regions:
-            classes["activation checkpointing"] = "reordered"
-        if levers.microbatch_size < self.batch_size:
-            classes["microbatches"] = "changed" if self.couples_batch else "reordered"
-        if levers.precision != "32-true":
-            classes[levers.precision] = "reduced"
-        return classes
+    def _uses(self, levers: Levers) -> tuple[LeverUse, ...]:
+        """Return the levers that are used, in words: what Jittor recomputes, it adds up in another order."""
+        uses = registry.uses(levers, self.batch_size, self.couples_batch)
+        return tuple(replace(u, numerics="reordered") if u.recomputes else u for u in uses)
 
     def _combine(self) -> None:
         """Make the problem of each precision and microbatch size, the simplest first."""
@@ -242,7 +235,7 @@ class _Planner:
                     self.costs[precision],
                     [] if self.numerics == "exact" else self._regions(self.profiles[precision]),
                 )
-                self.combinations.append(Combination(levers, freest(self._classes(levers)), problem))
+                self.combinations.append(Combination(levers, problem, self._uses))
 
     def _regions(self, profiled: Profile) -> list[list[int]]:
         """Return the blocks, and the runs of blocks, that hold enough to matter."""

@@ -1,7 +1,7 @@
-"""What each module of a model keeps for the backward pass, and how long it takes: measured, module by module.
+"""Measures the bytes that each module of a model keeps for the backward pass, and its seconds.
 
-A module is run alone, on the arguments that the model gave it: its backward pass is asked for, but only its result is
-made, so that what is alive then is the result and exactly what the backward pass waits for.
+A module is run by itself, on the arguments that the model gave it: its gradients are requested, but only its result is
+computed, so that exactly the result and the tensors saved for the backward pass are alive then.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Block:
     """One call of a module in the forward pass.
 
     Attributes:
-        fqn: The module.
+        fqn: The module's FQN.
         start: Index of the first block inside it, in the order in which they end; its own where there is none.
-        kept_bytes: What it keeps for the backward pass, its result included.
-        result_bytes: Of its result.
-        seconds: Of its forward pass.
+        kept_bytes: Bytes that it keeps for the backward pass, its result included.
+        result_bytes: Bytes of its result.
+        seconds: Seconds of its forward pass.
         children: Indices of the blocks directly inside.
     """
 
@@ -49,7 +49,7 @@ class Profile:
     """The blocks of a forward pass in the order in which they end.
 
     Attributes:
-        samples: In the batch that was profiled; bytes and seconds are proportional to it.
+        samples: Samples in the profiled batch; bytes and seconds are proportional to them.
         chains: Runs of blocks that a container calls one after the other, as indices.
     """
 
@@ -58,7 +58,7 @@ class Profile:
     chains: list[list[int]]
 
     def own_bytes(self, index: int) -> int:
-        """Return what a block keeps beyond the blocks inside it."""
+        """Return the bytes that a block keeps beyond the blocks inside it."""
         block = self.blocks[index]
         return max(0, block.kept_bytes - sum(self.blocks[c].kept_bytes for c in block.children))
 
@@ -69,8 +69,8 @@ def profile(model: Any, run: Callable[[], Any], samples: int, progress: Callable
     Args:
         model: The model.
         run: Runs its forward pass.
-        samples: In the batch of that pass.
-        progress: Told how many blocks are measured, of how many.
+        samples: Samples in its batch.
+        progress: Called with the number of blocks measured, and of all.
     """
     modules = modules_of(model)
     with substituted(Draws()), jt.no_grad():
@@ -119,18 +119,18 @@ def _recorded(modules: dict[str, Any], run: Callable[[], Any]) -> list[Block]:
 
 def _without(blocks: list[Block], repeated: set[str]) -> list[Block]:
     """Return blocks without those of modules that are called more than once: they can't be told apart."""
-    kept = [b for b in blocks if b.fqn not in repeated]
-    place = {id(b): i for i, b in enumerate(kept)}
-    for block in kept:
+    unique = [b for b in blocks if b.fqn not in repeated]
+    place = {id(b): i for i, b in enumerate(unique)}
+    for block in unique:
         inner = (c for child in block.children for c in _outermost(blocks, child, repeated))
         block.children = [place[id(blocks[c])] for c in inner]
-        block.start = min([blocks_before(kept, place[id(block)], block), place[id(block)]])
-    return kept
+        block.start = min([blocks_before(unique, place[id(block)], block), place[id(block)]])
+    return unique
 
 
-def blocks_before(kept: list[Block], index: int, block: Block) -> int:
+def blocks_before(unique: list[Block], index: int, block: Block) -> int:
     """Return the first of the blocks inside a block."""
-    return min((blocks_before(kept, c, kept[c]) for c in block.children), default=index)
+    return min((blocks_before(unique, c, unique[c]) for c in block.children), default=index)
 
 
 def _outermost(blocks: list[Block], index: int, repeated: set[str]) -> Iterator[int]:
@@ -158,11 +158,11 @@ def _chains(modules: dict[str, Any], blocks: list[Block]) -> Iterator[list[int]]
 
 
 def _signature(module: Any, arguments: Any) -> Any:
-    """Return what calls that cost the same have in common."""
+    """Return a key that calls of the same cost share."""
     parameters = tuple((tuple(v.shape), str(v.dtype)) for v in module.parameters())
-    given = tuple((tuple(v.shape), str(v.dtype)) for v in variables_of(arguments))
-    kinds = tuple(type(one).__qualname__ for one in modules_of(module).values())
-    return kinds, parameters, given, repr(emptied(arguments))
+    inputs = tuple((tuple(v.shape), str(v.dtype)) for v in variables_of(arguments))
+    kinds = tuple(type(m).__qualname__ for m in modules_of(module).values())
+    return kinds, parameters, inputs, repr(emptied(arguments))
 
 
 def _measured(module: Any, arguments: Any) -> tuple[int, int, float]:
@@ -177,12 +177,12 @@ def _measured(module: Any, arguments: Any) -> tuple[int, int, float]:
         totals = [v.sum() for v in results if is_trainable(v)]
         gradients = jt.grad(sum(totals[1:], totals[0]), targets) if totals and targets else []
         jt.sync(results, False, False)
-        kept = _allocated_bytes() - before
+        kept_bytes = _allocated_bytes() - before
         del gradients, totals, results
         with jt.no_grad():
             seconds = min(_timed(lambda: module(*args, **kwargs)) for _ in range(_TIMED))
-            made = variables_of(module(*args, **kwargs))
-    return max(0, kept), sum(v.nbytes for v in made), seconds
+            results = variables_of(module(*args, **kwargs))
+    return max(0, kept_bytes), sum(v.nbytes for v in results), seconds
 
 
 def _allocated_bytes() -> int:

@@ -19,12 +19,12 @@ def checkpointed(model: Any, regions: Sequence[Region]) -> Iterator[None]:
     """Recompute regions of a model in the backward pass, for calls inside this context.
 
     Args:
-        model: The model; its modules are as they were afterwards.
-        regions: Modules by FQN: one, or several that follow one another in a `jittor.nn.Sequential`.
+        model: The model; its modules are restored afterwards.
+        regions: Modules by FQN: one, or several in a row in a `jittor.nn.Sequential`.
 
     Raises:
         PlanError: A region keeps operators or offloads, which is for PyTorch only.
-        PlanMismatchError: The model has no such modules, or they are not such a run.
+        PlanMismatchError: The model has no such modules, or they are not in a row.
     """
     modules = modules_of(model)
     with contextlib.ExitStack() as stack:
@@ -38,14 +38,14 @@ def checkpointed(model: Any, regions: Sequence[Region]) -> Iterator[None]:
             if len(members) > 1:
                 _check_run(modules, region.modules)
             stack.enter_context(executing(members[0], _together(region.modules, members)))
-            for other in members[1:]:
-                stack.enter_context(executing(other, lambda x: x))
+            for member in members[1:]:
+                stack.enter_context(executing(member, lambda x: x))
         yield
 
 
 @contextlib.contextmanager
 def executing(module: Any, function: Callable[..., Any]) -> Iterator[None]:
-    """Let calls of a module run another function."""
+    """Let calls of a module run another function, inside this context."""
     own = "execute" in vars(module)
     before = module.execute
     module.execute = function
@@ -60,15 +60,17 @@ def executing(module: Any, function: Callable[..., Any]) -> Iterator[None]:
 
 def _module(modules: dict[str, Any], fqn: str) -> Any:
     if fqn not in modules:
-        raise PlanMismatchError(f"the plan's levers.regions name the module {fqn!r}, which the model does not have")
+        raise PlanMismatchError(
+            f"the plan's levers.regions name the module {fqn!r}, which Workload.model does not have"
+        )
     return modules[fqn]
 
 
 def _check_run(modules: dict[str, Any], fqns: Sequence[str]) -> None:
-    """Check that modules follow one another in one container, so that nobody sees what is between them.
+    """Check that modules follow one another in one container, so that no other code uses their intermediate results.
 
     Raises:
-        PlanMismatchError: They do not.
+        PlanMismatchError: They do not follow one another.
     """
     parent = fqns[0].rpartition(".")[0]
     container = modules.get(parent)
@@ -92,7 +94,7 @@ def _together(fqns: Sequence[str], members: Sequence[Any]) -> Callable[..., Any]
 
 
 class Chain(jt.Module):
-    """Modules called one after the other as they are now, whatever replaces their `execute` later."""
+    """Modules called one after the other by their present `execute`, even if it is replaced later."""
 
     def __init__(self, fqns: Sequence[str], members: Sequence[Any]) -> None:
         super().__init__()

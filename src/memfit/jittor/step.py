@@ -1,10 +1,10 @@
-"""The training step in Jittor: one object that owns the order of things.
+"""The training step in Jittor.
 
-What it does that `optimizer.backward` and `optimizer.step` do not:
+In contrast to `optimizer.backward` and `optimizer.step`:
 
 - Adam and AdamW count an update once, not once for each microbatch (`n_step`).
-- Gradients are made, added and freed microbatch by microbatch, so that memory does not grow with their number.
-- Gradients are gone after the update: a second one can't use them again.
+- Gradients are computed, added and freed microbatch by microbatch, so that memory does not grow with their number.
+- Gradients are dropped after the update: a second update can't use them again.
 - Random numbers are a function of the seed and the step, so that a resumed training draws the same.
 """
 
@@ -29,33 +29,34 @@ from memfit.ir.remat import Region
 from memfit.jittor import memory
 from memfit.jittor.draws import Draws, substituted
 from memfit.jittor.half import half
+from memfit.jittor.internals import keep_gradients
 from memfit.jittor.regions import checkpointed
 from memfit.jittor.variables import is_trainable, named_variables, slots_of, variables_of
 from memfit.jittor.workload import Workload, batch_size_of, first, split, trainables
-from memfit.train.scaling import LossScaler
-from memfit.train.step import StepResult
+from memfit.training.loss_scaling import LossScaler
+from memfit.training.step import StepResult
 
-_POOL_BLOCK_BYTES = 5 * 2**20  # Jittor's pools take tensors of 1 to 5 MiB from blocks of this size
+_POOL_BLOCK_BYTES = 5 * 2**20  # blocks in which Jittor's pools place tensors of 1 to 5 MiB
 _SCHEMA = "memfit.jittor.step/1"
 
 
 class Step:
-    """A training step: forward, backward, unscale, clip, update, forget the gradients.
+    """A training step: forward, backward, unscale, clip, update, drop the gradients.
 
     Gradients are those of the mean over the global batch, however it is cut into microbatches.
 
     Args:
-        workload: What to train.
+        workload: The workload to train.
         microbatch_size: Samples in one forward and backward pass (> 0); None for the whole batch.
         precision: "32-true", or "16-mixed" with fp32 master weights and loss scaling.
-        regions: Modules to checkpoint.
-        scaler: Scales the loss of fp16 steps; None for a new one.
-        seed: Of the random numbers that the model draws.
-        predicted_peak_bytes: Goes into the results.
+        regions: The regions to checkpoint.
+        scaler: The loss scaler of 16-mixed steps; None for a new one.
+        seed: Seed of the model's random numbers.
+        predicted_peak_bytes: Predicted peak to report in the results.
 
     Attributes:
-        steps: Optimizer updates done.
-        attempts: Steps run, skipped ones included.
+        steps: Number of optimizer updates done.
+        attempts: Number of steps run, skipped ones included.
 
     Raises:
         UsageError: `microbatch_size` is not positive, or `precision` is unknown.
@@ -75,7 +76,7 @@ class Step:
         if microbatch_size is not None and microbatch_size < 1:
             raise UsageError(f"microbatch_size={microbatch_size} is not above 0: give a number of samples, or None")
         if precision not in ("32-true", "16-mixed"):
-            raise UsageError(f"precision={precision!r} is not for Jittor: use '32-true' or '16-mixed'")
+            raise UsageError(f"precision={precision!r} is not supported for Jittor: use '32-true' or '16-mixed'")
         self.workload = workload
         self.microbatch_size = microbatch_size
         self.precision = precision
@@ -96,8 +97,8 @@ class Step:
         Raises:
             NonFiniteError: The loss or the gradient norm is not finite, outside fp16's loss scaling; or loss scaling
                 skipped too many updates in a row. Nothing was updated.
-            MemoryLimitError: The step would pass the `memory.limit` in force. It was not run.
-            WorkloadError: The loss function returned something else than a loss.
+            MemoryLimitError: The step would exceed the `memory.limit` in force. It was not run.
+            WorkloadError: The loss function did not return a loss.
         """
         started = time.perf_counter()
         self._check_limit(batch)
@@ -131,9 +132,9 @@ class Step:
 
     @contextlib.contextmanager
     def untouched(self) -> Iterator[None]:
-        """Leave the model's buffers as they are."""
-        found = [(p, n) for _, p, n in slots_of(self.workload.model) if not is_trainable(p[n])]
-        before = [(place, name, place[name]) for place, name in found]
+        """Restore the model's buffers on leaving."""
+        slots = [(p, n) for _, p, n in slots_of(self.workload.model) if not is_trainable(p[n])]
+        before = [(place, name, place[name]) for place, name in slots]
         for place, name, value in before:
             place[name] = value.detach().stop_grad()
         try:
@@ -153,12 +154,13 @@ class Step:
                 with self._precise(), checkpointed(model, self.regions):
                     value = self.workload.loss_fn(model, microbatch)
                     target = window.weigh(value, batch_size_of(microbatch))
-                    made = jt.grad(target, parameters, retain_graph=False)
+                    gradients = jt.grad(target, parameters, retain_graph=False)
                 del value, target
                 sums = [
-                    g.stop_grad() if not sums else (s + g).stop_grad() for s, g in zip(sums or made, made, strict=True)
+                    g.stop_grad() if not sums else (s + g).stop_grad()
+                    for s, g in zip(sums or gradients, gradients, strict=True)
                 ]
-                del made
+                del gradients
                 jt.sync([*sums, window.total, *self._buffers()])
         factor = window.correction()
         return window.mean_loss(), sums if factor == 1.0 else [(g * factor).stop_grad() for g in sums]
@@ -201,10 +203,10 @@ class Step:
         optimizer, most = self.workload.optimizer, self.workload.max_grad_norm
         if most is not None and norm > most:
             gradients = [g * (most / (norm + 1e-6)) for g in gradients]
-        left = iter(gradients)
+        remaining = iter(gradients)
         for group in optimizer.param_groups:
-            group["grads"] = [next(left).stop_grad() if is_trainable(p) else jt.zeros(1) for p in group["params"]]
-        optimizer._Optimizer__zero_grad = False
+            group["grads"] = [next(remaining).stop_grad() if is_trainable(p) else jt.zeros(1) for p in group["params"]]
+        keep_gradients(optimizer)
         optimizer.n_step += 1
         optimizer.step()
         for group in optimizer.param_groups:
@@ -213,10 +215,10 @@ class Step:
         self.steps += 1
 
     def _check_limit(self, batch: Any) -> None:
-        """Predict the peak for a batch of a new shape, where a limit is in force.
+        """Predict the peak for a batch of a new shape, and compare it with the limit in force, if any.
 
         Raises:
-            MemoryLimitError: The peak would pass it.
+            MemoryLimitError: The peak would exceed the limit.
         """
         shapes = (memory.limit_bytes(), *(tuple(v.shape) for v in variables_of(batch)))
         if memory.limit_bytes() is None or shapes in self._cleared:
@@ -224,7 +226,7 @@ class Step:
         memory.release()
         held, peak = memory.held_bytes(), self.predict_peak(batch)
         workload = self.workload
-        peak += peak // 10 + _POOL_BLOCK_BYTES  # rather refused than dead
+        peak += peak // 10 + _POOL_BLOCK_BYTES  # a margin, since the process dies where the limit is exceeded
         memory.refuse(
             peak - held, f"a step of {batch_size_of(batch)} samples", model=workload.model, optimizer=workload.optimizer
         )
@@ -233,9 +235,9 @@ class Step:
     def predict_peak(self, batch: Any) -> int:
         """Return the predicted peak of the step in bytes, from runs with an eighth, a quarter and half of the samples.
 
-        What a step takes beyond what is held and its gradients is proportional to its samples, but for what the pools
-        round up, which tells with few of them: the largest run counts. Where a limit is in force, no run is predicted
-        to pass it.
+        Beyond the held bytes and the gradients, a step's bytes are proportional to its samples, but for the pools'
+        rounding, which matters with few samples: the largest run counts. Where a limit is in force, runs stay below it
+        as far as predicted.
 
         Args:
             batch: A global batch. Nothing is updated.
@@ -249,25 +251,25 @@ class Step:
         return fixed + int(slope * size)
 
     def fixed_bytes(self) -> int:
-        """Return the bytes of a step without samples: what is held, and the gradients."""
+        """Return the bytes of a step without samples: held bytes and gradients."""
         memory.release()
         return memory.held_bytes() + sum(p.nbytes for p in trainables(self.workload))
 
     def _measured(self, batch: Any) -> int:
         """Return the peak of the gradients of a batch, after a run that compiles."""
         for _ in range(2):
-            with memory.measure() as found:
+            with memory.measure() as measurement:
                 self.gradients(batch)
-        return found.peak_bytes
+        return measurement.peak_bytes
 
     def save(self, path: str | Path) -> Path:
-        """Write what resuming needs: parameters, buffers, optimizer state, loss scale, position. Whole or not at all.
+        """Write a checkpoint: parameters, buffers, optimizer state, loss scale, position. Whole or not at all.
 
         Args:
-            path: The file, of safetensors.
+            path: The safetensors file.
 
         Raises:
-            OutputError: It can't be written.
+            OutputError: The file can't be written.
         """
         state = {
             "schema": _SCHEMA,
@@ -282,10 +284,10 @@ class Step:
         return write_atomic(path, save(arrays, {"memfit": json.dumps(state)}))
 
     def load(self, path: str | Path) -> None:
-        """Go on from a file that `save` wrote, bitwise.
+        """Restore the state of a checkpoint that `save` wrote, bitwise.
 
         Raises:
-            CheckpointError: It can't be read, or is of another workload. Nothing was changed.
+            CheckpointError: The file can't be read, or is of another workload. Nothing was changed.
         """
         arrays, state = _read(Path(path))
         expected = self.state()
@@ -301,25 +303,25 @@ class Step:
             self.scaler.load_state_dict(state["scaler"])
 
     def restore(self, arrays: dict[str, Any]) -> None:
-        """Give the variables of `state` the values of arrays of the same names."""
-        found = self.state()
+        """Set the variables of `state` to arrays of the same names."""
+        variables = self.state()
         with jt.flag_scope(auto_convert_64_to_32=0):
-            for name, variable in found.items():
+            for name, variable in variables.items():
                 variable.assign(jt.array(arrays[name]))
-        jt.sync(list(found.values()))
+        jt.sync(list(variables.values()))
 
     def state(self) -> dict[str, Any]:
         """Return the variables that a checkpoint holds: parameters, buffers and the optimizer's, by name."""
         named = {f"model.{name}": v for name, v in named_variables(self.workload.model).items()}
-        kept = memory.optimizer_state(self.workload.optimizer)
-        return named | {f"optimizer.{index}": v for index, v in enumerate(kept)}
+        optimizer_state = memory.optimizer_state(self.workload.optimizer)
+        return named | {f"optimizer.{index}": v for index, v in enumerate(optimizer_state)}
 
 
 class _Window:
-    """The microbatches of one update, and what their losses are to be divided by.
+    """The microbatches of one update, with the divisors of their losses.
 
-    Means are weighted by their share of the samples; sums are divided by a guess of the window's count from the first
-    microbatch, and the gradients by what the guess was off, so that fp16 gradients stay in range.
+    Means are weighted by their share of the samples. Sums are divided by an estimate of the window's count from the
+    first microbatch, and the gradients corrected afterwards, so that fp16 gradients stay in range.
     """
 
     def __init__(self, samples: int, scale: float) -> None:
@@ -331,10 +333,10 @@ class _Window:
         self.divisor = 1.0
 
     def weigh(self, value: Any, samples: int) -> Any:
-        """Return what to differentiate: the share of a microbatch in the loss, times the scale.
+        """Return the share of a microbatch in the loss, times the loss scale, to differentiate.
 
         Raises:
-            WorkloadError: It is neither a scalar nor a pair of one and a count.
+            WorkloadError: The loss is neither a scalar nor a pair of a scalar and a count.
         """
         is_pair = isinstance(value, tuple | list) and len(value) == 2
         loss = value[0] if is_pair else value
@@ -356,7 +358,7 @@ class _Window:
         return weighted if self.scale == 1.0 else weighted * self.scale
 
     def correction(self) -> float:
-        """Return what the gradients are to be multiplied by."""
+        """Return the factor that corrects the gradients for the estimated count."""
         guessed = 1.0 if self.count is None else self.divisor / max(self.count, 1.0)
         return guessed / self.scale
 
@@ -379,7 +381,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the arrays and the state of a checkpoint.
 
     Raises:
-        CheckpointError: It can't be read.
+        CheckpointError: The file can't be read.
     """
     try:
         data = path.read_bytes()

@@ -1,12 +1,12 @@
-"""Layers for Jittor that need less memory: the first two are the same mathematics, the last is another model.
+"""Layers for Jittor that need less memory: the first two compute the same, the last is another model.
 
-- `lean(model)` recomputes normalisations, of two or three dimensions, with what follows them up to the next layer
-  with weights, so that one tensor of each such group is kept instead of two. In-place activated BatchNorm (S. Rota
-  Bulò et al., 2018, *In-Place Activated BatchNorm for Memory-Optimized Training of DNNs*) gets there by inverting the
-  activation; recomputing works for any. A normalisation alone would save nothing: Jittor fuses it with what follows.
-- `attention` computes softmax(q kᵀ) v by blocks of queries that are recomputed, so that no N×N matrix is kept or made
+- `lean(model)` recomputes normalisations, of two or three dimensions, with the layers up to the next one with weights,
+  so that one tensor of each such group is kept instead of two. In-place activated BatchNorm (S. Rota Bulò et al., 2018,
+  *In-Place Activated BatchNorm for Memory-Optimized Training of DNNs*) inverts the activation for the same effect;
+  recomputing works for any. A normalisation alone would save nothing: Jittor fuses it with the next operators.
+- `attention` computes softmax(q kᵀ) v by recomputed blocks of queries, without an N×N matrix
   (M. N. Rabe and C. Staats, 2021, *Self-attention Does Not Need O(n²) Memory*; ours cuts queries only).
-- `depthwise_separable` puts a depthwise and a pointwise convolution in the place of each dense one (F. Chollet, 2017,
+- `depthwise_separable` replaces a dense convolution by a depthwise and a pointwise one (F. Chollet, 2017,
   *Xception*).
 """
 
@@ -32,7 +32,7 @@ def lean(model: Any) -> Iterator[None]:
     """Recompute a model's normalisations in the backward pass, for calls and gradients inside this context.
 
     Args:
-        model: The model. Its modules are as they were afterwards.
+        model: The model. Its modules are restored afterwards.
     """
     with checkpointed(model, lean_regions(model)):
         yield
@@ -41,17 +41,17 @@ def lean(model: Any) -> Iterator[None]:
 def lean_regions(model: Any) -> tuple[Region, ...]:
     """Return the groups that `lean` recomputes, for `Step(regions=)`.
 
-    They are found where an `nn.Sequential` calls a normalisation, layers without weights, and one with weights in turn.
+    A group is a normalisation, layers without weights, and a layer with weights that an `nn.Sequential` calls in turn.
     """
-    found = []
+    regions = []
     for fqn, module in modules_of(model).items():
         if is_chain(module):
-            found += [Region(tuple(f"{fqn}.{n}" if fqn else n for n in names)) for names in _groups(module.layers)]
-    return tuple(found)
+            regions += [Region(tuple(f"{fqn}.{n}" if fqn else n for n in names)) for names in _groups(module.layers)]
+    return tuple(regions)
 
 
 def _groups(layers: Mapping[str, Any]) -> Iterator[list[str]]:
-    """Yield the names of a normalisation, what follows it, and the next layer with weights."""
+    """Yield the names of a normalisation and the layers after it, up to the next one with weights."""
     group: list[str] = []
     for name, layer in layers.items():
         is_norm = isinstance(layer, _NORMALISATIONS)
@@ -71,9 +71,9 @@ def attention(q: Any, k: Any, v: Any, *, block: int = 128, causal: bool = False,
         q: (..., N, D).
         k: (..., M, D).
         v: (..., M, E).
-        block: Queries at a time (> 0): what is made at once is (..., block, M).
-        causal: Whether query i sees keys up to i only; N = M then.
-        scale: None for D to the power of −1/2.
+        block: Queries at a time (> 0): scores have the shape (..., block, M).
+        causal: Whether query i attends to keys up to i only; needs N = M.
+        scale: Factor of the scores; None for D to the power of −1/2.
 
     Raises:
         UsageError: `block` is not positive, or `causal` with N ≠ M.
@@ -82,9 +82,9 @@ def attention(q: Any, k: Any, v: Any, *, block: int = 128, causal: bool = False,
     if block < 1:
         raise UsageError(f"block={block} is not above 0: give a number of queries")
     if causal and length != keys:
-        raise UsageError(f"causal=True needs as many queries as keys, not {length} and {keys}")
+        raise UsageError(f"causal=True needs as many queries as keys: q has {length}, and k has {keys}")
     batch = list(q.shape[:-2])
-    q, k, v = (one.reshape((-1, *one.shape[-2:])) for one in (q, k, v))
+    q, k, v = (t.reshape((-1, *t.shape[-2:])) for t in (q, k, v))
     factor = width**-0.5 if scale is None else scale
     parts = []
     for start in range(0, length, block):
@@ -95,7 +95,7 @@ def attention(q: Any, k: Any, v: Any, *, block: int = 128, causal: bool = False,
 
 
 def _attend(q: Any, k: Any, v: Any, start: int | None, factor: float) -> Any:
-    """Return attention of some queries; those of a causal one begin at `start`."""
+    """Return attention of a block of queries, which begins at `start` where it is causal."""
     scores = jt.nn.bmm_transpose(q, k) * factor
     if start is not None:
         shape = (int(scores.shape[1]), int(scores.shape[2]))
@@ -105,14 +105,14 @@ def _attend(q: Any, k: Any, v: Any, start: int | None, factor: float) -> Any:
 
 
 def depthwise_separable(inputs: int, outputs: int, kernel_size: int = 3, *, stride: int = 1, dims: int = 2) -> Any:
-    """Return a depthwise convolution and a pointwise one, in place of a dense convolution.
+    """Return a depthwise and a pointwise convolution to replace a dense one.
 
     Args:
-        inputs: Channels (> 0).
-        outputs: Channels (> 0).
-        kernel_size: Of the depthwise one, odd; the size stays at stride 1.
-        stride: Of the depthwise one.
-        dims: 2 or 3.
+        inputs: Input channels (> 0).
+        outputs: Output channels (> 0).
+        kernel_size: Kernel size of the depthwise convolution, odd; it keeps the spatial size at stride 1.
+        stride: Stride of the depthwise convolution.
+        dims: Spatial dimensions, 2 or 3.
 
     Raises:
         UsageError: `dims` is neither 2 nor 3, or `kernel_size` is even.

@@ -13,24 +13,24 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 class Slot(int):
-    """The place of a variable in nested dicts, lists and tuples without their variables."""
+    """A placeholder for a variable in nested dicts, lists and tuples."""
 
 
 def variables_of(tree: Any) -> list[Any]:
     """Return the variables of nested dicts, lists and tuples, in order."""
-    found: list[Any] = []
-    mapped(tree, found.append)
-    return found
+    variables: list[Any] = []
+    mapped(tree, variables.append)
+    return variables
 
 
 def emptied(tree: Any) -> Any:
-    """Return nested dicts, lists and tuples with slots in place of their variables."""
+    """Return nested dicts, lists and tuples with their variables replaced by slots."""
     numbers = itertools.count()
     return mapped(tree, lambda _: Slot(next(numbers)))
 
 
 def filled(tree: Any, variables: Sequence[Any]) -> Any:
-    """Return nested dicts, lists and tuples with variables in place of their slots."""
+    """Return nested dicts, lists and tuples with their slots replaced by variables."""
     return mapped(tree, lambda slot: variables[slot], Slot)
 
 
@@ -49,40 +49,40 @@ def mapped(tree: Any, change: Callable[[Any], Any], kind: type = jt.Var) -> Any:
 
 @contextlib.contextmanager
 def patched(names: Iterable[str], replacement: Callable[[str, Any], Any]) -> Iterator[None]:
-    """Put others in the place of attributes of all variables, inside this context.
+    """Replace attributes of all variables, inside this context.
 
     Args:
-        names: The attributes; those that Jittor's variables lack are passed over.
-        replacement: Returns the other one, given a name and what is there.
+        names: The attributes; names that Jittor's variables lack are ignored.
+        replacement: Returns the new attribute, given a name and the original.
     """
-    found = {name: vars(jt.Var)[name] for name in names if name in vars(jt.Var)}
-    for name, original in found.items():
+    originals = {name: vars(jt.Var)[name] for name in names if name in vars(jt.Var)}
+    for name, original in originals.items():
         setattr(jt.Var, name, replacement(name, original))
     try:
         yield
     finally:
-        for name, original in found.items():
+        for name, original in originals.items():
             setattr(jt.Var, name, original)
 
 
 def modules_of(model: Any) -> dict[str, Any]:
     """Return the modules of a model by FQN, the model itself as ""."""
-    found: dict[str, Any] = {}
+    modules: dict[str, Any] = {}
     path: list[str] = []
 
     def enter(parents: list[Any], key: Any, module: Any, children: int) -> None:
         path.append(str(key))
-        found[".".join(path[1:])] = module
+        modules[".".join(path[1:])] = module
 
     def leave(parents: list[Any], key: Any, module: Any, children: int) -> None:
         path.pop()
 
     model.dfs([], None, enter, leave)
-    return found
+    return modules
 
 
 def slots_of(model: Any) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yield the FQN of each variable that a model holds, with the dictionary and the name that it is under."""
+    """Yield the FQN of each variable of a model, with the dictionary that holds it and its name there."""
     for fqn, module in modules_of(model).items():
         place = module.params if isinstance(module, jt.nn.ParameterList) else vars(module)
         for name, value in place.items():
@@ -91,16 +91,16 @@ def slots_of(model: Any) -> Iterator[tuple[str, dict[str, Any], str]]:
 
 
 def named_variables(model: Any) -> dict[str, Any]:
-    """Return the parameters and buffers of a model by FQN, those that modules share once."""
-    found: dict[str, Any] = {}
+    """Return the parameters and buffers of a model by FQN; shared ones appear once."""
+    variables: dict[str, Any] = {}
     seen: set[int] = set()
     for fqn, place, name in slots_of(model):
         if id(place[name]) not in seen:
             seen.add(id(place[name]))
-            found[fqn] = place[name]
-    return found
+            variables[fqn] = place[name]
+    return variables
 
 
 def is_trainable(variable: Any) -> bool:
-    """Return whether gradients reach a variable: it is of floats, and nobody stopped them."""
+    """Return whether gradients reach a variable: its dtype is a float, and they were not stopped."""
     return str(variable.dtype) in FLOATS and not variable.is_stop_grad()

@@ -1,4 +1,4 @@
-"""A training step in Jittor, as memfit takes it."""
+"""The description of a training step in Jittor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from memfit.errors import WorkloadError
 from memfit.jittor.variables import is_trainable, mapped, named_variables, variables_of
-from memfit.pipeline.loading import call
+from memfit.pipeline.workload_files import call
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Workload:
             sample, and all have the same number of samples.
         loss_fn: `loss_fn(model, batch)` returns a scalar that is a mean over the samples, or `(sum, count)` when the
             loss is normalised by tokens or voxels.
-        optimizer: One of `jittor.optim` over the model's parameters.
-        name: What reports call it.
+        optimizer: An optimizer of `jittor.optim` over the model's parameters.
+        name: Name in reports.
         max_grad_norm: Global gradient norm to clip to (> 0), or None not to clip.
     """
 
@@ -42,7 +42,7 @@ def load_workload(name: str) -> Workload:
         name: `file.py:function` or `package.module:function`.
 
     Raises:
-        WorkloadError: No such file, module or function, or it returns something else than a `memfit.jittor.Workload`.
+        WorkloadError: No such file, module or function, or it does not return a `memfit.jittor.Workload`.
     """
     workload = call(name)
     if not isinstance(workload, Workload):
@@ -55,13 +55,13 @@ def batch_size_of(batch: Any) -> int:
     """Return the number of samples of a batch.
 
     Raises:
-        WorkloadError: Its variables disagree, or it has none.
+        WorkloadError: Its variables have different first dimensions, or it has none.
     """
     shapes = sorted({tuple(v.shape) for v in variables_of(batch)})
     sizes = {shape[0] if shape else 0 for shape in shapes}
     if len(sizes) != 1 or 0 in sizes:
         raise WorkloadError(
-            "Workload.batch must be jittor variables whose first dimension is the sample, as many in each, not"
+            "Workload.batch must hold jittor variables with the same number of samples as their first dimension, not"
             f" {type(batch).__name__} with variables of shapes {shapes}"
         )
     return int(sizes.pop())
@@ -82,12 +82,12 @@ def first(batch: Any, stop: int, start: int = 0) -> Any:
 
 
 def trainables(workload: Workload) -> list[Any]:
-    """Return what the optimizer trains, in its order."""
+    """Return the variables that the optimizer trains, in its order."""
     return [p for group in workload.optimizer.param_groups for p in group["params"] if is_trainable(p)]
 
 
 def fingerprint(workload: Workload) -> str:
-    """Return what identifies a workload: variables, batch shapes, optimizer. Values play no part."""
+    """Return a hash of a workload's variables, batch shapes and optimizer, without values."""
     named = named_variables(workload.model).items()
     parts = [f"{name}:{tuple(v.shape)}:{v.dtype}:{is_trainable(v)}" for name, v in named]
     parts += [f"batch:{tuple(v.shape)}:{v.dtype}" for v in variables_of(workload.batch)]

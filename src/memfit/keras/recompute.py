@@ -1,7 +1,8 @@
-"""Runs of layers recomputed in the backward pass.
+"""Recomputation of runs of layers in the backward pass.
 
-`tf.recompute_grad` runs a function again as it is then: a layer that draws random numbers draws others, so that the
-gradient is wrong, and one that updates statistics updates them twice. Such layers are left out, and end a run.
+`tf.recompute_grad` runs a function again without restoring any state: a layer that draws random numbers draws others,
+so that the gradient is wrong, and a layer that updates statistics updates them twice. Such layers are left out, and end
+a run.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 
 from memfit.errors import MissingExtraError, UsageError, WorkloadError
+from memfit.keras.internals import call_count, weights_within
 
 try:
     import keras
@@ -31,7 +33,7 @@ def checkpoint_every(model: Any, k: int) -> Any:
 
     Raises:
         UsageError: `k` is not positive, or Keras runs on another backend.
-        WorkloadError: The model's layers are no chain.
+        WorkloadError: The model's layers are not a chain.
     """
     if k < 1:
         raise UsageError(f"k={k} is not above 0: give a number of layers")
@@ -45,7 +47,7 @@ def checkpoint_every(model: Any, k: int) -> Any:
 
 
 class Recomputed(keras.layers.Layer):  # type: ignore[misc]
-    """Layers called one after the other, and again in the backward pass."""
+    """Layers called one after the other, and recomputed in the backward pass."""
 
     def __init__(self, layers: Sequence[Any], **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -71,26 +73,28 @@ def _chain(model: Any) -> list[Any]:
     """Return a model's layers in order.
 
     Raises:
-        WorkloadError: They are no chain.
+        WorkloadError: They are not a chain.
     """
     if not getattr(model, "inputs", None) or len(model.inputs) != 1 or len(model.outputs) != 1:
-        raise WorkloadError(f"the model {model.name!r} is not built, or has several inputs or outputs: it is no chain")
+        raise WorkloadError(
+            f"the model {model.name!r} is not built, or has several inputs or outputs: build it, with one input and"
+            " one output"
+        )
     layers = [layer for layer in model.layers if not isinstance(layer, keras.layers.InputLayer)]
     tensor = model.inputs[0]
     for layer in [] if isinstance(model, keras.Sequential) else layers:
-        calls = len(layer._inbound_nodes)
-        if calls != 1 or layer.input is not tensor:
+        if call_count(layer) != 1 or layer.input is not tensor:
             raise WorkloadError(f"the layer {layer.name!r} does not follow the one before it: the model is no chain")
         tensor = layer.output
     return layers
 
 
 def _runs(layers: Sequence[Any], k: int) -> list[list[Any]]:
-    """Return layers in runs of up to k; those with a state alone."""
+    """Return layers in runs of up to k; a layer with a state is a run of its own."""
     runs: list[list[Any]] = []
     for layer in layers:
-        alone = _has_state(layer)
-        if runs and not alone and len(runs[-1]) < k and not _has_state(runs[-1][-1]):
+        has_state = _has_state(layer)
+        if runs and not has_state and len(runs[-1]) < k and not _has_state(runs[-1][-1]):
             runs[-1].append(layer)
         else:
             runs.append([layer])
@@ -99,19 +103,19 @@ def _runs(layers: Sequence[Any], k: int) -> list[list[Any]]:
 
 def _has_state(layer: Any) -> bool:
     """Return whether a layer has variables beside its weights, as a generator's state or running statistics."""
-    weights = {id(v) for inner in layer._flatten_layers() for v in inner._trainable_variables}
+    weights = {id(variable) for variable in weights_within(layer)}
     return any(id(v) not in weights for v in layer.variables)
 
 
 def measured_peak(run: Callable[[], Any], device: str = "CPU:0") -> int:
-    """Return the bytes that TensorFlow allocates at the peak of what runs, beyond what it held before.
+    """Return the bytes that TensorFlow allocates at the peak of a run, beyond those held before.
 
     Args:
-        run: What to run, once to trace it and once measured.
-        device: As `tf.config.experimental.get_memory_info` names it.
+        run: The function, run once to trace it and once to measure it.
+        device: Name of the device for `tf.config.experimental.get_memory_info`.
 
     Raises:
-        UsageError: TensorFlow counts no memory of the device. That of CPUs it counts where oneDNN is on, which it turns
+        UsageError: TensorFlow does not count the device's memory. It counts a CPU's where oneDNN is on, which it turns
             off by itself for processors without instructions for neural networks (AVX512-VNNI).
     """
     run()

@@ -1,21 +1,22 @@
 """The stages, composed."""
 
-from memfit.devices.host import devices, find_device
+from memfit.compiled.backend import CompileBackend, CompiledPlan, compile_backend
+from memfit.hardware.host import devices, find_device
 from memfit.ir.device import Device
 from memfit.ir.verification import Verification
-from memfit.pipeline.adapting import adapt
-from memfit.pipeline.applying import apply
-from memfit.pipeline.compiling import CompileBackend, CompiledPlan, compile_backend
-from memfit.pipeline.fitting import fit
-from memfit.pipeline.loading import load_fake_workload, load_workload
-from memfit.pipeline.lookup import look_up
-from memfit.pipeline.planning import plan
-from memfit.pipeline.plans import load_plan, save_plan
-from memfit.pipeline.predicting import estimate, is_elsewhere
-from memfit.pipeline.ranging import probe_range
-from memfit.pipeline.training import compare, train, write_report
-from memfit.pipeline.verifying import verify
-from memfit.report.showing import show_records
+from memfit.pipeline._adapt import adapt
+from memfit.pipeline._apply import apply
+from memfit.pipeline._estimate import estimate
+from memfit.pipeline._fit import fit
+from memfit.pipeline._look_up import look_up
+from memfit.pipeline._plan import plan
+from memfit.pipeline._probe_range import probe_range
+from memfit.pipeline._train import compare, train, write_report
+from memfit.pipeline._verify import verify
+from memfit.pipeline.plan_files import load_plan, save_plan
+from memfit.pipeline.workload_files import load_fake_workload, load_workload
+from memfit.planner.prediction import is_elsewhere
+from memfit.report.registration import show_records
 
 __all__ = [
     "CompileBackend",

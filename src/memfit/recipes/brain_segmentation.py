@@ -61,7 +61,7 @@ def brain_segmentation(
     batches_per_epoch: int = 100,
     seed: int = 0,
 ) -> Workload:
-    """Returns the training step of MONAI's 3-D UNet on the ICBM152 template.
+    """Return the training step of MONAI's 3-D UNet on the ICBM152 template.
 
     Args:
         patch: Size of a training patch in voxels; each a multiple of 2 ** (len(channels) - 1).
@@ -104,7 +104,7 @@ def brain_segmentation(
 
 
 def unet(channels: Sequence[int], *, n_residual_units: int, norm: Norm, dropout: float) -> nn.Module:
-    """Returns MONAI's UNet with 1 channel in and 3 classes out; see `brain_segmentation`."""
+    """Return MONAI's UNet with 1 channel in and 3 classes out; see `brain_segmentation`."""
     check_positive(n_residual_units=n_residual_units, **{f"channels[{i}]": n for i, n in enumerate(channels)})
     check_probability(dropout=dropout)
     if len(channels) < 2:
@@ -125,7 +125,7 @@ def unet(channels: Sequence[int], *, n_residual_units: int, norm: Norm, dropout:
 
 
 def loss(model: nn.Module, batch: Mapping[str, Tensor], *, criterion: nn.Module) -> Tensor:
-    """Returns the mean over the samples of Dice loss plus cross entropy."""
+    """Return the mean over the samples of Dice loss plus cross entropy."""
     value: Tensor = criterion(model(batch["image"]), batch["label"])
     return value
 
@@ -136,12 +136,12 @@ def _dice_and_cross_entropy() -> nn.Module:
 
 
 def evaluate_dice(model: nn.Module, *, slab: Slab, patch: tuple[int, int, int], batch_size: int) -> dict[str, float]:
-    """Returns the Dice coefficient of the validation slab, for each tissue and their mean."""
+    """Return the Dice coefficient of the validation slab, for each tissue and their mean."""
     return dice_coefficients(segment(model, slab.image, patch, batch_size), slab.label)
 
 
 def segment(model: nn.Module, image: Tensor, patch: tuple[int, int, int], batch_size: int) -> Tensor:
-    """Returns the index in `CLASSES` that a model gives each voxel of an image [x, y, z].
+    """Return the index in `CLASSES` that a model gives each voxel of an image [x, y, z].
 
     The image is covered by overlapping windows of the size of a patch (MONAI's sliding-window
     inference). Where it is smaller than a patch, it is padded with background.
@@ -158,11 +158,11 @@ def segment(model: nn.Module, image: Tensor, patch: tuple[int, int, int], batch_
 
 
 def dice_coefficients(predicted: Tensor, label: Tensor) -> dict[str, float]:
-    """Returns 2 |A and B| / (|A| + |B|) for each tissue (NaN where neither has a voxel of it) and their mean.
+    """Return 2 |A and B| / (|A| + |B|) for each tissue (NaN where neither has a voxel of it) and their mean.
 
     Args:
         predicted: Index in `CLASSES` for each voxel, any shape.
-        label: The same of the truth.
+        label: Index in `CLASSES` of the ground truth, same shape.
     """
     figures = {}
     for index, name in enumerate(CLASSES[1:], start=1):
@@ -190,7 +190,7 @@ class Slab:
 
 @lru_cache(maxsize=2)
 def load_slabs(resolution: int = 2) -> tuple[Slab, Slab]:
-    """Returns the training and the validation slab, read from nilearn's package; see **The split**.
+    """Return the training and the validation slab, read from nilearn's package; see **The split**.
 
     Args:
         resolution: Edge of a voxel in mm, 1 to 4.
@@ -217,15 +217,15 @@ def load_slabs(resolution: int = 2) -> tuple[Slab, Slab]:
 
 
 def most_probable_class(grey: Tensor, white: Tensor) -> Tensor:
-    """Returns the index in `CLASSES` of the most probable class of each voxel, as uint8.
+    """Return the index in `CLASSES` of the most probable class of each voxel, as uint8.
 
-    What the two tissues leave of the probability is background's; so cerebrospinal fluid is background.
+    The remaining probability is the background's, which includes cerebrospinal fluid.
     """
     return torch.stack([1 - grey - white, grey, white]).argmax(0).to(torch.uint8)
 
 
 def _template(loader: str, resolution: int) -> tuple[Tensor, float]:
-    """Returns a volume as float32 [x, y, z] and the y coordinate of its first voxel, in mm."""
+    """Return a volume as float32 [x, y, z] and the y coordinate of its first voxel, in mm."""
     _import("nibabel")
     volume = getattr(_import("nilearn.datasets"), loader)(resolution=resolution)
     return torch.from_numpy(volume.get_fdata(dtype="float32").copy()), float(volume.affine[1, 3])
@@ -234,14 +234,14 @@ def _template(loader: str, resolution: int) -> tuple[Tensor, float]:
 def random_patches(
     slab: Slab, batch_size: int, patch: tuple[int, int, int], augment: bool, generator: torch.Generator
 ) -> dict[str, Tensor]:
-    """Returns patches at uniformly random places.
+    """Return patches at uniformly random places.
 
     Args:
-        slab: Where they are cut from.
+        slab: The slab to cut from.
         batch_size: Number of patches.
         patch: Size of a patch in voxels.
         augment: Whether to flip (half of them, left to right) and to shift the intensity (by 0.1 on average).
-        generator: What draws all of it.
+        generator: Source of all randomness.
 
     Returns:
         "image", float32 [batch, 1, x, y, z], and "label", uint8 of the same shape.
@@ -292,7 +292,7 @@ def _check_patch_fits(patch: tuple[int, int, int], slab: Slab, resolution: int) 
 
 
 def _import(name: str) -> Any:
-    """Imports a module of the extra, or raises MissingExtraError."""
+    """Import a module of the extra, or raise MissingExtraError."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

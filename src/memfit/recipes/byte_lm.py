@@ -50,7 +50,7 @@ def byte_lm(
     max_bytes: int | None = None,
     seed: int = 0,
 ) -> Workload:
-    """Returns the training step of a byte-level language model of the standard library's source.
+    """Return the training step of a byte-level language model of the standard library's source.
 
     Args:
         n_layer: Number of blocks (> 0).
@@ -58,15 +58,15 @@ def byte_lm(
         n_head: Number of attention heads (> 0).
         context: Bytes in a window (> 0).
         batch_size: Windows in a batch (> 0).
-        vocabulary_size: Classes that the model tells apart (>= 256): more than there are bytes stand for the tokens of
-            other models, whose logits take memory.
+        vocabulary_size: Size of the logits (>= 256); more than 256 imitates the logits of models with larger
+            vocabularies.
         dropout: Probability of dropping an element, in [0, 1).
         tied_embedding: Whether the output layer shares the weight of the embedding.
         learning_rate: Learning rate of AdamW (> 0).
         max_grad_norm: Global gradient norm to clip to (> 0), or None not to clip.
         batches_per_epoch: Batches of random windows in an epoch (> 0).
         n_validation_windows: Windows that `evaluate` averages over (> 0).
-        max_bytes: How much of each part of the data is used, from its beginning; None uses all.
+        max_bytes: Bytes used of each part of the data, from its beginning; None uses all.
         seed: Seed of the initial weights and of the windows (>= 0). The global random state is left alone.
 
     Raises:
@@ -114,7 +114,7 @@ class ByteLM(nn.Module):
         d_model: Width of the residual stream.
         n_head: Number of attention heads; divides `d_model`.
         context: Longest sequence, in bytes.
-        vocabulary_size: Classes that the logits tell apart; at least the 256 bytes.
+        vocabulary_size: Size of the logits; at least 256.
         dropout: Probability of dropping an element of the embedding, of the attention weights and
             of what each block adds to the residual stream.
         tied_embedding: Whether `head` shares the weight of `embed`.
@@ -153,7 +153,7 @@ class ByteLM(nn.Module):
             self.head.weight = self.embed.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Returns the logits of the next byte, [batch, time, vocabulary_size], for int64 tokens [batch, time].
+        """Return the logits of the next byte, [batch, time, vocabulary_size], for int64 tokens [batch, time].
 
         Raises:
             UsageError: The sequence is longer than `context`.
@@ -221,7 +221,7 @@ class MLP(nn.Module):
 
 
 def _initialise(model: ByteLM, n_layer: int) -> None:
-    """Draws the weights as GPT-2 does (Radford et al., Language Models are Unsupervised Multitask Learners, 2019)."""
+    """Draw the weights as GPT-2 does (Radford et al., Language Models are Unsupervised Multitask Learners, 2019)."""
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             nn.init.zeros_(parameter)
@@ -231,14 +231,14 @@ def _initialise(model: ByteLM, n_layer: int) -> None:
 
 
 def loss_sum_and_count(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
-    """Returns the cross entropy summed over the tokens, in nats, and the number of tokens."""
+    """Return the cross entropy summed over the tokens, in nats, and the number of tokens."""
     logits, targets = model(batch["tokens"]), batch["targets"]
     loss_sum = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
     return loss_sum, targets.numel()
 
 
 def _evaluate(model: nn.Module, *, windows: Mapping[str, Tensor], batch_size: int) -> dict[str, float]:
-    """Returns the mean validation loss in nats and in bits per byte."""
+    """Return the mean validation loss in nats and in bits per byte."""
     device = next(model.parameters()).device
     loss_sum = 0.0
     for start in range(0, len(windows["tokens"]), batch_size):
@@ -252,7 +252,7 @@ def _evaluate(model: nn.Module, *, windows: Mapping[str, Tensor], batch_size: in
 
 
 def source_files(split: Split) -> list[Path]:
-    """Returns the files of one part of the standard library's source, sorted by relative path.
+    """Return the files of one part of the standard library's source, sorted by relative path.
 
     A file belongs to the validation part when the CRC-32 of its relative path is a multiple of 10.
     Tests, installed packages and the tables of `encodings` are in neither part.
@@ -272,11 +272,11 @@ def _relative_paths(root: Path) -> list[str]:
 
 @lru_cache(maxsize=4)
 def python_source(split: Split, max_bytes: int | None = None) -> Tensor:
-    """Returns one part of the standard library's source as uint8 [n_bytes], read on first use.
+    """Return one part of the standard library's source as uint8 [n_bytes], read on first use.
 
     Args:
-        split: Which part.
-        max_bytes: How many bytes of it, from its beginning (> 0); None returns all.
+        split: The part.
+        max_bytes: Number of bytes of it, from its beginning (> 0); None returns all.
 
     Raises:
         WorkloadError: `max_bytes` is not positive, or this Python has no source files.
@@ -295,20 +295,20 @@ def python_source(split: Split, max_bytes: int | None = None) -> Tensor:
 
 
 def random_windows(source: Tensor, batch_size: int, context: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """Returns windows at uniformly random places: tokens and, one byte on, targets.
+    """Return windows at uniformly random places: tokens and, one byte on, targets.
 
     Args:
         source: uint8 [n_bytes], n_bytes > `context`.
         batch_size: Number of windows.
         context: Bytes in a window.
-        generator: What draws the places.
+        generator: Source of the random places.
     """
     starts = torch.randint(len(source) - context, (batch_size,), generator=generator)
     return _windows_at(source, starts, context)
 
 
 def even_windows(source: Tensor, n_windows: int, context: int) -> dict[str, Tensor]:
-    """Returns windows at evenly spaced places, the same in each call; see `random_windows`."""
+    """Return windows at evenly spaced places, the same in each call; see `random_windows`."""
     starts = torch.arange(n_windows) * (len(source) - context) // n_windows
     return _windows_at(source, starts, context)
 
@@ -355,16 +355,16 @@ class SeededBatches:
             yield batch
 
     def make(self, *, epoch: int, index: int) -> dict[str, Tensor]:
-        """Returns one batch, without moving the position."""
+        """Return one batch, without moving the position."""
         (mixed_seed,) = np.random.SeedSequence([self._seed, epoch, index]).generate_state(1, np.uint64)
         return self._make_batch(torch.Generator().manual_seed(int(mixed_seed)))
 
     def state_dict(self) -> dict[str, int]:
-        """Returns the position: the epoch and the index of the batch that comes next."""
+        """Return the position: the epoch and the index of the batch that comes next."""
         return {"seed": self._seed, "epoch": self._epoch, "index": self._index}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Moves to a saved position.
+        """Move to a saved position.
 
         Raises:
             UsageError: The position is one of other batches: another seed, or past the epoch's end.
@@ -383,21 +383,21 @@ class SeededBatches:
 
 
 def check_positive(**arguments: float) -> None:
-    """Raises WorkloadError, naming the argument, unless all are above zero."""
+    """Raise WorkloadError with the argument's name unless all are above zero."""
     for name, value in arguments.items():
         if not value > 0:
             raise WorkloadError(f"{name}={value} is not above 0")
 
 
 def check_probability(**arguments: float) -> None:
-    """Raises WorkloadError, naming the argument, unless all are in [0, 1)."""
+    """Raise WorkloadError with the argument's name unless all are in [0, 1)."""
     for name, value in arguments.items():
         if not 0 <= value < 1:
             raise WorkloadError(f"{name}={value} is not in [0, 1)")
 
 
 def check_seed(seed: int) -> int:
-    """Returns the seed, or raises WorkloadError if it is negative."""
+    """Return the seed, or raise WorkloadError if it is negative."""
     if seed < 0:
         raise WorkloadError(f"seed={seed} is negative: give 0 or more")
     return seed

@@ -1,0 +1,1 @@
+"""Plans and traces as text, tables, charts, pages and files of other tools."""

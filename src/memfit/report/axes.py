@@ -1,4 +1,4 @@
-"""What all charts share: axes with their ticks, units, and how a long series is thinned."""
+"""Axes of charts with their ticks and units, and the thinning of long series."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from memfit.report.summary import clean
 
 GRID = 10_000
-"""Height and width of every chart, in the units that its shapes are written in."""
+"""Height and width of every chart, in the units of its shapes."""
 MAX_POINTS = 1500
 HEADROOM = 1.16
-"""Height of a memory axis over the tallest thing on it."""
+"""Ratio of a memory axis's height to the highest value on it."""
 FAR_BUDGET = 2.5
 """A budget this many times above every peak is named but not drawn, as it would flatten the chart."""
 _TICKS = 5
@@ -28,8 +28,8 @@ class Axis:
     Args:
         low: Value at the left, or at the bottom.
         high: Value at the other end (> `low`).
-        title: What is written at it, with its unit.
-        size: What one of that unit is, in the unit of the values.
+        title: Its title, with the unit.
+        size: That unit, in units of the values.
     """
 
     low: float
@@ -38,11 +38,11 @@ class Axis:
     size: float = 1.0
 
     def at(self, value: float) -> float:
-        """Return where a value is, in units of `GRID` from the low end."""
+        """Return the position of a value, in units of `GRID` from the low end."""
         return GRID * (value - self.low) / (self.high - self.low)
 
     def ticks(self) -> list[tuple[float, str]]:
-        """Return where ticks are, in units of `GRID`, and what is written there."""
+        """Return the positions of ticks, in units of `GRID`, and their labels."""
         low, high = self.low / self.size, self.high / self.size
         step = nice_step((high - low) / _TICKS)
         digits = max(0, -math.floor(math.log10(step)))
@@ -57,28 +57,28 @@ def nice_step(step: float) -> float:
 
 
 def label(text: str, width: int = 64) -> str:
-    """Return text from a record on one line, its middle cut out beyond a width."""
+    """Return a record's text on one line, with its middle cut out beyond a width."""
     text = clean(text)
     return text if len(text) <= width else f"{text[: width // 2 - 1]}…{text[-width // 2 :]}"
 
 
 def css_name(category: str) -> str:
-    """Return the name that a category's colour has in the style sheet."""
+    """Return the name of a category's colour in the style sheet."""
     return "--c-" + re.sub("[^a-z0-9]+", "-", category.lower())
 
 
 def byte_unit(largest_bytes: float) -> tuple[str, int]:
-    """Return the unit in which an axis up to this many bytes is read, and its bytes."""
+    """Return the unit for an axis up to a number of bytes, and its bytes."""
     return next((name, size) for name, size in _BYTE_UNITS if largest_bytes >= size or size == 1)
 
 
 def second_unit(largest_seconds: float) -> tuple[str, float]:
-    """Return the unit in which an axis up to this many seconds is read, and its seconds."""
+    """Return the unit for an axis up to a number of seconds, and its seconds."""
     return next((name, size) for name, least, size in _SECOND_UNITS if largest_seconds >= least)
 
 
 def byte_axis(high_bytes: float, title: str, largest_bytes: float | None = None) -> Axis:
-    """Return an axis of bytes from 0, in the unit that its largest value is read in."""
+    """Return an axis of bytes from 0, in the unit for its largest value."""
     unit, size = byte_unit(high_bytes if largest_bytes is None else largest_bytes)
     return Axis(0.0, max(1.0, high_bytes), f"{title} ({unit})", size)
 
@@ -90,14 +90,14 @@ def second_axis(high_seconds: float, title: str) -> Axis:
 
 
 def bucket_maxima(values: Sequence[float], limit: int = MAX_POINTS) -> list[int]:
-    """Return at most `limit` indices: of each bucket of neighbours, the first that reaches its maximum."""
+    """Return at most `limit` indices: the first maximum of each bucket of neighbours."""
     size = max(1, math.ceil(len(values) / limit))
     starts = range(0, len(values), size)
     return [max(range(start, min(start + size, len(values))), key=values.__getitem__) for start in starts]
 
 
 def bucket_extremes(values: Sequence[float], limit: int = MAX_POINTS) -> list[int]:
-    """Return at most `limit` indices: of each bucket of neighbours, those of its maximum and its minimum."""
+    """Return at most `limit` indices: the maximum and minimum of each bucket of neighbours."""
     if len(values) <= limit:
         return list(range(len(values)))
     lowest = bucket_maxima([-value for value in values], limit // 2)
@@ -105,5 +105,5 @@ def bucket_extremes(values: Sequence[float], limit: int = MAX_POINTS) -> list[in
 
 
 def draws_budget(budget_bytes: int, peak_bytes: int) -> bool:
-    """Return whether a budget is near enough to the peak to be drawn on the same axis."""
+    """Return whether a budget is near enough to the peak to be drawn on its axis."""
     return budget_bytes <= FAR_BUDGET * peak_bytes

@@ -1,4 +1,4 @@
-"""Bars of bytes as HTML: each beside its name and its figure, with the budget as a line across them."""
+"""Bars of bytes as HTML, with names and figures, and the budget as a line across them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Bar(NamedTuple):
 
 
 def bars_html(bars: Sequence[Bar], budget_bytes: int) -> str:
-    """Return bars, in a width that holds the budget where it is near."""
+    """Return bars, scaled to include the budget where it is near."""
     largest = max(1, *(bar.nbytes for bar in bars))
     drawn = draws_budget(budget_bytes, largest)
     whole = max(largest, budget_bytes) if drawn else largest
@@ -35,7 +35,7 @@ def bars_html(bars: Sequence[Bar], budget_bytes: int) -> str:
 
 
 def stack_html(by_category: Mapping[str, int]) -> str:
-    """Return the bytes by category as one bar, with what its colours mean; the largest first."""
+    """Return the bytes by category as one bar with a legend, largest first."""
     held = sorted(((count, name) for name, count in by_category.items() if count > 0), reverse=True)
     total = sum(count for count, _ in held)
     colours = {name: f"background:var({css_name(name)}, var(--ink-2))" for _, name in held}

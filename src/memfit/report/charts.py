@@ -1,7 +1,7 @@
-"""A chart as HTML: shapes in an SVG that is stretched to the width there is, and text over it that keeps its size.
+"""A chart as HTML: shapes in an SVG that stretches to the page, and text of fixed size over it.
 
-It needs no script: `page.js` adds what a pointer is told, and zooming. Colours are written "var(--name)" and stand in
-the style sheet, one set for light and one for dark. Positions are in units of `GRID`, from the lower left corner.
+It needs no script: `page.js` adds tooltips and zooming. Colours are written "var(--name)" and defined in the style
+sheet, one set for light and one for dark. Positions are in units of `GRID`, from the lower left corner.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SYMBOLS = {
 
 @dataclass(frozen=True)
 class Shape:
-    """An area, filled, or a line; `points` are its corners."""
+    """A filled area or a line, with `points` as corners."""
 
     points: Sequence[tuple[float, float]]
     colour: str
@@ -37,7 +37,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Rule:
-    """A straight line across the chart: at a height, or upright where `upright`. Of its kind ("budget", "pass")."""
+    """A horizontal line across the chart, or a vertical one if `upright`, of a kind ("budget", "pass")."""
 
     kind: str
     at: float
@@ -46,7 +46,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Mark:
-    """A symbol of fixed size at a point, with what a pointer is told there, and what is written beside it."""
+    """A symbol of fixed size at a point, with its tooltip and label."""
 
     x: float
     y: float
@@ -83,10 +83,10 @@ class Chart:
     Args:
         x: The axis at the bottom.
         y: The axis at the left.
-        shapes: From the lowest to the topmost.
+        shapes: The shapes, from the bottom to the top layer.
         spans: Bars over the chart, from x to x: operators that run again.
-        headings: What is written over the chart: x, and text.
-        hover: What `page.js` tells a pointer, as it reads it; None where marks tell all.
+        headings: Text over the chart, with its x.
+        hover: Data of `page.js` for tooltips; None where marks have them all.
     """
 
     x: Axis
@@ -101,15 +101,15 @@ class Chart:
 
 
 def chart_html(chart: Chart, name: str, text: str) -> str:
-    """Return a chart as an element with the id `name`, described by `text` to those who can't see it; "" for no id."""
+    """Return a chart as an element with the id `name` ("" for none) and the description `text` for screen readers."""
     grid = "".join(f"M0 {GRID - at:.0f}h{GRID}" for at, _ in chart.y.ticks())
     drawn = [f'<path class="grid" d="{grid}"/>', *map(_shape, chart.shapes), *map(_rule, chart.rules)]
-    over = [*(_tick("tx", "left", at, said) for at, said in chart.x.ticks())]
-    over += [_tick("ty", "bottom", at, said) for at, said in chart.y.ticks()]
+    over = [*(_tick("tx", "left", at, tick) for at, tick in chart.x.ticks())]
+    over += [_tick("ty", "bottom", at, tick) for at, tick in chart.y.ticks()]
     over += [*map(_note, chart.notes), *map(_mark, chart.marks)]
     spans = "".join(f"M{start:.0f} 0H{end:.0f}" for start, end in chart.spans)
     strip = f'<svg class="strip" viewBox="0 -1 {GRID} 2" preserveAspectRatio="none"><path d="{spans}"/></svg>'
-    heads = "".join(f'<span style="left:{_percent(at)}">{html.escape(said)}</span>' for at, said in chart.headings)
+    heads = "".join(f'<span style="left:{_percent(at)}">{html.escape(tick)}</span>' for at, tick in chart.headings)
     identity = f' id="{name}"' if name else ""
     ranges = f'data-x="{_range(chart.x)}" data-y="{_range(chart.y)}"'
     return (
@@ -123,14 +123,14 @@ def chart_html(chart: Chart, name: str, text: str) -> str:
 
 
 def key_html(chart: Chart) -> str:
-    """Return what the symbols of a chart mean; "" where it has none with a name."""
+    """Return the legend of a chart's symbols; "" if none has a name."""
     first = {mark.series: mark for mark in reversed(chart.marks) if mark.series}
     items = "".join(f"<li>{first[name].icon}{html.escape(name)}</li>" for name in reversed(first))
     return f'<ul class="key" aria-label="Symbols of the chart">{items}</ul>' if items else ""
 
 
 def steps_to(points: Iterable[tuple[float, float]], end: float) -> list[tuple[float, float]]:
-    """Return the corners of a staircase, each of whose heights lasts until the next point, and the last to `end`."""
+    """Return the corners of a step function: each height lasts until the next point, and the last until `end`."""
     corners: list[tuple[float, float]] = []
     for x, y in points:
         if corners and round(corners[-1][1]) == round(y):
@@ -152,7 +152,7 @@ def _shape(shape: Shape) -> str:
 
 
 def _path(points: Sequence[tuple[float, float]]) -> str:
-    """Return a path in whole units, with relative moves: the shortest there is. A NaN breaks it."""
+    """Return a path in whole units, with relative moves to be short. A NaN interrupts it."""
     parts: list[str] = []
     at: tuple[int, int] | None = None
     for x, y in points:

@@ -19,7 +19,7 @@ _PROCESS = 1
 
 
 def write_chrome_trace(timeline: Timeline, path: str | Path) -> Path:
-    """Write operators, a lane for each phase, above the bytes alive by category.
+    """Write a timeline: operators in a lane for each phase, and counters of the bytes alive by category.
 
     Raises:
         OutputError: The file can't be written.
@@ -28,7 +28,7 @@ def write_chrome_trace(timeline: Timeline, path: str | Path) -> Path:
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
-    """Return what `write_chrome_trace` writes. Times are microseconds from the start of the step, to the nanosecond."""
+    """Return the JSON of `write_chrome_trace`. Times are microseconds from the start of the step, to the nanosecond."""
     lanes = {phase: lane for lane, phase in enumerate(dict.fromkeys(timeline.phases), 1)}
     events = [_name("process_name", 0, "predicted step"), *(_name("thread_name", n, name) for name, n in lanes.items())]
     events += [
@@ -38,7 +38,7 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
     drawn = {name: values for name, values in timeline.live_bytes.items() if any(values)}
     now = 0
     for point, phase in enumerate(timeline.phases):
-        # of counters at one time, viewers show only the last: no operator lasts less than what they resolve
+        # viewers show only the last of several counters at one time: no operator is shorter than their resolution
         nanoseconds = max(round(timeline.seconds[point] * 1e9), 1)
         events += [*_counters(drawn, point, now), _operator(timeline, point, lanes[phase], now, nanoseconds)]
         now += nanoseconds

@@ -1,4 +1,4 @@
-"""What an estimate says, for the terminal: memory, whether it fits, time and where it goes, and what was assumed."""
+"""An estimate for the terminal: memory, whether it fits, time by class of operator, and assumptions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CLASSES_SHOWN = 6
 
 
 def estimate_page(prediction: Prediction, title: str) -> Group:
-    """Return a prediction: bytes at the peak, the device's share of them, speed, and notes."""
+    """Return a prediction as tables: bytes at the peak, their share of the device, speed, and notes."""
     facts = Table.grid(padding=(0, 3, 0, 0))
     facts.add_column(no_wrap=True, style="bold")
     facts.add_column(overflow="fold")
@@ -52,7 +52,7 @@ def _memory(prediction: Prediction) -> list[tuple[str, Text]]:
 
 
 def _phases(prediction: Prediction) -> list[tuple[str, Text]]:
-    """Return the time of each phase, in the order they run."""
+    """Return the time of each phase, in order of execution."""
     parts = [f"{phase} {seconds_text(seconds)}" for phase, seconds in prediction.phase_seconds.items()]
     return [("Phases", Text(", ".join(parts)))] if parts else []
 
@@ -73,16 +73,16 @@ def _speed(speed: Throughput | None, step_seconds: float) -> list[tuple[str, Tex
 
 
 def _classes(speed: Throughput) -> Table:
-    """Return where the time goes, by class of operator."""
+    """Return a table of the time by class of operator."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("time goes to", no_wrap=True)
     table.add_column("seconds", justify="right", no_wrap=True)
     table.add_column("share", justify="right", no_wrap=True)
     total = sum(speed.seconds_by_class.values())
     rows = list(speed.seconds_by_class.items())
-    shown, rest = rows[:_CLASSES_SHOWN], rows[_CLASSES_SHOWN:]
-    if rest:
-        shown.append((f"{len(rest)} other classes", sum(seconds for _, seconds in rest)))
+    shown, further = rows[:_CLASSES_SHOWN], rows[_CLASSES_SHOWN:]
+    if further:
+        shown.append((f"{len(further)} other classes", sum(seconds for _, seconds in further)))
     for name, seconds in shown:
         table.add_row(name, seconds_text(seconds), share_text(seconds, total))
     return table

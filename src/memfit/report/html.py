@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from memfit.ir.codec import write_atomic
 from memfit.ir.plan import Plan
-from memfit.ir.record import Comparison, ModuleRow, RunRecord, Views
+from memfit.ir.run_record import Comparison, ModuleRow, RunRecord, Views
 from memfit.report.axes import MAX_POINTS, draws_budget, second_axis
 from memfit.report.bars import Bar, bars_html
 from memfit.report.charts import Chart

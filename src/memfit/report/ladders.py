@@ -30,7 +30,7 @@ _COLOURS: dict[Outcome, str] = {
 
 
 def ladder_table(ladder: Ladder) -> Group:
-    """Return a ladder, a row for each rung, and why for those that have no figures."""
+    """Return a ladder as a table with a row for each measured rung, and the reasons why others were not measured."""
     table = Table(
         box=SIMPLE_HEAD,
         show_edge=False,
@@ -47,11 +47,11 @@ def ladder_table(ladder: Ladder) -> Group:
     for rung in ladder.rungs:
         if rung.is_measured:
             table.add_row(*(Text(cell, _STYLES[rung.outcome] if i == 8 else "") for i, cell in enumerate(_cells(rung))))
-    said: list[RenderableType] = [
+    unmeasured: list[RenderableType] = [
         Text(clean(f"{rung.name}: {rung.outcome}; {rung.why}"), "dim") for rung in _rest(ladder)
     ]
-    kept = [Text(clean(f"{rung.name}: {rung.why}")) for rung in ladder.rungs if rung.is_measured]
-    return Group(table, Text(), *kept, *said)
+    measured = [Text(clean(f"{rung.name}: {rung.why}")) for rung in ladder.rungs if rung.is_measured]
+    return Group(table, Text(), *measured, *unmeasured)
 
 
 def ladder_text(ladder: Ladder) -> str:
@@ -84,7 +84,7 @@ def ladder_page(ladder: Ladder) -> str:
 
 
 def ladder_chart(ladder: Ladder) -> Chart:
-    """Return peak against step time: a point for each rung, the kept ones joined in their order."""
+    """Return a chart of peak against step time: a point for each rung, with the kept ones joined in order."""
     rungs = [(r, r.peak_bytes, r.step_seconds) for r in ladder.rungs if r.peak_bytes and r.step_seconds]
     x = byte_axis(1.08 * max(nbytes for _, nbytes, _ in rungs), "peak allocated")
     y = second_axis(1.12 * max(seconds for _, _, seconds in rungs), "step time")
@@ -108,9 +108,9 @@ def ladder_chart(ladder: Ladder) -> Chart:
 
 
 def _next_steps(ladder: Ladder) -> list[NextStep]:
-    """Return what follows from a ladder: the plan of all that pays, and what was not tried."""
+    """Return the next steps after a ladder: a plan, a larger batch, and the proposed levers."""
     plain, top = ladder.rungs[0], ladder.top
-    found = []
+    steps = []
     if top.peak_bytes is not None and top.step_seconds is not None and top is not plain:
         levers = [rung.name for rung in ladder.rungs if rung.outcome == "kept"][1:]
         why = (
@@ -118,9 +118,9 @@ def _next_steps(ladder: Ladder) -> list[NextStep]:
             f" {seconds_text(top.step_seconds)} a step. Have the planner choose among all combinations for that budget:"
         )
         budget = budget_argument(max(top.peak_bytes, ladder.budget_bytes if ladder.is_budget_given else 0))
-        found.append(NextStep(why, f"plan = memfit.plan(workload, budget={budget!r}, numerics={ladder.allowed!r})"))
+        steps.append(NextStep(why, f"plan = memfit.plan(workload, budget={budget!r}, numerics={ladder.allowed!r})"))
     if top.largest_batch is not None and plain.largest_batch is not None and top.largest_batch > plain.largest_batch:
-        found.append(
+        steps.append(
             NextStep(
                 f"The budget then holds a batch of {top.largest_batch:,} in place of {plain.largest_batch:,}: give"
                 " Workload.batch that many samples if the training bears it."
@@ -128,8 +128,8 @@ def _next_steps(ladder: Ladder) -> list[NextStep]:
         )
     for rung in ladder.rungs:
         if rung.outcome == "proposed":
-            found.append(NextStep(clean(f"{rung.name} changes the model: {rung.why}")))
-    return found
+            steps.append(NextStep(clean(f"{rung.name} changes the model: {rung.why}")))
+    return steps
 
 
 def _budget(ladder: Ladder) -> str:

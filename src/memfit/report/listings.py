@@ -11,7 +11,7 @@ from rich.text import Text
 
 from memfit.ir.device import Device
 from memfit.ir.ranges import RangeReport
-from memfit.ir.record import RunRecord
+from memfit.ir.run_record import RunRecord
 from memfit.ir.verification import Verification
 from memfit.report.summary import clean, retries_text, seconds_text, waiting_text
 from memfit.units import format_bytes, format_seconds
@@ -23,7 +23,7 @@ _NO_FIGURE = "–"
 
 
 def device_table(devices: Sequence[Device], title: str = "Devices of this machine") -> Table:
-    """Return devices, one in each row: memory, and peak rates where they are known."""
+    """Return a table of devices: memory, and known peak rates."""
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("\nname", min_width=11, max_width=24, overflow="fold")
     table.add_column("\ndescription")
@@ -47,7 +47,7 @@ def _number(figure: float) -> str:
 
 
 def device_page(device: Device, advice: Sequence[str]) -> Group:
-    """Return every figure of a device with its source, and what to make of it."""
+    """Return every figure of a device with its source, and advice."""
     table = Table(title=f"{device.name}: {device.description}", title_justify="left")
     table.add_column("figure", style="bold", no_wrap=True)
     table.add_column("value", justify="right", no_wrap=True)
@@ -58,7 +58,7 @@ def device_page(device: Device, advice: Sequence[str]) -> Group:
 
 
 def _figures(device: Device) -> Iterator[tuple[str, str, str]]:
-    """Return (what it is, its value, its attribute) of what is known."""
+    """Yield (name, value, attribute) of the known figures."""
     yield "memory", format_bytes(device.memory_bytes), "memory_bytes"
     yield "usable", format_bytes(device.usable_bytes), "usable_bytes"
     yield "threads" if device.kind == "cpu" else "multiprocessors", str(device.cores), "cores"
@@ -87,32 +87,37 @@ def _capability(device: Device) -> str:
 
 
 def _rate(figure: float, unit: str) -> str:
-    """Return a rate as people read it, in decimal units ("936.2 GB/s")."""
+    """Return a rate as text, in decimal units ("936.2 GB/s")."""
     if not figure:
         return _NO_FIGURE
     prefix, scale = next(((p, s) for p, s in (("T", 1e12), ("G", 1e9)) if figure >= s), ("M", 1e6))
     return f"{figure / scale:.4g} {prefix}{unit}"
 
 
-def verification_table(found: Verification) -> Group:
-    """Return what a verification found: numerics, peaks, and what does not hold."""
+def verification_table(verification: Verification) -> Group:
+    """Return a verification as tables: numerics, peaks, and failures."""
     table = Table(title="Plain step against planned step", title_justify="left", show_header=False)
     table.add_column(style="bold")
     table.add_column()
-    table.add_row("class", found.numerics)
+    table.add_row("class", verification.numerics)
     table.add_row(
-        "loss", f"plain {found.plain_loss:.9g}, planned {found.planned_loss:.9g}, {_apart(found.loss_difference)}"
+        "loss",
+        f"plain {verification.plain_loss:.9g}, planned {verification.planned_loss:.9g},"
+        f" {_apart(verification.loss_difference)}",
     )
-    table.add_row("gradients", "bitwise equal" if found.bitwise else _apart(found.gradient_difference))
-    table.add_row("predicted peak", format_bytes(found.predicted_peak_bytes))
-    measured, plain = format_bytes(found.measured_peak_bytes), format_bytes(found.plain_measured_peak_bytes)
-    table.add_row("measured peak", f"{measured} (plain {plain}, budget {format_bytes(found.budget_bytes)})")
+    table.add_row("gradients", "bitwise equal" if verification.bitwise else _apart(verification.gradient_difference))
+    table.add_row("predicted peak", format_bytes(verification.predicted_peak_bytes))
+    measured, plain = (
+        format_bytes(verification.measured_peak_bytes),
+        format_bytes(verification.plain_measured_peak_bytes),
+    )
+    table.add_row("measured peak", f"{measured} (plain {plain}, budget {format_bytes(verification.budget_bytes)})")
     parts: list[RenderableType] = [table]
-    if not found.bitwise:
-        parts.append(_gradients(found))
-    parts += [Text(note, style="dim") for note in found.notes]
-    parts += [Text(f"does not hold: {failure}", style="red") for failure in found.failures]
-    if found.holds:
+    if not verification.bitwise:
+        parts.append(_gradients(verification))
+    parts += [Text(note, style="dim") for note in verification.notes]
+    parts += [Text(f"does not hold: {failure}", style="red") for failure in verification.failures]
+    if verification.holds:
         parts.append(Text("The plan is what it says.", style="green"))
     return Group(*parts)
 
@@ -121,18 +126,18 @@ def _apart(relative: float) -> str:
     return "equal" if relative == 0 else f"{relative:.2e} apart, relative"
 
 
-def _gradients(found: Verification) -> Table:
-    count = min(_GRADIENTS_SHOWN, len(found.gradients))
-    table = Table(title=f"The {count} gradients furthest apart, of {len(found.gradients)}", title_justify="left")
+def _gradients(verification: Verification) -> Table:
+    count = min(_GRADIENTS_SHOWN, len(verification.gradients))
+    table = Table(title=f"The {count} gradients furthest apart, of {len(verification.gradients)}", title_justify="left")
     table.add_column("parameter")
     table.add_column("relative difference", justify="right")
-    for gradient in found.gradients[:count]:
+    for gradient in verification.gradients[:count]:
         table.add_row(gradient.parameter, f"{gradient.relative:.2e}")
     return table
 
 
 def run_table(run: RunRecord) -> Group:
-    """Return what a run did: steps, losses, what was measured, evaluations and events."""
+    """Return a run as tables: steps, losses, measurements, evaluations and events."""
     table = Table(title=Text(clean(f"Run of {run.workload}")), title_justify="left", show_header=False)
     table.add_column(style="bold")
     table.add_column()
@@ -163,7 +168,7 @@ def _run_facts(run: RunRecord) -> Iterator[tuple[str, str]]:
 
 
 def _evaluations(run: RunRecord) -> Table:
-    """Return the last evaluations."""
+    """Return a table of the last evaluations."""
     last = run.evaluations[-_LINES:]
     keys = sorted({key for evaluation in last for key in evaluation.values})
     table = Table(title=f"Evaluations, the last {len(last)} of {len(run.evaluations):,}", title_justify="left")
@@ -176,18 +181,18 @@ def _evaluations(run: RunRecord) -> Table:
 
 
 def range_table(report: RangeReport) -> Group:
-    """Return the largest numbers by module, what of its gradients fp16 flushes to zero, and what to do."""
+    """Return a table of the largest values by module and the share of gradients that fp16 flushes, with advice."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("module", overflow="fold")
     for name in ("activations", "gradients", "flushed", "scaled"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("")
-    for found in report.modules:
-        marks = ["overflows"] * (found.module in report.overflowing) + ["flushes"] * (found.module in report.flushing)
-        gradients = found.gradients
+    for module in report.modules:
+        marks = ["overflows"] * (module.module in report.overflowing) + ["flushes"] * (module.module in report.flushing)
+        gradients = module.gradients
         table.add_row(
-            Text(clean(found.module) or "(the model and the loss)"),
-            f"{found.activations.largest:.3g}",
+            Text(clean(module.module) or "(the model and the loss)"),
+            f"{module.activations.largest:.3g}",
             f"{gradients.largest:.3g}",
             f"{gradients.flushed():.1%}",
             f"{gradients.flushed(report.initial_scale):.1%}",

@@ -1,4 +1,4 @@
-"""What to do next, made from what a plan and its run say; with the exact command, or the call where there was none."""
+"""The next steps after a plan and its run, each with the exact command, or the call where there was no command."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from memfit.ir.plan import NUMERICS, Candidate, Numerics, Plan
-from memfit.ir.record import RunRecord, Views
-from memfit.report.summary import is_allowed, microbatches, ratio_text, seconds_text, share_text
+from memfit.ir.run_record import RunRecord, Views
+from memfit.report.summary import is_allowed, levers_text, microbatches, ratio_text, seconds_text, share_text
 from memfit.units import format_bytes
 
 _UNITS = (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024), ("B", 1))
@@ -23,7 +23,7 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
 class NextStep(NamedTuple):
-    """Something to do: why, and the command or the call that does it ("" where there is none)."""
+    """A recommended action: the reason, and its command or call ("" for none)."""
 
     why: str
     command: str = ""
@@ -31,11 +31,11 @@ class NextStep(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """What a report is made from.
+    """The data of a report.
 
     Args:
-        metrics: A line for each step, as `render` takes them.
-        folder: The run's folder; None where it is not known.
+        metrics: A line for each step, as for `render`.
+        folder: The run's folder; None if unknown.
     """
 
     plan: Plan
@@ -46,17 +46,17 @@ class Report:
 
 
 def next_steps(report: Report) -> list[NextStep]:
-    """Return what to do next, the most urgent first; none where nothing in the run calls for anything."""
-    found = [*_go_on(report), *_fit(report.plan, report), *_retried(report), *_skipped(report), *_waited(report)]
-    found += [*_slow(report), *_faster(report), *_larger_batch(report), *_freer(report), *_train_on(report)]
-    return [*found, *_verify(report)]
+    """Return the recommended actions, the most urgent first."""
+    steps = [*_go_on(report), *_fit(report.plan, report), *_retried(report), *_skipped(report), *_waited(report)]
+    steps += [*_slow(report), *_faster(report), *_larger_batch(report), *_freer(report), *_train_on(report)]
+    return [*steps, *_verify(report)]
 
 
 # Commands
 
 
 def _train(report: Report, steps: int | None = None, *more: str) -> str:
-    """Return the command or the call that goes on with a run."""
+    """Return the command or the call that continues a run."""
     run, out = report.run, str(report.folder or "runs/mine")
     if run is not None and run.command:
         words = _without(run.command, "--overwrite", "--resume", *(["--steps", "--epochs"] if steps else []))
@@ -66,20 +66,20 @@ def _train(report: Report, steps: int | None = None, *more: str) -> str:
 
 
 def _workload_name(report: Report) -> str:
-    """Return how the run's command names the workload; "" where there was none."""
+    """Return the workload's name in the run's command; "" without a command."""
     words = report.run.command if report.run else []
     return next((word for word in words if re.fullmatch(r"[^-].*:\w+", word)), "")
 
 
 def _without(words: Sequence[str], *options: str) -> list[str]:
     """Return the words of a command without some options and their values."""
-    kept: list[str] = []
+    remaining: list[str] = []
     skip = False
     for word in words:
         if not skip and word.partition("=")[0] not in options:
-            kept.append(word)
+            remaining.append(word)
         skip = word in options and word in ("--steps", "--epochs")
-    return kept
+    return remaining
 
 
 def _plan(report: Report, budget_bytes: int, numerics: Numerics | None = None) -> str:
@@ -93,22 +93,22 @@ def _plan(report: Report, budget_bytes: int, numerics: Numerics | None = None) -
 
 
 def budget_argument(budget_bytes: int) -> str:
-    """Return bytes as `budget=` takes them, rounded up to a tenth of their unit."""
+    """Return bytes as text for `budget=`, rounded up to a tenth of their unit."""
     unit, size = next((name, size) for name, size in _UNITS if budget_bytes >= size or size == 1)
     return f"{math.ceil(10 * budget_bytes / size) / 10:g}{unit}"
 
 
-# What calls for something
+# Recommendations
 
 
 def _go_on(report: Report) -> Iterator[NextStep]:
-    """Yield how a run that failed, or that was stopped, goes on."""
+    """Recommend how to continue a run that failed or was stopped."""
     run = report.run
     if run is None or run.status == "finished":
         return
     state = "The run failed" if run.status == "failed" else "When this was written the run had not ended, and was"
     at = f"{state} after step {run.steps:,}."
-    saved = sorted(int(found[1]) for path in _entries(report.folder) if (found := _CHECKPOINT.fullmatch(path.name)))
+    saved = sorted(int(match[1]) for path in _entries(report.folder) if (match := _CHECKPOINT.fullmatch(path.name)))
     if saved:
         unless = "" if run.status == "failed" else " If it no longer runs, go on from there."
         yield NextStep(f"{at} Its newest checkpoint is from step {saved[-1]:,}.{unless}", _train(report))
@@ -121,7 +121,7 @@ def _entries(folder: Path | None) -> list[Path]:
 
 
 def _fit(plan: Plan, report: Report) -> Iterator[NextStep]:
-    """Yield what to do where the plan may not fit, or did not."""
+    """Recommend a lower budget where the plan may not fit, or did not."""
     upper, budget, measured = plan.predicted.peak_upper_bytes, plan.budget_bytes, _measured(report)
     if measured is not None and measured > budget:
         over = format_bytes(measured - budget)
@@ -138,10 +138,10 @@ def _fit(plan: Plan, report: Report) -> Iterator[NextStep]:
 
 
 def _measured(report: Report) -> int | None:
-    """Return the largest peak that was measured of the planned step."""
-    found = [report.run.measured_peak_bytes if report.run else None]
-    found.append(report.views.comparison.planned_peak_bytes if report.views.comparison else None)
-    return max((count for count in found if count is not None), default=None)
+    """Return the largest measured peak of the planned step."""
+    peaks = [report.run.measured_peak_bytes if report.run else None]
+    peaks.append(report.views.comparison.planned_peak_bytes if report.views.comparison else None)
+    return max((count for count in peaks if count is not None), default=None)
 
 
 def _retried(report: Report) -> Iterator[NextStep]:
@@ -155,14 +155,14 @@ def _retried(report: Report) -> Iterator[NextStep]:
 
 
 def _leaner_budget(plan: Plan) -> int:
-    """Return the budget of the next leaner point of the frontier; a tenth less where there is none."""
+    """Return the budget of the next leaner point of the frontier; without one, a tenth less."""
     ours = plan.predicted.peak_bytes
     leaner = [c for c in plan.frontier if is_allowed(c, plan.allowed) and c.peak_bytes < 0.98 * ours]
     return max((_upper_bytes(plan, c) for c in leaner), default=int(0.9 * plan.budget_bytes))
 
 
 def _upper_bytes(plan: Plan, point: Candidate) -> int:
-    """Return what is held against the budget; where a point does not say it, by the plan's own."""
+    """Return a point's upper peak, which the budget limits; if missing, scaled by the plan's own."""
     if point.peak_upper_bytes is not None:
         return point.peak_upper_bytes
     return math.ceil(point.peak_bytes * plan.predicted.peak_upper_bytes / max(1, plan.predicted.peak_bytes))
@@ -192,7 +192,7 @@ def _waited(report: Report) -> Iterator[NextStep]:
 
 
 def _slow(report: Report) -> Iterator[NextStep]:
-    """Yield what a step that takes much longer than predicted means."""
+    """Recommend a comparison where steps take much longer than predicted."""
     predicted, run = report.plan.predicted.step_seconds, report.run
     if run is not None and run.step_seconds is not None and run.step_seconds > _SLOW * predicted > 0:
         why = (
@@ -204,7 +204,7 @@ def _slow(report: Report) -> Iterator[NextStep]:
 
 
 def _faster(report: Report) -> Iterator[NextStep]:
-    """Yield the next faster point of the frontier, and the budget that it needs."""
+    """Recommend the next faster point of the frontier, with its budget."""
     plan = report.plan
     ours = plan.predicted
     faster = [c for c in plan.frontier if is_allowed(c, plan.allowed) and c.step_seconds < _FASTER * ours.step_seconds]
@@ -222,7 +222,7 @@ def _faster(report: Report) -> Iterator[NextStep]:
 
 
 def _larger_batch(report: Report) -> Iterator[NextStep]:
-    """Yield how much larger a batch would fit, where the plan runs the whole of it at once."""
+    """Recommend a larger batch that would fit, where the plan runs the batch as a whole."""
     plan = report.plan
     room = plan.budget_bytes - plan.predicted.peak_upper_bytes
     scaled = sum(plan.predicted.by_category.get(name, 0) for name in _SCALED)
@@ -240,7 +240,7 @@ def _larger_batch(report: Report) -> Iterator[NextStep]:
 
 
 def _freer(report: Report) -> Iterator[NextStep]:
-    """Yield the strictest class beyond the allowed one that buys time within the budget."""
+    """Recommend the strictest class beyond the allowed one that saves time within the budget."""
     plan, ours = report.plan, report.plan.predicted
     for numerics in NUMERICS[NUMERICS.index(plan.allowed) + 1 :]:
         own = [c for c in plan.frontier if c.numerics == numerics and _upper_bytes(plan, c) <= plan.budget_bytes]
@@ -249,13 +249,13 @@ def _freer(report: Report) -> Iterator[NextStep]:
             step = (
                 f"{seconds_text(best.step_seconds)}, {ratio_text(best.step_seconds, ours.step_seconds)} of this plan's"
             )
-            why = f"If the training bears class {numerics} ({best.levers.precision}), a step takes about {step}."
+            why = f"If the training bears class {numerics} ({levers_text(best)}), a step takes about {step}."
             yield NextStep(why, _plan(report, plan.budget_bytes, numerics))
             return
 
 
 def _train_on(report: Report) -> Iterator[NextStep]:
-    """Yield how a finished run goes on whose loss still fell."""
+    """Recommend to continue a finished run whose loss was still falling."""
     run = report.run
     losses = [line["loss"] for line in report.metrics if line.get("loss") is not None]
     part = len(losses) // 10
@@ -269,7 +269,7 @@ def _train_on(report: Report) -> Iterator[NextStep]:
 
 
 def _verify(report: Report) -> Iterator[NextStep]:
-    """Yield how the plan is held to what it says, where nothing has measured it beside the plain step."""
+    """Recommend `verify` where the plan was not measured beside the plain step."""
     plan, name = report.plan, _workload_name(report)
     if report.views.comparison is not None or plan.device != "cpu":
         return

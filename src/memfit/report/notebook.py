@@ -1,7 +1,7 @@
-"""What a notebook shows of a record: the tables of the terminal, and the pictures of the page.
+"""Records as HTML for notebooks: the tables of the terminal, and the charts of the page.
 
-Nothing needs a script or another package, so that it is seen in notebooks that are not trusted, and where they are
-only read. Text takes the colours of the notebook's theme.
+They need no script and no other package, so that they show in untrusted and read-only notebooks. Text takes the colours
+of the notebook's theme.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from memfit.ir.device import Device
 from memfit.ir.ladder import Ladder
 from memfit.ir.plan import Frontier, Plan, Prediction
 from memfit.ir.ranges import RangeReport
-from memfit.ir.record import Comparison, RunRecord
+from memfit.ir.run_record import Comparison, RunRecord
 from memfit.ir.verification import Verification
 from memfit.report.bars import Bar, bars_html, stack_html
 from memfit.report.charts import chart_html, key_html
@@ -34,9 +34,9 @@ _MOST_INLINE_BYTES = 2_000_000
 
 
 def framed(*parts: str | RenderableType) -> str:
-    """Return parts as one element: strings are HTML already, and others are tables and text of Rich's."""
-    made = "".join(part if isinstance(part, str) else html_of(part) for part in parts)
-    return f'<div class="memfit inline"><style>{_style()}</style>{made}</div>'
+    """Return parts as one element; strings are HTML, other parts are Rich's tables and text."""
+    body = "".join(part if isinstance(part, str) else html_of(part) for part in parts)
+    return f'<div class="memfit inline"><style>{_style()}</style>{body}</div>'
 
 
 @cache
@@ -52,7 +52,7 @@ def plan_html(plan: Plan) -> str:
 
 
 def frontier_html(frontier: Frontier) -> str:
-    """Return a frontier: the picture and the table."""
+    """Return a frontier: its chart and table."""
     return framed(*_frontier(frontier.plan))
 
 
@@ -63,18 +63,18 @@ def _frontier(plan: Plan) -> list[str | RenderableType]:
 
 
 def prediction_html(prediction: Prediction) -> str:
-    """Return an estimate: what is alive at the peak as a bar, and its tables."""
+    """Return an estimate: the bytes at the peak as a bar, and its tables."""
     return framed(stack_html(prediction.by_category), estimate_page(prediction, "Estimate"))
 
 
-def verification_html(found: Verification) -> str:
-    """Return a verification: what was measured beside what was predicted, and what does not hold."""
+def verification_html(verification: Verification) -> str:
+    """Return a verification: measured and predicted peaks, and failures."""
     bars = [
-        Bar("plain, measured", found.plain_measured_peak_bytes, "plain"),
-        Bar("planned, predicted", found.predicted_peak_bytes),
-        Bar("planned, measured", found.measured_peak_bytes),
+        Bar("plain, measured", verification.plain_measured_peak_bytes, "plain"),
+        Bar("planned, predicted", verification.predicted_peak_bytes),
+        Bar("planned, measured", verification.measured_peak_bytes),
     ]
-    return framed(verification_table(found), bars_html(bars, found.budget_bytes))
+    return framed(verification_table(verification), bars_html(bars, verification.budget_bytes))
 
 
 def comparison_html(comparison: Comparison) -> str:
@@ -85,7 +85,7 @@ def comparison_html(comparison: Comparison) -> str:
 
 
 def ladder_html(ladder: Ladder) -> str:
-    """Return a ladder: the picture and the table."""
+    """Return a ladder: its chart and table."""
     chart = ladder_chart(ladder)
     picture = chart_html(chart, "", f"{len(ladder.rungs)} rungs by measured peak and step time")
     return framed(picture, key_html(chart), ladder_table(ladder))
@@ -115,7 +115,7 @@ class ReportFile(type(Path())):  # type: ignore[misc]  # Path itself can be subc
     """The path of a report; a notebook shows the report itself."""
 
     def with_segments(self, *segments: str | os.PathLike[str]) -> Path:
-        """Return a path made from this one: not a report's any more."""
+        """Return a derived path as a plain `Path`, which is no report."""
         return Path(*segments)
 
     def _repr_html_(self) -> str | None:

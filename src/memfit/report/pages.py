@@ -1,7 +1,7 @@
-"""What all pages share: one HTML file that holds everything it shows.
+"""Self-contained HTML pages.
 
-A page makes no request, and its content security policy lets it make none: `default-src 'none'`, and only the script
-whose hash it names may run.
+A page makes no requests, and its content security policy forbids them: `default-src 'none'`, and only the script with
+the given hash may run.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def render_page(template: str, charts: Mapping[str, Chart], **context: Any) -> s
     """Return a page.
 
     Args:
-        template: Its file in this package.
-        charts: By the name of the element that each is drawn in.
-        context: What else the template reads.
+        template: Name of the template in this package.
+        charts: The charts, by the name of their element.
+        context: Other variables of the template.
     """
 
     def draw(name: str, text: str) -> str:
@@ -53,14 +53,14 @@ def render_page(template: str, charts: Mapping[str, Chart], **context: Any) -> s
 
 
 def markup(text: str) -> str:
-    """Return text that templates take as HTML."""
-    from markupsafe import Markup  # a part of Jinja; not at the top, as that
+    """Return text that templates insert as HTML."""
+    from markupsafe import Markup  # a part of Jinja, imported late for the same reason
 
     return Markup(text)
 
 
 def chart_page(chart: Chart, title: str, heading: str, text: str) -> str:
-    """Return a page with one chart: its title, what is over the chart, and what describes it to those who can't see."""
+    """Return a page with one chart: its title, the heading, and a description for screen readers."""
     return render_page("chart.html.j2", {"chart": chart}, name="chart", title=title, heading=heading, text=text)
 
 
@@ -70,7 +70,7 @@ def resource(name: str) -> str:
 
 
 def _environment() -> Environment:
-    import jinja2  # not at the top: whoever imports memfit need not wait for it
+    import jinja2  # imported late, since it would slow down the import of memfit
 
     environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(resource),
@@ -91,12 +91,12 @@ def _environment() -> Environment:
 
 
 def _script_hash(script: str) -> str:
-    """Return the hash by which a content security policy names an inline script."""
+    """Return the hash of an inline script for a content security policy."""
     return "sha256-" + base64.b64encode(hashlib.sha256(str(script).encode()).digest()).decode()
 
 
 def _embedded(record: Any) -> str:
-    """Return JSON that can stand inside a script element: no character in it can end the element."""
+    """Return JSON for a script element, without characters that could end the element."""
     text = json.dumps(record, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

@@ -1,4 +1,4 @@
-"""Rich's tables and text, as plain text and as HTML: a table is made once, for the terminal, and shown everywhere."""
+"""Renders Rich's tables and text, made for the terminal, as plain text and as HTML."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def text_of(*parts: RenderableType, width: int = 100) -> str:
 
 
 def html_of(part: RenderableType) -> str:
-    """Return tables and text as HTML; nothing in them is read as markup, neither Rich's nor HTML's.
+    """Return tables and text as HTML, with all markup escaped, Rich's and HTML's.
 
     Raises:
-        TypeError: It is none of Table, Text, Group and str.
+        TypeError: The part is not a Table, Text, Group or str.
     """
     if isinstance(part, Group):
         return "".join(map(html_of, part.renderables))
@@ -55,15 +55,15 @@ def _table(table: Table) -> str:
 
 
 def _row(tag: str, columns: Sequence[Column], cells: Sequence[RenderableType], look: str = "") -> str:
-    made = []
+    parts = []
     for column, cell in zip(columns, cells, strict=True):
         names = " ".join(filter(None, [column.justify if column.justify == "right" else "", _classes(column.style)]))
-        made.append(f"<{tag}{_class(names)}>{_inline(cell)}</{tag}>")
-    return f"<tr{_class(look)}>{''.join(made)}</tr>"
+        parts.append(f"<{tag}{_class(names)}>{_inline(cell)}</{tag}>")
+    return f"<tr{_class(look)}>{''.join(parts)}</tr>"
 
 
 def _inline(part: RenderableType | None) -> str:
-    """Return what can stand within a cell."""
+    """Return the HTML of a part inside a cell."""
     if part is None:
         return ""
     if isinstance(part, str):
@@ -74,13 +74,13 @@ def _inline(part: RenderableType | None) -> str:
 def _text(text: Text) -> str:
     """Return a text with the styles of its parts."""
     cuts = sorted({0, len(text.plain), *(at for span in text.spans for at in (span.start, span.end))})
-    made = []
+    parts = []
     for start, end in itertools.pairwise(cut for cut in cuts if cut <= len(text.plain)):
         over = [span.style for span in text.spans if span.start <= start and span.end >= end]
         names = " ".join(dict.fromkeys(name for style in (text.style, *over) for name in _names(style)))
         piece = _lines(text.plain[start:end])
-        made.append(f"<span{_class(names)}>{piece}</span>" if names else piece)
-    return "".join(made)
+        parts.append(f"<span{_class(names)}>{piece}</span>" if names else piece)
+    return "".join(parts)
 
 
 def _lines(text: str) -> str:
@@ -96,7 +96,7 @@ def _classes(style: str | Style) -> str:
 
 
 def _names(style: str | Style) -> Iterator[str]:
-    """Yield the names of the style sheet for a style: bold, dim, and one of its colours."""
+    """Yield the style sheet's classes for a style: bold, dim, and its colour."""
     parsed = style if isinstance(style, Style) else Style.parse(style or "none")
     if parsed.bold:
         yield "strong"

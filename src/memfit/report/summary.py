@@ -8,28 +8,19 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from memfit.ir.plan import NUMERICS, Candidate, Levers, Numerics, Plan, recomputes
-from memfit.ir.record import Comparison, RunRecord
+from memfit.ir.plan import NUMERICS, Candidate, Numerics, Plan, uses_text
 from memfit.ir.remat import Region
+from memfit.ir.run_record import Comparison, RunRecord
 from memfit.units import format_bytes, format_seconds
 
 MISSING = "—"
 _MUCH_WAITING = 0.2
 _NO_GAP = 1e-3  # as near as the solver goes
-_LEVER_STEMS = {
-    "precision": ("precision", "mixed", "true"),
-    "microbatch": ("microbatch", "accumulat"),
-    "checkpointing": ("checkpoint", "region", "remat"),
-    "offload": ("offload",),
-    "loss": ("loss",),
-    "lean": ("lean",),
-    "optimizer": ("optimizer",),
-}
 _Group = tuple[tuple[str, ...], str]  # the parts of an FQN, and what is done with the module
 
 
 class LeverRow(NamedTuple):
-    """A lever, what it is set to, and its class; the class is empty where the lever is not used."""
+    """A lever that is used, how it is set, and its class."""
 
     name: str
     setting: str
@@ -100,61 +91,19 @@ def microbatches(plan: Plan) -> int:
     return -(-plan.batch_size // max(1, plan.levers.microbatch_size))
 
 
-def microbatch_text(plan: Plan) -> str:
-    """Return the microbatch setting in words."""
-    size, count = plan.levers.microbatch_size, microbatches(plan)
-    if count <= 1:
-        return f"the whole batch of {plan.batch_size:,}"
-    last = plan.batch_size - size * (count - 1)
-    uneven = f", the last of {last:,}" if last != size else ""
-    return f"{size:,} of {plan.batch_size:,} samples, {count:,} microbatches{uneven}"
-
-
 def lever_rows(plan: Plan) -> list[LeverRow]:
-    """Return the levers of a plan with their classes, then any other that the plan gives a class."""
-    left = dict(plan.classes)
-    regions = len(plan.levers.regions)
-    settings = {
-        "precision": plan.levers.precision,
-        "microbatch": microbatch_text(plan),
-        "checkpointing": f"{regions:,} module{'s' * (regions != 1)} recomputed" if regions else "nothing recomputed",
-    }
-    offloading = sum(region.offload for region in plan.levers.regions)
-    if offloading:
-        settings["offload"] = f"{offloading:,} of them with what they keep in host memory"
-    chunked = plan.levers.chunked_loss
-    if chunked is not None:
-        settings["loss"] = f"{chunked.rows:,} rows of {clean(chunked.head)} at a time"
-    if plan.levers.lean:
-        what = "all norms and activations" if "*" in plan.levers.lean else clean(", ".join(plan.levers.lean))
-        settings["lean"] = f"{what} made again"
-    if plan.levers.optimizer != "as-is":
-        settings["optimizer"] = plan.levers.optimizer
-    rows = []
-    for name, setting in settings.items():
-        key = next((k for k in left if any(stem in k.lower() for stem in _LEVER_STEMS[name])), None)
-        rows.append(LeverRow(name, setting, left.pop(key) if key is not None else ""))
-    return rows + [LeverRow(clean(name), "used", numerics) for name, numerics in left.items()]
+    """Return the levers that a plan uses, how they are set, and their classes."""
+    return [LeverRow(clean(use.name), clean(use.setting), use.numerics) for use in plan.uses]
 
 
-def levers_text(levers: Levers, batch_size: int) -> str:
+def levers_text(point: Plan | Candidate) -> str:
     """Return the levers in use in a few words, "plain" for none."""
-    offloading = sum(region.offload for region in levers.regions)
-    words = [
-        levers.precision if levers.precision != "32-true" else "",
-        f"microbatch {levers.microbatch_size:,}" if levers.microbatch_size < batch_size else "",
-        f"{len(levers.regions):,} region{'s' * (len(levers.regions) != 1)}" if levers.regions else "",
-        f"{offloading:,} offloaded" if offloading else "",
-        "chunked loss" if levers.chunked_loss else "",
-        "lean" if levers.lean else "",
-        f"optimizer {levers.optimizer}" if levers.optimizer != "as-is" else "",
-    ]
-    return ", ".join(word for word in words if word) or "plain"
+    return clean(uses_text(point.uses))
 
 
 def proof_text(plan: Plan) -> str:
     """Return whether what a plan recomputes was held against the step; "" where it recomputes nothing."""
-    if not recomputes(plan.levers):
+    if not any(use.recomputes for use in plan.uses):
         return ""
     if plan.is_proven:
         return "what is recomputed was held against a real step here, bit by bit"

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.ir.plan import Candidate, Plan, Prediction
-from memfit.ir.record import Comparison
+from memfit.ir.run_record import Comparison
 from memfit.report.rendering import text_of
 from memfit.report.summary import (
     budget_text,
@@ -95,7 +95,10 @@ def _lever_block(plan: Plan) -> list[tuple[str, RenderableType]]:
     levers.add_column(no_wrap=True)
     levers.add_column()
     levers.add_column(no_wrap=True)
-    for row in lever_rows(plan):
+    rows = lever_rows(plan)
+    if not rows:
+        levers.add_row("none: the step runs as it is", "", "")
+    for row in rows:
         levers.add_row(row.name, Text(row.setting), _numerics(row.numerics))
     block: list[tuple[str, RenderableType]] = [
         ("Numerics", Text.assemble(_numerics(plan.numerics), f", allowed: {plan.allowed}")),
@@ -160,7 +163,7 @@ def _frontier_cells(plan: Plan, candidate: Candidate, is_chosen: bool) -> list[R
         format_bytes(candidate.peak_bytes),
         seconds_text(candidate.step_seconds),
         ratio_text(candidate.step_seconds, plan.plain.step_seconds),
-        Text(levers_text(candidate.levers, plan.batch_size)),
+        Text(levers_text(candidate)),
         candidate.numerics if denied else _numerics(candidate.numerics),
     ]
 

@@ -1,14 +1,14 @@
-"""Lighter models: structure as a lever, always as a proposal with its price.
+"""Lighter models: changes of structure, each returned as a proposal with its price.
 
 Each function leaves the user's workload alone and returns a changed copy, `Proposal.workload`, which `memfit.plan`
-takes like any other. All of them are of numerics class `changed`.
+takes like any other. All are of numerics class `changed`.
 """
 
+from memfit.structure.compound_scaling import COMPOUND, SINGLE, Member, Rule, Scaling, scale
 from memfit.structure.convolutions import grouped_convolutions, separable_convolutions
 from memfit.structure.distillation import distill, softened_loss, student
 from memfit.structure.proposal import Change, Price, Proposal, price
 from memfit.structure.pruning import batch_norm_sparsity, prune
-from memfit.structure.scaling import COMPOUND, SINGLE, Member, Rule, Scaling, scale
 from memfit.structure.sparsity import sparsify, to_sparse
 from memfit.structure.targets import precompute
 

@@ -1,12 +1,12 @@
 """Depthwise-separable and grouped convolutions in the place of full ones, initialised from their weights.
 
 A full convolution has a kernel for each pair of an output and an input channel. A depthwise-separable one
-(Howard et al. 2017, *MobileNets*) has `rank` kernels for each input channel, and a 1×1 convolution that mixes what
-they make. Its weights follow from the original's: for each input channel i the matrix W[:, i, :], outputs by kernel
-elements, is cut to its first `rank` singular vectors, which no other choice of as many kernels comes closer to (Eckart
+(Howard et al. 2017, *MobileNets*) has `rank` kernels for each input channel, and a 1×1 convolution that mixes their
+outputs. Its weights follow from the original's: for each input channel i the matrix W[:, i, :], outputs by kernel
+elements, is cut to its first `rank` singular vectors, the closest approximation by as many kernels (Eckart
 and Young 1936; Jaderberg et al. 2014, *Speeding up Convolutional Neural Networks with Low Rank Expansions*). The
-1×1 convolutions are then fitted to data by least squares, one layer after the other, from what the layers changed
-before make of a batch to what the original made of it (Zhang et al. 2016, *Accelerating Very Deep Convolutional
+1×1 convolutions are then fitted to a batch by least squares, one layer after the other, from the outputs of the layers
+replaced before to the original's outputs (Zhang et al. 2016, *Accelerating Very Deep Convolutional
 Networks*, section 3.3, without its non-linearity).
 """
 
@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from memfit._torch.modules import forward_hooks, forward_pre_hooks
 from memfit.errors import WorkloadError
 from memfit.structure.proposal import (
     Change,
@@ -35,12 +36,12 @@ from memfit.structure.proposal import (
     replace_module,
     replace_parameters,
 )
-from memfit.train.trainer import evaluation_mode
+from memfit.training.trainer import evaluation_mode
 from memfit.workload import Workload, samples_of
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 Order = Literal["bytes", "multiply-adds"]
-_KINDS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)  # these and not what inherits from them, whose forward may differ
+_KINDS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)  # not their subclasses, whose forward may differ
 _RIDGE = 1e-4  # of the mean square of the features: how strongly a fit stays with the weights' own decomposition
 
 
@@ -55,9 +56,9 @@ def separable_convolutions(
     device: str = "cpu",
     measure: bool = False,
 ) -> Proposal:
-    """Propose depthwise-separable convolutions in the place of full ones, initialised from them.
+    """Propose to replace full convolutions by depthwise-separable ones, initialised from their weights.
 
-    What would not take fewer multiply-adds stays: 1×1 kernels, and convolutions with few outputs. Stride, padding,
+    Convolutions that would not take fewer multiply-adds stay: 1×1 kernels, and few outputs. Stride, padding,
     dilation, padding mode, groups, bias (the same parameter) and FQN stay; the weight becomes `depthwise.weight` and
     `pointwise.weight` below it.
 
@@ -66,13 +67,13 @@ def separable_convolutions(
         modules: Patterns of FQNs ("down.*.conv") among which convolutions are replaced.
         rank: Kernels for each input channel (> 0).
         multiply_adds: The share of the model's multiply-adds to come down to, in (0, 1): convolutions are replaced,
-            in the order that `by` says, until that is reached. None replaces all.
-        by: "multiply-adds": those that save most of them first; "bytes": those that save most bytes at the peak for
-            each parameter less, which are those that add the fewest bytes of activations for it: what a parameter
-            takes with its gradient and optimizer state is the same for all.
+            in the order of `by`, until it is reached. None replaces all.
+        by: The order: "multiply-adds" starts with the convolutions that save most of them; "bytes" with those that add
+            the fewest bytes of activations for each parameter saved, and so save the most bytes at the peak: a
+            parameter with its gradient and optimizer state takes the same bytes in every layer.
         fit: "weights" takes the weights' decomposition; "batch" then fits the 1×1 convolutions to the workload's
-            batch, in evaluation mode, which makes a much better start.
-        device: That both steps are predicted for.
+            batch, in evaluation mode, for a much better start.
+        device: Device that both steps are predicted for.
         measure: Whether to run both steps on the machine at hand too: depthwise kernels are slow on some back ends.
 
     Raises:
@@ -107,26 +108,26 @@ def grouped_convolutions(
     device: str = "cpu",
     measure: bool = False,
 ) -> Proposal:
-    """Propose grouped convolutions in the place of full ones: each group of outputs sees one group of inputs.
+    """Propose to replace full convolutions by grouped ones: each group of outputs sees one group of inputs.
 
-    Weights within the groups are the original's, which is the least-squares solution where inputs are alike and
-    unrelated; those across groups are dropped, and nothing mixes the groups but the layers after. The running
-    statistics of BatchNorms are then those of the workload's batch.
+    Weights within the groups are the original's, the least-squares solution for inputs of equal variance without
+    correlation. Weights across groups are dropped: only later layers mix the groups. The running statistics of
+    BatchNorms are taken anew from the workload's batch.
 
     Args:
         workload: The user's workload; nothing of it is changed.
-        groups: What the channels are cut into (> 1); convolutions with channels that it does not divide stay.
-        modules: Patterns of FQNs; see `separable_convolutions`, and so for the other arguments.
+        groups: Number of groups of channels (> 1); convolutions with channels that it does not divide stay.
+        modules: Patterns of FQNs; see `separable_convolutions` for this and the other arguments.
         multiply_adds: The share of the model's multiply-adds to come down to; None replaces all.
-        by: Which come first.
-        device: That both steps are predicted for.
+        by: Which convolutions come first.
+        device: Device that both steps are predicted for.
         measure: Whether to run both steps on the machine at hand too.
 
     Raises:
         WorkloadError: As in `separable_convolutions`.
     """
     if groups < 2:
-        raise WorkloadError(f"groups={groups} is not above 1: give what the channels are cut into")
+        raise WorkloadError(f"groups={groups} is not above 1: give the number of groups that the channels are cut into")
 
     def make(old: Convolution) -> Convolution | None:
         return _grouped(old, groups)
@@ -140,10 +141,10 @@ def grouped_convolutions(
 
 
 class SeparableConv(nn.Sequential):
-    """Depthwise kernels, `rank` for each input channel, and a 1×1 convolution of what they make.
+    """A depthwise-separable convolution: `rank` kernels for each input channel, and a 1×1 convolution of their outputs.
 
     Args:
-        old: The full convolution whose weights it starts from, and whose bias it takes over.
+        old: The full convolution; its weights are decomposed, its bias is taken over.
         rank: Kernels for each input channel.
     """
 
@@ -165,8 +166,8 @@ def separated(weight: Tensor, groups: int, rank: int) -> tuple[Tensor, Tensor]:
     """Return depthwise and pointwise weights whose product comes closest to a full convolution's.
 
     Args:
-        weight: Of the full convolution, [out, in / groups, *kernel].
-        groups: Of the full convolution.
+        weight: Weight of the full convolution, [out, in / groups, *kernel].
+        groups: Groups of the full convolution.
         rank: Kernels for each input channel (> 0); those beyond the number of kernel elements are zero.
 
     Returns:
@@ -175,12 +176,12 @@ def separated(weight: Tensor, groups: int, rank: int) -> tuple[Tensor, Tensor]:
     n_out, n_in, kernel = weight.shape[0] // groups, weight.shape[1], weight.shape[2:]
     by_input = weight.reshape(groups, n_out, n_in, -1).transpose(1, 2).double()  # [groups, in, out, elements]
     u, s, v = torch.linalg.svd(by_input, full_matrices=False)
-    kept = min(rank, s.shape[-1])
-    scale = s[..., :kept].sqrt()  # shared between both factors, so that their gradients are of a size
+    taken = min(rank, s.shape[-1])
+    scale = s[..., :taken].sqrt()  # shared between both factors, so that their gradients are of a size
     mixing = by_input.new_zeros(groups, n_in, n_out, rank)
     kernels = by_input.new_zeros(groups, n_in, rank, by_input.shape[-1])
-    mixing[..., :kept] = u[..., :kept] * scale[..., None, :]
-    kernels[:, :, :kept] = v[..., :kept, :] * scale[..., None]
+    mixing[..., :taken] = u[..., :taken] * scale[..., None, :]
+    kernels[:, :, :taken] = v[..., :taken, :] * scale[..., None]
     pointwise = mixing.transpose(1, 2).reshape(groups * n_out, n_in * rank, *(1 for _ in kernel))
     depthwise = kernels.reshape(groups * n_in * rank, 1, *kernel)
     return depthwise.to(weight.dtype), pointwise.to(weight.dtype)
@@ -203,7 +204,7 @@ def _grouped(old: Convolution, groups: int) -> Convolution | None:
 def _like(
     old: Convolution, in_channels: int, out_channels: int, groups: int, kernel_size: int | None = None
 ) -> Convolution:
-    """Return a convolution without bias like another one, its weight not yet set; of kernel size 1, only a mixing."""
+    """Return a convolution without bias and data, with the geometry of `old`, or of kernel size 1 and stride 1."""
     geometry: dict[str, Any] = {"kernel_size": 1}
     if kernel_size is None:
         names = ("kernel_size", "stride", "padding", "dilation", "padding_mode")
@@ -212,12 +213,12 @@ def _like(
     return kind(in_channels, out_channels, groups=groups, bias=False, device="meta", **geometry)
 
 
-# Which
+# Choice of the convolutions to replace
 
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A convolution, what may take its place, what that saves, and the bytes of activations that it adds."""
+    """A convolution and its replacement, with the parameters and multiply-adds saved and the activation bytes added."""
 
     old: Convolution
     new: nn.Module
@@ -234,7 +235,7 @@ def _replaced(
     by: Order,
     device: str,
 ) -> tuple[Price, Workload, dict[str, _Candidate]]:
-    """Return the original's price, a copy with convolutions replaced, and what was replaced by FQN, in call order."""
+    """Return the original's price, a copy with convolutions replaced, and the replaced ones by FQN, in call order."""
     if share is not None and not 0 < share < 1:
         raise WorkloadError(f"multiply_adds={share} is not between 0 and 1: give a share of the model's")
     if by not in ("bytes", "multiply-adds"):
@@ -249,27 +250,27 @@ def _replaced(
     chosen = _chosen(candidates, share, by, before.multiply_adds)
     for candidate in chosen.values():
         replace_module(copied.model, candidate.old, candidate.new)
-    left = set(copied.model.parameters())
-    made: dict[Tensor, list[Tensor]] = {}
+    remaining = set(copied.model.parameters())
+    replacements: dict[Tensor, list[Tensor]] = {}
     for candidate in chosen.values():
         weight, bias = candidate.old.weight, candidate.old.bias
-        own = made.setdefault(weight, [weight] if weight in left else [])  # which other modules may share
+        own = replacements.setdefault(weight, [weight] if weight in remaining else [])  # which other modules may share
         own += [parameter for parameter in candidate.new.parameters() if parameter is not bias]
-    replace_parameters(copied, made)
+    replace_parameters(copied, replacements)
     return before, copied, chosen
 
 
 def _candidates(
     copied: Workload, make: Callable[[Any], nn.Module | None], patterns: Sequence[str]
 ) -> dict[str, _Candidate]:
-    """Return what can be replaced and saves multiply-adds, by FQN in call order."""
+    """Return the convolutions whose replacement saves multiply-adds, by FQN in call order."""
     outputs = forward_pass(copied).outputs
     named = {name: m for name, m in copied.model.named_modules() if isinstance(m, _KINDS) and name}
-    samples, found = samples_of(copied), {}
+    samples, candidates = samples_of(copied), {}
     wanted = set(matching(list(named), patterns, "modules", "convolution"))
     for name in (name for name in outputs if name in wanted):
         old = named[name]
-        if type(old) not in _KINDS or old.groups == old.in_channels > 1 or old._forward_hooks or old._forward_pre_hooks:
+        if type(old) not in _KINDS or old.groups == old.in_channels > 1 or forward_hooks(old) or forward_pre_hooks(old):
             continue
         new = make(old)
         if new is None:
@@ -279,12 +280,12 @@ def _candidates(
         saved = old.weight.numel() - sum(part.weight.numel() for part in parts)
         added = sum(part.out_channels for part in parts[:-1]) * places * samples * old.weight.itemsize
         if saved > 0:
-            found[name] = _Candidate(old, new, saved, saved * places, added)
-    return found
+            candidates[name] = _Candidate(old, new, saved, saved * places, added)
+    return candidates
 
 
 def _chosen(candidates: dict[str, _Candidate], share: float | None, by: Order, total: int) -> dict[str, _Candidate]:
-    """Return the first candidates by a measure, as many as bring the model down to a share of its multiply-adds."""
+    """Return the best candidates by a measure, until the model is down to a share of its multiply-adds."""
     if share is None:
         return candidates
 
@@ -292,16 +293,17 @@ def _chosen(candidates: dict[str, _Candidate], share: float | None, by: Order, t
         candidate = candidates[name]
         return candidate.multiply_adds if by == "multiply-adds" else -candidate.added_bytes / candidate.parameters
 
-    left, taken = float(total), set()
+    remaining, taken = float(total), set()
     for name in sorted(candidates, key=worth, reverse=True):
-        if left <= share * total:
+        if remaining <= share * total:
             break
-        left -= candidates[name].multiply_adds
+        remaining -= candidates[name].multiply_adds
         taken.add(name)
-    if left > share * total:
+    if remaining > share * total:
         raise WorkloadError(
-            f"multiply_adds={share} is out of reach: with all {len(candidates)} convolutions replaced that can be,"
-            f" {left / total:.3f} of the model's multiply-adds are left. Give more, or a lower rank, or more modules"
+            f"multiply_adds={share} can't be reached: with all {len(candidates)} replaceable convolutions replaced,"
+            f" {remaining / total:.3f} of the model's multiply-adds are left. Raise multiply_adds, lower rank, or match"
+            " more layers in modules"
         )
     return {name: candidate for name, candidate in candidates.items() if name in taken}
 
@@ -319,11 +321,11 @@ def _changes(chosen: dict[str, _Candidate]) -> Iterator[Change]:
         yield Change(name, f"{what}; {candidate.parameters:,} parameters less")
 
 
-# Fitted to data
+# Fit to data
 
 
 def _fit_to_batch(original: Workload, made: Workload, chosen: dict[str, _Candidate]) -> None:
-    """Fit the pointwise weights, in call order, so that each layer makes of the batch what the original makes of it."""
+    """Fit the pointwise weights, in call order, so that each layer's output on the batch comes near the original's."""
     with evaluation_mode(original.model), evaluation_mode(made.model):
         for name, candidate in chosen.items():
             assert isinstance(candidate.new, SeparableConv)
@@ -333,18 +335,18 @@ def _fit_to_batch(original: Workload, made: Workload, chosen: dict[str, _Candida
 
 
 def _seen(workload: Workload, module: nn.Module, *, outputs: bool) -> list[Tensor]:
-    """Return what a module is given in a forward pass, or what it makes of it, a tensor for each call."""
-    found: list[Tensor] = []
-    handle = module.register_forward_hook(lambda module, args, made: found.append(made if outputs else args[0]))
+    """Return the inputs of a module in a forward pass, or its outputs, a tensor for each call."""
+    tensors: list[Tensor] = []
+    handle = module.register_forward_hook(lambda module, args, out: tensors.append(out if outputs else args[0]))
     try:
         workload.loss_fn(workload.model, workload.batch)
     finally:
         handle.remove()
-    return found
+    return tensors
 
 
 def _fit(conv: SeparableConv, inputs: list[Tensor], targets: list[Tensor]) -> None:
-    """Set the pointwise weight and bias to the ridge regression of the targets, around what they are."""
+    """Set the pointwise weight and bias by ridge regression to the targets, with their present values as prior."""
     pointwise, bias, groups = conv.pointwise, conv.pointwise.bias, conv.pointwise.groups
     before = pointwise.weight.detach().reshape(groups, pointwise.out_channels // groups, -1).double()
     if bias is not None:

@@ -1,8 +1,8 @@
 """Distillation: a small model that learns from a large one as well as from the data.
 
 The distilled workload's model holds both, and its loss runs both, so that prediction and planning count the teacher.
-The teacher runs first, without gradients: of its activations nothing is left when the student's begin. It may run in
-microbatches and in 16 bits, or not at all where what it says was computed before (`precompute`).
+The teacher runs first, without gradients: its activations are freed before the student's forward pass begins. It may
+run in microbatches and in 16 bits, or not at all where its outputs were computed before (`precompute`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from memfit.apply.precision import cast
 from memfit.errors import WorkloadError
+from memfit.levers.casts import cast
 from memfit.structure.proposal import changeable_copy, forward_pass, replace_parameters
 from memfit.structure.targets import Targets, logits_of
 from memfit.workload import Loss, Workload, batch_size_of, slice_batch
@@ -39,83 +39,88 @@ def distill(
     teacher_microbatch_size: int | None = None,
     teacher_dtype: torch.dtype | None = None,
 ) -> Workload:
-    """Return a workload that trains a copy of the user's model on its own loss and on what a teacher says.
+    """Return a workload that trains a copy of the user's model on its own loss and on a teacher's outputs.
 
     The loss is (1 − weight) · own + weight · softened (`softened_loss`) + feature_weight · the mean squared
     difference of each pair of features (Romero et al. 2015, *FitNets*). `student` gives the student back.
 
     Args:
-        workload: The student's; nothing of it is changed. Its loss must call the model it is given.
-        teacher: A model that is called as the student is; it is copied, frozen, and stays in evaluation mode. Or the
+        workload: The student's workload, left unchanged. Its loss must call the model it is given.
+        teacher: A model with the student's call signature: it is copied, frozen, and kept in evaluation mode. Or the
             file that `precompute` wrote.
-        temperature: That logits are softened with (> 0).
-        weight: Of the teacher's logits against the data, in [0, 1].
-        features: FQNs of modules of the student, each with one of the teacher whose output it is to come near. Where
+        temperature: Temperature that softens the logits (> 0).
+        weight: Weight of the teacher's logits against the data, in [0, 1].
+        features: FQNs of the student's modules, each with the teacher's module whose output it shall approach. Where
             their channels differ, a linear projection is trained with the student, in the optimizer's first group.
-        feature_weight: Of each pair of features (≥ 0).
-        channel_dim: Where classes and channels are: 1 as in images, -1 as in language.
-        teacher_microbatch_size: Samples that the teacher runs at a time (> 0); None for all of the student's.
-        teacher_dtype: Of the teacher's weights and arithmetic, `torch.bfloat16` or `torch.float16`; None leaves them.
+        feature_weight: Weight of each pair of features (≥ 0).
+        channel_dim: The dimension of classes and channels: 1 for images, -1 for language.
+        teacher_microbatch_size: Samples that the teacher runs at a time (> 0); None for all.
+        teacher_dtype: Dtype of the teacher's weights and arithmetic, torch.bfloat16 or torch.float16; None keeps it.
 
     Raises:
-        WorkloadError: An argument is out of its range, features are not there or of other places than the teacher's,
-            or the file is not one for this workload.
+        WorkloadError: An argument is out of its range, a feature is missing or of another resolution than the
+            teacher's, or the file was made for another workload.
     """
     if temperature <= 0 or not 0 <= weight <= 1 or feature_weight < 0 or (teacher_microbatch_size or 1) < 1:
         raise WorkloadError(
-            f"temperature={temperature}, weight={weight}, feature_weight={feature_weight} and"
-            f" teacher_microbatch_size={teacher_microbatch_size} have to be above 0, in [0, 1], 0 or more, above 0"
+            f"temperature={temperature}, weight={weight}, feature_weight={feature_weight},"
+            f" teacher_microbatch_size={teacher_microbatch_size}: give a temperature above 0, a weight in [0, 1], a"
+            " feature_weight of 0 or more, and a teacher_microbatch_size above 0"
         )
-    made = changeable_copy(workload)
+    copied = changeable_copy(workload)
     targets = None if isinstance(teacher, nn.Module) else Targets(Path(teacher), workload)
     if isinstance(teacher, nn.Module):
         projections = _projections(workload, teacher, features or {}, channel_dim)
-        taught = copy.deepcopy(teacher).to(dtype=teacher_dtype).requires_grad_(False)
-        model = Distilled(made.model, taught, features or {}, projections, teacher_microbatch_size, teacher_dtype)
-        made.optimizer.param_groups[0]["params"].extend(projections.parameters())
+        frozen_teacher = copy.deepcopy(teacher).to(dtype=teacher_dtype).requires_grad_(False)
+        model = Distilled(
+            copied.model, frozen_teacher, features or {}, projections, teacher_microbatch_size, teacher_dtype
+        )
+        copied.optimizer.param_groups[0]["params"].extend(projections.parameters())
     else:
         if features:
-            raise WorkloadError("features= needs the teacher itself: a file of its outputs holds no features")
-        model = Distilled(made.model)
-    own = (made.loss_fn, temperature, weight, feature_weight, channel_dim)
+            raise WorkloadError("features= needs the teacher's model as teacher=: a file of outputs holds no features")
+        model = Distilled(copied.model)
+    own = (copied.loss_fn, temperature, weight, feature_weight, channel_dim)
     distilled = dataclasses.replace(
-        made if targets is None else targets.joined(made),
+        copied if targets is None else targets.joined(copied),
         model=model,
         loss_fn=DistillationLoss(*own, is_precomputed=targets is not None),
-        evaluate=None if made.evaluate is None else functools.partial(_of_student, made.evaluate),
-        fp32_modules=tuple(f"student.{pattern}".rstrip(".") for pattern in made.fp32_modules),
-        name=f"{made.name}, distilled",
+        evaluate=None if copied.evaluate is None else functools.partial(_of_student, copied.evaluate),
+        fp32_modules=tuple(f"student.{pattern}".rstrip(".") for pattern in copied.fp32_modules),
+        name=f"{copied.name}, distilled",
     )
     replace_parameters(distilled, {})
     return distilled
 
 
 def student(distilled: Workload, original: Workload) -> Workload:
-    """Return the workload of a distilled model's student alone: the original's, with the model and optimizer trained.
+    """Return the original workload with the trained student of a distilled one as its model.
 
     Args:
-        distilled: What `distill` made of `original`. Its optimizer becomes the student's, and loses the projections.
-        original: For its loss, data and evaluation.
+        distilled: The result of `distill(original, ...)`. Its optimizer becomes the student's, without the projections.
+        original: The workload whose loss, data and evaluation are taken.
     """
     model = distilled.model
     if not isinstance(model, Distilled):
-        raise WorkloadError(f"distilled.model is a {type(model).__name__}: give what memfit.structure.distill returned")
-    alone = dataclasses.replace(
+        raise WorkloadError(
+            f"distilled.model is a {type(model).__name__}: give the workload that memfit.structure.distill returned"
+        )
+    workload = dataclasses.replace(
         original, model=model.student, optimizer=distilled.optimizer, scheduler=distilled.scheduler
     )
-    replace_parameters(alone, {parameter: [] for parameter in model.projections.parameters()})
-    return alone
+    replace_parameters(workload, {parameter: [] for parameter in model.projections.parameters()})
+    return workload
 
 
 def softened_loss(student: Tensor, teacher: Tensor, *, temperature: float = 4.0, channel_dim: int = 1) -> Tensor:
-    """Return how far a student's distribution over classes is from a teacher's, both softened: a mean over places.
+    """Return the KL divergence of a student's softened class distribution from a teacher's, a mean over positions.
 
     T² · KL(softmax(teacher / T) ‖ softmax(student / T)), whose gradients are of a size for every temperature T (Hinton,
     Vinyals and Dean 2015, *Distilling the Knowledge in a Neural Network*, section 2.1).
 
     Args:
-        student: Logits.
-        teacher: Logits of the same shape.
+        student: The student's logits.
+        teacher: The teacher's logits, of the same shape.
         temperature: T (> 0).
         channel_dim: The dimension of the classes.
     """
@@ -129,7 +134,7 @@ def softened_loss(student: Tensor, teacher: Tensor, *, temperature: float = 4.0,
 class DistillationLoss:
     """The loss of a distilled workload; see `distill`.
 
-    A loss that is a sum and a count stays one: the teacher's part is a mean over places, times that count.
+    A loss that is a sum and a count stays one: the teacher's mean over positions is multiplied by that count.
     """
 
     loss_fn: Callable[[nn.Module, Any], Loss]
@@ -150,11 +155,11 @@ class DistillationLoss:
             return own * loss[0] + taught * loss[1], loss[1]
         return own * loss + taught
 
-    def _taught(self, model: Distilled, seen: Seen, targets: Tensor | None) -> Tensor:
+    def _taught(self, model: Distilled, seen: Outputs, targets: Tensor | None) -> Tensor:
         if not seen.outputs or (targets is not None and len(seen.outputs) > 1):
             raise WorkloadError(
-                f"Workload.loss_fn called the model {len(seen.outputs)} times: distillation needs it to be called, and"
-                " once where the teacher's outputs come from a file"
+                f"Workload.loss_fn called the model {len(seen.outputs)} times: it must call it at least once, and"
+                " exactly once where teacher= is a file of outputs"
             )
         pairs = [(ours, theirs if targets is None else targets) for ours, theirs in seen.outputs]
         soft = [
@@ -168,8 +173,8 @@ class DistillationLoss:
         return total
 
 
-class Seen:
-    """What a student and its teacher made in one loss: outputs by call, and features by name."""
+class Outputs:
+    """Outputs of a student and its teacher in one loss, by call, and their features, by name."""
 
     def __init__(self) -> None:
         self.outputs: list[tuple[Any, Tensor | None]] = []
@@ -178,20 +183,22 @@ class Seen:
     def features(self, model: Distilled) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the student's projected features beside the teacher's."""
         for ours, theirs in model.pairs.items():
-            left, right = (torch.cat(self.noted[f"{who}.{name}"]) for who, name in (("s", ours), ("t", theirs)))
-            yield model.projections[_key(ours)](left), right
+            student_features, teacher_features = (
+                torch.cat(self.noted[f"{who}.{name}"]) for who, name in (("s", ours), ("t", theirs))
+            )
+            yield model.projections[_key(ours)](student_features), teacher_features
 
 
 class Distilled(nn.Module):
-    """A student with its teacher. Called, it answers as the student; while it is watched, the teacher answers first.
+    """A student with its teacher. It returns the student's outputs; while it is watched, the teacher runs first.
 
     Args:
         student: The model that is trained.
-        teacher: Frozen; None where its outputs are in the batch.
-        pairs: FQNs of features.
-        projections: Of the student's features, by FQN with dashes for dots.
+        teacher: The frozen teacher; None where its outputs are in the batch.
+        pairs: FQNs of the student's feature modules, with the teacher's.
+        projections: Projections of the student's features, by FQN with dashes for dots.
         microbatch_size: Samples that the teacher runs at a time; None for all.
-        dtype: That the teacher's inputs are cast to; None leaves them.
+        dtype: Dtype that the teacher's inputs are cast to; None leaves them.
     """
 
     def __init__(
@@ -207,7 +214,7 @@ class Distilled(nn.Module):
         self.student, self.teacher = student, teacher
         self.projections = projections or nn.ModuleDict()
         self.pairs, self.microbatch_size, self.dtype = dict(pairs or {}), microbatch_size, dtype
-        self.seen: Seen | None = None
+        self.seen: Outputs | None = None
         for ours, theirs in self.pairs.items():
             assert teacher is not None
             student.get_submodule(ours).register_forward_hook(functools.partial(self._note, f"s.{ours}"))
@@ -215,7 +222,7 @@ class Distilled(nn.Module):
         self.train(student.training)
 
     def __getattr__(self, name: str) -> Any:
-        """Answer as the student, whose attributes a loss may use."""
+        """Return an attribute of the student, which a loss may use."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -232,16 +239,16 @@ class Distilled(nn.Module):
         return self
 
     @contextlib.contextmanager
-    def watched(self) -> Iterator[Seen]:
-        """Have the teacher answer too, and both watched, until the context is left."""
-        self.seen = Seen()
+    def watched(self) -> Iterator[Outputs]:
+        """Run the teacher with each call, and collect both outputs, until the context is left."""
+        self.seen = Outputs()
         try:
             yield self.seen
         finally:
             self.seen = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the student returns."""
+        """Return the student's output."""
         seen = self.seen
         taught = self._teach(args, kwargs) if seen is not None and self.teacher is not None else None
         output = self.student(*args, **kwargs)
@@ -252,16 +259,16 @@ class Distilled(nn.Module):
     @torch.no_grad()
     def _teach(self, args: Any, kwargs: Any) -> Tensor:
         assert self.teacher is not None
-        given, size = (args, kwargs), batch_size_of((args, kwargs))
+        inputs, size = (args, kwargs), batch_size_of((args, kwargs))
         length = self.microbatch_size or size
         context: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if self.dtype is not None:
             device = next(self.teacher.parameters()).device.type
-            given, context = cast(given, self.dtype), torch.autocast(device, enabled=False)
+            inputs, context = cast(inputs, self.dtype), torch.autocast(device, enabled=False)
         with context:
             parts = []
             for start in range(0, size, length):
-                some, named = given if length >= size else slice_batch(given, start, start + length)
+                some, named = inputs if length >= size else slice_batch(inputs, start, start + length)
                 parts.append(logits_of(self.teacher(*some, **named)))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -279,25 +286,27 @@ def _key(name: str) -> str:
 
 
 def _projections(workload: Workload, teacher: nn.Module, pairs: Mapping[str, str], channel_dim: int) -> nn.ModuleDict:
-    """Return what maps each feature of the student to as many channels as the teacher's has."""
-    made = nn.ModuleDict()
+    """Return a projection of each feature of the student to the teacher's number of channels."""
+    projections = nn.ModuleDict()
     if not pairs:
-        return made
+        return projections
     ours, theirs = (forward_pass(dataclasses.replace(workload, model=m)).outputs for m in (workload.model, teacher))
     place = next(workload.model.parameters())
-    for name, other in pairs.items():
-        if name not in ours or other not in theirs:
+    for name, teacher_name in pairs.items():
+        if name not in ours or teacher_name not in theirs:
             who = "student" if name not in ours else "teacher"
-            raise WorkloadError(f"features={{{name!r}: {other!r}}}: the {who} has no such module that returns a tensor")
-        was, wanted = list(ours[name][0]), list(theirs[other][0])
-        channels = was.pop(channel_dim), wanted.pop(channel_dim)
-        if was != wanted:
             raise WorkloadError(
-                f"features={{{name!r}: {other!r}}}: shapes {[*ours[name][0]]} and {[*theirs[other][0]]} differ in"
-                f" more than channel_dim={channel_dim}: choose modules of the same resolution"
+                f"features={{{name!r}: {teacher_name!r}}}: the {who} has no such module that returns a tensor"
             )
-        made[_key(name)] = _projection(*channels, len(was) + 1, channel_dim).to(place.device, place.dtype)
-    return made
+        shape, teacher_shape = list(ours[name][0]), list(theirs[teacher_name][0])
+        channels = shape.pop(channel_dim), teacher_shape.pop(channel_dim)
+        if shape != teacher_shape:
+            raise WorkloadError(
+                f"features={{{name!r}: {teacher_name!r}}}: shapes {[*ours[name][0]]} and {[*theirs[teacher_name][0]]}"
+                f" differ in more than channel_dim={channel_dim}: choose modules of the same resolution"
+            )
+        projections[_key(name)] = _projection(*channels, len(shape) + 1, channel_dim).to(place.device, place.dtype)
+    return projections
 
 
 def _projection(n_in: int, n_out: int, dimensions: int, channel_dim: int) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Proposals: a lighter workload beside the user's own, and what it costs and buys."""
+"""Proposals: a lighter workload beside the user's own, with the prices of both."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ from rich.text import Text
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from memfit.capture.fake import fake_copy, mode_of, nothing_changes, real_copy
-from memfit.capture.measure import measure_peak_bytes
-from memfit.capture.values import KnownValues
+from memfit._torch.modules import BatchNormBase
+from memfit._torch.optim import count_step
+from memfit.capture.fake_workload import fake_copy, mode_of, nothing_changes, real_copy
+from memfit.capture.known_values import KnownValues
+from memfit.capture.measured_peak import measure_peak_bytes
 from memfit.errors import WorkloadError
 from memfit.ir.plan import Levers, Numerics, Prediction
+from memfit.levers.stack import applied
 from memfit.pipeline import estimate
-from memfit.pipeline.applying import applied
 from memfit.report.summary import MISSING, clean, ratio_text
-from memfit.train.trainer import evaluation_mode
+from memfit.training.trainer import evaluation_mode
 from memfit.units import format_bytes, format_seconds
 from memfit.workload import Workload, samples_of
 
@@ -37,16 +39,16 @@ MEASURED_STEPS = 5
 
 @dataclass(frozen=True)
 class Price:
-    """What a workload takes, and how good its model is.
+    """The price of a workload: its size, work, peak and step time, and the metrics of its model.
 
     Attributes:
-        parameters: Numbers in the parameters of the model, tied ones once.
-        multiply_adds: Of the loss's forward pass, for one sample; as `torch.utils.flop_counter` counts, which leaves
-            out all but products and convolutions.
-        prediction: Of its plain step.
-        metrics: What `Workload.evaluate` says of the model as it is; empty without one.
-        measured_peak_bytes: Peak allocated of a step that ran here; None where none was measured.
-        measured_step_seconds: Median of steps that ran here.
+        parameters: Number of elements in the model's parameters; tied ones count once.
+        multiply_adds: Multiply-adds of the loss's forward pass, for one sample, as `torch.utils.flop_counter` counts:
+            only products and convolutions.
+        prediction: The prediction for its plain step.
+        metrics: The result of `Workload.evaluate` for the model as it is; empty without one.
+        measured_peak_bytes: Peak allocated by a step that ran here; None where none was measured.
+        measured_step_seconds: Median time of steps that ran here; None where none was measured.
     """
 
     parameters: int
@@ -69,7 +71,7 @@ class Price:
 
 @dataclass(frozen=True)
 class Change:
-    """A module that was changed: its FQN, and what it was and is."""
+    """A changed module: its FQN, and a description of the change."""
 
     module: str
     what: str
@@ -82,12 +84,12 @@ class Proposal:
     Attributes:
         workload: The changed workload, for `memfit.plan` and `memfit.train` like any other. Its model and optimizer
             are new; `batches` are the same object as the original's.
-        lever: What was done.
-        changes: By module.
-        before: The original's price.
-        after: The changed one's, as it is here: fine-tuning is still to come, but for what `prune` does between rounds.
-        notes: What to know, above all where it does not pay.
-        numerics: Class of the lever.
+        lever: Name of the change.
+        changes: The changed modules.
+        before: Price of the original.
+        after: Price of the changed workload, before any fine-tuning but that of `prune` between its rounds.
+        notes: Remarks, above all on where the change does not pay.
+        numerics: Numerics class of the change.
     """
 
     workload: Workload
@@ -142,48 +144,48 @@ def proposal(
     notes: Sequence[str] = (),
     before_price: Price | None = None,
 ) -> Proposal:
-    """Return a changed workload with both prices.
+    """Return the proposal of a changed workload, with the prices before and after.
 
     Args:
-        lever: What was done.
+        lever: Name of the change.
         before: The user's workload; nothing of it is changed.
-        after: The changed one.
-        changes: By module.
-        device: That both steps are predicted for.
+        after: The changed workload.
+        changes: The changed modules.
+        device: Device that both steps are predicted for.
         measure: Whether to run both steps on the machine at hand too.
-        notes: What to know of the lever.
-        before_price: The price of `before`, where it is known.
+        notes: Remarks on the lever.
+        before_price: The price of `before`; None to compute it.
     """
     was, now = before_price or price(before, device=device), price(after, device=device)
     if measure:
         was, now = (
-            dataclasses.replace(known, measured_peak_bytes=peak, measured_step_seconds=seconds)
-            for known, (peak, seconds) in zip((was, now), measured([before, after]), strict=True)
+            dataclasses.replace(unmeasured, measured_peak_bytes=peak, measured_step_seconds=seconds)
+            for unmeasured, (peak, seconds) in zip((was, now), measured([before, after]), strict=True)
         )
     return Proposal(after, lever, tuple(changes), was, now, (*notes, *_advice(was, now)))
 
 
 def _advice(before: Price, after: Price) -> list[str]:
-    """Return where a change does not pay, by what is known best."""
-    found = []
+    """Return notes on where a change does not pay: by measured times where there are any, else by predicted ones."""
+    notes = []
     if after.peak_bytes >= before.peak_bytes:
-        found.append(
-            f"it does not pay in memory as it is: the predicted peak goes from {format_bytes(before.peak_bytes)} to"
-            f" {format_bytes(after.peak_bytes)}. What activations it adds, memfit.plan can recompute"
+        notes.append(
+            f"it does not pay in memory: the predicted peak goes from {format_bytes(before.peak_bytes)} to"
+            f" {format_bytes(after.peak_bytes)}. memfit.plan can recompute the activations that it adds"
         )
     kind, was, now = "predicted", before.step_seconds, after.step_seconds
     if before.measured_step_seconds is not None and after.measured_step_seconds is not None:
         kind, was, now = "measured", before.measured_step_seconds, after.measured_step_seconds
     if now >= was:
-        found.append(
+        notes.append(
             f"it does not pay in time on this device: the {kind} step goes from {format_seconds(was)} to"
             f" {format_seconds(now)}, with {ratio_text(after.multiply_adds, before.multiply_adds)} the multiply-adds"
         )
-    return found
+    return notes
 
 
 def price(workload: Workload, *, device: str = "cpu") -> Price:
-    """Return what a workload takes, and what its `evaluate` says; nothing of it is changed."""
+    """Return the price of a workload, which is left unchanged."""
     return Price(
         parameters=sum(p.numel() for p in workload.model.parameters()),
         multiply_adds=forward_pass(workload).multiply_adds,
@@ -193,12 +195,12 @@ def price(workload: Workload, *, device: str = "cpu") -> Price:
 
 
 def has_data(workload: Workload) -> bool:
-    """Tell whether a model has values: one built under `torch.device("meta")` has none."""
+    """Tell whether a workload's model has values; one built under `torch.device("meta")` has none."""
     return all(parameter.device.type != "meta" for parameter in workload.model.parameters())
 
 
 def evaluated(workload: Workload) -> dict[str, float]:
-    """Return what a workload's `evaluate` says of its model; nothing without one."""
+    """Return the metrics of `Workload.evaluate`; empty without one."""
     if workload.evaluate is None:
         return {}
     with evaluation_mode(workload.model):
@@ -226,11 +228,11 @@ def measured(workloads: Sequence[Workload], steps: int = MEASURED_STEPS) -> list
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """What the loss's forward pass does.
+    """The multiply-adds and outputs of a loss's forward pass.
 
     Attributes:
-        multiply_adds: For one sample.
-        outputs: The shapes of what modules returned, by FQN in the order of first calls, a shape for each call;
+        multiply_adds: Multiply-adds for one sample.
+        outputs: The shapes of modules' outputs, by FQN in the order of first calls, a shape for each call;
             modules that return something else than one tensor are left out.
     """
 
@@ -239,7 +241,7 @@ class ForwardPass:
 
 
 def forward_pass(workload: Workload) -> ForwardPass:
-    """Return what the loss's forward pass does in evaluation mode, under fake tensors: nothing is computed."""
+    """Run the loss's forward pass in evaluation mode under fake tensors, and return its multiply-adds and outputs."""
     values = KnownValues.of(mode_of(workload))
     copied = fake_copy(workload, values)
     outputs: dict[str, list[torch.Size]] = {}
@@ -266,26 +268,26 @@ def _noting(name: str, module: nn.Module, outputs: dict[str, list[torch.Size]]) 
 
 
 def changeable_copy(workload: Workload) -> Workload:
-    """Return an independent copy of a workload, its scheduler included, that a lever may change."""
+    """Return an independent copy of a workload, scheduler included, for a lever to change."""
     copied = dataclasses.replace(real_copy(workload), loss_fn=workload.loss_fn)
     if workload.scheduler is None:
         return copied
     scheduler = copy.deepcopy(workload.scheduler, {id(workload.optimizer): copied.optimizer})
-    scheduler._step_count += 1  # which only serves to notice optimizers whose `step` the scheduler does not watch
+    count_step(scheduler)  # it does not watch the copied optimizer's steps
     return dataclasses.replace(copied, scheduler=scheduler)
 
 
 def replace_parameters(
     workload: Workload, made: Mapping[Tensor, Sequence[Tensor]], states: Mapping[Tensor, Any] | None = None
 ) -> None:
-    """Put other parameters in the place of some in a workload's optimizer, with the same hyper-parameters.
+    """Replace parameters in a workload's optimizer, with the same hyper-parameters.
 
-    Where its groups name their parameters, the names are then those of the model.
+    Where its groups name their parameters, the names are set to those of the model.
 
     Args:
-        workload: Whose optimizer is changed in place; its model has the new parameters already.
-        made: What takes a parameter's place; nothing where it is gone. The state of all others stays.
-        states: The optimizer's state of new parameters, where they have one.
+        workload: Its optimizer is changed in place; its model has the new parameters already.
+        made: The new parameters for each replaced one; empty where it is gone. The state of all others stays.
+        states: The optimizer state of new parameters that have one.
     """
     optimizer = workload.optimizer
     names: dict[Tensor, str] = {parameter: name for name, parameter in workload.model.named_parameters()}
@@ -314,7 +316,7 @@ def matching(names: Sequence[str], patterns: Sequence[str], argument: str, noun:
 
 
 def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Put a module in another's place, under all of its names."""
+    """Replace a module of a model by another, under all of its names."""
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if module is old:
             parent, _, child = name.rpartition(".")
@@ -322,18 +324,18 @@ def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
 
 
 def refresh_statistics(workload: Workload) -> None:
-    """Set the running statistics of a workload's BatchNorms to those of its batch, where they are in training.
+    """Set the running statistics of BatchNorms in training mode to those of the workload's batch.
 
-    What comes in has changed with the layers before, and evaluation goes by these (Li et al. 2020, *EagleEye: Fast
+    Their inputs changed with the layers before, and evaluation uses these statistics (Li et al. 2020, *EagleEye: Fast
     Sub-Net Evaluation for Efficient Neural Network Pruning*, section 3.4).
     """
-    kinds = nn.modules.batchnorm._BatchNorm
+    kinds = BatchNormBase
     norms = [m for m in workload.model.modules() if isinstance(m, kinds) and m.training and m.running_mean is not None]
     momenta = [norm.momentum for norm in norms]
     with evaluation_mode(workload.model):
         for norm in norms:
             norm.reset_running_stats()
-            norm.momentum = None  # the mean over what follows
+            norm.momentum = None  # a cumulative mean over the batches that follow
             norm.train()
         if norms:
             workload.loss_fn(workload.model, workload.batch)

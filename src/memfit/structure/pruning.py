@@ -1,9 +1,8 @@
-"""Structured pruning: whole channels taken out, with everything that depends on them.
+"""Structured pruning: removes whole channels, with everything that depends on them.
 
-Which channels go together (through residual sums, concatenations, normalisations, depthwise kernels) is what
-torch-pruning's dependency graph tells (Fang et al. 2023, *DepGraph: Towards Any Structural Pruning*). What is new here:
-the optimizer goes on, with its state cut to the channels that are left; layers that make the model's outputs are
-found and stay; and the result is a workload that is planned like any other.
+torch-pruning's dependency graph groups the channels that go together, through residual sums, concatenations,
+normalisations and depthwise kernels (Fang et al. 2023, *DepGraph: Towards Any Structural Pruning*). Here the
+optimizer's state is cut to the remaining channels too, and the layers of the model's outputs are found and kept.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from memfit.capture.fake import nothing_changes
+from memfit._torch.pytree import tree_leaves
+from memfit.capture.fake_workload import nothing_changes
 from memfit.errors import MissingExtraError, WorkloadError
 from memfit.structure.proposal import (
     Change,
@@ -37,9 +36,9 @@ from memfit.structure.proposal import (
 from memfit.workload import Loss, Workload, slice_batch
 
 Importance = Literal["l1", "batch-norm"]
-_STEPS = 50  # at most so many, of a fiftieth of the channels each, until the multiply-adds are few enough
+_STEPS = 50  # most steps, each of a fiftieth of the channels, until the multiply-adds are few enough
 _TIE = 1e-5
-_MOST = 0.95  # of a layer's channels
+_MOST = 0.95  # largest share of a layer's channels to remove
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -56,9 +55,9 @@ def prune(
     device: str = "cpu",
     measure: bool = False,
 ) -> Proposal:
-    """Propose a model with fewer channels: the least important go until few enough multiply-adds are left.
+    """Propose a model with fewer channels: the least important are removed until few enough multiply-adds are left.
 
-    The running statistics of BatchNorms are then those of the workload's batch, before any fine-tuning.
+    The running statistics of BatchNorms are taken anew from the workload's batch, before any fine-tuning.
 
     Args:
         workload: The user's workload, with data; nothing of it is changed.
@@ -66,17 +65,17 @@ def prune(
         importance: "l1": the L1 norm of the weights that make and use a channel (Li et al. 2017, *Pruning Filters for
             Efficient ConvNets*, over coupled layers); "batch-norm": the scale that BatchNorm gives it (Liu et al.
             2017, *Network Slimming*), best after training with `batch_norm_sparsity`.
-        ignored: Patterns of FQNs of layers that keep their outputs. Layers that make the model's outputs do anyway.
-        is_global: Whether channels compete over the whole model; else each layer loses the same share, which makes
-            the better start where layers are of different sizes.
-        round_to: The channels left are a multiple of this (> 0): 8 for tensor cores.
-        rounds: Into how many prunings the way there is cut (> 0), by equal factors of multiply-adds.
-        fine_tune: Called with the changed workload after each round, which it trains in place.
-        device: That both steps are predicted for.
+        ignored: Patterns of FQNs of layers that keep their outputs, as the layers of the model's outputs always do.
+        is_global: Whether channels compete over the whole model; else each layer loses the same share, which is the
+            better start where layers differ in size.
+        round_to: The number of remaining channels is a multiple of this (> 0): 8 for tensor cores.
+        rounds: Number of prunings (> 0), each by the same factor of multiply-adds.
+        fine_tune: Called after each round with the changed workload, to train it in place.
+        device: Device that both steps are predicted for.
         measure: Whether to run both steps on the machine at hand too.
 
     Raises:
-        WorkloadError: An argument is out of its range, nothing can be pruned, or not enough; or parameters are tied.
+        WorkloadError: An argument is out of its range, too little can be pruned, or parameters are tied.
         MissingExtraError: torch-pruning is not installed.
     """
     if not 0 < multiply_adds < 1:
@@ -84,7 +83,7 @@ def prune(
     if importance not in ("l1", "batch-norm"):
         raise WorkloadError(f"importance={importance!r} is unknown: use 'l1' or 'batch-norm'")
     if round_to < 1 or rounds < 1:
-        raise WorkloadError(f"round_to={round_to} and rounds={rounds} have to be above 0")
+        raise WorkloadError(f"round_to={round_to} and rounds={rounds} must both be above 0")
     _check(workload, importance)
     before, made = price(workload, device=device), changeable_copy(workload)
     lost = set[str]()
@@ -102,14 +101,14 @@ def prune(
 
 
 def batch_norm_sparsity(workload: Workload, *, strength: float = 1e-4) -> Workload:
-    """Return a workload whose loss also has the L1 norm of BatchNorm's scales, which pushes channels towards nothing.
+    """Return a workload whose loss adds the L1 norm of BatchNorm's scales, which pushes channels towards zero.
 
     Train it for a while, then prune the original with `importance="batch-norm"` (Liu et al. 2017, *Network Slimming*,
     equation 1).
 
     Args:
-        workload: Its model and optimizer are the result's too: training one trains the other.
-        strength: What the norm is multiplied by (> 0).
+        workload: The result shares its model and optimizer: training one trains the other.
+        strength: Factor of the norm (> 0).
 
     Raises:
         WorkloadError: `strength` is not positive, or the model has no BatchNorm with scales.
@@ -117,7 +116,7 @@ def batch_norm_sparsity(workload: Workload, *, strength: float = 1e-4) -> Worklo
     if strength <= 0:
         raise WorkloadError(f"strength={strength} is not above 0")
     if not _scales(workload.model):
-        raise WorkloadError("Workload.model has no BatchNorm with scales, whose sparsity could be trained")
+        raise WorkloadError("Workload.model has no BatchNorm with scales, which batch_norm_sparsity needs")
     return dataclasses.replace(workload, loss_fn=_SparseLoss(workload.loss_fn, strength))
 
 
@@ -138,13 +137,13 @@ def _scales(model: nn.Module) -> list[Tensor]:
 
 def _check(workload: Workload, importance: Importance) -> None:
     if not has_data(workload):
-        raise WorkloadError("Workload.model is on meta, with no weights that could tell which channels matter")
+        raise WorkloadError("Workload.model is on meta: pruning needs weights to rank channels by; load them first")
     names: dict[int, str] = {}
     for name, parameter in workload.model.named_parameters(remove_duplicate=False):
         if names.setdefault(id(parameter), name) != name:
             raise WorkloadError(
                 f"{names[id(parameter)]!r} and {name!r} of Workload.model are one parameter, whose channels can't be"
-                " taken out in two places: untie them, or leave this model unpruned"
+                " removed in two places: untie them, or leave this model unpruned"
             )
     if importance == "batch-norm" and not _scales(workload.model):
         raise WorkloadError(
@@ -173,11 +172,11 @@ def _prune_to(
             in_channel_groups={},
             out_channel_groups={},
         )
-    while (left := forward_pass(made).multiply_adds) > multiply_adds:
+    while (remaining := forward_pass(made).multiply_adds) > multiply_adds:
         if pruner.current_step == _STEPS:
             raise WorkloadError(
-                f"multiply_adds is out of reach: {left:,} a sample are left, and {multiply_adds:,} were asked for, with"
-                " all channels out that can be: ask for more, or give fewer modules in ignored"
+                f"multiply_adds can't be reached: with all removable channels removed, {remaining:,} a sample are"
+                f" left, and {multiply_adds:,} were asked for. Raise multiply_adds, or give fewer modules in ignored"
             )
         pruner.step()
     indices = _indices(tp, dataclasses.replace(made, model=original), pruner.pruning_history())
@@ -185,30 +184,32 @@ def _prune_to(
 
 
 def _importance(tp: Any, kind: Importance) -> Callable[[Any], Tensor | None]:
-    """Return what gives each channel of a group its importance, 1 in the middle of the group."""
+    """Return a function that rates the channels of a group by importance, with a mean of 1 over the group."""
     is_l1 = kind == "l1"
-    of = tp.importance.GroupMagnitudeImportance(p=1, normalizer=None) if is_l1 else tp.importance.BNScaleImportance()
+    rate = tp.importance.GroupMagnitudeImportance(p=1, normalizer=None) if is_l1 else tp.importance.BNScaleImportance()
 
     def importance(group: Any) -> Tensor | None:
-        found: Tensor | None = of(group)
-        if found is None:
+        scores: Tensor | None = rate(group)
+        if scores is None:
             return None
-        found = found[: len(group[0].idxs)]  # longer where a concatenation follows a depthwise convolution
-        first = torch.linspace(0, _TIE, len(found), device=found.device)  # of equals, which else would all go at once
-        return found / found.mean().clamp(min=torch.finfo(found.dtype).tiny) + first
+        scores = scores[: len(group[0].idxs)]  # longer where a concatenation follows a depthwise convolution
+        order = torch.linspace(
+            0, _TIE, len(scores), device=scores.device
+        )  # breaks ties, which else would all go at once
+        return scores / scores.mean().clamp(min=torch.finfo(scores.dtype).tiny) + order
 
     return importance
 
 
 def _ignored(tp: Any, made: Workload, patterns: Sequence[str]) -> list[nn.Module]:
-    """Return the layers that keep their channels: by pattern, and those that the model's outputs have theirs from."""
+    """Return the layers that keep their channels: those that match a pattern, and those of the model's outputs."""
     named = {name: m for name, m in made.model.named_modules() if name}
     graph = _graph(tp, made.model, made)
-    found = [named[name] for name in matching(list(named), patterns, "ignored", "module")]
+    layers = [named[name] for name in matching(list(named), patterns, "ignored", "module")]
     for group in graph.get_all_groups():
         if any(dependency.target.type == tp.ops.OPTYPE.OUTPUT for dependency, _ in group):
-            found.append(group[0].dep.target.module)
-    return found
+            layers.append(group[0].dep.target.module)
+    return layers
 
 
 def _graph(tp: Any, model: nn.Module, workload: Workload) -> Any:
@@ -217,7 +218,7 @@ def _graph(tp: Any, model: nn.Module, workload: Workload) -> Any:
 
 
 def _outputs(model: nn.Module, workload: Workload) -> list[Tensor]:
-    """Return what the model makes of two samples, each tensor with a node of its own at the end of its graph."""
+    """Return the model's outputs for two samples, each tensor with a node of its own at the end of its graph."""
     seen: list[Any] = []
     handle = model.register_forward_hook(lambda module, args, output: seen.append(output))
     try:
@@ -227,14 +228,14 @@ def _outputs(model: nn.Module, workload: Workload) -> list[Tensor]:
     tensors = [t for t in tree_leaves(seen) if isinstance(t, Tensor) and t.requires_grad]
     if not tensors:
         raise WorkloadError(
-            "Workload.loss_fn does not call the model it is given, so that its layers can't be followed"
+            "Workload.loss_fn does not call the model that it is given, which pruning needs to follow its layers"
         )
     return [tensor * 1 for tensor in tensors]
 
 
 @contextlib.contextmanager
 def _tracing(workload: Workload) -> Iterator[None]:
-    """Have torch-pruning trace a model, which leaves it in evaluation mode, and all else as it was."""
+    """Let torch-pruning trace a model in evaluation mode, and restore everything afterwards."""
     modes = {module: module.training for module in workload.model.modules()}
     try:
         with nothing_changes(workload), torch.enable_grad():
@@ -245,9 +246,9 @@ def _tracing(workload: Workload) -> Iterator[None]:
 
 
 def _indices(tp: Any, original: Workload, history: list[Any]) -> dict[str, Tensor]:
-    """Return, for each parameter of the pruned model, where its numbers were in the original's, flattened.
+    """Return, for each pruned parameter, the flat positions of its elements in the original one.
 
-    The same pruning is done to a model whose parameters hold their own indices.
+    The pruning is repeated on a model whose parameters hold their own indices.
     """
     model = original.model
     graph = _graph(tp, model, original)
@@ -258,22 +259,24 @@ def _indices(tp: Any, original: Workload, history: list[Any]) -> dict[str, Tenso
 
 
 def _carry(made: Workload, old: Mapping[str, nn.Parameter], indices: Mapping[str, Tensor]) -> set[str]:
-    """Put the pruned parameters in the optimizer, with its state cut like them; return those whose state is lost."""
+    """Put the pruned parameters into the optimizer, with its state cut alike; return those whose state is lost."""
     replaced: dict[Tensor, list[Tensor]] = {}
     states: dict[Tensor, dict[str, Any]] = {}
     lost = set()
     for name, new in made.model.named_parameters():
-        was = old[name]
-        if new is was:
+        original = old[name]
+        if new is original:
             continue
-        new.requires_grad_(was.requires_grad)
-        replaced[was] = [new]
-        where = indices[name].to(was.device)
-        if not torch.equal(was.detach().flatten()[where], new.detach()):
-            raise WorkloadError(f"{name!r} can't be pruned: torch-pruning changes more of it than which numbers it has")
-        state = made.optimizer.state.get(was, {})
-        if all(_follows(value, was) for value in state.values()):
-            states[new] = {key: _cut(value, was, where) for key, value in state.items()}
+        new.requires_grad_(original.requires_grad)
+        replaced[original] = [new]
+        where = indices[name].to(original.device)
+        if not torch.equal(original.detach().flatten()[where], new.detach()):
+            raise WorkloadError(
+                f"{name!r} can't be pruned: torch-pruning changes its values too; add its layer to ignored"
+            )
+        state = made.optimizer.state.get(original, {})
+        if all(_follows(value, original) for value in state.values()):
+            states[new] = {key: _cut(value, original, where) for key, value in state.items()}
         else:
             lost.add(name)
     replace_parameters(made, replaced, {new: state for new, state in states.items() if state})
@@ -290,7 +293,7 @@ def _cut(value: Any, parameter: Tensor, where: Tensor) -> Any:
 
 
 def _changes(old: nn.Module, new: nn.Module) -> Iterator[Change]:
-    """Tell which layers have fewer outputs or inputs."""
+    """Yield the layers that have fewer outputs or inputs."""
     were = dict(old.named_modules())
     for name, module in new.named_modules():
         sizes = [_channels(m) for m in (were[name], module)]

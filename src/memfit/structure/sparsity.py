@@ -1,4 +1,4 @@
-"""2:4 semi-structured sparsity: of every four weights in a row, the two smallest are zero.
+"""2:4 semi-structured sparsity: the two smallest of every four weights in a row are zero.
 
 GPUs from NVIDIA's Ampere on multiply such matrices up to twice as fast, from half the bytes (Mishra et al. 2021,
 *Accelerating Sparse Deep Neural Networks*): with PyTorch's sparse tensors, for inference, in 16 bits. Training with
@@ -18,7 +18,7 @@ from memfit.structure.proposal import Change, Proposal, changeable_copy, matchin
 from memfit.workload import Workload
 
 _CAPABILITY = (8, 0)
-_MULTIPLES = (32, 64)  # of a 16-bit weight's rows and columns that PyTorch's kernels take
+_MULTIPLES = (32, 64)  # divide the rows and columns of the 16-bit weights that PyTorch's kernels take
 _DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -28,13 +28,13 @@ def sparsify(
     """Propose linear layers whose weights are masked 2:4 by magnitude, with the mask kept while they are fine-tuned.
 
     Masked weights get no gradient. Masks are a parametrization: the parameters stay those of the optimizer, under the
-    name `parametrizations.weight.original`. When training is over, `to_sparse` makes sparse tensors of them.
+    name `parametrizations.weight.original`. After training, `to_sparse` converts them to sparse tensors.
 
     Args:
         workload: The user's workload; nothing of it is changed.
         modules: Patterns of FQNs among which `nn.Linear` layers are masked; layers whose inputs are not a multiple of
-            4 stay dense. List none whose weight another module shares.
-        device: That both steps are predicted for.
+            4 stay dense. None may share its weight with another module.
+        device: Device that both steps are predicted for.
         measure: Whether to run both steps on the machine at hand too.
 
     Raises:
@@ -60,7 +60,7 @@ _NOTE = (
 
 
 def mask_2_to_4(weight: Tensor) -> Tensor:
-    """Return which weights stay: of every four in a row, the two of largest magnitude.
+    """Return the mask of the weights that stay: the two of largest magnitude of every four in a row.
 
     Args:
         weight: [rows, columns], columns a multiple of 4.
@@ -69,12 +69,12 @@ def mask_2_to_4(weight: Tensor) -> Tensor:
         Booleans of the same shape, two of four of them true.
     """
     fours = weight.detach().abs().reshape(-1, 4)
-    kept = fours.topk(2, dim=1).indices
-    return torch.zeros_like(fours, dtype=torch.bool).scatter_(1, kept, True).reshape(weight.shape)
+    largest = fours.topk(2, dim=1).indices
+    return torch.zeros_like(fours, dtype=torch.bool).scatter_(1, largest, True).reshape(weight.shape)
 
 
 class Masked(nn.Module):
-    """A parametrization: the weight where the mask is true, zero elsewhere."""
+    """A parametrization that keeps the weight where the mask is true, and is zero elsewhere."""
 
     mask: Tensor
 
@@ -88,38 +88,41 @@ class Masked(nn.Module):
 
 
 def to_sparse(model: nn.Module) -> list[str]:
-    """Make PyTorch's sparse tensors of a model's masked weights, in place, for inference; it can't be trained then.
+    """Convert a model's masked weights to PyTorch's sparse tensors, in place, for inference: it can't be trained then.
 
     Args:
         model: On a GPU of compute capability 8.0 or more, in fp16 or bf16, with layers that `sparsify` masked.
 
     Returns:
-        The FQNs of the layers that are sparse now. Masked layers whose rows are not a multiple of 32, or whose columns
+        The FQNs of the layers that are now sparse. Masked layers whose rows are not a multiple of 32, or whose columns
         are not one of 64, keep their zeros in a dense tensor.
 
     Raises:
-        UsageError: The model has no masked layer, or is not where sparse tensors are; it says why.
+        UsageError: The model has no masked layer, or its device or dtype has no sparse tensors.
     """
     masked = {name: module for name, module in model.named_modules() if is_masked(module)}
     if not masked:
-        raise UsageError("the model has no layer masked by memfit.structure.sparsify, of which to_sparse could be made")
+        raise UsageError(
+            "model has no layer masked by memfit.structure.sparsify: call sparsify, and train its workload, before"
+            " to_sparse"
+        )
     for name, module in masked.items():
         why = why_not_sparse(module.weight)
         if why is not None:
-            raise UsageError(f"{name!r} can't be a sparse tensor: {why}")
-    found = []
+            raise UsageError(f"the weight of {name!r} can't be made a sparse tensor: {why}")
+    converted = []
     for name, module in masked.items():
         parametrize.remove_parametrizations(module, "weight")
         weight = module.weight.detach()
         if not any(size % multiple for size, multiple in zip(weight.shape, _MULTIPLES, strict=True)):
             sparse = torch.sparse.to_sparse_semi_structured(weight)
             module.weight = nn.Parameter(sparse, requires_grad=False)
-            found.append(name)
-    return found
+            converted.append(name)
+    return converted
 
 
 def why_not_sparse(weight: Tensor) -> str | None:
-    """Return why there are no sparse tensors for a weight where it is; None where there are."""
+    """Return why a weight can't be made a sparse tensor, or None where it can."""
     if weight.device.type != "cuda":
         return f"it is on {weight.device.type}, where 2:4 sparsity gains nothing: move the model to a GPU"
     capability = torch.cuda.get_device_capability(weight.device)
@@ -136,15 +139,15 @@ def is_masked(module: nn.Module) -> bool:
 
 
 def _check_shared(model: nn.Module, chosen: dict[str, nn.Linear]) -> None:
-    """Refuse weights that other modules have too, which a mask would not reach."""
+    """Refuse weights shared with other modules, which the mask would not reach."""
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(name)
     for name, module in chosen.items():
-        others = [owner for owner in owners[id(module.weight)] if owner != f"{name}.weight"]
-        if others:
+        other_names = [owner for owner in owners[id(module.weight)] if owner != f"{name}.weight"]
+        if other_names:
             raise WorkloadError(
-                f"{name}.weight is {others[0]} too, which would stay dense: leave {name!r} out of modules"
+                f"{name}.weight is shared with {other_names[0]}, which would stay dense: leave {name!r} out of modules"
             )
 
 

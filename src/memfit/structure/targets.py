@@ -1,6 +1,6 @@
 """A teacher's outputs, computed once and kept in a file: safetensors, a row for each sample of the data.
 
-A sample is known by a hash of its tensors, so that shuffled data finds its rows; augmented data does not.
+A sample is identified by a hash of its tensors, so that shuffled data finds its rows; augmented data does not.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from memfit.errors import OutputError, WorkloadError
 from memfit.ir import codec
-from memfit.train.trainer import evaluation_mode
+from memfit.training.trainer import evaluation_mode
 from memfit.workload import Workload, batch_size_of, slice_batch, tensors_of
 
 _KEY_BYTES = 16
@@ -34,41 +34,41 @@ def precompute(
     dtype: torch.dtype | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Write what a teacher says of the data, for `distill(workload, path)`, which then trains without the teacher.
+    """Write a teacher's outputs on the data, for `distill(workload, path)`, which then trains without the teacher.
 
-    A file that holds the same teacher's outputs for such data already is left as it is.
+    A file that already holds this teacher's outputs for such data is left as it is.
 
     Args:
-        workload: Whose loss calls the teacher as it calls its own model. Nothing of it is changed.
-        teacher: The model; it runs in evaluation mode, without gradients, and no part of it is changed.
-        path: The file, which is written whole or not at all.
+        workload: A workload whose loss calls the teacher in place of its own model. Nothing of it is changed.
+        teacher: The teacher; it runs in evaluation mode, without gradients, and is left unchanged.
+        path: The file, written whole or not at all.
         batches: Every sample that training will see, in any order; `Workload.batches` by default, an epoch of it, and
             `Workload.batch`. Mind loaders that drop the last batch.
-        dtype: That outputs are kept in; None keeps theirs.
+        dtype: Dtype that outputs are stored in; None keeps theirs.
         overwrite: Whether to replace another file.
 
     Raises:
         OutputError: The file holds something else, or can't be written.
-        WorkloadError: The loss does not call the model it is given once, for one tensor a sample.
+        WorkloadError: The loss does not call its model exactly once, for an output with a row for each sample.
     """
     path, wanted = Path(path), {"format": _FORMAT, "teacher": _fingerprint(teacher), "samples": _signature(workload)}
     if path.exists() and not overwrite:
         if _metadata(path) == wanted:
             return path
-        raise OutputError(f"{path} exists and holds something else than this teacher's outputs: give overwrite=True")
+        raise OutputError(f"{path} exists and does not hold this teacher's outputs: give overwrite=True to replace it")
     rows: dict[bytes, Tensor] = {}
     model = _Answering(teacher)
     with evaluation_mode(teacher):
         for batch in (workload.batch, *((workload.batches or ()) if batches is None else batches)):
             for key, row in zip(keys(batch), model.answers(workload, batch), strict=True):
                 rows[key] = row.cpu() if dtype is None else row.to("cpu", dtype)
-    known = torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.uint8).view(len(rows), _KEY_BYTES)
-    held = {"keys": known, "outputs": torch.stack(list(rows.values()))}
-    return codec.write_atomic(path, safetensors.torch.save(held, metadata=wanted))
+    sample_keys = torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.uint8).view(len(rows), _KEY_BYTES)
+    tensors = {"keys": sample_keys, "outputs": torch.stack(list(rows.values()))}
+    return codec.write_atomic(path, safetensors.torch.save(tensors, metadata=wanted))
 
 
 class _Answering(nn.Module):
-    """A teacher whose output is looked at."""
+    """A teacher that notes its outputs."""
 
     def __init__(self, teacher: nn.Module) -> None:
         super().__init__()
@@ -82,7 +82,9 @@ class _Answering(nn.Module):
         self.seen.clear()
         workload.loss_fn(self, batch)
         if len(self.seen) != 1 or logits_of(self.seen[0]).shape[0] != batch_size_of(batch):
-            raise WorkloadError("Workload.loss_fn has to call the model once, for outputs with a row for each sample")
+            raise WorkloadError(
+                "Workload.loss_fn must call the model exactly once, and its output must have a row for each sample"
+            )
         return logits_of(self.seen[0])
 
 
@@ -90,25 +92,27 @@ class Targets:
     """A file of a teacher's outputs, in memory.
 
     Args:
-        path: What `precompute` wrote.
-        workload: Whose samples are to be in it.
+        path: The file that `precompute` wrote.
+        workload: The workload whose samples it shall hold.
 
     Raises:
         WorkloadError: The file can't be read, or was made for samples of other shapes.
     """
 
     def __init__(self, path: Path, workload: Workload) -> None:
-        found, wanted = _metadata(path), _signature(workload)
-        if found is None or found.get("format") != _FORMAT:
-            raise WorkloadError(f"teacher={str(path)!r} is no file that memfit.structure.precompute wrote")
-        if found["samples"] != wanted:
+        metadata, wanted = _metadata(path), _signature(workload)
+        if metadata is None or metadata.get("format") != _FORMAT:
             raise WorkloadError(
-                f"teacher={str(path)!r} holds outputs for samples of {found['samples']}, and Workload.batch has"
+                f"teacher={str(path)!r} was not written by memfit.structure.precompute: give a file that was"
+            )
+        if metadata["samples"] != wanted:
+            raise WorkloadError(
+                f"teacher={str(path)!r} holds outputs for samples of {metadata['samples']}, and Workload.batch has"
                 f" {wanted}: precompute them for this workload"
             )
-        held = safetensors.torch.load_file(path)
-        self._path, self._outputs = path, held["outputs"]
-        self._rows = {bytes(key): row for row, key in enumerate(held["keys"].numpy())}
+        tensors = safetensors.torch.load_file(path)
+        self._path, self._outputs = path, tensors["outputs"]
+        self._rows = {bytes(key): row for row, key in enumerate(tensors["keys"].numpy())}
 
     def with_batch(self, batch: Any) -> dict[str, Any]:
         """Return a batch together with the teacher's outputs for it.
@@ -120,8 +124,8 @@ class Targets:
         missing = rows.count(None)
         if missing:
             raise WorkloadError(
-                f"{missing} of {len(rows)} samples of a batch are not in {self._path}: they are augmented, or were not"
-                " among batches= when memfit.structure.precompute ran. Give it every sample, as training sees it"
+                f"{missing} of {len(rows)} samples of a batch are not in {self._path}: they are augmented, or were"
+                " not in batches= of memfit.structure.precompute. Give it every sample, as training sees it"
             )
         return {"batch": batch, "teacher": self._outputs[torch.tensor(rows)]}
 
@@ -132,7 +136,7 @@ class Targets:
 
 
 class WithTargets:
-    """Batches that come with the teacher's outputs; in all else the batches they are made of."""
+    """Batches with the teacher's outputs; all other attributes are those of the original batches."""
 
     def __init__(self, batches: Iterable[Any], targets: Targets) -> None:
         self.batches, self.targets = batches, targets
@@ -150,7 +154,7 @@ class WithTargets:
 
 
 def keys(batch: Any) -> list[bytes]:
-    """Return what identifies each sample of a batch: a hash of its tensors' values."""
+    """Return a key for each sample of a batch: a hash of its tensors' values."""
     size = batch_size_of(batch)
     hashes = [hashlib.blake2b(digest_size=_KEY_BYTES) for _ in range(size)]
     for index, digest in enumerate(hashes):
@@ -160,15 +164,15 @@ def keys(batch: Any) -> list[bytes]:
 
 
 def logits_of(output: Any) -> Tensor:
-    """Return the logits of a model's output: itself, or what it calls "logits".
+    """Return the logits of a model's output: itself, or its entry or attribute "logits".
 
     Raises:
         WorkloadError: It has none.
     """
-    found = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
-    if not isinstance(found, Tensor):
-        raise WorkloadError(f"Workload.model returned {type(output).__name__} with no tensor 'logits' to distill")
-    return found
+    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
+    if not isinstance(logits, Tensor):
+        raise WorkloadError(f"Workload.model returned {type(output).__name__} without a tensor 'logits' to distill")
+    return logits
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -182,7 +186,7 @@ def _signature(workload: Workload) -> str:
 
 
 def _fingerprint(teacher: nn.Module) -> str:
-    """Return what identifies a teacher: the names and values of its parameters and buffers."""
+    """Return a hash of the names and values of a teacher's parameters and buffers."""
     digest = hashlib.sha256()
     for name, tensor in teacher.state_dict().items():
         digest.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype}".encode())
@@ -191,10 +195,10 @@ def _fingerprint(teacher: nn.Module) -> str:
 
 
 def _metadata(path: Path) -> dict[str, str] | None:
-    """Return what a file says of itself; None where it can't be read."""
+    """Return the metadata of a file; None where it can't be read."""
     try:
         with safetensors.safe_open(path, framework="pt") as file:
-            found: dict[str, str] | None = file.metadata()
-            return found
+            metadata: dict[str, str] | None = file.metadata()
+            return metadata
     except (OSError, safetensors.SafetensorError):
         return None

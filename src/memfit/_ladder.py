@@ -1,0 +1,328 @@
+"""The ladder: levers climbed one on top of the other in the advised order, each measured on the machine at hand.
+
+A rung is kept where it pays: where the budget is given, by letting the step fit it, or by more samples a second at the
+largest batch that fits; otherwise by a peak times step time that is less by `PAYS`. The time is that of the rung and
+the one before it run in turn.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+import torch
+from msgspec.structs import replace as with_fields
+from torch.utils.benchmark import Timer
+
+from memfit.batch import map_tensors
+from memfit.capture.fake_workload import nothing_changes, real_copy
+from memfit.capture.measured_peak import measure_peak_bytes
+from memfit.errors import (
+    CaptureError,
+    MemfitError,
+    MissingExtraError,
+    PlanError,
+    RecomputationError,
+    UsageError,
+    WorkloadError,
+)
+from memfit.hardware.advice import precisions
+from memfit.hardware.host import find_device
+from memfit.ir.ladder import Ladder, Outcome, Rung
+from memfit.ir.plan import NUMERICS, Levers, LeverUse, Numerics, Prediction, allows, freest
+from memfit.ir.remat import Regions
+from memfit.ir.trace import Trace
+from memfit.levers import registry
+from memfit.levers.circumstances import check_combination
+from memfit.levers.lever import NotOffered
+from memfit.levers.lever import Rung as Offer
+from memfit.levers.stack import applied, check_workload
+from memfit.planner.batch_coupling import coupling
+from memfit.planner.captures import capture_levers
+from memfit.planner.prediction import Progress, costs_of, predict, silent
+from memfit.report.notebook_progress import stages, with_bars
+from memfit.solver.candidates import options
+from memfit.solver.frontier import Combination
+from memfit.solver.problem import build
+from memfit.training.step import Step
+from memfit.units import Budget, read_budget
+from memfit.version import __version__
+from memfit.workload import Workload, fingerprint, samples_of
+
+PAYS = 0.02
+"""By how much a rung must be better to be kept."""
+_ROUNDS = 5  # in which two steps are timed in turn
+
+
+@with_bars(stages)
+def ladder(
+    workload: Workload,
+    *,
+    budget: int | float | str | None = None,
+    numerics: Numerics = "reduced",
+    min_run_seconds: float = 2.0,
+    progress: Progress = silent,
+) -> Ladder:
+    """Climb the advised levers one by one, and measure what each buys on top of those that paid.
+
+    Args:
+        workload: The user's workload, on the CPU; nothing of it is changed.
+        budget: What the step may take: bytes, a string with a unit ("1.5GiB"), or a share of the machine's memory
+            ("90%") or of the plain step's peak ("0.5x"). None for what the plain step takes.
+        numerics: How far the numbers may change: "exact", "reordered", "reduced" or "changed", with which a
+            lighter structure is proposed too.
+        min_run_seconds: How long each step is timed for, at least (> 0).
+        progress: Told how far it is; by default bars in a notebook, and nobody elsewhere.
+
+    Raises:
+        BudgetError: The budget says no number of bytes.
+        UsageError: Another argument is not one.
+        WorkloadError: The model is not on the CPU, or holds no data.
+        CaptureError: The step can't be captured.
+    """
+    device = find_device("cpu")
+    asked = None if budget is None else read_budget(budget)
+    if numerics not in NUMERICS:
+        raise UsageError(f"numerics={numerics!r} is unknown: use one of {', '.join(NUMERICS)}")
+    if not min_run_seconds > 0:
+        raise UsageError(f"min_run_seconds={min_run_seconds} is not above 0: give seconds to time each step for")
+    if any(p.device.type != "cpu" for p in workload.model.parameters()):
+        raise WorkloadError("Workload.model is not on the CPU, or holds no data: this version measures on the CPU only")
+    check_workload(workload, device)
+    climb = _Climb(workload, asked, numerics, min_run_seconds)
+    with nothing_changes(workload):
+        rungs = climb.rungs(progress)
+    return Ladder(
+        memfit_version=__version__,
+        torch_version=str(torch.__version__),
+        workload=workload.name,
+        fingerprint=fingerprint(workload),
+        device=device.name,
+        threads=torch.get_num_threads(),
+        batch_size=climb.batch_size,
+        budget_bytes=climb.limit_bytes,
+        is_budget_given=asked is not None,
+        allowed=numerics,
+        rungs=rungs,
+    )
+
+
+@dataclass
+class _Climb:
+    """The climb of one ladder. It is the `Setting` that levers are asked about."""
+
+    workload: Workload
+    budget: Budget | None
+    numerics: Numerics
+    min_run_seconds: float
+    host_budget_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self.device = find_device("cpu")
+        self.precisions = precisions(self.device)
+        self.budget_bytes: int | None = None  # in bytes once the plain step is measured; None where nobody said one
+        self.limit_bytes = 0  # the budget, or what the plain step takes
+        self.batch_size = samples_of(self.workload)
+        self.plain = Levers(microbatch_size=self.batch_size)
+        self.traces: dict[Levers, Trace] = {}
+        self.coupling = coupling(self.trace(self.plain), self.workload)
+
+    def rungs(self, progress: Progress) -> list[Rung]:
+        """Climb."""
+        offered = list(registry.rungs())
+        total = len(offered) + 2
+        progress("rungs", 0, total)
+        rungs = [self._measured("plain", self.plain, "the step as it is", None)]
+        for index, (name, propose) in enumerate(offered):
+            progress("rungs", index + 1, total)
+            rungs.append(self._rung(name, propose, next(rung for rung in reversed(rungs) if rung.outcome == "kept")))
+        rungs.append(self._structure(rungs[0]))
+        progress("rungs", total, total)
+        return rungs
+
+    def _rung(self, name: str, propose: Offer, before: Rung) -> Rung:
+        assert before.levers is not None
+        try:
+            levers, what = propose(self, before.levers)
+            numerics = self.numerics_of(levers)
+            check_combination(levers, self.workload, self.device, allowed=self.numerics)
+            if not self.allows(levers):
+                raise NotOffered(f"of class {numerics}: numerics={numerics!r} allows it")
+            return self._measured(name, levers, what, before)
+        except NotOffered as e:
+            return Rung(name=name, outcome="not available", why=str(e))
+        except (PlanError, MissingExtraError) as e:
+            return Rung(name=name, outcome="not available", why=str(e).partition(" The row in")[0])
+        except (CaptureError, RecomputationError) as e:
+            return Rung(name=name, outcome="not available", why=f"it can't be run: {e}")
+
+    def _bytes_of(self, budget: Budget, plain_bytes: int) -> int:
+        return budget.nbytes(device_bytes=self.device.usable_bytes, plain_bytes=plain_bytes)
+
+    def _measured(self, name: str, levers: Levers, what: str, before: Rung | None) -> Rung:
+        """Run the step with levers, in turn with the rung before."""
+        with ExitStack() as stack:
+            step = self._running(levers, stack)
+            peak_bytes = measure_peak_bytes(step, step.workload.batch)
+            peak_ratio: float | None = None
+            step_ratio: float | None = None
+            if before is None:
+                seconds = timed([step], self.min_run_seconds)[0]
+                self.budget_bytes = None if self.budget is None else self._bytes_of(self.budget, peak_bytes)
+                self.limit_bytes = self.budget_bytes or peak_bytes
+            else:
+                assert before.levers is not None
+                assert before.peak_bytes is not None
+                assert before.step_seconds is not None
+                was, now = timed([self._running(before.levers, stack), step], self.min_run_seconds)
+                peak_ratio, step_ratio = peak_bytes / before.peak_bytes, now / was
+                seconds = before.step_seconds * step_ratio
+        largest, per_second = self._at_largest_batch(levers, peak_bytes, seconds)
+        rung = Rung(
+            name=name,
+            outcome="kept",
+            why=what,
+            levers=levers,
+            numerics=self.numerics_of(levers),
+            peak_bytes=peak_bytes,
+            step_seconds=seconds,
+            peak_ratio=peak_ratio,
+            step_ratio=step_ratio,
+            predicted_peak_bytes=self.predicted(levers).peak_bytes,
+            largest_batch=largest,
+            samples_per_second=per_second,
+        )
+        return rung if before is None else with_fields(rung, outcome=self._outcome(rung, before))
+
+    def _running(self, levers: Levers, stack: ExitStack) -> Step:
+        step = stack.enter_context(applied(levers, real_copy(self.workload)))
+        step(step.workload.batch)  # makes the optimizer's state
+        return step
+
+    def _outcome(self, rung: Rung, before: Rung) -> Outcome:
+        return "kept" if pays(rung, before, self.budget_bytes) else "does not pay"
+
+    def _at_largest_batch(self, levers: Levers, peak_bytes: int, seconds: float) -> tuple[int | None, float]:
+        """Return the samples that fit the budget together, and how many a second, from captures at two batch sizes."""
+        if levers.microbatch_size < self.batch_size:
+            return None, self.batch_size / seconds if peak_bytes <= self.limit_bytes else 0.0
+        other = max(1, self.batch_size // 2) if self.batch_size > 1 else 2
+        here, there = self.predicted(levers), self._predicted_at(levers, other)
+        bytes_each = (here.peak_bytes - there.peak_bytes) / (self.batch_size - other)
+        seconds_each = (here.step_seconds - there.step_seconds) / (self.batch_size - other)
+        if bytes_each <= 0:
+            return None, self.batch_size / seconds
+        largest = math.floor(self.batch_size + (self.limit_bytes - peak_bytes) / bytes_each)
+        if largest < 1:
+            return 0, 0.0
+        predicted = here.step_seconds + max(0.0, seconds_each) * (largest - self.batch_size)
+        return largest, largest / (seconds * max(predicted / here.step_seconds, 1e-9))
+
+    def _predicted_at(self, levers: Levers, size: int) -> Prediction:
+        resized = replace(self.workload, batch=_of_size(self.workload.batch, size))
+        trace = capture_levers(resized, with_fields(levers, microbatch_size=size), self.device)
+        return predict(trace, costs_of([trace], self.device), self.device)[0]
+
+    def _structure(self, plain: Rung) -> Rung:
+        """Propose separable convolutions, held against the plain step."""
+        name = "structure"
+        if self.numerics != "changed":
+            why = "of class changed: numerics='changed' proposes depthwise-separable convolutions"
+            return Rung(name=name, outcome="not available", why=why)
+        from memfit.structure import separable_convolutions  # fits weights, which others don't need
+
+        try:
+            found = separable_convolutions(self.workload, measure=True)
+        except MemfitError as e:
+            return Rung(name=name, outcome="not available", why=str(e))
+        was, now = found.before, found.after
+        assert now.measured_peak_bytes is not None and now.measured_step_seconds is not None
+        assert was.measured_peak_bytes is not None and was.measured_step_seconds is not None
+        return Rung(
+            name=name,
+            outcome="proposed",
+            why=f"{len(found.changes)} separable convolutions, against the plain step; accuracy is yours to judge",
+            numerics="changed",
+            peak_bytes=now.measured_peak_bytes,
+            step_seconds=now.measured_step_seconds,
+            peak_ratio=now.measured_peak_bytes / was.measured_peak_bytes,
+            step_ratio=now.measured_step_seconds / was.measured_step_seconds,
+            predicted_peak_bytes=now.peak_bytes,
+        )
+
+    # What rungs are made of
+
+    def trace(self, levers: Levers) -> Trace:
+        """Return the capture of a step with levers."""
+        if levers not in self.traces:
+            self.traces[levers] = capture_levers(self.workload, levers, self.device)
+        return self.traces[levers]
+
+    def predicted(self, levers: Levers) -> Prediction:
+        """Return what is predicted for a step with levers."""
+        trace = self.trace(levers)
+        return predict(trace, costs_of([trace], self.device), self.device)[0]
+
+    def uses(self, levers: Levers) -> tuple[LeverUse, ...]:
+        """Return the levers that are used, in words."""
+        return registry.uses(levers, self.batch_size, self.coupling is not None)
+
+    def numerics_of(self, levers: Levers) -> Numerics:
+        """Return the freest class of levers."""
+        return freest(self.uses(levers))
+
+    def allows(self, levers: Levers) -> bool:
+        """Tell whether the numerics class of some levers is allowed."""
+        return allows(self.numerics, self.numerics_of(levers))
+
+    def combination(self, levers: Levers) -> Combination:
+        """Return the problem of choosing regions under levers."""
+        regions = Regions(self.trace(levers))
+        costs = costs_of([self.trace(levers)], self.device)
+        choices = options(regions, costs, set())
+        if not choices:
+            raise NotOffered("the model has no modules whose recomputation saves anything")
+        return Combination(levers, build(regions, costs, choices, 0), self.uses)
+
+
+def pays(rung: Rung, before: Rung, budget_bytes: int | None) -> bool:
+    """Tell whether a rung pays, against the one before.
+
+    Args:
+        rung: Measured.
+        before: Measured.
+        budget_bytes: What the step may take, where the user said so.
+    """
+    assert rung.peak_ratio is not None
+    assert rung.step_ratio is not None
+    assert before.peak_bytes is not None
+    if budget_bytes is None:
+        return rung.peak_ratio * rung.step_ratio <= 1 - PAYS
+    if before.peak_bytes > budget_bytes:
+        return rung.peak_ratio <= 1 - PAYS
+    return (rung.samples_per_second or 0.0) >= (1 + PAYS) * (before.samples_per_second or 0.0)
+
+
+def timed(steps: Sequence[Step], min_run_seconds: float) -> list[float]:
+    """Return the median time in seconds of each of some steps, run in turn in blocks of PyTorch's benchmark timer."""
+    timers = [
+        Timer("step(batch)", globals={"step": step, "batch": step.workload.batch}, num_threads=torch.get_num_threads())
+        for step in steps
+    ]
+    rounds = [
+        [timer.blocked_autorange(min_run_time=min_run_seconds / _ROUNDS).median for timer in timers]
+        for _ in range(_ROUNDS)
+    ]
+    return [statistics.median(times) for times in zip(*rounds, strict=True)]
+
+
+def _of_size(batch: object, size: int) -> object:
+    """Return a batch of as many samples, its own one after the other, each tensor of its own."""
+
+    def resized(leaf: torch.Tensor) -> torch.Tensor:
+        return torch.cat([leaf] * -(-size // len(leaf)))[:size].clone()
+
+    return map_tensors(resized, batch)

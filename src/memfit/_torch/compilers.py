@@ -1,0 +1,68 @@
+"""Dynamo and the graphs that it makes. Slow modules are imported by the functions that need them."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+from torch._compile import _disable_dynamo as disable_dynamo
+from torch._guards import CompileContext
+
+__all__ = [
+    "aot_autograd_eager",
+    "current_compile_id",
+    "default_op_list",
+    "default_partition",
+    "disable_dynamo",
+    "is_compiled_function",
+    "skip",
+]
+
+current_compile_id = CompileContext.current_compile_id
+
+
+def is_compiled_function(function: Callable[..., Any]) -> bool:
+    """Tell whether a function is one that `torch.compile` returned."""
+    return hasattr(function, "_torchdynamo_orig_callable")
+
+
+def skip(function: Callable[..., Any]) -> None:
+    """Exclude a function from the code that Dynamo compiles."""
+    from torch._dynamo.decorators import skip
+
+    skip(function)
+
+
+def default_partition(module: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Return the forward and the backward graph module of a joint one, by its nodes' tags."""
+    from torch._functorch.partitioners import default_partition
+
+    parts: tuple[fx.GraphModule, fx.GraphModule] = default_partition(module, None, num_fwd_outputs=forward_outputs)
+    return parts
+
+
+@functools.cache
+def default_op_list() -> Any:
+    """Return the operators that PyTorch's own partitioner considers fusible, by kind."""
+    from torch._functorch.partitioners import get_default_op_list
+
+    return get_default_op_list()
+
+
+def aot_autograd_eager(module: Any, inputs: Any, partition_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a graph module compiled by AOTAutograd to run its operators eagerly, as PyTorch's "aot_eager" does.
+
+    Args:
+        module: The graph module.
+        inputs: Its inputs.
+        partition_fn: Splits the joint graph module into the forward and the backward one.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+    from torch._functorch import config
+
+    with config.patch(enable_autograd_cache=False):
+        compiled: Callable[..., Any] = aot_autograd(
+            fw_compiler=boxed_nop, partition_fn=partition_fn, keep_inference_input_mutations=True
+        )(module, inputs)
+    return compiled

@@ -1,0 +1,68 @@
+"""Base classes of PyTorch's layers, and the private state of modules."""
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
+from torch.nn.modules.batchnorm import _NormBase as NormBase
+from torch.nn.modules.dropout import _DropoutNd as DropoutBase
+from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNormBase
+
+__all__ = [
+    "BatchNormBase",
+    "DropoutBase",
+    "InstanceNormBase",
+    "NormBase",
+    "apply_as_its_class",
+    "compiled_call",
+    "converted_by",
+    "forward_hooks",
+    "forward_pre_hooks",
+    "own_buffers",
+    "own_modules",
+    "own_parameters",
+    "set_forward_hooks",
+]
+
+Apply = Callable[..., nn.Module]
+"""A method that applies a function to the tensors of a module, and of its children if asked, and returns the module."""
+
+own_modules: Callable[[nn.Module], dict[str, nn.Module | None]] = operator.attrgetter("_modules")
+own_parameters: Callable[[nn.Module], dict[str, nn.Parameter | None]] = operator.attrgetter("_parameters")
+own_buffers: Callable[[nn.Module], dict[str, torch.Tensor | None]] = operator.attrgetter("_buffers")
+"""A module's own mappings by name, without its children's; not copies."""
+
+forward_hooks: Callable[[nn.Module], Mapping[int, Callable[..., Any]]] = operator.attrgetter("_forward_hooks")
+forward_pre_hooks: Callable[[nn.Module], Mapping[int, Callable[..., Any]]] = operator.attrgetter("_forward_pre_hooks")
+compiled_call: Callable[[nn.Module], Callable[..., Any] | None] = operator.attrgetter("_compiled_call_impl")
+"""The function that a module's call runs after `Module.compile`; None without it."""
+
+
+def set_forward_hooks(module: nn.Module, hooks: Any, pre_hooks: Any) -> None:
+    """Replace the mappings of a module's forward hooks and forward pre-hooks."""
+    module._forward_hooks, module._forward_pre_hooks = hooks, pre_hooks
+
+
+def apply_as_its_class(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Apply a function to the tensors of a module and its children, by its class's own `_apply`."""
+    module._apply(fn)
+
+
+@contextlib.contextmanager
+def converted_by(replacement: Callable[[Apply], Apply]) -> Iterator[None]:
+    """Replace the method by which all modules convert tensors (`Module.to`, `.half`), until the context is left.
+
+    Args:
+        replacement: Returns the new method, given the present one, which may be another library's.
+    """
+    setting: Any = nn.Module
+    original: Apply = setting._apply
+    setting._apply = replacement(original)
+    try:
+        yield
+    finally:
+        setting._apply = original

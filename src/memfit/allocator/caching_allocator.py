@@ -1,0 +1,320 @@
+"""The CUDA caching allocator, simulated: its allocated and reserved bytes for a sequence of requests.
+
+The rules are those of `DeviceCachingAllocator` in `c10/cuda/CUDACachingAllocator.cpp` and of
+`c10/core/AllocatorConfig.h`, torch 2.13. docs/internals/allocator.md lists them, and the omissions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from memfit.allocator.blocks import Block, Pool
+from memfit.allocator.settings import MIN_BLOCK_BYTES, ROUND_LARGE_BYTES, SMALL_BYTES, SMALL_SEGMENT_BYTES
+from memfit.allocator.settings import AllocatorSettings as AllocatorSettings
+from memfit.errors import SimulatedOutOfMemoryError
+from memfit.units import format_bytes
+
+_FIRST_ADDRESS = 0x7000_0000_0000
+_UNKNOWN_TOTAL_BYTES = 2**40
+"""Memory assumed for an unknown device: more than any has."""
+
+Tracer = Callable[[str, int, int, int], None]
+"""Called with an action of PyTorch's memory history, an address, a size, and a stream."""
+
+
+class CachingAllocator:
+    """PyTorch's caching allocator of one CUDA device, without the device.
+
+    Segments get increasing addresses, and none is reused.
+
+    Args:
+        settings: The settings of `PYTORCH_ALLOC_CONF`.
+        capacity_bytes: Most bytes that the device gives; None for no limit.
+        total_bytes: The device's memory, of which `memory_fraction` is a share; `capacity_bytes` by default.
+        trace: Called at each action, in order.
+
+    Attributes:
+        allocated_bytes: Bytes of the blocks in use, rounding and unsplit remainders included.
+        requested_bytes: Requested bytes of the blocks in use.
+        reserved_bytes: Bytes of the segments taken from the device.
+        num_alloc_retries: Number of times that the cache was released and the allocation retried.
+        num_ooms: Number of requests that failed.
+        segments: The first block of each segment, by address. An expandable segment includes unmapped blocks.
+    """
+
+    def __init__(
+        self,
+        settings: AllocatorSettings,
+        capacity_bytes: int | None = None,
+        *,
+        total_bytes: int | None = None,
+        trace: Tracer | None = None,
+    ) -> None:
+        self.settings = settings
+        self.capacity_bytes = capacity_bytes
+        self.allocated_bytes = self.peak_allocated_bytes = 0
+        self.requested_bytes = self.peak_requested_bytes = 0
+        self.reserved_bytes = self.peak_reserved_bytes = 0
+        self.num_alloc_retries = self.num_ooms = 0
+        self.segments: dict[int, Block] = {}
+        total = capacity_bytes if total_bytes is None else total_bytes
+        limited = settings.memory_fraction < 1 and total is not None
+        self._allowed_bytes = int(settings.memory_fraction * total) if limited and total is not None else None
+        self._total_bytes = _UNKNOWN_TOTAL_BYTES if total is None else total
+        self._trace = trace
+        self._pools: dict[tuple[bool, int], Pool] = {}
+        self._next_address = _FIRST_ADDRESS
+        self._lookups = 0
+
+    def malloc(self, nbytes: int, stream: int = 0) -> Block:
+        """Return a block for a request of at least one byte. (PyTorch does not call its allocator for zero bytes.)
+
+        Raises:
+            SimulatedOutOfMemoryError: Neither the cache nor the device has enough memory.
+        """
+        if nbytes < 1:
+            raise ValueError(f"nbytes={nbytes} must be at least 1")
+        size = self.settings.rounded_bytes(nbytes)
+        pool = self._pool(size <= SMALL_BYTES, stream)
+        block = self._take_free(pool, size) or self._take_new(pool, size)
+        if block is None:
+            raise self._out_of_memory(size, stream)
+        block.allocated = True
+        if self._splits(pool, size, block.size - size):
+            pool.add(block.split(size))
+        block.requested = nbytes
+        self.allocated_bytes += block.size
+        self.requested_bytes += nbytes
+        if self.allocated_bytes > self.peak_allocated_bytes:
+            self.peak_allocated_bytes = self.allocated_bytes
+        if self.requested_bytes > self.peak_requested_bytes:
+            self.peak_requested_bytes = self.requested_bytes
+        if self._trace is not None:
+            self._trace("alloc", block.address, nbytes, stream)
+        return block
+
+    def free(self, block: Block) -> None:
+        """Return a block to the cache."""
+        if not block.allocated:
+            raise ValueError(f"the block at {block.address:#x} is not in use")
+        if self._trace is not None:
+            self._trace("free_requested", block.address, block.requested, block.pool.stream)
+            self._trace("free_completed", block.address, block.requested, block.pool.stream)
+        self.allocated_bytes -= block.size
+        self.requested_bytes -= block.requested
+        block.allocated = False
+        block.requested = 0
+        block.pool.add(block).freed_at = self._lookups
+
+    def empty_cache(self) -> None:
+        """Return free memory to the device: whole segments, or whole pages of expandable ones."""
+        for small in (False, True):
+            for pool in self._pools_of(small):
+                for _, _, block in list(pool.free):
+                    if self.settings.expandable_segments:
+                        self._unmap(block)
+                    elif not block.is_split:
+                        self._release(block)
+
+    def _pool(self, small: bool, stream: int) -> Pool:
+        pool = self._pools.get((small, stream))
+        if pool is None:
+            page_bytes = SMALL_SEGMENT_BYTES if small else self.settings.large_segment_bytes
+            pool = self._pools[small, stream] = Pool(small=small, stream=stream, page_bytes=page_bytes)
+        return pool
+
+    def _pools_of(self, small: bool) -> list[Pool]:
+        return [self._pools[key] for key in sorted(self._pools) if key[0] == small]
+
+    def _splits(self, pool: Pool, size: int, rest: int) -> bool:
+        if pool.small or self.settings.expandable_segments:
+            return rest >= MIN_BLOCK_BYTES
+        most = self.settings.max_split_bytes
+        return rest > SMALL_BYTES and (most is None or size < most)
+
+    def _take_free(self, pool: Pool, size: int) -> Block | None:
+        """Take the best fit: the smallest free block that is large enough, at the lowest address."""
+        self._lookups += not pool.small
+        free = pool.free
+        i = pool.first_of_size(size)
+        if i == len(free):
+            return None
+        if self.settings.expandable_segments:
+            while i + 1 < len(free) and _room_bytes(free[i + 1][2]) < _room_bytes(free[i][2]):
+                i += 1
+        block = free[i][2]
+        most = self.settings.max_split_bytes
+        if most is not None:
+            if size < most <= block.size:
+                return None
+            slack = self.settings.max_non_split_rounding_bytes or self.settings.large_segment_bytes
+            if size >= most and block.size >= size + slack:
+                return None
+        del free[i]
+        return block
+
+    def _take_new(self, pool: Pool, size: int) -> Block | None:
+        """Take a block of a new segment, after releasing the cache if necessary."""
+        if self._allowed_bytes is not None and self.settings.garbage_collection_threshold:
+            self._collect_garbage(self._allowed_bytes)
+        block = self._grow(pool, size)
+        if block is None and self._release_oversize(pool, size):
+            block = self._grow(pool, size)
+        if block is None:
+            self.empty_cache()
+            self.num_alloc_retries += 1
+            block = self._grow(pool, size)
+        return block
+
+    def _grow(self, pool: Pool, size: int) -> Block | None:
+        nbytes = self.settings.segment_bytes(size)
+        if self._allowed_bytes is not None and self.reserved_bytes + nbytes > self._allowed_bytes:
+            return None
+        if self.settings.expandable_segments:
+            return self._expand(pool, size)
+        if not self._reserve(nbytes):
+            return None
+        block = self._new_segment(pool, nbytes, ROUND_LARGE_BYTES)
+        if self._trace is not None:
+            self._trace("segment_alloc", block.address, nbytes, pool.stream)
+        return block
+
+    def _reserve(self, nbytes: int) -> bool:
+        if self.capacity_bytes is not None and self.reserved_bytes + nbytes > self.capacity_bytes:
+            return False
+        self.reserved_bytes += nbytes
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+        return True
+
+    def _new_segment(self, pool: Pool, nbytes: int, alignment: int, *, mapped: bool = True) -> Block:
+        address = -(-self._next_address // alignment) * alignment
+        self._next_address = address + nbytes
+        block = self.segments[address] = Block(pool, address, nbytes, mapped=mapped)
+        return block
+
+    def _release(self, block: Block) -> None:
+        """Return an unused segment to the device."""
+        block.pool.remove(block)
+        del self.segments[block.address]
+        self.reserved_bytes -= block.size
+        if self._trace is not None:
+            self._trace("segment_free", block.address, block.size, block.pool.stream)
+
+    def _release_oversize(self, pool: Pool, size: int) -> bool:
+        """Release one unused unsplittable block that is large enough, or else several, largest first."""
+        most = self.settings.max_split_bytes
+        if most is None or self.settings.expandable_segments:
+            return False
+        wanted = max(size, most)
+        i = pool.first_of_size(wanted)
+        if i < len(pool.free):
+            self._release(pool.free[i][2])
+            return True
+        released = 0
+        while released < wanted and pool.free and pool.free[-1][0] >= most:
+            released += pool.free[-1][0]
+            self._release(pool.free[-1][2])
+        return released >= wanted
+
+    def _collect_garbage(self, allowed_bytes: int) -> None:
+        """Release large segments that were unused for longer than the mean, until the threshold is met."""
+        threshold = int(self.settings.garbage_collection_threshold * allowed_bytes)
+        excess = self.reserved_bytes - threshold
+        unused = [block for pool in self._pools_of(False) for _, _, block in pool.free if not block.is_split]
+        while excess > 0 and unused:
+            mean = sum(self._lookups - block.freed_at for block in unused) / len(unused)
+            old = [block for block in unused if self._lookups - block.freed_at >= mean]
+            unused = [block for block in unused if self._lookups - block.freed_at < mean]
+            for block in old:
+                excess -= block.size
+                self._release(block)
+
+    def _expand(self, pool: Pool, size: int) -> Block | None:
+        """Take a block at the lowest address of an expandable segment with room for it, mapping missing pages."""
+        block = self._lowest_room(pool, size)
+        if not block.mapped:
+            mapped = self._map(block, min(block.size, size))
+            if mapped is None:
+                return None
+            block = mapped
+        while block.size < size:
+            assert block.next is not None  # `_lowest_room` found enough consecutive free and unmapped blocks
+            mapped = self._map(block.next, min(block.next.size, size - block.size))
+            if mapped is None:
+                return None
+            block = mapped
+        pool.remove(block)
+        return block
+
+    def _lowest_room(self, pool: Pool, size: int) -> Block:
+        for _, block in pool.unmapped:
+            first = block.prev if block.prev is not None and not block.prev.allocated else block
+            room = 0
+            for each in first.through_end():
+                if each.allocated or room >= size:
+                    break
+                room += each.size
+            if room >= size:
+                return first
+        space = -(-(self._total_bytes + self._total_bytes // 8) // pool.page_bytes) * pool.page_bytes
+        return pool.add(self._new_segment(pool, space, pool.page_bytes, mapped=False))
+
+    def _map(self, block: Block, nbytes: int) -> Block | None:
+        """Map the first pages of an unmapped block, and return the free block that contains them."""
+        pool = block.pool
+        nbytes = -(-nbytes // pool.page_bytes) * pool.page_bytes
+        if not self._reserve(nbytes):
+            return None
+        if self._trace is not None:
+            self._trace("segment_map", block.address, nbytes, pool.stream)
+        pool.remove(block)
+        remainder = block.split(nbytes) if nbytes < block.size else None
+        block.mapped = True
+        if remainder is not None:
+            pool.add(remainder)
+        return pool.add(block)
+
+    def _unmap(self, block: Block) -> None:
+        """Return the whole pages of a free block to the device."""
+        pool, page = block.pool, block.pool.page_bytes
+        start = -(-block.address // page) * page
+        end = (block.address + block.size) // page * page
+        if start >= end:
+            return
+        pool.remove(block)
+        middle, first = block, None
+        if start > block.address:
+            first, middle = block, block.split(start - block.address)
+        last = middle.split(end - start) if end - start < middle.size else None
+        middle.mapped = False
+        for part in (first, last):
+            if part is not None:
+                pool.add(part)
+        middle = pool.add(middle)
+        self.reserved_bytes -= end - start
+        if self._trace is not None:
+            self._trace("segment_unmap", start, end - start, pool.stream)
+        if not middle.is_split:
+            pool.remove(middle)
+            del self.segments[middle.address]
+
+    def _out_of_memory(self, size: int, stream: int) -> SimulatedOutOfMemoryError:
+        self.num_ooms += 1
+        limits = [limit for limit in (self.capacity_bytes, self._allowed_bytes) if limit is not None]
+        capacity = min(limits)
+        if self._trace is not None:
+            self._trace("oom", capacity - self.reserved_bytes, size, stream)
+        return SimulatedOutOfMemoryError(
+            f"the simulated device is full: {format_bytes(size)} requested, {format_bytes(self.allocated_bytes)} "
+            f"allocated and {format_bytes(self.reserved_bytes)} reserved of capacity_bytes={capacity} "
+            f"({format_bytes(capacity)}); lower the step's peak, or raise capacity_bytes=",
+            requested_bytes=size,
+            allocated_bytes=self.allocated_bytes,
+            reserved_bytes=self.reserved_bytes,
+            capacity_bytes=capacity,
+        )
+
+
+def _room_bytes(block: Block) -> int:
+    """Return the size that a free block could grow to within its expandable segment."""
+    return block.size + (block.next.size if block.next is not None and not block.next.mapped else 0)

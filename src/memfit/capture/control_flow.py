@@ -1,0 +1,249 @@
+"""Courses of a step whose control flow depends on values of tensors or on random numbers.
+
+Where code reads a value that is not known, the step runs with data if it can, and its readings are replayed; else both
+answers are tried. Where a generator of Python or NumPy, or a number that PyTorch draws, decides what runs, other draws
+are tried. The trace is of the course from the present states of the generators; `Trace.slack` says by how much others
+take more.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from msgspec.structs import replace
+
+from memfit.capture.draws import GeneratorStates
+from memfit.capture.recorder import Recording
+from memfit.capture.value_reads import Log, Number, Policy, Replay
+from memfit.errors import MemfitError
+from memfit.ir.trace import Phase, Trace
+
+_MOST_FLIPS = 24  # checks that would raise, one after the other
+_MOST_SITES = 6  # guesses, up to which each one's other answer is tried by itself
+_SEEDS = 2
+_GUESSED = 0.1  # chosen, not measured: a guessed number may change more than the branch taken
+
+
+@dataclass(frozen=True)
+class Readings:
+    """Values that two steps in a row read with data.
+
+    Attributes:
+        logs: The readings of each step.
+        starts: The states of the generators at the start of each step.
+    """
+
+    logs: tuple[Log, Log]
+    starts: tuple[GeneratorStates, GeneratorStates]
+
+
+class DataRun(Protocol):
+    """A run of two steps with data.
+
+    Attributes:
+        explores: Whether other courses of the step are tried too; not in a search, which confirms its result.
+        policy: The answers of the course that takes the most memory, once courses were tried.
+        known: The readings, where the steps ran already and read something; else None.
+    """
+
+    explores: bool
+    policy: Policy | None
+
+    @property
+    def known(self) -> Readings | None: ...
+
+    def __call__(self) -> Readings | None:
+        """Return the readings; None where the steps can't run."""
+
+
+@dataclass
+class Course:
+    """A course of two steps, of which one is recorded.
+
+    Attributes:
+        replay: Answers to the values that the steps read.
+        starts: The states of the generators at the start of each step; None for those that the step before left.
+        records_first: Whether the first step is recorded, which makes the optimizer's state; else the second.
+        reads_draws: Whether the steps read a number that PyTorch drew.
+    """
+
+    replay: Replay
+    starts: tuple[GeneratorStates | None, GeneratorStates | None]
+    records_first: bool = False
+    reads_draws: bool = False
+    _step: int = 0
+    _ended: GeneratorStates | None = None
+    _at: dict[tuple[int, int], GeneratorStates] = field(default_factory=dict)
+
+    def begin_step(self, step: int) -> None:
+        """Begin a step, numbered from 0."""
+        self._step = step
+        self.replay.begin_step(step)
+
+    def follow(self, phase: Phase, microbatch: int) -> None:
+        """Begin a phase; a forward pass that runs again draws as it did the first time."""
+        if phase == "forward":
+            given = None if microbatch else self.starts[self._step]
+            self._at.setdefault((self._step, microbatch), given or GeneratorStates.now()).restore()
+        elif phase == "backward":
+            self._ended = GeneratorStates.now()
+        self.replay.enter_phase(phase, microbatch)
+
+    @property
+    def draws(self) -> bool:
+        """Whether random numbers may have decided what ran."""
+        began = self._at.get((self._step, 0))
+        moved = began is not None and self._ended is not None and not self._ended.has_states_of(began)
+        return moved or self.reads_draws
+
+
+def worst_course(run: Callable[[Course], Trace], stated: Mapping[str, Number], reading: DataRun | None) -> Trace:
+    """Return the trace of a step, on the course with the highest peak where guesses decide.
+
+    Args:
+        run: Captures the step on one course.
+        stated: Values that the user states (`Workload.values`).
+        reading: The run with data; None where there can't be any.
+
+    Raises:
+        CaptureError: The step can't be captured on any course.
+    """
+    return _Courses(run, stated, reading).trace()
+
+
+class _Courses:
+    def __init__(self, run: Callable[[Course], Trace], stated: Mapping[str, Number], reading: DataRun | None) -> None:
+        self.run, self.stated, self.reading = run, stated, reading
+        self.start = GeneratorStates.now()
+        self.notes: list[str] = []
+
+    def trace(self) -> Trace:
+        course, trace = self._first_course()
+        replay = course.replay
+        if self.reading is not None and not self.reading.explores:
+            return trace
+        differ = any(log.reads != replay.logs[0].reads for log in replay.logs)
+        if not (replay.guesses or course.draws or differ):
+            return trace
+        if replay.guesses:
+            course, trace = self._worst_guess(course, trace)
+        slack = _GUESSED if replay.guesses else 0.0
+        if differ and not course.draws:
+            slack += self._change_between_steps(course, live_peak_bytes(trace))
+        if course.draws or slack:
+            trace = self._larger_of_both_steps(course, trace)
+        if course.draws:
+            slack += self._excess_of_draws(course, live_peak_bytes(trace))
+        return replace(trace, slack=trace.slack + slack, notes=[*trace.notes, *self.notes])
+
+    def _first_course(self) -> tuple[Course, Trace]:
+        """Return the course taken from the present states, and its trace; readings are replayed where known."""
+        if self.reading is not None and self.reading.known is not None:
+            known = self._course_with_data()
+            assert known is not None
+            return known
+        policy = None if self.reading is None else self.reading.policy
+        course = Course(Replay(stated=self.stated, policy=policy), (self.start, None))
+        try:
+            trace = self.run(course)
+        except MemfitError as e:
+            if not (course.replay.guesses or course.replay.needs_data):
+                raise
+            return self._course_with_data() or self._passing_course(course, e)
+        return (self._course_with_data() if course.replay.guesses or course.reads_draws else None) or (course, trace)
+
+    def _course_with_data(self) -> tuple[Course, Trace] | None:
+        """Return the course that replays two steps with data, and its trace; None where they can't run."""
+        readings = None if self.reading is None else self.reading()
+        if readings is None:
+            return None
+        course = Course(Replay(readings.logs, self.stated), readings.starts)
+        return course, self.run(course)
+
+    def _change_between_steps(self, course: Course, peak_bytes: int) -> float:
+        """Return the relative change of the peak from one step's readings to the next's."""
+        first = course.replay.logs[0]
+        replay = Replay((first, first), self.stated, course.replay.policy)
+        try:
+            first_bytes = live_peak_bytes(self.run(Course(replay, (course.starts[0], course.starts[0]))))
+        except MemfitError:
+            return _GUESSED
+        return abs(first_bytes / peak_bytes - 1)
+
+    def _larger_of_both_steps(self, course: Course, trace: Trace) -> Trace:
+        """Return the trace with the higher peak, of the first and the second step."""
+        replay = Replay(course.replay.logs, self.stated, course.replay.policy)
+        try:
+            first = self.run(Course(replay, course.starts, records_first=True))
+        except MemfitError:
+            return trace
+        return max(trace, first, key=live_peak_bytes)
+
+    def _passing_course(self, course: Course, error: MemfitError) -> tuple[Course, Trace]:
+        """Return the course on which checks pass, found by flipping the last answer before each exception."""
+        flipped = course.replay.policy.flipped
+        for _ in range(_MOST_FLIPS):
+            open_sites = [site for site in course.replay.guesses if site not in flipped]
+            if not open_sites:
+                break
+            flipped |= {open_sites[-1]}
+            course = Course(Replay(stated=self.stated, policy=Policy(flipped=flipped)), course.starts)
+            try:
+                return course, self.run(course)
+            except MemfitError as e:
+                error = e
+        raise error
+
+    def _worst_guess(self, course: Course, trace: Trace) -> tuple[Course, Trace]:
+        """Return the course with the highest peak among those of other answers; answers that raise are left out."""
+        best = course, trace
+        policy, guesses = course.replay.policy, dict(course.replay.guesses)
+        policies = [dataclasses.replace(policy, is_high=True)]
+        if 1 < len(guesses) <= _MOST_SITES:
+            policies += [dataclasses.replace(policy, flipped=policy.flipped ^ {site}) for site in guesses]
+        for other in policies if any(guess.is_number for guess in guesses.values()) else ():
+            tried = Course(Replay(course.replay.logs, self.stated, other), course.starts)
+            try:
+                tried_trace = self.run(tried)
+            except MemfitError:
+                continue
+            guesses = {**tried.replay.guesses, **guesses}
+            best = max(best, (tried, tried_trace), key=lambda pair: live_peak_bytes(pair[1]))
+        self.notes += [f"a guess: {guess}" for guess in guesses.values()]
+        if self.reading is not None:
+            self.reading.policy = best[0].replay.policy
+        return best
+
+    def _excess_of_draws(self, course: Course, peak_bytes: int) -> float:
+        """Return the share by which the worst of other draws exceeds a peak, and note it."""
+        starts = [GeneratorStates.drawing("low"), GeneratorStates.drawing("high")]
+        starts += [GeneratorStates.seeded(seed) for seed in range(_SEEDS)]
+        peaks = []
+        for start in starts:
+            replay = Replay(course.replay.logs, self.stated, course.replay.policy)
+            try:
+                peaks.append(live_peak_bytes(self.run(Course(replay, (start, start)))))
+            except MemfitError:
+                continue
+        if all(peak == peak_bytes for peak in peaks):
+            return 0.0
+        worst = max(peaks) / peak_bytes - 1
+        self.notes.append(
+            "random numbers decide what the step runs: predicted for the first two steps from the present states of the"
+            f" generators; the worst of {len(peaks)} other draws takes {abs(worst):.1%}"
+            f" {'more' if worst > 0 else 'less'}"
+        )
+        return max(0.0, worst)
+
+
+def live_peak_bytes(trace: Trace | Recording) -> int:
+    """Return the peak bytes of live storages, without the workspaces of operators."""
+    change = np.zeros(len(trace.ops) + 2, np.int64)
+    for storage in trace.storages:
+        change[max(storage.birth, 0)] += storage.nbytes
+        change[storage.death + 1] -= storage.nbytes
+    return int(np.cumsum(change).max(initial=0))

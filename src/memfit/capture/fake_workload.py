@@ -1,0 +1,248 @@
+"""Copies of the user's workload, with data or with fake tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from memfit._torch.fake import FakeTensor, FakeTensorMode
+from memfit._torch.tensors import storage_key_of
+from memfit.batch import is_uncut, packed_in
+from memfit.capture.deep_copies import copied
+from memfit.capture.external_state import Rebinding
+from memfit.capture.known_values import KnownValues
+from memfit.errors import MemfitError, WorkloadError
+from memfit.rng import rng_preserved
+from memfit.sparse import assembled, parts
+from memfit.workload import Workload, tensors_of
+
+Convert = Callable[[torch.Tensor], torch.Tensor]
+
+
+class _ConvertTensors(TorchFunctionMode):
+    """A function mode under which `copy.deepcopy` converts tensors instead of cloning them."""
+
+    def __init__(self, convert: Convert) -> None:
+        super().__init__()
+        self.convert = convert
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.Tensor.__deepcopy__:
+            return func(*args, **(kwargs or {}))
+        tensor, memo = args
+        if id(tensor) not in memo:
+            memo[id(tensor)] = self.convert(tensor.detach() if not tensor.is_leaf else tensor)
+            _keep_attributes(memo[id(tensor)], tensor)
+        return memo[id(tensor)]
+
+
+def _convert_workload(workload: Workload, convert: Convert) -> Workload:
+    """Return a copy with converted tensors; references to one tensor stay references to one."""
+    try:
+        model, optimizer, batch, loss_fn = copied(lambda: _converted_parts(workload, convert))
+    except MemfitError:
+        raise
+    except Exception as e:
+        raise WorkloadError(
+            f"the workload can't be copied ({type(e).__name__}: {e}): memfit runs a copy, so that yours does not"
+            " change; make Workload.model, .optimizer and .batch work with copy.deepcopy"
+        ) from e
+    return dataclasses.replace(workload, model=model, optimizer=optimizer, batch=batch, loss_fn=loss_fn, scheduler=None)
+
+
+def _converted_parts(
+    workload: Workload, convert: Convert
+) -> tuple[nn.Module, torch.optim.Optimizer, Any, Callable[..., Any]]:
+    memo: dict[int, Any] = {}
+    held = [*workload.model.parameters(), *(p for g in workload.optimizer.param_groups for p in g["params"])]
+    for parameter in held:
+        _converted_parameter(parameter, memo, convert)
+    for packed in packed_in(workload.batch):  # PyTorch's C++ reads its lengths, on the CPU
+        memo[id(packed.batch_sizes)] = packed.batch_sizes.clone()
+    with _ConvertTensors(convert), _converted_parameters(convert):
+        model = copy.deepcopy(workload.model, memo)
+        optimizer = _copy_of_optimizer(workload.optimizer, memo)
+        batch = copy.deepcopy(workload.batch, memo)
+        rebinding = Rebinding(memo, lambda value: copied(lambda: copy.deepcopy(value, memo)))
+        rebinding.model(model)
+        loss_fn = rebinding.loss(workload.loss_fn)
+    return model, optimizer, batch, loss_fn
+
+
+def _converted_parameter(parameter: nn.Parameter, memo: dict[int, Any], convert: Convert) -> nn.Parameter:
+    if id(parameter) not in memo:
+        new = memo[id(parameter)] = nn.Parameter(convert(parameter.detach()), requires_grad=parameter.requires_grad)
+        _keep_attributes(new, parameter)
+    converted: nn.Parameter = memo[id(parameter)]
+    return converted
+
+
+@contextlib.contextmanager
+def _converted_parameters(convert: Convert) -> Iterator[None]:
+    """Have `copy.deepcopy` convert parameters of external modules too, whose cloning no mode sees."""
+    original = nn.Parameter.__deepcopy__
+    nn.Parameter.__deepcopy__ = lambda parameter, memo: _converted_parameter(parameter, memo, convert)  # type: ignore
+    try:
+        yield
+    finally:
+        nn.Parameter.__deepcopy__ = original  # type: ignore[method-assign]
+
+
+def _keep_attributes(new: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Copy plain attributes of the original to a converted tensor: labels that an optimizer may read."""
+    for name, value in vars(tensor).items():
+        if not hasattr(new, name) and isinstance(value, str | int | float | tuple | list | dict | None):
+            setattr(new, name, value)
+
+
+def _of_parts(tensor: torch.Tensor, convert: Convert) -> torch.Tensor:
+    """Return a sparse tensor whose indices and values are converted.
+
+    Raises:
+        WorkloadError: Fake tensors don't have its layout.
+    """
+    if tensor.layout is not torch.sparse_coo:
+        raise WorkloadError(
+            f"Workload holds a tensor of shape {_shape_of(tensor)} and layout {tensor.layout}, which fake tensors"
+            " don't have: give a dense tensor, padded where it is nested, or tensor.to_sparse_coo()"
+        )
+    indices, values = (convert(part) for part in parts(tensor))
+    return assembled(indices, values, tensor.shape, tensor.is_coalesced()).requires_grad_(tensor.requires_grad)
+
+
+def _shape_of(tensor: torch.Tensor) -> tuple[Any, ...] | str:
+    return "of its own" if tensor.is_nested else tuple(tensor.shape)
+
+
+def _copy_of_optimizer(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:
+    """Return a deep copy, with the attributes that `torch.optim.Optimizer` leaves out of copies."""
+    copied = copy.deepcopy(optimizer, memo)
+    for name, value in vars(optimizer).items():
+        is_bound = callable(value) and hasattr(type(optimizer), name)  # a scheduler's, bound to the original
+        if name not in vars(copied) and not is_bound:
+            setattr(copied, name, copy.deepcopy(value, memo))
+    return copied
+
+
+def real_copy(workload: Workload, device: torch.device | None = None) -> Workload:
+    """Return an independent copy of a workload, with storages that were shared still shared.
+
+    Args:
+        workload: The workload, with data.
+        device: The device of the copy's tensors, but for scalars without gradients (step counters stay on their
+            device); None for the tensors' own devices.
+    """
+    return _convert_workload(workload, _Copier(device))
+
+
+class _Copier:
+    """A function that copies tensors with their data; aliases stay aliases.
+
+    An object and not a closure that refers to itself, which would hold the storages until a garbage collection.
+    """
+
+    def __init__(self, device: torch.device | None) -> None:
+        self.device = device
+        self.storages: dict[int, torch.UntypedStorage] = {}
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        if is_uncut(tensor):
+            return _of_parts(tensor, self)
+        counter = tensor.dim() == 0 and not tensor.requires_grad
+        place = tensor.device if self.device is None or counter else self.device
+        storage, key = tensor.untyped_storage(), storage_key_of(tensor)
+        if key not in self.storages:
+            source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+            self.storages[key] = source.to(place, copy=True).untyped_storage()
+        clone = torch.empty(0, dtype=tensor.dtype, device=place)
+        clone.set_(self.storages[key], tensor.storage_offset(), tensor.size(), tensor.stride())
+        return clone.requires_grad_(tensor.requires_grad)
+
+
+class _Faker:
+    """A function that makes fake tensors of tensors (real, meta or fake); aliases stay aliases."""
+
+    def __init__(self, values: KnownValues, device: torch.device | None, scalars: set[int]) -> None:
+        self.mode, self.values, self.device, self.scalars = values.fake, values, device, scalars
+        self.storages: dict[int, torch.UntypedStorage] = {}
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        if is_uncut(tensor):
+            with self.mode:
+                return _of_parts(tensor, self)
+        if id(tensor) in self.scalars and tensor.device.type == "cpu":
+            return self._scalar(tensor)
+        storage, key = tensor.untyped_storage(), storage_key_of(tensor)
+        if key not in self.storages:
+            self.storages[key] = torch.UntypedStorage(storage.nbytes(), device="meta")
+        shape = torch.empty(0, dtype=tensor.dtype, device="meta")
+        shape.set_(self.storages[key], tensor.storage_offset(), tensor.size(), tensor.stride())
+        fake = FakeTensor(self.mode, shape, self.device or _device_of(tensor))
+        self.values.know(fake, tensor)
+        return fake.requires_grad_(tensor.requires_grad)
+
+    def _scalar(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a constant with the value of a step counter or tensor learning rate, which optimizers read."""
+        real = self.values.value_of(tensor)
+        if real is None:
+            return tensor
+        value = real.item()
+        with self.mode:
+            return torch.tensor(value, dtype=tensor.dtype)
+
+
+def _device_of(tensor: torch.Tensor) -> torch.device:
+    """Return a tensor's device; the CPU for the meta device, on which a model may be built without memory."""
+    return torch.device("cpu") if tensor.device.type == "meta" else tensor.device
+
+
+def mode_of(workload: Workload) -> FakeTensorMode:
+    """Return the fake tensor mode of a workload's tensors, or a new one."""
+    for tensor in [*workload.model.parameters(), *tensors_of(workload.batch)]:
+        if isinstance(tensor, FakeTensor):
+            return tensor.fake_mode
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_copy(workload: Workload, values: KnownValues, device: torch.device | None = None) -> Workload:
+    """Return a copy of a workload under a fake tensor mode; it allocates nothing.
+
+    Args:
+        workload: The workload; its tensors are real, fake, or on the meta device.
+        values: Receives the values of its integers; its mode is the copy's.
+        device: The device of the copy's tensors; None for the tensors' own devices.
+    """
+    held = tensors_of([list(workload.optimizer.state.values()), workload.optimizer.param_groups])
+    scalars = {id(t) for t in held if t.dim() == 0 and not t.requires_grad}
+    return _convert_workload(workload, _Faker(values, device, scalars))
+
+
+@contextlib.contextmanager
+def nothing_changes(workload: Workload) -> Iterator[None]:
+    """Restore all random generators on leaving; refuse a step that put gradients on the original parameters.
+
+    Raises:
+        WorkloadError: The loss function used the original model rather than the one it was given.
+    """
+    parameters = list(workload.model.parameters())
+    gradients = [p.grad for p in parameters]
+    try:
+        with rng_preserved():
+            yield
+    finally:
+        touched = [p for p, g in zip(parameters, gradients, strict=True) if p.grad is not g]
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if parameter.grad is not gradient:
+                parameter.grad = gradient
+    if touched:
+        raise WorkloadError(
+            f"Workload.loss_fn put gradients on {len(touched)} parameters of the original model: it must use"
+            " the model that it is given as its first argument, not one from outside"
+        )

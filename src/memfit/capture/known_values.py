@@ -1,0 +1,394 @@
+"""Known values of fake tensors: of integers, masks and few other numbers.
+
+A training step reads few values: whether a mask masks anything, how many labels count, the step counter. They come from
+the batch's integers, from constants and from a few random numbers, so they are computed beside the fake tensors.
+Values of activations are not known: `capture.value_reads` answers for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from memfit._torch.dispatch import TorchDispatchMode
+from memfit._torch.fake import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from memfit._torch.foreach import supported_types
+from memfit._torch.operators import packet_of, schema_of
+from memfit._torch.pytree import tree_map
+from memfit._torch.tensors import storage_key_of
+from memfit.capture.draws import Extreme, random_output
+from memfit.capture.value_reads import Replay
+
+_aten = torch.ops.aten
+_CONSTANTS = {
+    _aten.arange,
+    _aten.eye,
+    _aten.full,
+    _aten.linspace,
+    _aten.ones,
+    _aten.scalar_tensor,
+    _aten.zeros,
+}
+_UNSET = {_aten.empty_like, _aten.new_empty, _aten.new_empty_strided}
+_FINITE = {_aten.isfinite: True, _aten.isnan: False, _aten.isinf: False, _aten.isposinf: False, _aten.isneginf: False}
+_SAME = {_aten.eq: True, _aten.ne: False}  # of a number and itself; the opposite of any number and infinity
+_LIMIT = 2**20  # elements; masks of a batch have fewer
+_FEW = 64  # elements of floating-point tensors that are followed: settings, schedules, and random numbers
+_CHECKS = {_aten.all: True}  # the value that a check reads when it passes
+_ATTRIBUTE = "_memfit_known_values"
+_Unknown = object()
+
+
+class KnownValues(TorchDispatchMode):
+    """A dispatch mode that follows values of integers, booleans and few other numbers. Enter it inside a fake mode.
+
+    Attributes:
+        replay: Answers readings of tensors whose values are not known.
+        extreme: Whether random operators draw the least or the greatest numbers.
+        reads_draws: Whether code read a value that depends on random numbers.
+        reads_batch: Whether code read a known value that depends on the batch.
+    """
+
+    def __init__(self, fake: FakeTensorMode) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.fake = fake
+        self.replay = Replay()
+        self.extreme: Extreme = ""
+        self.reads_draws = False
+        self.reads_batch = False
+        self._real = WeakIdKeyDictionary()
+        self._drawn = WeakIdKeyDictionary()
+        self._assumed = WeakIdKeyDictionary()
+        self._passing = WeakIdKeyDictionary()
+        self._batch = WeakIdKeyDictionary()
+
+    @classmethod
+    def of(cls, mode: FakeTensorMode) -> KnownValues:
+        """Return the known values of a fake tensor mode, which has one such object."""
+        known: KnownValues | None = getattr(mode, _ATTRIBUTE, None)
+        if known is None:
+            known = cls(mode)
+            setattr(mode, _ATTRIBUTE, known)
+        return known
+
+    def know(self, fake: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy the values of a source tensor to a fake one, if they are known integers or scalars."""
+        real = self._real.get(source) if isinstance(source, FakeTensor) else source
+        if real is not None and (is_followed(real) or real.dim() == 0) and real.device.type != "meta":
+            with unset_fake_temporarily():
+                self._real[fake] = real.detach().to("cpu", copy=True)
+
+    def begin(self, batch: Iterable[torch.Tensor], extreme: Extreme) -> None:
+        """Begin a step: set the batch's tensors and the numbers that random operators draw; forget earlier readings."""
+        self.extreme, self.reads_draws, self.reads_batch = extreme, False, False
+        for tensor in batch:
+            self._batch[tensor] = True
+
+    def value_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return a real tensor with a tensor's values, on the CPU; None where they are not known."""
+        if not isinstance(tensor, FakeTensor):
+            return tensor
+        self.reads_batch |= tensor in self._batch
+        with unset_fake_temporarily():
+            value = self._value(tensor)
+        return None if value is _Unknown else value
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":  # most of all calls: queries, such as of a tensor's device
+            return func(*args, **kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return self._draw(func, args, kwargs)
+        known = self._known_arguments(func, args, kwargs)
+        if torch.Tag.data_dependent_output in func.tags:
+            return self._read(func, args, kwargs, known)
+        if known is None and _only_writes(func, args):
+            self._forget(func, args, kwargs)
+            return args[0]
+        try:
+            out = func(*args, **kwargs)
+        except DynamicOutputShapeException:
+            return self._run_with_shape(func, args, kwargs, known)
+        if known is not None and all(is_followed(t) for t in tensors_in(out)):
+            self._remember(out, _compute(func, *known))
+            self._mark_outputs(func, args, kwargs, out)
+        elif (answer := _assumed_finite(func, args)) is not None and is_followed(out):
+            self._remember(out, _compute(torch.full, (tuple(out.shape), answer), {}))
+            self._assumed[out] = True
+        elif schema_of(func).is_mutable:
+            self._forget(func, args, kwargs)
+        elif packet_of(func) in _CHECKS and isinstance(out, FakeTensor) and out.dim() == 0:
+            self._passing[out] = True
+        return out
+
+    def _mark_outputs(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Mark outputs that depend on random numbers, on assumed values or on the batch."""
+        for noted in (self._drawn, self._assumed, self._batch):
+            if noted and any(t in noted for t in tensors_in((args, kwargs))):
+                for tensor in tensors_in(out):
+                    noted[tensor] = True
+
+    def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a random operator; follow its output where that is small."""
+        out = func(*args, **kwargs)
+        tensors = tensors_in(out)
+        few = all(isinstance(t, FakeTensor) and t.numel() <= _FEW for t in tensors)
+        written = {id(t) for t in tensors}
+        given = [t for t in tensors_in((args, kwargs)) if id(t) not in written]
+        if not few or any(self._value(t) is _Unknown for t in given):
+            if schema_of(func).is_mutable:
+                self._forget(func, args, kwargs)
+            return out
+        with unset_fake_temporarily():
+            real = tree_map(
+                lambda v: torch.empty(v.shape, dtype=v.dtype) if id(v) in written else self._value(v), (args, kwargs)
+            )
+            self._remember(out, random_output(func, packet_of(func), real[0], real[1], self.extreme))
+        for tensor in tensors:
+            self._drawn[tensor] = True
+        return out
+
+    def _known_arguments(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Return the arguments with real tensors; None unless all values are known."""
+        if packet_of(func) in _UNSET:
+            return None
+        tensors = tensors_in((args, kwargs))
+        if not tensors and packet_of(func) not in _CONSTANTS:
+            return None
+        if any(self._value(t) is _Unknown for t in tensors):
+            return None
+        real: tuple[Any, Any] = tree_map(self._value, (args, kwargs))
+        return real
+
+    def _value(self, argument: Any) -> Any:
+        if isinstance(argument, torch.device):
+            return torch.device("cpu")
+        if not isinstance(argument, torch.Tensor):
+            return argument
+        if not isinstance(argument, FakeTensor):
+            return argument if argument.device.type == "cpu" and is_followed(argument) else _Unknown
+        if argument in self._real:
+            return self._real[argument]
+        if argument.constant is None or device_of(argument).type != "cpu":
+            return _Unknown
+        return argument.constant.clone()  # the fake tensor mode itself writes to it
+
+    def _read(self, func: Any, args: Any, kwargs: Any, known: tuple[Any, Any] | None) -> bool | int | float:
+        """Return the number for `.item()` and the like: the known value, else the replay's answer."""
+        tensor = args[0]
+        if known is not None:
+            logged = self.replay.logged("item", tensor)
+            return logged if self._prefers_log(logged, tensor) else _compute(func, *known)  # type: ignore[no-any-return]
+        try:
+            return func(*args, **kwargs)  # type: ignore[no-any-return]
+        except DataDependentOutputException:
+            is_truth = func is not _aten._local_scalar_dense.default  # `equal`, `allclose` and the like
+            dtype = torch.bool if is_truth else tensor.dtype
+            return self.replay.number(tensor, dtype, neutral=is_truth or tensor in self._passing)
+
+    def _prefers_log(self, logged: Any, tensor: torch.Tensor) -> bool:
+        """Tell whether the logged reading replaces a known value, which was drawn or assumed."""
+        is_drawn = tensor in self._drawn
+        self.reads_draws |= is_drawn
+        self.reads_batch |= tensor in self._batch
+        return logged is not None and ((is_drawn and not self.extreme) or tensor in self._assumed)
+
+    def _run_with_shape(self, func: Any, args: Any, kwargs: Any, known: tuple[Any, Any] | None) -> Any:
+        """Run an operator whose output shape depends on values: known, logged, or guessed to be the largest.
+
+        Raises:
+            DynamicOutputShapeException: The operator has no largest shape.
+        """
+        logged = self.replay.logged(str(func), args[0])
+        if known is not None and not any(self._prefers_log(logged, t) for t in tensors_in((args, kwargs))):
+            real = _compute(func, *known)
+            out = tree_map(lambda t: self._like(t, device_of(tensors_in((args, kwargs))[0])), real)
+            self._remember(out, real)
+            self._mark_outputs(func, args, kwargs, out)
+            return out
+        if func in (_aten.index.Tensor, _aten.masked_select.default):
+            return self._select(func, args, logged)
+        forms = logged if logged is not None else _largest_outputs(func, args)
+        if forms is None:
+            self.replay.needs_data = True
+            raise DynamicOutputShapeException(func)
+        if logged is None:
+            self.replay.guessed_shape(func, args[0])
+        outputs = tuple(torch.empty(shape, dtype=dtype, device=device_of(args[0])) for shape, dtype in forms)
+        return outputs if len(schema_of(func).returns) > 1 else outputs[0]
+
+    def _select(self, func: Any, args: Any, logged: Any) -> Any:
+        """Run a selection by masks as a selection by positions."""
+        if func is _aten.masked_select.default:
+            source, mask = torch.broadcast_tensors(*args)
+            if args[1] in self._real:
+                self._remember(mask, _compute(torch.Tensor.expand, (self._real[args[1]], mask.shape), {}))
+            indices = [mask]
+            counts = None if logged is None else iter([logged[0][0][0]])
+        else:
+            source, indices = args
+            counts = None if logged is None else iter(logged)
+        return _aten.index.Tensor(
+            source, [p for index in indices for p in self._positions(func, source, index, counts)]
+        )
+
+    def _positions(
+        self, func: Any, source: torch.Tensor, index: torch.Tensor | None, counts: Iterator[int] | None
+    ) -> list[torch.Tensor | None]:
+        """Return a mask's selected positions; another index as it is."""
+        if index is None or index.dtype is not torch.bool:
+            return [index]
+        if index in self._real and not self._prefers_log(counts, index):
+            with unset_fake_temporarily():
+                positions = self._real[index].nonzero(as_tuple=True)
+            return [self._like(p, device_of(index)) for p in positions]
+        if counts is None:
+            self.replay.guessed_shape(func, source)
+        count = index.numel() if counts is None else next(counts)
+        return [torch.empty(count, dtype=torch.long, device=device_of(index)) for _ in index.shape]
+
+    def _like(self, real: torch.Tensor, device: torch.device) -> torch.Tensor:
+        return torch.empty_strided(real.size(), real.stride(), dtype=real.dtype, device=device)
+
+    def _remember(self, out: Any, real: Any) -> None:
+        for fake, value in zip(tensors_in(out), tensors_in(real), strict=True):
+            if isinstance(fake, FakeTensor):
+                self._real[fake] = value
+
+    def _forget(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Forget the values of all aliases of the arguments that an operator wrote unknown values to."""
+        storages = {storage_key_of(t) for t in written_by(func, args, kwargs) if t.layout is torch.strided}
+        for fake in [t for t in self._real if storage_key_of(t) in storages]:
+            del self._real[fake]
+
+
+def tensors_in(values: Any) -> list[torch.Tensor]:
+    """Return the tensors among an operator's arguments or outputs; faster than a pytree's `tree_leaves`."""
+    if isinstance(values, torch.Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, list | tuple):
+        return []
+    tensors: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+        elif isinstance(value, list | tuple | dict):
+            tensors += tensors_in(value)
+    return tensors
+
+
+def written_by(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """Return the arguments that an operator writes in place."""
+    if not schema_of(func).is_mutable:
+        return []
+    written: list[Any] = []
+    for position, argument in enumerate(schema_of(func).arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written.append(args[position] if position < len(args) else kwargs.get(argument.name))
+    return tensors_in(written)
+
+
+def device_of(tensor: torch.Tensor) -> torch.device:
+    """Return a tensor's device, without a dispatched query where it is fake."""
+    return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+
+
+def is_followed(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor's values are followed: integers, booleans, and few other numbers."""
+    return tensor.numel() <= (_FEW if tensor.is_floating_point() or tensor.is_complex() else _LIMIT)
+
+
+def _only_writes(func: Any, args: Any) -> bool:
+    """Tell whether an operator only writes numbers into its first argument, element by element.
+
+    That changes nothing of a fake tensor, so the fake kernel need not run: it is most of an optimizer's operators.
+    """
+    if torch.Tag.pointwise not in func.tags or not schema_of(func).name.endswith("_"):
+        return False
+    written, *others = args
+    if not isinstance(written, FakeTensor) or written.layout is not torch.strided or written.constant is not None:
+        return False
+    if not written.is_floating_point():  # the kernel refuses some operands of integers
+        return False
+    for other in others:
+        if isinstance(other, torch.Tensor) and not (
+            isinstance(other, FakeTensor)
+            and other.layout is torch.strided
+            and other.dtype is written.dtype
+            and other.fake_device == written.fake_device
+            and other.shape == written.shape
+        ):
+            return False
+    return True
+
+
+def _largest_outputs(func: Any, args: Any) -> list[tuple[tuple[int, ...], torch.dtype]] | None:
+    """Return the largest shapes, and the dtypes, of an operator's outputs; None where there is no largest one."""
+    tensor = args[0]
+    count, whole = tensor.numel(), ((tensor.numel(),), torch.long)
+    if func is _aten.nonzero.default:
+        return [((count, tensor.dim()), torch.long)]
+    if func is _aten._ctc_loss.Tensor:
+        length, samples = args[0].shape[0], args[0].shape[1]
+        labels = args[1].shape[1] if args[1].dim() == 2 else args[1].numel()
+        return [((samples,), tensor.dtype), ((samples, length, 2 * labels + 1), tensor.dtype)]
+    if func in (_aten._unique2.default, _aten.unique_consecutive.default):
+        return [((count,), tensor.dtype), (tuple(tensor.shape), torch.long), whole]
+    return None
+
+
+def _assumed_finite(func: Any, args: Any) -> bool | None:
+    """Return the assumed answer of a test whether numbers are finite: they are. None for other operators."""
+    name = packet_of(func)
+    if name not in _SAME or len(args) < 2 or not isinstance(args[0], torch.Tensor) or not args[0].is_floating_point():
+        return _FINITE.get(name)
+    if args[0] is args[1]:
+        return _SAME[name]
+    infinite = isinstance(args[1], float) and math.isinf(args[1])
+    return not _SAME[name] if infinite else None
+
+
+def _compute(func: Any, args: Any, kwargs: Any) -> Any:
+    with unset_fake_temporarily():
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def fake_paths_disabled() -> Iterator[None]:
+    """Keep libraries from the code paths that they take for fake tensors, until the context is left."""
+    # transformers builds masks that it skips with data
+    module: Any = sys.modules.get("transformers.utils.import_utils")
+    asked = getattr(module, "is_fake_tensor", None)
+    # PyTorch clips gradients one by one that it takes as a list with data
+    lists = [types for types in supported_types if FakeTensor not in types]
+    for types in lists:
+        types.append(FakeTensor)
+    if asked is not None:
+        module.is_fake_tensor = lambda _: False
+    FakeTensor.__format__ = _format  # type: ignore[method-assign]  # a fake loss can't be formatted
+    try:
+        yield
+    finally:
+        FakeTensor.__format__ = torch.Tensor.__format__  # type: ignore[method-assign]
+        for types in lists:
+            types.remove(FakeTensor)
+        if asked is not None:
+            module.is_fake_tensor = asked
+
+
+def _format(tensor: torch.Tensor, spec: str) -> str:
+    return format(tensor.item(), spec) if tensor.dim() == 0 else object.__format__(tensor, spec)

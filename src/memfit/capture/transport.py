@@ -1,0 +1,154 @@
+"""A workload's journey to another process, as its program and the shapes of its tensors.
+
+No values travel but small integers, and no memory. Functions of modules that can be imported travel by name, others
+as they are (cloudpickle).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import io
+import pickle
+import sys
+import types
+from collections.abc import Callable, Iterable
+from typing import Any, BinaryIO
+
+import cloudpickle
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence
+
+from memfit._torch.dispatch import get_cudnn_enabled, set_cudnn_enabled
+from memfit._torch.fake import FakeTensor, FakeTensorMode
+from memfit._torch.tensors import storage_key
+from memfit.capture.known_values import KnownValues, is_followed
+from memfit.errors import WorkloadError
+from memfit.sparse import assembled, parts
+from memfit.workload import Workload
+
+Setter = tuple[Callable[[Any], Any], Any]
+"""A function that sets something in a process, and its value."""
+
+
+def packed(
+    function: Callable[..., Any], workload: Workload, options: dict[str, Any], setters: Iterable[Setter] = ()
+) -> bytes:
+    """Return `function(workload, **options, progress=...)` as a pickled function of `progress`.
+
+    Args:
+        function: A function of a module, which the other process finds by its name.
+        workload: The user's workload; its other batches, its evaluation and its scheduler stay here.
+        options: Arguments that can be pickled.
+        setters: Run in the other process before the workload is unpickled, after PyTorch's settings.
+
+    Raises:
+        WorkloadError: The workload can't be pickled.
+    """
+    sent = dataclasses.replace(workload, batches=None, evaluate=None, scheduler=None)
+    body = io.BytesIO()
+    loaded = [m for name, m in list(sys.modules.items()) if name.startswith("memfit_workload_")]
+    for module in loaded:  # loaded from a file: no other process can import it by name
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        _Pickler(body).dump((function, sent, options))
+    except Exception as e:
+        raise WorkloadError(
+            f"the workload can't be sent to the process that predicts for a GPU ({type(e).__name__}: {e}): make"
+            " Workload.model, .loss_fn and .optimizer work with pickle, or name the workload on the command line"
+        ) from e
+    finally:
+        for module in loaded:
+            cloudpickle.unregister_pickle_by_value(module)
+    return pickle.dumps(functools.partial(_unpack_and_call, pickle.dumps([*_settings(), *setters]), body.getvalue()))
+
+
+def _unpack_and_call(setters: bytes, body: bytes, progress: Callable[..., None]) -> Any:
+    """Call the packed function, in the process that received it."""
+    global _receiving
+    for apply, value in pickle.loads(setters):
+        apply(value)
+    _receiving = KnownValues.of(FakeTensorMode(allow_non_fake_inputs=True))
+    function, workload, options = pickle.loads(body)
+    return function(workload, **options, progress=progress)
+
+
+def _settings() -> list[Setter]:
+    """Return PyTorch's settings in this process that change what a step computes or which kernels it runs."""
+    kernels = torch.backends.cuda
+    return [
+        (torch.set_default_dtype, torch.get_default_dtype()),
+        (torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode()),
+        (kernels.enable_flash_sdp, kernels.flash_sdp_enabled()),
+        (kernels.enable_mem_efficient_sdp, kernels.mem_efficient_sdp_enabled()),
+        (kernels.enable_cudnn_sdp, kernels.cudnn_sdp_enabled()),
+        (kernels.enable_math_sdp, kernels.math_sdp_enabled()),
+        (set_cudnn_enabled, get_cudnn_enabled()),
+    ]
+
+
+class _Storage:
+    """A storage in the stream; tensors that alias it refer to the same one."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.meta: torch.UntypedStorage | None = None
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """A pickler that writes tensors as their shapes."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__(file)
+        self.storages: dict[int, _Storage] = {}
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, types.ModuleType) and sys.modules.get(value.__name__) is value:
+            if type(value) is not types.ModuleType:  # such as `torch.backends`, which cloudpickle takes apart
+                return importlib.import_module, (value.__name__,)
+        if isinstance(value, PackedSequence):
+            return _receive_packed, (value.data, value.batch_sizes.tolist(), *value[2:])
+        if not isinstance(value, torch.Tensor):
+            return super().reducer_override(value)
+        if value.layout is torch.sparse_coo:
+            return assembled, (*parts(value), value.shape, value.is_coalesced())
+        if value.layout is not torch.strided:
+            raise TypeError(f"a tensor with layout {value.layout}")
+        storage = value.untyped_storage()
+        sent = self.storages.setdefault(storage_key(storage), _Storage(storage.nbytes()))
+        geometry = (value.dtype, tuple(value.shape), value.stride(), value.storage_offset())
+        return _receive, (sent, geometry, isinstance(value, nn.Parameter), value.requires_grad, _values(value))
+
+
+def _values(tensor: torch.Tensor) -> Any:
+    """Return the values that travel: small integers, and scalars such as step counters; None for others."""
+    if isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
+        return None
+    if tensor.dim() == 0 and not tensor.requires_grad:
+        return tensor.item()
+    return tensor.detach().cpu().numpy() if is_followed(tensor) else None
+
+
+_receiving: KnownValues | None = None
+
+
+def _receive(sent: _Storage, geometry: Any, is_parameter: bool, requires_grad: bool, values: Any) -> torch.Tensor:
+    """Return a fake tensor with the dtype, shape and strides of the one that was sent."""
+    assert _receiving is not None
+    dtype, shape, stride, offset = geometry
+    if values is not None and not shape:
+        return torch.tensor(values, dtype=dtype)
+    if sent.meta is None:
+        sent.meta = torch.UntypedStorage(sent.nbytes, device="meta")
+    meta = torch.empty(0, dtype=dtype, device="meta").set_(sent.meta, offset, shape, stride)
+    fake = FakeTensor(_receiving.fake, meta, torch.device("cpu"))
+    if values is not None:
+        _receiving.know(fake, torch.from_numpy(values))
+    return nn.Parameter(fake, requires_grad) if is_parameter else fake.requires_grad_(requires_grad)
+
+
+def _receive_packed(data: Any, lengths: list[int], *indices: Any) -> PackedSequence:
+    """Return a packed sequence, with lengths that PyTorch's C++ can read."""
+    return PackedSequence(data, torch.tensor(lengths), *indices)

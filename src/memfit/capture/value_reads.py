@@ -1,0 +1,434 @@
+"""Readings of tensors' values, as by `item()`, `tolist()` or a mask that selects: recorded with data, and replayed.
+
+Where the step can run with data, its readings are recorded in order, with the line that reads (`Log`). Under fake
+tensors, which have no values, `Replay` answers the same code from the log. Without a log, a `Policy` answers, and each
+answer is listed as a guess.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from memfit._torch.autograd import current_graph_task_id
+from memfit._torch.dispatch import TensorBase, TorchDispatchMode, disable_current_modes
+from memfit._torch.fake import FakeTensor
+from memfit._torch.pytree import tree_leaves
+
+_aten = torch.ops.aten
+_TORCH = str(Path(torch.__file__).parent)
+_PACKAGE = Path(__file__).parent.parent
+_BETWEEN = tuple(str(_PACKAGE / room) for room in ("capture", "levers", "recomputation"))
+"""Folders whose code may run between the user's and PyTorch's."""
+_STEPS = tuple(str(_PACKAGE / room) for room in ("training", "planner", "pipeline", "cli"))
+"""Folders whose code runs the step."""
+_LIBRARY = (contextlib.__file__, __file__)
+_ITEM = "item"
+_MOST_REPEATS = 16  # guesses at one line, after which the answer changes, so that a loop ends
+
+Place = tuple[str, int]
+"""A phase of the step, and a microbatch."""
+
+Number = bool | int | float
+
+
+class Site(NamedTuple):
+    """A line of code that reads a tensor's values.
+
+    Attributes:
+        path: The path of its file.
+        line: Its number.
+    """
+
+    path: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}"
+
+
+@dataclass(frozen=True)
+class Read:
+    """One reading of a tensor.
+
+    Attributes:
+        site: The line that reads; None in code of PyTorch alone.
+        kind: "item", "array", or the operator whose output shape depends on values.
+        form: Dtype and shape of the tensor that is read.
+        answer: The number; the array; the shape and dtype of each output of an operator; or, of an index, the number of
+            elements that each mask selects.
+    """
+
+    site: Site | None
+    kind: str
+    form: str
+    answer: Any
+
+
+@dataclass
+class Log:
+    """The readings of a step, in order, by phase and microbatch.
+
+    Attributes:
+        reads: The readings.
+        forward: For each microbatch, a hash of its forward pass's operators and their outputs' shapes.
+    """
+
+    reads: dict[Place, list[Read]] = field(default_factory=dict)
+    forward: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def microbatches_differ(self) -> bool:
+        """Whether the forward passes of microbatches ran different operators."""
+        return len(set(self.forward.values())) > 1
+
+
+def reading_site() -> tuple[Site | None, bool]:
+    """Return the innermost running line outside of PyTorch, and whether memfit's own step reads there.
+
+    The line is None in the backward pass's own code.
+    """
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path.startswith(_STEPS):
+            return None, current_graph_task_id() == -1
+        if not path.startswith((_TORCH, *_BETWEEN)) and path not in _LIBRARY and not path.startswith("<frozen"):
+            return Site(path, frame.f_lineno), False
+        frame = frame.f_back
+    return None, False
+
+
+def form_of(tensor: torch.Tensor) -> str:
+    """Return a tensor's dtype and shape as text."""
+    return f"{str(tensor.dtype)[6:]}{list(tensor.shape)}"
+
+
+class _Array(NamedTuple):
+    """An array in a form that travels between processes."""
+
+    content: bytes
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Array:
+        content = tensor.contiguous().flatten().view(torch.uint8) if tensor.numel() else None
+        return cls(b"" if content is None else TensorBase.numpy(content).tobytes(), tuple(tensor.shape), tensor.dtype)
+
+    def tensor(self) -> torch.Tensor:
+        if not self.content:
+            return torch.empty(self.shape, dtype=self.dtype)
+        return torch.frombuffer(bytearray(self.content), dtype=self.dtype).reshape(self.shape)
+
+
+class ReadRecorder(TorchDispatchMode):
+    """A dispatch mode that records the readings of real tensors. Enter it around the code."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.log = Log()
+        self.place: Place = ("forward", 0)
+        self._paused = False
+
+    def enter_phase(self, phase: str, microbatch: int) -> None:
+        """Begin a phase of a microbatch."""
+        self.place = phase, microbatch
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self._count(func, out)
+        if torch.Tag.data_dependent_output in func.tags:
+            self._write(_ITEM, args[0], out)
+        elif func is _aten.index.Tensor:
+            masks = [i for i in args[1] if isinstance(i, torch.Tensor) and i.dtype is torch.bool]
+            if masks:
+                self._write(str(func), args[0], [int(mask.sum()) for mask in masks])
+        elif func.namespace == "aten" and torch.Tag.dynamic_output_shape in func.tags:
+            outputs = out if isinstance(out, tuple | list) else (out,)
+            self._write(str(func), args[0], [(tuple(t.shape), t.dtype) for t in outputs])
+        return out
+
+    def _count(self, func: Any, out: Any) -> None:
+        phase, microbatch = self.place
+        shapes = tuple(t.shape for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.dim())
+        if phase == "forward" and shapes:  # scalars add up losses
+            before = self.log.forward.get(microbatch, 0)
+            self.log.forward[microbatch] = hash((before, str(func), shapes))
+
+    def _write(self, kind: str, tensor: torch.Tensor, answer: Any) -> None:
+        site, is_ours = reading_site()
+        if not is_ours and not self._paused:
+            self.log.reads.setdefault(self.place, []).append(Read(site, kind, form_of(tensor), answer))
+
+    @contextlib.contextmanager
+    def arrays(self) -> Iterator[None]:
+        """Record conversions to arrays, which no mode sees, and no readings by printing, until the context is left."""
+        repr_of: Any = torch.Tensor.__repr__
+
+        def array_of(tensor: torch.Tensor) -> torch.Tensor:
+            with disable_current_modes():
+                copied = tensor.detach().cpu().clone()
+            self._write("array", tensor, _Array.of(copied))
+            return copied
+
+        def unwritten(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> str:
+            self._paused = True
+            try:
+                return str(repr_of(tensor, *args, **kwargs))
+            finally:
+                self._paused = False
+
+        torch.Tensor.__repr__ = unwritten  # type: ignore[method-assign, assignment]
+        try:
+            with _arrays_by(array_of):
+                yield
+        finally:
+            torch.Tensor.__repr__ = repr_of  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _arrays_by(array_of: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Have `numpy()`, `numpy.asarray(t)` and `tolist()` ask a function for values, until the context is left."""
+    real = TensorBase
+    of_fake = FakeTensor.tolist
+
+    def numpy(tensor: torch.Tensor, *, force: bool = False) -> Any:
+        if tensor.requires_grad and not force:
+            return real.numpy(tensor)  # raises PyTorch's own error
+        values = array_of(tensor)
+        with disable_current_modes():
+            return real.numpy(values)
+
+    def array(tensor: torch.Tensor, dtype: Any = None, copy: bool | None = None) -> Any:
+        values = numpy(tensor)
+        return values if dtype is None else values.astype(dtype, copy=False)
+
+    def tolist(tensor: torch.Tensor) -> Any:
+        values = array_of(tensor)
+        with disable_current_modes():
+            return real.tolist(values)
+
+    replaced: dict[str, Any] = {"numpy": numpy, "__array__": array, "tolist": tolist}
+    before = {name: torch.Tensor.__dict__.get(name) for name in replaced}
+    for name, function in replaced.items():
+        setattr(torch.Tensor, name, function)
+    FakeTensor.tolist = tolist  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        FakeTensor.tolist = of_fake  # type: ignore[method-assign]
+        for name, function in before.items():
+            if function is None:
+                delattr(torch.Tensor, name)
+            else:
+                setattr(torch.Tensor, name, function)
+
+
+@dataclass(frozen=True)
+class Guess:
+    """A guessed answer to a reading.
+
+    Attributes:
+        site: The line that reads; None in code of PyTorch alone.
+        kind: The kind of `Read`.
+        form: Dtype and shape of the tensor.
+        answer: The first answer there.
+    """
+
+    site: Site | None
+    kind: str
+    form: str
+    answer: Any
+
+    @property
+    def is_number(self) -> bool:
+        """Whether a number was read, not a shape."""
+        return self.kind in (_ITEM, "array")
+
+    def __str__(self) -> str:
+        where = f" at {self.site}" if self.site is not None else ""
+        if self.is_number:
+            stated = "" if self.site is None else ". Workload.values can state it"
+            tried = f"{self.answer} and its opposite were tried, and the one with the higher peak is predicted"
+            return f"{self.form} is read{where}; {tried}{stated}"
+        return f"{self.kind.split('.')[1]} of {self.form}{where} is taken to select everything"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Answers to readings of unknown values.
+
+    Attributes:
+        is_high: Whether numbers are 1 and booleans true by default; else 0 and false.
+        flipped: Sites with the opposite answer.
+    """
+
+    is_high: bool = False
+    flipped: frozenset[Site | None] = frozenset()
+
+    def number(self, site: Site | None, dtype: torch.dtype, neutral: bool) -> Number:
+        """Return an answer to `item()`.
+
+        Args:
+            site: The line that reads.
+            dtype: The tensor's dtype.
+            neutral: Whether the reading is of a check, known by its operator, which passes where it reads true.
+        """
+        high = (self.is_high != (site in self.flipped)) != neutral
+        return high if dtype is torch.bool else float(high) if dtype.is_floating_point else int(high)
+
+
+class Replay:
+    """Answers to readings under fake tensors: from a log, from the user's statements, or from a policy.
+
+    Args:
+        logs: The readings of each step in a row with data; empty where none ran.
+        stated: Values that the user states, by "file.py:line"; the file's path may be given in part.
+        policy: The answers to all other readings.
+
+    Attributes:
+        guesses: The first answer of the policy at each site.
+        needs_data: Whether code needs a shape that no policy can guess.
+    """
+
+    def __init__(
+        self, logs: Sequence[Log] = (), stated: Mapping[str, Number] | None = None, policy: Policy | None = None
+    ) -> None:
+        self.logs, self.stated, self.policy = logs, stated or {}, policy or Policy()
+        self.begin_step(0)
+        self.guesses: dict[Site | None, Guess] = {}
+        self.needs_data = False
+        self._repeats: Counter[Site | None] = Counter()
+        self._place: Place = ("forward", 0)
+        self._position = 0
+        self._positions = WeakIdKeyDictionary()
+
+    def begin_step(self, step: int) -> None:
+        """Begin a step, numbered from 0; steps after the last log read as that one."""
+        self._log = self.logs[min(step, len(self.logs) - 1)] if self.logs else Log()
+
+    def enter_phase(self, phase: str, microbatch: int) -> None:
+        """Begin a phase of a microbatch."""
+        self._place, self._position = (phase, microbatch), 0
+        self._repeats.clear()
+
+    def logged(self, kind: str, tensor: torch.Tensor) -> Any:
+        """Return the log's answer to a reading, and advance past it; None where it has none."""
+        if not self.logs:
+            return None
+        site, is_ours = reading_site()
+        read = None if is_ours else self._next(site, kind, form_of(tensor))
+        return None if read is None else read.answer
+
+    def number(self, tensor: torch.Tensor, dtype: torch.dtype, neutral: bool = False) -> Number:
+        """Return the answer to `item()`, or to another operator that returns a number.
+
+        Args:
+            tensor: The tensor that it reads.
+            dtype: The number's dtype.
+            neutral: See `Policy.number`.
+        """
+        site, is_ours = reading_site()
+        if is_ours:
+            return Policy().number(None, dtype, neutral)
+        stated = self._stated(site)
+        if stated is not None:
+            return stated
+        read = self._next(site, _ITEM, form_of(tensor))
+        if read is not None:
+            logged: Number = read.answer
+            return logged
+        guess = self._number_guessed(site, dtype, neutral)
+        self._guessed(site, _ITEM, tensor, guess)
+        return guess
+
+    def array(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the real tensor that `numpy()` and `tolist()` convert."""
+        site, is_ours = reading_site()
+        read = None if is_ours else self._next(site, "array", form_of(tensor))
+        if read is not None:
+            with disable_current_modes():
+                logged: torch.Tensor = read.answer.tensor()
+            return logged
+        number = self._number_guessed(site, tensor.dtype, False)
+        if not is_ours:
+            self._guessed(site, "array", tensor, number)
+        with disable_current_modes():
+            return torch.full(tuple(tensor.shape), number, dtype=tensor.dtype)
+
+    def guessed_shape(self, func: Any, tensor: torch.Tensor) -> None:
+        """Note a guess of a shape."""
+        site, _ = reading_site()
+        self._guessed(site, str(func), tensor, None)
+
+    def _stated(self, site: Site | None) -> Number | None:
+        if site is None:
+            return None
+        return next((value for place, value in self.stated.items() if f"/{site}".endswith(f"/{place}")), None)
+
+    def _next(self, site: Site | None, kind: str, form: str) -> Read | None:
+        """Return the log's next reading with a site, kind and form, and advance past it; None without one."""
+        reads = self._log.reads.get(self._place, ())
+        for position in range(self._position, len(reads)):
+            read = reads[position]
+            if (read.site, read.kind, read.form) == (site, kind, form):
+                self._position = position + 1
+                return read
+        return None
+
+    def _number_guessed(self, site: Site | None, dtype: torch.dtype, neutral: bool) -> Number:
+        self._repeats[site] += 1
+        loops = self._repeats[site] > _MOST_REPEATS and not neutral
+        return (Policy() if loops else self.policy).number(site, dtype, neutral)
+
+    def _guessed(self, site: Site | None, kind: str, tensor: torch.Tensor, answer: Any) -> None:
+        self.guesses.setdefault(site, Guess(site, kind, form_of(tensor), answer))
+
+    @contextlib.contextmanager
+    def arrays(self, value_of: Callable[[torch.Tensor], torch.Tensor | None]) -> Iterator[None]:
+        """Answer `numpy()` and `tolist()` too, until the context is left.
+
+        Args:
+            value_of: Returns a tensor's known values, or None.
+        """
+
+        def array_of(tensor: torch.Tensor) -> torch.Tensor:
+            known = value_of(tensor)
+            if known is None:
+                return self.array(tensor)
+            self.logged("array", tensor)
+            return known
+
+        with _arrays_by(array_of):
+            yield
+
+    @contextlib.contextmanager
+    def rewinding(self) -> Iterator[None]:
+        """Rewind the log where code restores a generator's state, as checkpointing does, until the context is left."""
+        take: Any = torch.get_rng_state
+        set_back: Any = torch.set_rng_state
+
+        def taken() -> torch.Tensor:
+            state: torch.Tensor = take()
+            self._positions[state] = self._place, self._position
+            return state
+
+        def back(state: torch.Tensor) -> None:
+            set_back(state)
+            if state in self._positions:
+                self._place, self._position = self._positions[state]
+
+        torch.get_rng_state, torch.set_rng_state = taken, back  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            torch.get_rng_state, torch.set_rng_state = take, set_back

@@ -1,0 +1,1 @@
+"""Planning of compiled graphs: memfit as a backend of `torch.compile`."""

@@ -1,0 +1,430 @@
+"""The joint forward and backward graph that AOTAutograd makes of a compiled model, as a trace.
+
+The graph's forward operators come first, then the backward ones. A storage dies after the last operator that reads it,
+as where a graph module runs with a boxed list of inputs. Inputs are alive from the start, outputs to the end.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from msgspec.structs import replace
+from torch import fx
+
+from memfit._torch.dispatch import OpOverload
+from memfit._torch.operators import schema_of
+from memfit._torch.pytree import tree_leaves, tree_map_only
+from memfit._torch.tensors import storage_key_of
+from memfit.capture.kernel_outputs import kernel_outputs
+from memfit.capture.recorder import draws_random_numbers, work_of
+from memfit.compiled.fusion import COMPUTED_FOR_EACH, INLINED, is_fusible, is_written_between, kernels, puts_into
+from memfit.compiled.graph_module_calls import ModuleCalls, module_stack
+from memfit.ir.trace import Call, Category, Op, Phase, Save, Storage, Trace, Work
+from memfit.signature import signature
+
+_RECOMPUTED, _KEPT = "memfit_recomputed", "memfit_kept"
+_CPU = torch.device("cpu")
+_NO_WORK = Work(0, 0, 0, "", False)
+
+
+@dataclass
+class JointGraph:
+    """A joint graph and its trace.
+
+    Attributes:
+        ops: For each operator of the trace, its nodes: the operator with the `getitem`s of its outputs, or a kernel.
+        storages: For each node, the storages of its outputs: indices into `Trace.storages`.
+        makers: For each storage, the node that makes it.
+        nbytes: For each storage, its size; a storage that is never written has size 0 in the trace.
+        returned: The storages of the graph's outputs.
+        fixed: The nodes whose outputs must be kept, since a recomputation would differ.
+        call_of: For each backward node, in order, the call whose forward operator it differentiates, or -1.
+        parts: For each signature of the trace, the signatures of the operators in its kernel.
+        in_place: For each signature of the trace, the bytes that it writes over its dying inputs.
+        operators: The work of these operators, by signature.
+        trace: The trace.
+    """
+
+    ops: list[tuple[fx.Node, ...]]
+    storages: dict[fx.Node, tuple[int, ...]]
+    makers: list[fx.Node]
+    nbytes: list[int]
+    returned: frozenset[int]
+    fixed: frozenset[fx.Node]
+    call_of: dict[fx.Node, int]
+    parts: dict[str, tuple[str, ...]]
+    in_place: dict[str, int]
+    operators: dict[str, Work]
+    trace: Trace
+
+    def span(self, modules: Sequence[str]) -> tuple[int, int]:
+        """Return the first operator of modules called one after the other, and one past the last."""
+        trace = self.trace
+        calls = [call for call in trace.calls if trace.modules[call.module].fqn in modules]
+        return min(call.start for call in calls), max(call.end for call in calls)
+
+    def recomputable(self, start: int, end: int, keep: Sequence[str]) -> Iterator[fx.Node]:
+        """Yield the forward nodes of a span that can be recomputed, without those in `keep` ("overload#occurrence")."""
+        seen: dict[str, int] = defaultdict(int)
+        for op in range(start, end):
+            name = self.trace.ops[op].name
+            if f"{name}#{seen[name]}" not in keep:
+                yield from (node for node in self.ops[op] if node not in self.fixed)
+            seen[name] += 1
+
+    def gradients(self, start: int, end: int) -> Iterator[fx.Node]:
+        """Yield the backward nodes that differentiate operators of calls within a span."""
+        for node, index in self.call_of.items():
+            if index >= 0 and start <= self.trace.calls[index].start and self.trace.calls[index].end <= end:
+                yield node
+
+    def storages_made_by(self, op: int) -> set[int]:
+        """Return the storages that an operator makes, including those never written to memory."""
+        return {s for node in self.ops[op] for s in self.storages[node] if self.trace.storages[s].birth == op}
+
+    def operators_alone(self) -> Trace:
+        """Return the operators of all kernels as a trace, for their costs one by one."""
+        alone = [Op(_name(text), -1, "forward", 0, index, (), False) for index, text in enumerate(self.operators)]
+        return replace(
+            self.trace,
+            ops=alone,
+            storages=[],
+            saves=[],
+            calls=[],
+            signatures=list(self.operators),
+            works=list(self.operators.values()),
+        )
+
+
+def mark_recomputed(node: fx.Node, _: fx.Node, modules: tuple[str, ...]) -> None:
+    """Mark a backward node as the recomputation of a forward node, in a module of a region.
+
+    Nodes of different modules are not fused: both would run at once where they share an input (an attention mask), and
+    the second one's output would wait.
+    """
+    fqns = {name.partition("@")[0] for name in modules}
+    stack = (entry.partition("\0")[0] for entry in module_stack(node))
+    node.meta[_RECOMPUTED] = modules, next((fqn for fqn in stack if fqn in fqns), None)
+
+
+def mark_kept(node: fx.Node) -> None:
+    """Mark a forward node whose output is never recomputed."""
+    node.meta[_KEPT] = True
+
+
+def has_symbols(graph: fx.Graph) -> bool:
+    """Tell whether a graph has symbolic shapes."""
+    return any(isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool) for node in graph.nodes)
+
+
+def read(graph: fx.Graph, forward_outputs: int, name: str, fused: bool = False) -> JointGraph:
+    """Return a joint graph as a trace.
+
+    Args:
+        graph: The graph; its nodes hold their fake tensors in `meta["val"]`.
+        forward_outputs: The number of outputs that the forward pass returns; the others are gradients.
+        name: The trace's name.
+        fused: Whether Inductor runs it, so that an operator of the trace is a kernel (`compiled.fusion`).
+    """
+    return _Reader(graph, forward_outputs, name, fused).read()
+
+
+def _phases(graph: fx.Graph, forward_outputs: int) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Return the operators of the forward and of the backward pass, in order.
+
+    Forward operators are those that the forward outputs need, and those that AOTAutograd tagged so.
+    """
+    returned = tree_leaves(graph.output_node().args[0])[:forward_outputs]
+    needed = set(_ancestors(node for node in returned if isinstance(node, fx.Node)))
+    forward: list[fx.Node] = []
+    backward: list[fx.Node] = []
+    for node in graph.nodes:
+        if node.op == "call_function":
+            source = node.args[0] if node.target is operator.getitem else node
+            first = source in needed or source.meta.get("partitioner_tag") in ("is_forward", "must_be_in_forward")
+            (forward if first else backward).append(node)
+    return forward, backward
+
+
+def _ancestors(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
+    waiting, seen = list(nodes), set()
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            waiting += node.all_input_nodes
+
+
+class _Reader:
+    def __init__(self, graph: fx.Graph, forward_outputs: int, name: str, fused: bool) -> None:
+        self.graph, self.name, self.fused = graph, name, fused
+        self.outputs = tree_leaves(graph.output_node().args[0])
+        self.forward_outputs = self.outputs[:forward_outputs]
+        self.inputs = list(graph.find_nodes(op="placeholder"))
+        self.device = next((t.device for node in self.inputs for t in _tensors(node) if t.device.type != "cpu"), _CPU)
+        self.forward, self.backward = _phases(graph, forward_outputs)
+        self.storages: dict[fx.Node, tuple[int, ...]] = {}
+        self.sources: dict[fx.Node, fx.Node] = {}
+        self.nbytes: list[int] = []
+        self.makers: list[fx.Node] = []
+        self.keys: list[int] = []
+        for node in (*self.inputs, *graph.find_nodes(op="get_attr"), *self.forward, *self.backward):
+            self._observe(node)
+        forward = self._ops(self.forward, lambda node: tuple(module_stack(node)))
+        self.ops = [*forward, *self._ops(self.backward, lambda node: node.meta.get(_RECOMPUTED))]
+        self.turn = len(forward)
+        self.position = {node: index for index, nodes in enumerate(self.ops) for node in nodes}
+        self.birth = [self.position.get(node, -1) for node in self.makers]
+        self.calls = ModuleCalls(forward)
+        self.parts: dict[str, tuple[str, ...]] = {}
+        self.in_place: dict[str, int] = {}
+        self.index: dict[str, int] = {}
+        self.operators: dict[str, Work] = {}
+
+    def read(self) -> JointGraph:
+        uses = self._uses()
+        storages = self._lifetimes(uses)
+        ops = [self._op(nodes, index, storages) for index, nodes in enumerate(self.ops)]
+        trace = Trace(
+            workload=self.name,
+            fingerprint="",
+            torch_version=str(torch.__version__),
+            device=str(self.device),
+            precision="32-true",
+            batch_size=1,
+            microbatch_size=1,
+            microbatches=1,
+            scale_microbatches=1,
+            modules=self.calls.modules,
+            calls=[replace(call, inputs=self._inputs_of(call, uses)) for call in self.calls.calls],
+            ops=ops,
+            storages=storages,
+            saves=list(self._saves(uses)),
+            signatures=list(self.parts),
+            works=[_NO_WORK] * len(self.parts),
+        )
+        fixed = frozenset(self._fixed())
+        call_of = {node: self.calls.of_gradient(node) for node in self.backward}
+        return JointGraph(
+            self.ops,
+            self.storages,
+            self.makers,
+            self.nbytes,
+            frozenset(s for node in self.outputs for s in self.storages.get(node, ())),
+            fixed,
+            call_of,
+            self.parts,
+            self.in_place,
+            self.operators,
+            trace,
+        )
+
+    def _observe(self, node: fx.Node) -> None:
+        """Assign the storages of a node's outputs: its inputs', where it is a view, or new ones."""
+        if node.target is operator.getitem:
+            self._observe_part(node)
+            return
+        known: dict[int, int] = {}
+        for given in node.all_input_nodes:
+            known.update(zip(map(storage_key_of, _tensors(given)), self.storages[given], strict=True))
+        storages = []
+        for tensor, nbytes in zip(_tensors(node), self._sizes(node), strict=True):
+            key = storage_key_of(tensor)
+            if key not in known:
+                known[key] = len(self.nbytes)
+                self.nbytes.append(nbytes)
+                self.makers.append(node)
+                self.keys.append(key)
+            storages.append(known[key])
+        self.storages[node] = tuple(storages)
+        viewed = [given for given in node.all_input_nodes if set(storages) & set(self.storages[given])]
+        if viewed and set(storages) <= {s for given in viewed for s in self.storages[given]}:
+            self.sources[node] = viewed[0]
+
+    def _observe_part(self, node: fx.Node) -> None:
+        parent, index = node.args
+        assert isinstance(parent, fx.Node) and isinstance(index, int)
+        whole = parent.meta.get("val")
+        start = sum(len(_dense(part)) for part in whole[:index]) if isinstance(whole, list | tuple) else 0
+        self.storages[node] = self.storages[parent][start : start + len(_tensors(node))]
+        self.sources[node] = parent
+
+    def _sizes(self, node: fx.Node) -> list[int]:
+        """Return the bytes of a node's output storages, as the device's kernel allocates them."""
+        value = node.meta.get("val")
+        if isinstance(node.target, OpOverload):
+            args, kwargs = _values(node)
+            value = kernel_outputs(value, node.target, args, kwargs, self.device.type)
+        return [tensor.untyped_storage().nbytes() for tensor in _dense(value)]
+
+    def _ops(self, nodes: list[fx.Node], place: Callable[[fx.Node], Any]) -> list[tuple[fx.Node, ...]]:
+        """Return the nodes of a pass by operator: kernels, or single nodes with the `getitem`s of their outputs."""
+        if self.fused:
+            return kernels(nodes, self.sources, place, lambda node: INLINED in node.meta)
+        return [
+            (node, *(user for user in node.users if user.target is operator.getitem))
+            for node in nodes
+            if node.target is not operator.getitem
+        ]
+
+    def _uses(self) -> list[list[tuple[int, int]]]:
+        """Return, for each storage, its readers, with the calls that backward readers differentiate."""
+        uses: list[list[tuple[int, int]]] = [[(birth, -1)] if birth >= 0 else [] for birth in self.birth]
+        for index, nodes in enumerate(self.ops):
+            for node in nodes:
+                call = self.calls.of_gradient(node) if index >= self.turn else -1
+                for given in (node, *node.all_input_nodes):
+                    for storage in self.storages[given]:
+                        uses[storage].append((index, call))
+        return uses
+
+    def _inputs_of(self, call: Call, uses: list[list[tuple[int, int]]]) -> tuple[int, ...]:
+        """Return the storages born before a call that its operators read."""
+        return tuple(
+            index
+            for index, taken in enumerate(uses)
+            if self.birth[index] < call.start and any(call.start <= at < call.end for at, _ in taken)
+        )
+
+    def _lifetimes(self, uses: list[list[tuple[int, int]]]) -> list[Storage]:
+        end = len(self.ops)
+        kept = [node for node in self.forward if _KEPT in node.meta]
+        held = {s for node in (*self.forward_outputs, *kept) for s in self.storages.get(node, ())}
+        returned = {s for node in self.outputs for s in self.storages.get(node, ())}
+        categories = {s: _category(node) for node in self.inputs for s in self.storages[node]}
+        storages = []
+        for index, birth in enumerate(self.birth):
+            taken = [at for at, _ in uses[index]]
+            death = end if birth < 0 or index in returned else max(taken)
+            stays = birth < 0 or birth >= self.turn or index in held
+            release = death if stays else max(at for at in taken if at < self.turn)
+            category: Category = "temporaries"
+            if birth < 0:
+                category = categories.get(index, "inputs")
+            elif index in returned - held:
+                category = "gradients"
+            elif birth < self.turn <= death:
+                category = "activations"
+            nbytes = 0 if self.fused and birth == death else self.nbytes[index]
+            storages.append(Storage(nbytes, birth, death, release, category, -1))
+        return storages
+
+    def _saves(self, uses: list[list[tuple[int, int]]]) -> Iterator[Save]:
+        """Yield the forward storages that the backward pass reads, once for each call that it differentiates."""
+        for storage, birth in enumerate(self.birth):
+            taken: dict[int, list[int]] = defaultdict(list)
+            for at, call in uses[storage]:
+                if birth < self.turn <= at:
+                    taken[call].append(at)
+            for call, times in taken.items():
+                yield Save(storage, birth + 1, call, min(times), max(times))
+
+    def _op(self, nodes: tuple[fx.Node, ...], index: int, storages: Sequence[Storage]) -> Op:
+        working = [node for node in nodes if node not in self.sources] or nodes[:1]
+        is_recomputed = all(_RECOMPUTED in node.meta for node in working)
+        phase: Phase = "recompute" if is_recomputed else "forward" if index < self.turn else "backward"
+        call = self.calls.of_op[index] if index < self.turn else self.calls.of_gradient(working[-1])
+        reused = self._reused_bytes(nodes, index, storages) if self.fused and is_fusible(working[0]) else 0
+        return Op(str(working[-1].target), call, phase, 0, self._signature(working, reused), (), False)
+
+    def _reused_bytes(self, nodes: tuple[fx.Node, ...], index: int, storages: Sequence[Storage]) -> int:
+        """Return the bytes that a kernel writes into dying inputs of the same layout, less those written in between.
+
+        A kernel that computes a node in each loop reuses no inputs; one that writes into a part of a tensor reuses
+        nothing.
+        """
+        given = {s for node in nodes for g in node.all_input_nodes for s in self.storages[g]}
+        ending = Counter(self._layout(s) for s in given if 0 <= storages[s].birth < index == storages[s].death)
+        made = {s for node in nodes for s in self.storages[node] if storages[s].birth == index}
+        written = Counter(self._layout(s) for s in made if index < storages[s].death)
+        between = Counter(self._layout(s) for s in self._written_between(nodes) & made if index == storages[s].death)
+        if any(puts_into(node) for node in nodes):
+            written = Counter()
+        if any(COMPUTED_FOR_EACH in node.meta for node in nodes):
+            ending = Counter()
+        reused = ending & (written - between)
+        reused.subtract(between - written)
+        return sum(count * layout[0] for layout, count in reused.items())
+
+    def _written_between(self, nodes: tuple[fx.Node, ...]) -> set[int]:
+        kernel = frozenset(nodes)
+        return {s for node in nodes if is_written_between(node, kernel) for s in self.storages[node]}
+
+    def _layout(self, storage: int) -> tuple[int, torch.dtype, bool]:
+        tensor = next(t for t in _tensors(self.makers[storage]) if storage_key_of(t) == self.keys[storage])
+        return self.nbytes[storage], tensor.dtype, tensor.is_contiguous()
+
+    def _signature(self, working: Sequence[fx.Node], reused_bytes: int) -> int:
+        """Return the index of a kernel's signature, made of its operators', without fused views."""
+        parts = []
+        for node in working:
+            if isinstance(node.target, OpOverload) and not (self.fused and node in self.sources):
+                args, kwargs = _values(node)
+                text = signature(node.target, args, kwargs)
+                parts.append(text)
+                if text not in self.operators:
+                    out = node.meta.get("val")
+                    self.operators[text] = work_of(node.target, args, kwargs, out, self.device.type)
+        joined = "\n".join(parts) or str(working[0].target)
+        joined += f"\n{reused_bytes} bytes in place" if reused_bytes else ""
+        self.parts.setdefault(joined, tuple(parts))
+        self.in_place[joined] = reused_bytes
+        return self.index.setdefault(joined, len(self.index))
+
+    def _fixed(self) -> Iterator[fx.Node]:
+        mutated = {node.args[0] for node in self.graph.nodes if node.target is torch.ops.aten.copy_.default}
+        for node in self.forward:
+            source = node.args[0] if node.target is operator.getitem else node
+            if isinstance(source, fx.Node) and (_KEPT in node.meta or _must_run_once(source, mutated)):
+                yield node
+
+
+def _must_run_once(node: fx.Node, mutated: set[Any]) -> bool:
+    """Tell whether a second run of a node would differ, or repeat a side effect, as a collective's does.
+
+    BatchNorm in training reads running statistics, written at the end, but its output does not depend on them.
+    """
+    func = node.target
+    if not isinstance(func, OpOverload) or "c10d" in func.namespace:
+        return True
+    if node.is_impure(impure_random=False):
+        return True
+    args, kwargs = _values(node)
+    if schema_of(func).is_mutable or draws_random_numbers(func, args, kwargs):
+        return True
+    trains = func is torch.ops.aten._native_batch_norm_legit_functional.default and args[5]
+    return not trains and not mutated.isdisjoint(node.all_input_nodes)
+
+
+def _values(node: fx.Node) -> tuple[Any, Any]:
+    args, kwargs = tree_map_only(fx.Node, lambda n: n.meta.get("val"), (node.args, node.kwargs))
+    return args, kwargs
+
+
+def _tensors(node: fx.Node) -> Sequence[torch.Tensor]:
+    return _dense(node.meta.get("val"))
+
+
+def _dense(value: Any) -> Sequence[torch.Tensor]:
+    return [t for t in tree_leaves(value) if isinstance(t, torch.Tensor) and t.layout is torch.strided]
+
+
+def _category(node: fx.Node) -> Category:
+    descriptor = type(node.meta.get("desc")).__name__
+    if descriptor.startswith("Tangent"):
+        return "gradients"
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor) and (value.requires_grad or isinstance(value, torch.nn.Parameter)):
+        return "parameters"
+    return "inputs"
+
+
+def _name(text: str) -> str:
+    return str(json.loads(text)["op"])

@@ -1,0 +1,273 @@
+"""Workspaces of CUDA operators, which fake tensors don't show: one function for each operator.
+
+Sources are files of PyTorch 2.13 (`aten/src/ATen/native/...`, shortened to their names). Sizes are as requested; the
+allocator rounds them. Sizes that no source fixes (cuDNN's choice of algorithm) are upper bounds, and named so. Not yet
+measured on CUDA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from memfit.ir.arguments import ITEM_BYTES, Arguments, Tensor, arguments
+from memfit.ir.device import Device
+from memfit.ir.flops import AttentionShape, attention_shape, base_name, peak_flops
+from memfit.ir.operator_classes import CONVOLUTIONS, MATRIX, operator_class
+from memfit.ir.trace import Trace, Work
+
+_FLOAT, _LONG = 4, 8
+Rule = Callable[[str, Arguments, Work, Device], int]
+
+
+def workspace_bytes(name: str, signature: str, work: Work, device: Device) -> int:
+    """Return a call's workspace: the peak of the bytes that it allocates beyond its outputs.
+
+    Args:
+        name: The operator's overload.
+        signature: The call's signature.
+        work: The call's work.
+        device: The device; the result is 0 for CPUs, whose operators are measured.
+    """
+    rule = _RULES.get(base_name(name))
+    if rule is None or device.kind != "cuda" or not work.kernel:
+        return 0
+    given = arguments(signature)
+    return rule(name, given, work, device) if given.tensors else 0
+
+
+def resident_bytes(trace: Trace, device: Device) -> int:
+    """Return the bytes of cuBLAS workspaces that stay in the allocator after a step."""
+    # A workspace for each thread that multiplies matrices: the user's, and autograd's for the device, which runs the
+    # backward pass and recomputations (`CublasHandlePool.cpp`). cublasLt shares them.
+    backward = ("backward", "recompute")
+    threads = {op.phase in backward for op in trace.ops if operator_class(op.name) == MATRIX}
+    return len(threads) * device.cublas_workspace_bytes
+
+
+def _rounded_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _flash_backward(name: str, given: Arguments, work: Work, device: Device) -> int:
+    """`flash_api.cpp`, mha_bwd: dq_accum, softmax_d, and dk and dv of every query head under grouped queries.
+
+    On ROCm AOTriton keeps a float32 for each row (`attention_backward.cu`).
+    """
+    shape = attention_shape(name, given)
+    if shape is None:
+        return 0
+    rows = shape.batch * shape.heads * _rounded_up(shape.queries, 128)
+    if device.vendor == "amd":
+        return _FLOAT * shape.batch * shape.heads * shape.queries
+    head = _rounded_up(shape.dim, 32 if shape.dim <= 128 else 64)
+    return _FLOAT * rows * head + _FLOAT * rows + _expanded_gradients(shape)
+
+
+def _expanded_gradients(shape: AttentionShape) -> int:
+    if shape.heads == shape.key_heads:
+        return 0
+    return 2 * shape.batch * shape.keys * shape.heads * shape.dim * ITEM_BYTES.get(shape.dtype, 1)
+
+
+def _cudnn_attention_backward(name: str, given: Arguments, work: Work, device: Device) -> int:
+    """cudnn-frontend, scaled_dot_product_flash_attention.h: softmax_sum, dQ_accum, and dK and dV of every query head.
+
+    A bound: from Hopper on it may take a smaller workspace instead.
+    """
+    shape = attention_shape(name, given)
+    if shape is None:
+        return 0
+    rows = shape.batch * shape.heads * shape.queries
+    return _FLOAT * rows * (1 + shape.dim) + _expanded_gradients(shape)
+
+
+def _efficient_forward(name: str, given: Arguments, work: Work, device: Device) -> int:
+    """`kernel_forward.h`: the output in float32 where heads are wider than a block of keys (128)."""
+    shape = attention_shape(name, given)
+    if shape is None or shape.dtype == "float32" or shape.value_dim <= 128:
+        return 0
+    return _FLOAT * shape.batch * shape.heads * shape.queries * shape.value_dim
+
+
+def _efficient_backward(name: str, given: Arguments, work: Work, device: Device) -> int:
+    """`kernel_backward.h`: delta and Params::workspace_size, with the tiles that `cutlassB.h` picks; keys aren't split.
+
+    For float32, delta is made by operators: the product of grad_out and out lives with it before the kernel runs.
+    """
+    shape = attention_shape(name, given)
+    if shape is None:
+        return 0
+    heads, half = shape.batch * shape.heads, shape.dtype != "float32"
+    delta = _FLOAT * heads * shape.queries
+    workspace = heads * (_grad_query_tiles(shape) + (_grad_key_tiles(shape) if half else 0))
+    product = 0 if half else _FLOAT * heads * shape.queries * shape.value_dim
+    return delta + max(workspace, product + delta)
+
+
+def _tile(shape: AttentionShape) -> tuple[int, int]:
+    """Return the queries and keys of a block."""
+    widest = max(shape.dim, shape.value_dim)
+    if widest <= 64:
+        return 64, 64
+    return (128, 128) if widest <= 128 and shape.dtype != "float32" else (128, 64)
+
+
+def _grad_query_tiles(shape: AttentionShape) -> int:
+    """Return the bytes of GradQTempStorage for one head: a float32 tile and 16 bytes each."""
+    queries, keys = _tile(shape)
+    return -(-shape.queries // queries) * -(-shape.dim // keys) * (16 + _FLOAT * queries * keys)
+
+
+def _grad_key_tiles(shape: AttentionShape) -> int:
+    """Return the bytes of the gradients of keys and values for one head where registers can't hold them."""
+    queries, keys = _tile(shape)
+    if max(shape.dim, shape.value_dim) <= queries:
+        return 0
+    splits = max(1, min(-(-shape.keys // keys), 200 // max(1, shape.batch * shape.heads)))
+    return _FLOAT * splits * keys * (_rounded_up(shape.dim, queries) + _rounded_up(shape.value_dim, queries))
+
+
+def _layer_norm_backward(name: str, given: Arguments, work: Work, device: Device) -> int:
+    """`layer_norm_kernel.cu`, GammaBetaBackward: partial sums of both gradients where rows are many and short."""
+    x = given.get(1, "input")
+    weight = given.get(5 if "layer" in name else 4, "weight")
+    if not isinstance(x, Tensor) or not isinstance(weight, Tensor):
+        return 0
+    columns = max(1, weight.elements)
+    rows, blocks = x.elements // columns, -(-columns // 32)
+    if rows <= 64 * 1024 or columns // 32 >= device.cores // 2:
+        return 0
+    partials = min(32 * 1024 // blocks, -(-rows // 32)) * weight.nbytes
+    return partials * (2 if "layer" in name else 1)
+
+
+def _batch_norm(name: str, given: Arguments, work: Work, device: Device) -> int:
+    """`Normalization.cuh`: staging of channels-last statistics, for at most 128 blocks of rows (MAX_H_BLOCK)."""
+    x = given.get(0, "input")
+    if not isinstance(x, Tensor) or not x.channels_last:
+        return 0
+    return (2 if "backward" in name else 4) * x.shape[1] * 128 * _FLOAT
+
+
+def _group_norm(name: str, given: Arguments, work: Work, device: Device) -> int:
+    """`group_norm_kernel.cu`: per sample and channel a and b; in the backward pass ds, db, c1, and c2, c3 by group."""
+    backward = "backward" in name
+    samples, channels, _, groups = (given.get(i + (5 if backward else 3), "") for i in range(4))
+    if not isinstance(samples, int) or not isinstance(channels, int) or not isinstance(groups, int):
+        return 0
+    return _FLOAT * samples * (3 * channels + 2 * groups if backward else 2 * channels)
+
+
+def _embedding_backward(name: str, given: Arguments, work: Work, device: Device) -> int:
+    """`Embedding.cu` and `EmbeddingBackwardKernel.cu`: from 3073 indices on they are sorted and summed by segment."""
+    gradient, indices, rows = given.get(0, ""), given.get(1, ""), given.get(2, "")
+    if not isinstance(gradient, Tensor) or not isinstance(indices, Tensor) or not isinstance(rows, int):
+        return 0
+    count = indices.elements
+    if count <= 3072:
+        return 0
+    segments = min(count, rows)
+    partials = count // 10 + segments
+    summed = indices.nbytes + (2 * segments + partials) * _LONG + partials * gradient.shape[-1] * _FLOAT
+    return 2 * indices.nbytes + max(_sort_bytes(indices), summed)
+
+
+def _sort_bytes(keys: Tensor) -> int:
+    """CUB's DeviceRadixSort: second buffers for keys and for 8-byte values, and the values to begin with."""
+    return keys.nbytes + 2 * keys.elements * _LONG
+
+
+def _index_put(name: str, given: Arguments, work: Work, device: Device) -> int:
+    """`Indexing.cu`, index_put_with_sort: linear and sorted indices, their order, and the sort."""
+    if not given.get(3, "accumulate", False):
+        return 0
+    values = given.get(2, "values")
+    indices = [t for t in given.tensors if t.dtype in ("int64", "int32")]
+    if not indices or not isinstance(values, Tensor):
+        return 0
+    linear = Tensor("int64", max((t.shape for t in indices), key=_elements), ())
+    return 3 * linear.nbytes + _sort_bytes(linear)
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    return Tensor("bool", shape, ()).elements
+
+
+def _sort(name: str, given: Arguments, work: Work, device: Device) -> int:
+    """`Sort.cpp` and CUB: a second buffer of keys and of indices."""
+    return _sort_bytes(given.tensors[0])
+
+
+def _foreach_norm(name: str, given: Arguments, work: Work, device: Device) -> int:
+    """`ForeachReduceOp.cu`: a partial norm for each chunk of 65,536 elements, as many for all as the largest has."""
+    chunks = [-(-t.elements // 65536) for t in given.tensors]
+    return _FLOAT * len(chunks) * max(chunks, default=0)
+
+
+def _reduction(name: str, given: Arguments, work: Work, device: Device) -> int:
+    """`Reduce.cuh`: staging where several blocks reduce one output: at most 128 partials for each of 4 a core."""
+    if not given.tensors or given.tensors[0].elements < 1 << 16 or work.write_bytes * 64 > work.read_bytes:
+        return 0
+    return device.cores * 4 * 128 * _FLOAT
+
+
+def _recurrent(name: str, given: Arguments, work: Work, device: Device) -> int:
+    """An upper bound of cuDNN's cudnnGetRNNTempSpaceSizes: the gates of every time step of one layer."""
+    x, weights = given.get(0, "input"), given.get(1, "weight")
+    matrices = [t for t in weights if isinstance(t, Tensor)] if isinstance(weights, list) else []
+    if not isinstance(x, Tensor) or not matrices:
+        return 0
+    gates = max(t.shape[0] for t in matrices)
+    return x.elements // max(1, x.shape[-1]) * gates * ITEM_BYTES.get(x.dtype, 1)
+
+
+def _convolution(name: str, given: Arguments, work: Work, device: Device) -> int:
+    """Copies of other layouts to channels-last, which matrix units need; an estimate of cuDNN's workspace.
+
+    Of the forward product and the gradients of input and weight, which run in turn, the one that copies most; for
+    channels-last data the float32 accumulator of the weight's gradient. Depthwise kernels are PyTorch's own and have
+    none. cuDNN may request more: only `CUDNN_CONV_WSCAP_DBG` limits it.
+    """
+    backward = "backward" in name
+    first = 1 if backward else 0
+    x, weight = given.get(first, "input"), given.get(first + 1, "weight")
+    if not isinstance(x, Tensor) or not isinstance(weight, Tensor):
+        return 0
+    vector = device.vector_flops.get(work.dtype, device.vector_flops.get("float32", 0.0))
+    if weight.shape[1] == 1 or peak_flops(device, work.dtype, CONVOLUTIONS) <= vector:
+        return 0
+    if x.channels_last or weight.channels_last:
+        return _FLOAT * weight.elements if backward else 0
+    gradient = given.get(0, "grad_output")
+    other = gradient.nbytes if backward and isinstance(gradient, Tensor) else work.write_bytes
+    return x.nbytes + weight.nbytes + other
+
+
+def layout_bytes(name: str, signature: str, work: Work, device: Device) -> int:
+    """Return the bytes that a convolution copies to and from channels-last: for one product forward, two backward."""
+    if operator_class(name) != CONVOLUTIONS or any(t.channels_last for t in arguments(signature).tensors):
+        return 0
+    return workspace_bytes(name, signature, work, device) * (2 if "backward" in name else 1)
+
+
+_RULES: dict[str, Rule] = {
+    "_scaled_dot_product_flash_attention_backward": _flash_backward,
+    "_flash_attention_backward": _flash_backward,
+    "_scaled_dot_product_cudnn_attention_backward": _cudnn_attention_backward,
+    "_scaled_dot_product_efficient_attention": _efficient_forward,
+    "_efficient_attention_forward": _efficient_forward,
+    "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
+    "_efficient_attention_backward": _efficient_backward,
+    "native_layer_norm_backward": _layer_norm_backward,
+    "_fused_rms_norm_backward": _layer_norm_backward,
+    **dict.fromkeys(("native_batch_norm", "native_batch_norm_backward"), _batch_norm),
+    **dict.fromkeys(("_native_batch_norm_legit", "cudnn_batch_norm", "cudnn_batch_norm_backward"), _batch_norm),
+    **dict.fromkeys(("native_group_norm", "native_group_norm_backward"), _group_norm),
+    "embedding_dense_backward": _embedding_backward,
+    **dict.fromkeys(("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"), _index_put),
+    **dict.fromkeys(("sort", "argsort"), _sort),
+    "_foreach_norm": _foreach_norm,
+    **dict.fromkeys(("sum", "mean", "amax", "amin", "linalg_vector_norm", "var_mean", "any", "all"), _reduction),
+    **dict.fromkeys(("_cudnn_rnn", "_cudnn_rnn_backward"), _recurrent),
+    **dict.fromkeys(("convolution", "cudnn_convolution", "convolution_backward"), _convolution),
+}

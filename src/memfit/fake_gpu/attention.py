@@ -1,0 +1,331 @@
+"""The choice of the kernel that `scaled_dot_product_attention` runs on a GPU, for fake CUDA tensors.
+
+The rule is PyTorch's (2.11 to 2.13), `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` (`select_sdp_backend` and
+the `can_use_*_attention` functions): kernels are tried in order of priority, and the first whose constraints hold runs.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch.nn import functional as F
+
+from memfit.ir.device import Device
+
+Kernel = Literal["cudnn", "flash", "efficient", "math"]
+_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+_HALF = (torch.float16, torch.bfloat16)
+_DIMENSION = 65535  # cuDNN's limit of samples, and of heads
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Call:
+    """The properties of a call of `scaled_dot_product_attention` that the choice of its kernel depends on.
+
+    Attributes:
+        query: Shape [batch, heads, length, head size].
+        key: Shape, likewise.
+        value: Shape, likewise.
+        dtype: The query's dtype.
+        mask: Shape of the explicit mask; None without one.
+        mask_needs_gradient: Whether the mask requires a gradient.
+        same_dtypes: Whether key and value have the query's dtype.
+        last_strides_are_1: Whether the last dimensions of all tensors, the mask included, are contiguous.
+        needs_gradient: Whether query, key or value require a gradient.
+    """
+
+    query: tuple[int, ...]
+    key: tuple[int, ...]
+    value: tuple[int, ...]
+    dtype: torch.dtype
+    dropout: float = 0.0
+    is_causal: bool = False
+    mask: tuple[int, ...] | None = None
+    mask_needs_gradient: bool = False
+    same_dtypes: bool = True
+    last_strides_are_1: bool = True
+    enable_gqa: bool = False
+    needs_gradient: bool = True
+
+
+def choose(call: Call, device: Device) -> tuple[Kernel, dict[Kernel, str]]:
+    """Return the kernel that runs, and the reasons why kernels of a higher priority do not.
+
+    Raises:
+        RuntimeError: No kernel can run, since the math kernel is switched off.
+    """
+    reasons: dict[Kernel, str] = {}
+    for kernel in _order(device):
+        why = next(_CHECKS[kernel](call, device), None)
+        if why is None:
+            return kernel, reasons
+        reasons[kernel] = why
+    listed = "; ".join(f"{_NAMES[kernel]}: {why}" for kernel, why in reasons.items())
+    raise RuntimeError(f"no attention kernel of {device.name} takes this call ({listed})")
+
+
+def _order(device: Device) -> tuple[Kernel, ...]:
+    """Return the kernels by priority: cuDNN (above 9.15) is first on Hopper and data-centre Blackwell, else last."""
+    cudnn_is_last = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1"
+    if device.capability in ((9, 0), (10, 0), (10, 3)) and not cudnn_is_last:
+        return ("cudnn", "flash", "efficient", "math")
+    return ("flash", "efficient", "math", "cudnn")
+
+
+def _common(call: Call) -> Iterator[str]:
+    shapes = (call.query, call.key, call.value)
+    if any(len(shape) != 4 for shape in shapes):
+        yield f"it takes four dimensions, not {'/'.join(str(len(shape)) for shape in shapes)}"
+        return
+    if call.query[-2] == 0 or call.key[-2] == 0:
+        yield "it takes no empty sequences"
+    if not call.last_strides_are_1:
+        yield "it takes a contiguous last dimension"
+    if len({shape[0] for shape in shapes}) > 1:
+        yield "it takes as many samples of keys as of queries"
+
+
+def _heads(call: Call, grouped: bool, same: bool = True) -> Iterator[str]:
+    """Yield the reasons in the numbers of heads; with `same`, grouped queries need equal heads of keys and values."""
+    queries, keys, values = call.query[1], call.key[1], call.value[1]
+    if grouped and call.enable_gqa:
+        if (same and keys != values) or queries % keys or queries % values:
+            yield f"its heads of keys ({keys}) and values ({values}) must divide those of queries ({queries})"
+    elif not queries == keys == values:
+        yield f"it takes as many heads of keys ({keys}) as of queries ({queries})"
+
+
+def _flash(call: Call, device: Device) -> Iterator[str]:
+    if not torch.backends.cuda.flash_sdp_enabled():
+        yield "it is switched off"
+    yield from _common(call)
+    if device.vendor == "nvidia" and not _is_between(device, (8, 0), (12, 1)):
+        yield "it takes an Ampere GPU (sm_80) or newer"
+    if call.mask is not None:
+        yield "it takes no mask"
+    yield from _one_head_size(call, device)
+    if call.dtype not in _HALF or not call.same_dtypes:
+        yield f"it takes float16 or bfloat16, not {str(call.dtype)[6:]}"
+    if call.is_causal and call.query[-2] != call.key[-2]:
+        yield "it takes is_causal=True with equal lengths of queries and keys only"
+    consumer = _is_between(device, (8, 6), (8, 9)) or _is_between(device, (12, 0), (12, 1))
+    if call.needs_gradient and consumer and _is_large(call):
+        yield f"its backward pass takes no head size of {call.query[-1]} on this GPU"
+    yield from _heads(call, grouped=True)
+
+
+def _one_head_size(call: Call, device: Device) -> Iterator[str]:
+    sizes = {call.query[-1], call.key[-1], call.value[-1]}
+    limit = 512 if device.vendor == "amd" else 256
+    if len(sizes) > 1 or max(sizes) > limit:
+        yield f"it takes one head size of at most {limit}, not {sorted(sizes)}"
+
+
+def _is_large(call: Call) -> bool:
+    size = call.query[-1]
+    return 192 < size <= 224 or (size > 224 and call.dropout > 0)
+
+
+def _efficient(call: Call, device: Device) -> Iterator[str]:
+    if not torch.backends.cuda.mem_efficient_sdp_enabled():
+        yield "it is switched off"
+    yield from _common(call)
+    if device.vendor == "amd":  # the same library as flash
+        yield from _one_head_size(call, device)
+    else:
+        yield from _aligned_head_sizes(call, device)
+    newer = device.vendor == "amd" or _is_between(device, (8, 0), (99, 0))
+    allowed = (torch.float16, torch.float32, torch.bfloat16) if newer else (torch.float16, torch.float32)
+    if call.dtype not in allowed or not call.same_dtypes:
+        yield f"it takes no {str(call.dtype)[6:]} on this GPU"
+    yield from _heads(call, grouped=False)
+
+
+def _aligned_head_sizes(call: Call, device: Device) -> Iterator[str]:
+    """Yield the reasons in the alignment of head sizes: `minimum_gemm_alignment`, 16 bytes for tensor cores."""
+    half = call.dtype in _HALF
+    alignment = (8 if half else 4) if _is_between(device, (8, 0), (99, 0)) else 8 if half else 1
+    if call.query[-1] != call.key[-1] or call.query[-1] % alignment or call.value[-1] % alignment:
+        yield f"it takes head sizes that are multiples of {alignment}, not {call.query[-1]} and {call.value[-1]}"
+
+
+def _math(call: Call, device: Device) -> Iterator[str]:
+    if not torch.backends.cuda.math_sdp_enabled():
+        yield "it is switched off"
+
+
+def _cudnn(call: Call, device: Device) -> Iterator[str]:
+    if not torch.backends.cuda.cudnn_sdp_enabled():
+        yield "it is switched off"
+    if device.vendor != "nvidia" or not _is_between(device, (8, 0), (12, 1)):
+        yield "it takes an NVIDIA GPU of sm_80 or newer"
+    yield from _common(call)
+    if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
+        yield "it is not deterministic"
+    if call.dtype not in _HALF or not call.same_dtypes:
+        yield f"it takes float16 or bfloat16, not {str(call.dtype)[6:]}"
+    if not _fits(call):
+        yield f"it takes no mask of shape {list(call.mask or ())}, nor one that needs a gradient"
+    if _VERSION >= (2, 12) and (call.dropout * 16) % 1:
+        yield f"it takes a dropout that is a multiple of 1/16, not {call.dropout:g}"
+    yield from _heads(call, grouped=True, same=False)
+    yield from _cudnn_sizes(call, device)
+
+
+def _fits(call: Call) -> bool:
+    """Tell whether a mask has two or four dimensions that broadcast to the scores (`check_attn_mask_shape`)."""
+    if call.mask is None:
+        return True
+    scores = (*call.query[:3], call.key[2])
+    places = zip(reversed(call.mask), reversed(scores), strict=False)
+    return len(call.mask) in (2, 4) and not call.mask_needs_gradient and all(m in (1, n) for m, n in places)
+
+
+def _cudnn_sizes(call: Call, device: Device) -> Iterator[str]:
+    if max(call.query[:2]) > _DIMENSION:
+        yield f"it takes at most {_DIMENSION} samples and heads"
+    deepseek = (
+        device.capability is not None and device.capability[0] == 10 and (call.query[3], call.value[3]) == (192, 128)
+    )
+    limit = 256 if device.capability == (9, 0) else 192 if deepseek else 128
+    sizes = {call.query[3], call.value[3]}
+    if max(sizes) > limit or any(size % 8 for size in sizes):
+        yield f"it takes head sizes that are multiples of 8 up to {limit}, not {sorted(sizes)}"
+    if call.key[2] == 1 or (call.query[2] == 1 and call.dropout > 0):
+        yield "it takes no sequence of length 1"
+
+
+_CHECKS: dict[Kernel, Callable[[Call, Device], Iterator[str]]] = {
+    "cudnn": _cudnn,
+    "flash": _flash,
+    "efficient": _efficient,
+    "math": _math,
+}
+
+
+def _is_between(device: Device, low: tuple[int, int], high: tuple[int, int]) -> bool:
+    return device.capability is not None and low <= device.capability <= high
+
+
+class Attention:
+    """`scaled_dot_product_attention` for fake CUDA tensors, which calls the chosen kernel's own operator.
+
+    Without it fake tensors take the math kernel, which allocates the whole matrix of scores.
+
+    Attributes:
+        chosen: The number of calls of each kernel, with the reason against a faster one.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.chosen: Counter[tuple[Kernel, str]] = Counter()
+
+    def register(self, library: torch.library.Library) -> None:
+        """Run every call on CUDA tensors from now on: below autocast and above autograd, as recomputations need it."""
+        library.impl("scaled_dot_product_attention", self._run, "AutogradCUDA")
+
+    def notes(self) -> list[str]:
+        """Return the chosen kernels as notes for the user."""
+        return [
+            f"attention on {self.device.name}: {count} calls take the {_NAMES[kernel]} kernel{why and ': '}{why}"
+            for (kernel, why), count in self.chosen.items()
+        ]
+
+    def _run(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        tensors = (query, key, value)
+        call = Call(
+            query=tuple(query.shape),
+            key=tuple(key.shape),
+            value=tuple(value.shape),
+            dtype=query.dtype,
+            dropout=dropout_p,
+            is_causal=is_causal,
+            mask=None if attn_mask is None else tuple(attn_mask.shape),
+            mask_needs_gradient=attn_mask is not None and attn_mask.requires_grad,
+            same_dtypes=len({t.dtype for t in tensors}) == 1,
+            last_strides_are_1=all(t.stride(-1) == 1 for t in (*tensors, attn_mask) if t is not None),
+            enable_gqa=enable_gqa,
+            needs_gradient=torch.is_grad_enabled() and any(t.requires_grad for t in tensors),
+        )
+        kernel, reasons = choose(call, self.device)
+        self.chosen[kernel, _why(kernel, reasons)] += 1
+        if attn_mask is not None and attn_mask.dtype is torch.bool:
+            zero = torch.zeros((), dtype=query.dtype, device=query.device)
+            attn_mask = torch.where(attn_mask, zero, zero - math.inf)
+        options = (dropout_p, is_causal)
+        if kernel == "flash":
+            return _run_flash(query, key, value, *options, scale)
+        if kernel == "math":
+            return _aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
+                *tensors, attn_mask, *options, None, scale=scale, enable_gqa=enable_gqa
+            )[0]
+        if kernel == "efficient":
+            mask = _aligned(attn_mask, query, key)
+            out = _aten._scaled_dot_product_efficient_attention(
+                *tensors, mask, call.needs_gradient, *options, scale=scale
+            )
+        else:
+            mask = attn_mask if attn_mask is None else attn_mask.expand(*query.shape[:3], key.shape[-2])
+            out = _aten._scaled_dot_product_cudnn_attention(
+                *tensors, mask, call.needs_gradient, *options, False, scale=scale
+            )
+        return out[0]  # type: ignore[no-any-return]
+
+
+_NAMES: dict[Kernel, str] = {
+    "cudnn": "cuDNN",
+    "flash": "flash",
+    "efficient": "memory-efficient",
+    "math": "math",
+}
+
+
+def _why(kernel: Kernel, reasons: dict[Kernel, str]) -> str:
+    """Return the reason against a leaner kernel; "" where the user need not know."""
+    if kernel == "math":
+        listed = "; ".join(f"not {_NAMES[k]} since {why}" for k, why in reasons.items())
+        return f"{listed}; it allocates the whole matrix of scores"
+    return f"not flash since {reasons['flash']}" if kernel == "efficient" else ""
+
+
+def _run_flash(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float, is_causal: bool, scale: float | None
+) -> torch.Tensor:
+    """Run the flash kernel, with head sizes padded to multiples of 8, as the dispatcher does."""
+    size = query.shape[-1]
+    padding = -size % 8
+    if padding:
+        query, key, value = (F.pad(t, (0, padding)) for t in (query, key, value))
+    scale = 1 / math.sqrt(size) if scale is None else scale
+    out: torch.Tensor = _aten._scaled_dot_product_flash_attention(
+        query, key, value, dropout, is_causal, False, scale=scale
+    )[0]
+    return out[..., :size] if padding else out
+
+
+def _aligned(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
+    """Return an expanded mask with rows padded to multiples of 16 elements, as the memory-efficient kernel needs."""
+    if mask is None:
+        return None
+    length = mask.shape[-1]
+    if length % 16:
+        mask = F.pad(mask, (0, -length % 16))[..., :length]
+    return mask.expand(*query.shape[:3], key.shape[-2])

@@ -1,0 +1,45 @@
+"""The process that runs one call with fake CUDA: `python shim.py memfit.fake_gpu.worker REQUEST REPLY STAGES`."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from memfit.errors import CaptureError, MemfitError
+from memfit.frames import frames_text
+
+
+def main(request: str, reply: str, stages: str) -> None:
+    """Run a call and write its result, or its error, as the reply.
+
+    Args:
+        request: The file with the paths of modules and the pickled call.
+        reply: The file to write.
+        stages: The number of the pipe's file descriptor, for progress.
+    """
+    paths, call = pickle.loads(Path(request).read_bytes())
+    sys.path[:] = [*paths, *(p for p in sys.path if p not in paths)]
+    result: Any
+    with open(int(stages), "w", buffering=1) as out:
+
+        def progress(stage: str, done: int, total: int) -> None:
+            print(json.dumps([stage, done, total]), file=out)
+
+        try:
+            result = pickle.loads(call)(progress)
+        except MemfitError as e:
+            e.frames = frames_text(e)
+            result = e
+        except Exception as e:
+            frames = frames_text(e)
+            result = CaptureError(f"{type(e).__name__}: {e}" + ("" if frames else f"\n{traceback.format_exc()}"))
+            result.frames = frames
+    Path(reply).write_bytes(pickle.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

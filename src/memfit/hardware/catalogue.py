@@ -1,0 +1,210 @@
+"""The catalogue of devices by name: memfit's own, and the user's file."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import math
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import platformdirs
+
+from memfit.errors import UsageError
+from memfit.ir.device import Device, Vendor
+
+DTYPES = ("float64", "float32", "tf32", "bfloat16", "float16", "float8")
+_NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
+_TAKEN = re.compile(r"cpu|cuda\d*")
+_VENDOR_WORDS = re.compile(r"^(nvidia|amd|geforce|tesla|instinct)+")
+_SUGGESTIONS = 4
+
+
+def user_file() -> Path:
+    """Return the file of the user's own devices: MEMFIT_DEVICES, or devices.toml in the user's configuration."""
+    named = os.environ.get("MEMFIT_DEVICES")
+    return Path(named) if named else Path(platformdirs.user_config_dir("memfit")) / "devices.toml"
+
+
+def catalogue() -> dict[str, Device]:
+    """Return all devices by name, the user's before memfit's own.
+
+    Raises:
+        UsageError: The user's file can't be read, or has an invalid entry.
+    """
+    own = read(user_file())
+    return own | {name: device for name, device in _shipped().items() if name not in own}
+
+
+@functools.cache
+def _shipped() -> dict[str, Device]:
+    text = resources.files("memfit.hardware").joinpath("catalogue.toml").read_text(encoding="utf-8")
+    return parse(text, "catalogue.toml")
+
+
+def read(path: Path) -> dict[str, Device]:
+    """Return the devices in a file; none if it is missing.
+
+    Raises:
+        UsageError: The file can't be read, or has an invalid entry.
+    """
+    return parse(read_text(path), str(path))
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file of devices; empty if it is missing.
+
+    Raises:
+        UsageError: The file can't be read.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return ""
+    except (OSError, UnicodeDecodeError) as e:
+        raise UsageError(f"can't read the devices in {path}: {e}") from e
+
+
+def parse(text: str, source: str) -> dict[str, Device]:
+    """Return the devices in TOML, by name.
+
+    Args:
+        text: The TOML: one table for each device, with the attributes of `Device`.
+        source: Origin of the TOML, for error messages.
+
+    Raises:
+        UsageError: The text is not TOML, or an entry is not a device; the message names the entry and the attribute.
+    """
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as e:
+        raise UsageError(f"{source} is not valid TOML: {e}") from e
+    return {name: _device(name, table, source) for name, table in tables.items()}
+
+
+def _device(name: str, table: Any, source: str) -> Device:
+    try:
+        if not isinstance(table, Mapping) or "name" in table:
+            raise ValueError("a device must be a table of attributes, with its name as the table's")
+        device = msgspec.convert({**table, "name": name}, Device)
+        _check(device)
+    except (msgspec.ValidationError, ValueError) as e:
+        problem = str(e).replace("`$.", "`").replace("Object", "the entry")
+        raise UsageError(f"{source}, entry [{name}]: {problem}") from e
+    if "cublas_workspace_bytes" in table or device.kind == "cpu":
+        return device
+    return msgspec.structs.replace(device, cublas_workspace_bytes=workspace_bytes(device.vendor, device.capability))
+
+
+def _check(device: Device) -> None:
+    """Raise ValueError where the figures of a device contradict each other."""
+    if not _NAME.fullmatch(device.name) or _TAKEN.fullmatch(device.name):
+        raise ValueError("a name is words of small letters and digits with '-' between them, and not 'cpu' or 'cuda'")
+    if (device.kind == "cpu") != (device.vendor == "cpu"):
+        raise ValueError(f"kind {device.kind!r} and vendor {device.vendor!r} contradict each other")
+    if device.usable_bytes > device.memory_bytes:
+        raise ValueError(f"usable_bytes is {device.usable_bytes}, more than memory_bytes, {device.memory_bytes}")
+    for attribute in ("matrix_flops", "vector_flops"):
+        for dtype, rate in getattr(device, attribute).items():
+            if dtype not in DTYPES:
+                raise ValueError(f"{attribute} has no dtype {dtype!r}: {', '.join(DTYPES)}")
+            if not 0 < rate < math.inf:
+                raise ValueError(f"{attribute}.{dtype} is {rate}")
+    for attribute in ("bandwidth_bytes_per_second", "link_bytes_per_second", "launch_seconds"):
+        if not math.isfinite(getattr(device, attribute)):
+            raise ValueError(f"{attribute} is {getattr(device, attribute)}")
+    for attribute in device.sources:
+        if attribute not in Device.__struct_fields__:
+            raise ValueError(f"sources has no attribute {attribute!r}")
+    _check_gpu(device)
+
+
+def _check_gpu(device: Device) -> None:
+    if device.kind != "cuda":
+        return
+    missing = [a for a in ("bandwidth_bytes_per_second", "launch_seconds") if not getattr(device, a)]
+    missing += ["vector_flops.float32"] if "float32" not in device.vector_flops else []
+    missing += ["capability"] if device.vendor == "nvidia" and device.capability is None else []
+    if missing:
+        raise ValueError(f"{', '.join(missing)} missing, which predictions for a GPU need")
+
+
+def workspace_bytes(vendor: Vendor, capability: tuple[int, int] | None) -> int:
+    """Return PyTorch's default workspace of each cuBLAS or hipBLAS handle; 128 MiB on MI300 and later."""
+    if vendor == "amd" or (capability is not None and capability[0] >= 9):
+        return 32 * 2**20
+    return 8_519_680
+
+
+def look_up(name: str) -> Device:
+    """Return a device of the catalogue by its name, in any case, or by its product's ("RTX 3090", "3090").
+
+    Raises:
+        UsageError: No device, or more than one, has that name.
+    """
+    devices = catalogue()
+    wanted = _squash(name)
+    for names in (_names, _product_names):  # a name goes before another entry's product
+        for device in devices.values():
+            if wanted in map(_squash, names(device)):
+                return device
+    family = [entry for entry in devices if wanted in _stems(entry)]
+    if len(family) == 1:
+        return devices[family[0]]
+    if family:
+        raise UsageError(f"device={name!r} may be any of {', '.join(family)}: give one of these names")
+    raise UsageError(f"device={name!r} is not in the catalogue{_closest(wanted, devices)}. {how_to_add()}")
+
+
+def _names(device: Device) -> tuple[str, ...]:
+    return device.name, device.name.removeprefix("rtx-")
+
+
+def _product_names(device: Device) -> tuple[str, ...]:
+    return device.products
+
+
+def _squash(name: str) -> str:
+    """Return a name without vendor, case and punctuation."""
+    return _VENDOR_WORDS.sub("", re.sub(r"[^a-z0-9]", "", name.lower()))
+
+
+def _stems(name: str) -> set[str]:
+    """Return the beginnings of a name at its hyphens: "a100" of "a100-40gb"."""
+    words = name.split("-")
+    return {"".join(words[:count]) for count in range(1, len(words))}
+
+
+def _closest(wanted: str, known: Iterable[str]) -> str:
+    by_squashed = {_squash(name): name for name in known}
+    closest = difflib.get_close_matches(wanted, by_squashed, n=_SUGGESTIONS, cutoff=0.5)
+    return f"; the closest there are {', '.join(by_squashed[name] for name in closest)}" if closest else ""
+
+
+def how_to_add() -> str:
+    """Return instructions to add a missing device."""
+    return (
+        "`memfit devices` lists the catalogue. To add a device, write a table of its figures to"
+        f" {user_file()} (docs/guides/devices.md shows how), or run `memfit devices --probe` on a machine that has it"
+    )
+
+
+def match(product: str, memory_bytes: int, known: Iterable[Device]) -> Device | None:
+    """Return the catalogue's entry for a GPU of this machine, or None.
+
+    Args:
+        product: Its name in PyTorch.
+        memory_bytes: Its total memory in PyTorch, which distinguishes cards of the same name.
+        known: The entries, of which the first match is returned.
+    """
+    for device in known:
+        fits = 0.9 * device.memory_bytes < memory_bytes < 1.05 * device.memory_bytes
+        if device.kind == "cuda" and fits and _squash(product) in map(_squash, device.products):
+            return device
+    return None

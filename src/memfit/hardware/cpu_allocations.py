@@ -1,0 +1,83 @@
+"""Measured allocations on the CPU: the events that PyTorch's allocator reports to the profiler."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import gc
+import itertools
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own notices, on standard error
+
+
+@dataclass
+class PeakMeter:
+    """The allocations of an interval.
+
+    Attributes:
+        peak_bytes: Most bytes allocated at a time, beyond those at the start.
+        net_bytes: Bytes allocated and not freed.
+    """
+
+    peak_bytes: int = 0
+    net_bytes: int = 0
+
+
+@contextlib.contextmanager
+def allocated(but_in: str = "") -> Iterator[PeakMeter]:
+    """Measure the peak of PyTorch's CPU allocations, buffers inside operators included.
+
+    Frees of earlier allocations are not counted.
+
+    Args:
+        but_in: Name of `torch.profiler.record_function` blocks whose peaks don't count; "" for none.
+    """
+    meter = PeakMeter()
+    gc.collect()
+    with _profile() as profile:
+        yield meter
+    blocks = [(e.start_ns(), e.start_ns() + e.duration_ns()) for e in _events(profile) if but_in and e.name() == but_in]
+    total = 0
+    for at, nbytes in _changes(profile):
+        total += nbytes
+        if not any(first <= at <= last for first, last in blocks):
+            meter.peak_bytes = max(meter.peak_bytes, total)
+    meter.net_bytes = total
+
+
+@contextlib.contextmanager
+def allocated_by_name(prefix: str) -> Iterator[dict[str, PeakMeter]]:
+    """Measure each `torch.profiler.record_function` block whose name has a prefix; the result is filled on leaving."""
+    meters: dict[str, PeakMeter] = {}
+    with _profile() as profile:
+        yield meters
+    changes = _changes(profile)
+    moments = [at for at, _ in changes]
+    for event in _events(profile):
+        if not event.name().startswith(prefix):
+            continue
+        first = bisect.bisect_left(moments, event.start_ns())
+        last = bisect.bisect_right(moments, event.start_ns() + event.duration_ns())
+        running = list(itertools.accumulate(nbytes for _, nbytes in changes[first:last]))
+        meters[event.name()] = PeakMeter(max([0, *running]), running[-1] if running else 0)
+
+
+def _profile() -> Any:
+    """Return PyTorch's profiler; only its raw events are read, since its summary took most of the time."""
+    return torch.autograd.profiler.profile(profile_memory=True)
+
+
+def _events(profile: Any) -> Any:
+    return profile.kineto_results.events()
+
+
+def _changes(profile: Any) -> list[tuple[int, int]]:
+    """Return (nanoseconds, bytes allocated or freed) in order of time."""
+    changes = [(e.start_ns(), e.nbytes()) for e in _events(profile) if e.name() == "[memory]"]
+    return sorted(changes, key=lambda change: change[0])

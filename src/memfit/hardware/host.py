@@ -1,0 +1,201 @@
+"""This machine: its CPU, GPUs, memory and control groups."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import psutil
+from msgspec.structs import replace
+
+from memfit.errors import UsageError
+from memfit.hardware.catalogue import catalogue, how_to_add, look_up, match, workspace_bytes
+from memfit.ir.device import Device, Devices, Vendor
+
+_GPU = re.compile(r"cuda(?::(\d+))?")
+_HERE = "this machine, as PyTorch shows it"
+
+
+def devices() -> Devices:
+    """Return the devices of this machine: the CPU, and the GPUs that PyTorch sees.
+
+    Their figures are those of the catalogue, which includes the last probe's.
+
+    Raises:
+        UsageError: The user's file of devices is invalid.
+    """
+    import torch
+
+    known = list(catalogue().values())
+    return Devices([_cpu(known), *(_gpu(index, known) for index in range(torch.cuda.device_count()))])
+
+
+def find_device(name: str) -> Device:
+    """Return a device by name: "cpu", "cuda" or "cuda:0" of this machine, or a name of the catalogue.
+
+    Raises:
+        UsageError: No such device is on this machine or in the catalogue, or this machine's device has unknown rates.
+    """
+    wanted = name.strip().lower()
+    gpu = _GPU.fullmatch(wanted)
+    if gpu is None and wanted != "cpu":
+        return look_up(name)
+    here = {d.name: d for d in devices()}
+    device = here.get(f"cuda:{gpu[1] or 0}" if gpu else "cpu")
+    if device is None:
+        raise UsageError(
+            f"device={name!r} is not on this machine, which has {', '.join(here)}:"
+            " name one of these, or a device of the catalogue (`memfit devices`)"
+        )
+    if gpu and not device.bandwidth_bytes_per_second:
+        raise UsageError(f"device={name!r} is a {device.description}, which is not in the catalogue. {how_to_add()}")
+    return device
+
+
+def _cpu(known: Iterable[Device]) -> Device:
+    """Return this machine's CPU, with the figures of a probe with the same number of threads."""
+    import torch
+
+    now = {"name": "cpu", "memory_bytes": psutil.virtual_memory().total, "usable_bytes": free_bytes()}
+    threads = torch.get_num_threads()
+    for device in known:
+        if device.kind == "cpu" and device.cores == threads and cpu_model() in device.products:
+            return replace(device, **now)
+    return Device(kind="cpu", vendor="cpu", description=cpu_model(), cores=threads, **now)
+
+
+def _gpu(index: int, known: Iterable[Device]) -> Device:
+    import torch
+
+    vendor: Vendor = "amd" if torch.version.hip else "nvidia"
+    free, total = torch.cuda.mem_get_info(index)
+    free += torch.cuda.memory_reserved(index)  # held by this process's allocator
+    return present_gpu(index, torch.cuda.get_device_properties(index), vendor, free, total, known)
+
+
+def present_gpu(
+    index: int, properties: Any, vendor: Vendor, free_bytes: int, total_bytes: int, known: Iterable[Device]
+) -> Device:
+    """Return a GPU of this machine, with the catalogue's rates for its product.
+
+    Args:
+        index: Its index in PyTorch.
+        properties: The result of `torch.cuda.get_device_properties`.
+        vendor: The vendor of PyTorch's build.
+        free_bytes: Memory that PyTorch's allocator can take now.
+        total_bytes: Its total memory.
+        known: The catalogue.
+    """
+    capability = (properties.major, properties.minor) if vendor == "nvidia" else None
+    seen: dict[str, Any] = {
+        "name": f"cuda:{index}",
+        "description": properties.name,
+        "memory_bytes": total_bytes,
+        "usable_bytes": free_bytes,
+        "cores": properties.multi_processor_count,
+        "capability": capability,
+    }
+    entry = match(properties.name, total_bytes, known)
+    if entry is not None:
+        return replace(entry, **seen, sources={**entry.sources, **dict.fromkeys(seen.keys() - {"name"}, _HERE)})
+    return Device(
+        kind="cuda",
+        vendor=vendor,
+        products=(properties.name,),
+        cache_bytes=getattr(properties, "L2_cache_size", 0),
+        cublas_workspace_bytes=workspace_bytes(vendor, capability),
+        sources=dict.fromkeys([*seen.keys() - {"name"}, "cache_bytes"], _HERE),
+        **seen,
+    )
+
+
+def free_bytes() -> int:
+    """Return the host memory left for this process: available memory, within the limits of its control groups."""
+    available, limit = int(psutil.virtual_memory().available), cgroup_limit_bytes()
+    return available if limit is None else min(available, limit)
+
+
+def own_bytes() -> int:
+    """Return this process's resident memory without mapped files, which the system can drop."""
+    held = psutil.Process().memory_info()
+    return int(held.rss - getattr(held, "shared", 0))
+
+
+def cgroup_limit_bytes() -> int | None:
+    """Return the bytes left below the limits of the process's control groups; None without a limit.
+
+    Its own group and all groups around it count. Cached files that the system can drop count as free.
+    """
+    group, old_group = _own_groups()
+    left = [
+        free
+        for root, path, limit, used, cached in (
+            ("/sys/fs/cgroup", group, "memory.max", "memory.current", "inactive_file"),
+            (
+                "/sys/fs/cgroup/memory",
+                old_group,
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                "total_inactive_file",
+            ),
+        )
+        for folder in (Path(root, *path[:n]) for n in range(len(path) + 1))
+        if (free := _left_bytes(folder, limit, used, cached)) is not None
+    ]
+    return min(left, default=None)
+
+
+def _own_groups() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the paths of this process's control groups below the mount, of version 2 and of version 1."""
+    try:
+        text = Path("/proc/self/cgroup").read_text()
+    except OSError:
+        return (), ()
+    matches = (
+        re.search(pattern, text, re.MULTILINE) for pattern in (r"^0::/(.*)$", r"^\d+:[^:]*\bmemory\b[^:]*:/(.*)$")
+    )
+    group, old_group = (tuple(part for part in match[1].split("/") if part) if match else () for match in matches)
+    return group, old_group
+
+
+def _left_bytes(folder: Path, limit: str, used: str, cached: str) -> int | None:
+    try:
+        free = int((folder / limit).read_text()) - int((folder / used).read_text())
+    except (OSError, ValueError):  # no such file, or "max"
+        return None
+    return max(0, free + _statistic(folder / "memory.stat", cached))
+
+
+def cgroup_oom_kills(root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the number of processes of the control group killed for memory so far; 0 if unknown."""
+    return _statistic(root / "memory.events", "oom_kill") or _statistic(root / "memory/memory.oom_control", "oom_kill")
+
+
+def _statistic(path: Path, name: str) -> int:
+    """Return a value of a control group's statistics; 0 if missing."""
+    try:
+        match = re.search(rf"^{name} (\d+)$", path.read_text(), re.MULTILINE)
+    except OSError:
+        return 0
+    return int(match[1]) if match else 0
+
+
+@functools.cache
+def cpu_model() -> str:
+    """Return the name of this machine's CPU."""
+    try:
+        match = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+    except OSError:
+        match = None
+    return match[1].strip() if match else platform.processor() or platform.machine()
+
+
+def host_name() -> str:
+    """Return a short name for machines of this kind, fit for a file name."""
+    slug = re.sub(r"[^a-z0-9]+", "-", cpu_model().lower()).strip("-")
+    return f"{slug}-{os.cpu_count()}cores"

@@ -1,0 +1,270 @@
+"""Measures this machine's devices, and writes their figures to the user's file of devices.
+
+Every figure is the best of several measurements, since other programs only make them worse.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from msgspec.structs import replace
+
+from memfit.errors import UsageError
+from memfit.hardware.catalogue import parse, read_text, user_file
+from memfit.hardware.host import cpu_model, devices, host_name
+from memfit.ir import codec
+from memfit.ir.device import Device
+
+_SECONDS = 0.3  # duration of one measurement, unless one call takes longer
+_LONGEST_CALL_SECONDS = 0.5
+_MIB = 2**20
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+_MATRIX_SIZES = (512, 1024, 2048, 4096, 8192)
+_VECTOR_KIB = (64, 128, 512, 4096)
+_CHAIN = 8
+_DISPATCHES = 500
+
+Progress = Callable[[str, int, int], None]
+_Measured = tuple[str, str, Callable[[], float]]
+
+
+def _silent(stage: str, done: int, total: int) -> None:
+    return None
+
+
+def probe_all(progress: Progress = _silent) -> list[Device]:
+    """Measure this machine's CPU and GPUs, one GPU of each product.
+
+    Args:
+        progress: Called with the stage, and the measurements done and in all.
+    """
+    products: dict[tuple[str, str], Device] = {}
+    for device in devices():
+        products.setdefault((device.kind, device.description), device)
+    return [probe(device, progress) for device in products.values()]
+
+
+def probe(device: Device, progress: Progress = _silent) -> Device:
+    """Return a device of this machine with measured figures, under a name for the catalogue.
+
+    Args:
+        device: One of `devices()`.
+        progress: Called with the stage, and the measurements done and in all.
+    """
+    at = torch.device(device.name)
+    figures: dict[str, Any] = {"launch_seconds": _rounded(_launch_seconds(at))}
+    if at.type == "cpu":
+        figures["cache_bytes"] = _cpu_cache_bytes()
+    steps = _steps(at, device, figures)
+    for done, (attribute, name, measure) in enumerate(steps):
+        progress(f"probe {device.name}", done, len(steps))
+        with _float32_precision("high" if name == "tf32" else "highest"):
+            figure = measure()
+        if not name:
+            figures[attribute] = figure
+        else:
+            figures.setdefault(attribute, {}).update({name: figure} if figure else {})
+    progress(f"probe {device.name}", len(steps), len(steps))
+    if at.type == "cuda":  # eager elementwise kernels never reach the peak of a GPU's vector units; products do
+        figures["vector_flops"] = {"float32": figures["matrix_flops"]["float32"]}
+    return _entry(device, figures)
+
+
+def _steps(at: torch.device, device: Device, figures: dict[str, Any]) -> list[_Measured]:
+    """Return the measurements by attribute, and by dtype where the attribute has a figure for each."""
+    cache_bytes = figures.get("cache_bytes", device.cache_bytes)
+
+    def each(attribute: str, measure: Callable[..., float]) -> list[_Measured]:
+        return [(attribute, name, functools.partial(measure, at, dtype)) for name, dtype in _DTYPES.items()]
+
+    bandwidth = functools.partial(_bandwidth, at, cache_bytes, device.usable_bytes)
+    steps: list[_Measured] = [("bandwidth_bytes_per_second", "", bandwidth), *each("matrix_flops", _matrix_flops)]
+    if at.type == "cpu":
+        return [*steps, *each("vector_flops", _vector_flops)]
+    if not torch.version.hip and torch.cuda.get_device_capability(at) >= (8, 0):
+        steps.append(("matrix_flops", "tf32", functools.partial(_matrix_flops, at, torch.float32)))
+    return [*steps, ("link_bytes_per_second", "", functools.partial(_link, at))]
+
+
+def _entry(device: Device, figures: dict[str, Any]) -> Device:
+    """Return the device as an entry of the catalogue."""
+    identity: dict[str, Any]
+    if device.kind == "cpu":
+        name = host_name() if device.cores == os.cpu_count() else f"{host_name()}-{device.cores}threads"
+        identity = {"name": name, "products": (cpu_model(),)}
+    else:
+        slug = re.sub(r"[^a-z0-9]+", "-", device.description.lower()).strip("-")
+        taken = max(0, device.memory_bytes - device.usable_bytes)
+        identity = {"name": slug, "products": (device.description,), "context_bytes": taken}
+    measured = f"measured by memfit devices --probe, {datetime.date.today()}, torch {torch.__version__}"
+    attributes = [*figures, *(identity.keys() - {"name", "products"}), "memory_bytes", "usable_bytes", "cores"]
+    return replace(device, **identity, **figures, sources={**device.sources, **dict.fromkeys(attributes, measured)})
+
+
+def _rounded(figure: float) -> float:
+    """Round a figure to four digits, the precision of measurements."""
+    return float(f"{figure:.4g}")
+
+
+def _least_seconds(at: torch.device, call: Callable[[], Any]) -> float:
+    """Return the shortest time of several calls, after one to warm up."""
+    least, started = math.inf, time.perf_counter()
+    while time.perf_counter() - started < _SECONDS or least == math.inf:
+        _wait(at)
+        before = time.perf_counter()
+        call()
+        _wait(at)
+        least = min(least, time.perf_counter() - before)
+    return least
+
+
+def _wait(at: torch.device) -> None:
+    if at.type == "cuda":
+        torch.cuda.synchronize(at)
+
+
+def _bandwidth(at: torch.device, cache_bytes: int, usable_bytes: int) -> float:
+    """Return the rate of a copy or of a triad (J. D. McCalpin, STREAM, 1995), whichever is higher."""
+    each = min(max(256 * _MIB, 8 * cache_bytes), usable_bytes // 8)
+    a, b, c = (torch.ones(each // 4, device=at) for _ in range(3))
+    copied = 2 * a.nbytes / _least_seconds(at, lambda: c.copy_(a))
+    added = 3 * a.nbytes / _least_seconds(at, lambda: torch.add(a, b, alpha=2.0, out=c))
+    return _rounded(max(copied, added))
+
+
+def _matrix_flops(at: torch.device, dtype: torch.dtype) -> float:
+    """Return the best rate of `torch.mm` over sizes that take no more than half a second; 0 without a kernel."""
+    best = seconds = 0.0
+    for size in _MATRIX_SIZES:
+        if 8 * seconds > _LONGEST_CALL_SECONDS:
+            break
+        generator = torch.Generator().manual_seed(size)  # random values, since power and clocks depend on them
+        try:
+            a, b = (torch.rand(size, size, generator=generator).to(at, dtype) for _ in range(2))
+            seconds = _least_seconds(at, functools.partial(torch.mm, a, b))
+        except RuntimeError:  # no kernel, or no memory
+            break
+        best = max(best, 2 * size**3 / seconds)
+    return _rounded(best)
+
+
+@contextlib.contextmanager
+def _float32_precision(precision: str) -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _vector_flops(at: torch.device, dtype: torch.dtype) -> float:
+    """Return the best rate of a chain of x + a·b on tensors that fit into caches."""
+    best = 0.0
+    for kib in _VECTOR_KIB:
+        x, a, b = (torch.full((kib * 1024 // dtype.itemsize,), 0.5, dtype=dtype, device=at) for _ in range(3))
+        seconds = _least_seconds(at, functools.partial(_chain, x, a, b)) / _CHAIN
+        best = max(best, 3 * x.numel() / seconds)
+    return _rounded(best)
+
+
+def _chain(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    for _ in range(_CHAIN):
+        torch.addcmul(x, a, b, out=x)
+
+
+def _launch_seconds(at: torch.device) -> float:
+    """Return the shortest time from one tiny operator to the next."""
+    x = torch.zeros(4, device=at)
+
+    def tiny() -> None:
+        for _ in range(_DISPATCHES):
+            x.add_(1)
+
+    return _least_seconds(at, tiny) / _DISPATCHES
+
+
+def _link(at: torch.device) -> float:
+    """Return the rate of a copy of pinned memory to the device."""
+    host = torch.ones(256 * _MIB, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(host.shape, dtype=host.dtype, device=at)
+    return _rounded(host.nbytes / _least_seconds(at, lambda: there.copy_(host, non_blocking=True)))
+
+
+def _cpu_cache_bytes() -> int:
+    """Return the size of the last-level cache; 0 if Linux does not report it."""
+    sizes = [
+        int(path.read_text().strip().removesuffix("K")) * 1024
+        for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+        if re.fullmatch(r"\d+K", path.read_text().strip())
+    ]
+    return max(sizes, default=0)
+
+
+def keep(devices: list[Device], path: Path | None = None) -> Path:
+    """Write devices to a file of devices, replacing their entries of earlier probes; other entries stay.
+
+    Args:
+        devices: The devices.
+        path: The file; the user's by default.
+
+    Raises:
+        UsageError: The file is invalid, or has an entry of the same name that no probe wrote.
+        OutputError: The file can't be written.
+    """
+    path = path or user_file()
+    text = read_text(path)
+    parse(text, str(path))
+    for device in devices:
+        text = _without_block(text, device.name)
+    for name in (device.name for device in devices if device.name in parse(text, str(path))):
+        raise UsageError(f"{path} has an entry [{name}] that no probe wrote: rename it, or give --output another file")
+    text = "\n".join([*([text.rstrip("\n") + "\n"] if text.strip() else []), *map(_block, devices)])
+    parse(text, str(path))
+    return codec.write_atomic(path, text.encode())
+
+
+def _marks(name: str) -> tuple[str, str]:
+    return f"# memfit devices --probe wrote [{name}]", f"# end of [{name}]"
+
+
+def _without_block(text: str, name: str) -> str:
+    first, last = map(re.escape, _marks(name))
+    return re.sub(rf"^{first}$.*?^{last}$\n*", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def _block(device: Device) -> str:
+    """Return a device as TOML, between two marks for the next probe."""
+    values = msgspec.to_builtins(device)
+    defaults = {f.name: f.default for f in msgspec.structs.fields(Device)}
+    attributes = {
+        k: v for k, v in values.items() if k != "name" and v is not None and getattr(device, k) not in (defaults[k], {})
+    }
+    tables = {k: v for k, v in attributes.items() if isinstance(v, dict)}
+    first, last = _marks(device.name)
+    lines = [first, f"[{device.name}]", *(f"{k} = {_toml(v)}" for k, v in attributes.items() if k not in tables)]
+    for key, table in tables.items():
+        lines += ["", f"[{device.name}.{key}]", *(f"{k} = {_toml(v)}" for k, v in table.items() if v is not None)]
+    return "\n".join([*lines, last, ""])
+
+
+def _toml(value: Any) -> str:
+    """Return a string, a number, or a list of them as TOML, where they look as in JSON."""
+    return json.dumps(value, ensure_ascii=False)

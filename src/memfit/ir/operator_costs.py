@@ -1,0 +1,62 @@
+"""Costs of operators on a device: seconds and workspace bytes."""
+
+from __future__ import annotations
+
+import msgspec
+
+from memfit.ir.display import Shown
+
+
+class OpCost(msgspec.Struct, frozen=True, array_like=True):
+    """The cost of one operator call.
+
+    Attributes:
+        seconds: Shortest time of several calls.
+        workspace_bytes: Peak of the bytes that it allocates beyond its outputs.
+        measured: Whether both were measured on the device; else they are estimates.
+        coarse: Whether the time is that of one or two calls, since it was a small part of its step.
+    """
+
+    seconds: float
+    workspace_bytes: int
+    measured: bool
+    coarse: bool = False
+
+
+class CostTable(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Costs of the operators of some traces, by signature.
+
+    Attributes:
+        dispatch_seconds: Overhead of each operator of a step: Python, autograd, modules.
+        checkpoint_seconds: Overhead of one checkpointed call beyond the operators that run again.
+        selective_op_seconds: Overhead of each operator inside a selective region, once in the forward pass and once in
+            the recomputation.
+        peak_error: Relative distance of the upper end of a predicted peak's interval.
+        step_error: Relative half-width of a predicted step time's interval.
+        resident_workspace_bytes: Workspaces that libraries keep in the allocator for the whole program.
+        link_bytes_per_second: Bandwidth between host and device, in one direction; 0 where there is no link.
+    """
+
+    schema: str = "memfit.costs/2"
+    device: str
+    torch_version: str
+    threads: int
+    ops: dict[str, OpCost]
+    dispatch_seconds: float
+    checkpoint_seconds: float
+    selective_op_seconds: float
+    peak_error: float
+    step_error: float = 0.2
+    resident_workspace_bytes: int = 0
+    link_bytes_per_second: float = 0.0
+
+    def of(self, signature: str) -> OpCost:
+        """Return the cost of a signature; of an unknown one 0, not measured."""
+        return self.ops.get(signature, _UNKNOWN)
+
+    def seconds_of(self, signature: str) -> float:
+        """Return an operator's share of a step's time, dispatch included."""
+        return self.of(signature).seconds + self.dispatch_seconds
+
+
+_UNKNOWN = OpCost(0.0, 0, False)

@@ -1,0 +1,1 @@
+"""Levers that save memory, one file a lever."""

@@ -1,0 +1,58 @@
+"""Activation offload: what a region keeps for its recomputation waits in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from msgspec.structs import replace
+
+from memfit.ir.plan import Levers
+from memfit.levers.conflicts import JITTOR, NO_LINK, Conflict
+from memfit.levers.lever import Lever, NotOffered, Rung, Setting
+
+ACTIVATION_OFFLOAD = "activation offload"
+
+
+class ActivationOffload(Lever):
+    """Offload of regions, a part of checkpointing: it is chosen by the same solver, and applied with the regions."""
+
+    name = ACTIVATION_OFFLOAD
+    field = "regions"
+    switchable = True
+    conflicts = (
+        Conflict(
+            ACTIVATION_OFFLOAD,
+            NO_LINK,
+            "nothing is known of how fast copies to the host are, or there are none",
+            "leave host_budget out, or name a GPU",
+        ),
+        Conflict(ACTIVATION_OFFLOAD, JITTOR, "Jittor moves memory by itself", "leave out offload="),
+    )
+
+    def is_used(self, levers: Levers, batch_size: int) -> bool:
+        return any(region.offload for region in levers.regions)
+
+    def setting(self, levers: Levers, batch_size: int) -> str:
+        return f"{_offloading(levers):,} of them with what they keep in host memory"
+
+    def brief(self, levers: Levers, batch_size: int) -> str:
+        return f"{_offloading(levers):,} offloaded"
+
+    def without(self, levers: Levers, batch_size: int) -> Levers:
+        return replace(levers, regions=tuple(replace(region, offload=False) for region in levers.regions))
+
+    def host_bytes(self, levers: Levers, state_bytes: int, host_budget_bytes: int) -> int:
+        return host_budget_bytes
+
+    def rungs(self) -> Mapping[str, Rung]:
+        return {"offload": _nowhere}
+
+
+def _offloading(levers: Levers) -> int:
+    return sum(region.offload for region in levers.regions)
+
+
+def _nowhere(step: Setting, levers: Levers) -> tuple[Levers, str]:
+    raise NotOffered(
+        "nothing to copy to: it waits in host memory what a GPU need not hold, and this ladder is measured on the CPU"
+    )

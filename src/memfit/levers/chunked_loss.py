@@ -1,0 +1,164 @@
+"""Chunked loss: the logits of a language model, a few rows at a time."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+from msgspec.structs import replace
+from torch import nn
+
+from memfit.capture.step_capture import is_compiled
+from memfit.ir.plan import ChunkedLoss as Chunks
+from memfit.ir.plan import Levers, Numerics
+from memfit.ir.remat import enclosing
+from memfit.ir.trace import Trace
+from memfit.levers.chunked_cross_entropy import can_defer, chunked, is_chunked
+from memfit.levers.conflicts import COMPILED, JITTOR, Conflict
+from memfit.levers.lever import LEAST_SHARE, Lever, NotOffered, Rung, Setting
+from memfit.solver.frontier import SIMPLER_WITHIN
+from memfit.workload import Workload
+
+CHUNKED_LOSS = "chunked loss"
+HEAD_INSIDE = "a region around the head of the logits"
+_LEAST_ROWS = 128  # below, products are slower (2048 rows of 256, 32768 classes: 64 rows 5 % slower than 128)
+
+
+class ChunkedLoss(Lever):
+    """A loss whose logits are never whole in memory."""
+
+    name = CHUNKED_LOSS
+    field = "chunked_loss"
+    switchable = True
+    conflicts = (
+        Conflict(
+            CHUNKED_LOSS,
+            HEAD_INSIDE,
+            "the chunks' gradients are made in the forward pass, which a recomputation would do again",
+            "take the region out of levers.regions, or set levers.chunked_loss to null",
+        ),
+        Conflict(
+            CHUNKED_LOSS,
+            COMPILED,
+            "compiled code can't hold logits that have no numbers",
+            "set levers.chunked_loss to null, or don't compile the model",
+        ),
+        Conflict(CHUNKED_LOSS, JITTOR, "it is made of PyTorch's functions", "set levers.chunked_loss to null"),
+    )
+
+    def is_used(self, levers: Levers, batch_size: int) -> bool:
+        return levers.chunked_loss is not None
+
+    def setting(self, levers: Levers, batch_size: int) -> str:
+        assert levers.chunked_loss is not None
+        return f"{levers.chunked_loss.rows:,} rows of {levers.chunked_loss.head} at a time"
+
+    def brief(self, levers: Levers, batch_size: int) -> str:
+        return self.name
+
+    def numerics(self, levers: Levers, couples_batch: bool) -> Numerics:
+        return "reordered"
+
+    def names(self, levers: Levers) -> set[str]:
+        around = self.not_recomputed(levers)
+        inside = any(fqn in around for region in levers.regions for fqn in region.modules)
+        return {self.name, HEAD_INSIDE} if inside else {self.name}
+
+    def not_recomputed(self, levers: Levers) -> set[str]:
+        assert levers.chunked_loss is not None
+        return enclosing(levers.chunked_loss.head)
+
+    def on_model(self, levers: Levers, model: nn.Module) -> AbstractContextManager[None]:
+        return chunked(model, levers.chunked_loss)
+
+    def is_applied(self, workload: Workload) -> bool:
+        return is_chunked(workload.model)
+
+    def propose(self, step: Setting, wanted: list[Levers]) -> list[Levers]:
+        whole = replace(step.plain, chunked_loss=self._offered(step))
+        with_it = [replace(levers, chunked_loss=whole.chunked_loss) for levers in wanted]
+        as_fast = (1 + SIMPLER_WITHIN) * step.predicted(step.plain).step_seconds
+        # Where it costs no time, only the plain step is searched with its loss whole.
+        return [*(wanted if step.predicted(whole).step_seconds > as_fast else [step.plain]), *with_it]
+
+    def rungs(self) -> Mapping[str, Rung]:
+        return {self.name: self._rung}
+
+    def _rung(self, step: Setting, levers: Levers) -> tuple[Levers, str]:
+        chunks = self._offered(step)
+        return replace(levers, chunked_loss=chunks), f"{chunks.rows} rows of {chunks.head} at a time"
+
+    def _offered(self, step: Setting) -> Chunks:
+        """Return how the loss may be chunked, where logits take enough and nothing else asks for them."""
+        plain = step.trace(step.plain)
+        chunks = worthwhile(step.workload, plain, step.predicted(step.plain).peak_bytes)
+        if chunks is None:
+            raise NotOffered(f"the loss takes no logits of {LEAST_SHARE:.0%} of the peak that a linear layer makes")
+        whole = replace(step.plain, chunked_loss=chunks)
+        if not step.allows(whole):
+            raise NotOffered("of class reordered: numerics='reordered' allows it")
+        if not has_fewer_logits(step.trace(whole), plain, chunks):
+            why = f"something else than F.cross_entropy asks for the logits of {chunks.head}"
+            raise NotOffered(f"the loss is not chunked: {why}", is_noted=True)
+        return chunks
+
+
+class _Logits(NamedTuple):
+    """Logits that a loss takes whole, and the operator of the step that takes them."""
+
+    op: int
+    rows: int
+    classes: int
+    nbytes: int
+
+
+def worthwhile(workload: Workload, trace: Trace, peak_bytes: int) -> Chunks | None:
+    """Return how the loss of a step may be chunked, or None where its logits are few, or made in another way.
+
+    A chunk has so many rows that its logits, and the probabilities made of them, take together what the gradient of
+    the head's weight takes, which is there beside them.
+
+    Args:
+        workload: The workload.
+        trace: Its step, with the loss whole.
+        peak_bytes: The peak of that.
+    """
+    logits = max(_whole_logits(trace), key=lambda found: found.nbytes, default=None)
+    if logits is None or logits.nbytes < LEAST_SHARE * peak_bytes or is_compiled(workload):
+        return None
+    modules = dict(workload.model.named_modules())
+    before = [call for call in trace.calls if call.end <= logits.op and call.phase == "forward"]
+    for call in reversed(before):
+        fqn = trace.modules[call.module].fqn
+        head = modules[fqn]
+        if can_defer(head) and head.out_features == logits.classes:
+            rows = max(_LEAST_ROWS, int(head.in_features) // 2)
+            return Chunks(head=fqn, rows=rows) if rows < logits.rows else None
+    return None
+
+
+def has_fewer_logits(chunked: Trace, plain: Trace, lever: Chunks) -> bool:
+    """Tell whether a step has fewer logits whole than the plain one: something else than the loss may ask for them."""
+    classes = max(_whole_logits(plain), key=lambda found: found.nbytes).classes
+    whole = [
+        sum(found.classes == classes and found.rows > lever.rows for found in _whole_logits(trace))
+        for trace in (chunked, plain)
+    ]
+    return whole[0] < whole[1]
+
+
+def _whole_logits(trace: Trace) -> list[_Logits]:
+    """Return what each logarithm of a softmax in a step's first microbatch is taken of."""
+    found = []
+    for index, op in enumerate(trace.ops):
+        if op.name == "aten._log_softmax.default" and op.phase == "forward" and op.microbatch == 0:
+            tensor, dim, *_ = json.loads(trace.signatures[op.signature])["args"]
+            _, shape, _ = tensor["t"]
+            classes = shape[dim] if shape else 1
+            found.append(
+                _Logits(index, math.prod(shape) // max(1, classes), classes, trace.works[op.signature].write_bytes)
+            )
+    return found

@@ -1,0 +1,52 @@
+"""Circumstances of a step, which levers may conflict with: of its workload and its device."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from memfit._torch.modules import BatchNormBase
+from memfit.capture.step_capture import is_compiled
+from memfit.ir.device import Device
+from memfit.ir.plan import Levers, Numerics
+from memfit.levers import conflicts, registry
+from memfit.training.optimizers import Optimizers
+from memfit.workload import Workload, samples_of
+
+
+def circumstances(workload: Workload, device: Device | None = None) -> set[str]:
+    """Return the names by which conflicts know the circumstances of a step, on a device if there is one."""
+    optimizer = workload.optimizer
+    is_several = isinstance(optimizer, Optimizers)
+    holds = {
+        conflicts.BATCH_NORM: _couples_batch(workload.model),
+        conflicts.CLIPPING: workload.max_grad_norm is not None,
+        conflicts.COMPILED: is_compiled(workload),
+        conflicts.SEVERAL_OPTIMIZERS: is_several,
+        conflicts.FOREIGN_OPTIMIZER: not is_several and not type(optimizer).__module__.startswith("torch.optim"),
+        conflicts.NO_LINK: device is not None
+        and not (device.kind == "cuda" and device.link_bytes_per_second is not None),
+    }
+    common = {name for name, does in holds.items() if does}
+    return common.union(*(lever.circumstances(workload, device) for lever in registry.LEVERS))
+
+
+def check_combination(
+    levers: Levers, workload: Workload, device: Device | None = None, *, allowed: Numerics = "changed"
+) -> None:
+    """Refuse levers that don't go together, or not with a workload or a device.
+
+    Args:
+        levers: The levers.
+        workload: The workload.
+        device: Where they are to run; None for any.
+        allowed: The numerics class that the user allows.
+
+    Raises:
+        PlanError: They are in the table of conflicts.
+    """
+    used = registry.names(levers, samples_of(workload))
+    registry.check_names(used | circumstances(workload, device), allowed)
+
+
+def _couples_batch(model: nn.Module) -> bool:
+    return any(isinstance(m, BatchNormBase) and m.training for m in model.modules())

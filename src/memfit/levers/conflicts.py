@@ -1,0 +1,73 @@
+"""Conflicts: what a lever does not go with, why, and what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
+
+from memfit.errors import PlanError
+from memfit.ir.plan import Numerics
+
+COUPLING_LOSS = "a loss that couples the samples of a batch"
+BATCH_NORM = "BatchNorm in training mode"
+CLIPPING = "Workload.max_grad_norm"
+SEVERAL_OPTIMIZERS = "several optimizers"
+FOREIGN_OPTIMIZER = "an optimizer that is not of torch.optim"
+COMPILED = "torch.compile"
+NO_LINK = "a device without a link to the host"
+JITTOR = "memfit.jittor"
+ROUNDING_RANKS = "process_group= with Workload.bf16_updates='stochastic-rounding'"
+ADAPTING = "a plan for each batch's shapes (`memfit.adapt`)"
+
+
+class Conflict(NamedTuple):
+    """Two things that don't go together.
+
+    Attributes:
+        one: A lever, or its setting.
+        other: A lever or its setting, or something about the workload, the device or the call.
+        why: What would go wrong.
+        instead: What to do.
+        unless: The numerics class under which they are allowed all the same; None for none.
+    """
+
+    one: str
+    other: str
+    why: str
+    instead: str
+    unless: Numerics | None = None
+
+    def row(self) -> str:
+        """Return the row of the table."""
+        exception = f" (allowed under `numerics='{self.unless}'`)" if self.unless else ""
+        return f"| {self.one} | {self.other} | {self.why}{exception} | {self.instead} |"
+
+
+def met(conflicts: Iterable[Conflict], used: Collection[str], allowed: Numerics = "exact") -> list[Conflict]:
+    """Return the conflicts that levers and circumstances have.
+
+    Args:
+        conflicts: The conflicts that there may be.
+        used: The names of the levers, their settings and the circumstances.
+        allowed: The numerics class that the user allows.
+    """
+    return [c for c in conflicts if c.one in used and c.other in used and c.unless != allowed]
+
+
+def check(conflicts: Iterable[Conflict], used: Collection[str], allowed: Numerics = "exact", where: str = "") -> None:
+    """Refuse levers and circumstances that don't go together.
+
+    Args:
+        conflicts: The conflicts that there may be.
+        used: The names of the levers, their settings and the circumstances.
+        allowed: The numerics class that the user allows.
+        where: What the error begins with.
+
+    Raises:
+        PlanError: There is a conflict.
+    """
+    for conflict in met(conflicts, used, allowed):
+        raise PlanError(
+            f"{where}{conflict.one} does not go with {conflict.other}: {conflict.why}. What to do: {conflict.instead}."
+            f" The row in docs/reference/combinations.md: {conflict.row()}"
+        )

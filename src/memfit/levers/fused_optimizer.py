@@ -1,0 +1,87 @@
+"""The optimizer's fused step: one kernel updates all, and makes no temporary tensors of the parameters' size.
+
+`torch.optim.Adam`, `AdamW`, `Adagrad` and `SGD` have one (`fused=True`), which rounds otherwise than the operators that
+it stands for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from memfit.ir.device import Device
+from memfit.ir.trace import Trace
+from memfit.levers.conflicts import Conflict
+from memfit.levers.lever import Running
+from memfit.levers.parameter_updates import UpdateLever, not_jittors
+from memfit.workload import Workload
+
+FUSED = "fused optimizer"
+NO_FUSED = "an optimizer without a fused step, or with it on already"
+_KINDS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD)
+
+
+class FusedOptimizer(UpdateLever):
+    """The user's own optimizer, with its fused step."""
+
+    name = FUSED
+    value = "fused"
+    numerics_class = "reordered"
+    conflicts = (
+        Conflict(
+            FUSED,
+            NO_FUSED,
+            "there is nothing to switch on",
+            "use torch.optim's Adam, AdamW, Adagrad or SGD, or set levers.optimizer to 'as-is'",
+        ),
+        Conflict(
+            FUSED,
+            "bf16-true",
+            "weights in bf16 are updated by a pass of their own",
+            "use 'bf16-mixed', or give the optimizer fused=True",
+        ),
+        not_jittors(FUSED),
+    )
+
+    def circumstances(self, workload: Workload, device: Device | None) -> set[str]:
+        optimizer = workload.optimizer
+        is_on = any(group.get("fused") or group.get("differentiable") for group in optimizer.param_groups)
+        return set() if type(optimizer) in _KINDS and not is_on else {NO_FUSED}
+
+    @contextlib.contextmanager
+    def updating(self, running: Running) -> Iterator[Running]:
+        optimizer = running.workload.optimizer
+        before = [{name: group[name] for name in ("fused", "foreach")} for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group.update(fused=True, foreach=False)
+        _place_counts(optimizer, on_device=True)
+        try:
+            yield running
+        finally:
+            for group, was in zip(optimizer.param_groups, before, strict=True):
+                group.update(was)
+            _place_counts(optimizer, on_device=False)
+
+    def most_saved_bytes(self, trace: Trace) -> int:
+        """Return the most that tensors which only the optimizer's step has take at a time."""
+        changes: dict[int, int] = {}
+        for storage in trace.storages:
+            if trace.ops[storage.birth].phase == "optimizer" and storage.death < len(trace.ops):
+                changes[storage.birth] = changes.get(storage.birth, 0) + storage.nbytes
+                changes[storage.death + 1] = changes.get(storage.death + 1, 0) - storage.nbytes
+        most = alive = 0
+        for at in sorted(changes):
+            alive += changes[at]
+            most = max(most, alive)
+        return most
+
+
+def _place_counts(optimizer: torch.optim.Optimizer, on_device: bool) -> None:
+    """Move the counts of steps to where a fused step reads them, or back to the CPU, where others do."""
+    for parameter, values in optimizer.state.items():
+        count: Any = values.get("step")
+        if isinstance(count, torch.Tensor):
+            values["step"] = count.to(parameter.device if on_device else "cpu", torch.float32)

@@ -1,0 +1,80 @@
+"""Lean modules: normalisations, activations and dropouts whose outputs are made again in the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+
+from msgspec.structs import replace
+from torch import nn
+
+from memfit.capture.step_capture import is_compiled
+from memfit.ir.plan import Levers
+from memfit.ir.trace import Trace
+from memfit.levers.lever import LEAST_SHARE, Lever, NotOffered, Rung, Setting
+from memfit.recomputation.lean_modules import is_lean, is_made_lean, lean
+from memfit.workload import Workload
+
+_ALL = ("*",)
+
+
+class Lean(Lever):
+    """Normalisations and activations that keep their inputs, not their outputs."""
+
+    name = "lean norms and activations"
+    field = "lean"
+    switchable = True
+    recomputes = True
+
+    def is_used(self, levers: Levers, batch_size: int) -> bool:
+        return bool(levers.lean)
+
+    def setting(self, levers: Levers, batch_size: int) -> str:
+        return f"{'all norms and activations' if '*' in levers.lean else ', '.join(levers.lean)} made again"
+
+    def brief(self, levers: Levers, batch_size: int) -> str:
+        return "lean"
+
+    def on_model(self, levers: Levers, model: nn.Module) -> AbstractContextManager[None]:
+        return lean(model, levers.lean)
+
+    def is_applied(self, workload: Workload) -> bool:
+        return is_made_lean(workload.model)
+
+    def propose(self, step: Setting, wanted: list[Levers]) -> list[Levers]:
+        self._check(step)
+        whole = replace(step.plain, lean=_ALL)
+        if step.predicted(whole).peak_bytes > (1 - LEAST_SHARE) * step.predicted(step.plain).peak_bytes:
+            raise NotOffered("lean, the step hardly holds less")
+        return [*wanted, *(replace(levers, lean=_ALL) for levers in wanted)]
+
+    def rungs(self) -> Mapping[str, Rung]:
+        return {self.name: self._rung}
+
+    def _rung(self, step: Setting, levers: Levers) -> tuple[Levers, str]:
+        self._check(step)
+        count = sum(is_lean(module) for module in step.workload.model.modules())
+        return replace(levers, lean=_ALL), f"{count} modules made again"
+
+    def _check(self, step: Setting) -> None:
+        if not worthwhile(step.workload, step.trace(step.plain), step.predicted(step.plain).peak_bytes):
+            raise NotOffered(f"norms, activations and dropouts keep less than {LEAST_SHARE:.0%} of the peak")
+
+
+def worthwhile(workload: Workload, trace: Trace, peak_bytes: int) -> bool:
+    """Tell whether what a step's normalisations, activations and dropouts make takes enough until its backward pass.
+
+    Args:
+        workload: The workload.
+        trace: Its plain step.
+        peak_bytes: The peak of that.
+    """
+    names = {fqn for fqn, module in workload.model.named_modules() if is_lean(module)}
+    kept_bytes = sum(
+        storage.nbytes
+        for storage in trace.storages
+        if storage.category == "activations"
+        and trace.ops[storage.birth].phase == "forward"
+        and trace.fqn_of(trace.ops[storage.birth].call) in names
+    )
+    return kept_bytes >= LEAST_SHARE * peak_bytes and not is_compiled(workload)

@@ -1,0 +1,242 @@
+"""The interface of a lever: everything that memfit knows of one way to save memory or time."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import msgspec
+from torch import nn
+
+from memfit.ir.device import Device
+from memfit.ir.plan import Levers, LeverUse, Numerics, Precision, Prediction
+from memfit.ir.trace import Trace
+from memfit.levers.conflicts import Conflict
+from memfit.solver.frontier import Combination
+from memfit.training.step import StepOptions
+from memfit.workload import Workload
+
+LEAST_SHARE = 0.05
+"""Of the plain peak: what a lever must be able to save before a step is captured with it, and then must save."""
+
+
+class NotOffered(Exception):
+    """A lever is not worth trying on a step, or can't be; says why.
+
+    Args:
+        why: The reason, which the ladder shows.
+        is_noted: Whether a plan tells it too.
+    """
+
+    def __init__(self, why: str, *, is_noted: bool = False) -> None:
+        super().__init__(why)
+        self.is_noted = is_noted
+
+
+class Setting(Protocol):
+    """A step that levers are proposed for: the search for a plan, or the ladder.
+
+    Attributes:
+        workload: The user's workload.
+        device: The device that the step is to run on.
+        batch_size: Samples of the global batch.
+        plain: The levers of the step as the user wrote it.
+        numerics: The numerics class that the user allows.
+        coupling: What couples the samples of a batch; None for nothing.
+        budget_bytes: What a step may hold; None where nobody said.
+        host_budget_bytes: Host memory that levers may take.
+        precisions: Precisions that may be tried, the simplest first.
+    """
+
+    @property
+    def workload(self) -> Workload: ...
+    @property
+    def device(self) -> Device: ...
+    @property
+    def batch_size(self) -> int: ...
+    @property
+    def plain(self) -> Levers: ...
+    @property
+    def numerics(self) -> Numerics: ...
+    @property
+    def coupling(self) -> str | None: ...
+    @property
+    def budget_bytes(self) -> int | None: ...
+    @property
+    def host_budget_bytes(self) -> int: ...
+    @property
+    def precisions(self) -> Sequence[Precision]: ...
+
+    def trace(self, levers: Levers) -> Trace:
+        """Return the trace of the step with some levers."""
+
+    def predicted(self, levers: Levers) -> Prediction:
+        """Return the prediction for the step with some levers."""
+
+    def combination(self, levers: Levers) -> Combination:
+        """Return the problem of choosing regions under some levers."""
+
+    def allows(self, levers: Levers) -> bool:
+        """Tell whether the numerics class of some levers is allowed."""
+
+
+@dataclass(frozen=True)
+class Running:
+    """A step in the making: each lever takes one and hands one on.
+
+    Attributes:
+        workload: The workload, whose optimizer a lever may replace.
+        options: How the step runs.
+    """
+
+    workload: Workload
+    options: StepOptions
+
+
+Rung = Callable[[Setting, Levers], tuple[Levers, str]]
+"""Adds a lever to others; returns them, and what was added in words. Raises `NotOffered`."""
+
+
+class Lever(ABC):
+    """One way to save memory or time.
+
+    Attributes:
+        name: In plans, in notes and in the table of combinations.
+        field: The field of `Levers` that sets it.
+        switchable: Whether it may change between two steps.
+        recomputes: Whether it has modules run again in the backward pass.
+        conflicts: What it does not go with.
+    """
+
+    name: ClassVar[str]
+    field: ClassVar[str]
+    switchable: ClassVar[bool] = False
+    recomputes: ClassVar[bool] = False
+    conflicts: ClassVar[tuple[Conflict, ...]] = ()
+
+    # What it is set to
+
+    @abstractmethod
+    def is_used(self, levers: Levers, batch_size: int) -> bool:
+        """Tell whether levers have it change the step."""
+
+    @abstractmethod
+    def setting(self, levers: Levers, batch_size: int) -> str:
+        """Return how it is set, for the table of a plan's levers."""
+
+    @abstractmethod
+    def brief(self, levers: Levers, batch_size: int) -> str:
+        """Return how it is set in a word or two, for a table of many plans."""
+
+    def numerics(self, levers: Levers, couples_batch: bool) -> Numerics:
+        """Return its numerics class.
+
+        Args:
+            levers: The levers, which use it.
+            couples_batch: Whether the samples of a batch are coupled, by the model or by the loss.
+        """
+        return "exact"
+
+    def without(self, levers: Levers, batch_size: int) -> Levers:
+        """Return levers that don't use it."""
+        default = getattr(Levers(microbatch_size=batch_size), self.field)
+        return msgspec.structs.replace(levers, **{self.field: default})
+
+    def names(self, levers: Levers) -> set[str]:
+        """Return the names by which conflicts know it and its setting."""
+        return {self.name}
+
+    def changes_state(self, levers: Levers) -> bool:
+        """Tell whether the optimizer holds another state under it."""
+        return False
+
+    def may_switch(self, levers: Levers, to: Levers, batch_size: int) -> bool:
+        """Tell whether a step under some levers may go on under others, as far as it is concerned."""
+        return self.switchable or getattr(levers, self.field) == getattr(to, self.field)
+
+    def use(self, levers: Levers, batch_size: int, couples_batch: bool) -> LeverUse:
+        """Return its use in words."""
+        return LeverUse(
+            name=self.name,
+            setting=self.setting(levers, batch_size),
+            brief=self.brief(levers, batch_size),
+            numerics=self.numerics(levers, couples_batch),
+            recomputes=self.recomputes,
+        )
+
+    def circumstances(self, workload: Workload, device: Device | None) -> set[str]:
+        """Return the properties of a workload and a device, where it is known, that it alone conflicts with."""
+        return set()
+
+    # How it runs
+
+    @contextlib.contextmanager
+    def apply(self, levers: Levers, running: Running) -> Iterator[Running]:
+        """Put it on a step that is being made, until the context is left.
+
+        Args:
+            levers: The levers, which use it.
+            running: The step so far.
+        """
+        with self.on_model(levers, running.workload.model):
+            yield running
+
+    def on_model(self, levers: Levers, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Put it on a model, until the context is left: all that a switchable lever does."""
+        return contextlib.nullcontext()
+
+    def is_applied(self, workload: Workload) -> bool:
+        """Tell whether it is on a workload's model or optimizer at present."""
+        return False
+
+    @contextlib.contextmanager
+    def lifted(self, model: nn.Module) -> Iterator[None]:
+        """Take what is not switchable of it off the model's modules, until the context is left."""
+        yield
+
+    def host_bytes(self, levers: Levers, state_bytes: int, host_budget_bytes: int) -> int:
+        """Return the host memory that it takes.
+
+        Args:
+            levers: The levers, which use it.
+            state_bytes: The optimizer's state.
+            host_budget_bytes: Host memory that levers may take.
+        """
+        return 0
+
+    # How it is chosen
+
+    def waits_for(self, levers: Levers, batch_size: int) -> Levers | None:
+        """Return a combination that is captured before one with it, which is left out where that is slow."""
+        return None
+
+    def propose(self, step: Setting, wanted: list[Levers]) -> list[Levers]:
+        """Return the combinations to search: those given, and those that it adds.
+
+        Raises:
+            NotOffered: It adds none.
+        """
+        return wanted
+
+    def not_recomputed(self, levers: Levers) -> set[str]:
+        """Return the modules that can't be recomputed where it is used."""
+        return set()
+
+    def rungs(self) -> Mapping[str, Rung]:
+        """Return the rungs of the ladder that it makes, by name."""
+        return {}
+
+
+class Fallback(Lever):
+    """A lever that plans use only where no plan without it is cheap."""
+
+    @abstractmethod
+    def fallback(self, base: Levers) -> Levers:
+        """Return a combination with it."""
+
+    @abstractmethod
+    def most_saved_bytes(self, trace: Trace) -> int:
+        """Return a bound on the bytes that it saves of a step."""

@@ -1,0 +1,94 @@
+"""Microbatches: the batch cut into parts, whose gradients are added up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from msgspec.structs import replace
+
+from memfit.ir.plan import Levers, Numerics
+from memfit.levers.conflicts import BATCH_NORM, COUPLING_LOSS, Conflict
+from memfit.levers.lever import Lever, NotOffered, Rung, Setting
+
+MICROBATCHES = "microbatches"
+OF_BATCH_NORM = Conflict(
+    MICROBATCHES,
+    BATCH_NORM,
+    "the model normalises over the batch, so that microbatches would change the training",
+    "allow numerics='changed', or take memfit.freeze_batch_norm or memfit.group_norm_for_batch_norm",
+    unless="changed",
+)
+OF_COUPLING_LOSS = Conflict(
+    MICROBATCHES,
+    COUPLING_LOSS,
+    "the loss of the whole batch is not that of its parts put together, as in a contrastive loss, or a mean over"
+    " tokens that is returned as one over samples",
+    "return (sum, count) where it is a mean over tokens or voxels, plan with numerics='exact', or allow"
+    " numerics='changed'",
+    unless="changed",
+)
+
+
+class Microbatches(Lever):
+    """Gradient accumulation over parts of a batch."""
+
+    name = MICROBATCHES
+    field = "microbatch_size"
+    switchable = True
+    conflicts = (OF_BATCH_NORM, OF_COUPLING_LOSS)
+
+    def is_used(self, levers: Levers, batch_size: int) -> bool:
+        return levers.microbatch_size < batch_size
+
+    def setting(self, levers: Levers, batch_size: int) -> str:
+        size = levers.microbatch_size
+        count = -(-batch_size // size)
+        last = batch_size - size * (count - 1)
+        uneven = f", the last of {last:,}" if last != size else ""
+        return f"{size:,} of {batch_size:,} samples, {count:,} microbatches{uneven}"
+
+    def brief(self, levers: Levers, batch_size: int) -> str:
+        return f"microbatch {levers.microbatch_size:,}"
+
+    def numerics(self, levers: Levers, couples_batch: bool) -> Numerics:
+        return "changed" if couples_batch else "reordered"
+
+    def waits_for(self, levers: Levers, batch_size: int) -> Levers | None:
+        return replace(levers, microbatch_size=batch_size)
+
+    def propose(self, step: Setting, wanted: list[Levers]) -> list[Levers]:
+        if step.coupling is not None and step.numerics != "changed":
+            raise NotOffered(step.coupling, is_noted=True)
+        if step.numerics == "exact":
+            raise NotOffered("of class reordered: numerics='reordered' allows it")
+        sizes = microbatch_sizes(step.batch_size)
+        return [
+            replace(levers, microbatch_size=size)
+            for levers in wanted
+            for size in (sizes if step.allows(levers) else sizes[:1])  # what is not allowed is there for comparison
+        ]
+
+    def rungs(self) -> Mapping[str, Rung]:
+        return {"microbatches": self._least_product}
+
+    def _least_product(self, step: Setting, levers: Levers) -> tuple[Levers, str]:
+        """Cut the batch as peak times time is predicted to be least."""
+        if step.batch_size == 1:
+            raise NotOffered("the batch is one sample")
+
+        def product(cut: Levers) -> float:
+            predicted = step.predicted(cut)
+            return predicted.peak_bytes * predicted.step_seconds
+
+        best = min(self.propose(step, [levers])[1:], key=product)
+        return best, f"{-(-step.batch_size // best.microbatch_size)} of {best.microbatch_size} samples"
+
+
+def microbatch_sizes(batch_size: int, most: int = 5) -> list[int]:
+    """Return microbatch sizes that divide a batch evenly, the whole first, about halving down to one sample."""
+    divisors = [d for d in range(batch_size, 0, -1) if batch_size % d == 0]
+    sizes = [batch_size]
+    for divisor in divisors[1:]:
+        if divisor * 2 <= sizes[-1] or divisor == 1:
+            sizes.append(divisor)
+    return sizes if len(sizes) <= most else [*sizes[: most - 1], 1]

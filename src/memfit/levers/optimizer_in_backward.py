@@ -1,0 +1,143 @@
+"""The optimizer in the backward pass, as a lever: each gradient is used as soon as it is there, and freed.
+
+Gradients are then never all in memory. Autograd tells when a parameter's gradient is complete
+(`Tensor.register_post_accumulate_grad_hook`); the user's own optimizer takes its step for that parameter alone, with
+the same operators as in its whole step, so that the result is bitwise the same. By then no operator of the backward
+pass needs the parameter any more; where one does, autograd notices that it has changed, and says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from memfit.errors import PlanError
+from memfit.ir.trace import Trace
+from memfit.levers.conflicts import CLIPPING, FOREIGN_OPTIMIZER, SEVERAL_OPTIMIZERS, Conflict
+from memfit.levers.lever import Running
+from memfit.levers.microbatches import MICROBATCHES
+from memfit.levers.parameter_updates import UpdateLever, not_jittors, restricted
+
+IN_BACKWARD = "optimizer in the backward pass"
+
+
+class OptimizerInBackward(UpdateLever):
+    """Each parameter updated as soon as its gradient is there, which is then freed."""
+
+    name = IN_BACKWARD
+    value = "in-backward"
+    conflicts = (
+        Conflict(
+            IN_BACKWARD,
+            MICROBATCHES,
+            "a gradient is used and freed before those of later microbatches are added to it",
+            "set levers.microbatch_size to the whole batch, or levers.optimizer to 'as-is'",
+        ),
+        Conflict(
+            IN_BACKWARD,
+            CLIPPING,
+            "the norm of all gradients is known when the last of them is there, and the others are used by then",
+            "set Workload.max_grad_norm=None, or levers.optimizer to 'as-is'",
+        ),
+        Conflict(
+            IN_BACKWARD,
+            "16-mixed",
+            "whether gradients overflowed is known when the last of them is there, and the others are used by then",
+            "use 'bf16-mixed', or set levers.optimizer to 'as-is'",
+        ),
+        Conflict(
+            IN_BACKWARD,
+            "bf16-true",
+            "weights in bf16 are updated by a pass of their own after the backward pass",
+            "use 'bf16-mixed', or set levers.optimizer to 'as-is'",
+        ),
+        Conflict(
+            IN_BACKWARD,
+            SEVERAL_OPTIMIZERS,
+            "what one of them skips, all of them must skip, which is known only after the backward pass",
+            "use one optimizer with several groups, or set levers.optimizer to 'as-is'",
+        ),
+        Conflict(
+            IN_BACKWARD,
+            FOREIGN_OPTIMIZER,
+            "it may use more than the gradient of the parameter at hand",
+            "use an optimizer of torch.optim, or set levers.optimizer to 'as-is'",
+        ),
+        not_jittors(IN_BACKWARD),
+    )
+
+    @contextlib.contextmanager
+    def updating(self, running: Running) -> Iterator[Running]:
+        with contextlib.closing(InBackward(running.workload.optimizer)) as updating:
+            yield replace(running, options=replace(running.options, in_backward=updating))
+
+    def most_saved_bytes(self, trace: Trace) -> int:
+        return sum(p.nbytes for p in trace.parameters if p.trainable and p.group >= 0)
+
+
+class InBackward:
+    """Takes an optimizer's steps in the backward pass, while `taken` is entered.
+
+    Args:
+        optimizer: Of `torch.optim`, which updates each parameter by itself.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._groups = {p: group for group in optimizer.param_groups for p in group["params"]}
+        self._handles = [p.register_post_accumulate_grad_hook(self._update) for p in self._groups if p.requires_grad]
+        self._norms: dict[torch.Tensor, torch.Tensor] = {}
+        self._is_taking = self._is_dropping = False
+        self._lock = threading.Lock()  # each device has a thread of its own in the backward pass
+
+    def close(self) -> None:
+        """Leave gradients to the user again."""
+        for handle in self._handles:
+            handle.remove()
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[None]:
+        """Update parameters in the backward pass that runs until the context is left."""
+        self._norms, self._is_taking = {}, True
+        try:
+            yield
+        finally:
+            self._is_taking = False
+
+    @contextlib.contextmanager
+    def dropped(self) -> Iterator[None]:
+        """Let go of gradients in the backward passes that run until the context is left, and update nothing."""
+        self._is_dropping = True
+        try:
+            yield
+        finally:
+            self._is_dropping = False
+
+    def norms(self) -> list[torch.Tensor]:
+        """Return the norms of the gradients that the last such pass used, in the order of the parameters."""
+        return [self._norms[p] for p in self._groups if p in self._norms]
+
+    def _update(self, parameter: torch.Tensor) -> None:
+        if self._is_dropping:
+            parameter.grad = None
+        if not self._is_taking:
+            return
+        with self._lock, torch.no_grad():
+            if parameter in self._norms:
+                raise PlanError(
+                    f"the gradient of a parameter of shape {tuple(parameter.shape)} arrives twice in one backward pass,"
+                    " as under reentrant checkpointing, and was used already: set levers.optimizer to 'as-is'"
+                )
+            gradient = parameter.grad
+            assert gradient is not None
+            values = gradient.coalesce().values() if gradient.is_sparse else gradient
+            wide = torch.promote_types(values.dtype, torch.float32)
+            self._norms[parameter] = torch.linalg.vector_norm(values, dtype=wide)
+            del gradient, values
+            with restricted(self._optimizer, self._groups[parameter], [parameter]):
+                self._optimizer.step()
+            parameter.grad = None

@@ -1,0 +1,108 @@
+"""Ways of updating the parameters: the base of the levers that `Levers.optimizer` sets."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+import msgspec
+import torch
+
+from memfit.errors import PlanError
+from memfit.ir.plan import Levers, Numerics, OptimizerLever
+from memfit.ir.trace import Trace
+from memfit.levers.conflicts import JITTOR, Conflict
+from memfit.levers.lever import Fallback, Rung, Running, Setting
+from memfit.workload import Workload
+
+_UPDATING: weakref.WeakKeyDictionary[torch.optim.Optimizer, OptimizerLever] = weakref.WeakKeyDictionary()
+"""The lever that is applied to an optimizer at present."""
+
+
+class UpdateLever(Fallback):
+    """A way of updating the parameters, tried where no plan with the user's own optimizer as it is is cheap.
+
+    Attributes:
+        value: Of `Levers.optimizer`.
+        numerics_class: Its numerics class.
+    """
+
+    field = "optimizer"
+    value: ClassVar[OptimizerLever]
+    numerics_class: ClassVar[Numerics] = "exact"
+
+    def is_used(self, levers: Levers, batch_size: int) -> bool:
+        return levers.optimizer == self.value
+
+    def setting(self, levers: Levers, batch_size: int) -> str:
+        return self.value
+
+    def brief(self, levers: Levers, batch_size: int) -> str:
+        return f"optimizer {self.value}"
+
+    def numerics(self, levers: Levers, couples_batch: bool) -> Numerics:
+        return self.numerics_class
+
+    def is_applied(self, workload: Workload) -> bool:
+        return _UPDATING.get(workload.optimizer) == self.value
+
+    @contextlib.contextmanager
+    def apply(self, levers: Levers, running: Running) -> Iterator[Running]:
+        optimizer = running.workload.optimizer
+        if optimizer in _UPDATING:
+            raise PlanError(
+                f"levers.optimizer={_UPDATING[optimizer]!r} is applied to Workload.optimizer already: call close() on"
+                " the earlier step first"
+            )
+        _UPDATING[optimizer] = self.value
+        try:
+            with self.updating(running) as changed:
+                yield changed
+        finally:
+            del _UPDATING[optimizer]
+
+    @abc.abstractmethod
+    def updating(self, running: Running) -> AbstractContextManager[Running]:
+        """Have a step update its parameters so, until the context is left."""
+
+    def changes_state(self, levers: Levers) -> bool:
+        return True
+
+    def fallback(self, base: Levers) -> Levers:
+        return msgspec.structs.replace(base, optimizer=self.value)
+
+    def most_saved_bytes(self, trace: Trace) -> int:
+        return state_bytes(trace)
+
+    def rungs(self) -> Mapping[str, Rung]:
+        return {self.name: self._rung}
+
+    def _rung(self, step: Setting, levers: Levers) -> tuple[Levers, str]:
+        return self.fallback(levers), self.value
+
+
+def not_jittors(name: str) -> Conflict:
+    """Return the conflict of a way of updating parameters with Jittor."""
+    return Conflict(name, JITTOR, "it is made for PyTorch", "set levers.optimizer to 'as-is'")
+
+
+def state_bytes(trace: Trace) -> int:
+    """Return the bytes of the optimizer's state in a step."""
+    return sum(storage.nbytes for storage in trace.storages if storage.category == "optimizer state")
+
+
+@contextlib.contextmanager
+def restricted(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameters: Sequence[torch.Tensor]
+) -> Iterator[None]:
+    """Have an optimizer see only some parameters of one of its groups, until the context is left."""
+    groups, before = optimizer.param_groups, group["params"]
+    optimizer.param_groups, group["params"] = [group], list(parameters)
+    try:
+        yield
+    finally:
+        optimizer.param_groups, group["params"] = groups, before

@@ -1,0 +1,106 @@
+"""The registry: every lever, in the order in which they are applied and searched."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from memfit.ir.plan import Levers, LeverUse, Numerics
+from memfit.levers.activation_offload import ActivationOffload
+from memfit.levers.checkpointing import Checkpointing
+from memfit.levers.chunked_loss import ChunkedLoss
+from memfit.levers.conflicts import Conflict, check
+from memfit.levers.fused_optimizer import FusedOptimizer
+from memfit.levers.lean import Lean
+from memfit.levers.lever import Lever, Rung
+from memfit.levers.microbatches import Microbatches
+from memfit.levers.offloaded_optimizer import OffloadedOptimizer
+from memfit.levers.optimizer_in_backward import OptimizerInBackward
+from memfit.levers.parameter_updates import UpdateLever
+from memfit.levers.precision import Precision
+from memfit.levers.replaced_optimizer import Adafactor, AdamW8bit
+
+UPDATES: tuple[UpdateLever, ...] = (
+    OptimizerInBackward(),
+    FusedOptimizer(),
+    OffloadedOptimizer(),
+    AdamW8bit(),
+    Adafactor(),
+)
+"""Ways of updating the parameters, those of the lowest price first."""
+LEVERS: tuple[Lever, ...] = (
+    Precision(),
+    *UPDATES,
+    Microbatches(),
+    ChunkedLoss(),
+    Lean(),
+    Checkpointing(),
+    ActivationOffload(),
+)
+CONFLICTS: tuple[Conflict, ...] = tuple(conflict for lever in LEVERS for conflict in lever.conflicts)
+"""Everything else combines."""
+_ADVISED = (Precision, ChunkedLoss, Lean, Checkpointing, Microbatches, UpdateLever, ActivationOffload)
+
+
+def used(levers: Levers, batch_size: int) -> list[Lever]:
+    """Return the levers that are used."""
+    return [lever for lever in LEVERS if lever.is_used(levers, batch_size)]
+
+
+def uses(levers: Levers, batch_size: int, couples_batch: bool) -> tuple[LeverUse, ...]:
+    """Return the levers that are used, in words.
+
+    Args:
+        levers: The levers.
+        batch_size: Samples of the global batch.
+        couples_batch: Whether the samples of a batch are coupled, by the model or by the loss.
+    """
+    return tuple(lever.use(levers, batch_size, couples_batch) for lever in used(levers, batch_size))
+
+
+def names(levers: Levers, batch_size: int) -> set[str]:
+    """Return the names by which conflicts know the levers that are used and their settings."""
+    return {name for lever in used(levers, batch_size) for name in lever.names(levers)}
+
+
+def recomputes(levers: Levers) -> bool:
+    """Tell whether levers have anything run again in the backward pass."""
+    return any(lever.recomputes for lever in used(levers, levers.microbatch_size))
+
+
+def check_names(used: Collection[str], allowed: Numerics = "exact", where: str = "") -> None:
+    """Refuse levers and circumstances that don't go together; see `conflicts.check`.
+
+    Raises:
+        PlanError: There is a conflict.
+    """
+    check(CONFLICTS, used, allowed, where)
+
+
+def host_bytes(levers: Levers, batch_size: int, state_bytes: int, host_budget_bytes: int) -> dict[str, int]:
+    """Return the host memory that levers take, by name.
+
+    Args:
+        levers: The levers.
+        batch_size: Samples of the global batch.
+        state_bytes: The optimizer's state.
+        host_budget_bytes: Host memory that levers may take; each leaves less of it to the next.
+    """
+    taken: dict[str, int] = {}
+    for lever in used(levers, batch_size):
+        left = max(0, host_budget_bytes - sum(taken.values()))
+        taken[lever.name] = lever.host_bytes(levers, state_bytes, left)
+    return {name: nbytes for name, nbytes in taken.items() if nbytes}
+
+
+def rungs() -> Iterator[tuple[str, Rung]]:
+    """Yield the rungs of the ladder, in the advised order."""
+    for kind in _ADVISED:
+        for lever in LEVERS:
+            if isinstance(lever, kind):
+                yield from lever.rungs().items()
+
+
+def table() -> str:
+    """Return the table of conflicts, in Markdown."""
+    heading = "| this | with that | why not | what to do |\n| --- | --- | --- | --- |"
+    return "\n".join([heading, *(conflict.row() for conflict in CONFLICTS)])

@@ -1,0 +1,205 @@
+"""Optimizers of less state, as levers: another one in place of the user's, over the same parameters and groups.
+
+- `adamw-8bit` is AdamW with states of 8 bits, each block of 256 numbers with a scale of its own (T. Dettmers, M. Lewis,
+  S. Shleifer, L. Zettlemoyer 2022, *8-bit Optimizers via Block-wise Quantization*), from bitsandbytes. States that are
+  there are quantised, so that those of fp32 are not held beside them, and given back to the user's optimizer in fp32
+  at the end.
+- `adafactor` keeps a row and a column of the second moment (N. Shazeer, M. Stern 2018, *Adafactor: Adaptive Learning
+  Rates with Sublinear Memory Cost*), from PyTorch. Its steps are relative to each parameter's size: its learning rate
+  is that of its paper, scheduled as the user's is, and weights decay per step as before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from memfit._torch.optim import mark_as_stepped
+from memfit.errors import MissingExtraError
+from memfit.ir.device import Device
+from memfit.ir.plan import OptimizerLever
+from memfit.levers.conflicts import SEVERAL_OPTIMIZERS, Conflict
+from memfit.levers.lever import Running
+from memfit.levers.parameter_updates import UpdateLever, not_jittors
+from memfit.workload import Workload
+
+ADAMW_8BIT = "AdamW with 8-bit states"
+ADAFACTOR = "Adafactor"
+NOT_ADAMW = "an optimizer other than AdamW, or Adam without weight decay"
+NO_BITSANDBYTES = "bitsandbytes not installed"
+_ADAFACTOR_RATE = 1e-2
+_PAIRS = (("exp_avg", "1"), ("exp_avg_sq", "2"))  # of states: AdamW's name, and the number in bitsandbytes' names
+_BLOCK = 256
+
+Optimizer = torch.optim.Optimizer
+
+
+class _ReplacedOptimizer(UpdateLever):
+    """Another optimizer in the place of the user's."""
+
+    @contextlib.contextmanager
+    def updating(self, running: Running) -> Iterator[Running]:
+        with replaced(running.workload.optimizer, self.value) as optimizer:
+            yield dataclasses.replace(running, workload=dataclasses.replace(running.workload, optimizer=optimizer))
+
+
+class AdamW8bit(_ReplacedOptimizer):
+    """AdamW with states of 8 bits."""
+
+    name = ADAMW_8BIT
+    value = "adamw-8bit"
+    numerics_class = "reduced"
+    conflicts = (
+        Conflict(
+            ADAMW_8BIT,
+            NOT_ADAMW,
+            "it does AdamW's mathematics, without amsgrad and maximize, and no other's",
+            "use torch.optim.AdamW, or set levers.optimizer to 'as-is'",
+        ),
+        Conflict(ADAMW_8BIT, NO_BITSANDBYTES, "the optimizer is that package's", "pip install 'memfit[optimizers]'"),
+        Conflict(
+            ADAMW_8BIT,
+            "bf16-true",
+            "weights in bf16 are updated through the user's own optimizer",
+            "use 'bf16-mixed', or set levers.optimizer to 'as-is'",
+        ),
+        not_jittors(ADAMW_8BIT),
+    )
+
+    def circumstances(self, workload: Workload, device: Device | None) -> set[str]:
+        missing = {NO_BITSANDBYTES} if importlib.util.find_spec("bitsandbytes") is None else set()
+        return missing | (set() if _is_adamw(workload.optimizer) else {NOT_ADAMW})
+
+
+class Adafactor(_ReplacedOptimizer):
+    """Adafactor, which keeps a row and a column of the second moment."""
+
+    name = ADAFACTOR
+    value = "adafactor"
+    numerics_class = "changed"
+    conflicts = (
+        Conflict(
+            ADAFACTOR,
+            "bf16-true",
+            "weights in bf16 are updated through the user's own optimizer",
+            "use 'bf16-mixed', or set levers.optimizer to 'as-is'",
+        ),
+        Conflict(
+            ADAFACTOR,
+            SEVERAL_OPTIMIZERS,
+            "parameters that are updated by different rules are so for a reason",
+            "use one optimizer, or set levers.optimizer to 'as-is'",
+        ),
+        not_jittors(ADAFACTOR),
+    )
+
+
+@contextlib.contextmanager
+def replaced(optimizer: Optimizer, lever: OptimizerLever) -> Iterator[Optimizer]:
+    """Return the optimizer that a lever puts in place of the user's, until the context is left.
+
+    Its learning rates and weight decays follow those of the user's groups, which schedulers set.
+
+    Args:
+        optimizer: The user's.
+        lever: "adamw-8bit" or "adafactor".
+
+    Raises:
+        MissingExtraError: bitsandbytes is not installed.
+    """
+    is_8bit = lever == "adamw-8bit"
+    kind, convert = (_bitsandbytes().optim.AdamW8bit, _as_adamw) if is_8bit else (torch.optim.Adafactor, _as_adafactor)
+    made: Any = kind([{"params": list(group["params"]), **convert(group)} for group in optimizer.param_groups])
+    made.memfit_stands_for = type(optimizer).__qualname__
+
+    def follow(*_: Any) -> None:
+        for group, followed in zip(made.param_groups, optimizer.param_groups, strict=True):
+            group.update(convert(followed))
+        mark_as_stepped(optimizer)
+
+    made.register_step_pre_hook(follow)
+    if not is_8bit:
+        yield made
+        return
+    try:
+        _take_over(made, optimizer)
+        yield made
+    finally:
+        _give_back(made, optimizer)
+
+
+def _as_adamw(group: dict[str, Any]) -> dict[str, Any]:
+    return {"lr": float(group["lr"]), **{name: group[name] for name in ("betas", "eps", "weight_decay")}}
+
+
+def _as_adafactor(group: dict[str, Any]) -> dict[str, Any]:
+    rate, first = float(group["lr"]), float(group.get("initial_lr", group["lr"]))
+    scale = rate / first if first else 0.0
+    decay = float(group.get("weight_decay", 0.0)) * first / _ADAFACTOR_RATE
+    return {"lr": _ADAFACTOR_RATE * scale, "weight_decay": decay}
+
+
+def _is_adamw(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether an optimizer does AdamW's mathematics: Adam with decoupled weight decay, or with none."""
+    return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and not any(
+        group["amsgrad"]
+        or group["maximize"]
+        or (group["weight_decay"] and not (group.get("decoupled_weight_decay") or type(optimizer) is torch.optim.AdamW))
+        for group in optimizer.param_groups
+    )
+
+
+# States of 8 bits
+
+
+def _bitsandbytes() -> Any:
+    try:
+        import bitsandbytes
+    except ImportError as e:
+        raise MissingExtraError("levers.optimizer='adamw-8bit'", "optimizers", "bitsandbytes") from e
+    return bitsandbytes
+
+
+def _take_over(made: Any, optimizer: Optimizer) -> None:
+    """Have an AdamW of 8 bits go on from the state of one of fp32, which keeps none of it."""
+    for index, group in enumerate(made.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            values = optimizer.state.get(parameter)
+            if values:
+                made.init_state(group, parameter, index, position)
+                _quantise(made.state[parameter], values)
+                del optimizer.state[parameter]
+
+
+def _quantise(state: dict[str, Any], values: dict[str, Any]) -> None:
+    quantise = _bitsandbytes().functional.quantize_blockwise
+    for name, number in _PAIRS:
+        held = state[f"state{number}"]
+        if held.dtype is not torch.uint8:
+            held.copy_(values[name])
+            continue
+        codes, found = quantise(values[name].contiguous(), code=state[f"qmap{number}"], blocksize=_BLOCK)
+        held.copy_(codes)
+        state[f"absmax{number}"].copy_(found.absmax)
+    state["step"] = int(values["step"])
+
+
+def _give_back(made: Any, optimizer: Optimizer) -> None:
+    """Put the state of an AdamW of 8 bits into the user's optimizer, in fp32."""
+    dequantise = _bitsandbytes().functional.dequantize_blockwise
+    for parameter, state in made.state.items():
+        if not state.get("step"):  # memory ran out before it was whole
+            continue
+        values: dict[str, Any] = {"step": torch.tensor(float(state["step"]))}
+        for name, number in _PAIRS:
+            held = state[f"state{number}"]
+            if held.dtype is torch.uint8:
+                scales, codes = state[f"absmax{number}"], state[f"qmap{number}"]
+                held = dequantise(held, absmax=scales, code=codes, blocksize=_BLOCK)
+            values[name] = held.to(torch.float32).reshape(parameter.shape)
+        optimizer.state[parameter] = values

@@ -1,0 +1,130 @@
+"""From levers to the step that runs them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from memfit.errors import PlanError, PlanMismatchError, WorkloadError
+from memfit.hardware.host import find_device
+from memfit.ir.device import Device
+from memfit.ir.plan import Levers, Plan
+from memfit.levers import registry
+from memfit.levers.circumstances import check_combination
+from memfit.levers.lever import Running
+from memfit.tape import LoopWorkload
+from memfit.training.loop import DescribedLoop
+from memfit.training.refusals import check_supported
+from memfit.training.step import Step, StepOptions
+from memfit.training.taped import TapedStep
+from memfit.workload import Loop, Workload, fingerprint, samples_of
+
+
+@contextlib.contextmanager
+def applied(levers: Levers, workload: Workload, **options: Any) -> Iterator[Step]:
+    """Run levers on a workload, on the device of its parameters, until the context is left.
+
+    Args:
+        levers: The levers.
+        workload: The workload.
+        options: More that the step begins with; see `StepOptions`.
+    """
+    check_combination(levers, workload)
+    running = Running(workload, StepOptions(microbatch_size=levers.microbatch_size, **options))
+    with contextlib.ExitStack() as stack:
+        for lever in registry.used(levers, samples_of(workload)):
+            running = stack.enter_context(lever.apply(levers, running))
+        if isinstance(running.workload, LoopWorkload) and running.workload.tape.entries:
+            yield TapedStep(running.workload, running.options.autocast)
+        else:
+            yield Step(running.workload, running.options)
+
+
+@contextlib.contextmanager
+def described(levers: Levers, workload: Workload) -> Iterator[DescribedLoop]:
+    """Run the user's own loop, as `Workload.loop` says, until the context is left."""
+    loop = workload.loop or Loop()
+    with applied(levers, workload) as step:
+        program = DescribedLoop(step, loop)
+        with program.holding():
+            yield program
+
+
+def check_plan(plan: Plan, workload: Workload) -> None:
+    """Check that a plan is for a workload.
+
+    Raises:
+        PlanMismatchError: It was made for another one.
+        PlanError: Its microbatch size is not one, or its levers don't go together.
+    """
+    found = fingerprint(workload)
+    if found != plan.fingerprint:
+        raise PlanMismatchError(
+            f"the plan was made for the workload {plan.workload!r} with fingerprint {plan.fingerprint}, but"
+            f" {workload.name!r} has {found}: modules, parameters, batch shapes or optimizer differ. Make a plan for it"
+        )
+    size = samples_of(workload)
+    if not 1 <= plan.levers.microbatch_size <= size:
+        raise PlanError(
+            f"the plan's levers.microbatch_size is {plan.levers.microbatch_size}: it must be from 1 to the batch's"
+            f" {size} samples"
+        )
+    check_combination(plan.levers, workload, allowed=plan.allowed)
+
+
+def check_workload(workload: Workload, device: Device) -> None:
+    """Check that a workload is as the user made it, and where it can be predicted for a device.
+
+    Raises:
+        PlanError: A plan is applied to it.
+        WorkloadError: Its model is elsewhere, or of a kind that can't be run.
+    """
+    check_supported(workload)
+    elsewhere = {p.device.type for p in workload.model.parameters()} - {"cpu", "meta", device.kind}
+    if elsewhere:
+        raise WorkloadError(
+            f"Workload.model is on {', '.join(sorted(elsewhere))}, which device={device.name!r} is not: build it on"
+            ' the CPU or under torch.device("meta")'
+        )
+    check_untouched(workload)
+
+
+def host_bytes_of(plan: Plan) -> dict[str, int]:
+    """Return the host memory that a plan's levers take, by their names."""
+    state_bytes = plan.plain.by_category.get("optimizer state", 0)
+    return registry.host_bytes(plan.levers, plan.batch_size, state_bytes, plan.host_budget_bytes)
+
+
+def check_untouched(workload: Workload) -> None:
+    """Check that no plan is applied to a workload.
+
+    Raises:
+        PlanError: One is.
+    """
+    applied = [lever.name for lever in registry.LEVERS if lever.is_applied(workload)]
+    if applied:
+        raise PlanError(
+            f"a plan is applied to the workload already ({', '.join(applied)}): call close() on its step first"
+        )
+
+
+def check_runs_here(plan: Plan, workload: Workload) -> Device:
+    """Check that a plan is for a workload, and that this version can run and measure both here; return the device.
+
+    Raises:
+        PlanMismatchError: The plan was made for another workload.
+        PlanError: It was made for another device, or a plan is applied to the workload.
+        WorkloadError: The model is not on the CPU, or holds no data.
+    """
+    device = find_device("cpu")
+    if plan.device != device.name:
+        raise PlanError(
+            f"the plan was made for device={plan.device!r}: this version runs and measures plans on the CPU only. Make"
+            " one with device='cpu', or apply this one there with memfit.apply(plan, workload)"
+        )
+    if any(p.device.type == "meta" for p in workload.model.parameters()):
+        raise WorkloadError("Workload.model holds no data: it was built under torch.device('meta'); build it without")
+    check_workload(workload, device)
+    check_plan(plan, workload)
+    return device

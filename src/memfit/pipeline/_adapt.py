@@ -1,0 +1,284 @@
+"""A plan that adapts: batches whose shapes vary, each run with the fastest plan that fits it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from msgspec.structs import replace
+from torch.distributed import ProcessGroup
+
+from memfit.batch import map_tensors
+from memfit.cost.calibrate import with_workspaces
+from memfit.errors import UsageError
+from memfit.hardware.host import find_device
+from memfit.ir.plan import Plan
+from memfit.ir.simulate import simulate
+from memfit.levers import registry
+from memfit.levers.conflicts import ADAPTING
+from memfit.levers.switch import Switch, candidates_of, lowered
+from memfit.pipeline._apply import join, snapshots_of, switchable
+from memfit.planner.batch_coupling import without_coupled
+from memfit.planner.captures import Captures
+from memfit.planner.prediction import costs_of
+from memfit.solver.controller import Controller, Expected
+from memfit.training.guards.limits import CpuLimit
+from memfit.training.guards.recovery import Recovery
+from memfit.training.step import Step, StepResult
+from memfit.units import format_bytes
+from memfit.workload import Workload, tensors_of
+
+ANCHORS = (0.0, 0.2, 0.45, 0.7, 1.0)
+"""Where on the way from the smallest shapes to the largest the step is captured; in between is interpolated."""
+BUCKETS = 8
+"""Parts of that way for which times are learned apart."""
+_SMALLEST = 16  # of the largest size: the smallest that is captured
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+def adapt(
+    plan: Plan,
+    workload: Workload,
+    *,
+    limit_bytes: int | None = None,
+    snapshots: str | Path | None = None,
+    process_group: ProcessGroup | None = None,
+) -> Step:
+    """Return a training step for batches whose shapes vary, which runs each with the fastest plan that fits it.
+
+    The plans are those on the frontier of `plan`, of its precision and of the numerics class that it allows. With
+    numerics="exact" the results do not depend on which are taken; with microbatches among them, they do to
+    rounding. A batch that runs out of memory all the same is undone and run again under a lower plan.
+
+    Args:
+        plan: A plan for the workload, whose batch is the largest there is; the plan's budget is held for all.
+        workload: The workload.
+        limit_bytes: What a step may hold at a time (> 0): it fails before it exceeds that. None sets no limit.
+        snapshots: Folder for a memory snapshot of each step that runs out of memory, `out-of-memory-<step>.pickle`, at
+            most 8; None for none.
+        process_group: Ranks that train together, as for `apply`; all take the same plan, the one for the largest batch
+            among them. None for one process.
+
+    Raises:
+        PlanMismatchError: The plan was made for another workload.
+        PlanError: Its precision is bf16-true, or its levers don't go together.
+        UsageError: `limit_bytes` is not positive, or a batch, when the step is called, is larger than the workload's.
+    """
+    plan = without_coupled(plan, workload)
+    with contextlib.ExitStack() as stack:
+        switch = stack.enter_context(switchable(plan, workload, limit_bytes=limit_bytes))
+        adaptive = stack.enter_context(contextlib.closing(Adaptive(switch, plan, snapshots)))
+        switch.step.change(recovery=adaptive)
+        join(adaptive, process_group)
+        switch.step.on_close = stack.pop_all().close
+    return switch.step
+
+
+class Way:
+    """The straight way from small shapes to the largest, on which batches are placed.
+
+    Args:
+        largest: Shapes of the tensors of the largest batch.
+        smaller: Those of a batch that is smaller in the dimensions that vary.
+    """
+
+    def __init__(self, largest: Shapes, smaller: Shapes) -> None:
+        self.largest = largest
+        spans = {
+            (i, d): (small, large)
+            for i, (one, other) in enumerate(zip(smaller, largest, strict=True))
+            for d, (small, large) in enumerate(zip(one, other, strict=True))
+            if small != large
+        }
+        least = max((max(1, -(-large // _SMALLEST)) - large) / (large - small) for small, large in spans.values())
+        self.ends = {at: (round(large + least * (large - small)), large) for at, (small, large) in spans.items()}
+
+    def covers(self, shapes: Shapes) -> bool:
+        """Tell whether only dimensions vary that vary on the way."""
+        return all(at in self.ends for at in varying(self.largest, shapes))
+
+    def place(self, shapes: Shapes) -> float:
+        """Return where on the way every dimension is at least as large, from 0 to 1."""
+        places = [(shapes[i][d] - low) / (high - low) for (i, d), (low, high) in self.ends.items() if high > low]
+        return min(1.0, max(0.0, *places))
+
+    def batch_at(self, batch: Any, place: float) -> Any:
+        """Return the largest batch, cut to the shapes at a place."""
+        sizes = {at: round(low + place * (high - low)) for at, (low, high) in self.ends.items()}
+        index = iter(range(len(self.largest)))
+
+        def cut(leaf: torch.Tensor) -> torch.Tensor:
+            i = next(index)
+            for d in range(leaf.dim()):
+                leaf = leaf.narrow(d, 0, sizes.get((i, d), leaf.shape[d]))
+            return leaf.clone()
+
+        return map_tensors(cut, batch)
+
+
+class Adaptive(Recovery):
+    """Runs every batch with a plan of its own.
+
+    Args:
+        switch: Puts the step under a plan.
+        plan: The plan whose frontier has the others.
+        snapshots: Folder for snapshots of steps that run out of memory; None for none.
+
+    Attributes:
+        candidates: The plans.
+        taken: How often each was run, by bucket and position.
+    """
+
+    def __init__(self, switch: Switch, plan: Plan, snapshots: str | Path | None = None) -> None:
+        registry.check_names({ADAPTING} | registry.names(plan.levers, plan.batch_size))
+        super().__init__(switch.step, plan, self._next, snapshots=snapshots_of(switch, snapshots))
+        self.candidates = candidates_of(plan)
+        self.taken: Counter[tuple[int, int]] = Counter()
+        self._base = plan
+        self._switch = switch
+        self._workload, self._device = switch.step.workload, find_device(plan.device)
+        self._largest = shapes_of(self._workload.batch)
+        self._way: Way | None = None
+        self._at: list[list[Expected]] = []
+        self._peak_error = plan.predicted.peak_upper_bytes / plan.predicted.peak_bytes - 1
+        self.controller = Controller(plan.budget_bytes, self._peak_error)
+
+    def __call__(self, run: Callable[[Any], StepResult], batch: Any) -> StepResult:
+        """Run a batch with the plan that is chosen for it."""
+        (place,) = self._ranks.most([self._place(batch)])
+        self._bucket = min(BUCKETS - 1, int(place * BUCKETS))
+        self._expected = self.expected_at(place)
+        arm = self.controller.choose(self._bucket, self._expected)
+        self._take(self._ranks.first(self._leanest() if arm is None else arm))
+        if self._device.kind == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        try:
+            result = super().__call__(run, batch)
+        finally:
+            self.plan = self._base
+        limit = self.step.limit
+        is_slowed = isinstance(limit, CpuLimit) and limit.has_looked_up
+        seconds = None if is_slowed else result.seconds
+        self.controller.learn(self._bucket, self._arm, self._expected[self._arm], *self._seen(seconds))
+        self.taken[self._bucket, self._arm] += 1
+        return result
+
+    def __str__(self) -> str:
+        lines = [f"{'plan':>6}{'peak at the largest':>22}   batches, from the smallest shapes to the largest"]
+        for arm, candidate in enumerate(self.candidates):
+            counts = "".join(f"{self.taken[bucket, arm]:7}" for bucket in range(BUCKETS))
+            lines.append(f"{arm:6}{format_bytes(candidate.peak_bytes):>22}   {counts}")
+        return "\n".join(lines)
+
+    def expected_at(self, place: float) -> list[Expected]:
+        """Return what each plan is predicted to take for shapes at a place, interpolated between those captured.
+
+        Times are those for the largest shapes: which plan is faster, and by how much, is what counts.
+
+        What a storage takes grows with the product of some dimensions, and a peak is the largest of sums of storages:
+        convex, so that the straight line between two captured peaks is above those in between.
+        """
+        if self._way is None or place == 1.0:
+            return self._at_largest
+        high = next(i for i, anchor in enumerate(ANCHORS) if place <= anchor) or 1
+        start, stop = ANCHORS[high - 1], ANCHORS[high]
+        share = (place - start) / (stop - start)
+        return [
+            Expected(a.peak_bytes + share * (b.peak_bytes - a.peak_bytes), a.seconds)
+            for a, b in zip(self._at[high - 1], self._at[high], strict=True)
+        ]
+
+    @functools.cached_property
+    def _at_largest(self) -> list[Expected]:
+        return self._anchor(self._workload.batch)
+
+    def _place(self, batch: Any) -> float:
+        """Return where a batch is on the way, which is laid out when the first batch comes that varies otherwise."""
+        shapes = shapes_of(batch)
+        if shapes == self._largest:
+            return 1.0
+        _check_smaller(shapes, self._largest)
+        if self._way is None or not self._way.covers(shapes):
+            largest = self._at_largest
+            self._way = Way(self._largest, shapes)
+            smaller = [self._way.batch_at(self._workload.batch, place) for place in ANCHORS[:-1]]
+            self._at = [*map(self._anchor, smaller), largest]
+        return self._way.place(shapes)
+
+    def _anchor(self, batch: Any) -> list[Expected]:
+        """Predict every plan for a batch, from a capture for each choice of its levers but regions."""
+        workload = dataclasses.replace(self._workload, batch=batch)
+        bare = [replace(candidate.levers, regions=()) for candidate in self.candidates]
+        with self._switch.lifted():
+            captures = Captures(workload, self._device)
+            traces = {levers: captures(levers) for levers in dict.fromkeys(bare)}
+        if batch is self._workload.batch or self._device.kind == "cuda":
+            self._costs = costs_of(traces.values(), self._device)
+        else:
+            self._costs = with_workspaces(self._costs, traces.values())
+        kept_bytes = sum(t.nbytes for t in tensors_of(self._workload.batch))  # beside the batch that is run
+        found = []
+        for levers, candidate in zip(bare, self.candidates, strict=True):
+            timeline = simulate(traces[levers], self._costs, candidate.levers.regions)
+            found.append(Expected(timeline.peak_bytes + kept_bytes, candidate.step_seconds))
+        return found
+
+    def _take(self, arm: int) -> Plan:
+        """Put the step under a plan."""
+        self._arm, candidate = arm, self.candidates[arm]
+        self._switch.to(candidate.levers)
+        peak_bytes = int(self._expected[self._arm].peak_bytes)
+        self.plan = lowered(self._base, replace(candidate, peak_bytes=max(1, peak_bytes)))
+        self.step.change(predicted_peak_bytes=peak_bytes, prediction=self.plan.predicted)
+        return self.plan
+
+    def _next(self, plan: Plan) -> Plan | None:
+        """Put the step under a plan that is predicted to take less than the one that ran out of memory."""
+        before = self._expected[self._arm]
+        self.controller.ran_out(before)
+        arm = self.controller.choose(self._bucket, self._expected)
+        arm = self._ranks.first(self._leanest() if arm is None else arm)
+        return self._take(arm) if self._expected[arm].peak_bytes < before.peak_bytes else None
+
+    def _leanest(self) -> int:
+        return min(range(len(self.candidates)), key=lambda arm: self._expected[arm].peak_bytes)
+
+    def _seen(self, seconds: float | None) -> tuple[float | None, int | None]:
+        """Return what the slowest rank took and the fullest one held, so that all ranks learn the same."""
+        peak_bytes = self._peak_bytes()
+        said = [math.inf if seconds is None else seconds, -1.0 if peak_bytes is None else float(peak_bytes)]
+        slowest, fullest = self._ranks.most(said)
+        return None if math.isinf(slowest) else slowest, None if fullest < 0 else int(fullest)
+
+    def _peak_bytes(self) -> int | None:
+        if self._device.kind == "cuda":
+            return torch.cuda.max_memory_allocated()
+        return self.step.limit.peak_bytes if isinstance(self.step.limit, CpuLimit) else None
+
+
+def shapes_of(batch: Any) -> Shapes:
+    """Return the shapes of a batch's tensors, in order."""
+    return tuple(tuple(tensor.shape) for tensor in tensors_of(batch))
+
+
+def varying(one: Shapes, other: Shapes) -> Iterator[tuple[int, int]]:
+    """Yield the dimensions in which shapes differ: the tensor's position, and the dimension's."""
+    for i, (a, b) in enumerate(zip(one, other, strict=True)):
+        yield from ((i, d) for d in range(len(a)) if a[d] != b[d])
+
+
+def _check_smaller(shapes: Shapes, largest: Shapes) -> None:
+    same = len(shapes) == len(largest) and all(len(a) == len(b) for a, b in zip(shapes, largest, strict=True))
+    if not same or any(shapes[i][d] > largest[i][d] for i, d in varying(shapes, largest)):
+        raise UsageError(
+            f"a batch with tensors of shapes {list(shapes)} is not within the largest, Workload.batch with"
+            f" {list(largest)}: make the plan with Workload.batch as large as any batch"
+        )

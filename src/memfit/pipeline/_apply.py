@@ -1,0 +1,143 @@
+"""`memfit.apply`: the training step that runs a plan, with its limit, its recovery and its snapshots."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch.distributed import ProcessGroup
+
+from memfit.capture.accumulation import Accumulation
+from memfit.cost.calibrate import known_workspace_bytes
+from memfit.errors import UsageError
+from memfit.ir.plan import Plan
+from memfit.levers import registry
+from memfit.levers.conflicts import ROUNDING_RANKS
+from memfit.levers.stack import applied, check_plan, check_untouched, host_bytes_of
+from memfit.levers.switch import Switch, without_switched
+from memfit.pipeline.predicted_snapshots import write_predicted_snapshot
+from memfit.planner.batch_coupling import without_coupled
+from memfit.training.guards.host_memory import check_host, host_needs
+from memfit.training.guards.ledger import device_of, held_tensors, live
+from memfit.training.guards.limits import CpuLimit, CudaLimit
+from memfit.training.guards.rank_agreement import check_can_recover
+from memfit.training.guards.recovery import OutOfMemoryObserver, Recovery
+from memfit.training.guards.snapshots import Snapshots
+from memfit.training.refusals import check_supported
+from memfit.training.step import Step
+from memfit.workload import Workload
+
+
+def apply(
+    plan: Plan,
+    workload: Workload,
+    *,
+    recover: bool = False,
+    limit_bytes: int | None = None,
+    snapshots: str | Path | None = None,
+    process_group: ProcessGroup | None = None,
+) -> Step:
+    """Return the training step that runs a plan on a workload.
+
+    The workload's modules are checkpointed in place, through PyTorch's public mechanisms; `step.close()`
+    undoes it, and so does leaving the step as a context.
+
+    Args:
+        plan: A plan for this workload.
+        workload: The user's workload.
+        recover: Whether a step that runs out of memory is undone, and run again on the same batch under the next
+            lower plan of the frontier, which then stays.
+        limit_bytes: What a step may hold at a time, on a GPU reserve (> 0): it fails before it exceeds that. None
+            sets no limit.
+        snapshots: Folder for a memory snapshot of each step that runs out of memory, `out-of-memory-<step>.pickle`, at
+            most 8; None for none.
+        process_group: Ranks that train together, each with a copy of the model, its own batches and the same plan: what
+            runs out of memory on one is undone on all, and gradients are averaged after the backward pass. None for
+            one process.
+
+    Raises:
+        PlanMismatchError: The plan was made for another workload.
+        BudgetError: The plan offloads activations, and the host has less memory left than they may take.
+        PlanError: A plan is applied to the workload already, its levers are not legal, or it cuts batches whose samples
+            the loss couples.
+        UsageError: `limit_bytes` is not positive, `process_group` is given without `recover`, the ranks have different
+            plans, or the model is one whose ranks can't recover together.
+    """
+    if process_group is not None and not recover:
+        raise UsageError("process_group= has ranks undo steps together: give recover=True too")
+    plan = without_coupled(plan, workload)
+    with contextlib.ExitStack() as stack:
+        switch = stack.enter_context(switchable(plan, workload, limit_bytes=limit_bytes))
+        writer = snapshots_of(switch, snapshots)
+        if recover:
+            recovery = Recovery(switch.step, plan, switch.lower, snapshots=writer)
+            switch.step.change(recovery=stack.enter_context(contextlib.closing(recovery)))
+            join(recovery, process_group)
+        elif writer is not None:
+            switch.step.change(recovery=OutOfMemoryObserver(switch.step, plan, writer))
+        switch.step.on_close = stack.pop_all().close
+    return switch.step
+
+
+def join(recovery: Recovery, process_group: ProcessGroup | None) -> None:
+    """Have ranks recover together, where there are several.
+
+    Raises:
+        UsageError: The model is one whose ranks can't recover together.
+        PlanError: The plan does not go with ranks.
+    """
+    workload = recovery.step.workload
+    check_can_recover(workload.model)
+    if process_group is None:
+        return
+    if workload.bf16_updates == "stochastic-rounding":
+        registry.check_names(registry.names(recovery.plan.levers, recovery.plan.batch_size) | {ROUNDING_RANKS})
+    recovery.join(process_group)
+
+
+def snapshots_of(switch: Switch, folder: str | Path | None) -> Snapshots | None:
+    """Return what writes snapshots of a step into a folder; None without one."""
+    if folder is None:
+        return None
+    return Snapshots(Path(folder), device_of(switch.step), functools.partial(write_predicted_snapshot, switch))
+
+
+@contextlib.contextmanager
+def switchable(plan: Plan, workload: Workload, *, limit_bytes: int | None) -> Iterator[Switch]:
+    """Run a plan on a workload, and what may be put in its place, until the context is left; see `apply`."""
+    if limit_bytes is not None and limit_bytes < 1:
+        raise UsageError(f"limit_bytes={limit_bytes} is not above 0: give a number of bytes, or None for no limit")
+    check_supported(workload)
+    check_untouched(workload)
+    check_plan(plan, workload)
+    levers_bytes = host_bytes_of(plan)
+    if levers_bytes:
+        check_host(host_needs(plan, workload, levers_bytes), None)
+    bare, predicted = without_switched(plan.levers, plan.batch_size), plan.predicted
+    with (
+        applied(bare, workload, prediction=predicted, predicted_peak_bytes=predicted.peak_bytes) as step,
+        contextlib.closing(Switch(step, plan.levers, is_proven=_is_proven(plan, workload))) as switch,
+        live(step),
+    ):
+        if limit_bytes is not None:
+            step.change(limit=_limit(limit_bytes, step))
+        yield switch
+
+
+def _is_proven(plan: Plan, workload: Workload) -> bool:
+    """Tell whether a plan was held against the step on a machine like this one: on the CPU, with this PyTorch."""
+    on_cpu = all(p.device.type == "cpu" for p in workload.model.parameters())
+    return plan.is_proven and on_cpu and plan.torch_version == str(torch.__version__)
+
+
+def _limit(limit_bytes: int, step: Step) -> CpuLimit | CudaLimit:
+    """Return what limits a step on the device of its parameters."""
+    device = device_of(step)
+    named = functools.partial(held_tensors, step)
+    if device.type == "cuda":
+        return CudaLimit(limit_bytes, named, device)
+    inside = known_workspace_bytes()
+    return CpuLimit(limit_bytes, named, lambda text: inside.get(text, 0), Accumulation().engine_operator)

@@ -1,0 +1,133 @@
+"""`memfit.estimate`: the peak and the time of a step as it is, without running it."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Literal
+
+from msgspec.structs import replace
+
+from memfit.errors import UsageError
+from memfit.hardware.advice import precisions
+from memfit.hardware.host import find_device
+from memfit.ir import codec
+from memfit.ir.allocations import allocations
+from memfit.ir.device import Device
+from memfit.ir.plan import Levers, Precision, Prediction
+from memfit.ir.trace import Trace
+from memfit.levers.stack import check_workload
+from memfit.planner import gpu_process
+from memfit.planner.captures import BENCHMARK_ERROR, capture_plain
+from memfit.planner.prediction import Progress, check_precision, costs_of, is_elsewhere, predict, silent
+from memfit.planner.readings import readings_to_send
+from memfit.report.chrome_trace import write_chrome_trace
+from memfit.report.memory_snapshot import write_snapshot
+from memfit.report.notebook_progress import stages, with_bars
+from memfit.sharding.one_rank import Mode, Sharding, communication, shard, with_share_of_update
+from memfit.training.refusals import check_supported
+from memfit.units import format_bytes, format_seconds
+from memfit.workload import Workload, precision_label, samples_of, tokens_per_sample
+
+
+@with_bars(stages)
+def estimate(
+    workload: Workload,
+    *,
+    device: str = "cpu",
+    precision: Precision | Literal["auto"] = "32-true",
+    microbatch_size: int | None = None,
+    world_size: int = 1,
+    sharding: Mode = "ddp",
+    snapshot: Path | str | None = None,
+    chrome_trace: Path | str | None = None,
+    progress: Progress = silent,
+) -> Prediction:
+    """Predict the peak and the time of a step as it is, without running it.
+
+    For a GPU, which need not be here, the step is captured in a process of its own: the workload is
+    sent as its program and its tensors' shapes. A model built under `torch.device("meta")` takes no memory.
+
+    Args:
+        workload: The user's workload; nothing of it is changed.
+        device: The device's name: "cpu", "cuda", or one of the catalogue (`memfit devices` shows it).
+        precision: Of the step; "auto" takes the mixed one that the device is made for.
+        microbatch_size: Samples in one forward and backward pass; None for the whole batch.
+        world_size: Ranks that train together (≥ 1); the batch is that of one of them, and so is the prediction.
+        sharding: How they share it, where they are more than one: "ddp", "zero1", "zero2" or "zero3"
+            (`sharding.one_rank`).
+        snapshot: Where to write the allocator's simulated history, for pytorch.org/memory_viz; GPUs only.
+        chrome_trace: Where to write the step's timeline, for Perfetto.
+        progress: Told how far it is; by default bars in a notebook, and nobody elsewhere.
+
+    Raises:
+        UsageError: No such device, precision or sharding.
+        OutputError: A file can't be written, which is found out first.
+        CaptureError: The step can't be captured.
+    """
+    check_supported(workload)
+    found = find_device(device)
+    if precision == "auto":
+        precision = precisions(found)[-1]
+    check_precision(precision, "precision", found, workload)
+    if world_size < 1:
+        raise UsageError(f"world_size={world_size} is not above 0: give the number of ranks")
+    if snapshot is not None and found.kind != "cuda":
+        raise UsageError(f"snapshot= shows the allocator of a GPU, and device={device!r} has none: name a GPU")
+    for path in (snapshot, chrome_trace):
+        if path is not None:
+            codec.check_writable(path)
+    if is_elsewhere(found):
+        options = {
+            "device": device,
+            "precision": precision,
+            "microbatch_size": microbatch_size,
+            "world_size": world_size,
+            "sharding": sharding,
+            "snapshot": snapshot and Path(snapshot).resolve(),
+            "chrome_trace": chrome_trace and Path(chrome_trace).resolve(),
+        }
+        readings = readings_to_send(workload, [microbatch_size or samples_of(workload)])
+        prediction: Prediction = gpu_process.call(estimate, workload, options, progress, readings)
+        return prediction
+    check_workload(workload, found)
+    progress("capture", 0, 1)
+    size = microbatch_size or samples_of(workload)
+    trace = capture_plain(workload, Levers(precision=precision, microbatch_size=size), found)
+    progress("capture", 1, 1)
+    costs = costs_of([trace], found, functools.partial(progress, "measure operators"))
+    if workload.loop is not None and workload.loop.cudnn_benchmark and found.kind == "cuda":
+        costs = replace(costs, peak_error=costs.peak_error + BENCHMARK_ERROR)
+    if world_size > 1:
+        trace = _sharded(trace, Sharding(world_size=world_size, mode=sharding), found)
+        costs = costs_of([trace], found) if found.kind == "cuda" else costs
+    if (label := precision_label(workload, precision)) != precision:
+        note = f"the model is not in fp32, so precision={precision!r} runs it as it was built: {label}"
+        trace = replace(trace, notes=[*trace.notes, note])
+    prediction, timeline = predict(trace, costs, found, tokens_per_sample(workload.batch))
+    if snapshot is not None:
+        write_snapshot(
+            allocations(trace, costs),
+            found.allocator,
+            snapshot,
+            capacity_bytes=found.usable_bytes,
+            total_bytes=found.memory_bytes,
+            seconds=timeline.seconds,
+        )
+    if chrome_trace is not None:
+        write_chrome_trace(timeline, chrome_trace)
+    return prediction
+
+
+def _sharded(trace: Trace, sharding: Sharding, device: Device) -> Trace:
+    """Return the step of one rank, with a note on what it sends."""
+    note = f"{sharding.mode} over {sharding.world_size} ranks, on paper: the batch is one rank's"
+    if device.link_bytes_per_second:
+        sent = communication(trace, sharding, device.link_bytes_per_second)
+        total = sent.all_gather_bytes + sent.reduce_scatter_bytes + sent.all_reduce_bytes
+        note += (
+            f". A rank sends {format_bytes(total)} a step, {format_seconds(sent.seconds)} over the device's host link"
+            " alone; the step's time does not count it"
+        )
+    sharded = with_share_of_update(shard(trace, sharding), sharding)
+    return replace(sharded, notes=[*sharded.notes, note])

@@ -1,0 +1,121 @@
+"""Plans: for a workload and a budget, the fastest combination of levers that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from memfit.capture.step_capture import without_collector
+from memfit.errors import UsageError
+from memfit.hardware.advice import precisions as precisions_of
+from memfit.hardware.host import find_device
+from memfit.ir.plan import NUMERICS, Numerics, OptimizerLever, Plan, Precision, allows
+from memfit.levers import registry
+from memfit.levers.activation_offload import ACTIVATION_OFFLOAD
+from memfit.levers.circumstances import circumstances
+from memfit.levers.microbatches import microbatch_sizes
+from memfit.levers.stack import check_workload
+from memfit.planner import gpu_process
+from memfit.planner.assembly import Request, assemble
+from memfit.planner.prediction import Progress, check_precision, is_elsewhere, silent
+from memfit.planner.readings import readings_to_send
+from memfit.report.notebook_progress import stages, with_bars
+from memfit.training.refusals import check_supported
+from memfit.units import parse_budget, read_budget
+from memfit.workload import Workload, samples_of
+
+
+@with_bars(stages)
+def plan(
+    workload: Workload,
+    *,
+    budget: int | float | str,
+    device: str = "cpu",
+    numerics: Numerics = "reordered",
+    precisions: Sequence[Precision] | None = None,
+    optimizers: Sequence[OptimizerLever] | None = None,
+    points: int = 8,
+    host_budget: int | str | None = None,
+    time_limit_seconds: float = 10.0,
+    progress: Progress = silent,
+) -> Plan:
+    """Choose the fastest combination of levers whose predicted peak fits a budget.
+
+    Searched are precision, microbatch size (the global batch stays), chunked losses of language models, lean
+    normalisations and activations, activation checkpointing of any modules, whole or selective, and, for a GPU
+    with `host_budget`, activation offload. The plan chosen is applied to a copy and captured again; what it says
+    is predicted is predicted for that step.
+
+    Args:
+        workload: The user's workload; nothing of it is changed.
+        budget: Bytes, a string with a unit ("1.5GiB"), or a share of the device's memory ("90%") or of the plain
+            step's peak ("0.5x").
+        device: The device's name: "cpu", "cuda", or one of the catalogue. For a GPU the budget is held
+            against what the allocator reserves, and the frontier's peaks are live bytes.
+        numerics: How far the numbers may change: "exact", "reordered", "reduced" or "changed".
+        precisions: Precisions to search; None for "32-true" and the mixed one that the device is made
+            for; "tf32" and "bf16-true" only when asked for. Those that `numerics` does not allow are solved for
+            the frontier only.
+        host_budget: Pinned host memory for activations and optimizer states: bytes, or a string with a unit. None for
+            none.
+        optimizers: Ways of updating the parameters that may be tried where no other plan is cheap (`Levers.optimizer`);
+            None for all that `numerics` allows.
+        points: Budgets that the frontier is solved for, for each precision and microbatch size.
+        time_limit_seconds: Of solving, about: nine tenths for the plan where it needs them, the rest, up to half,
+            for the frontier. When time is up, the best found and how far it is from the bound proven are returned.
+        progress: Told how far it is; by default bars in a notebook, and nobody elsewhere.
+
+    Raises:
+        BudgetError: The budget says no number of bytes.
+        InfeasibleError: No plan that `numerics` allows fits.
+        CaptureError: The step can't be captured.
+    """
+    check_supported(workload)
+    found = find_device(device)
+    asked = read_budget(budget)
+    if numerics not in NUMERICS:
+        raise UsageError(f"numerics={numerics!r} is unknown: use one of {', '.join(NUMERICS)}")
+    if points < 1:
+        raise UsageError(f"points={points} is not above 0: give the budgets to solve the frontier for")
+    updates = {lever.value: lever for lever in registry.UPDATES}
+    for value in set(optimizers or ()) - {"as-is", *updates}:
+        raise UsageError(f"optimizers={value!r} is unknown: use some of {', '.join(updates)}")
+    for precision in precisions or ():
+        check_precision(precision, "precisions", found, workload)
+    host_budget_bytes = 0 if host_budget is None else parse_budget(host_budget, None, "host_budget")
+    if host_budget_bytes:
+        used = {ACTIVATION_OFFLOAD} | circumstances(workload, found)
+        registry.check_names(used, where=f"host_budget={host_budget!r} on {found.name}: ")
+    searched = tuple(precisions or precisions_of(found))
+    if "32-true" not in searched and not allows(numerics, "reduced"):
+        raise UsageError(
+            f"precisions={list(searched)} are not allowed by numerics={numerics!r}: allow numerics='reduced'"
+        )
+    if is_elsewhere(found):
+        options = {
+            "budget": budget,
+            "device": device,
+            "numerics": numerics,
+            "precisions": precisions,
+            "optimizers": optimizers,
+            "points": points,
+            "host_budget": host_budget,
+            "time_limit_seconds": time_limit_seconds,
+        }
+        readings = readings_to_send(workload, microbatch_sizes(samples_of(workload)))
+        made: Plan = gpu_process.call(plan, workload, options, progress, readings)
+        return made
+    check_workload(workload, found)
+    request = Request(
+        workload=workload,
+        budget=asked,
+        host_budget_bytes=host_budget_bytes,
+        device=found,
+        numerics=numerics,
+        precisions=searched,
+        fallbacks=[lever for value, lever in updates.items() if optimizers is None or value in optimizers],
+        points=points,
+        time_limit_seconds=time_limit_seconds,
+        progress=progress,
+    )
+    with without_collector():  # which would go through millions of objects, none of which is garbage
+        return assemble(request)

@@ -1,0 +1,290 @@
+"""Runs: train with a plan, compare it with the plain step, and report."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import statistics
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memfit.capture.fake_workload import nothing_changes, real_copy
+from memfit.capture.measured_peak import measure_peak_bytes
+from memfit.errors import UsageError
+from memfit.hardware.host import find_device, free_bytes
+from memfit.ir import codec
+from memfit.ir.module_table import module_table
+from memfit.ir.plan import Levers, Plan
+from memfit.ir.run_record import Comparison, RunRecord, Views
+from memfit.ir.simulate import simulate
+from memfit.levers.stack import applied, check_plan, check_runs_here, host_bytes_of
+from memfit.pipeline._adapt import adapt
+from memfit.pipeline._apply import apply
+from memfit.planner.captures import capture_levers
+from memfit.planner.prediction import costs_of
+from memfit.report.html import write as write_html
+from memfit.report.notebook import ReportFile
+from memfit.report.notebook_progress import Bars, with_bars
+from memfit.rng import rng_preserved
+from memfit.training.guards.host_memory import HostWatch, check_host, host_needs
+from memfit.training.runs.disk import check_disk
+from memfit.training.runs.folder import METRICS, PLAN, REPORT, RUN, VIEWS, held_folder
+from memfit.training.runs.log import Progress, read_lines
+from memfit.training.step import Step
+from memfit.training.trainer import Trainer
+from memfit.units import format_seconds, parse_budget
+from memfit.workload import Workload, tensors_of
+
+
+def views(plan: Plan, workload: Workload, comparison: Comparison | None = None) -> Views:
+    """Return what a report draws: the predicted timelines of the plain and the planned step, and the modules."""
+    check_plan(plan, workload)
+    device = find_device(plan.device)
+    plain = capture_levers(workload, Levers(microbatch_size=plan.batch_size), device)
+    planned = capture_levers(workload, plan.levers, device)
+    costs = costs_of([plain, planned], device)
+    return Views(
+        plain=simulate(plain, costs),
+        planned=simulate(planned, costs),
+        modules=module_table(plain, planned, costs, plan.levers.regions),
+        comparison=comparison,
+    )
+
+
+def _compare_bars(bars: Bars, arguments: Mapping[str, Any]) -> dict[str, Callable[..., None]]:
+    return {"progress": functools.partial(bars, "plain and planned")}
+
+
+@with_bars(_compare_bars)
+def compare(
+    plan: Plan,
+    workload: Workload,
+    *,
+    steps: int = 5,
+    progress: Callable[[int, int], None] | None = None,
+) -> Comparison:
+    """Train the plain and the planned step side by side on copies, on the same batches from the same start.
+
+    Steps are interleaved, so that a busy machine slows both alike; the first of each, which makes the
+    optimizer's state, is not timed.
+
+    Args:
+        plan: The plan.
+        workload: The workload it was made for; nothing of it is changed.
+        steps: Steps of each (≥ 2).
+        progress: Called with how many steps are done, of how many; by default bars in a notebook.
+    """
+    check_runs_here(plan, workload)
+    batches = first_batches(workload, steps)
+    with nothing_changes(workload):
+        both = [real_copy(workload), real_copy(workload)]
+        with (
+            applied(Levers(microbatch_size=plan.batch_size), both[0]) as plain,
+            applied(plan.levers, both[1]) as planned,
+        ):
+            losses, seconds = _interleave([plain, planned], batches, progress)
+            peaks = [measure_peak_bytes(step, batches[0]) for step in (plain, planned)]
+    return Comparison(
+        plain_peak_bytes=peaks[0],
+        planned_peak_bytes=peaks[1],
+        plain_step_seconds=statistics.median(seconds[0]),
+        planned_step_seconds=statistics.median(seconds[1]),
+        plain_losses=losses[0],
+        planned_losses=losses[1],
+    )
+
+
+def first_batches(workload: Workload, count: int) -> list[Any]:
+    """Return the first training batches, whole ones only; the position of the user's data is left as it was."""
+    if workload.batches is None:
+        return [workload.batch] * count
+    state = workload.batches.state_dict() if hasattr(workload.batches, "state_dict") else None
+    found: list[Any] = []
+    shapes = [tuple(t.shape) for t in tensors_of(workload.batch)]
+    try:
+        with rng_preserved():
+            while len(found) < count:
+                before = len(found)
+                for batch in workload.batches:
+                    if [tuple(t.shape) for t in tensors_of(batch)] == shapes:
+                        found.append(batch)
+                    if len(found) == count:
+                        break
+                if len(found) == before:
+                    return [workload.batch] * count
+    finally:
+        if state is not None:
+            workload.batches.load_state_dict(state)  # type: ignore[attr-defined]
+    return found
+
+
+def _interleave(
+    steps: list[Step], batches: list[Any], progress: Callable[[int, int], None] | None
+) -> tuple[list[list[float]], list[list[float]]]:
+    """Run each step on each batch in turn, from the same random state; return losses and seconds by step."""
+    losses: list[list[float]] = [[] for _ in steps]
+    seconds: list[list[float]] = [[] for _ in steps]
+    for index, batch in enumerate(batches):
+        for which, step in enumerate(steps):
+            torch.manual_seed(index)
+            result = step(batch)
+            losses[which].append(result.loss)
+            if index > 0 or len(batches) == 1:
+                seconds[which].append(result.seconds)
+        if progress is not None:
+            progress(index + 1, len(batches))
+    return losses, seconds
+
+
+def _train_bars(bars: Bars, arguments: Mapping[str, Any]) -> dict[str, Callable[..., None]]:
+    def on_step(progress: Progress) -> None:
+        note = f"loss {progress.loss:.4g}, {format_seconds(progress.seconds)} a step"
+        bars("train", progress.step, arguments.get("steps"), note)
+
+    return {**_compare_bars(bars, arguments), "on_step": on_step}
+
+
+@with_bars(_train_bars)
+def train(
+    plan: Plan,
+    workload: Workload,
+    *,
+    out: str | Path,
+    steps: int | None = None,
+    epochs: int | None = None,
+    evaluate_every: int | None = None,
+    checkpoint_every: int | None = None,
+    keep_checkpoints: int = 2,
+    prefetch_batches: int = 0,
+    measure_every: int | None = None,
+    compare_steps: int = 0,
+    tensorboard: bool = False,
+    resume: bool = False,
+    overwrite: bool = False,
+    recover: bool = True,
+    limit_bytes: int | None = None,
+    adaptive: bool = False,
+    host_budget: int | float | str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    on_step: Callable[[Progress], None] | None = None,
+) -> RunRecord:
+    """Train a workload with a plan; the run's folder then holds all that `write_report` needs.
+
+    The workload's own model and optimizer are trained. For arguments not named here see `Trainer`. On SIGTERM a
+    checkpoint is written after the step at hand, and SystemExit raised with status 75: run it again, with `resume`.
+
+    Args:
+        plan: The plan.
+        workload: The workload it was made for.
+        out: Folder of the run.
+        compare_steps: Before training, steps to run side by side with the plain step, on copies (0 for none).
+        recover: Whether a step that runs out of memory is undone, and run again on the same batch under the next
+            lower plan of the frontier.
+        limit_bytes: What a step may hold at a time (> 0): it fails before it exceeds that. None sets no limit.
+        adaptive: Whether batches of other shapes than the workload's are run with plans of their own; see `adapt`.
+            Steps that run out of memory are then always run again.
+        host_budget: What the run may take of the host's memory beyond what the process holds when it begins: bytes, a
+            string with a unit, or a share ("90%") of what the host has left; None for all of that. What plan, batches
+            made ahead, checkpoints and recovery need is counted before the run begins. Between steps the process is
+            held to it, as its resident memory says, and the run stopped with a checkpoint.
+        progress: Called with how many of the `compare_steps` are done, of how many; by default bars in a notebook.
+        on_step: Called after every step; by default a bar in a notebook.
+
+    Raises:
+        UsageError: An argument is out of its range, or the plan does not fit the workload.
+        BudgetError: The run needs more of the host's memory than there is, or `host_budget` says no number of bytes.
+        OutputError: `out` can't be written, has too little room, must not be overwritten, or another run has it.
+        OutOfMemoryError: A step ran out of memory, and so it did under every lower plan.
+        NonFiniteError: The loss or a gradient is not finite.
+    """
+    folder = Path(out)
+    check_runs_here(plan, workload)
+    with held_folder(folder, overwrite=overwrite, resume=resume):
+        host_bytes = None if host_budget is None else parse_budget(host_budget, free_bytes(), "host_budget")
+        recovers = recover or adaptive
+        check_host(
+            host_needs(plan, workload, host_bytes_of(plan), prefetch_batches=prefetch_batches, recover=recovers),
+            host_bytes,
+        )
+        check_disk(
+            folder,
+            plan,
+            workload,
+            steps=steps,
+            checkpoint_every=checkpoint_every,
+            keep_checkpoints=keep_checkpoints,
+        )
+        comparison = compare(plan, workload, steps=compare_steps, progress=progress) if compare_steps else None
+        drawn = codec.encode(views(plan, workload, comparison))
+        is_drawn = resume and (folder / VIEWS).exists() and _plan_in(folder) == plan
+        with (
+            adapt(plan, workload, limit_bytes=limit_bytes, snapshots=folder)
+            if adaptive
+            else apply(plan, workload, recover=recover, limit_bytes=limit_bytes, snapshots=folder)
+        ) as step:
+            host = HostWatch(step, host_bytes)
+
+            def watch() -> None:
+                nonlocal is_drawn
+                if not is_drawn:  # at the first batch, so that a run that goes on has a report too
+                    codec.write_atomic(folder / VIEWS, drawn)
+                    is_drawn = True
+                host.check()
+
+            trainer = Trainer(
+                step,
+                plan,
+                out=folder,
+                steps=steps,
+                epochs=epochs,
+                evaluate_every=evaluate_every,
+                checkpoint_every=checkpoint_every,
+                keep_checkpoints=keep_checkpoints,
+                prefetch_batches=prefetch_batches,
+                measure=measure_peak_bytes,
+                measure_every=measure_every,
+                tensorboard=tensorboard,
+                overwrite=overwrite,
+                resume=resume,
+                on_step=on_step,
+                watch=watch,
+            )
+            try:
+                return trainer.fit()
+            finally:
+                if (folder / RUN).exists() and not is_drawn:
+                    codec.write_atomic(folder / VIEWS, drawn)
+
+
+def _plan_in(folder: Path) -> Plan | None:
+    with contextlib.suppress(UsageError):
+        return codec.read(folder / PLAN, Plan)
+    return None
+
+
+def write_report(run: str | Path, path: str | Path | None = None) -> Path:
+    """Write the report of a run: one HTML file that needs no network. In a notebook its path shows the report.
+
+    Args:
+        run: The run's folder.
+        path: The file; `report.html` in the folder by default.
+
+    Raises:
+        UsageError: The folder holds no run, or its files can't be read.
+        OutputError: The file can't be written.
+    """
+    folder = Path(run)
+    if not (folder / RUN).is_file():
+        raise UsageError(f"{folder} holds no {RUN}: name the folder of a run, which `memfit train --out` makes")
+    written = write_html(
+        path or folder / REPORT,
+        codec.read(folder / PLAN, Plan),
+        codec.read(folder / VIEWS, Views, error=UsageError),
+        codec.read(folder / RUN, RunRecord, error=UsageError),
+        read_lines(folder / METRICS),
+        folder,
+    )
+    return ReportFile(written)

@@ -1,0 +1,235 @@
+"""Is a plan what it says? The plain step and the planned one, run side by side on copies of the workload."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import msgspec
+import numpy as np
+import torch
+
+from memfit._torch.modules import NormBase
+from memfit.capture.fake_workload import nothing_changes, real_copy
+from memfit.capture.measured_peak import measure_peak_bytes
+from memfit.errors import CaptureError, RecomputationError
+from memfit.held_state import generators_of
+from memfit.ir.device import Device
+from memfit.ir.plan import Levers, Numerics, Plan, freest
+from memfit.ir.verification import GradientDifference, Verification
+from memfit.levers import registry
+from memfit.levers.stack import applied, check_runs_here
+from memfit.planner.batch_coupling import coupling
+from memfit.planner.captures import capture_levers
+from memfit.planner.prediction import Progress, costs_of, predict, silent
+from memfit.planner.proof import probe_regions
+from memfit.recomputation.generators import foreign_generators, preserved
+from memfit.report.notebook_progress import stages, with_bars
+from memfit.rng import rng_preserved
+from memfit.training.accumulation_window import gradient_values
+from memfit.units import format_bytes
+from memfit.workload import Workload, samples_of
+
+TOLERANCE: dict[Numerics, float] = {"exact": 0.0, "reordered": 1e-3, "reduced": 0.25, "changed": math.inf}
+"""Largest relative difference of the loss, and of all gradients in the Euclidean norm, by numerics class.
+
+For `reduced` it tells a wrong step from a rounded one, no more: with bf16's 8 bits, gradients of a BatchNorm
+network with random weights differ by more than a tenth.
+"""
+
+PREDICTION_TOLERANCE = 0.05
+
+
+@with_bars(stages)
+def verify(plan: Plan, workload: Workload, *, progress: Progress = silent) -> Verification:
+    """Run the plain and the planned step on copies of a workload, and hold the plan to what it says.
+
+    Both start from the same weights and the same random state. Microbatches draw their own dropout
+    masks: where the plan has any, both steps are compared with modules in evaluation mode, apart from
+    normalisations.
+
+    Args:
+        plan: The plan.
+        workload: The workload it was made for; nothing of it is changed.
+        progress: Told how many runs of each step are done, of how many; by default bars in a notebook.
+
+    Raises:
+        PlanMismatchError: The plan was made for another workload.
+        PlanError: Its levers are not legal.
+    """
+    device = check_runs_here(plan, workload)
+    size = samples_of(workload)
+    plain = Levers(microbatch_size=size)
+    quiet = plan.levers.microbatch_size < size
+    with nothing_changes(workload):
+        runs = _Runs("plain step", 3, progress)
+        plain_loss, plain_gradients, plain_buffers = _gradients(workload, plain, quiet, runs)
+        plain_peak = _peak(workload, plain, runs)
+        is_again = registry.recomputes(plan.levers)
+        runs = _Runs("planned step", 4 if is_again else 3, progress)
+        loss, gradients, buffers = _gradients(workload, plan.levers, quiet, runs)
+        differences = probe_regions(workload, plan.levers) if is_again else {}
+        runs.add(is_again)
+        peak = _peak(workload, plan.levers, runs)
+    each = [_difference(name, gradients.get(name), g) for name, g in plain_gradients.items()]
+    total = _relative([(gradients[name], g) for name, g in plain_gradients.items() if name in gradients])
+    found = Verification(
+        failures=[],
+        numerics=plan.numerics,
+        plain_loss=plain_loss,
+        planned_loss=loss,
+        loss_difference=abs(loss - plain_loss) / max(abs(plain_loss), 1e-30),
+        gradient_difference=total,
+        bitwise=loss == plain_loss and all(g.equal for g in each) and gradients.keys() == plain_gradients.keys(),
+        gradients=sorted(each, key=lambda g: -g.relative),
+        predicted_peak_bytes=plan.predicted.peak_bytes,
+        measured_peak_bytes=peak,
+        plain_measured_peak_bytes=plain_peak,
+        budget_bytes=plan.budget_bytes,
+        notes=["compared in evaluation mode, since microbatches draw their own dropout masks"] if quiet else [],
+    )
+    failures = [f"a region of the plan can't be recomputed: {how}" for how in differences.values()]
+    if plan.numerics == "exact":
+        moved = [name for name, buffer in plain_buffers.items() if not torch.equal(buffer, buffers[name])]
+        failures += [f"the step leaves other values in the buffer {name} than the plain one" for name in moved]
+    progress("prediction", 0, 1)
+    failures += _failures(plan, workload, device, found)
+    progress("prediction", 1, 1)
+    return msgspec.structs.replace(found, failures=failures)
+
+
+class _Runs:
+    """Counts the runs of a step.
+
+    Args:
+        step: Its name.
+        total: How many there will be.
+        progress: Told of each.
+    """
+
+    def __init__(self, step: str, total: int, progress: Progress) -> None:
+        self._step, self._total, self._progress, self._done = step, total, progress, 0
+        progress(step, 0, total)
+
+    def add(self, count: int = 1) -> None:
+        """Take note of runs that are done."""
+        self._done += count
+        self._progress(self._step, self._done, self._total)
+
+
+_Tensors = dict[str, torch.Tensor]
+
+
+def _gradients(workload: Workload, levers: Levers, quiet: bool, runs: _Runs) -> tuple[float, _Tensors, _Tensors]:
+    """Return the loss, the gradients and the buffers after one step that updates nothing."""
+    copied = real_copy(workload)
+    if quiet:
+        for module in copied.model.modules():
+            if not isinstance(module, NormBase):
+                module.training = False
+    held = foreign_generators(generators_of(copied.model.modules()))  # those in globals are no part of the copy
+    with rng_preserved(), preserved(held), applied(levers, copied) as step:
+        _seed()
+        loss, gradients = step.gradients(copied.batch)
+        runs.add()
+        return loss, gradients, dict(copied.model.named_buffers())
+
+
+def _seed() -> None:
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+
+
+def _peak(workload: Workload, levers: Levers, runs: _Runs) -> int:
+    copied = real_copy(workload)
+    # The steps compared after this one draw from the same generators.
+    held = foreign_generators(generators_of(copied.model.modules()))
+    with preserved(held), applied(levers, copied) as step:
+        step(copied.batch)  # makes the optimizer's state
+        runs.add()
+        peak_bytes = measure_peak_bytes(step, copied.batch)
+        runs.add()
+        return peak_bytes
+
+
+def _relative(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    """Return the Euclidean norm of the differences of what was found and expected, relative to what was expected."""
+    alike = [_alike(found, expected) for found, expected in pairs]
+    away = [float(gradient_values(found - expected).norm()) for found, expected in alike]
+    return math.hypot(*away) / max(math.hypot(*(float(gradient_values(e).norm()) for _, e in alike)), 1e-30)
+
+
+def _alike(found: torch.Tensor, expected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return two gradients in one layout: where only one is sparse, both dense."""
+    return (found, expected) if found.layout is expected.layout else (found.to_dense(), expected.to_dense())
+
+
+def _equal(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Tell whether two gradients have the same bits; sparse ones with their repeated entries added up."""
+    found, expected = _alike(found, expected)
+    if not found.is_sparse:
+        return torch.equal(found, expected)
+    one, other = found.coalesce(), expected.coalesce()
+    return torch.equal(one.indices(), other.indices()) and torch.equal(one.values(), other.values())
+
+
+def _difference(name: str, found: torch.Tensor | None, expected: torch.Tensor) -> GradientDifference:
+    if found is None:
+        return GradientDifference(parameter=name, relative=math.inf, equal=False)
+    return GradientDifference(parameter=name, relative=_relative([(found, expected)]), equal=_equal(found, expected))
+
+
+def _failures(plan: Plan, workload: Workload, device: Device, found: Verification) -> list[str]:
+    """Return what the plan says and is not so."""
+    failures = _prediction_failures(plan, workload, device)
+    if found.measured_peak_bytes > plan.budget_bytes:
+        failures.append(
+            f"the measured peak, {format_bytes(found.measured_peak_bytes)}, is above the plan's budget_bytes,"
+            f" {format_bytes(plan.budget_bytes)}"
+        )
+    off = abs(found.measured_peak_bytes - plan.predicted.peak_bytes) / found.measured_peak_bytes
+    if off > PREDICTION_TOLERANCE:
+        failures.append(
+            f"the plan predicts a peak of {format_bytes(plan.predicted.peak_bytes)}, and"
+            f" {format_bytes(found.measured_peak_bytes)} was measured: {off:.1%} off, and {PREDICTION_TOLERANCE:.0%} is"
+            " allowed"
+        )
+    missing = [g.parameter for g in found.gradients if g.relative == math.inf]
+    if missing:
+        failures.append(f"the planned step gives no gradient to {', '.join(missing)}")
+    if plan.numerics == "exact" and not found.bitwise:
+        failures.append("the plan is of class exact, but the loss or a gradient is not bitwise equal to the plain one")
+    tolerance = TOLERANCE[plan.numerics]
+    for what, difference in (("loss", found.loss_difference), ("gradients", found.gradient_difference)):
+        if not difference <= tolerance:
+            failures.append(
+                f"the {what} differ by {difference:.2e}, more than class {plan.numerics} allows ({tolerance:g})"
+            )
+    return failures
+
+
+def _prediction_failures(plan: Plan, workload: Workload, device: Device) -> list[str]:
+    """Capture the planned step again, and hold what the plan says against what is captured."""
+    try:
+        trace = capture_levers(workload, plan.levers, device)
+    except (CaptureError, RecomputationError) as e:
+        return [f"the planned step can't be run: {e}"]
+    failures = []
+    prediction, _ = predict(trace, costs_of([trace], device), device)
+    if prediction.peak_bytes != plan.predicted.peak_bytes and (
+        abs(prediction.peak_bytes / plan.predicted.peak_bytes - 1) > 0.001
+    ):
+        failures.append(
+            f"the plan states predicted.peak_bytes={plan.predicted.peak_bytes}, but its levers give"
+            f" {prediction.peak_bytes}: it was changed after it was made, or made with another torch"
+        )
+    size = samples_of(workload)
+    couples = plan.levers.microbatch_size < size and coupling(trace, workload) is not None
+    uses = registry.uses(plan.levers, size, couples)
+    if uses != plan.uses:
+        stated, actual = ("; ".join(f"{u.name}: {u.setting}, {u.numerics}" for u in us) for us in (plan.uses, uses))
+        failures.append(f"the plan states uses [{stated}], but its levers are [{actual}]")
+    if plan.numerics != freest(uses):
+        failures.append(f"the plan states numerics={plan.numerics!r}, but its levers have {freest(uses)!r}")
+    return failures

@@ -1,0 +1,171 @@
+"""Workloads by name: `file.py:function` or `package.module:function`."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from memfit._torch.fake import FakeTensorMode
+from memfit.capture.known_values import KnownValues
+from memfit.errors import MemfitError, MissingExtraError, WorkloadError
+from memfit.frames import users_place
+from memfit.rng import rng_preserved
+from memfit.workload import Workload, samples_of
+
+_HOW = "name it as file.py:function or package.module:function, where the function takes nothing and returns a Workload"
+_EXTRAS = {
+    "transformers": "examples",
+    "sklearn": "examples",
+    "monai": "brain",
+    "nilearn": "brain",
+    "nibabel": "brain",
+}
+
+
+class _StayOnCpu(TorchFunctionMode):
+    """Lets code that moves its model or batch to a GPU run where there is none: memfit moves them itself."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.cuda:
+            return args[0]
+        named = {name: _on_cpu(value) for name, value in (kwargs or {}).items()}
+        return func(*map(_on_cpu, args), **named) if func is torch.Tensor.to else func(*args, **named)
+
+
+@contextlib.contextmanager
+def _parameters_convert() -> Iterator[None]:
+    """Let modules convert fake parameters (`nn.Module.to`): PyTorch swaps them, and can't where it refers to them."""
+    swap = torch.utils.swap_tensors
+
+    def assign(old: torch.Tensor, new: torch.Tensor) -> None:
+        old.data = new.data
+
+    torch.utils.swap_tensors = assign
+    try:
+        yield
+    finally:
+        torch.utils.swap_tensors = swap
+
+
+def _on_cpu(value: Any) -> Any:
+    is_gpu = isinstance(value, str | torch.device) and str(value).startswith("cuda")
+    return torch.device("cpu") if is_gpu else value
+
+
+def load_fake_workload(name: str) -> Workload:
+    """Return the workload that a function makes, run under fake tensors: its model takes no memory.
+
+    Moves to a GPU, which need not be here, are left out. A function that can't run so, since it computes with data,
+    is run as it is.
+
+    Args:
+        name: `file.py:function` or `package.module:function`.
+
+    Raises:
+        WorkloadError: No such file, module or function, or it returns something else than a Workload.
+        MissingExtraError: It imports a package that an extra of memfit brings.
+    """
+    values = KnownValues.of(FakeTensorMode(allow_non_fake_inputs=True))
+    try:
+        with rng_preserved(), values.fake, values, _StayOnCpu(), _parameters_convert():
+            return load_workload(name)
+    except WorkloadError as e:
+        if e.__cause__ is None:
+            raise
+    return load_workload(name)
+
+
+def load_workload(name: str) -> Workload:
+    """Return the workload that a function makes.
+
+    Args:
+        name: `file.py:function` or `package.module:function`.
+
+    Raises:
+        WorkloadError: No such file, module or function, or it returns something else than a Workload.
+        MissingExtraError: It imports a package that an extra of memfit brings.
+    """
+    workload = call(name)
+    if not isinstance(workload, Workload):
+        raise WorkloadError(f"{name} returned a {type(workload).__name__}, not a memfit.Workload: {_HOW}")
+    samples_of(workload)
+    return workload
+
+
+def call(name: str) -> Any:
+    """Return what a function that is named as workloads are returns.
+
+    Raises:
+        WorkloadError: No such file, module or function, or it fails.
+        MissingExtraError: It imports a package that an extra of memfit brings.
+    """
+    place, separator, function = name.rpartition(":")
+    if not separator or not place or not function:
+        raise WorkloadError(f"the workload {name!r} can't be found: {_HOW}")
+    module = _load_file(Path(place)) if place.endswith(".py") else _import(place)
+    make = getattr(module, function, None)
+    if not callable(make):
+        public = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
+        raise WorkloadError(f"{place} has no function {function!r}; it has {', '.join(public) or 'none'}: {_HOW}")
+    return _run(name, make)
+
+
+def _load_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise WorkloadError(f"the workload's file {str(path)!r} does not exist: {_HOW}")
+    spec = importlib.util.spec_from_file_location(f"memfit_workload_{path.stem}", path)
+    assert spec is not None and spec.loader is not None  # a path that ends in .py has a loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    _look_in(path.parent.resolve())
+    _run(str(path), lambda: spec.loader.exec_module(module))  # type: ignore[union-attr]
+    return module
+
+
+def _import(name: str) -> ModuleType:
+    """Return a module of the current folder, or one that is installed.
+
+    Raises:
+        WorkloadError: There is none, or it fails.
+    """
+    _look_in(Path.cwd())
+    try:
+        is_there = importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError as e:  # of the packages that it would be in
+        is_there = not name.startswith(f"{e.name}.")
+    except ValueError:  # a module that has no spec, such as __main__
+        is_there = name in sys.modules
+    if not is_there:
+        raise WorkloadError(f"there is no module {name!r} in {Path.cwd()}, and none is installed: {_HOW}")
+    module: ModuleType = _run(name, lambda: importlib.import_module(name))
+    return module
+
+
+def _look_in(folder: Path) -> None:
+    """Have imports look in a folder first, for good: what is loaded from it may import its neighbours later."""
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+def _run(what: str, call: Callable[[], Any]) -> Any:
+    """Run the user's code; what it raises becomes an error that names the place."""
+    try:
+        return call()
+    except MemfitError:
+        raise
+    except ModuleNotFoundError as e:
+        package = (e.name or "").split(".")[0]
+        if package in _EXTRAS:
+            raise MissingExtraError(what, _EXTRAS[package], package) from e
+        raise WorkloadError(f"{what} imports {e.name!r}, which is not installed{users_place(e)}") from e
+    except Exception as e:
+        raise WorkloadError(f"{what} raised {type(e).__name__}: {e}") from e

@@ -1,0 +1,1 @@
+"""Captures a step, searches for a plan, and confirms it."""

@@ -1,0 +1,410 @@
+"""A plan, assembled from its three parts: steps captured, the fastest that fits searched for, and confirmed."""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from msgspec.structs import replace
+
+from memfit.cost.calibrate import missing_kernel
+from memfit.ir.device import Device
+from memfit.ir.operator_costs import CostTable
+from memfit.ir.plan import Candidate, Levers, LeverUse, Numerics, Plan, Precision, Prediction, Solution, allows, freest
+from memfit.ir.remat import Regions
+from memfit.ir.trace import Trace
+from memfit.levers import registry
+from memfit.levers.circumstances import circumstances
+from memfit.levers.conflicts import met
+from memfit.levers.lever import LEAST_SHARE, Fallback, NotOffered
+from memfit.levers.parameter_updates import state_bytes
+from memfit.planner.batch_coupling import coupling
+from memfit.planner.confirmation import Confirmation, LeftOut
+from memfit.planner.prediction import Progress, costs_of, predict
+from memfit.planner.search import Confirmed, Limits, fastest_that_fits, held_against, leanest_that_fits
+from memfit.planner.trials import Trials, refusal_notes
+from memfit.solver.candidates import options, refusals
+from memfit.solver.frontier import SIMPLER_WITHIN, Combination, frontier
+from memfit.solver.problem import build
+from memfit.tape import LoopWorkload
+from memfit.units import Budget
+from memfit.version import __version__
+from memfit.workload import Workload, fingerprint, samples_of, tokens_per_sample
+
+_CHEAP = 0.05  # a plan that is slower than the fastest step by no more needs no fallback
+_SLOW = 2.0  # a step with all of its forward pass computed again takes less than this times as long
+_FIRST_SHARE = 0.9  # of the time for solving: what the plan may take; the frontier has the rest
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of `memfit.plan`, made definite."""
+
+    workload: Workload
+    budget: Budget
+    host_budget_bytes: int
+    device: Device
+    numerics: Numerics
+    precisions: Sequence[Precision]
+    fallbacks: Sequence[Fallback]
+    points: int
+    time_limit_seconds: float
+    progress: Progress
+
+
+def assemble(request: Request) -> Plan:
+    """Return the fastest plan that fits; what turns out not to work is left out, and the rest searched again.
+
+    Raises:
+        InfeasibleError: No plan that the numerics class allows fits.
+        CaptureError: The step can't be captured.
+    """
+    return _Assembly(request).plan()
+
+
+class _Steps:
+    """Captured steps, and what follows from each: its costs, its prediction, and what may be recomputed in it.
+
+    It is the `Setting` that levers are asked about.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.workload, self.device, self.numerics = request.workload, request.device, request.numerics
+        self.precisions, self.host_budget_bytes = request.precisions, request.host_budget_bytes
+        self.batch_size = samples_of(request.workload)
+        self.plain = Levers(microbatch_size=self.batch_size)
+        self.trials = Trials(request.workload, request.device, self.plain)
+        self.traces: dict[Levers, Trace] = {}
+        self.coupling: str | None = None
+        self.budget_bytes: int | None = None
+        self._predictions: dict[Levers, Prediction] = {}
+
+    def uses(self, levers: Levers) -> tuple[LeverUse, ...]:
+        """Return the levers that are used, in words."""
+        return registry.uses(levers, self.batch_size, self.coupling is not None)
+
+    def allows(self, levers: Levers) -> bool:
+        """Tell whether the numerics class of some levers is allowed."""
+        return allows(self.numerics, freest(self.uses(levers)))
+
+    def trace(self, levers: Levers) -> Trace:
+        """Return the trace of the step with some levers.
+
+        Raises:
+            NotOffered: It can't be captured, which is noted.
+        """
+        if levers not in self.traces:
+            trace = self.trials.capture(levers)
+            if trace is None:
+                raise NotOffered("the step can't be captured with it")
+            self.traces[levers] = trace
+        return self.traces[levers]
+
+    def predicted(self, levers: Levers) -> Prediction:
+        """Return the prediction for the step with some levers."""
+        if levers not in self._predictions:
+            self._predictions[levers] = self.prediction_of(self.trace(levers))
+        return self._predictions[levers]
+
+    def prediction_of(self, trace: Trace) -> Prediction:
+        """Return the prediction for a captured step."""
+        return predict(trace, costs_of([trace], self.device), self.device, tokens_per_sample(self.workload.batch))[0]
+
+    def captured(self, wanted: Sequence[Levers]) -> list[Levers]:
+        """Capture the step with combinations of levers, and measure its operators; return those that work."""
+        progress = self.request.progress
+        for index, levers in enumerate(wanted):
+            if levers not in self.traces and (trace := self.trials.capture(levers)) is not None:
+                self.traces[levers] = trace
+            progress("capture", index + 1, len(wanted))
+        working = [levers for levers in wanted if levers in self.traces]
+        if not working:
+            return []
+        in_tf32 = [trace for trace in self.traces.values() if trace.precision == "tf32"]
+        others = [trace for trace in self.traces.values() if trace.precision != "tf32"]
+        self.costs = costs_of(others, self.device, functools.partial(progress, "measure operators"))
+        self.tf32_costs = costs_of(in_tf32, self.device) if in_tf32 else self.costs
+        return [levers for levers in working if self._has_kernels(levers)]
+
+    def _has_kernels(self, levers: Levers) -> bool:
+        """Tell whether a step has no operator that this machine can't run in its precision; where it has, note that."""
+        trace, plain = self.traces[levers], self.traces[self.plain]
+        if self.device.kind != "cpu" or trace.precision == plain.precision:
+            return True
+        costs, known = self._costs(trace), set(plain.signatures)
+        unmeasured = [text for text in trace.signatures if text not in known and not costs.of(text).measured]
+        why = next((why for text in unmeasured if (why := missing_kernel(text))), None)
+        if why is not None:
+            del self.traces[levers]
+            self.trials.leave_out(levers, why)
+        return why is None
+
+    def _costs(self, trace: Trace) -> CostTable:
+        return self.tf32_costs if trace.precision == "tf32" else self.costs
+
+    def combination(self, levers: Levers, excluded: frozenset[str] = frozenset()) -> Combination:
+        """Return the problem of choosing regions under some levers.
+
+        Args:
+            levers: The levers, without regions.
+            excluded: Modules that are not to be recomputed.
+        """
+        trace = self.traces[levers]
+        regions, costs = Regions(trace), self._costs(trace)
+        for lever in registry.used(levers, self.batch_size):
+            excluded |= lever.not_recomputed(levers)
+        choices = options(regions, costs, excluded, offload=self.host_budget_bytes > 0)
+        problem = build(regions, costs, choices, max(0, self.host_bytes_left(levers)))
+        return Combination(levers, problem, self.uses)
+
+    def host_bytes_left(self, levers: Levers) -> int:
+        """Return what levers leave of the host's memory for regions; below 0 where it is not enough."""
+        state = state_bytes(self.traces[self.plain])
+        taken = registry.host_bytes(levers, self.batch_size, state, self.host_budget_bytes)
+        return self.host_budget_bytes - sum(taken.values())
+
+
+class _Assembly:
+    def __init__(self, request: Request) -> None:
+        self.request, self.steps = request, _Steps(request)
+        self.confirmation = Confirmation(request.workload, request.device, self.steps.trials, self.steps.plain)
+        self.notes: list[str] = []
+        self.excluded: frozenset[str] = frozenset()
+        self.solving_seconds = 0.0
+
+    def plan(self) -> Plan:
+        """Capture, search and confirm."""
+        self._capture_all()
+        request, steps, started = self.request, self.steps, time.monotonic()
+        while True:
+            searched = self._searched()
+            try:
+                chosen, points = self._search()
+                seconds = chosen.prediction.step_seconds
+                proof = self.confirmation.proof(chosen.point.levers, self._as_is, seconds, request.progress)
+                break
+            except LeftOut as e:
+                self._leave_out(e)
+                if self._searched() == searched:  # it would be chosen again
+                    raise e.error from None
+        self._note_draws(chosen.point.levers)
+        point, prediction = chosen
+        bound = min(point.bound_seconds, prediction.step_seconds)
+        gap = 1 - bound / prediction.step_seconds
+        notes = [*steps.traces[steps.plain].notes, *self.notes, *steps.trials.notes()]
+        return Plan(
+            memfit_version=__version__,
+            torch_version=str(torch.__version__),
+            workload=request.workload.name,
+            fingerprint=fingerprint(request.workload),
+            device=request.device.name,
+            batch_size=steps.batch_size,
+            budget_bytes=self.limits.budget_bytes,
+            budget_share=self.budget_share,
+            host_budget_bytes=request.host_budget_bytes,
+            levers=point.levers,
+            uses=point.uses,
+            numerics=point.numerics,
+            allowed=request.numerics,
+            plain=self._as_is,
+            predicted=prediction,
+            solution=Solution(
+                status="optimal" if point.status == "optimal" and gap <= SIMPLER_WITHIN else "feasible",
+                bound_seconds=bound,
+                gap=gap,
+                solve_seconds=time.monotonic() - started,
+            ),
+            frontier=points,
+            notes=list(dict.fromkeys(notes)),
+            proof=proof,
+        )
+
+    # Capture
+
+    def _capture_all(self) -> None:
+        """Capture the step with every combination of levers but regions that is searched."""
+        steps, progress = self.steps, self.request.progress
+        progress("capture", 0, 1)
+        first = self.confirmation.capture(steps.plain)
+        steps.traces[steps.plain] = first
+        self._take_budget()
+        steps.coupling = coupling(first, self.request.workload)
+        wanted = [steps.plain]
+        for lever in registry.LEVERS:
+            try:
+                wanted = lever.propose(steps, wanted)
+            except NotOffered as e:
+                self.notes += [str(e)] if e.is_noted else []
+        waiting = {levers: before for levers in wanted if (before := self._waits_for(levers)) is not None}
+        early = steps.captured([levers for levers in wanted if levers not in waiting])
+        seconds = self._seconds_of(early)
+        least = min((seconds[levers] for levers in early if steps.allows(levers)), default=math.inf)
+        slow = {levers for levers in early if seconds[levers] > _SLOW * least}
+        self.postponed = [levers for levers, before in waiting.items() if before in slow]
+        self.postponed_seconds = min((seconds[waiting[levers]] for levers in self.postponed), default=math.inf)
+        wanted = [levers for levers in wanted if levers in early or levers in waiting and levers not in self.postponed]
+        self.wanted = self._with_any(steps.captured(wanted))
+
+    def _seconds_of(self, captured: Sequence[Levers]) -> dict[Levers, float]:
+        """Return how long the step takes with each combination."""
+        return {levers: self.steps.predicted(levers).step_seconds for levers in captured}
+
+    def _waits_for(self, levers: Levers) -> Levers | None:
+        """Return the combination that is captured before another; None where it waits for none."""
+        for lever in registry.used(levers, self.steps.batch_size):
+            if (before := lever.waits_for(levers, self.steps.batch_size)) is not None:
+                return before
+        return None
+
+    def _take_budget(self) -> None:
+        """Say what the budget is in bytes: on a GPU it is held against what the allocator reserves."""
+        budget, device = self.request.budget, self.request.device
+        plain = self._as_is if budget.of == "plain" else None
+        plain_bytes = 0 if plain is None else plain.peak_reserved_bytes or plain.peak_bytes
+        budget_bytes = budget.nbytes(device_bytes=device.usable_bytes, plain_bytes=plain_bytes)
+        self.budget_share = budget.share_text(device.name, device.usable_bytes, plain_bytes)
+        self.steps.budget_bytes = budget_bytes
+        if budget.of == "device" and self._as_is.peak_upper_bytes <= budget_bytes:
+            self.notes.append("the plain step fits this share of the device: half of the plain step's peak is '0.5x'")
+
+    @property
+    def _as_is(self) -> Prediction:
+        """The prediction for the step as the user wrote it."""
+        return self.steps.predicted(self.steps.plain)
+
+    @property
+    def limits(self) -> Limits:
+        """What a plan may take."""
+        assert self.steps.budget_bytes is not None
+        return Limits(self.steps.budget_bytes, self.steps.costs.peak_error, self.request.numerics)
+
+    def _with_any(self, wanted: list[Levers]) -> list[Levers]:
+        """Return combinations, with the plain step where no other is left that may be chosen."""
+        if any(self.steps.allows(levers) for levers in wanted):
+            return wanted
+        return [*wanted, *self.steps.captured([self.steps.plain])]
+
+    # Search
+
+    def _searched(self) -> object:
+        """Return what tells whether as much is searched as before."""
+        return len(self.excluded), list(self.wanted), list(self.postponed)
+
+    def _search(self) -> tuple[Confirmed, list[Candidate]]:
+        """Return the fastest plan that fits, confirmed, and the frontier."""
+        progress, total = self.request.progress, len(self.wanted) + 1
+        self.combinations: list[Combination] = []
+        for index, levers in enumerate(self.wanted):
+            self._add(levers)
+            progress("solve", index + 1, total)
+        self.notes += refusal_notes(refusals(Regions(self.steps.traces[self.steps.plain])))
+        chosen = self._choose()
+        progress("solve", total, total)
+        return held_against(self._frontier(chosen), chosen, self.limits, self._confirm)
+
+    def _add(self, levers: Levers) -> Combination:
+        self.combinations.append(self.steps.combination(levers, self.excluded))
+        return self.combinations[-1]
+
+    def _choose(self) -> Confirmed:
+        """Return the fastest plan that fits. Fallbacks are tried only where no other is cheap."""
+        seconds = self.request.time_limit_seconds
+        best = self._fastest(self.limits.allow(self.combinations), seconds)
+        if self.postponed and (best is None or best.prediction.step_seconds > self.postponed_seconds):
+            added, self.postponed = self.postponed, []
+            best = self._fastest(self._search_too(added), seconds, best)
+        least = min(c.problem.plain_seconds for c in self.limits.allow(self.combinations))
+        for lever in self.request.fallbacks:
+            if best is not None and best.prediction.step_seconds <= (1 + _CHEAP) * least:
+                break
+            best = self._fastest(self._search_too(self._with_fallback(lever, best)), seconds / 4, best)
+        if best is not None:
+            return best
+        batch = "the loop's batch" if isinstance(self.request.workload, LoopWorkload) else "Workload.batch"
+        return leanest_that_fits(self.combinations, self.limits, self._confirm, seconds, batch=batch)
+
+    def _fastest(
+        self, combinations: Sequence[Combination], seconds: float, best: Confirmed | None = None
+    ) -> Confirmed | None:
+        allowed = self.limits.allow(combinations)
+        best, spent = fastest_that_fits(allowed, self.limits, self._confirm, seconds, best)
+        self.solving_seconds += spent
+        return best
+
+    def _search_too(self, added: Sequence[Levers]) -> list[Combination]:
+        captured = self.steps.captured(added)
+        self.wanted += captured
+        return [self._add(levers) for levers in captured]
+
+    def _with_fallback(self, lever: Fallback, best: Confirmed | None) -> list[Levers]:
+        """Return the combinations that a fallback adds: to the whole batch, and to the smallest microbatches."""
+        steps = self.steps
+        if lever.most_saved_bytes(steps.traces[steps.plain]) < LEAST_SHARE * self._as_is.peak_bytes:
+            return []
+        around = circumstances(self.request.workload, self.request.device)
+        bases = [c.levers for c in self.limits.allow(self.combinations) if not self._falls_back(c.levers)]
+        if best is not None:
+            bases = [levers for levers in bases if _kept(levers) == _kept(best.point.levers)]
+        sizes = {steps.batch_size, min(levers.microbatch_size for levers in bases)}
+        distinct = {(_kept(x), x.microbatch_size): x for x in bases if x.microbatch_size in sizes}
+        return [
+            levers
+            for base in distinct.values()
+            if (levers := lever.fallback(base)) not in self.wanted
+            and steps.allows(levers)
+            and steps.host_bytes_left(levers) >= 0
+            and not steps.trials.has_failed(levers)
+            and not met(registry.CONFLICTS, registry.names(levers, steps.batch_size) | around, self.request.numerics)
+        ]
+
+    def _falls_back(self, levers: Levers) -> bool:
+        return any(isinstance(lever, Fallback) for lever in registry.used(levers, self.steps.batch_size))
+
+    def _frontier(self, chosen: Confirmed) -> list[Candidate]:
+        """Solve for the frontier; return its points but that of the plan chosen, with what is held against a budget."""
+        limit = self.request.time_limit_seconds
+        left = min(max((1 - _FIRST_SHARE) * limit, limit - self.solving_seconds), limit / 2)
+        progress = functools.partial(self.request.progress, "frontier")
+        points = frontier(self.combinations, self.request.points, progress, left)
+        excess = chosen.excess if chosen.point.levers.regions else 1.0
+        return [
+            replace(c, peak_upper_bytes=int(c.peak_bytes * max(excess * bool(c.levers.regions), self._base_excess(c))))
+            for c in points
+            if c.levers != chosen.point.levers
+        ]
+
+    def _base_excess(self, point: Candidate) -> float:
+        """Return what is held against the budget, as a multiple of the peak, for a point's step without regions."""
+        return Confirmed(point, self.steps.predicted(replace(point.levers, regions=()))).excess
+
+    # Confirm
+
+    def _confirm(self, candidate: Candidate) -> Prediction:
+        """Predict a plan from a capture of the step with the plan applied."""
+        return self.steps.prediction_of(self.confirmation.confirmed(candidate.levers))
+
+    def _leave_out(self, found: LeftOut) -> None:
+        """Search no longer for plans with levers or regions that turned out not to work."""
+        self.notes += found.notes
+        self.excluded |= found.modules
+        self.wanted = self._with_any([levers for levers in self.wanted if not found.are_out(levers)])
+        self.postponed = [levers for levers in self.postponed if not found.are_out(levers)]
+
+    def _note_draws(self, levers: Levers) -> None:
+        draws = any(op.random for op in self.steps.traces[self.steps.plain].ops)
+        if draws and levers.microbatch_size < self.steps.batch_size:
+            self.notes.append(
+                "each microbatch draws its own random numbers (dropout): as many and as likely, but other ones than the"
+                " whole batch would draw"
+            )
+
+
+def _kept(levers: Levers) -> tuple[object, ...]:
+    """Return what a step keeps whatever else changes, but for fallbacks."""
+    kept = (lever for lever in registry.LEVERS if not (lever.switchable or isinstance(lever, Fallback)))
+    return tuple(getattr(levers, lever.field) for lever in kept)

@@ -1,0 +1,141 @@
+"""Are the samples of a batch coupled, by the model or by the loss? Then microbatches would be another training.
+
+Normalisations over the batch are seen in the program. A contrastive loss, a Dice over all samples, or a mean over
+something else than the samples is a program like any other: what gives it away are its numbers. So the loss of a few
+real samples together is held against that of them in two parts, put together as a step does it.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+from msgspec.structs import replace
+
+from memfit.batch import take
+from memfit.errors import PlanError
+from memfit.ir.plan import Candidate, Plan
+from memfit.ir.trace import Trace
+from memfit.levers.microbatches import OF_BATCH_NORM, OF_COUPLING_LOSS
+from memfit.rng import rng_state
+from memfit.training.trainer import evaluation_mode
+from memfit.workload import Workload, has_data, part_of, samples_of
+
+SAMPLES = 8
+"""Samples that are looked at, at most."""
+TOLERANCE = {"cpu": 1e-4}
+"""Relative difference that may be rounding, by kind of device."""
+_TOLERANCE = 1e-2  # of others, whose kernels may change with the batch's size
+
+
+def coupling(trace: Trace, workload: Workload) -> str | None:
+    """Return a note on what couples the samples of a batch; None where nothing is seen to.
+
+    Args:
+        trace: Of the workload's step.
+        workload: The workload; nothing of it is changed.
+    """
+    if any(module.couples_batch for module in trace.modules):
+        row = OF_BATCH_NORM
+        return f"microbatches are left out ({row.other}): {row.why}; {row.instead}"
+    found = coupled_samples(workload)
+    return None if found is None else _note(found)
+
+
+def coupled_samples(workload: Workload) -> str | None:
+    """Return what shows that the samples of a batch are coupled by the loss; None where nothing does.
+
+    Two forward passes over a few samples of the workload's batch, in evaluation mode and fp32. Nothing is said where
+    there is no data, where the loss draws random numbers, or where it can't be computed like this.
+
+    Args:
+        workload: The workload; nothing of it is changed.
+    """
+    size = samples_of(workload)
+    samples = min(SAMPLES, size)
+    is_wide = all(p.itemsize >= 4 for p in workload.model.parameters())
+    if samples < 2 or not (is_wide and has_data(workload)):
+        return None
+    try:
+        whole, together = _losses(workload, samples)
+        if whole == together == 0 and samples < size:  # as of a contrastive loss where no two of them are alike
+            samples = size
+            whole, together = _losses(workload, samples)
+    except Exception:  # someone's loss in evaluation mode, on other samples than it is made for
+        return None
+    kind = next((p.device.type for p in workload.model.parameters()), "cpu")
+    scale = max(abs(whole), abs(together))
+    if not math.isfinite(whole) or abs(whole - together) <= TOLERANCE.get(kind, _TOLERANCE) * scale:
+        return None
+    return f"the loss of {samples} samples is {whole:.5g}, that of them in two parts {together:.5g}"
+
+
+def _losses(workload: Workload, samples: int) -> tuple[float, float]:
+    """Return the loss of some samples together, and of them in two parts of unequal size."""
+    cut = max(1, samples // 2 - 1)
+    batch = _chosen(workload, samples)
+    parameters = {id(p): p for p in workload.model.parameters()}
+    model = copy.deepcopy(workload.model, parameters)  # all else that a model has, it may change
+    with evaluation_mode(model):
+        before = rng_state()
+        whole, *parts = (
+            _value(workload.loss_fn(model, part_of(workload, batch, start, stop)))
+            for start, stop in ((0, samples), (0, cut), (cut, samples))
+        )
+        if rng_state() != before:
+            raise ValueError("the loss draws random numbers")
+    if whole[1] is None:
+        return whole[0], sum(loss * n / samples for (loss, _), n in zip(parts, (cut, samples - cut), strict=True))
+    return whole[0] / whole[1], sum(loss for loss, _ in parts) / sum(count or 0.0 for _, count in parts)
+
+
+def _chosen(workload: Workload, samples: int) -> Any:
+    """Return a batch of some samples from all over a workload's; where the user cuts it, the first ones."""
+    size = samples_of(workload)
+    if workload.split is not None:
+        return part_of(workload, workload.batch, 0, samples)
+    return take(workload.batch, [round(i * (size - 1) / (samples - 1)) for i in range(samples)])
+
+
+def _value(value: Any) -> tuple[float, float | None]:
+    """Return a loss and its count, None where it is a mean."""
+    return (float(value[0]), float(value[1])) if isinstance(value, tuple) else (float(value), None)
+
+
+def without_coupled(plan: Plan, workload: Workload) -> Plan:
+    """Return a plan without the points of its frontier that a coupling loss forbids.
+
+    For plans that were made for a device elsewhere, from shapes alone: those for the CPU have looked at the data.
+
+    Raises:
+        PlanError: The plan's own levers are forbidden.
+    """
+    chosen = plan.levers.microbatch_size < plan.batch_size and plan.numerics != "changed"
+    if plan.device == "cpu" or not (chosen or any(_is_cut(plan, point) for point in plan.frontier)):
+        return plan
+    found = coupled_samples(workload)
+    if found is None:
+        return plan
+    if chosen:
+        row = OF_COUPLING_LOSS
+        raise PlanError(
+            f"the plan's levers.microbatch_size={plan.levers.microbatch_size} of {plan.batch_size} would change the"
+            f" training: {row.other} ({found}): {row.why}. What to do: {row.instead}. The row in"
+            f" docs/reference/combinations.md: {row.row()}"
+        )
+    return replace(plan, frontier=[p for p in plan.frontier if not _is_cut(plan, p)], notes=[*plan.notes, _note(found)])
+
+
+def _is_cut(plan: Plan, point: Candidate) -> bool:
+    return point.levers.microbatch_size < plan.batch_size and point.numerics != "changed"
+
+
+def _note(found: str) -> str:
+    """Return what is said where microbatches are left out of a plan."""
+    return (
+        f"microbatches are left out: Workload.loss_fn couples the samples of a batch ({found}), so that they would"
+        " change the training. A mean over tokens or voxels is no mean over samples: return (sum, count) for it. What a"
+        " Dice over the batch or a contrastive loss computes is another loss for each batch size; numerics='changed'"
+        " allows microbatches all the same"
+    )

@@ -1,0 +1,129 @@
+"""Captures of a workload's step with levers applied, under fake tensors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from msgspec.structs import replace
+
+from memfit.capture.data_run import capture_with_data, why_no_data_run
+from memfit.capture.step_capture import capture, warmed
+from memfit.errors import CaptureError
+from memfit.fake_gpu import shim
+from memfit.ir.device import Device
+from memfit.ir.plan import Levers
+from memfit.ir.trace import Trace
+from memfit.levers import registry
+from memfit.levers.stack import applied, described
+from memfit.planner.readings import DataRuns
+from memfit.workload import Loop, StepProgram, Workload, samples_of
+
+BENCHMARK_ERROR = 0.15
+"""By what share a peak may be above its prediction with `Loop.cudnn_benchmark`: a bound that was not measured."""
+
+_Build = Callable[[Levers, Workload], AbstractContextManager[StepProgram]]
+
+
+def capture_levers(workload: Workload, levers: Levers, device: Device, data: DataRuns | None = None) -> Trace:
+    """Return the trace of a workload's step with levers applied, under fake tensors.
+
+    Args:
+        workload: The user's workload.
+        levers: The levers.
+        device: Captured for.
+        data: Has what the step reads with data; None to run it where that is asked.
+    """
+    return _captured(workload, levers, device, data or DataRuns(workload))
+
+
+def capture_plain(workload: Workload, levers: Levers, device: Device) -> Trace:
+    """Return the trace of the step that is estimated: of the user's own loop, where the workload describes one."""
+    build = applied if workload.loop is None else described
+    return _captured(workload, levers, device, DataRuns(workload), build=build)
+
+
+class Captures:
+    """Captures a workload's step under many levers, in less time than one by one.
+
+    All are of one copy that has made a step before, but where levers change what the optimizer holds. Of a step that
+    may take several courses, each follows the one that `capture_levers` found with the same data.
+
+    Args:
+        workload: The user's workload.
+        device: Captured for.
+
+    Attributes:
+        data: Has what the step reads with data.
+    """
+
+    def __init__(self, workload: Workload, device: Device) -> None:
+        self.workload, self.device = workload, device
+        self.data = DataRuns(workload)
+
+    def __call__(self, levers: Levers) -> Trace:
+        """Return the trace of the step with levers applied, as `capture_levers` does."""
+        as_before = not any(lever.changes_state(levers) for lever in registry.used(levers, samples_of(self.workload)))
+        if as_before and self._warm is not None:
+            try:
+                return _captured(self._warm, levers, self.device, self.data, warm=True, explores=False)
+            except CaptureError:  # as for a model that holds something of the step before, in another precision
+                pass
+        return _captured(self.workload, levers, self.device, self.data, explores=False)
+
+    @functools.cached_property
+    def _warm(self) -> Workload | None:
+        """A copy that has made a step; None where that fails, as of a step that reads what only data can tell."""
+        plain = Levers(microbatch_size=samples_of(self.workload))
+        try:
+            return warmed(self.workload, functools.partial(applied, plain), device=_fake_device(self.device))
+        except CaptureError:
+            return None
+
+
+def _captured(
+    workload: Workload,
+    levers: Levers,
+    device: Device,
+    data: DataRuns,
+    *,
+    warm: bool = False,
+    build: _Build = applied,
+    explores: bool = True,
+) -> Trace:
+    program, named = functools.partial(build, levers), (levers.precision, levers.microbatch_size)
+    try:
+        reading = data.of(levers, explores=explores)
+        trace = capture(workload, program, *named, device=_fake_device(device), warm=warm, reading=reading)
+    except CaptureError as e:
+        if device.kind != "cpu" or why_no_data_run(workload) is not None:
+            raise
+        trace = capture_with_data(workload, program, *named, instead_of=e)
+    if workload.loop is not None:
+        trace = replace(trace, notes=[*trace.notes, *_loop_notes(workload.loop, build is described, device)])
+    if _fake_device(device) is not None:
+        return trace
+    note = (
+        f"the step was captured as it runs on a CPU, since fake CUDA tensors can't be had: {shim.why_not()}."
+        " Attention, normalisation and the optimizer take other kernels on a GPU, so the error bar is wide"
+    )
+    return replace(trace, device=device.name, notes=[*trace.notes, note])
+
+
+def _loop_notes(loop: Loop, is_described: bool, device: Device) -> list[str]:
+    """Return what a reader should know of whose order of things was captured."""
+    if not is_described:
+        return ["memfit's own step was captured: it runs in its own order, whatever Workload.loop says"]
+    found = ["the user's loop was captured, as Workload.loop describes it"]
+    if loop.cudnn_benchmark and device.kind == "cuda":
+        found.append(
+            "with Loop.cudnn_benchmark cuDNN takes the fastest kernels, whatever memory they need: the interval is"
+            f" {BENCHMARK_ERROR:.0%} wider"
+        )
+    return found
+
+
+def _fake_device(device: Device) -> Device | None:
+    """Return the device whose fake tensors a step is captured under; None for the CPU's, where a GPU's can't be had."""
+    return device if device.kind != "cuda" or shim.is_loaded() else None

@@ -1,0 +1,142 @@
+"""The confirmation of a plan: its step captured again and held against the user's; failing levers and regions go."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+from msgspec.structs import replace
+
+from memfit.errors import MemfitError, RecomputationError
+from memfit.ir.device import Device
+from memfit.ir.plan import Levers, Prediction, Proof, levers_key
+from memfit.ir.remat import enclosing
+from memfit.ir.trace import Trace
+from memfit.levers import registry
+from memfit.planner.captures import capture_levers
+from memfit.planner.prediction import Progress
+from memfit.planner.proof import differences, why_not_here
+from memfit.planner.trials import Trials, failing, fails, first_line
+from memfit.recomputation.probe import Differences, probing
+from memfit.workload import Workload
+
+
+class LeftOut(Exception):
+    """A plan can't be applied, or computes another result than the user's step: a part of it is searched no more.
+
+    Args:
+        error: What went wrong.
+        notes: For the plan that is found without it.
+        modules: Not to be in a region any more.
+        are_out: Tells whether a plan with some levers is searched no more.
+    """
+
+    def __init__(
+        self, error: Exception, notes: list[str], modules: set[str], are_out: Callable[[Levers], bool] = lambda _: False
+    ) -> None:
+        super().__init__(first_line(error))
+        self.error, self.notes, self.modules, self.are_out = error, notes, modules, are_out
+
+
+class Confirmation:
+    """Captures planned steps, and holds their recomputed tensors against the user's step.
+
+    Args:
+        workload: The user's workload.
+        device: Planned for.
+        trials: Told of levers that turn out to fail.
+        plain: The levers of the step as the user wrote it.
+    """
+
+    def __init__(self, workload: Workload, device: Device, trials: Trials, plain: Levers) -> None:
+        self._workload, self._device, self._trials, self._plain = workload, device, trials, plain
+
+    def capture(self, levers: Levers) -> Trace:
+        """Return the trace of a step of its own."""
+        return capture_levers(self._workload, levers, self._device, self._trials.data)
+
+    def confirmed(self, levers: Levers) -> Trace:
+        """Return the trace of a planned step.
+
+        Raises:
+            LeftOut: The plan can't be applied.
+            MemfitError: Nor can the step as the user wrote it.
+        """
+        try:
+            return self.capture(levers)
+        except RecomputationError as e:
+            raise self._without_differing(self._differences(levers) or {e.modules: e}, levers) from e
+        except MemfitError as e:
+            raise self._without_failing(levers, e, self.capture) from e
+
+    def proof(self, levers: Levers, as_is: Prediction, step_seconds: float, progress: Progress) -> Proof:
+        """Hold a plan's recomputed tensors against the user's step, where that can run here.
+
+        Args:
+            levers: The plan's.
+            as_is: What is predicted for the step as the user wrote it.
+            step_seconds: Predicted for the plan.
+            progress: Told where it runs.
+
+        Raises:
+            LeftOut: Something differs, or the planned step can't run where the plain one does.
+        """
+        if not registry.recomputes(levers):
+            return Proof(levers=levers_key(levers))
+        why = why_not_here(self._workload, self._device, as_is, step_seconds)
+        if why:
+            return Proof(why=why)
+        progress("prove", 0, 1)
+        try:
+            found = differences(self._workload, levers)
+        except Exception as e:  # someone's code, which may raise anything
+            if fails(self._differences_with_data, self._plain):
+                return Proof(why=f"the step can't be run here ({first_line(e)})")
+            raise self._without_failing(levers, e, self._differences_with_data) from e
+        if found:
+            raise self._without_differing(found, levers)
+        progress("prove", 1, 1)
+        return Proof(levers=levers_key(levers))
+
+    def _differences_with_data(self, levers: Levers) -> Differences:
+        return differences(self._workload, levers)
+
+    def _differences(self, levers: Levers) -> Differences:
+        """Return the modules that differ when they run again, found without data."""
+        with probing() as found, contextlib.suppress(MemfitError):
+            self.capture(levers)
+        return found
+
+    def _without_differing(self, found: Differences, levers: Levers) -> LeftOut:
+        """Leave out the regions around modules that differ when they run again, or lean modules."""
+        regions = {region.modules for region in levers.regions}
+        notes = [f"{e.module} is not recomputed: run again, it does something else ({e.how})" for e in found.values()]
+        modules = {fqn for of, e in found.items() if of in regions for fqn in enclosing(e.module)}
+        error = next(iter(found.values()))
+        if found.keys() <= regions:
+            return LeftOut(error, notes, modules)
+        return LeftOut(error, notes, modules, registry.recomputes)  # with what runs again outside of regions
+
+    def _without_failing(self, levers: Levers, error: Exception, attempt: Callable[[Levers], object]) -> LeftOut:
+        """Leave out those regions without which a step works, or its other levers.
+
+        Args:
+            levers: Of a step that fails.
+            error: How it fails.
+            attempt: Tries a step with some levers.
+
+        Raises:
+            Exception: The error, where the step as the user wrote it fails too.
+        """
+        bare = replace(levers, regions=())
+        if fails(attempt, bare):
+            if bare == self._plain:
+                raise error
+            self._trials.leave_out(bare, first_line(error))
+            return LeftOut(error, [], set(), self._trials.has_failed)
+        regions = failing(levers, levers.regions, attempt)
+        notes = [
+            f"{', '.join(region.modules)} is not recomputed: the step then fails ({first_line(error)})"
+            for region in regions
+        ]
+        return LeftOut(error, notes, {fqn for region in regions for fqn in region.modules})

@@ -1,0 +1,36 @@
+"""Estimates and plans for a GPU, in a process with fake CUDA tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from memfit.capture.control_flow import Readings
+from memfit.capture.transport import packed
+from memfit.fake_gpu import process
+from memfit.planner.readings import receive
+from memfit.workload import Workload
+
+
+def call(
+    function: Callable[..., Any],
+    workload: Workload,
+    options: dict[str, Any],
+    progress: process.Progress,
+    readings: dict[int, Readings] | None = None,
+) -> Any:
+    """Return the result of `function(workload, **options, progress=...)`, run in a process with fake CUDA.
+
+    Args:
+        function: A function of a module of memfit, which the process finds by its name.
+        workload: The user's workload; its data and its scheduler stay here.
+        options: Arguments that can be pickled.
+        progress: Receives the stages of the work.
+        readings: Values that the step reads when it runs with data, by microbatch size.
+
+    Raises:
+        WorkloadError: The workload can't be sent.
+        MemfitError: The function raised it.
+        CaptureError: The process ended without a reply.
+    """
+    return process.run(packed(function, workload, options, [(receive, readings or {})]), progress)

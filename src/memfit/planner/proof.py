@@ -1,0 +1,75 @@
+"""The proof of a plan: what it recomputes, held bit by bit against the user's own step, where that can run here."""
+
+from __future__ import annotations
+
+from memfit.capture.fake_workload import nothing_changes, real_copy
+from memfit.hardware.host import free_bytes
+from memfit.held_state import generators_of
+from memfit.ir.device import Device
+from memfit.ir.plan import Levers, Prediction
+from memfit.ir.remat import Region
+from memfit.levers.stack import applied
+from memfit.recomputation.generators import foreign_generators, preserved
+from memfit.recomputation.probe import Differences, probing
+from memfit.tape import LoopWorkload
+from memfit.units import format_bytes, format_seconds
+from memfit.workload import Workload, has_data
+
+LONGEST_SECONDS = 30.0
+"""A step that is predicted to take longer is not run to prove a plan."""
+_ROOM = 2.0  # the free memory that a proof asks for, as a multiple of the plain peak: it holds that and a copy
+
+
+def why_not_here(workload: Workload, device: Device, plain: Prediction, step_seconds: float) -> str:
+    """Return why a plan is not proven before it is returned; "" where it can be.
+
+    Args:
+        workload: The workload.
+        device: That the plan is for.
+        plain: What is predicted for the plain step.
+        step_seconds: What the planned step is predicted to take.
+    """
+    free = free_bytes()
+    if isinstance(workload, LoopWorkload):
+        return "the loop's own step, which takes no more memory for it"
+    if device.kind != "cpu":
+        return f"planned for {device.name}, which computes otherwise than this machine's CPU"
+    if not has_data(workload):
+        return "the model or the batch holds no data here"
+    if step_seconds > LONGEST_SECONDS:
+        return f"a step is predicted to take {format_seconds(step_seconds)}"
+    if _ROOM * plain.peak_bytes > free:
+        return f"the plain step takes {format_bytes(plain.peak_bytes)}, and {format_bytes(free)} is free here"
+    return ""
+
+
+def differences(workload: Workload, levers: Levers) -> Differences:
+    """Return what makes something else when it is recomputed than the forward pass did, by its modules.
+
+    Runs one forward and backward pass with data, on a copy of the workload, and compares every tensor that is
+    recomputed with the one that autograd saved, bit by bit.
+
+    Args:
+        workload: With data; nothing of it is changed.
+        levers: The regions, and how else the step runs.
+    """
+    with nothing_changes(workload):
+        copied = real_copy(workload)
+        held = foreign_generators(generators_of(copied.model.modules()))  # those in globals are no part of the copy
+        with preserved(held), applied(levers, copied) as step, probing() as found:
+            step.gradients(copied.batch)
+    return found
+
+
+def probe_regions(workload: Workload, levers: Levers) -> dict[Region, str]:
+    """Return the regions whose recomputation makes something else than the forward pass did, and what differs.
+
+    Args:
+        workload: With data; nothing of it is changed.
+        levers: The regions, and how else the step runs.
+    """
+    named = {region.modules: region for region in levers.regions}
+    return {
+        named.get(modules, Region(modules)): f"{error.module}, run again, does something else ({error.how})"
+        for modules, error in differences(workload, levers).items()
+    }

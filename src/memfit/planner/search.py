@@ -1,0 +1,206 @@
+"""The search: the fastest of captured combinations of levers that fits. It needs traces and costs, and no torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from memfit.errors import InfeasibleError
+from memfit.ir.plan import Candidate, Numerics, Prediction, allows, uses_text
+from memfit.solver.frontier import SIMPLER_WITHIN, Combination, fastest
+from memfit.units import format_bytes
+
+_ATTEMPTS = 6
+_FIRST_SHARE = 0.9  # of the time for solving that the first attempt may take; the second, of what it leaves; and so on
+_ADVICE_SECONDS = 1.0  # for each combination that an error may name
+_ROUNDING_BYTES = 64  # what floats in the solver may miss
+
+Confirm = Callable[[Candidate], Prediction]
+"""Predicts a point of the frontier from a capture of the step with its levers applied."""
+
+
+class Confirmed(NamedTuple):
+    """A point of the frontier, with the prediction for its captured step."""
+
+    point: Candidate
+    prediction: Prediction
+
+    @property
+    def excess(self) -> float:
+        """What is held against the budget, as a multiple of the peak."""
+        return self.prediction.peak_upper_bytes / max(self.prediction.peak_bytes, 1)
+
+    def as_captured(self) -> Candidate:
+        """Return the point with what is predicted for its captured step."""
+        return replace(
+            self.point,
+            peak_bytes=self.prediction.peak_bytes,
+            peak_upper_bytes=self.prediction.peak_upper_bytes,
+            step_seconds=self.prediction.step_seconds,
+            bound_seconds=min(self.point.bound_seconds, self.prediction.step_seconds),
+            is_captured=True,
+        )
+
+
+class Limits(NamedTuple):
+    """What a plan may take.
+
+    Attributes:
+        budget_bytes: What a step may hold.
+        peak_error: By what share peaks may be above what the solver has.
+        numerics: The freest numerics class.
+    """
+
+    budget_bytes: int
+    peak_error: float
+    numerics: Numerics
+
+    def allow(self, combinations: Sequence[Combination]) -> list[Combination]:
+        """Return the combinations of an allowed class."""
+        return [c for c in combinations if allows(self.numerics, c.numerics)]
+
+    def fit(self, prediction: Prediction) -> bool:
+        """Tell whether a step fits."""
+        return prediction.peak_upper_bytes <= self.budget_bytes
+
+
+def fastest_that_fits(
+    combinations: Sequence[Combination],
+    limits: Limits,
+    confirm: Confirm,
+    seconds: float,
+    best: Confirmed | None = None,
+) -> tuple[Confirmed | None, float]:
+    """Return the fastest plan whose applied step is predicted to fit, and the seconds that solving took.
+
+    Where the captured step does not fit, the solver is asked again for a peak that is lower by as much.
+
+    Args:
+        combinations: Those that may be chosen.
+        limits: What a plan may take.
+        confirm: Captures and predicts a plan.
+        seconds: Of solving.
+        best: The best plan known before, which is returned where no other is enough faster.
+    """
+    target, spent = int(limits.budget_bytes / (1 + limits.peak_error)), 0.0
+    for _ in range(_ATTEMPTS if combinations else 0):
+        started = time.thread_time()
+        candidate = fastest(combinations, target, _FIRST_SHARE * (seconds - spent))
+        spent += time.thread_time() - started
+        if candidate is None:
+            break
+        if best is not None and not is_faster(candidate.step_seconds, best.prediction.step_seconds):
+            return Confirmed(_bounded(best.point, candidate), best.prediction), spent
+        confirmed = Confirmed(candidate, confirm(candidate))
+        if limits.fit(confirmed.prediction):
+            return confirmed if best is None else faster_of(best, confirmed), spent
+        over_bytes = confirmed.prediction.peak_upper_bytes - limits.budget_bytes
+        target = int(target - over_bytes / (1 + limits.peak_error)) - 1
+    return best, spent
+
+
+def leanest_that_fits(
+    combinations: Sequence[Combination], limits: Limits, confirm: Confirm, seconds: float, *, batch: str
+) -> Confirmed:
+    """Return the plan of the lowest peak if it fits.
+
+    Plans of one peak may have other error bars. Of them it is always the same one, so that the budget which is named
+    where it does not fit is one that it fits.
+
+    Args:
+        combinations: All, of which those of an allowed class are chosen among.
+        limits: What a plan may take.
+        confirm: Captures and predicts a plan.
+        seconds: Of solving.
+        batch: The name of the batch, for the error's advice.
+
+    Raises:
+        InfeasibleError: It does not fit.
+    """
+    allowed = limits.allow(combinations)
+    choices = [(c, c.lowest(seconds / len(allowed))) for c in allowed]
+    combination, lowest = min(choices, key=lambda pair: pair[1].peak_bytes)
+    candidate = combination.candidate(lowest, limits.budget_bytes)
+    prediction = confirm(candidate)
+    if limits.fit(prediction):
+        bound = min(c.problem.plain_seconds for c in allowed)
+        return Confirmed(replace(candidate, status="feasible", bound_seconds=bound), prediction)
+    is_proven = lowest.status == "optimal" and all(c.bound >= lowest.bound for _, c in choices)
+    raise _infeasible(
+        Confirmed(candidate, prediction), limits, is_proven, [c for c in combinations if c not in allowed], batch
+    )
+
+
+def held_against(points: Sequence[Candidate], chosen: Confirmed, limits: Limits, confirm: Confirm) -> _Frontier:
+    """Capture the points that seem to fit and to be faster than the plan chosen, once that was captured.
+
+    Returns:
+        The fastest of them all, and the frontier, with what is predicted for each point that was captured.
+    """
+
+    def may_be_faster(point: Candidate) -> bool:
+        may = allows(limits.numerics, point.numerics) and point.held_bytes <= limits.budget_bytes
+        return may and is_faster(point.step_seconds, chosen.prediction.step_seconds)
+
+    captured: list[Candidate] = []
+    for _ in range(_ATTEMPTS):
+        rivals = [point for point in points if may_be_faster(point)]
+        if not rivals:
+            break
+        rival = min(rivals, key=lambda point: point.step_seconds)
+        points = [point for point in points if point.levers != rival.levers]
+        loser = Confirmed(rival, confirm(rival))
+        if limits.fit(loser.prediction) and is_faster(loser.prediction.step_seconds, chosen.prediction.step_seconds):
+            bound = {"status": chosen.point.status, "bound_seconds": chosen.point.bound_seconds}  # of all combinations
+            loser, chosen = chosen, Confirmed(replace(rival, **bound), loser.prediction)
+        captured.append(loser.as_captured())
+    own = replace(chosen.as_captured(), budget_bytes=limits.budget_bytes)
+    return _Frontier(chosen, sorted([*points, *captured, own], key=lambda point: point.step_seconds))
+
+
+class _Frontier(NamedTuple):
+    chosen: Confirmed
+    points: list[Candidate]
+
+
+def faster_of(one: Confirmed, other: Confirmed) -> Confirmed:
+    """Return the faster of two plans; the first where the other is hardly faster."""
+    swap = is_faster(other.prediction.step_seconds, one.prediction.step_seconds)
+    chosen, loser = (other, one) if swap else (one, other)
+    return Confirmed(_bounded(chosen.point, loser.point), chosen.prediction)
+
+
+def is_faster(seconds: float, than: float) -> bool:
+    """Tell whether a plan is enough faster to take more levers for it."""
+    return than > (1 + SIMPLER_WITHIN) * seconds
+
+
+def _bounded(chosen: Candidate, other: Candidate) -> Candidate:
+    """Return a plan with the bound of what it was chosen of: none of the combinations of either is faster."""
+    bound = min(chosen.bound_seconds, other.bound_seconds)
+    is_proven = chosen.status == other.status == "optimal" and chosen.bound_seconds <= bound
+    return replace(chosen, bound_seconds=bound, status="optimal" if is_proven else "feasible")
+
+
+def _infeasible(
+    leanest: Confirmed, limits: Limits, is_proven: bool, freer: Sequence[Combination], batch: str
+) -> InfeasibleError:
+    prediction, budget_bytes = leanest.prediction, limits.budget_bytes
+    needed_bytes = prediction.peak_upper_bytes + _ROUNDING_BYTES
+    advice = [f"raise budget= to {format_bytes(needed_bytes)} ({needed_bytes} bytes)"]
+    if any(c.solver.leanest(_ADVICE_SECONDS).peak_bytes * (1 + limits.peak_error) <= budget_bytes for c in freer):
+        advice.append("allow numerics='reduced', with which a plan fits")
+    advice.append(f"make {batch} smaller, or the model")
+    return InfeasibleError(
+        f"no plan fits budget={format_bytes(budget_bytes)} ({budget_bytes} bytes) with"
+        f" numerics={limits.numerics!r}: the lowest peak {'there is' if is_proven else 'found'} is"
+        f" {format_bytes(prediction.peak_bytes)} ({format_bytes(needed_bytes)} with its error bar), in"
+        f" {prediction.where} ({uses_text(leanest.point.uses)}). What to do: {'; '.join(advice)}",
+        budget_bytes=budget_bytes,
+        lowest_peak_bytes=needed_bytes,
+        where=prediction.where,
+        proven=is_proven,
+    )

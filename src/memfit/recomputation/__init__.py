@@ -1,0 +1,1 @@
+"""The engine that recomputes regions in the backward pass."""

@@ -1,0 +1,185 @@
+"""States of random generators, restored so that a recomputation draws the numbers of the forward pass.
+
+PyTorch's own states are kept for each call, as `torch.utils.checkpoint` does. Generators of Python, of NumPy and of
+modules are seldom drawn from: their states are kept only where a call changed them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.checkpoint import get_device_states, set_device_states
+
+from memfit._torch.cuda import is_initialized
+from memfit._torch.dispatch import disable_current_modes
+from memfit._torch.fake import is_fake
+
+_TWISTER_BYTES = 2500  # size of NumPy's Mersenne twister: 624 integers and a position
+
+
+@dataclasses.dataclass(frozen=True)
+class Generators:
+    """States of PyTorch's generators, of the CPU and of the devices of some tensors."""
+
+    cpu: torch.Tensor
+    kind: str
+    devices: list[int]
+    states: list[torch.Tensor]
+
+    @classmethod
+    def of(cls, tensors: Iterable[torch.Tensor]) -> Generators:
+        places = {t.device: t for t in tensors if t.device.type not in ("cpu", "meta")}
+        kind = next((device.type for device in places), "cpu")
+        devices: list[int] = []
+        states: list[torch.Tensor] = []
+        if kind != "cpu" and is_initialized(kind):
+            devices, states = get_device_states(*places.values())
+        return cls(torch.get_rng_state(), kind, devices, states)
+
+    def are_as_before(self) -> bool:
+        """Tell whether the generators still have these states. Fake operators draw nothing."""
+        if is_fake(self.cpu):
+            return True
+        now = [torch.get_rng_state()]
+        now += [torch.get_device_module(self.kind).get_rng_state(device) for device in self.devices]
+        return all(torch.equal(state, before) for state, before in zip(now, [self.cpu, *self.states], strict=True))
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Restore these states, until the context is left."""
+        with torch.random.fork_rng(self.devices, device_type=self.kind if self.devices else "cuda"):
+            self.restore()
+            yield
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.cpu)
+        if self.devices:
+            set_device_states(self.devices, self.states, device_type=self.kind)
+
+
+class ForeignGenerator(NamedTuple):
+    """A generator whose state PyTorch does not restore.
+
+    Attributes:
+        read: Returns a copy of its state.
+        write: Sets its state.
+    """
+
+    read: Callable[[], Any]
+    write: Callable[[Any], object]
+
+
+def foreign_generators(held: Iterable[Any] = ()) -> list[ForeignGenerator]:
+    """Return Python's and NumPy's global generators, and some others.
+
+    Args:
+        held: Generators of PyTorch, Python or NumPy.
+    """
+    return [_PYTHON, _NUMPY, *(_foreign_generator(generator) for generator in held)]
+
+
+def _foreign_generator(held: Any) -> ForeignGenerator:
+    if isinstance(held, torch.Generator):
+        return ForeignGenerator(lambda: _bytes_of(held), lambda state: _set_bytes(held, state))
+    if isinstance(held, random.Random):
+        return ForeignGenerator(held.getstate, held.setstate)
+    if isinstance(held, np.random.RandomState):
+        return ForeignGenerator(lambda: held.get_state(legacy=False), held.set_state)
+    bits = held.bit_generator if isinstance(held, np.random.Generator) else held
+    return ForeignGenerator(lambda: bits.state, lambda state: setattr(bits, "state", state))
+
+
+def _bytes_of(generator: torch.Generator) -> bytes:
+    """Return the state of a PyTorch generator as bytes: a tensor would show up in traces."""
+    with disable_current_modes():
+        return bytes(generator.get_state().numpy())
+
+
+def _set_bytes(generator: torch.Generator, state: bytes) -> None:
+    with disable_current_modes():
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+class _Numpy:
+    """NumPy's global generator, whose whole state, slow to read, is read only where its bits changed."""
+
+    def __init__(self) -> None:
+        self._last: tuple[object, bytes, dict[str, Any]] | None = None
+
+    def read(self) -> dict[str, Any]:
+        bits = np.random.get_bit_generator() if hasattr(np.random, "get_bit_generator") else None
+        if not isinstance(bits, np.random.MT19937):
+            return _numpy_state()
+        now = ctypes.string_at(bits.ctypes.state_address, _TWISTER_BYTES)
+        last = self._last  # the bits do not tell whether the second of two normal numbers is left ("has_gauss")
+        if last is None or last[0] is not bits or last[1] != now or last[2]["has_gauss"]:
+            self._last = last = bits, now, _numpy_state()
+        return last[2]
+
+    def write(self, state: dict[str, Any]) -> None:
+        """Set the generator's state."""
+        self._last = None  # the state may differ in more than its bits
+        np.random.set_state(state)
+
+
+def _numpy_state() -> dict[str, Any]:
+    return np.random.get_state(legacy=False)
+
+
+_PYTHON = ForeignGenerator(random.getstate, random.setstate)
+_numpy = _Numpy()
+_NUMPY = ForeignGenerator(_numpy.read, _numpy.write)
+
+
+class Draws:
+    """States of foreign generators as a call begins; after `end`, of those that it drew from.
+
+    Args:
+        generators: The generators.
+    """
+
+    def __init__(self, generators: Sequence[ForeignGenerator]) -> None:
+        self._states: list[tuple[ForeignGenerator, Any]] = [(source, source.read()) for source in generators]
+
+    def end(self) -> None:
+        """End the call: keep the states of the generators that it drew from."""
+        self._states = [(source, state) for source, state in self._states if not _is_same(source.read(), state)]
+
+    @property
+    def drawn(self) -> list[ForeignGenerator]:
+        """The generators whose states are kept."""
+        return [source for source, _ in self._states]
+
+    def restore(self) -> None:
+        """Restore the kept states."""
+        for source, state in self._states:
+            source.write(state)
+
+
+@contextlib.contextmanager
+def preserved(generators: Iterable[ForeignGenerator]) -> Iterator[None]:
+    """Restore the present states of generators on leaving."""
+    before = [(source, source.read()) for source in generators]
+    try:
+        yield
+    finally:
+        for source, state in before:
+            source.write(state)
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    """Tell whether two states are equal; NumPy's are dictionaries that hold arrays."""
+    if a is b:
+        return True
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_is_same(a[key], b[key]) for key in a)
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        return bool(np.array_equal(a, b))
+    return bool(a == b)

@@ -1,0 +1,172 @@
+"""Outputs of operators that a pass through a region keeps, and that its recomputation reuses.
+
+`torch.utils.checkpoint.create_selective_checkpoint_contexts` does the same by a policy function. These modes use one
+table, pass kept outputs to a region around this one, which drops and recomputes them, and run an operator again where
+its output was taken already or changed, rather than refuse.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from memfit._torch.autograd import top_saved_tensors_default_hooks
+from memfit._torch.dispatch import DispatchKey, OpOverload, TorchDispatchMode, exclude_dispatch_key
+from memfit._torch.operators import schema_of
+from memfit._torch.pytree import tree_leaves, tree_map_only
+from memfit._torch.tensors import version_of
+from memfit.ir.remat import Keep
+from memfit.recomputation.host_copies import ChangedError, HostCopy, is_worth_moving
+
+_NEVER = {"aten.detach.default", "prim.device.default"}  # a recomputation runs these a different number of times
+
+
+def hooks_around() -> Any:
+    """Return the innermost active hooks of saved tensors, as (pack, unpack); None where there are none."""
+    return top_saved_tensors_default_hooks(False)
+
+
+class DroppingHooks:
+    """Base of classes whose methods are hooks of saved tensors that drop and recompute them."""
+
+
+class KeptOccurrences:
+    """The occurrences of each operator whose outputs a region keeps.
+
+    Args:
+        keep: The names of the outputs, as "overload#occurrence".
+    """
+
+    def __init__(self, keep: Keep) -> None:
+        self._of_name: dict[str, set[int]] = {}
+        for name, _, occurrence in (key.rpartition("#") for key in keep):
+            if name not in _NEVER:
+                self._of_name.setdefault(name, set()).add(int(occurrence))
+        self._of: dict[Any, set[int]] = {}
+
+    def of(self, operator: Any) -> set[int]:
+        """Return the occurrences of an operator whose outputs are kept; none where it writes to its arguments."""
+        occurrences = self._of.get(operator)
+        if occurrences is None:
+            is_mutable = isinstance(operator, OpOverload) and schema_of(operator).is_mutable
+            occurrences = self._of[operator] = set() if is_mutable else self._of_name.get(str(operator), set())
+        return occurrences
+
+
+class KeptOutputs:
+    """The outputs that one pass keeps.
+
+    Args:
+        occurrences: The occurrences of operators to keep.
+        offload: Whether the outputs wait in host memory.
+
+    Attributes:
+        outputs: The outputs with the shapes of the operator's arguments, by operator and occurrence.
+        counts: The number of runs of each operator with kept occurrences.
+        offloaded: The outputs in host memory; None where they stay on the device.
+    """
+
+    def __init__(self, occurrences: KeptOccurrences, offload: bool = False) -> None:
+        self.occurrences = occurrences
+        self.offloaded: list[HostCopy] | None = [] if offload else None
+        self.outputs: dict[tuple[Any, int], tuple[list[torch.Size], Any]] = {}
+        self.counts = Counter[Any]()
+
+
+class _KeptTensor:
+    """A kept tensor and its version then."""
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        pack: Callable[[torch.Tensor], Any],
+        unpack: Callable[[Any], Any],
+        offloaded: list[HostCopy] | None,
+    ) -> None:
+        # An alias, since the tensor itself gets the graph's history; under the guard it shares the version counter.
+        with exclude_dispatch_key(DispatchKey.ADInplaceOrView, False):
+            alias = tensor.detach()
+        self.version = version_of(alias)
+        self.held: Any
+        if offloaded is not None and is_worth_moving(tensor):
+            self.held = HostCopy(alias)
+            offloaded.append(self.held)
+        else:
+            self.held, self.unpack = pack(alias), unpack
+
+    def tensor(self) -> torch.Tensor:
+        """Return the tensor.
+
+        Raises:
+            ChangedError: The tensor was changed in place.
+        """
+        if isinstance(self.held, HostCopy):
+            return self.held.take()
+        tensor: torch.Tensor = self.unpack(self.held)
+        if version_of(tensor) != self.version:
+            raise ChangedError
+        return tensor
+
+
+def _shapes(args: Any) -> list[torch.Size]:
+    return [leaf.shape for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+
+
+def as_it_is(value: Any) -> Any:
+    return value
+
+
+class KeepingMode(TorchDispatchMode):
+    """A dispatch mode that keeps outputs while a pass's call runs, through the hooks of a region around it."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __init__(self, kept: KeptOutputs) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kept = kept
+        hooks = hooks_around()
+        is_inside = hooks is not None and isinstance(getattr(hooks[0], "__self__", None), DroppingHooks)
+        self.hooks = hooks if is_inside else (as_it_is, as_it_is)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        occurrences = self.kept.occurrences.of(func)
+        if occurrences:
+            occurrence = self.kept.counts[func]
+            self.kept.counts[func] += 1
+            if occurrence in occurrences:
+                pack, unpack = self.hooks
+                items = tree_map_only(torch.Tensor, lambda t: _KeptTensor(t, pack, unpack, self.kept.offloaded), out)
+                self.kept.outputs[func, occurrence] = (_shapes(args), items)
+        return out
+
+
+class ReusingMode(TorchDispatchMode):
+    """A dispatch mode that reuses kept outputs while all calls of a pass run again."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __init__(self, kept: KeptOutputs) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kept, self.counts = kept, Counter[Any]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        occurrences = self.kept.occurrences.of(func)
+        if occurrences:
+            occurrence = self.counts[func]
+            self.counts[func] += 1
+            if (func, occurrence) in self.kept.outputs:
+                shapes, items = self.kept.outputs.pop((func, occurrence))
+                if shapes != _shapes(args):
+                    raise RuntimeError(f"{func}, whose output is kept, takes tensors of other shapes than before")
+                with contextlib.suppress(ChangedError):
+                    return tree_map_only(_KeptTensor, _KeptTensor.tensor, items)
+        return func(*args, **(kwargs or {}))

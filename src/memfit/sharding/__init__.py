@@ -1,0 +1,1 @@
+"""Sharding on paper: what one rank of many holds."""

@@ -1,0 +1,324 @@
+"""Candidates for checkpointing: modules alone, in runs or nested, with the operators that each region can keep."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from msgspec.structs import replace
+
+from memfit.ir.offload import Transfer, fetch_stall_seconds, host_bytes, stall_seconds, transfers
+from memfit.ir.operator_costs import CostTable
+from memfit.ir.recompute import Recomputation, added_bytes, recomputations
+from memfit.ir.remat import Keep, Region, RegionCall, Regions
+from memfit.ir.simulate import overhead_seconds, repeats, repeats_of
+from memfit.ir.trace import Trace
+from memfit.solver.keeps import FEW_OPERATORS, Ints, Worth, every_keep_set, keep_sets
+
+_LEAST_SHARE = 0.002
+_NESTED_LEAST_SHARE = 0.05
+_KEEP_SETS = 768
+_MOST_KEEP_SETS, _LEAST_KEEP_SETS = 128, 5
+_LONGEST_CHAIN = 24
+_OFFLOADED_KEEP_SETS = 6
+_CAST = "aten._to_copy.default"
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option to checkpoint a region.
+
+    Attributes:
+        regions: The region, and the regions inside it.
+        kept: For each call of the region, the operators whose outputs it keeps.
+        recomputations: Its recomputations.
+        seconds: Seconds that it adds to the step.
+        transfers: Storages that wait in host memory.
+        host_bytes: Bytes of these storages in host memory.
+    """
+
+    regions: tuple[Region, ...]
+    kept: dict[RegionCall, frozenset[int]]
+    recomputations: tuple[Recomputation, ...]
+    seconds: float
+    transfers: tuple[Transfer, ...] = ()
+    host_bytes: int = 0
+
+    def transfers_of(self, region: RegionCall) -> list[Transfer]:
+        """Return the transfers of a region call."""
+        return [t for t in self.transfers if t.call in region.calls]
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The modules of the outermost region."""
+        return self.regions[0].modules
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether one module is recomputed as a whole, once."""
+        return self.regions == (Region(self.modules[:1]),)
+
+
+def refusals(regions: Regions) -> dict[str, str]:
+    """Return the reasons why modules can't be checkpointed, by FQN: their side effects would happen twice."""
+    trace = regions.trace
+    refused: dict[str, str] = {}
+    checkpointed = {trace.modules[c.module].fqn for c in trace.calls if c.phase == "recompute"}
+    for fqn, calls in regions.calls.items():
+        if any(_related(fqn, checkpointed_fqn) for checkpointed_fqn in checkpointed):
+            refused[fqn] = "is checkpointed by the model itself"
+            continue
+        for region in calls:
+            if trace.modules[trace.calls[region.calls[0]].module].refuses_hooks:
+                refused[fqn] = "runs a transform of torch.func, inside of which recomputation is not possible"
+                break
+            if trace.ops[region.recompute_at].phase == "forward":
+                refused[fqn] = "is differentiated within the loss, which would run it again there"
+                continue
+            changed = next((name for c in region.calls if (name := trace.calls[c].changed)), "")
+            if changed:
+                refused[fqn] = f"reads {changed}, which has changed when it would run again"
+                continue
+            culprit = _writes_outside(trace, region)
+            if culprit is not None:
+                refused[fqn] = f"writes to tensors from before it ({culprit}), which a recomputation would repeat"
+    return refused
+
+
+def _related(one: str, other: str) -> bool:
+    return one == other or one.startswith(other + ".") or other.startswith(one + ".")
+
+
+def _writes_outside(trace: Trace, region: RegionCall) -> str | None:
+    """Return an operator of a region call that writes to an earlier storage, except running statistics; or None."""
+    for index in range(region.start, region.stop):
+        for mutated in trace.ops[index].mutates:
+            storage = trace.storages[mutated]
+            statistics = storage.owner >= 0 and trace.modules[storage.owner].tracks_statistics
+            if storage.birth < region.start and not (storage.category == "buffers" and statistics):
+                return trace.ops[index].name
+    return None
+
+
+def options(
+    regions: Regions, costs: CostTable, excluded: Collection[str] = (), *, offload: bool = False
+) -> list[Option]:
+    """Return every option to checkpoint each allowed region that holds enough bytes.
+
+    They are: modules alone, as a whole and with each undominated set of operators kept (`solver.keeps`); runs of
+    modules called one after the other; and both with the modules inside checkpointed again, or with their kept tensors
+    in host memory.
+
+    Args:
+        regions: The regions of a trace.
+        costs: Seconds of the operators.
+        excluded: FQNs of modules to leave out.
+        offload: Whether host memory may be used.
+    """
+    finder = _Finder(regions, costs, excluded)
+    resident = list(finder.options())
+    return [*resident, *finder.offloading(resident)] if offload else resident
+
+
+class _Finder:
+    def __init__(self, regions: Regions, costs: CostTable, excluded: Collection[str]) -> None:
+        self.regions, self.trace, self.costs = regions, regions.trace, costs
+        trace = regions.trace
+        refused = refusals(regions)
+        self.allowed = {fqn for fqn in regions.calls if fqn and fqn not in refused and fqn not in excluded}
+        self.seconds = np.array([costs.seconds_of(trace.signatures[op.signature]) for op in trace.ops])
+        self.workspace = [costs.of(trace.signatures[op.signature]).workspace_bytes for op in trace.ops]
+        self.weighted = self.seconds * repeats(trace)
+        self.forward_bytes = sum(s.nbytes for s in trace.storages if s.category == "activations")
+        self.mutated = {m for op in trace.ops for m in op.mutates}
+        self.keeps_like: dict[tuple[object, ...], list[Keep]] = {}
+
+    def options(self) -> Iterator[Option]:
+        singles = self._worthwhile((fqn,) for fqn in self.regions.calls if fqn in self.allowed)
+        most = int(np.clip(_KEEP_SETS // max(1, len(singles)), _LEAST_KEEP_SETS, _MOST_KEEP_SETS))
+        for modules in singles:
+            for keep in ((), *self._keeps(self.regions.calls_of(modules)[0], most)):
+                yield self._option((Region(modules, keep),))
+        runs = self._worthwhile(self._runs(), {self._extent(modules) for modules in singles})
+        for modules in runs:
+            yield self._option((Region(modules),))
+        for modules in (*singles, *runs):
+            if self._droppable_bytes(modules) >= _NESTED_LEAST_SHARE * self.forward_bytes:
+                inside = self._inside(modules, singles)
+                if len(inside) > 1:
+                    yield self._option((Region(modules), *(Region(each) for each in inside)))
+
+    def offloading(self, resident: Iterable[Option]) -> Iterator[Option]:
+        """Yield options with their kept tensors in host memory; only some of the options that keep operators.
+
+        Options that keep only arguments also come with late copies back: when the region is recomputed, which waits.
+        """
+        some: dict[tuple[str, ...], set[Keep]] = {}
+        for region in (option.regions[0] for option in resident if len(option.regions) == 1):
+            first = self.regions.calls_of(region.modules)[0]
+            if region.modules not in some:
+                some[region.modules] = {(), *self._keeps(first, _OFFLOADED_KEEP_SETS)}
+            if region.keep in some[region.modules]:
+                for prefetch in dict.fromkeys((self._prefetch(region), *(() if region.keep else ("",)))):
+                    option = self._option((replace(region, offload=True, prefetch=prefetch),))
+                    if option.transfers:
+                        yield option
+
+    def _prefetch(self, region: Region) -> str:
+        """Return the first module whose backward pass is long enough to hide a region's copies back.
+
+        It must follow each call of the region. If none is long enough, it is the last one that does.
+        """
+        first, *later_calls = self.regions.calls_of(region.modules)
+        kept = self.regions.kept_ops(first, region.keep)
+        module = ""
+        for fqn in map(self.trace.fqn_of, self.regions.later_siblings(first)):
+            moved = transfers(self.regions, first, kept, fqn)
+            if moved and moved[0].fetched >= 0 and all(self._is_followed_by(call, fqn) for call in later_calls):
+                module = fqn
+                if fetch_stall_seconds(self.regions, self.costs, self.seconds, first, moved) == 0:
+                    break
+        return module
+
+    def _is_followed_by(self, call: RegionCall, fqn: str) -> bool:
+        return any(self.trace.fqn_of(later) == fqn for later in self.regions.later_siblings(call))
+
+    def _worthwhile(self, runs: Iterator[tuple[str, ...]], seen: Collection[object] = ()) -> list[tuple[str, ...]]:
+        """Return the regions that hold enough bytes, the first of those with the same operators."""
+        worthwhile: list[tuple[str, ...]] = []
+        extents = set(seen)
+        for modules in runs:
+            extent = self._extent(modules)
+            if extent not in extents and self._droppable_bytes(modules) >= _LEAST_SHARE * self.forward_bytes:
+                extents.add(extent)
+                worthwhile.append(modules)
+        return worthwhile
+
+    def _extent(self, modules: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
+        return tuple((r.start, r.stop) for r in self.regions.calls_of(modules))
+
+    def _droppable_bytes(self, modules: tuple[str, ...]) -> int:
+        storages, saves = self.trace.storages, self.trace.saves
+        calls = self.regions.calls_of(modules)
+        born = {saves[s].storage for r in calls for s in r.saves if storages[saves[s].storage].birth >= r.start}
+        return sum(storages[s].nbytes for s in born)
+
+    def _runs(self) -> Iterator[tuple[str, ...]]:
+        """Yield runs of modules called one after the other; of long chains, only some."""
+        for chain in self._chains():
+            count = len(chain)
+            stride = -(-count // _LONGEST_CHAIN)
+            for length in range(2, count + 1):
+                if length <= _LONGEST_CHAIN // 2 or length % stride == 0:
+                    for start in range(0, count - length + 1, stride):
+                        modules = tuple(chain[start : start + length])
+                        if self._is_run(modules):
+                            yield modules
+
+    def _is_run(self, modules: tuple[str, ...]) -> bool:
+        try:
+            return bool(self.regions.calls_of(modules))
+        except KeyError:
+            return False
+
+    def _chains(self) -> list[list[str]]:
+        """Return the longest runs of modules that may be checkpointed."""
+        siblings: dict[int, list[int]] = defaultdict(list)
+        for index, call in enumerate(self.trace.calls):
+            if call.phase == "forward" and call.microbatch == 0 and call.parent >= 0:
+                siblings[call.parent].append(index)
+        chains: dict[tuple[str, ...], None] = {}
+        for calls in siblings.values():
+            chain: list[int] = []
+            for index in [*calls, -1]:
+                fits = index >= 0 and self.trace.fqn_of(index) in self.allowed
+                if chain and not (fits and self.regions.follows(chain[-1], index)):
+                    chains[tuple(self.trace.fqn_of(call) for call in chain)] = None
+                    chain = []
+                chain += [index] if fits else []
+        return [list(chain) for chain in chains if len(chain) > 1]
+
+    def _inside(self, modules: tuple[str, ...], singles: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+        """Return the outermost modules inside a region that may be checkpointed and hold enough bytes."""
+        around = self.regions.calls_of(modules)
+        inside = [single for single in singles if single != modules and self._lies_in(single, around)]
+        within = {fqn for (fqn,) in inside}
+        return [single for single in inside if not any(single[0].startswith(f"{fqn}.") for fqn in within)]
+
+    def _lies_in(self, one: tuple[str, ...], around: Sequence[RegionCall]) -> bool:
+        calls = self.regions.calls_of(one)
+        return all(any(self.regions.contains(outer, call) for outer in around) for call in calls)
+
+    def _option(self, chosen: tuple[Region, ...]) -> Option:
+        calls = self.regions.calls_of(chosen[0].modules)
+        inside = [call for region in chosen[1:] for call in self.regions.calls_of(region.modules)]
+        kept = {call: self.regions.kept_ops(call, chosen[0].keep) for call in calls}
+        reruns = tuple(
+            rerun
+            for call in calls
+            for rerun in recomputations(
+                self.regions, call, kept[call], [c for c in inside if self.regions.contains(call, c)]
+            )
+        )
+        seconds = sum(float(self.weighted[r.rerun].sum()) for r in reruns)
+        seconds += sum(overhead_seconds(self.trace, self.costs, r) for r in reruns)
+        if not chosen[0].offload:
+            return Option(chosen, kept, reruns, seconds)
+        moved = {call: transfers(self.regions, call, kept[call], chosen[0].prefetch) for call in calls}
+        seconds += sum(
+            repeats_of(self.trace, call) * stall_seconds(self.regions, self.costs, self.seconds, call, moved[call])
+            for call in calls
+        )
+        sent = tuple(transfer for call in calls for transfer in moved[call])
+        return Option(chosen, kept, reruns, seconds, sent, host_bytes(self.regions, sent))
+
+    def _keeps(self, region: RegionCall, most: int) -> list[Keep]:
+        """Return the sets of operators to keep; regions with the same operators share them."""
+        ops = self.trace.ops[region.start : region.stop]
+        structure = (tuple((op.name, op.signature) for op in ops), region.cut - region.start)
+        if structure not in self.keeps_like:
+            keep_sets = self._keep_sets(region, list(self._worth(region)), most)
+            self.keeps_like[structure] = [
+                tuple(sorted(self.regions.op_key(region, op) for op in kept)) for kept in keep_sets
+            ]
+        return self.keeps_like[structure]
+
+    def _keep_sets(self, region: RegionCall, worth: list[Worth], most: int) -> list[tuple[int, ...]]:
+        if 0 < len(worth) <= FEW_OPERATORS:
+            nothing, *each = np.array([self._added_bytes(region, kept) for kept in ((), *((w.op,) for w in worth))])
+            every = every_keep_set(worth, nothing, np.array(each) - nothing)
+            if len(every) <= most:
+                return every
+        return keep_sets(worth, most)
+
+    def _added_bytes(self, region: RegionCall, kept: tuple[int, ...]) -> Ints:
+        (again,) = recomputations(self.regions, region, frozenset(kept))
+        return added_bytes(self.regions, again, self.workspace)
+
+    def _worth(self, region: RegionCall) -> Iterator[Worth]:
+        """Yield the bytes and seconds of keeping each operator's output.
+
+        Operators that draw random numbers are never kept, since later ones would draw other numbers.
+        """
+        trace = self.trace
+        for op in range(region.start, region.cut):
+            record, born = trace.ops[op], trace.births[op]
+            nbytes = sum(trace.storages[s].nbytes for s in born)
+            if record.name == _CAST and trace.precision != "32-true":
+                continue  # autocast casts a weight that several modules share once, but again in each recomputation
+            if nbytes and not record.random and not record.mutates and not self.mutated.intersection(born):
+                yield Worth(op, self._extra_bytes(region, born), float(self.seconds[op]))
+
+    def _extra_bytes(self, region: RegionCall, born: Sequence[int]) -> int:
+        """Return the bytes that would not be alive until the recomputation anyway."""
+        storages, saves = self.trace.storages, self.trace.saves
+        inside = set(region.saves)
+        total = 0
+        for storage in born:
+            held = any(
+                saves[s].death >= region.recompute_at for s in self.regions.saves_of_storage[storage] if s not in inside
+            )
+            total += 0 if held or storages[storage].release >= region.recompute_at else storages[storage].nbytes
+        return total

@@ -1,0 +1,395 @@
+"""The fastest choice of options within a budget, and the choice of the lowest peak, by mixed-integer programming.
+
+The program starts with a few rows, and rows that its solution violates are added until there are none, first for the
+relaxed problem, which is fast. Leaving rows out only widens the feasible set, so that every bound of the solver is a
+bound of the whole problem. The options of the relaxed solution are tried first (kernel search: Angelelli, Mansini,
+Speranza 2010). Solutions are rounded and evaluated again, since the solver's floats are inexact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from time import perf_counter, thread_time
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from memfit.solver.highs import Floats, Ints, Rows, Solution, minimized
+from memfit.solver.policies import policies
+from memfit.solver.problem import Problem
+
+_UNIT = float(2**20)  # bytes are solved in MiB, so that coefficients stay near one
+_ROWS_A_ROUND = 24
+_LEAST_SECONDS = 0.1
+_PEAK_TOLERANCE = 2e-4
+_NEAR = 2e-3  # share of the limit: rows further from it in the relaxed solution are left out of the integer program
+_TIE = 1e-4  # MiB by which the slowest choice of a peak counts more than the fastest
+_LEAST_KERNEL = 16
+_TAKEN = 1e-9
+_LEANER = (0.75, 0.5)
+EXACT, FINE, COARSE = 1e-4, 1e-3, 5e-3
+"""Relative gaps at which the solver stops: the last tenths of a percent of the step's time take longest."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A choice of options.
+
+    Attributes:
+        x: 1 for each chosen option.
+        peak_bytes: Its peak.
+        seconds: The step's time.
+        status: "optimal" where the solver proved it.
+        bound: Lower bound on the seconds (`fastest`) or the peak bytes (`leanest`) of every choice.
+    """
+
+    x: Ints
+    peak_bytes: int
+    seconds: float
+    status: Literal["optimal", "feasible"]
+    bound: float
+
+
+@dataclass(frozen=True)
+class _Goal:
+    """An objective to minimise.
+
+    Attributes:
+        cost: Coefficient of each option, each keeper, and one more variable: in `fastest` that is always 1 with the
+            plain step's time as coefficient, so that the objective is the step's time; in `leanest` it is the peak.
+        scale: Factor of the seconds (`fastest`), or of the bytes at all points (`least_kept`), in the objective; the
+            peak in MiB is not scaled (`leanest`).
+        budget_bytes: Upper limit of the rows; None for the last variable.
+    """
+
+    cost: Floats
+    scale: float
+    budget_bytes: int | None
+
+    @property
+    def last_bounds(self) -> tuple[float, float]:
+        return (1.0, 1.0) if self.budget_bytes is not None else (0.0, np.inf)
+
+
+@dataclass(frozen=True)
+class _Relaxed:
+    """A solution of the relaxed problem, with fractions of options.
+
+    Attributes:
+        value: The objective's value, a lower bound for every choice.
+        x: The fraction of each option.
+        reduced: Reduced cost of each option: the least increase of the objective by choosing it.
+        rows: The rows in use whose limit it comes near.
+    """
+
+    value: float
+    x: Floats
+    reduced: Floats
+    rows: tuple[int, ...] = ()
+
+
+class Solver:
+    """The solver of one problem for many budgets; rows that the relaxed problem needed once are kept.
+
+    Args:
+        problem: The problem.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self._n_x, self._n_z = len(problem.options), len(problem.reasons)
+        self._active: list[int] = []
+        self._lowest: Choice | None = None
+        self._lowest_seconds = 0.0  # time limit of that solution
+        self._own_seconds = self._wall_seconds = 0.0  # thread and wall time of all runs of HiGHS
+        self._relaxations: dict[int, _Relaxed | None] = {}
+        self._found: list[Ints] = policies(problem)
+        self._structure = self._structural_constraints()
+        self._take_up(self._active, problem.row_peaks(np.zeros(self._n_x, np.int64)), -1)
+
+    def fastest(self, budget_bytes: int, tolerance: float = EXACT, time_limit_seconds: float = 10.0) -> Choice | None:
+        """Return the fastest choice whose peak is within a budget.
+
+        Args:
+            budget_bytes: The budget.
+            tolerance: Relative gap to the bound.
+            time_limit_seconds: Limit of all rounds together, in the thread's own time.
+
+        Returns:
+            None if there is none, or none was found within the time limit.
+        """
+        if not self._n_x:
+            nothing = self._nothing_to_choose()
+            return nothing if nothing.peak_bytes <= budget_bytes else None
+        deadline = thread_time() + time_limit_seconds
+        goal = self._step_goal(budget_bytes)
+        relaxed = self._relaxed_for(budget_bytes, deadline)
+        if relaxed is None:
+            return None
+        # Integer solutions round up: choices for smaller budgets help.
+        for share in _LEANER if thread_time() < deadline else ():
+            leaner = self._relaxed_for(int(self._floor + share * (budget_bytes - self._floor)), deadline)
+            relaxed = relaxed if leaner is None else replace(relaxed, x=relaxed.x + leaner.x)
+        best, bound = self._best(goal, relaxed, self._known(budget_bytes), tolerance, deadline)
+        if best is None:  # only the leanest choice can be found in time
+            self.leanest(max(_LEAST_SECONDS, time_limit_seconds / 2))
+            best = self._known(budget_bytes)
+        return None if best is None else self._choice(best, max(self.problem.plain_seconds, bound / goal.scale))
+
+    def _known(self, budget_bytes: int) -> Ints | None:
+        """Return the fastest choice within a budget among those found for any budget."""
+        fitting = [x for x in self._found if self.problem.peak_bytes(x) <= budget_bytes]
+        return min(fitting, key=self.problem.seconds, default=None)
+
+    def bound(self, budget_bytes: int, time_limit_seconds: float = 10.0) -> float | None:
+        """Return a quick lower bound on the seconds of every choice within a budget; None if there is no choice."""
+        if not self._n_x:
+            nothing = self._nothing_to_choose()
+            return nothing.seconds if nothing.peak_bytes <= budget_bytes else None
+        relaxed = self._relaxed_for(budget_bytes, thread_time() + time_limit_seconds)
+        scale = self._step_goal(budget_bytes).scale
+        return None if relaxed is None else max(self.problem.plain_seconds, relaxed.value / scale)
+
+    def _relaxed_for(self, budget_bytes: int, deadline: float) -> _Relaxed | None:
+        """Return the relaxed solution for a budget, kept once it was solved within the time limit."""
+        if budget_bytes in self._relaxations:
+            return self._relaxations[budget_bytes]
+        relaxed = self._relaxed(self._step_goal(budget_bytes), deadline)
+        if thread_time() < deadline:
+            self._relaxations[budget_bytes] = relaxed
+        return relaxed
+
+    def leanest(self, time_limit_seconds: float = 10.0) -> Choice:
+        """Return a choice of the lowest peak, the fastest one at ties; without time, among known choices.
+
+        It is solved once, and again with a larger time limit if it was not proven optimal.
+        """
+        if self._lowest is None and time_limit_seconds <= 0:
+            x = min(self._found, key=self.problem.peak_bytes)
+            return Choice(x, self.problem.peak_bytes(x), self.problem.seconds(x), "feasible", 0.0)
+        if self._lowest is None or (self._lowest.status != "optimal" and time_limit_seconds > self._lowest_seconds):
+            self._lowest, self._lowest_seconds = self._solve_leanest(time_limit_seconds), time_limit_seconds
+        return self._lowest
+
+    def least_kept(self, time_limit_seconds: float = 10.0) -> Choice:
+        """Return a choice of the lowest peak that keeps the fewest bytes, summed over all points of the step.
+
+        It is near the lowest measured peak even where the problem overestimates bytes at some points.
+        """
+        lowest = self.leanest(time_limit_seconds)
+        if not self._n_x:
+            return lowest
+        kept = self.problem.columns.sum(axis=1).astype(np.float64)
+        scale = 1.0 / max(float(np.abs(kept).max()), 1.0)
+        goal = _Goal(np.append(kept, self.problem.base.sum()) * scale, scale, lowest.peak_bytes)
+        options, rows = np.arange(self._n_x), list(self._active)
+        x, _ = self._among(options, goal, rows, np.inf, FINE, thread_time() + time_limit_seconds)
+        if x is None:
+            return lowest
+        self._found.append(x)
+        return replace(lowest, x=x, peak_bytes=self.problem.peak_bytes(x), seconds=self.problem.seconds(x))
+
+    @cached_property
+    def _floor(self) -> float:
+        """A lower bound on the peak of every choice, in bytes."""
+        relaxed = self._relaxed(self._peak_goal(), thread_time() + 1.0)
+        return 0.0 if relaxed is None else relaxed.value * _UNIT
+
+    def _peak_goal(self) -> _Goal:
+        slower = np.array([o.seconds for o in self.problem.options])
+        tie = slower * (_TIE / max(float(slower.sum()), 1e-12))
+        return _Goal(np.concatenate([tie, np.zeros(self._n_z), [1.0]]), 1.0, None)
+
+    def _step_goal(self, budget_bytes: int) -> _Goal:
+        slower = [o.seconds for o in self.problem.options]
+        scale = 1.0 / max(max(slower), 1e-12)
+        cost = np.concatenate([slower, np.zeros(self._n_z), [self.problem.plain_seconds]]) * scale
+        return _Goal(cost, scale, budget_bytes)
+
+    def _solve_leanest(self, time_limit_seconds: float) -> Choice:
+        if not self._n_x:
+            nothing = self._nothing_to_choose()
+            return replace(nothing, bound=float(nothing.peak_bytes))
+        goal = self._peak_goal()
+        deadline = thread_time() + time_limit_seconds
+        relaxed = self._relaxed(goal, deadline) or _Relaxed(0.0, np.ones(self._n_x), np.zeros(self._n_x))
+        start = min(self._found, key=lambda x: self._value(goal, x))
+        lowest, bound = self._best(goal, relaxed, start, _PEAK_TOLERANCE, deadline)
+        assert lowest is not None  # the search starts from a choice
+        self._found.append(lowest)
+        peak, bound = self.problem.peak_bytes(lowest), max(0.0, bound - _TIE) * _UNIT
+        status: Literal["optimal", "feasible"] = "optimal" if bound >= peak * (1 - _PEAK_TOLERANCE) else "feasible"
+        return Choice(lowest, peak, self.problem.seconds(lowest), status, bound)
+
+    def _value(self, goal: _Goal, x: Ints) -> float:
+        """Return the objective of a choice."""
+        last = 1.0 if goal.budget_bytes is not None else self.problem.peak_bytes(x) / _UNIT
+        return float(goal.cost[: self._n_x] @ x + goal.cost[-1] * last)
+
+    def _best(
+        self, goal: _Goal, relaxed: _Relaxed, best: Ints | None, tolerance: float, deadline: float
+    ) -> tuple[Ints | None, float]:
+        """Return the best choice found, and a lower bound on the objective of all choices.
+
+        The search covers first the options of the relaxed solution, then all options whose reduced cost allows a
+        better choice. More kernels between the two took longer than they saved.
+        """
+        order, bound = np.lexsort((relaxed.reduced, -relaxed.x)), relaxed.value
+        rows = list(relaxed.rows)
+        kernel = max(_LEAST_KERNEL, int(np.count_nonzero(relaxed.x > _TAKEN)))
+        for size in (kernel, self._n_x):
+            value = np.inf if best is None else self._value(goal, best)
+            if value * (1 - tolerance) <= bound or thread_time() > deadline:
+                break
+            wanted = value * (1 - tolerance / 2)
+            useful = order[relaxed.value + relaxed.reduced[order] <= wanted]
+            is_last = size >= len(useful)
+            seconds = (deadline - thread_time()) / (1 if is_last else 2)
+            # The cutoff soon rules out a kernel without a better choice; over all options it slows HiGHS down.
+            cutoff = np.inf if is_last else wanted
+            candidate, proven = self._among(useful[:size], goal, rows, cutoff, tolerance, thread_time() + seconds)
+            if candidate is not None and self._value(goal, candidate) < value:
+                best = candidate
+            if is_last:
+                bound = max(bound, min(proven, wanted))  # choices with options left out are not below `wanted`
+                break
+        return best, bound if best is None else min(bound, self._value(goal, best))
+
+    def _among(
+        self, kernel: Ints, goal: _Goal, rows: list[int], cutoff: float, tolerance: float, deadline: float
+    ) -> tuple[Ints | None, float]:
+        """Return the best choice of some options with an objective of at most `cutoff`, or None, and a bound on it.
+
+        Rows that solutions violate are added to `rows`.
+        """
+        allowed = np.zeros(self._n_x)
+        allowed[kernel] = 1.0
+        margin, proven, best = 0, -np.inf, None
+        while True:
+            limits = self._row_limit(goal, rows, margin)
+            if np.isfinite(cutoff):
+                limits += Rows.of_matrix(goal.cost[np.newaxis], np.array([cutoff]))
+            result = self._run(goal, limits, allowed, deadline, tolerance)
+            if margin == 0:
+                proven = np.inf if result.status == "infeasible" else max(proven, result.bound)
+            if result.x is None:
+                return best, proven
+            x = np.round(result.x[: self._n_x]).astype(np.int64)
+            if goal.budget_bytes is None:
+                best = x if best is None else min(x, best, key=lambda one: self._value(goal, one))
+                if not self._take_up(rows, self.problem.row_peaks(x), result.x[-1] * _UNIT + 1024):
+                    return best, proven
+                continue
+            if self._take_up(rows, self.problem.row_peaks(x), goal.budget_bytes):
+                continue
+            excess = self.problem.peak_bytes(x) - goal.budget_bytes
+            if excess <= 0:
+                return x, proven
+            margin = max(2 * margin, excess)  # the solver's tolerance allowed a choice that does not fit
+
+    def _relaxed(self, goal: _Goal, deadline: float) -> _Relaxed | None:
+        """Solve the relaxed problem, adding the rows that its solutions violate.
+
+        Returns:
+            The solution, or at the time limit that of fewer rows, whose value is a lower bound too; None if the budget
+            is infeasible.
+        """
+        solution = _Relaxed(0.0, np.ones(self._n_x), np.zeros(self._n_x))
+        while True:
+            result = self._run(goal, self._row_limit(goal, self._active, 0), np.ones(self._n_x), deadline)
+            if result.x is None or result.reduced is None:
+                return None if result.status == "infeasible" else solution
+            reduced = result.reduced[: self._n_x]
+            allowed = result.x[-1] * _UNIT if goal.budget_bytes is None else float(goal.budget_bytes)
+            peaks = self.problem.live_bytes(result.x[: self._n_x], result.x[self._n_x : -1])
+            near = tuple(row for row in self._active if peaks[row] >= (1 - _NEAR) * allowed)
+            solution = _Relaxed(result.value, result.x[: self._n_x], reduced, near)
+            if not self._take_up(self._active, peaks, allowed + 1024) or thread_time() > deadline:
+                return solution
+
+    def _nothing_to_choose(self) -> Choice:
+        return self._choice(np.zeros(0, np.int64), self.problem.plain_seconds)
+
+    def _choice(self, x: Ints, bound: float) -> Choice:
+        """Return a choice, with a lower bound on the seconds of all choices."""
+        self._found.append(x)
+        seconds = self.problem.seconds(x)
+        bound = min(bound, seconds)
+        proven = bound >= seconds * (1 - FINE)
+        return Choice(x, self.problem.peak_bytes(x), seconds, "optimal" if proven else "feasible", bound)
+
+    def _run(
+        self, goal: _Goal, limits: Rows, allowed: Floats, deadline: float, tolerance: float | None = None
+    ) -> Solution:
+        """Run HiGHS over the allowed options, the keepers, and one more variable, which is continuous.
+
+        Without a tolerance the relaxed problem is solved. Thread and wall time are added up for `_limit_seconds`.
+        """
+        low, high = goal.last_bounds
+        lower = np.append(np.zeros(self._n_x + self._n_z), low)
+        upper = np.concatenate([allowed, np.ones(self._n_z), [high]])
+        whole = np.arange(len(lower)) < len(lower) - 1  # keepers follow from options, but branching on them is faster
+        own, wall = thread_time(), perf_counter()
+        solution = minimized(
+            goal.cost,
+            limits + self._structure,
+            lower,
+            upper,
+            whole=None if tolerance is None else whole,
+            gap=tolerance or 0.0,
+            time_limit_seconds=self._limit_seconds(deadline),
+        )
+        self._own_seconds += thread_time() - own
+        self._wall_seconds += perf_counter() - wall
+        return solution
+
+    def _limit_seconds(self, deadline: float) -> float:
+        """Return HiGHS's limit in wall time, its only clock: more on a busy machine."""
+        busy = max(1.0, self._wall_seconds / self._own_seconds) if self._own_seconds else 1.0
+        return busy * max(_LEAST_SECONDS, deadline - thread_time())
+
+    def _structural_constraints(self) -> Rows:
+        """Return rows for: at most one option of a conflict, z at least each of its activities, the host's budget."""
+        problem = self.problem
+        entries: list[tuple[int, int, float]] = []
+        upper: list[float] = []
+        for members in problem.conflicts:
+            entries += [(len(upper), j, 1.0) for j in sorted(members)]
+            upper.append(1.0)
+        for k, reasons in enumerate(problem.reasons):
+            for lost, members in sorted(reasons, key=lambda r: (r[0], sorted(r[1]))):
+                entries.append((len(upper), self._n_x + k, -1.0))
+                entries += [(len(upper), j, -1.0 if lost else 1.0) for j in sorted(members)]
+                upper.append(-1.0 if lost else 0.0)
+        entries += [(len(upper), int(j), problem.host_bytes[j] / _UNIT) for j in np.nonzero(problem.host_bytes)[0]]
+        upper.append(problem.host_budget_bytes / _UNIT)
+        return Rows.of_entries(entries, upper)
+
+    def _row_limit(self, goal: _Goal, rows: Sequence[int], margin: int) -> Rows:
+        """Return rows, in MiB, limited by the budget less a margin, or by the last variable."""
+        problem = self.problem
+        active = np.array(rows, np.int64)
+        coefficients = (problem.columns[:, problem.row_axis[active]] / _UNIT).T
+        options = problem.row_option[active]
+        with_option = np.nonzero(options >= 0)[0]
+        coefficients[with_option, options[with_option]] += problem.row_bytes[active][with_option] / _UNIT
+        base = problem.base[problem.row_axis[active]].astype(np.float64)
+        last = np.full((len(active), 1), -1.0 if goal.budget_bytes is None else 0.0)
+        upper = (0 if goal.budget_bytes is None else goal.budget_bytes - margin) - base
+        return Rows.of_matrix(np.hstack([coefficients, last]), upper / _UNIT)
+
+    def _take_up(self, rows: list[int], peaks: npt.NDArray[Any], allowed_bytes: float) -> bool:
+        """Add the largest violated rows to those in use, only the highest of neighbouring points.
+
+        Returns:
+            Whether any was added.
+        """
+        over = np.setdiff1d(np.nonzero(peaks > allowed_bytes)[0], rows)
+        over = over[np.argsort(self.problem.row_axis[over], kind="stable")]
+        around = np.concatenate([[-np.inf], peaks[over], [-np.inf]])
+        highest = over[(around[1:-1] >= around[:-2]) & (around[1:-1] >= around[2:])]
+        rows += highest[np.argsort(-peaks[highest], kind="stable")][:_ROWS_A_ROUND].tolist()
+        return bool(over.size)

@@ -1,0 +1,269 @@
+"""The peak of a step as a linear function of which regions are checkpointed.
+
+Variables: `x[j]`, binary, for each option (a region and its kept operators); `z[k]`, for each set of reasons why
+storages outlive their release. A storage is alive after its release while any of its keepers (`ir.recompute.Keepers`)
+is active; with several keepers, `z` is at least each one's activity, which is affine in `x` (`solver.activities`). The
+bytes alive at each point of the step, and at the peak of each recomputation, are then affine in `(x, z)`, and a budget
+is one inequality for each point. With `x` fixed and the smallest `z` the bytes are those of `ir.simulate`.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from memfit.ir.operator_costs import CostTable
+from memfit.ir.recompute import Keepers, Recomputation, added_bytes
+from memfit.ir.remat import Region, RegionCall, Regions
+from memfit.ir.simulate import repeats
+from memfit.solver.activities import ALWAYS, Activity, Tightening
+from memfit.solver.candidates import Option
+
+NO_ROOM = 2**62
+"""The peak of a choice that exceeds the host's budget."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A point of the step: its place on the axis, and for a recomputation's peak, its option and bytes."""
+
+    axis: int
+    option: int = -1
+    nbytes: int = 0
+
+
+@dataclass
+class Problem:
+    """A linear model of a trace's peak.
+
+    Attributes:
+        options: The option of each `x`.
+        reasons: The activities that are lower bounds of each `z`.
+        conflicts: Sets of options of which at most one can be chosen.
+        base: Bytes alive at each place of the axis for every choice.
+        columns: For each variable (x, then z), bytes alive at each place where it is 1.
+        rows: The points whose bytes the budget limits.
+        plain_seconds: The step's time with nothing checkpointed.
+        host_budget_bytes: Host memory that the options may take together.
+    """
+
+    options: list[Option]
+    reasons: list[frozenset[Activity]]
+    conflicts: list[frozenset[int]]
+    base: npt.NDArray[np.int64]
+    columns: npt.NDArray[np.int64]
+    rows: list[Row]
+    plain_seconds: float
+    host_budget_bytes: int = 0
+    row_axis: npt.NDArray[np.int64] = field(init=False)
+    row_option: npt.NDArray[np.int64] = field(init=False)
+    row_bytes: npt.NDArray[np.int64] = field(init=False)
+    host_bytes: npt.NDArray[np.int64] = field(init=False)
+    _terms: npt.NDArray[np.int64] = field(init=False)
+    _constants: npt.NDArray[np.int64] = field(init=False)
+    _starts: npt.NDArray[np.int64] = field(init=False)
+
+    def __post_init__(self) -> None:
+        activities = [activity for reasons in self.reasons for activity in reasons]
+        entries = [(row, j, -1 if lost else 1) for row, (lost, members) in enumerate(activities) for j in members]
+        self._terms = np.array(entries, np.int64).reshape(-1, 3).T
+        self._constants = np.array([int(lost) for lost, _ in activities], np.int64)
+        self._starts = np.cumsum([0, *map(len, self.reasons)])[:-1]
+        self.row_axis = np.array([r.axis for r in self.rows], np.int64)
+        self.row_option = np.array([r.option for r in self.rows], np.int64)
+        self.row_bytes = np.array([r.nbytes for r in self.rows], np.int64)
+        self.host_bytes = np.array([o.host_bytes for o in self.options], np.int64)
+
+    def peak_bytes(self, x: npt.NDArray[np.int64]) -> int:
+        """Return the peak of a choice of options; `NO_ROOM` for one that exceeds the host's budget."""
+        if int(self.host_bytes @ x) > self.host_budget_bytes:
+            return NO_ROOM
+        return int(self.row_peaks(x).max(initial=0))
+
+    def row_peaks(self, x: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the bytes at every row for a choice; rows of recomputations not chosen count as their point."""
+        peaks: npt.NDArray[np.int64] = self.live_bytes(x, self.kept(x))
+        return peaks
+
+    def kept(self, x: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the value of each z for a choice of options: whether one of its activities is 1."""
+        rows, columns, signs = self._terms
+        changes = np.bincount(rows, signs * x[columns], len(self._constants)).astype(np.int64)
+        activities = self._constants + changes
+        return np.maximum.reduceat(activities, self._starts) if self.reasons else activities
+
+    def live_bytes(self, x: npt.NDArray[Any], z: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return the bytes at every row for values of the variables, which may be fractional."""
+        values = np.concatenate([x, z])
+        taken = np.nonzero(values)[0]  # few
+        live = self.base + values[taken] @ self.columns[taken]
+        chosen = np.append(x, 0)[self.row_option]  # -1, no option, takes the last
+        return live[self.row_axis] + np.where(self.row_option >= 0, self.row_bytes * chosen, 0)
+
+    def seconds(self, x: npt.NDArray[np.int64]) -> float:
+        """Return the step's time for a choice of options."""
+        return self.plain_seconds + float(sum(o.seconds for o, chosen in zip(self.options, x, strict=True) if chosen))
+
+    def regions(self, x: npt.NDArray[np.int64]) -> tuple[Region, ...]:
+        """Return the regions of a choice of options, for a plan."""
+        return tuple(r for o, chosen in zip(self.options, x, strict=True) if chosen for r in o.regions)
+
+
+def build(regions: Regions, costs: CostTable, options: list[Option], host_budget_bytes: int = 0) -> Problem:
+    """Return the linear model of a trace with some options, and a budget of host memory."""
+    return _Builder(regions, costs, options).build(host_budget_bytes)
+
+
+class _Builder:
+    def __init__(self, regions: Regions, costs: CostTable, options: list[Option]) -> None:
+        self.regions, self.trace, self.costs, self.options = regions, regions.trace, costs, options
+        self.options_of: dict[RegionCall, list[int]] = defaultdict(list)
+        self.moves: dict[int, dict[int, int]] = defaultdict(dict)  # by storage and option: end of its copy to the host
+        for j, option in enumerate(options):
+            for region in option.kept:
+                self.options_of[region].append(j)
+            for transfer in option.transfers:
+                self.moves[transfer.storage][j] = max(transfer.landed, self.moves[transfer.storage].get(j, -1))
+        self.keepers = Keepers(regions, self.options_of)
+        self.conflicts = self._conflicts()
+        self.tightened = Tightening(self.conflicts)
+        self._lay_out_axis()
+        self.base = np.zeros(self.length + 1, np.int64)
+        self.x = np.zeros((len(options), self.length + 1), np.int64)
+        self.z: dict[frozenset[Activity], npt.NDArray[np.int64]] = {}
+
+    def _lay_out_axis(self) -> None:
+        """Assign a place to each operator, and before it one to each recomputation that may start there."""
+        orders = sorted({again.order for option in self.options for again in option.recomputations})
+        starts = [at for at, *_ in orders]
+        n = len(self.trace.ops)
+        self.op_axis = [op + bisect.bisect_right(starts, op) for op in range(n)]
+        self.gap_axis = {order: order[0] + i for i, order in enumerate(orders)}
+        self.length = n + len(orders)
+
+    def _place(self, op: int) -> int:
+        return self.op_axis[op] if op < len(self.op_axis) else self.length - 1
+
+    def build(self, host_budget_bytes: int) -> Problem:
+        workspace = [self.costs.of(self.trace.signatures[op.signature]).workspace_bytes for op in self.trace.ops]
+        seconds = [self.costs.seconds_of(self.trace.signatures[op.signature]) for op in self.trace.ops]
+        for index in range(len(self.trace.storages)):
+            self._add_original(index)
+        rows = [Row(axis) for axis in self.op_axis]
+        for j, option in enumerate(self.options):
+            gaps = {again.region: self.gap_axis[again.order] for again in option.recomputations}
+            for again in option.recomputations:
+                self._add_copies(j, again, gaps)
+                rows.append(Row(self.gap_axis[again.order], j, self._inner_peak(j, again, workspace)))
+        base = np.cumsum(self.base)[: self.length] + self.costs.resident_workspace_bytes
+        base[self.op_axis] += np.array(workspace, np.int64)
+        columns = np.empty((len(self.options) + len(self.z), self.length), np.int64)
+        for changes, line in zip(itertools.chain(self.x, self.z.values()), columns, strict=True):
+            np.cumsum(changes[: self.length], out=line)
+        return Problem(
+            options=self.options,
+            reasons=list(self.z),
+            conflicts=self.conflicts,
+            base=base,
+            columns=columns,
+            rows=rows,
+            plain_seconds=float(np.dot(seconds, repeats(self.trace))),
+            host_budget_bytes=host_budget_bytes,
+        )
+
+    def _conflicts(self) -> list[frozenset[int]]:
+        """Return the largest sets of options that contain the same module call."""
+        calls = {call for region in self.options_of for call in region.calls}
+        chains = {frozenset(j for r in self.keepers.around(call) for j in self.options_of[r]) for call in calls}
+        return [c for c in chains if len(c) > 1 and not any(c < larger for larger in chains)]
+
+    def _add_original(self, index: int) -> None:
+        storage = self.trace.storages[index]
+        first = 0 if storage.birth < 0 else self._place(storage.birth)
+        if storage.birth < 0 or self.trace.ops[storage.birth].phase != "forward":
+            self._mark(self.base, first, self._place(storage.death), storage.nbytes)
+            return
+        released = self._place(storage.release)
+        self._mark(self.base, first, released, storage.nbytes)
+        ends: dict[int, set[Activity]] = defaultdict(set)
+        for keeper in self.keepers.of(index):
+            ends[self._place(keeper.end)].add(self._activity(keeper.lost_in, keeper.needs, index))
+        for j, gap in self._caching(index):
+            ends[gap - 1].add((False, frozenset({j})))
+        for j, landed in self.moves[index].items():
+            ends[self._place(landed)].add((False, frozenset({j})))
+        self._add_tail(ends, released, storage.nbytes)
+
+    def _caching(self, storage: int) -> Iterable[tuple[int, int]]:
+        """Yield the options that keep a storage on the device, with the place where their recomputation takes it."""
+        op = self.trace.storages[storage].birth
+        for region in self.keepers.around(self.trace.ops[op].call):
+            for j in self.options_of[region]:
+                if self._stays(j, region, storage):
+                    again = next(a for a in self.options[j].recomputations if a.region is region)
+                    yield j, self.gap_axis[again.order]
+
+    def _stays(self, j: int, region: RegionCall, storage: int) -> bool:
+        """Tell whether an option keeps a storage of a region call, on the device."""
+        return self.trace.storages[storage].birth in self.options[j].kept[region] and j not in self.moves[storage]
+
+    def _activity(self, lost_in: frozenset[RegionCall], needs: RegionCall | None, storage: int) -> Activity:
+        if needs is not None:
+            return (False, frozenset(j for j in self.options_of[needs] if j not in self.moves[storage]))
+        losing = (j for region in lost_in for j in self.options_of[region] if not self._stays(j, region, storage))
+        return (True, frozenset(losing))
+
+    def _add_tail(self, ends: dict[int, set[Activity]], released: int, nbytes: int) -> None:
+        """Add a storage's bytes after its release: between two ends, while any keeper with a later end is active."""
+        active: set[Activity] = set()
+        later = sorted((end for end in ends if end > released), reverse=True)
+        for end, before in itertools.pairwise([*later, released]):
+            active |= ends[end]
+            self._mark_active(active, before + 1, end, nbytes)
+
+    def _mark_active(self, active: set[Activity], first: int, last: int, nbytes: int) -> None:
+        reasons = self.tightened(active)
+        if ALWAYS in reasons:
+            self._mark(self.base, first, last, nbytes)
+        elif len(reasons) == 1:
+            ((lost, members),) = reasons
+            if lost:
+                self._mark(self.base, first, last, nbytes)
+            for j in members:
+                self._mark(self.x[j], first, last, -nbytes if lost else nbytes)
+        else:
+            column = self.z.setdefault(reasons, np.zeros(self.length + 1, np.int64))
+            self._mark(column, first, last, nbytes)
+
+    def _mark(self, line: npt.NDArray[np.int64], first: int, last: int, nbytes: int) -> None:
+        if last >= first:
+            line[first] += nbytes
+            line[min(last, self.length - 1) + 1] -= nbytes
+
+    def _add_copies(self, j: int, again: Recomputation, gaps: Mapping[RegionCall, int]) -> None:
+        gap, region = gaps[again.region], again.region
+        for call in region.calls:
+            first, last = self._place(self.trace.calls[call].start), self._place(region.end)
+            self._mark(self.x[j], first, last, self.regions.generator_state_bytes)
+        for copy in again.copies:
+            if copy.survives:
+                last = self._place(copy.death) if copy.death >= 0 else gap
+                last = max(last, gaps[copy.taken_by]) if copy.taken_by is not None else last
+                self._mark(self.x[j], gap + 1, last, self.trace.storages[copy.storage].nbytes)
+        for transfer in self.options[j].transfers_of(region):
+            first = self._place(transfer.fetched - 1) + 1 if transfer.fetched >= 0 else gap
+            last = max(gap, self._place(transfer.death) if transfer.death >= 0 else -1)
+            self._mark(self.x[j], first, last, self.trace.storages[transfer.storage].nbytes)
+
+    def _inner_peak(self, j: int, again: Recomputation, workspace: list[int]) -> int:
+        """Return the most bytes that a recomputation adds to those alive when it starts."""
+        moved = frozenset(transfer.storage for transfer in self.options[j].transfers)
+        added = added_bytes(self.regions, again, workspace, moved)
+        return int(added.max(initial=0)) + self.regions.generator_state_bytes * again.states

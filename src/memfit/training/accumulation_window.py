@@ -1,0 +1,114 @@
+"""The weights of microbatch losses in one update, with which they add up to the mean of the global batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from memfit._torch.foreach import foreach_mul_
+from memfit._torch.tensors import sparse_values
+from memfit.errors import WorkloadError
+
+
+class Window:
+    """The microbatches of one update, with the divisors of their losses.
+
+    Means are weighted by their share of the samples. Sums are divided by an estimate of the window's count from the
+    first microbatch, and the gradients are corrected once all counts are known, so that nothing is divided twice and
+    fp16 gradients stay in range.
+    """
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+        self.divisor: torch.Tensor | float | None = None
+        self.count: torch.Tensor | float = 0
+        self.total: torch.Tensor | float = 0.0
+        self.microbatches = 0
+
+    def weigh(self, loss: torch.Tensor, count: torch.Tensor | float | None, samples: int) -> torch.Tensor:
+        """Return a microbatch's share of the loss, to run backward on.
+
+        Raises:
+            WorkloadError: Some microbatches have a count and others have none.
+        """
+        whole = samples == self.samples
+        if self.microbatches and (count is None) != (self.divisor is None):
+            raise WorkloadError(
+                "Workload.loss_fn returned a mean for one microbatch and (sum, count) for another: return the same kind"
+                " for each"
+            )
+        self.microbatches += 1
+        if count is None:
+            weighted = loss if whole else loss * (samples / self.samples)
+            self.total = self.total + (weighted.detach() if whole else _widened(weighted))
+            return weighted
+        if self.divisor is None:
+            self.divisor = count if whole else _at_least_one(count) * (self.samples / samples)
+        self.count = self.count + count
+        self.total = self.total + (loss.detach() if whole else _widened(loss))
+        return loss / self.divisor
+
+    def finish(self, gradients: list[torch.Tensor]) -> None:
+        """Correct the gradients for the estimated count."""
+        if self.divisor is None or self.microbatches == 1 or not gradients:
+            return
+        if isinstance(self.divisor, torch.Tensor) or self.divisor != self.count:
+            divisor = self.divisor.double() if isinstance(self.divisor, torch.Tensor) else self.divisor
+            foreach_mul_(gradients, divisor / self.count)
+
+    def mean_loss(self) -> float:
+        """Return the mean loss of the window."""
+        return float(self.total if self.divisor is None else self.total / self.count)
+
+
+def _at_least_one(count: torch.Tensor | float) -> torch.Tensor | float:
+    return count.clamp(min=1) if isinstance(count, torch.Tensor) else max(count, 1)
+
+
+def gradient_values(gradient: torch.Tensor) -> torch.Tensor:
+    """Return the values of a gradient, which may be sparse."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+def gradient_entries(gradient: torch.Tensor) -> torch.Tensor:
+    """Return the values of a gradient, duplicates of a sparse one not added: enough to check that all are finite."""
+    return sparse_values(gradient) if gradient.is_sparse else gradient
+
+
+def _widened(loss: torch.Tensor) -> torch.Tensor:
+    """Return a loss in fp32 or wider, so that many can be added."""
+    return loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
+
+
+def checked_loss(value: Any) -> tuple[torch.Tensor, torch.Tensor | float | None]:
+    """Return a loss and its count.
+
+    Raises:
+        WorkloadError: The value is neither a scalar that requires gradients nor a pair of such a scalar and a count.
+    """
+    is_pair = isinstance(value, tuple) and len(value) == 2
+    loss, count = value if is_pair else (value, None)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or (is_pair and not _is_count(count)):
+        parts = value if is_pair else (value,)
+        raise WorkloadError(
+            f"Workload.loss_fn returned {' and '.join(_described(part) for part in parts)}: it must return a scalar"
+            " tensor that requires gradients, or (sum, count), where the count divides the sum and needs no gradient"
+        )
+    if not loss.requires_grad:
+        raise WorkloadError(
+            "Workload.loss_fn returned a loss that needs no gradient: compute it from parameters of Workload.model"
+        )
+    return loss, count.reshape(()) if isinstance(count, torch.Tensor) and count.dim() else count
+
+
+def _is_count(count: Any) -> bool:
+    if isinstance(count, torch.Tensor):
+        return count.numel() == 1 and not count.requires_grad
+    return isinstance(count, int | float)
+
+
+def _described(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return f"a {type(value).__name__}"
+    return f"a tensor of shape {tuple(value.shape)}{' that requires gradients' if value.requires_grad else ''}"

@@ -1,0 +1,1 @@
+"""Guards of memory while training: limits, host memory, ledger, recovery, rollback and snapshots."""

@@ -1,0 +1,134 @@
+"""The host's memory that a run takes: counted before it begins, and watched between its steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from memfit.errors import BudgetError, MemoryLimitError
+from memfit.hardware.host import free_bytes, own_bytes
+from memfit.ir.plan import Plan
+from memfit.training.step import Step
+from memfit.units import format_bytes
+from memfit.workload import Workload, tensors_of
+
+CHECK_SECONDS = 0.5
+"""Between two looks at the host's memory."""
+_LEAST_ROOM_BYTES = 2**24
+
+
+def host_needs(
+    plan: Plan,
+    workload: Workload,
+    levers_bytes: Mapping[str, int],
+    *,
+    prefetch_batches: int = 0,
+    recover: bool = False,
+) -> dict[str, int]:
+    """Return the host memory that a run takes beyond what is taken now, by what asks for it, as arguments say it.
+
+    Args:
+        plan: Its plan.
+        workload: What is trained, on the device that it is trained on.
+        levers_bytes: What the plan's levers put there, by their names.
+        prefetch_batches: Batches that are made ahead.
+        recover: Whether steps that run out of memory are undone.
+    """
+    parameters = list(workload.model.parameters())
+    is_on_host = all(p.device.type == "cpu" for p in parameters)
+    state = [t for values in workload.optimizer.state.values() for t in tensors_of(values)]
+    batch_bytes = _bytes_of(tensors_of(workload.batch))
+    there = _bytes_of([*parameters, *workload.model.buffers(), *state]) + batch_bytes
+    made = (prefetch_batches + 1) * batch_bytes if prefetch_batches else 0
+    needs = {
+        "steps of the plan": max(0, plan.predicted.peak_upper_bytes - there) if is_on_host else 0,
+        **levers_bytes,
+        f"prefetch_batches={prefetch_batches}": made if is_on_host else 2 * made,  # for a GPU, in pinned memory too
+        "writing checkpoints": checkpoint_bytes(workload),
+        "recover=True": _bytes_of(workload.model.buffers()) if recover and is_on_host else 0,
+    }
+    return {name: count for name, count in needs.items() if count}
+
+
+def checkpoint_bytes(workload: Workload) -> int:
+    """Return what writing a checkpoint takes of the host's memory: copies of what is not there, or not contiguous."""
+    state = [t for values in workload.optimizer.state.values() for t in tensors_of(values)]
+    files = [*workload.model.parameters(), *workload.model.buffers()], state
+    return max(_bytes_of(t for t in file if t.device.type != "cpu" or not t.is_contiguous()) for file in files)
+
+
+def check_host(needs: dict[str, int], budget_bytes: int | None) -> None:
+    """Refuse a run that needs more of the host's memory than there is.
+
+    Args:
+        needs: As `host_needs` returns them.
+        budget_bytes: What it may take; None for what the host has left.
+
+    Raises:
+        BudgetError: It needs more.
+    """
+    total, left = sum(needs.values()), free_bytes()
+    allowed = left if budget_bytes is None else min(left, budget_bytes)
+    if total <= allowed:
+        return
+    items = ", ".join(f"{name}: {format_bytes(count)}" for name, count in needs.items())
+    there = f"host_budget={budget_bytes} allows"
+    if allowed == left:
+        there = f"the host has {format_bytes(left)} left, control groups counted"
+    raise BudgetError(
+        f"the run needs {format_bytes(total)} of the host's memory beyond what this process holds ({items}), and"
+        f" {there}. Lower prefetch_batches=, make a plan with a lower budget= (or host_budget=, where activations are"
+        " offloaded), or give the run more"
+    )
+
+
+class HostWatch:
+    """Ends a run, between two steps and with a checkpoint, before the host's memory is used up.
+
+    What a process takes too much of is otherwise noticed by Linux alone, which kills it.
+
+    Args:
+        step: The step of the run.
+        budget_bytes: What the process may take beyond what it holds now; None for what the host has.
+    """
+
+    def __init__(self, step: Step, budget_bytes: int | None) -> None:
+        self._step, self._budget_bytes = step, budget_bytes
+        self._before_bytes, self._last = own_bytes(), 0.0
+
+    def check(self) -> None:
+        """Look at the host's memory, once in a while.
+
+        Raises:
+            MemoryLimitError: The process has taken more than its budget, or the host has less left than writing a
+                checkpoint may take.
+        """
+        now = time.monotonic()
+        if now - self._last < CHECK_SECONDS:
+            return
+        self._last = now
+        taken_bytes, left_bytes = own_bytes() - self._before_bytes, free_bytes()
+        if self._budget_bytes is not None and taken_bytes > self._budget_bytes:
+            text = f"the run has taken {format_bytes(taken_bytes)} of the host's memory, more than host_budget="
+            raise self._error(f"{text}{self._budget_bytes} allows", self._budget_bytes, taken_bytes, 0)
+        reserve = max(_LEAST_ROOM_BYTES, checkpoint_bytes(self._step.workload))
+        if left_bytes < reserve:
+            text = f"the host has {format_bytes(left_bytes)} left for this process, control groups counted"
+            raise self._error(text, taken_bytes + left_bytes, taken_bytes, reserve)
+
+    def _error(self, what: str, limit_bytes: int, taken_bytes: int, requested_bytes: int) -> MemoryLimitError:
+        return MemoryLimitError(
+            f"{what}: the run stops after step {self._step.steps}, and can be resumed. Look for what grows (a list that"
+            " keeps tensors, workers that cache), lower prefetch_batches= or num_workers, or give the run more",
+            limit_bytes=limit_bytes,
+            held_bytes=taken_bytes,
+            requested_bytes=requested_bytes,
+            by_category={"taken since the run began": taken_bytes},
+            where="between two steps",
+        )
+
+
+def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    return sum({id(t): t.nbytes for t in tensors}.values())

@@ -1,0 +1,70 @@
+"""Several optimizers as one, for models whose parameters have different update rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from memfit.errors import WorkloadError
+
+
+class Optimizers(torch.optim.Optimizer):
+    """Several optimizers that step together: for `Workload.optimizer`, and for one scheduler of all.
+
+    Its parameter groups and its state are those of the optimizers, the same dicts, in their order. A skipped update is
+    skipped for all of them.
+
+    Args:
+        optimizers: The optimizers, each over parameters of its own.
+
+    Raises:
+        WorkloadError: None is given, or two share a parameter.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        parameters = [id(p) for group in groups for p in group["params"]]
+        if not groups or len(set(parameters)) < len(parameters):
+            raise WorkloadError(
+                f"Optimizers(optimizers=...) has {len(optimizers)} optimizers over {len(parameters)} parameters, of"
+                f" which {len(set(parameters))} are different: give one or more, each over parameters of its own"
+            )
+        self._counts = [len(optimizer.param_groups) for optimizer in optimizers]
+        super().__init__([{"params": group["params"]} for group in groups], {})
+        self.optimizers = list(optimizers)
+        self.param_groups = groups
+        for optimizer in optimizers:
+            self.state.update(optimizer.state)
+        self._share()
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Step each optimizer; closures are not supported."""
+        if closure is not None:
+            raise WorkloadError(
+                "Optimizers.step(closure=...): several optimizers can't share a closure; call step() without one"
+            )
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group, during construction only; add later ones to an optimizer before it is given."""
+        if hasattr(self, "optimizers"):
+            raise WorkloadError(
+                "Optimizers.add_param_group: add the group to one of the optimizers, and create Optimizers anew"
+            )
+        super().add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of `state_dict` into each optimizer."""
+        super().load_state_dict(state_dict)
+        self._share()
+
+    def _share(self) -> None:
+        """Make each optimizer use the groups and the state of this one."""
+        start = 0
+        for optimizer, count in zip(self.optimizers, self._counts, strict=True):
+            optimizer.param_groups = self.param_groups[start : start + count]
+            optimizer.state = self.state
+            start += count

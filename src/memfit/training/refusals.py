@@ -1,0 +1,84 @@
+"""Refuses workloads that memfit can't run, by name, before anything is captured."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from memfit._torch.modules import own_parameters
+from memfit.errors import WorkloadError
+from memfit.workload import Workload
+
+_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+
+
+def check_supported(workload: Workload) -> None:
+    """Check that a workload's model and optimizer can be copied and stepped.
+
+    Raises:
+        WorkloadError: They can't.
+    """
+    for refused in (*_refused_modules(workload.model), *_refused_optimizers(workload.optimizer)):
+        raise WorkloadError(refused)
+
+
+def _refused_modules(model: nn.Module) -> Iterator[str]:
+    for name, module in model.named_modules():
+        where = f"Workload.model.{name}" if name else "Workload.model"
+        kind = type(module).__name__
+        if isinstance(module, _WRAPPERS):
+            yield (
+                f"{where} is a {kind}, which sends tensors in the middle of a step: give the module in it,"
+                f" {where}.module, and memfit.estimate(world_size=...) or memfit.apply(process_group=...)"
+                " for several ranks"
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            yield (
+                f"{where} is a scripted module ({kind}), which can't run on fake tensors: give the module that"
+                " torch.jit.script was given"
+            )
+        lazy = [key for key, p in own_parameters(module).items() if p is not None and is_lazy(p)]
+        if lazy:
+            yield (
+                f"{where} is a {kind} whose parameters have no shapes yet ({', '.join(lazy)}): run one batch through"
+                " the model first, and make the optimizer after that"
+            )
+
+
+def _refused_optimizers(optimizer: Any) -> Iterator[str]:
+    if optimizer is None:
+        return
+    kind = type(optimizer).__name__
+    missing = [name for name in ("step", "param_groups", "state") if not hasattr(optimizer, name)]
+    if missing:
+        yield (
+            f"Workload.optimizer is a {kind} without {', '.join(missing)}: give a torch.optim.Optimizer, such as the"
+            " one in it; a learning-rate schedule goes into Workload.scheduler"
+        )
+        return
+    if _needs_closure(optimizer):
+        yield (
+            f"Workload.optimizer is {kind}, whose step(closure) runs the forward and backward passes itself, as often"
+            " as it likes: memfit runs them once a step. Give an optimizer whose step() takes no closure, such as"
+            " torch.optim.AdamW"
+        )
+    inner = [*getattr(optimizer, "optimizers", []), getattr(optimizer, "optimizer", None)]
+    for held in inner:
+        if isinstance(held, torch.optim.Optimizer):
+            yield from _refused_optimizers(held)
+
+
+def _needs_closure(optimizer: Any) -> bool:
+    """Tell whether an optimizer's `step` has a required argument."""
+    try:
+        # The class's method: learning-rate schedulers wrap the instance's, whose signature then has `self`.
+        parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
+    except (TypeError, ValueError):  # not written in Python
+        return False
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return any(p.kind in positional and p.default is inspect.Parameter.empty for p in parameters)

@@ -1,0 +1,399 @@
+"""Training checkpoints: folders `checkpoint-<step>` of JSON and safetensors. Loading one executes no code.
+
+A checkpoint is written beside its place and renamed, so that its folder is there whole or not at all.
+`checkpoint.json` names every file with its size and SHA-256; both are checked before anything of a training is changed.
+A damaged checkpoint is set aside as `damaged-checkpoint-<step>`, and the one before it is read.
+
+    checkpoint-1200/
+        checkpoint.json          versions, the workload's fingerprint, the files
+        plan.json                the plan of the run
+        model.safetensors        the model's state dict, tied weights once; `safetensors.torch.load_model` reads it
+        optimizer.json           the optimizer's state dict without its tensors
+        optimizer.safetensors    its tensors
+        training.json            scheduler, loss scaler, random states, data position
+        training.safetensors     tensors of these, if any
+
+It does not hold buffers that are not persistent, nor the workload's own generators.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from memfit.errors import CheckpointError, DamagedCheckpointError, OutputError, UsageError
+from memfit.ir import codec
+from memfit.ir.plan import Plan, Precision
+from memfit.rng import check_rng_state
+from memfit.training.runs.packing import read_tensors, write_tensors
+from memfit.training.runs.state import TrainingState, collect, prepare_restore
+from memfit.training.step import Step
+from memfit.version import __version__
+from memfit.workload import fingerprint
+
+MANIFEST = "checkpoint.json"
+FILES = (
+    "plan.json",
+    "model.safetensors",
+    "optimizer.json",
+    "optimizer.safetensors",
+    "training.json",
+    "training.safetensors",
+)
+_FOLDER = re.compile(r"checkpoint-([0-9]+)")
+_ASIDE = re.compile(r"damaged-checkpoint-[0-9]+(\.[0-9]+)?")
+_TEMPORARY = re.compile(r"\.checkpoint-[0-9]+\.[0-9]+\.(new|old)\.tmp")
+
+
+class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A file of a checkpoint."""
+
+    sha256: str
+    size_bytes: int
+
+
+class Checkpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The contents of `checkpoint.json`.
+
+    Attributes:
+        step: Number of optimizer updates done.
+        files: Every other file in the folder.
+        sha256: SHA-256 of this record with this field empty.
+    """
+
+    schema: str = "memfit.checkpoint/1"
+    memfit_version: str
+    torch_version: str
+    workload: str
+    fingerprint: str
+    step: int
+    files: dict[str, FileEntry]
+    sha256: str = ""
+
+    def sealed(self) -> Checkpoint:
+        """Return this record with its own SHA-256."""
+        bare = msgspec.structs.replace(self, sha256="")
+        return msgspec.structs.replace(bare, sha256=hashlib.sha256(codec.encode(bare)).hexdigest())
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checkpoint that was read and checked against an unchanged step.
+
+    Attributes:
+        path: The folder.
+        step_count: Number of optimizer updates done.
+        plan: The plan of the run.
+        state: The state that it holds.
+        restore: Restores model, optimizer, scheduler, loss scaler and step count. Random states and
+            the data position are left to the caller.
+    """
+
+    path: Path
+    step_count: int
+    plan: Plan
+    state: TrainingState
+    restore: Callable[[], None]
+
+
+def save(folder: Path, step: Step, plan: Plan, position: dict[str, Any], *, keep_checkpoints: int = 2) -> Path:
+    """Write the checkpoint of a step, and remove old ones.
+
+    Args:
+        folder: The folder of checkpoints; `checkpoint-<step>` in it is created or replaced.
+        step: The step, between two calls.
+        plan: Its plan.
+        position: The position in the data, as `BatchStream.position` gives it.
+        keep_checkpoints: Number of checkpoints to keep, this one included (> 0).
+
+    Raises:
+        OutputError: The checkpoint can't be written; earlier ones are unchanged.
+        CheckpointError: A part of the state is neither JSON nor a tensor.
+    """
+    path = folder / f"checkpoint-{step.steps}"
+    new = folder / f".{path.name}.{os.getpid()}.new.tmp"
+    state = collect(step, position)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir()
+        _write(new, step, plan, state)
+        _move(new, path)
+        _prune(folder, step.steps, keep_checkpoints)
+    except OSError as e:
+        raise OutputError(f"can't write {path}: {e.strerror or e}. Free space there, or give another out=") from e
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+    return path
+
+
+def read(path: Path, step: Step, precision: Precision | None = None) -> Loaded:
+    """Read a checkpoint, and check all of it against a step, which is not changed.
+
+    Args:
+        path: The checkpoint's folder.
+        step: The step.
+        precision: Precision of the step; None for the checkpoint's. Where they differ, weights and loss scaler are
+            converted (`prepare_restore`).
+
+    Raises:
+        DamagedCheckpointError: The checkpoint is missing or damaged.
+        CheckpointError: The checkpoint has another workload, optimizer, scheduler or loss scaler.
+    """
+    manifest = codec.read(path / MANIFEST, Checkpoint, error=DamagedCheckpointError)
+    if manifest != manifest.sealed():
+        raise DamagedCheckpointError(f"{path / MANIFEST} is damaged: its SHA-256 differs from the one recorded in it")
+    if step_of(path) not in (None, manifest.step):
+        raise DamagedCheckpointError(f"{path} was renamed: it is the checkpoint of step {manifest.step}")
+    _check_files(path, manifest)
+    own = fingerprint(step.workload)
+    if manifest.fingerprint != own:
+        raise CheckpointError(
+            f"{path} is of another workload: its fingerprint is {manifest.fingerprint} ({manifest.workload!r}), and"
+            f" that of the workload {step.workload.name!r} is {own}. The model's modules, parameters and buffers, the"
+            " batch's shapes and the kind of optimizer must be the same"
+        )
+    try:
+        plan = codec.read(path / "plan.json", Plan, error=DamagedCheckpointError)
+        state = _read_state(path)
+        check_rng_state(state.rng)
+        restore_state = prepare_restore(step, state, converts=precision not in (None, plan.levers.precision))
+    except CheckpointError as e:
+        raise type(e)(f"can't resume from {path}: {e}") from e
+    except (LookupError, TypeError, ValueError, AttributeError) as e:
+        raise DamagedCheckpointError(f"{path} is not in the format of memfit's checkpoints ({e!r})") from e
+
+    def restore() -> None:
+        restore_state()
+        step.steps = manifest.step
+
+    return Loaded(path, manifest.step, plan, state, restore)
+
+
+def read_newest(
+    folder: Path, step: Step, precision: Precision | None = None
+) -> tuple[Loaded, list[DamagedCheckpointError]]:
+    """Read the newest undamaged checkpoint in a folder; neither the step nor the folder is changed.
+
+    Args:
+        folder: The folder of checkpoints.
+        step: The step.
+        precision: Precision of the step; see `read`.
+
+    Returns:
+        The checkpoint, and the errors of the damaged ones after it, newest first.
+
+    Raises:
+        CheckpointError: No checkpoint can be resumed from.
+    """
+    damages: list[DamagedCheckpointError] = []
+    for path in _newest_first(folder):
+        try:
+            return read(path, step, precision), damages
+        except DamagedCheckpointError as e:
+            damages.append(e)
+    reasons = "; ".join(map(str, damages)) or "there is none"
+    raise CheckpointError(
+        f"out={str(folder)!r} holds no complete checkpoint ({reasons}): start again with overwrite=True, or give"
+        " another out="
+    )
+
+
+def set_aside_after(folder: Path, step_count: int) -> list[Path]:
+    """Set aside the damaged checkpoints after a step.
+
+    Raises:
+        OutputError: A checkpoint can't be renamed.
+    """
+    moved = []
+    for path in _newest_first(folder):
+        if (step_of(path) or 0) > step_count:
+            moved.append(set_aside(path))
+    return moved
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a damaged checkpoint to `damaged-checkpoint-<step>`, with a number appended where that exists.
+
+    Raises:
+        OutputError: The checkpoint can't be renamed.
+    """
+    numbers = itertools.chain([""], (f".{n}" for n in itertools.count(2)))
+    place = next(p for n in numbers if not (p := path.with_name(f"damaged-{path.name}{n}")).exists())
+    try:
+        return path.rename(place)
+    except OSError as e:
+        raise OutputError(f"can't rename {path} to {place}: {e.strerror or e}") from e
+
+
+def latest(folder: Path) -> Path | None:
+    """Return the newest complete checkpoint in a folder: it has all its files in full size."""
+    return next((path for path in _newest_first(folder) if _is_complete(path)), None)
+
+
+def step_of(path: Path) -> int | None:
+    """Return the step in the name of a checkpoint's folder; None for other names."""
+    match = _FOLDER.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
+def is_ours(path: Path) -> bool:
+    """Tell whether a folder is a checkpoint of memfit, complete or not, and holds nothing else."""
+    try:
+        schema = json.loads((path / MANIFEST).read_bytes())["schema"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
+    return str(schema).startswith("memfit.checkpoint/") and holds_only_ours(path)
+
+
+def holds_only_ours(path: Path) -> bool:
+    """Tell whether all files of a folder have names that `save` gives, as in a checkpoint without its manifest."""
+    try:
+        return {entry.name for entry in path.iterdir()} <= {MANIFEST, *FILES}
+    except OSError:
+        return False
+
+
+def all_set_aside(folder: Path) -> list[Path]:
+    """Return the damaged checkpoints that were set aside in a folder."""
+    return [path for path in folder.iterdir() if _ASIDE.fullmatch(path.name) and holds_only_ours(path)]
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint atomically: it is renamed first.
+
+    Raises:
+        OSError: The checkpoint can't be removed.
+    """
+    old = path.with_name(f".{path.name}.{os.getpid()}.old.tmp")
+    shutil.rmtree(old, ignore_errors=True)
+    path.rename(old)
+    shutil.rmtree(old)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove temporary folders that a crash during `save` or `remove` left behind."""
+    for path in folder.iterdir():
+        if _TEMPORARY.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+# Writing
+
+
+def _write(folder: Path, step: Step, plan: Plan, state: TrainingState) -> None:
+    """Write the files of a checkpoint, the manifest last."""
+    (folder / "plan.json").write_bytes(codec.encode(plan))
+    write_tensors(state.model, folder / "model.safetensors", {"format": "pt", **state.aliases})
+    (folder / "optimizer.json").write_text(json.dumps(state.optimizer, allow_nan=False))
+    write_tensors(state.optimizer_tensors, folder / "optimizer.safetensors")
+    (folder / "training.json").write_text(json.dumps(state.training, allow_nan=False))
+    write_tensors(state.training_tensors, folder / "training.safetensors")
+    mode = (folder / "plan.json").stat().st_mode
+    entries = {}
+    for name in FILES:
+        (folder / name).chmod(mode)
+        entries[name] = FileEntry(_sha256(folder / name), (folder / name).stat().st_size)
+        _sync(folder / name)
+    manifest = Checkpoint(
+        memfit_version=__version__,
+        torch_version=str(torch.__version__),
+        workload=step.workload.name,
+        fingerprint=fingerprint(step.workload),
+        step=step.steps,
+        files=entries,
+    )
+    codec.write_atomic(folder / MANIFEST, codec.encode(manifest.sealed()))
+    _sync(folder)
+
+
+def _move(new: Path, path: Path) -> None:
+    """Move a whole checkpoint to its place; an older one there is moved away first."""
+    if path.exists():
+        if not is_ours(path):
+            raise OutputError(f"{path} exists with files that memfit did not write: move it, or give another out=")
+        remove(path)
+    new.rename(path)
+    _sync(path.parent)
+
+
+def _prune(folder: Path, step_count: int, keep: int) -> None:
+    """Remove the oldest checkpoints up to a step, except `keep`; those with files that memfit did not write stay."""
+    earlier = [path for path in _newest_first(folder) if (step_of(path) or 0) <= step_count]
+    complete = [path for path in earlier if is_ours(path) and _is_complete(path)]
+    for path in complete[keep:]:
+        remove(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# Reading
+
+
+def _check_files(path: Path, manifest: Checkpoint) -> None:
+    """Raise DamagedCheckpointError unless all files have the recorded size and SHA-256."""
+    if set(manifest.files) != set(FILES):
+        raise DamagedCheckpointError(f"{path / MANIFEST} names the files {sorted(manifest.files)}, not {sorted(FILES)}")
+    for name, entry in manifest.files.items():
+        file = path / name
+        try:
+            size_bytes = file.stat().st_size
+            if size_bytes != entry.size_bytes:
+                raise DamagedCheckpointError(
+                    f"{file} is damaged: it has {size_bytes} bytes, and {entry.size_bytes} were written"
+                )
+            if _sha256(file) != entry.sha256:
+                raise DamagedCheckpointError(f"{file} is damaged: its SHA-256 differs from the one in {MANIFEST}")
+        except OSError as e:
+            raise DamagedCheckpointError(f"can't read {file}: {e.strerror or e}") from e
+
+
+def _read_state(path: Path) -> TrainingState:
+    model, metadata = read_tensors(path / "model.safetensors")
+    return TrainingState(
+        model=model,
+        aliases={name: target for name, target in metadata.items() if name != "format"},
+        optimizer=json.loads((path / "optimizer.json").read_bytes()),
+        optimizer_tensors=read_tensors(path / "optimizer.safetensors")[0],
+        training=json.loads((path / "training.json").read_bytes()),
+        training_tensors=read_tensors(path / "training.safetensors")[0],
+    )
+
+
+def _newest_first(folder: Path) -> list[Path]:
+    """Return the folders named as checkpoints, by step."""
+    try:
+        steps = {path: n for path in folder.iterdir() if (n := step_of(path)) is not None}
+    except OSError:
+        return []
+    return sorted(steps, key=lambda path: -steps[path])
+
+
+def _is_complete(path: Path) -> bool:
+    try:
+        manifest = codec.read(path / MANIFEST, Checkpoint, error=CheckpointError)
+        return all((path / name).stat().st_size == entry.size_bytes for name, entry in manifest.files.items())
+    except (OSError, UsageError):
+        return False

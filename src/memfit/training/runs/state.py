@@ -1,0 +1,238 @@
+"""The state of a training as JSON and tensors: model, optimizer, scheduler and loss scaler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit.errors import CheckpointError
+from memfit.rng import RngState, rng_state
+from memfit.training.runs.packing import pack, unpack
+from memfit.training.step import Step
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """The state in a checkpoint, as JSON values and tensors.
+
+    Attributes:
+        model: The model's state dict, without tied duplicates.
+        aliases: For each tied duplicate, the name of the tensor that is saved.
+        optimizer: The optimizer's class, the FQNs of its parameters by group, and its packed state dict.
+        training: Scheduler, loss scaler, random states, data position, and extra state of the model that is no tensor.
+    """
+
+    model: Tensors
+    aliases: dict[str, str]
+    optimizer: dict[str, Any]
+    optimizer_tensors: Tensors
+    training: dict[str, Any]
+    training_tensors: Tensors
+
+    @property
+    def rng(self) -> RngState:
+        """The random states at the moment of the checkpoint."""
+        state: RngState = self.training["rng"]
+        return state
+
+    @property
+    def position(self) -> dict[str, Any]:
+        """The position in the data."""
+        position: dict[str, Any] = unpack(self.training["position"], self.training_tensors)
+        return position
+
+
+def collect(step: Step, position: dict[str, Any]) -> TrainingState:
+    """Return the state of a training between two steps. Its tensors are not copies.
+
+    Raises:
+        CheckpointError: A part of it is neither JSON nor a tensor.
+    """
+    model, aliases, extras = _model_state(step.workload.model)
+    optimizer_tensors: Tensors = {}
+    training_tensors: Tensors = {}
+    scheduler, scaler = step.workload.scheduler, step.scaler
+    packed = {
+        "scheduler": scheduler and {"kind": type(scheduler).__qualname__, "state": scheduler.state_dict()},
+        "scaler": scaler and scaler.state_dict(),
+        "position": position,
+        "model_extras": extras,
+    }
+    training = {key: pack(value, training_tensors, key) for key, value in packed.items()}
+    state = pack(step.workload.optimizer.state_dict(), optimizer_tensors, "optimizer")
+    kind = type(step.workload.optimizer).__qualname__
+    optimizer = {"kind": kind, "parameters": _parameter_names(step), "state": state}
+    return TrainingState(
+        model, aliases, optimizer, optimizer_tensors, training | {"rng": rng_state()}, training_tensors
+    )
+
+
+def prepare_restore(step: Step, state: TrainingState, *, converts: bool = False) -> Callable[[], None]:
+    """Check a state against a training, and return a function that restores it; nothing is changed before its call.
+
+    Args:
+        step: The training's step.
+        state: The state of a checkpoint.
+        converts: Whether the state has another precision: bf16 weights are then widened, or weights rounded to bf16; a
+            loss scaler without a state begins anew, and a state without a loss scaler is dropped.
+
+    Raises:
+        CheckpointError: The state has another model, optimizer, scheduler or loss scaler.
+    """
+    workload, scaler = step.workload, step.scaler
+    saved_training = {k: unpack(v, state.training_tensors) for k, v in state.training.items() if k != "rng"}
+    model_state = _checked_model_state(workload.model, state, saved_training["model_extras"], converts)
+    optimizer_state = _checked_optimizer_state(step, state)
+    scheduler_state, scaler_state = saved_training["scheduler"], saved_training["scaler"]
+    _check_scheduler(workload.scheduler, scheduler_state)
+    if not converts and (scaler is None) != (scaler_state is None):
+        had, has = ("has no loss scaler", "the step has one") if scaler else ("has a loss scaler", "the step has none")
+        raise CheckpointError(f"the checkpoint {had}, and {has}: resume with the checkpoint's precision=")
+
+    def restore() -> None:
+        _restore_optimizer(workload.optimizer, optimizer_state)
+        workload.model.load_state_dict(model_state)
+        if workload.scheduler is not None:
+            workload.scheduler.load_state_dict(scheduler_state["state"])
+        if scaler is not None and scaler_state is not None:
+            scaler.load_state_dict(scaler_state)
+
+    return restore
+
+
+# The model
+
+
+def _model_state(model: nn.Module) -> tuple[Tensors, dict[str, str], dict[str, Any]]:
+    """Return the tensors of a model's state dict, the names of tied duplicates, and extra state that is no tensor."""
+    tensors: Tensors = {}
+    saved_names: dict[Any, str] = {}
+    aliases: dict[str, str] = {}
+    extras: dict[str, Any] = {}
+    for name, value in model.state_dict().items():
+        if not isinstance(value, torch.Tensor):
+            extras[name] = value
+            continue
+        identity = (value.device, value.data_ptr(), value.shape, value.stride(), value.dtype)
+        if value.numel() and identity in saved_names:
+            aliases[name] = saved_names[identity]
+        else:
+            saved_names[identity] = name
+            pack(value, tensors, name)
+    return tensors, aliases, extras
+
+
+def _checked_model_state(
+    model: nn.Module, state: TrainingState, extras: dict[str, Any], converts: bool
+) -> dict[str, Any]:
+    """Return the state dict to load into a model."""
+    tensors, aliases, own_extras = _model_state(model)
+    _check_names("the model", {*tensors, *aliases, *own_extras}, {*state.model, *state.aliases, *extras})
+    if aliases != state.aliases:
+        raise CheckpointError(
+            f"the model ties {aliases or 'no weights'}, and the checkpoint ties {state.aliases or 'none'}"
+        )
+    for name, tensor in tensors.items():
+        saved = state.model[name]
+        _check_like(
+            f"the model's {name}", tensor, saved.to(tensor.dtype) if converts and _fit(tensor, saved) else saved
+        )
+    return {**state.model, **{name: state.model[target] for name, target in state.aliases.items()}, **extras}
+
+
+def _fit(own: torch.Tensor, saved: torch.Tensor) -> bool:
+    """Tell whether one of two tensors is in fp32, and the other in bf16."""
+    return {own.dtype, saved.dtype} == {torch.float32, torch.bfloat16}
+
+
+def _check_names(what: str, own: set[str], saved: set[str]) -> None:
+    if own != saved:
+        missing, foreign = sorted(own - saved)[:3], sorted(saved - own)[:3]
+        raise CheckpointError(f"the checkpoint lacks {missing} of {what}, and has {foreign}, which {what} lacks")
+
+
+def _check_like(what: str, own: torch.Tensor, saved: torch.Tensor) -> None:
+    if own.shape != saved.shape or own.dtype != saved.dtype:
+        raise CheckpointError(
+            f"{what} has shape {tuple(own.shape)} and {own.dtype},"
+            f" and in the checkpoint shape {tuple(saved.shape)} and {saved.dtype}"
+        )
+
+
+# The optimizer
+
+
+def _parameter_names(step: Step) -> list[list[str]]:
+    """Return the FQNs of the optimizer's parameters by group, or their shapes where the model has no such parameter."""
+    names = {id(p): name for name, p in step.named_owners()}
+    groups = step.workload.optimizer.param_groups
+    return [[names.get(id(p), f"parameter of shape {tuple(p.shape)}") for p in group["params"]] for group in groups]
+
+
+def _checked_optimizer_state(step: Step, state: TrainingState) -> dict[str, Any]:
+    """Return the state dict to load into an optimizer."""
+    kind = type(step.workload.optimizer).__qualname__
+    saved_kind = state.optimizer.get("kind", kind)
+    if kind != saved_kind:
+        raise CheckpointError(
+            f"the checkpoint holds the state of {saved_kind}, and the step's optimizer is {kind}: resume with the"
+            " plan's levers.optimizer that the checkpoint has"
+        )
+    own, saved_names = _parameter_names(step), state.optimizer["parameters"]
+    if own != saved_names:
+        pairs = zip(own, saved_names, strict=False)
+        differing = next((pair for pair in pairs if pair[0] != pair[1]), (own, saved_names))
+        raise CheckpointError(
+            f"the optimizer has {len(own)} parameter groups and the checkpoint {len(saved_names)}; they differ first in"
+            f" {str(differing[0])[:200]} against {str(differing[1])[:200]}: build the optimizer as for the checkpoint"
+        )
+    saved: dict[str, Any] = unpack(state.optimizer["state"], state.optimizer_tensors)
+    for index, values in step.workload.optimizer.state_dict()["state"].items():
+        for key, value in values.items():
+            saved_value = saved["state"].get(index, {}).get(key)
+            if isinstance(value, torch.Tensor) and isinstance(saved_value, torch.Tensor):
+                _check_like(f"the optimizer's {key} of parameter {index}", value, saved_value)
+    return saved
+
+
+def _restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Load a state dict exactly: `load_state_dict` alone casts state to the parameter's dtype."""
+    optimizer.load_state_dict(saved)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    indices = [i for group in saved["param_groups"] for i in group["params"]]
+    for index, parameter in zip(indices, parameters, strict=True):
+        loaded = optimizer.state.get(parameter)
+        for key, value in saved["state"].get(index, {}).items():
+            if loaded is not None and key in loaded:
+                loaded[key] = _on_device_of(loaded[key], value)
+
+
+def _on_device_of(loaded: Any, saved: Any) -> Any:
+    """Return saved values, each tensor on the device that loading has put it on."""
+    if isinstance(saved, torch.Tensor):
+        return saved.to(loaded.device) if isinstance(loaded, torch.Tensor) else saved
+    if isinstance(saved, dict) and isinstance(loaded, Mapping):
+        return {key: _on_device_of(loaded.get(key), value) for key, value in saved.items()}
+    if isinstance(saved, list | tuple) and isinstance(loaded, list | tuple):
+        return type(saved)(_on_device_of(x, y) for x, y in zip(loaded, saved, strict=True))
+    return saved
+
+
+# The scheduler
+
+
+def _check_scheduler(scheduler: torch.optim.lr_scheduler.LRScheduler | None, saved: dict[str, Any] | None) -> None:
+    own_kind = None if scheduler is None else type(scheduler).__qualname__
+    saved_kind = None if saved is None else saved["kind"]
+    if own_kind != saved_kind:
+        raise CheckpointError(
+            f"Workload.scheduler is {own_kind}, and the checkpoint has {saved_kind}: give the same scheduler"
+        )
+    if scheduler is not None and saved is not None:
+        _check_names(f"the {own_kind}", set(scheduler.state_dict()), set(saved["state"]))

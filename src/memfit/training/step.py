@@ -1,0 +1,475 @@
+"""The training step: one object that owns the order of things."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, Self
+
+import torch
+from torch import nn
+
+from memfit._torch.foreach import foreach_copy_
+from memfit._torch.modules import NormBase, own_buffers, own_modules, own_parameters
+from memfit.errors import NonFiniteError, UsageError, WorkloadError
+from memfit.ir.plan import Prediction
+from memfit.ir.trace import Phase
+from memfit.rng import rng_preserved
+from memfit.training.accumulation_window import Window, checked_loss, gradient_entries, gradient_values
+from memfit.training.guards.rank_agreement import SingleProcess
+from memfit.training.loss_scaling import LossScaler
+from memfit.training.nonfinite import FirstNotFinite, watching
+from memfit.workload import Workload, part_of, samples_of
+
+
+class InBackward(Protocol):
+    """Updates each parameter in the backward pass, as soon as its gradient is there."""
+
+    def taken(self) -> AbstractContextManager[object]:
+        """Make the context of a backward pass that updates."""
+
+    def dropped(self) -> AbstractContextManager[object]:
+        """Make the context of a backward pass that updates nothing, and leaves no gradients."""
+
+    def norms(self) -> list[torch.Tensor]:
+        """Return the norms of the gradients that it used."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step did.
+
+    Attributes:
+        loss: Mean loss over the global batch.
+        grad_norm: Global norm of the gradients before clipping; NaN when the update was skipped, and where a gradient
+            is sparse and nothing clips: to add up its repeated entries may take a third of such a step.
+        skipped: Whether the update was skipped since gradients overflowed (fp16 only).
+        loss_scale: The loss scale of the step; 1.0 without scaling.
+        seconds: Wall time.
+        predicted_peak_bytes: What the plan predicts that the step allocates at its peak; None without a plan.
+        skips: Updates skipped so far in this training.
+    """
+
+    loss: float
+    grad_norm: float
+    skipped: bool
+    loss_scale: float
+    seconds: float
+    predicted_peak_bytes: int | None
+    skips: int = 0
+
+
+class _Norm(float):
+    """A norm of gradients, and whether it is that of the gradients or of their entries, repeated ones not added up."""
+
+    def __new__(cls, value: torch.Tensor | float, is_whole: bool = True) -> Self:
+        norm = super().__new__(cls, value)
+        norm.is_whole = is_whole
+        return norm
+
+    is_whole: bool
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """How a step runs.
+
+    Attributes:
+        microbatch_size: Samples in one forward and backward pass (> 0); None for the whole batch.
+        autocast: Makes the context of each forward pass.
+        around: Makes the context of a whole step.
+        scaler: Scales the loss of fp16 steps.
+        update: Updates the parameters from their gradients; None for `Workload.optimizer.step`.
+        in_backward: Updates them in the backward pass instead; then there is one microbatch, and no clipping.
+        masters: For parameters of the model that another one is updated for, which has the gradient: that one.
+        prediction: What the step's plan predicts; None without a plan.
+        predicted_peak_bytes: Goes into the results.
+        recovery: Runs each step, and runs it again where memory runs out (`training.guards.recovery`).
+        limit: Makes the context of a step on a batch in which no more may be held than it says.
+        ranks: Ranks that train together.
+        proving: Makes the context of the steps that hold what is computed again in the backward pass against what was
+            computed before (`memfit.levers.switch`).
+    """
+
+    microbatch_size: int | None = None
+    autocast: Callable[[], AbstractContextManager[object]] | None = None
+    around: Callable[[], AbstractContextManager[object]] | None = None
+    scaler: LossScaler | None = None
+    update: Callable[[], object] | None = None
+    in_backward: InBackward | None = None
+    masters: Mapping[nn.Parameter, nn.Parameter] = field(default_factory=dict)
+    prediction: Prediction | None = None
+    predicted_peak_bytes: int | None = None
+    recovery: Callable[[Callable[[Any], StepResult], Any], StepResult] | None = None
+    limit: Callable[[Any], AbstractContextManager[object]] | None = None
+    ranks: SingleProcess = field(default_factory=SingleProcess)
+    proving: Callable[[], AbstractContextManager[object]] | None = None
+
+    def __post_init__(self) -> None:
+        size = self.microbatch_size
+        if size is not None and size < 1:
+            raise UsageError(f"microbatch_size={size} is not above 0: give a number of samples, or None")
+
+
+class Step:
+    """A training step: forward, backward, unscale, clip, step, update, zero.
+
+    Gradients are those of the mean over the global batch, however it is cut into microbatches: means
+    are weighted by their samples, sums are divided once by the count of the whole window.
+
+    Gradients that are there before a step are dropped, those of parameters outside the optimizer too. A step that
+    updates nothing, since its numbers are not finite, leaves everything as it was: running statistics of
+    normalisations too.
+
+    Args:
+        workload: What to train.
+        options: How the step runs; None for the defaults.
+        changes: Options by name, in place of those of the record.
+
+    Attributes:
+        options: How the step runs: one record, which `change` replaces whole.
+        steps: Optimizer updates done.
+        last: The result of the last call.
+        on_phase: Told each phase of a step, and of which microbatch.
+
+    Raises:
+        UsageError: `microbatch_size` is not positive.
+    """
+
+    def __init__(self, workload: Workload, options: StepOptions | None = None, **changes: Any) -> None:
+        self.workload = workload
+        self.options = replace(options or StepOptions(), **changes)
+        self.steps = 0
+        self.last: StepResult | None = None
+        self.on_phase: Callable[[Phase, int], None] | None = None
+        self.on_close: Callable[[], None] | None = None
+
+    def change(self, **options: Any) -> None:
+        """Have the next steps run otherwise; see `StepOptions`."""
+        self.options = replace(self.options, **options)
+
+    @property
+    def scaler(self) -> LossScaler | None:
+        """Scales the loss of fp16 steps."""
+        return self.options.scaler
+
+    @property
+    def recovery(self) -> Callable[[Callable[[Any], StepResult], Any], StepResult] | None:
+        """Runs each step, and runs it again where memory runs out; None where nothing does."""
+        return self.options.recovery
+
+    @property
+    def limit(self) -> Callable[[Any], AbstractContextManager[object]] | None:
+        """Makes the context of a step in which no more may be held than it says; None for no limit."""
+        return self.options.limit
+
+    def close(self) -> None:
+        """Undo what a plan did to the model; the step is of no use afterwards."""
+        if self.on_close is not None:
+            self.on_close()
+            self.on_close = None
+
+    def __enter__(self) -> Step:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def split(self, batch: Any) -> list[Any]:
+        """Return the microbatches of a batch, as views; the last may be smaller."""
+        return [microbatch for microbatch, _ in self._microbatches(batch, samples_of(self.workload, batch))]
+
+    def compute_loss(self, microbatch: Any) -> tuple[torch.Tensor, torch.Tensor | float | None]:
+        """Return the loss of a microbatch, and the count it is to be divided by (None if it is a mean)."""
+        if self.options.autocast is None:
+            value = self.workload.loss_fn(self.workload.model, microbatch)
+        else:
+            with self.options.autocast():
+                value = self.workload.loss_fn(self.workload.model, microbatch)
+        return checked_loss(value)
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Make the context of a forward pass."""
+        return nullcontext() if self.options.autocast is None else self.options.autocast()
+
+    def update_parameters(self) -> None:
+        """Update the parameters from their gradients, whatever those are."""
+        if self.options.update is None:
+            self.workload.optimizer.step()
+        else:
+            self.options.update()
+
+    def __call__(self, batch: Any) -> StepResult:
+        """Run one optimizer update.
+
+        Args:
+            batch: A global batch, shaped like the workload's; it may have fewer samples.
+
+        Raises:
+            NonFiniteError: The loss or the gradient norm is not finite, outside fp16's loss scaling; or loss
+                scaling skipped too many updates in a row. Nothing was updated.
+            WorkloadError: The loss function returned something else than a loss, or one that no parameter
+                of the optimizer leads to.
+            OutOfMemoryError: Memory ran out under every plan that `recovery` has.
+        """
+        return self._once(batch) if self.recovery is None else self.recovery(self._once, batch)
+
+    def _once(self, batch: Any) -> StepResult:
+        started = time.perf_counter()
+        proving = self.options.proving
+        if proving is not None and self.options.in_backward is not None:
+            with self._within(batch), proving():
+                self._rehearse(batch, self.options.in_backward)
+            proving = None
+        with self._within(batch), nullcontext() if proving is None else proving():
+            loss, norm, scale = self._run(batch)
+        skipped = not math.isfinite(norm)
+        skips = 0 if self.scaler is None else self.scaler.skips
+        if not skipped:
+            self.steps += 1
+        seconds = time.perf_counter() - started
+        grad_norm = math.nan if skipped or not norm.is_whole else float(norm)
+        self.last = StepResult(loss, grad_norm, skipped, scale, seconds, self.options.predicted_peak_bytes, skips)
+        return self.last
+
+    def gradients(self, batch: Any) -> tuple[float, dict[str, torch.Tensor]]:
+        """Return the loss and the unclipped gradient of every parameter by FQN, and update nothing."""
+        parameters, _ = self._held()
+        _clear(parameters)
+        try:
+            with nullcontext() if self.options.around is None else self.options.around():
+                loss = self._accumulate(batch, parameters)
+            self._check_loss(loss, batch)
+            if self.scaler is not None:
+                self.scaler.unscale(_gradients_of(parameters))
+            return loss, {name: _copy(p.grad) for name, p in self.named_owners() if p.grad is not None}
+        finally:
+            _clear(parameters)
+
+    # What a step consists of
+
+    def _run(self, batch: Any) -> tuple[float, _Norm, float]:
+        """Return the loss, the gradient norm and the loss scale of an update."""
+        parameters, statistics = self._held()
+        before = [s.clone() for s in statistics]
+        _clear(parameters)
+        norm = _Norm(math.nan)
+        try:
+            loss = self._accumulate(batch, parameters, updating=self.options.in_backward)
+            self._check_loss(loss, batch)
+            self._phase("optimizer", 0)
+            self.options.ranks.average()
+            scale = 1.0 if self.scaler is None else self.scaler.scale
+            norm = self._update(loss, batch)
+        finally:
+            _clear(parameters)
+            if statistics and not math.isfinite(norm):
+                foreach_copy_(statistics, before)
+        return loss, norm, scale
+
+    @contextmanager
+    def _within(self, batch: Any) -> Iterator[None]:
+        """Yield in what a step on a batch runs in."""
+        limit = nullcontext() if self.limit is None else self.limit(batch)
+        with limit, nullcontext() if self.options.around is None else self.options.around():
+            yield
+
+    def _rehearse(self, batch: Any, updating: InBackward) -> None:
+        """Run a step that leaves nothing: where gradients are used as soon as they are there, errors come too late."""
+        buffers = list(self.workload.model.buffers())
+        before = [buffer.clone() for buffer in buffers]
+        try:
+            with rng_preserved(), updating.dropped():
+                self._accumulate(batch, [])
+        finally:
+            _clear(self.parameters())
+            with torch.no_grad():
+                for buffer, value in zip(buffers, before, strict=True):
+                    buffer.copy_(value)
+
+    def _phase(self, phase: Phase, microbatch: int) -> None:
+        if self.on_phase is not None:
+            self.on_phase(phase, microbatch)
+
+    def _held(self) -> tuple[list[nn.Parameter], list[torch.Tensor]]:
+        """Return every parameter, of optimizer and model, and the statistics that the model's normalisations keep."""
+        parameters = {id(p): p for g in self.workload.optimizer.param_groups for p in g["params"]}
+        statistics: list[torch.Tensor] = []
+        modules: dict[int, nn.Module] = {}
+        waiting = [self.workload.model]
+        while waiting:  # `modules()` takes several times as long, which small models feel
+            module = waiting.pop()
+            if id(module) in modules:
+                continue
+            modules[id(module)] = module
+            waiting += [child for child in own_modules(module).values() if child is not None]
+            parameters.update((id(p), p) for p in own_parameters(module).values() if p is not None)
+            if isinstance(module, NormBase) and module.training:
+                statistics += [buffer for buffer in own_buffers(module).values() if buffer is not None]
+        return list(parameters.values()), statistics
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return every parameter, of optimizer and model."""
+        return self._held()[0]
+
+    def _updated(self) -> list[nn.Parameter]:
+        return [p for g in self.workload.optimizer.param_groups for p in g["params"]]
+
+    def named_owners(self) -> list[tuple[str, nn.Parameter]]:
+        """Return the parameters that have the gradients, by the FQN of the model's."""
+        return [(name, self.options.masters.get(p, p)) for name, p in self.workload.model.named_parameters()]
+
+    def _microbatches(self, batch: Any, samples: int) -> list[tuple[Any, int]]:
+        """Return the microbatches of a batch and how many samples each has."""
+        piece = self.options.microbatch_size or samples
+        if piece >= samples:
+            return [(batch, samples)]
+        cuts = [(start, min(start + piece, samples)) for start in range(0, samples, piece)]
+        return [(part_of(self.workload, batch, start, stop), stop - start) for start, stop in cuts]
+
+    def _accumulate(self, batch: Any, parameters: list[nn.Parameter], updating: InBackward | None = None) -> float:
+        """Run every microbatch forward and backward; return the mean loss of the whole batch."""
+        self._phase("optimizer", 0)
+        samples = samples_of(self.workload, batch)
+        window = Window(samples)
+        for index, (microbatch, size) in enumerate(self._microbatches(batch, samples)):
+            self._phase("forward", index)
+            loss, count = self.compute_loss(microbatch)
+            loss = window.weigh(loss, count, size)
+            scaled = loss if self.scaler is None else self.scaler.scaled(loss)
+            if updating is not None:
+                self._check_loss(window.mean_loss(), batch)
+            self._phase("backward", index)
+            with nullcontext() if updating is None else updating.taken():
+                scaled.backward()
+            del loss, scaled
+        window.finish(_gradients_of(parameters))
+        return window.mean_loss()
+
+    def _update(self, loss: float, batch: Any) -> _Norm:
+        """Unscale, clip, step, update the scale. Return the gradient norm; where it is not finite nothing was done."""
+        if self.options.in_backward is not None:
+            return self._norm_in_backward(self.options.in_backward.norms(), loss)
+        updated = self._updated()
+        gradients = _gradients_of(updated)
+        if not gradients:
+            raise WorkloadError("Workload.loss_fn returned a loss that no parameter of Workload.optimizer leads to")
+        if self.scaler is not None:
+            self.scaler.unscale(gradients)
+        is_whole = self.workload.max_grad_norm is not None or not any(g.is_sparse for g in gradients)
+        total = _total_norm([gradient_values(g) if is_whole else gradient_entries(g) for g in gradients])
+        norm = _Norm(total, is_whole)
+        if not math.isfinite(norm):
+            self._skip(norm, loss, batch)
+            return norm
+        if self.workload.max_grad_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(updated, self.workload.max_grad_norm, total)
+        self.update_parameters()
+        if self.scaler is not None:
+            self.scaler.update(overflowed=False)
+        if self.workload.scheduler is not None:
+            self.workload.scheduler.step()
+        return norm
+
+    def _norm_in_backward(self, norms: list[torch.Tensor], loss: float) -> _Norm:
+        """Return the norm of the gradients that the backward pass used."""
+        if not norms:
+            raise WorkloadError("Workload.loss_fn returned a loss that no parameter of Workload.optimizer leads to")
+        norm = _Norm(torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms])))
+        if not math.isfinite(norm):
+            raise NonFiniteError(
+                f"the gradient norm is {norm} at step {self.steps} (loss {loss:g}), and the weights were updated with"
+                " it, as each gradient is used in the backward pass: go on from a checkpoint, lower the learning rate,"
+                " or set levers.optimizer to 'as-is', which looks before it updates",
+                step=self.steps,
+                value=norm,
+            )
+        if self.workload.scheduler is not None:
+            self.workload.scheduler.step()
+        return norm
+
+    # What is not finite
+
+    def _check_loss(self, loss: float, batch: Any) -> None:
+        if self.scaler is None and not math.isfinite(loss):
+            where = self._diagnosis(batch)
+            raise NonFiniteError(
+                f"the loss is {loss} at step {self.steps} ({where}): nothing was updated. Look at the batch, lower the"
+                " learning rate, or give Workload.max_grad_norm",
+                step=self.steps,
+                value=loss,
+                forward=where.forward,
+                backward=where.backward,
+            )
+
+    def _skip(self, norm: float, loss: float, batch: Any) -> None:
+        """Count a skipped update.
+
+        Raises:
+            NonFiniteError: Nothing scales the loss, or as many updates in a row were skipped as may be.
+        """
+        parameter = self._first_not_finite()
+        if self.scaler is None:
+            where = self._diagnosis(batch)
+            raise NonFiniteError(
+                f"the gradient norm is {norm} at step {self.steps} (loss {loss:g}), first in {parameter}"
+                f" ({where}): nothing was updated. Look at the batch, or lower the learning rate",
+                step=self.steps,
+                value=norm,
+                forward=where.forward,
+                backward=where.backward,
+            )
+        in_a_row, scale = self.scaler.skips_in_a_row + 1, self.scaler.scale
+        if in_a_row >= self.scaler.settings.max_skips:
+            where = self._diagnosis(batch)
+            raise NonFiniteError(
+                f"the gradients overflowed in {in_a_row} steps in a row at step {self.steps}, last in {parameter}"
+                f" ({where}), and the loss scale fell to {scale:g}: nothing was updated. The model"
+                " leaves the range of fp16: use precision='bf16-mixed', or name the module in Workload.fp32_modules",
+                step=self.steps,
+                value=math.inf,
+                forward=where.forward,
+                backward=where.backward,
+            )
+        self.scaler.update(overflowed=True)
+
+    def _first_not_finite(self) -> str:
+        """Return the FQN of the first parameter whose gradient is not finite."""
+        for name, parameter in self.named_owners():
+            if parameter.grad is not None and not torch.isfinite(gradient_values(parameter.grad)).all():
+                return name
+        return "no single parameter"
+
+    def _diagnosis(self, batch: Any) -> FirstNotFinite:
+        """Run the batch again and watch the modules; the gradients are of no use any more."""
+        parameters, _ = self._held()
+        _clear(parameters)
+        with rng_preserved(), watching(self.workload.model) as found:
+            self._accumulate(batch, parameters)
+        return found
+
+
+def _clear(parameters: list[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def _gradients_of(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
+    return [p.grad for p in parameters if p.grad is not None]
+
+
+def _copy(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a gradient, in fp32 at least."""
+    return gradient.clone() if gradient.itemsize >= 4 else gradient.float()
+
+
+def _total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """Return the norm of all gradients as `clip_grad_norm_` takes it, but in fp32 of those in fp16, which overflow."""
+    if all(gradient.dtype != torch.float16 for gradient in gradients):
+        return torch.nn.utils.get_total_norm(gradients)
+    norms = [torch.linalg.vector_norm(g, dtype=torch.float32 if g.dtype == torch.float16 else None) for g in gradients]
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
+    return norm

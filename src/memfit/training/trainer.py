@@ -1,0 +1,401 @@
+"""Training: repeated steps with evaluation, a log, checkpoints and a run record."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from msgspec.structs import replace
+from torch import nn
+
+from memfit.errors import (
+    DamagedCheckpointError,
+    MemfitError,
+    MemoryLimitError,
+    OutOfMemoryError,
+    PlanMismatchError,
+    UsageError,
+    WorkloadError,
+)
+from memfit.ir import codec
+from memfit.ir.plan import Plan, uses_text
+from memfit.ir.run_record import RunRecord
+from memfit.rng import rng_preserved, set_rng_state
+from memfit.training.batches import BatchStream
+from memfit.training.guards.ledger import allocation_retries
+from memfit.training.guards.recovery import OutOfMemoryObserver, Recovery
+from memfit.training.interrupt import Interrupt, deferred_interrupts
+from memfit.training.runs import checkpoint
+from memfit.training.runs.folder import (
+    METRICS,
+    PLAN,
+    RUN,
+    TENSORBOARD,
+    check_folder,
+    clear_folder,
+    held_folder,
+    remove_leftovers,
+)
+from memfit.training.runs.history import History, resumed_history
+from memfit.training.runs.log import Log, Progress, evaluation_line, event_line, require_tensorboard, step_line
+from memfit.training.step import Step, StepResult
+from memfit.workload import fingerprint, samples_of
+
+_log = logging.getLogger("memfit")
+
+
+class Trainer:
+    """One run of training. A step is one optimizer update; updates that fp16 skips do not count.
+
+    A resumed run ends bitwise as an uninterrupted one: weights, optimizer state and losses. The workload's batches must
+    meet the conditions of `BatchStream`.
+
+    Args:
+        step: The step to run.
+        plan: The plan of the step.
+        out: Folder of the run: `run.json`, `plan.json`, `metrics.jsonl`, `checkpoint-<step>/`, `tensorboard/`.
+        steps: Total number of optimizer updates, those before resuming included (> 0). Either this or `epochs`.
+        epochs: Total number of passes over the workload's batches (> 0).
+        evaluate_every: Steps between evaluations (> 0); None evaluates at the end only.
+        checkpoint_every: Steps between checkpoints (> 0), the first before the first step, so that a folder that can't
+            be written is noticed then; None writes one at the end only.
+        prefetch_batches: Number of batches to load ahead; see `BatchStream`.
+        keep_checkpoints: Number of checkpoints to keep (> 0).
+        measure: `measure(step, batch)` runs one step and returns its peak allocated bytes.
+        measure_every: Steps between measurements (> 0), from the second step on; None measures the second alone.
+        tensorboard: Whether to write TensorBoard scalars too.
+        overwrite: Whether to replace the run in `out`.
+        resume: Whether to resume from the newest undamaged checkpoint in `out`, under `plan`, whichever plan and
+            precision the checkpoint has. Damaged ones are set aside and reported.
+        on_step: Called after every step, skipped ones included.
+        watch: Called before every batch is loaded; a MemoryLimitError of it ends the run with a checkpoint.
+
+    Raises:
+        UsageError: An argument is out of its range.
+        PlanMismatchError: The plan is for another workload.
+        OutputError: `out` can't be written, or is not empty and neither `overwrite` nor `resume` is given.
+        CheckpointError: There is nothing to resume from.
+        MissingExtraError: TensorBoard is not installed.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        plan: Plan,
+        *,
+        out: Path,
+        steps: int | None = None,
+        epochs: int | None = None,
+        evaluate_every: int | None = None,
+        checkpoint_every: int | None = None,
+        keep_checkpoints: int = 2,
+        prefetch_batches: int = 0,
+        measure: Callable[[Step, Any], int] | None = None,
+        measure_every: int | None = None,
+        tensorboard: bool = False,
+        overwrite: bool = False,
+        resume: bool = False,
+        on_step: Callable[[Progress], None] | None = None,
+        watch: Callable[[], None] | None = None,
+    ) -> None:
+        if (steps is None) == (epochs is None):
+            raise UsageError(f"steps={steps} and epochs={epochs}: give one of them")
+        _check_positive(steps=steps, epochs=epochs, evaluate_every=evaluate_every, checkpoint_every=checkpoint_every)
+        _check_positive(keep_checkpoints=keep_checkpoints, measure_every=measure_every)
+        _check_plan(plan, step)
+        if tensorboard:
+            require_tensorboard()
+        self.out = Path(out)
+        check_folder(self.out, overwrite=overwrite, resume=resume)
+        self.step, self.plan, self.steps, self.epochs = step, plan, steps, epochs
+        self._evaluate_every, self._checkpoint_every = evaluate_every, checkpoint_every
+        self._keep_checkpoints = keep_checkpoints
+        self._measure, self._measure_every = measure, measure_every
+        self._tensorboard, self._overwrite, self._resume = tensorboard, overwrite, resume
+        self._on_step, self._watch = on_step, watch
+        self._stream = BatchStream(step.workload, prefetch_batches)
+        self._events_noted = 0
+        self._saved_step: int | None = None
+        self._is_between_steps = True
+        self._is_reading = False
+
+    def fit(self) -> RunRecord:
+        """Train to the end, and return the record of the run. Call it once.
+
+        On Ctrl-C or SIGTERM the current step is completed and a checkpoint written first; then SIGTERM raises
+        SystemExit with status 75. A checkpoint is also written when loading a batch fails.
+
+        Raises:
+            CheckpointError: The checkpoint can't be resumed from; nothing was changed.
+            NonFiniteError: The loss or a gradient is not finite. Checkpoints are as they were.
+            OutOfMemoryError: A step ran out of memory under every plan. A checkpoint from before it was written,
+                unless the optimizer had begun to change the weights.
+            OutputError: A file can't be written, or another run has the folder.
+            WorkloadError: The workload's batches or its `evaluate` break their contract.
+        """
+        with held_folder(self.out, overwrite=self._overwrite, resume=self._resume):
+            return self._fit()
+
+    def _fit(self) -> RunRecord:
+        self._history = self._prepare()
+        self._retries_before = allocation_retries(self.step) or 0
+        metrics, events = self.out / METRICS, self.out / TENSORBOARD if self._tensorboard else None
+        with (
+            contextlib.closing(self._stream),
+            deferred_interrupts() as interrupt,
+            Log(metrics, events, self.step.steps) as self._log,
+        ):
+            try:
+                for kind, text in self._happened:
+                    self.note(kind, text)
+                self._write_record(self._history.record("running", self.step.steps))
+                self._train(interrupt)
+            except BaseException as e:
+                self._fail(e)
+                raise
+            record = self._history.record("finished", self.step.steps)
+            self._write_record(record)
+        return record
+
+    def note(self, kind: str, text: str) -> None:
+        """Log an unusual event, such as a refused checkpoint."""
+        _log.warning("%s: %s", kind, text)
+        self._write_line(event_line(self.step.steps, self._stream.epoch, kind, text))
+
+    # Before
+
+    def _prepare(self) -> History:
+        """Prepare the folder, and restore the training's state where the run is resumed."""
+        self._happened: list[tuple[str, str]] = []
+        if self._resume:
+            return self._restore()
+        if self._overwrite and self.out.exists():
+            clear_folder(self.out)
+        codec.write_atomic(self.out / PLAN, codec.encode(self.plan))
+        return History(self.step.workload)
+
+    def _restore(self) -> History:
+        loaded, damages = checkpoint.read_newest(self.out, self.step, self.plan.levers.precision)
+        self._stream.seek(loaded.state.position)
+        loaded.restore()
+        history = resumed_history(self.step.workload, self.out / RUN, self.out / METRICS, loaded.step_count)
+        remove_leftovers(self.out)
+        self._happened = _resumed(
+            loaded, self.step, self.plan, damages, checkpoint.set_aside_after(self.out, loaded.step_count)
+        )
+        codec.write_atomic(self.out / PLAN, codec.encode(self.plan))
+        self._saved_step = loaded.step_count
+        set_rng_state(loaded.state.rng)
+        return history
+
+    # During
+
+    def _train(self, interrupt: Interrupt) -> None:
+        if self._is_due(self._evaluate_every) and not self._is_evaluated():
+            self._evaluate()  # the run was interrupted just before
+        if self._saved_step is None and self._checkpoint_every is not None:
+            self._save()
+        while self.steps is None or self.step.steps < self.steps:
+            interrupt.check()
+            if self._watch is not None:
+                self._watch()
+            started = time.perf_counter()
+            self._is_reading = True
+            batch = self._stream.next_batch(self.epochs)
+            self._is_reading = False
+            if batch is None:
+                break
+            self._is_between_steps = False
+            progress = self._run(batch[0], time.perf_counter() - started)
+            self._note_recovery()
+            self._after(progress)
+        if not self._is_evaluated():
+            self._evaluate()
+        if self._saved_step != self.step.steps:
+            self._save()
+
+    def _run(self, batch: Any, data_seconds: float) -> Progress:
+        """Run one step."""
+        learning_rate = float(self.step.workload.optimizer.param_groups[0]["lr"])
+        epoch, number = self._stream.epoch, self.step.steps + 1
+        result, peak_bytes = self._measured(batch) if self._is_measured(number) else (self.step(batch), None)
+        predicted, retries = result.predicted_peak_bytes, allocation_retries(self.step)
+        return Progress(
+            step=number,
+            epoch=epoch,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            skipped=result.skipped,
+            loss_scale=result.loss_scale,
+            data_seconds=data_seconds,
+            seconds=result.seconds,
+            samples_per_second=samples_of(self.step.workload, batch) / result.seconds,
+            peak_bytes=peak_bytes,
+            predicted_peak_bytes=self.plan.predicted.peak_bytes if predicted is None else predicted,
+            learning_rate=learning_rate,
+            skips=result.skips,
+            allocation_retries=None if retries is None else retries - self._retries_before,
+        )
+
+    def _is_measured(self, number: int) -> bool:
+        if self._measure is None or number < 2:
+            return False
+        return number == 2 if self._measure_every is None else (number - 2) % self._measure_every == 0
+
+    def _measured(self, batch: Any) -> tuple[StepResult, int]:
+        before, self.step.last = self.step.steps, None
+        peak_bytes = self._measure(self.step, batch) if self._measure is not None else 0
+        result = self.step.last
+        if result is None or self.step.steps > before + 1:
+            raise UsageError(f"measure= ran {self.step.steps - before} steps on a batch: it must run the step once")
+        return result, peak_bytes
+
+    def _after(self, progress: Progress) -> None:
+        """Log a step, and evaluate and write a checkpoint where they are due."""
+        self._write_line(step_line(progress))
+        self._is_between_steps = True
+        if self._on_step is not None:
+            self._on_step(progress)
+        if progress.skipped:
+            return
+        if self._is_due(self._evaluate_every):
+            self._evaluate()
+        if self._is_due(self._checkpoint_every):
+            self._save()
+
+    def _note_recovery(self) -> None:
+        """Log steps that ran out of memory since the last call; the plan taken then becomes the run's plan."""
+        recovery = self.step.recovery
+        if not isinstance(recovery, OutOfMemoryObserver):
+            return
+        for event in recovery.events[self._events_noted :]:
+            self.note("out of memory", str(event))
+        self._events_noted = len(recovery.events)
+        if recovery.plan is not self.plan:
+            self.plan = recovery.plan
+            codec.write_atomic(self.out / PLAN, codec.encode(self.plan))
+
+    def _is_due(self, every: int | None) -> bool:
+        return every is not None and self.step.steps > 0 and self.step.steps % every == 0
+
+    def _is_evaluated(self) -> bool:
+        evaluations = self._history.evaluations
+        return bool(evaluations) and evaluations[-1].step == self.step.steps
+
+    def _evaluate(self) -> None:
+        workload = self.step.workload
+        if workload.evaluate is None:
+            return
+        with evaluation_mode(workload.model):
+            values = workload.evaluate(workload.model)
+        self._write_line(evaluation_line(self.step.steps, self._stream.epoch, _figures(values)))
+
+    def _save(self, position: dict[str, Any] | None = None) -> None:
+        self._log.sync()
+        position = position or self._stream.position()
+        checkpoint.save(self.out, self.step, self.plan, position, keep_checkpoints=self._keep_checkpoints)
+        self._saved_step = self.step.steps
+        self._write_record(self._history.record("running", self.step.steps))
+
+    def _write_line(self, line: dict[str, Any]) -> None:
+        self._log.write(line)
+        self._history.add(line)
+
+    def _write_record(self, record: RunRecord) -> None:
+        codec.write_atomic(self.out / RUN, codec.encode(record))
+
+    # After a failure
+
+    def _fail(self, error: BaseException) -> None:
+        """Write a checkpoint and the record, as far as possible, when the run ends in an exception."""
+        with contextlib.suppress(MemfitError):
+            self._note_recovery()
+        is_interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
+        is_stopped = is_interrupted or isinstance(error, MemoryLimitError)
+        is_resumable = self._is_between_steps and (is_stopped or self._is_reading)
+        text = f"interrupted after step {self.step.steps}" if is_interrupted else f"{type(error).__name__}: {error}"
+        recovers = isinstance(self.step.recovery, Recovery) and not self._is_between_steps
+        is_undone = isinstance(error, OutOfMemoryError) and not error.is_torn and recovers
+        if (is_resumable or is_undone) and self._saved_step != self.step.steps:
+            with contextlib.suppress(MemfitError):
+                self._save(self._stream.take_back() if is_undone else None)
+        newest = checkpoint.latest(self.out)
+        advice = "no checkpoint was written" if newest is None else f"resume=True goes on from {newest}"
+        error.add_note(f"memfit: {advice}")
+        if is_interrupted:
+            text = f"{text}; {advice}"
+        with contextlib.suppress(MemfitError):
+            self._write_record(self._history.record("failed", self.step.steps, text))
+
+
+def _resumed(
+    loaded: checkpoint.Loaded, step: Step, plan: Plan, damages: list[DamagedCheckpointError], aside: list[Path]
+) -> list[tuple[str, str]]:
+    """Return the events to log for a resumed run: kinds and texts."""
+    events = [
+        ("damaged checkpoint", f"{damage}; it is now {place}, and training goes on from {loaded.path}")
+        for damage, place in zip(damages, aside, strict=True)
+    ]
+    if loaded.plan.levers.precision != plan.levers.precision:
+        events.append(("another precision", _precision_text(loaded, step, plan)))
+    if replace(loaded.plan.levers, precision=plan.levers.precision) != plan.levers:
+        was, is_now = uses_text(loaded.plan.uses), uses_text(plan.uses)
+        events.append(("another plan", f"{loaded.path} was made with {was}; training goes on with {is_now}"))
+    return events
+
+
+def _precision_text(loaded: checkpoint.Loaded, step: Step, plan: Plan) -> str:
+    """Return a text on how the state was converted for another precision."""
+    was, is_now = loaded.plan.levers.precision, plan.levers.precision
+    had_scaler = loaded.state.training["scaler"] is not None
+    done = []
+    if step.scaler is not None and not had_scaler:
+        done.append(f"a new loss scaler begins at {step.scaler.scale:g}")
+    if step.scaler is None and had_scaler:
+        done.append("the loss scaler's state is dropped")
+    if step.workload.bf16_updates == "stochastic-rounding" and "bf16-true" in (was, is_now):
+        done.append(f"weights are {'widened from' if was == 'bf16-true' else 'rounded to'} bf16")
+    text = f"{loaded.path} was made with precision={was!r}; training goes on with {is_now!r}"
+    return "; ".join([text, *(done or ["weights and optimizer state are taken as they are"])])
+
+
+@contextlib.contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Set a model to evaluation mode without gradients; restore training flags and random states afterwards."""
+    flags = [(module, module.training) for module in model.modules()]
+    with rng_preserved(), torch.no_grad():
+        try:
+            model.eval()
+            yield
+        finally:
+            for module, training in flags:
+                module.training = training
+
+
+def _figures(values: Mapping[str, float]) -> dict[str, float]:
+    if isinstance(values, Mapping):
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):
+            return {str(name): float(value) for name, value in values.items()}
+    raise WorkloadError(
+        f"Workload.evaluate returned {str(values)[:100]}: it must return named figures, a dict of name to float"
+    )
+
+
+def _check_positive(**arguments: int | None) -> None:
+    for name, value in arguments.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise UsageError(f"{name}={value!r} is not a whole number above 0")
+
+
+def _check_plan(plan: Plan, step: Step) -> None:
+    own = fingerprint(step.workload)
+    if plan.fingerprint != own:
+        raise PlanMismatchError(
+            f"the plan is for {plan.workload!r} with the fingerprint {plan.fingerprint}, and the workload"
+            f" {step.workload.name!r} has {own}: make a plan for this workload"
+        )

@@ -1,0 +1,89 @@
+"""What memfit relies on of Dynamo, AOTAutograd and Inductor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from memfit._torch import compilers
+
+
+def test_disable_dynamo_keeps_a_function_out_of_compiled_code() -> None:
+    @compilers.disable_dynamo
+    def apart(x: torch.Tensor) -> torch.Tensor:
+        assert not torch.compiler.is_compiling()
+        return x + 1
+
+    assert torch.compile(lambda x: apart(x) * 2, backend="eager")(torch.ones(1)).tolist() == [4.0]
+
+
+def test_is_compiled_function_tells_what_torch_compile_returned() -> None:
+    assert not compilers.is_compiled_function(untraced)
+    assert compilers.is_compiled_function(torch.compile(untraced, backend="eager"))
+
+
+def test_skip_keeps_dynamo_out_of_a_function_and_what_it_calls() -> None:
+    compilers.skip(untraced)
+    assert torch.compile(untraced, backend=refusing)(torch.ones(1)).tolist() == [2.0]
+
+
+def untraced(x: torch.Tensor) -> torch.Tensor:
+    """Return one more."""
+    return x + 1
+
+
+def refusing(module: fx.GraphModule, inputs: Any) -> Any:
+    """A backend that must not be asked."""
+    raise AssertionError("this was compiled")
+
+
+def test_current_compile_id_is_there_while_a_backend_compiles_and_aot_autograd_eager_splits_the_joint_graph() -> None:
+    """The `default_partition` of the joint graph gives the same loss and gradients; `default_op_list` its nodes."""
+    ids: list[Any] = []
+    fusible: list[bool] = []
+
+    def partition(joint: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> Any:
+        ids.append(compilers.current_compile_id())
+        fusible.extend(
+            bool(compilers.default_op_list().is_fusible(node))
+            for node in joint.graph.nodes
+            if node.target is torch.ops.aten.sin.default
+        )
+        return compilers.default_partition(joint, num_fwd_outputs)
+
+    def backend(module: fx.GraphModule, inputs: Any) -> Any:
+        return compilers.aot_autograd_eager(module, inputs, partition)
+
+    assert compilers.current_compile_id() is None
+    x = torch.full((3,), 0.5, requires_grad=True)
+    out = torch.compile(lambda x: x.sin().sum(), backend=backend)(x)
+    out.backward()
+    assert x.grad is not None and torch.equal(x.grad, x.detach().cos()) and torch.equal(out, x.detach().sin().sum())
+    assert fusible == [True]
+    assert len(ids) == 1 and ids[0] is not None and isinstance(ids[0].frame_id, int)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of what Inductor imports
+def test_inductor_has_the_settings_and_the_hooks_that_plans_need() -> None:
+    """Of `functorch_config`, `inductor_config`, `InductorChoices`, `CustomPartitionerFn`, `compile_fx` and `V`."""
+    from memfit._torch import inductor
+
+    with (
+        inductor.functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True),
+        inductor.inductor_config.patch(
+            custom_partitioner_fn=None,
+            allow_buffer_reuse=False,
+            realize_reads_threshold=1,
+            layout_optimization=False,
+        ),
+    ):
+        assert inductor.inductor_config.realize_reads_threshold == 1
+    assert callable(inductor.InductorChoices.can_fuse) and callable(inductor.compile_fx)
+    with inductor.V.set_choices_handler(inductor.InductorChoices()):
+        pass
+    assert inductor.CustomPartitionerFn.__abstractmethods__ == {"__call__", "uuid"}
+    assert inductor.get_hash_for_files((__file__,), "a") != inductor.get_hash_for_files((__file__,), "b")

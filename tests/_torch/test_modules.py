@@ -1,0 +1,95 @@
+"""What memfit relies on of the bases of PyTorch's layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from memfit._torch.modules import (
+    Apply,
+    BatchNormBase,
+    DropoutBase,
+    InstanceNormBase,
+    NormBase,
+    apply_as_its_class,
+    compiled_call,
+    converted_by,
+    forward_hooks,
+    forward_pre_hooks,
+    own_buffers,
+    own_modules,
+    own_parameters,
+    set_forward_hooks,
+)
+
+
+@pytest.mark.parametrize(
+    ("layer", "bases"),
+    [
+        (nn.BatchNorm1d(2), {BatchNormBase, NormBase}),
+        (nn.BatchNorm3d(2), {BatchNormBase, NormBase}),
+        (nn.SyncBatchNorm(2), {BatchNormBase, NormBase}),
+        (nn.InstanceNorm2d(2), {InstanceNormBase, NormBase}),
+        (nn.Dropout(), {DropoutBase}),
+        (nn.AlphaDropout(), {DropoutBase}),
+        (nn.LayerNorm(2), set()),
+        (nn.GroupNorm(1, 2), set()),
+    ],
+)
+def test_layers_have_their_bases(layer: nn.Module, bases: set[type]) -> None:
+    known = (BatchNormBase, DropoutBase, InstanceNormBase, NormBase)
+    assert {base for base in known if isinstance(layer, base)} == bases
+
+
+def test_modules_are_converted_by_the_replacement_and_then_by_what_was_there_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Calls of `apply_as_its_class` too; another library's method stays in place."""
+    seen: list[str] = []
+
+    def noting(name: str, original: Apply) -> Apply:
+        def apply(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+            seen.append(name)
+            return original(module, fn, recurse=recurse)
+
+        return apply
+
+    monkeypatch.setattr(nn.Module, "_apply", noting("another library's", nn.Module._apply))
+    layer = nn.Linear(2, 2)
+    with converted_by(lambda original: noting("the replacement", original)):
+        layer.double()
+        apply_as_its_class(layer, torch.Tensor.double)
+    assert seen == ["the replacement", "another library's"] * 2 and layer.weight.dtype is torch.float64
+    layer.float()
+    assert seen[4:] == ["another library's"] and layer.weight.dtype is torch.float32
+
+
+def test_a_modules_own_mappings_are_those_that_it_uses() -> None:
+    """By `own_modules`, `own_parameters` and `own_buffers`: what is put there is there."""
+    model = nn.Sequential(nn.BatchNorm1d(2))
+    assert own_modules(model) == {"0": model[0]} and own_parameters(model) == {} == own_buffers(model)
+    assert own_parameters(model[0]).keys() == {"weight", "bias"}
+    own_buffers(model[0])["running_mean"] = mean = torch.ones(2)
+    assert model[0].running_mean is mean
+
+
+def test_forward_hooks_and_forward_pre_hooks_run_unless_set_forward_hooks_puts_others_there() -> None:
+    calls: list[str] = []
+    layer = nn.Identity()
+    layer.register_forward_hook(lambda *_: calls.append("after"))
+    layer.register_forward_pre_hook(lambda *_: calls.append("before"))
+    assert len(forward_hooks(layer)) == len(forward_pre_hooks(layer)) == 1
+    layer(torch.ones(1))
+    set_forward_hooks(layer, {}, {})
+    layer(torch.ones(1))
+    assert calls == ["before", "after"] and not forward_hooks(layer) and not forward_pre_hooks(layer)
+
+
+def test_compiled_call_is_there_once_a_module_was_compiled_in_place() -> None:
+    layer = nn.Linear(1, 1)
+    assert compiled_call(layer) is None
+    layer.compile(backend="eager")
+    assert compiled_call(layer) is not None

@@ -1,0 +1,74 @@
+"""What memfit relies on of storages, versions and parts of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from memfit._torch import tensors
+from memfit._torch.dispatch import DisableTorchFunctionSubclass
+from memfit._torch.fake import FakeTensorMode
+
+
+@pytest.mark.parametrize("mode", [FakeTensorMode, None])
+def test_storage_key_is_that_of_all_tensors_of_a_storage(mode: Callable[[], Any] | None) -> None:
+    if mode is None:
+        x = torch.ones(4)
+    else:
+        with mode():
+            x = torch.ones(4)
+    key = tensors.storage_key(x.untyped_storage())
+    assert key == tensors.storage_key_of(x) == tensors.storage_key_of(x[1:]) == tensors.storage_key_of(x.detach())
+    assert key != tensors.storage_key_of(x.clone())
+
+
+def test_version_of_rises_by_changes_in_place_of_any_view() -> None:
+    x = torch.ones(4)
+    before = tensors.version_of(x)
+    x[1:].mul_(2)
+    assert tensors.version_of(x) == tensors.version_of(x[:2]) == before + 1
+    x + 1
+    assert tensors.version_of(x) == before + 1
+
+
+def test_use_count_rises_by_what_autograd_saves() -> None:
+    x = torch.ones(2, requires_grad=True)
+    before = tensors.use_count(x)
+    out = x.exp() * x
+    assert tensors.use_count(x) > before
+    del out
+    assert tensors.use_count(x) == before
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # of 2.11, told though they are asked for
+def test_parts_of_sparse_tensors_are_their_own() -> None:
+    """By `sparse_indices`, `sparse_values` and `nnz`, uncoalesced too."""
+    x = torch.sparse_coo_tensor(torch.tensor([[0, 0, 2]]), torch.ones(3), (4,), check_invariants=True)
+    assert tensors.nnz(x) == 3 and not x.is_coalesced()
+    assert tensors.sparse_indices(x).tolist() == [[0, 0, 2]]
+    tensors.sparse_values(x).mul_(2)
+    assert x.to_dense().tolist() == [4, 0, 2, 0]
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+def test_nested_sizes_are_a_tensor_of_each_parts_shape() -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)])
+    assert tensors.nested_sizes(nested).tolist() == [[2, 3], [1, 3]]
+
+
+class Refusing(torch.Tensor):
+    """A subclass that refuses every operator."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} came through")
+
+
+def test_make_wrapper_subclass_makes_a_tensor_without_memory() -> None:
+    made = tensors.make_wrapper_subclass(Refusing, [2, 3], dtype=torch.bfloat16, storage_size=0)
+    with DisableTorchFunctionSubclass():
+        assert type(made) is Refusing and made.shape == (2, 3) and made.dtype is torch.bfloat16
+        assert made.untyped_storage().nbytes() == 0

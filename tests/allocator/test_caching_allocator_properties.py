@@ -1,0 +1,161 @@
+"""The allocator agrees with a naive one on random requests, and keeps its invariants; both checks can fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memfit.allocator.blocks import Pool
+from memfit.allocator.caching_allocator import AllocatorSettings, Block, CachingAllocator
+from memfit.errors import SimulatedOutOfMemoryError
+from tests.ir.naive_allocator import MIB, NaiveAllocator, check
+
+EDGES = [1, 512, 513, 4096, MIB // 2, MIB - 1, MIB, MIB + 1, 2 * MIB, 3 * MIB + 7, 9 * MIB, 10 * MIB - 512]
+EDGES += [10 * MIB, 10 * MIB + 1, 11 * MIB, 19 * MIB, 20 * MIB, 21 * MIB, 24 * MIB, 39 * MIB, 40 * MIB, 61 * MIB]
+SIZES = st.one_of(st.sampled_from(EDGES), st.integers(1, 2 * MIB), st.integers(1, 64 * MIB))
+REQUESTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("malloc"), SIZES, st.sampled_from([0, 0, 0, 7])),
+        st.tuples(st.just("free"), st.integers(0, 10**6), st.just(0)),
+        st.tuples(st.sampled_from(["free", "free", "empty"]), st.integers(0, 10**6), st.just(0)),
+    ),
+    max_size=60,
+)
+CAPACITIES = st.one_of(st.none(), st.integers(20 * MIB, 300 * MIB))
+SETTINGS = st.one_of(
+    st.just(AllocatorSettings()),
+    st.just(AllocatorSettings(expandable_segments=True)),
+    st.builds(
+        AllocatorSettings,
+        expandable_segments=st.booleans(),
+        roundup_power2_divisions=st.one_of(
+            st.sampled_from([0, 1, 2, 8, 32]), st.tuples(*[st.sampled_from([0, 1, 2, 4])] * 16)
+        ),
+        max_split_bytes=st.sampled_from([None, 24 * MIB, 40 * MIB]),
+        garbage_collection_threshold=st.sampled_from([0.0, 0.3, 0.8]),
+        memory_fraction=st.sampled_from([1.0, 0.9, 0.5]),
+        large_segment_bytes=st.sampled_from([20 * MIB, 11 * MIB, 24 * MIB]),
+    ),
+)
+Requests = list[tuple[str, int, int]]
+Steps = tuple[AllocatorSettings, int | None, Requests]
+STEPS = st.tuples(SETTINGS, CAPACITIES, REQUESTS)
+
+
+def run(steps: Steps, after: Callable[[CachingAllocator, list[Block]], None]) -> list[tuple[object, ...]]:
+    """Carry out requests, and return what came of each."""
+    options, capacity, requests = steps
+    allocator = CachingAllocator(options, capacity)
+    live: list[Block] = []
+    results: list[tuple[object, ...]] = []
+    for kind, number, stream in requests:
+        if kind == "empty":
+            allocator.empty_cache()
+        elif kind == "free" and live:
+            allocator.free(live.pop(number % len(live)))
+        elif kind == "malloc":
+            try:
+                live.append(allocator.malloc(number, stream))
+                results.append((live[-1].address, live[-1].size))
+            except SimulatedOutOfMemoryError:
+                results.append((None,))
+        counters = (allocator.allocated_bytes, allocator.reserved_bytes, allocator.peak_reserved_bytes)
+        results.append((*counters, allocator.num_alloc_retries, allocator.num_ooms))
+        after(allocator, live)
+    for block in live:
+        allocator.free(block)
+    assert (allocator.allocated_bytes, allocator.requested_bytes) == (0, 0)
+    allocator.empty_cache()
+    assert allocator.reserved_bytes == 0
+    return results
+
+
+def run_naively(steps: Steps) -> list[tuple[object, ...]]:
+    options, capacity, requests = steps
+    allocator = NaiveAllocator(options, capacity)
+    live: list[int] = []
+    results: list[tuple[object, ...]] = []
+    for kind, number, stream in requests:
+        if kind == "empty":
+            allocator.release_all()
+        elif kind == "free" and live:
+            allocator.free(live.pop(number % len(live)))
+        elif kind == "malloc":
+            found = allocator.malloc(number, stream)
+            results.append(found or (None,))
+            if found:
+                live.append(found[0])
+        counters = (allocator.allocated, allocator.reserved, allocator.peak_reserved)
+        results.append((*counters, allocator.retries, allocator.ooms))
+    return results
+
+
+@given(STEPS)
+@settings(max_examples=400, deadline=None)
+def test_the_allocator_agrees_with_the_naive_one(steps: Steps) -> None:
+    assert run(steps, lambda *_: None) == run_naively(steps)
+
+
+@given(STEPS)
+@settings(max_examples=300, deadline=None)
+def test_invariants_hold_after_every_call(steps: Steps) -> None:
+    assert run(steps, check) == run(steps, lambda *_: None)
+
+
+BUSY: Requests = [
+    *[("malloc", size, 0) for size in (3 * MIB, 4 * MIB, 5 * MIB, 700, 1300, 30 * MIB, 12 * MIB)],
+    *[("free", 1, 0)] * 5,
+    *[("malloc", size, 0) for size in (2 * MIB, 600, 11 * MIB)],
+]
+
+
+def add_without_merging(pool: Pool, block: Block) -> Block:
+    pool.free.append((block.size, block.address, block))
+    pool.free.sort(key=lambda entry: entry[:2])
+    return block
+
+
+def split_too_early(self: Block, size: int, split: Callable[[Block, int], Block] = Block.split) -> Block:
+    return split(self, size - 512)
+
+
+def release_uncounted(self: CachingAllocator, block: Block) -> None:
+    block.pool.remove(block)
+    del self.segments[block.address]
+
+
+def take_worst(self: CachingAllocator, pool: Pool, size: int) -> Block | None:
+    return pool.free.pop()[2] if pool.free and pool.free[-1][0] >= size else None
+
+
+def take_any_size(self: CachingAllocator, pool: Pool, size: int) -> Block | None:
+    return pool.free.pop(0)[2] if pool.free else None
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "broken"),
+    [
+        (Pool, "add", add_without_merging),
+        (Block, "split", split_too_early),
+        (CachingAllocator, "_release", release_uncounted),
+        (CachingAllocator, "_take_free", take_any_size),
+    ],
+)
+def test_the_invariants_fail_on_a_broken_allocator(
+    owner: type, name: str, broken: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: Steps = (AllocatorSettings(), None, [*BUSY, ("empty", 0, 0)])
+    run(steps, check)
+    monkeypatch.setattr(owner, name, broken)
+    with pytest.raises(AssertionError):
+        run(steps, check)
+
+
+def test_the_comparison_fails_on_another_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: Steps = (AllocatorSettings(), None, BUSY)
+    assert run(steps, check) == run_naively(steps)
+    monkeypatch.setattr(CachingAllocator, "_take_free", take_worst)
+    assert run(steps, check) != run_naively(steps)

@@ -1,0 +1,200 @@
+"""Values that are followed under fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memfit.capture import known_values as module
+from memfit.capture.known_values import KnownValues, _only_writes, fake_paths_disabled
+
+
+@pytest.fixture
+def known() -> Iterator[KnownValues]:
+    """Values followed under a fake tensor mode that is on."""
+    values = KnownValues.of(FakeTensorMode(allow_non_fake_inputs=True))
+    with values.fake, values:
+        yield values
+
+
+def is_known(known: KnownValues, tensor: torch.Tensor) -> bool:
+    return tensor in known._real
+
+
+def test_one_object_for_each_mode(known: KnownValues) -> None:
+    assert KnownValues.of(known.fake) is known
+    assert KnownValues.of(FakeTensorMode()) is not known
+
+
+def test_integers_are_computed_beside(known: KnownValues) -> None:
+    ids = torch.arange(12).view(3, 4)
+    assert isinstance(ids, FakeTensor)
+    assert ids.sum().item() == 66 and ids[1:, ::2].tolist() == [[4, 6], [8, 10]]
+    assert ((ids % 2 == 0) & (ids > 3)).sum().item() == 4
+    assert bool((ids < 12).all()) and not bool((ids > 12).any())
+    assert torch.cat([ids, ids]).max().item() == 11 and ids.to(torch.int32).flip(0)[0, 0].item() == 8
+    assert torch.tensor([3, 1]).argsort().tolist() == [1, 0] and torch.full((2,), 7).sum().item() == 14
+
+
+def test_a_real_tensor_of_the_users_is_known(known: KnownValues) -> None:
+    with torch._subclasses.fake_tensor.unset_fake_temporarily():
+        real = torch.tensor([1, 2, 3])
+    assert (real * 2).sum().item() == 12
+
+
+def test_what_depends_on_activations_is_not(known: KnownValues) -> None:
+    x = torch.randn(100)
+    mask = x > 0
+    assert not is_known(known, mask) and not is_known(known, mask & torch.ones(100, dtype=torch.bool))
+    assert (x.sum().item(), mask.sum().item(), mask.any().item(), mask.all().item()) == (0.0, 0, False, True)
+    assert not is_known(known, torch.randint(0, 5, (100,))) and not is_known(known, torch.arange(100).float())
+
+
+def test_memory_that_is_not_set_has_no_values(known: KnownValues) -> None:
+    ids = torch.arange(3)
+    for made in (torch.empty_like(ids), ids.new_empty(3), torch.empty(3, dtype=torch.long)):
+        assert not is_known(known, made)
+    assert torch.zeros_like(ids).sum().item() == 0 and ids.new_ones(2).sum().item() == 2
+
+
+def test_writes_are_followed_through_views(known: KnownValues) -> None:
+    ids = torch.arange(4)
+    ids[1:] += 5
+    assert ids.tolist() == [0, 6, 7, 8]
+    ids[ids > 6] = -1
+    assert ids.tolist() == [0, 6, -1, -1]
+    torch._foreach_add_([ids], 1)
+    assert ids.tolist() == [1, 7, 0, 0]
+
+
+def test_a_write_of_something_unknown_is_forgotten_in_every_view(known: KnownValues) -> None:
+    ids, other = torch.arange(4), torch.arange(4)
+    view = ids.view(2, 2)[1]
+    view.copy_(torch.randn(100)[:2])
+    assert not is_known(known, ids) and not is_known(known, view) and is_known(known, other)
+    assert ids.sum().item() == 0
+
+
+def test_a_step_counter_counts_once(known: KnownValues) -> None:
+    step = torch.tensor(0.0)
+    torch._foreach_add_([step], 1)
+    step += 1
+    assert step.item() == 2.0
+
+
+@pytest.mark.parametrize("select", ["index", "masked_select", "nonzero"])
+def test_a_known_mask_gives_the_shape(known: KnownValues, select: str) -> None:
+    x, mask = torch.randn(3, 4, requires_grad=True), torch.tensor([True, False, True])
+    if select == "index":
+        found = x[mask]
+    elif select == "masked_select":
+        found = torch.masked_select(x, mask[:, None]).view(-1, 4)
+    else:
+        found = x[mask.nonzero().squeeze(1)]
+    assert found.shape == (2, 4)
+    found.sum().backward()
+    assert x.grad is not None and x.grad.shape == x.shape
+
+
+def test_what_a_known_mask_selects_of_known_integers_is_known(known: KnownValues) -> None:
+    ids = torch.tensor([4, -100, 7])
+    assert ids[ids >= 0].tolist() == torch.masked_select(ids, ids >= 0).tolist() == [4, 7]
+    assert not known.replay.guesses
+
+
+def test_a_mask_beside_indices(known: KnownValues) -> None:
+    x, mask = torch.randn(3, 4), torch.tensor([True, False, True])
+    assert x[mask, torch.tensor([0, 1])].shape == (2,)
+    assert x[:, torch.arange(4) > 0].shape == (3, 3)
+
+
+def test_shapes_from_known_integers(known: KnownValues) -> None:
+    ids = torch.tensor([1, 1, 2])
+    assert torch.unique(ids).shape == (2,) and torch.bincount(ids).tolist() == [0, 2, 1]
+    assert torch.repeat_interleave(torch.randn(3, 2), ids, dim=0).shape == (4, 2)
+
+
+def test_an_unknown_mask_is_taken_to_select_everything(known: KnownValues) -> None:
+    x = torch.randn(100)
+    assert x[x > 0].shape == torch.masked_select(x, x > 0).shape == (100,)
+    assert (x > 0).nonzero().shape == (100, 1) and torch.unique(x > 0).shape == (100,)
+    assert len(known.replay.guesses) == 2
+    with pytest.raises(DynamicOutputShapeException):
+        torch.repeat_interleave(x, (x > 0).long())
+
+
+def test_large_tensors_are_not_followed(known: KnownValues, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LIMIT", 4)
+    assert is_known(known, torch.arange(4)) and not is_known(known, torch.arange(5))
+    ids = torch.arange(4)
+    assert not is_known(known, ids.expand(2, 4)) and ids.sum().item() == 6
+    known.know(FakeTensor(known.fake, torch.empty(5, dtype=torch.long, device="meta"), torch.device("cpu")), ids[:3])
+
+
+def test_numbers_are_taken_to_be_finite(known: KnownValues) -> None:
+    x = torch.randn(100)
+    assert torch.isfinite(x).all() and not torch.isnan(x).any() and not torch.isinf(x).any()
+    assert not (x != x).any() and (x == x).all() and not (x.abs() == float("inf")).any()
+    assert not is_known(known, x == 0.0) and not is_known(known, x != torch.randn(100))
+
+
+def test_values_are_taken_over(known: KnownValues) -> None:
+    def like(real: torch.Tensor) -> torch.Tensor:
+        return FakeTensor(known.fake, torch.empty_like(real, device="meta"), torch.device("cuda", 0))
+
+    with torch._subclasses.fake_tensor.unset_fake_temporarily():
+        ids, scalar, many = torch.arange(3), torch.tensor(2.5), torch.ones(100)
+        fakes = [like(real) for real in (ids, scalar, many)]
+    for fake, real in zip(fakes, (ids, scalar, many), strict=True):
+        known.know(fake, real)
+    assert fakes[0].tolist() == [0, 1, 2] and fakes[1].item() == 2.5 and not is_known(known, fakes[2])
+    with torch._subclasses.fake_tensor.unset_fake_temporarily():
+        ids += 1
+    assert fakes[0].tolist() == [0, 1, 2]
+
+
+def test_a_loss_can_be_formatted(known: KnownValues) -> None:
+    loss = torch.randn(100).mean()
+    with fake_paths_disabled():
+        assert f"{loss:.2f}" == "0.00" and f"{torch.tensor(7):03d}" == "007"
+    with pytest.raises(TypeError):
+        f"{loss:.2f}"
+
+
+WRITES: dict[str, tuple[Callable[[torch.Tensor], object], bool]] = {
+    "numbers": (lambda x: x.mul_(2.0), True),
+    "another tensor's": (lambda x: x.add_(x * 2, alpha=3.0), True),
+    "those of two": (lambda x: x.addcdiv_(x + 1, x + 2, value=0.1), True),
+    "a row's": (lambda x: x.add_(x[0]), False),
+    "those of another precision": (lambda x: x.add_(x.double()), False),
+    "copied ones": (lambda x: x.copy_(x + 1), False),
+    "integers": (lambda x: x.long().mul_(2), False),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_only_operators_that_write_numbers_alone_run_without_their_kernels(name: str) -> None:
+    write, expected = WRITES[name]
+    found: list[bool] = []
+
+    class Look(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func._schema.is_mutable:
+                found.append(_only_writes(func, args))
+            return func(*args, **(kwargs or {}))
+
+    with FakeTensorMode(), Look():  # type: ignore[no-untyped-call]
+        x = torch.empty(4, 8)
+        made = write(x)
+    assert found == [expected]
+    assert isinstance(made, torch.Tensor) and made.shape == (4, 8)
+
+
+def test_what_a_kernel_refuses_is_refused(known: KnownValues) -> None:
+    with pytest.raises(RuntimeError):
+        torch.empty(4, 8).add_(torch.empty(5, 8))

@@ -1,0 +1,60 @@
+"""Calls that run in a process with fake CUDA."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pickle
+import sys
+from typing import Any
+
+import pytest
+
+from memfit.errors import CaptureError, InfeasibleError
+from memfit.fake_gpu import process, shim
+
+pytestmark = pytest.mark.skipif(shim.has_gpu(), reason="a GPU is here: nothing is sent")
+
+
+def silent(stage: str, done: int, total: int) -> None:
+    """Hear nothing."""
+
+
+def prints(progress: Any) -> Any:
+    """Report progress while user code prints."""
+    for i in range(3):
+        print("the user prints", flush=True)
+        sys.stderr.write("and complains\n")
+        progress("counting", i, 3)
+    return {"returned": "as it is"}
+
+
+def raises(kind: str, progress: Any) -> Any:
+    """Fail in some way."""
+    if kind == "infeasible":
+        raise InfeasibleError("no plan", budget_bytes=1, lowest_peak_bytes=2, where="here", proven=True)
+    if kind == "bug":
+        raise ZeroDivisionError("oops")
+    os._exit(9)
+
+
+def test_prints_and_progress_do_not_mix(capfd: pytest.CaptureFixture[str]) -> None:
+    stages: list[tuple[str, int, int]] = []
+    assert process.run(pickle.dumps(prints), lambda *stage: stages.append(stage)) == {"returned": "as it is"}
+    assert stages == [("counting", i, 3) for i in range(3)]
+    out, err = capfd.readouterr()
+    assert out == "" and err.count("the user prints") == err.count("and complains") == 3
+
+
+def test_errors_arrive_with_what_they_say() -> None:
+    with pytest.raises(InfeasibleError, match="no plan") as caught:
+        process.run(pickle.dumps(functools.partial(raises, "infeasible")), silent)
+    assert (caught.value.budget_bytes, caught.value.lowest_peak_bytes, caught.value.proven) == (1, 2, True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"), [("bug", "ZeroDivisionError: oops"), ("death", "ended without a reply, with status 9")]
+)
+def test_other_failures_are_capture_errors(kind: str, message: str) -> None:
+    with pytest.raises(CaptureError, match=message):
+        process.run(pickle.dumps(functools.partial(raises, kind)), silent)

@@ -1,0 +1,72 @@
+"""Costs of operators that no clock tells: what a call works on, over rates that are the same on every machine.
+
+Tests of plans and predictions ask what follows from costs, and not how long an operator takes on a busy machine. What
+each call allocates inside is measured as always: that has no clock in it. `tests/cost` measures the times too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from unittest import mock
+
+import msgspec
+
+from memfit.cost import calibrate
+from memfit.ir.arguments import arguments
+from memfit.ir.operator_classes import ATTENTION, CONVOLUTIONS, MATRIX, RECURRENT, VIEWS, operator_class
+
+FLOPS_PER_SECOND, BYTES_PER_SECOND = 5e10, 8e9
+CALL_SECONDS, VIEW_SECONDS = 2e-6, 1e-6
+DISPATCH_SECONDS, CHECKPOINT_SECONDS, SELECTIVE_OP_SECONDS = 5e-6, 5e-5, 5e-6
+
+
+def seconds_of(signature: str) -> float:
+    """Return what a call takes, by its signature: the longer of its arithmetic and its traffic, and a call's own.
+
+    The arithmetic is about that of the operators' definitions; what is asked of it is to grow as it does.
+    """
+    name = str(msgspec.json.decode(signature)["op"])
+    kind, tensors = operator_class(name), arguments(signature).tensors
+    if kind == VIEWS:
+        return VIEW_SECONDS
+    flops = 0.0
+    if kind in (MATRIX, CONVOLUTIONS, RECURRENT, ATTENTION) and len(tensors) > 1:
+        wide = [tensor for tensor in tensors if len(tensor.shape) > 1]
+        sizes = sorted((tensor.elements for tensor in wide), reverse=True)[:2]
+        inner = max((min(tensor.shape) for tensor in wide), default=1) if kind == CONVOLUTIONS else 1
+        shared = max((tensor.shape[-2] for tensor in wide), default=1)
+        flops = 2.0 * math.prod(sizes) / max(1, inner if kind == CONVOLUTIONS else shared)
+        flops *= 2 if "backward" in name else 1
+    nbytes = sum(tensor.nbytes for tensor in tensors)
+    return max(flops / FLOPS_PER_SECOND, 1.5 * nbytes / BYTES_PER_SECOND) + CALL_SECONDS
+
+
+def _coarse_seconds(text: str, _: float) -> float:
+    return seconds_of(text)
+
+
+def _precise_seconds(
+    coarse: Mapping[str, float],
+    times: Mapping[str, int],
+    share: float,
+    progress: Callable[[int, int], None] | None,
+    count: int,
+) -> dict[str, float]:
+    if progress is not None:
+        progress(2 * count, 2 * count)
+    return dict(coarse)
+
+
+@contextlib.contextmanager
+def fixed_costs() -> Iterator[None]:
+    """Take these costs in the place of those that are timed."""
+    with mock.patch.multiple(
+        calibrate,
+        _coarse_seconds=_coarse_seconds,
+        _precise_seconds=_precise_seconds,
+        _dispatch_seconds=lambda: DISPATCH_SECONDS,
+        _checkpoint_overheads=lambda: (CHECKPOINT_SECONDS, SELECTIVE_OP_SECONDS),
+    ):
+        yield

@@ -1,0 +1,235 @@
+"""The catalogue: every entry is right in itself, names are found, and errors in a user's file are named."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memfit.errors import UsageError
+from memfit.hardware.catalogue import catalogue, look_up, match, parse, read, user_file, workspace_bytes
+from memfit.ir.device import Device
+
+SHIPPED = tuple(parse((Path(__file__).parents[2] / "src/memfit/hardware/catalogue.toml").read_text(), "it").values())
+WANTED = """t4 v100-16gb v100-32gb rtx-2080-ti rtx-3060 rtx-3090 rtx-4090 rtx-5090 a10 l4 l40s a100-40gb a100-80gb
+h100 h200 b200 mi250x mi300x""".split()
+MINE = """
+[mine]
+kind = "cuda"
+vendor = "nvidia"
+description = "a card"
+memory_bytes = 8_000_000_000
+usable_bytes = 7_500_000_000
+cores = 20
+capability = [8, 9]
+bandwidth_bytes_per_second = 272e9
+launch_seconds = 5e-6
+vector_flops = { float32 = 15.1e12 }
+"""
+
+each_device = pytest.mark.parametrize("device", SHIPPED, ids=lambda device: device.name)
+
+
+def test_what_is_wanted_is_there() -> None:
+    assert set(WANTED) <= catalogue().keys()
+
+
+@each_device
+def test_every_figure_has_a_source(device: Device) -> None:
+    described = {"name", "kind", "vendor", "description", "products", "allocator", "sources"}
+    figures = {a for a in Device.__struct_fields__ if a not in described and getattr(device, a) not in (None, {})}
+    assert figures <= device.sources.keys()
+    assert all(len(source) > 10 for source in device.sources.values())
+    assert device.products
+
+
+@each_device
+def test_memory_is_what_is_left_of_it(device: Device) -> None:
+    assert 0.89 < device.usable_bytes / device.memory_bytes < 1
+    assert 100 * 2**20 < device.context_bytes < 2**30
+    assert 2 * 2**20 < device.cache_bytes < device.memory_bytes / 100
+
+
+@each_device
+def test_rates_fit_together(device: Device) -> None:
+    """Half precision is 2 to 30 times float32, and the roofline's knee is where such devices have theirs."""
+    matrix, vector = device.matrix_flops, device.vector_flops
+    assert 1.99 <= matrix["float16"] / vector["float32"] <= 31
+    assert matrix.get("bfloat16", matrix["float16"]) == matrix["float16"]
+    if "tf32" in matrix:
+        assert matrix["tf32"] == pytest.approx(matrix["float16"] / 2, rel=0.03)
+    if "float8" in matrix:
+        assert matrix["float8"] == pytest.approx(2 * matrix["float16"], rel=0.03)
+    assert 60 < matrix["float16"] / device.bandwidth_bytes_per_second < 450
+    assert vector["float64"] <= vector["float32"] <= vector.get("float16", vector["float32"])
+
+
+@each_device
+def test_float32_is_what_its_cores_can_do(device: Device) -> None:
+    """A multiprocessor does 64 or 128 multiply-adds a clock (CDNA 3: 256), at 1 to 2.7 GHz."""
+    lanes = 128
+    if device.vendor == "nvidia" and device.capability in ((7, 0), (7, 5), (8, 0)) or device.name == "mi250x":
+        lanes = 64
+    clock = device.vector_flops["float32"] / (2 * device.cores * lanes)
+    assert 0.9e9 < clock < 2.7e9
+
+
+@each_device
+def test_links_and_launches_are_such_as_there_are(device: Device) -> None:
+    assert device.link_bytes_per_second in (15.754e9, 31.508e9, 63.015e9)
+    assert 1e-6 < device.launch_seconds < 2e-5
+    expected = 128 * 2**20 if device.name == "mi300x" else workspace_bytes(device.vendor, device.capability)
+    assert device.cublas_workspace_bytes == expected
+
+
+@pytest.mark.parametrize(
+    ("vendor", "capability", "expected"),
+    [("nvidia", (8, 9), 8_519_680), ("nvidia", (9, 0), 2**25), ("nvidia", (12, 0), 2**25), ("amd", None, 2**25)],
+)
+def test_workspaces(vendor: str, capability: tuple[int, int] | None, expected: int) -> None:
+    assert workspace_bytes(vendor, capability) == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("rtx-3090", "rtx-3090"),
+        ("RTX 3090", "rtx-3090"),
+        ("3090", "rtx-3090"),
+        ("NVIDIA GeForce RTX 3090", "rtx-3090"),
+        ("rtx_2080_ti", "rtx-2080-ti"),
+        ("A100 80GB", "a100-80gb"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("A10", "a10"),
+        ("l4", "l4"),
+        ("AMD Instinct MI300X", "mi300x"),
+    ],
+)
+def test_names_are_found_however_they_are_written(name: str, expected: str) -> None:
+    assert look_up(name).name == expected
+
+
+def test_a_family_is_not_a_device() -> None:
+    with pytest.raises(UsageError, match="'a100' may be any of a100-40gb, a100-80gb"):
+        look_up("a100")
+    with pytest.raises(UsageError, match="v100-16gb, v100-32gb"):
+        look_up("V100")
+
+
+def test_an_unknown_name_gets_the_closest_and_the_way_to_add_one(own_file: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        look_up("rtx-3900")
+    message = str(caught.value)
+    assert "closest there are rtx-3090" in message
+    assert str(own_file) in message and "--probe" in message
+
+
+@given(st.text(max_size=20))
+def test_any_text_is_found_or_refused(name: str) -> None:
+    try:
+        assert look_up(name) in catalogue().values()
+    except UsageError as e:
+        assert "device=" in str(e)
+
+
+def test_the_users_devices_go_first(own_file: Path) -> None:
+    own_file.parent.mkdir()
+    own_file.write_text(MINE + MINE.replace("[mine]", "[h100]"))
+    assert look_up("mine").vector_flops == {"float32": 15.1e12}
+    assert look_up("mine").cublas_workspace_bytes == 8_519_680
+    assert look_up("h100").description == "a card"
+    assert set(WANTED) < catalogue().keys()
+
+
+def test_a_name_goes_before_the_product_of_an_own_entry(own_file: Path) -> None:
+    own_file.parent.mkdir()
+    own_file.write_text(MINE + 'products = ["NVIDIA GeForce RTX 3090"]\n')
+    assert look_up("rtx-3090").name == "rtx-3090"
+
+
+def test_the_users_file_is_where_users_keep_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MEMFIT_DEVICES")
+    assert user_file().parts[-2:] == ("memfit", "devices.toml")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        ("cores = 20", "cores = 0", ("[mine]", "cores")),
+        ("cores = 20", "", ("[mine]", "cores")),
+        ("cores = 20", 'cores = "20"', ("[mine]", "cores", "int")),
+        ("cores = 20", "cores = 20\ncolour = 1", ("[mine]", "colour")),
+        ("cores = 20", 'cores = 20\nname = "other"', ("[mine]", "name as the table's")),
+        ("272e9", "-272e9", ("[mine]", "bandwidth_bytes_per_second")),
+        ("272e9", "nan", ("[mine]", "bandwidth_bytes_per_second")),
+        ("272e9", "inf", ("[mine]", "bandwidth_bytes_per_second")),
+        ("launch_seconds = 5e-6", "", ("[mine]", "launch_seconds missing")),
+        ("float32 = 15.1e12", "float16 = 15.1e12", ("[mine]", "vector_flops.float32 missing")),
+        ("float32 = 15.1e12", "fp32 = 15.1e12", ("[mine]", "vector_flops", "fp32", "float32")),
+        ("float32 = 15.1e12", "float32 = 0", ("[mine]", "vector_flops.float32")),
+        ("capability = [8, 9]", "capability = [8]", ("[mine]", "capability")),
+        ("capability = [8, 9]", "", ("[mine]", "capability missing")),
+        ("7_500_000_000", "9_500_000_000", ("[mine]", "usable_bytes", "9500000000", "8000000000")),
+        ('vendor = "nvidia"', 'vendor = "intel"', ("[mine]", "vendor", "intel")),
+        ('vendor = "nvidia"', 'vendor = "cpu"', ("[mine]", "contradict")),
+        ("[mine]", "[Mine]", ("[Mine]", "small letters")),
+        ("[mine]", "[cuda0]", ("[cuda0]", "not 'cpu' or 'cuda'")),
+        ("[mine]", "mine = 3\n[other]", ("[mine]", "a table")),
+        ("[mine]", "[mine", ("not valid TOML",)),
+        ("cores = 20", "cores = 20\nsources = { core = 'me' }", ("[mine]", "'core'")),
+    ],
+)
+def test_errors_name_file_entry_and_attribute(own_file: Path, before: str, after: str, words: tuple[str, ...]) -> None:
+    own_file.parent.mkdir()
+    own_file.write_text(MINE.replace(before, after, 1))
+    with pytest.raises(UsageError) as caught:
+        look_up("h100")
+    for word in (str(own_file), *words):
+        assert word in str(caught.value)
+
+
+def test_a_file_that_is_no_text_is_named(own_file: Path) -> None:
+    own_file.parent.mkdir()
+    own_file.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UsageError, match="devices.toml"):
+        read(own_file)
+    with pytest.raises(UsageError, match="configuration"):
+        read(own_file.parent)
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("product", "gib", "expected"),
+    [
+        ("NVIDIA GeForce RTX 3090", 23.7, "rtx-3090"),
+        ("GeForce RTX 3090", 23.7, "rtx-3090"),
+        ("NVIDIA GeForce RTX 3090 Ti", 23.7, None),
+        ("NVIDIA GeForce RTX 3060", 11.75, "rtx-3060"),
+        ("NVIDIA GeForce RTX 3060", 7.8, None),
+        ("Tesla T4", 14.75, "t4"),
+        ("NVIDIA H200", 139.8, "h200"),
+        ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", 19.5, None),
+        ("AMD Instinct MI250X", 63.98, "mi250x"),
+        ("", 80, None),
+    ],
+)
+def test_gpus_are_matched_by_product_and_memory(product: str, gib: float, expected: str | None) -> None:
+    found = match(product, int(gib * GIB), SHIPPED)
+    assert (found.name if found else None) == expected
+
+
+def test_looking_up_needs_no_torch() -> None:
+    code = (
+        "import sys, types; p = types.ModuleType('memfit'); p.__path__ = [{!r}]; sys.modules['memfit'] = p\n"
+        "import memfit.hardware.host, memfit.hardware.advice\n"
+        "assert memfit.hardware.host.find_device('h100').capability == (9, 0)\n"
+        "assert 'torch' not in sys.modules"
+    ).format(str(Path(__file__).parents[2] / "src" / "memfit"))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,77 @@
+"""What the allocator handed out, for allocations that are known."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from memfit.hardware.cpu_allocations import allocated, allocated_by_name
+
+KIB = 1024
+
+
+def block(kib: int) -> torch.Tensor:
+    return torch.empty(kib * KIB, dtype=torch.uint8)
+
+
+def test_a_known_pattern_has_its_known_peak() -> None:
+    with allocated() as meter:
+        one = block(100)
+        two = block(300)
+        del one
+        three = block(150)
+        del two
+        four = block(50)
+        del three
+    assert meter.peak_bytes == 450 * KIB
+    assert meter.net_bytes == 50 * KIB
+    del four
+
+
+def test_the_peak_is_not_the_sum() -> None:
+    with allocated() as meter:
+        for _ in range(5):
+            block(64)
+    assert (meter.peak_bytes, meter.net_bytes) == (64 * KIB, 0)
+
+
+def test_nothing_allocated_is_nothing() -> None:
+    held = block(10)
+    with allocated() as meter:
+        pass
+    assert (meter.peak_bytes, meter.net_bytes) == (0, 0)
+    del held
+
+
+def test_buffers_inside_operators_count() -> None:
+    x = torch.randn(64, 256).bfloat16()
+    with allocated() as meter:
+        out = torch.nn.functional.mse_loss(x.float(), torch.zeros(64, 256))
+    assert meter.peak_bytes >= 3 * 64 * 256 * 4
+    assert out.isfinite()
+
+
+def test_a_failing_block_raises_its_own_error() -> None:
+    with pytest.raises(ZeroDivisionError), allocated():
+        block(1)
+        raise ZeroDivisionError
+    with allocated() as meter:
+        kept = block(7)
+    assert meter.peak_bytes == 7 * KIB
+    del kept
+
+
+def test_named_blocks_are_measured_each_for_itself() -> None:
+    with allocated_by_name("mine-") as meters:
+        with torch.profiler.record_function("mine-a"):
+            a = block(100)
+            block(50)
+        with torch.profiler.record_function("other"):
+            b = block(1000)
+        with torch.profiler.record_function("mine-b"):
+            del b
+            c = block(30)
+    assert meters.keys() == {"mine-a", "mine-b"}
+    assert (meters["mine-a"].peak_bytes, meters["mine-a"].net_bytes) == (150 * KIB, 100 * KIB)
+    assert (meters["mine-b"].peak_bytes, meters["mine-b"].net_bytes) == (0, -970 * KIB)
+    del a, c

@@ -1,0 +1,87 @@
+"""Freed memory goes back to the system where it has to; what is resident is looked at in processes of their own."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+from memfit.hardware import heap
+from memfit.hardware.heap import is_set_by_user, spare
+
+MIB = 2**20
+is_glibc = platform.libc_ver()[0] == "glibc"
+# As steps do: tensors of many sizes, of which some stay for a while and others go. The last one keeps the heap's end.
+STEPS = """
+import ctypes, random, sys
+import torch
+from memfit.hardware.heap import spare
+from memfit.hardware.host import own_bytes
+told = spare({peak}, {room})
+random.seed(0)
+before = own_bytes()
+held = []
+for _ in range(400):
+    held.append(torch.ones(random.randrange(1, 12) * 2**18))
+    if len(held) > 12:
+        del held[random.randrange(len(held))]
+last = torch.ones(2**10)
+taken = sum(t.nbytes for t in held)
+print(int(told is not None), taken, own_bytes() - before)
+"""
+
+
+def seen(peak_bytes: int, room_bytes: int, **environment: str) -> tuple[bool, int, int]:
+    """Return whether something is told, what tensors take in the end, and what the process has resident for that."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_") and k != "GLIBC_TUNABLES"}
+    output = subprocess.run(
+        [sys.executable, "-c", STEPS.format(peak=peak_bytes, room=room_bytes)],
+        env={**clean, **environment, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    told, taken, resident = map(int, output.split())
+    return bool(told), taken, resident
+
+
+@pytest.mark.skipif(not is_glibc, reason="the C library is not glibc")
+def test_what_is_resident_is_what_tensors_take_where_there_is_little_room() -> None:
+    told, taken, resident = seen(peak_bytes=100 * MIB, room_bytes=399 * MIB)
+    assert told
+    assert resident <= 1.1 * taken
+
+
+@pytest.mark.skipif(not is_glibc, reason="the C library is not glibc")
+def test_where_there_is_room_the_heap_is_left_alone() -> None:
+    told, taken, resident = seen(peak_bytes=100 * MIB, room_bytes=400 * MIB)
+    assert not told
+    assert resident > 1.2 * taken  # or there was nothing to mend
+
+
+@pytest.mark.skipif(not is_glibc, reason="the C library is not glibc")
+def test_the_users_own_setting_stays() -> None:
+    told, taken, resident = seen(peak_bytes=100 * MIB, room_bytes=MIB, MALLOC_MMAP_THRESHOLD_=str(2**25))
+    assert not told
+    assert resident > 1.2 * taken
+
+
+@pytest.mark.parametrize("name", ["MALLOC_ARENA_MAX", "GLIBC_TUNABLES", "LD_PRELOAD"])
+def test_the_environment_may_have_settled_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for other in [x for x in os.environ if x.startswith("MALLOC_") or x in ("GLIBC_TUNABLES", "LD_PRELOAD")]:
+        monkeypatch.delenv(other)
+    assert not is_set_by_user()
+    monkeypatch.setenv(name, "1")
+    assert is_set_by_user()
+
+
+@pytest.mark.parametrize("library", ["", "musl"])
+def test_other_c_libraries_are_left_alone(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "libc_ver", lambda: (library, ""))
+    monkeypatch.setattr(ctypes, "CDLL", None)  # not even asked
+    assert not heap.return_freed_memory()
+    assert spare(peak_bytes=100, room_bytes=1) is None

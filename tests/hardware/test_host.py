@@ -1,0 +1,195 @@
+"""The machine at hand, and what a process may use of it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from memfit.errors import UsageError
+from memfit.hardware import host
+from memfit.hardware.measurement import _entry, keep
+
+
+@pytest.fixture
+def cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder that stands for /sys/fs/cgroup."""
+
+    class Moved(type(tmp_path)):  # type: ignore[misc]
+        def __new__(cls, *parts: str) -> Path:
+            return Path(*(str(part).replace("/sys/fs/cgroup", str(tmp_path)) for part in parts))
+
+    monkeypatch.setattr(host, "Path", Moved)
+    return tmp_path
+
+
+def write(folder: Path, **files: str) -> None:
+    folder.mkdir(exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text)
+
+
+def test_the_cpu_is_here_and_usable() -> None:
+    device = host.find_device("cpu")
+    assert device.kind == "cpu" and device.description
+    assert 0 < device.usable_bytes <= device.memory_bytes == psutil.virtual_memory().total
+    assert device.cores == torch.get_num_threads()
+    assert host.devices()[0].name == "cpu"
+
+
+@pytest.mark.parametrize("name", ["cuda", "cuda:99", "CUDA:1"])
+def test_gpus_that_are_not_here_are_refused_with_what_there_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(UsageError, match="which has cpu.*catalogue") as caught:
+        host.find_device(name)
+    assert repr(name) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["", "nonsense", "cuda:x", "cpu:0"])
+def test_what_is_no_device_is_refused(name: str) -> None:
+    with pytest.raises(UsageError, match="not in the catalogue"):
+        host.find_device(name)
+
+
+def test_names_of_the_catalogue_are_devices() -> None:
+    assert host.find_device("RTX 3090").capability == (8, 6)
+
+
+GIB = 2**30
+RTX_3090 = SimpleNamespace(
+    name="NVIDIA GeForce RTX 3090", multi_processor_count=82, major=8, minor=6, L2_cache_size=6 * 2**20
+)
+
+
+def present(monkeypatch: pytest.MonkeyPatch, properties: SimpleNamespace) -> None:
+    """Let PyTorch see one GPU with 23.7 GiB, of which 20 are free and one is the allocator's."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (20 * GIB, int(23.7 * GIB)))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: GIB)
+
+
+def test_a_gpu_that_is_here_has_the_catalogues_rates_and_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    present(monkeypatch, RTX_3090)
+    known = host.find_device("rtx-3090")
+    for name in ("cuda", "cuda:0"):
+        gpu = host.find_device(name)
+        assert (gpu.name, gpu.kind, gpu.vendor, gpu.cores) == ("cuda:0", "cuda", "nvidia", 82)
+        assert (gpu.memory_bytes, gpu.usable_bytes) == (int(23.7 * GIB), 21 * GIB)
+        assert (gpu.matrix_flops, gpu.bandwidth_bytes_per_second) == (known.matrix_flops, 936.2e9)
+        assert gpu.sources["memory_bytes"].startswith("this machine")
+        assert gpu.sources["matrix_flops"] == known.sources["matrix_flops"]
+
+
+def test_a_gpu_of_an_unknown_product_is_listed_and_refused(monkeypatch: pytest.MonkeyPatch, own_file: Path) -> None:
+    present(monkeypatch, SimpleNamespace(**{**vars(RTX_3090), "name": "NVIDIA Mystery"}))
+    gpu = host.devices()[1]
+    assert (gpu.description, gpu.capability, gpu.cache_bytes) == ("NVIDIA Mystery", (8, 6), 6 * 2**20)
+    assert (gpu.cublas_workspace_bytes, gpu.bandwidth_bytes_per_second) == (8_519_680, 0)
+    with pytest.raises(UsageError, match="NVIDIA Mystery.*--probe"):
+        host.find_device("cuda")
+
+
+def test_a_gpu_that_was_probed_is_known(monkeypatch: pytest.MonkeyPatch, own_file: Path) -> None:
+    present(monkeypatch, SimpleNamespace(**{**vars(RTX_3090), "name": "NVIDIA Mystery"}))
+    rates = {"vector_flops": {"float32": 1e13}, "bandwidth_bytes_per_second": 5e11, "launch_seconds": 4e-6}
+    keep([_entry(host.devices()[1], rates)])
+    gpu = host.find_device("cuda")
+    assert (gpu.name, gpu.bandwidth_bytes_per_second, gpu.usable_bytes) == ("cuda:0", 5e11, 21 * GIB)
+
+
+def test_amds_have_no_compute_capability() -> None:
+    properties = SimpleNamespace(name="AMD Instinct MI250X", multi_processor_count=110, major=9, minor=0)
+    gpu = host.present_gpu(3, properties, "amd", 60 * GIB, int(63.98 * GIB), host.catalogue().values())
+    assert (gpu.name, gpu.capability, gpu.matrix_flops["bfloat16"]) == ("cuda:3", None, 191.5e12)
+
+
+def test_a_group_of_version_two_leaves_the_difference(cgroup: Path) -> None:
+    write(cgroup, memory__max="1000000\n", memory__current="250000\n")
+    assert host.cgroup_limit_bytes() == 750000
+
+
+def test_a_group_of_version_one_leaves_the_difference(cgroup: Path) -> None:
+    write(cgroup / "memory", memory__limit_in_bytes="5000", memory__usage_in_bytes="1000")
+    assert host.cgroup_limit_bytes() == 4000
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {},
+        {"memory__max": "max\n", "memory__current": "250000\n"},
+        {"memory__max": "garbage", "memory__current": "1"},
+        {"memory__max": "1000"},
+    ],
+)
+def test_no_limit_is_none(cgroup: Path, files: dict[str, str]) -> None:
+    write(cgroup, **files)
+    assert host.cgroup_limit_bytes() is None
+
+
+def test_the_groups_around_a_job_count_too(cgroup: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those that a scheduler makes: the tightest limit holds, wherever it is."""
+    for version, root, names in (
+        (0, cgroup, ("memory.max", "memory.current")),
+        (1, cgroup / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")),
+    ):
+        paths = (("slurm", "job_1"), ()) if version == 0 else ((), ("slurm", "job_1"))
+        monkeypatch.setattr(host, "_own_groups", lambda paths=paths: paths)
+        (root / "slurm/job_1").mkdir(parents=True)
+        for folder, left in (("slurm/job_1", 700), ("slurm", 500), ("", 600)):
+            for name, value in zip(names, (1000, 1000 - left), strict=True):
+                (root / folder / name).write_text(str(value))
+        assert host.cgroup_limit_bytes() == 500
+        for name in names:
+            (root / "slurm" / name).unlink()
+        assert host.cgroup_limit_bytes() == 600
+        for name in names:
+            (root / name).unlink()
+        assert host.cgroup_limit_bytes() == 700
+        for name in names:
+            (root / "slurm/job_1" / name).unlink()
+
+
+@pytest.mark.parametrize(
+    ("text", "groups"),
+    [
+        ("0::/\n", ((), ())),
+        ("0::/system.slice/job_1\n", (("system.slice", "job_1"), ())),
+        ("9:name=systemd:/\n4:memory:/a/b\n1:cpu,cpuacct:/c\n0::/\n", ((), ("a", "b"))),
+        ("3:cpu,memory:/x\n", ((), ("x",))),
+    ],
+)
+def test_a_process_knows_its_group(text: str, groups: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "cgroup").write_text(text)
+    monkeypatch.setattr(host, "Path", lambda path: tmp_path / "cgroup")
+    assert host._own_groups() == groups
+
+
+def test_a_group_above_its_limit_leaves_nothing(cgroup: Path) -> None:
+    write(cgroup, memory__max="1000", memory__current="2000")
+    assert host.cgroup_limit_bytes() == 0
+
+
+def test_what_can_be_given_back_is_not_taken(cgroup: Path) -> None:
+    write(
+        cgroup,
+        memory__max="1000",
+        memory__current="900",
+        memory__stat="anon 300\nfile 500\ninactive_file 400\nactive_file 100\n",
+    )
+    assert host.cgroup_limit_bytes() == 500
+
+
+def test_the_group_bounds_what_is_usable(cgroup: Path) -> None:
+    write(cgroup, memory__max="123456", memory__current="0")
+    assert host.find_device("cpu").usable_bytes == 123456
+
+
+def test_the_name_of_the_host_fits_a_file_name() -> None:
+    assert re.fullmatch(r"[a-z0-9-]+-\d+cores", host.host_name())

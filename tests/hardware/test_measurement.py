@@ -1,0 +1,136 @@
+"""Probing: figures that a machine can have, and a file that is only added to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from memfit.allocator.caching_allocator import AllocatorSettings
+from memfit.errors import OutputError, UsageError
+from memfit.hardware import host, measurement
+from memfit.hardware.catalogue import catalogue, read
+from memfit.ir.device import Device
+from tests.hardware.test_catalogue import MINE, SHIPPED
+
+
+@pytest.fixture(scope="module")
+def found() -> Device:
+    """Return this machine's CPU, probed less thoroughly than the command does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measurement, "_SECONDS", 0.05)
+        patch.setattr(measurement, "_MATRIX_SIZES", (256, 512))
+        patch.setenv("MEMFIT_DEVICES", "/nowhere/devices.toml")
+        return measurement.probe_all()[0]
+
+
+def test_the_figures_are_such_as_a_cpu_has(found: Device) -> None:
+    assert 1e9 < found.bandwidth_bytes_per_second < 2e12
+    assert 1e8 < found.matrix_flops["float32"] < 1e14
+    assert {"float32", "bfloat16", "float64"} <= found.matrix_flops.keys()
+    assert all(1e6 < rate < 1e14 for rate in found.vector_flops.values())
+    assert found.matrix_flops["float32"] > 0.1 * found.vector_flops["float32"]
+    assert 1e-7 < found.launch_seconds < 1e-3
+    assert found.cores == torch.get_num_threads()
+    assert found.sources["matrix_flops"].startswith("measured by memfit devices --probe")
+    assert found.name.startswith(host.host_name())
+
+
+def test_what_was_measured_is_what_the_cpu_has_from_then_on(found: Device, own_file: Path) -> None:
+    assert host.find_device("cpu").bandwidth_bytes_per_second == 0
+    assert measurement.keep([found]) == own_file
+    assert catalogue()[found.name] == found
+    cpu = host.find_device("cpu")
+    assert cpu.name == "cpu"
+    assert (cpu.matrix_flops, cpu.launch_seconds) == (found.matrix_flops, found.launch_seconds)
+
+
+def test_figures_of_other_thread_counts_are_not_taken(found: Device, own_file: Path) -> None:
+    measurement.keep([msgspec.structs.replace(found, cores=found.cores + 1)])
+    assert host.find_device("cpu").matrix_flops == {}
+
+
+def test_nothing_else_in_the_file_changes(found: Device, own_file: Path) -> None:
+    own_file.parent.mkdir()
+    own_file.write_text(f"# my devices\n{MINE}# a remark\n")
+    measurement.keep([found])
+    once = own_file.read_text()
+    assert once.startswith(f"# my devices\n{MINE}# a remark\n")
+    measurement.keep([msgspec.structs.replace(found, launch_seconds=1e-6)])
+    own_file.write_text(own_file.read_text() + "\n# at the end\n" + MINE.replace("[mine]", "[second]"))
+    measurement.keep([found])
+    text = own_file.read_text()
+    assert set(read(own_file)) == {"mine", found.name, "second"}
+    assert read(own_file)[found.name] == found
+    assert "# my devices" in text and "# a remark" in text and "# at the end" in text
+    assert text.count(f"[{found.name}]\n") == 3  # its table and its marks
+
+
+def test_an_entry_that_no_probe_wrote_is_left_alone(found: Device, own_file: Path) -> None:
+    own_file.parent.mkdir()
+    mine = MINE.replace("[mine]", f"[{found.name}]")
+    own_file.write_text(mine)
+    with pytest.raises(UsageError, match="no probe wrote.*--output"):
+        measurement.keep([found])
+    assert own_file.read_text() == mine
+
+
+def test_a_damaged_file_is_left_alone(found: Device, own_file: Path) -> None:
+    own_file.parent.mkdir()
+    own_file.write_text("[mine")
+    with pytest.raises(UsageError, match="not valid TOML"):
+        measurement.keep([found])
+    assert own_file.read_text() == "[mine"
+
+
+def test_other_files_can_be_written_and_not_every_one(found: Device, own_file: Path, tmp_path: Path) -> None:
+    assert measurement.keep([found], tmp_path / "other.toml") == tmp_path / "other.toml"
+    assert not own_file.exists()
+    with pytest.raises((OutputError, UsageError), match="/dev/null"):
+        measurement.keep([found], Path("/dev/null/devices.toml"))
+
+
+def test_every_device_of_the_catalogue_survives_the_file(tmp_path: Path) -> None:
+    odd = msgspec.structs.replace(
+        SHIPPED[0],
+        name="odd",
+        description='quotes " and \\ and ü\n',
+        allocator=AllocatorSettings(expandable_segments=True, roundup_power2_divisions=4),
+    )
+    measurement.keep([*SHIPPED, odd], tmp_path / "all.toml")
+    assert list(read(tmp_path / "all.toml").values()) == [*SHIPPED, odd]
+    measurement.keep([odd], tmp_path / "all.toml")
+    assert len(read(tmp_path / "all.toml")) == len(SHIPPED) + 1
+
+
+def test_float32_precision_is_set_back() -> None:
+    before = torch.get_float32_matmul_precision()
+    with measurement._float32_precision("high"):
+        assert torch.get_float32_matmul_precision() == "high"
+    assert torch.get_float32_matmul_precision() == before
+
+
+def test_a_gpu_is_an_entry_of_its_product() -> None:
+    gpu = Device(
+        name="cuda:0",
+        kind="cuda",
+        vendor="nvidia",
+        description="NVIDIA GeForce RTX 4070",
+        memory_bytes=12_000,
+        usable_bytes=11_000,
+        cores=46,
+        capability=(8, 9),
+    )
+    rates = {"float32": 2e13, "tf32": 4e13}
+    measured = {
+        "matrix_flops": rates,
+        "vector_flops": {"float32": 2e13},
+        "bandwidth_bytes_per_second": 4e11,
+        "launch_seconds": 4e-6,
+    }
+    entry = measurement._entry(gpu, measured)
+    assert (entry.name, entry.products) == ("nvidia-geforce-rtx-4070", ("NVIDIA GeForce RTX 4070",))
+    assert (entry.context_bytes, entry.matrix_flops) == (1000, rates)
+    assert {"context_bytes", "matrix_flops", "usable_bytes"} <= entry.sources.keys()

@@ -1,0 +1,53 @@
+"""Lean normalisations and activations as the planner's lever."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import memfit
+from memfit.levers.lean import worthwhile
+from memfit.workload import Workload
+from tests.models import plain_trace, recurrent, transformer, unet
+
+
+def deep() -> Workload:
+    """Products that are slow to run again, and norms and activations that are not."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(512, 512), nn.LayerNorm(512), nn.GELU()) for _ in range(6)]
+    model = nn.Sequential(*blocks, nn.Linear(512, 1))
+    return Workload(
+        model=model,
+        batch={"x": torch.randn(1024, 512)},
+        loss_fn=lambda model, batch: model(batch["x"]).square().mean(),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        name="deep",
+    )
+
+
+def test_a_plan_takes_them_where_they_are_enough_and_is_what_it_says() -> None:
+    workload = deep()
+    plain = memfit.estimate(workload)
+    plan = memfit.plan(workload, budget=int(0.7 * plain.peak_upper_bytes), numerics="exact", points=2)
+    assert plan.levers.lean == ("*",)
+    assert plan.classes["lean norms and activations"] == "exact"
+    assert "all norms and activations made again" in str(plan)
+    found = memfit.verify(plan, workload)
+    assert found.holds
+    assert found.bitwise
+    assert found.measured_peak_bytes == plan.predicted.peak_bytes
+    with memfit.apply(plan, workload) as step:
+        step(workload.batch)
+
+
+def test_what_fits_without_is_left_without() -> None:
+    plan = memfit.plan(deep(), budget="1GiB", numerics="exact", points=2)
+    assert plan.levers.lean == ()
+
+
+def test_a_model_with_little_of_them_is_not_captured_with_them() -> None:
+    assert worthwhile(unet(), plain_trace("unet"), 1)
+    assert not worthwhile(unet(), plain_trace("unet"), 2**40)
+    trace = plain_trace("recurrent")
+    assert not worthwhile(recurrent(), trace, sum(s.nbytes for s in trace.storages) * 20)
+    assert worthwhile(transformer(), plain_trace("transformer"), 1)

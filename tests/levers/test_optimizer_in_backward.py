@@ -1,0 +1,158 @@
+"""The optimizer in the backward pass: the plain step's weights, bit by bit, without its gradients in memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from memfit.capture.fake_workload import real_copy
+from memfit.errors import NonFiniteError, PlanError, WorkloadError
+from memfit.ir.plan import ChunkedLoss, Levers
+from memfit.ir.remat import Region
+from memfit.levers.stack import applied
+from memfit.recipes import byte_lm
+from memfit.workload import Workload, batch_size_of
+from tests.measuring import peaks
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "Adam, foreach": lambda p: torch.optim.Adam(p, lr=1e-2, foreach=True, amsgrad=True),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, centered=True),
+    "Adafactor": lambda p: torch.optim.Adafactor(p),
+    "NAdam": lambda p: torch.optim.NAdam(p),
+}
+
+
+def workload(optimizer: str = "AdamW", **options: Any) -> Workload:
+    made = byte_lm(
+        n_layer=2, d_model=32, n_head=2, context=16, batch_size=4, max_grad_norm=None, max_bytes=200_000, **options
+    )
+    embeddings = [made.model.embed.weight, made.model.positions.weight]
+    others = [p for p in made.model.parameters() if all(p is not e for e in embeddings)]
+    groups = [{"params": embeddings}, {"params": others, "weight_decay": 0.01}]
+    return dataclasses.replace(made, optimizer=OPTIMIZERS[optimizer](groups))
+
+
+def after(workload: Workload, levers: Levers, steps: int = 3) -> tuple[list[float], list[float], list[Tensor]]:
+    """Return losses, gradient norms, and weights with the optimizer's state after some steps."""
+    copied = real_copy(workload)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(copied.optimizer, 0.5)
+    with torch.random.fork_rng(), applied(levers, dataclasses.replace(copied, scheduler=scheduler)) as step:
+        torch.manual_seed(0)
+        results = [step(copied.batch) for _ in range(steps)]
+    state = [v for p in copied.model.parameters() for v in copied.optimizer.state[p].values()]
+    tensors = [*copied.model.parameters(), *(v for v in state if isinstance(v, Tensor))]
+    assert all(p.grad is None for p in copied.model.parameters())
+    return [r.loss for r in results], [r.grad_norm for r in results], [t.detach() for t in tensors]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_steps_are_bitwise_those_of_the_plain_step(optimizer: str, precision: Any) -> None:
+    found, expected = (
+        after(workload(optimizer), Levers(precision=precision, microbatch_size=4, optimizer=lever))
+        for lever in ("in-backward", "as-is")
+    )
+    assert found[0] == expected[0]
+    assert found[1] == pytest.approx(expected[1], rel=1e-6)
+    assert len(found[2]) == len(expected[2])
+    assert all(torch.equal(a, b) for a, b in zip(found[2], expected[2], strict=True))
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"regions": (Region(("blocks.0",)), Region(("blocks.1.mlp",)))},
+        {"chunked_loss": ChunkedLoss(head="head", rows=8)},
+    ],
+)
+def test_it_combines(others: dict[str, Any]) -> None:
+    levers = Levers(microbatch_size=4, **others)
+    found, expected = (
+        after(workload(), x) for x in (Levers(microbatch_size=4, optimizer="in-backward", **others), levers)
+    )
+    assert found[0] == expected[0]
+    assert all(torch.equal(a, b) for a, b in zip(found[2], expected[2], strict=True))
+
+
+@pytest.mark.parametrize("regions", [(), (Region(("blocks.0",)), Region(("blocks.1",)))])
+def test_saving_is_predicted(regions: tuple[Region, ...]) -> None:
+    large = byte_lm(n_layer=4, d_model=128, n_head=2, context=32, batch_size=1, max_grad_norm=None, max_bytes=200_000)
+    plain = Levers(microbatch_size=1, regions=regions)
+    predicted, measured = peaks(large, plain)
+    lean_predicted, lean_measured = peaks(large, replace(plain, optimizer="in-backward"))
+    assert lean_predicted == pytest.approx(lean_measured, rel=0.01)
+    assert predicted - lean_predicted == pytest.approx(measured - lean_measured, rel=0.05)
+    gradient_bytes = sum(p.nbytes for p in large.model.parameters())
+    assert measured - lean_measured > 0.4 * gradient_bytes
+
+
+def test_gradients_are_shown_and_used_by_nobody() -> None:
+    made = workload()
+    weights = [p.detach().clone() for p in made.model.parameters()]
+    with applied(Levers(microbatch_size=4, optimizer="in-backward"), made) as step:
+        _, gradients = step.gradients(made.batch)
+    assert len(gradients) == len(weights)
+    assert all(torch.equal(a, b) for a, b in zip(weights, made.model.parameters(), strict=True))
+    assert not any(p._post_accumulate_grad_hooks for p in made.model.parameters())
+
+
+def broken(made: Workload, loss_fn: Callable[[nn.Module, Any], Tensor]) -> Workload:
+    return dataclasses.replace(made, loss_fn=loss_fn)
+
+
+def test_a_loss_that_is_not_finite_updates_nothing() -> None:
+    made = workload()
+    plain = made.loss_fn
+    made = broken(made, lambda model, batch: plain(model, batch)[0] / 0.0)
+    weights = [p.detach().clone() for p in made.model.parameters()]
+    with applied(Levers(microbatch_size=4, optimizer="in-backward"), made) as step:
+        with pytest.raises(NonFiniteError, match="nothing was updated"):
+            step(made.batch)
+    assert all(torch.equal(a, b) for a, b in zip(weights, made.model.parameters(), strict=True))
+
+
+def test_a_gradient_that_is_not_finite_is_told_of() -> None:
+    made = workload()
+    made = broken(made, lambda model, batch: (model(batch["tokens"]).sum() * 0.0).sqrt())
+    with applied(Levers(microbatch_size=4, optimizer="in-backward"), made) as step:
+        with pytest.raises(NonFiniteError, match="the weights were updated with it"):
+            step(made.batch)
+
+
+def test_a_loss_that_leads_to_no_parameter_is_refused() -> None:
+    made = workload()
+    made = broken(made, lambda model, batch: torch.ones(1, requires_grad=True).sum())
+    with applied(Levers(microbatch_size=4, optimizer="in-backward"), made) as step:
+        with pytest.raises(WorkloadError, match="no parameter"):
+            step(made.batch)
+
+
+class Reentrant(nn.Module):
+    """Uses one weight in several backward passes within one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        for _ in range(2):
+            x = checkpoint(self.layer, x, use_reentrant=True)
+        return x.sum()
+
+
+def test_gradients_that_arrive_in_parts_are_refused() -> None:
+    model = Reentrant()
+    made = Workload(model, torch.ones(2, 4), lambda m, x: m(x), torch.optim.SGD(model.parameters(), lr=0.1))
+    with applied(Levers(microbatch_size=batch_size_of(made.batch), optimizer="in-backward"), made) as step:
+        with pytest.raises(PlanError, match="arrives twice"):
+            step(made.batch)

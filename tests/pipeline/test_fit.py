@@ -1,0 +1,320 @@
+"""Loops that memfit fits where they run: bitwise the same, in the budget from the first step on, and undone after."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+import memfit
+from memfit.errors import BudgetError, InfeasibleError, UsageError
+from memfit.ir.plan import Plan, Prediction
+from memfit.pipeline import _fit
+from memfit.pipeline._fit import Fitted, fit_whatever_trains
+from memfit.tape import LoopWorkload
+from tests.measuring import peak_bytes_of
+from tests.pipeline import loops
+
+Make = Callable[[], tuple[list[nn.Module], list[Optimizer]]]
+
+CASES: dict[str, tuple[loops.Loop, Make, str]] = {
+    "loss outside": (
+        loops.loss_outside,
+        loops.one,
+        "1 backward pass, 1 update by AdamW, gradients clipped",
+    ),
+    "accumulating": (loops.accumulating, loops.one, "4 calls of Sequential, 4 backward passes, 1 update by AdamW"),
+    "penalty": (loops.with_a_penalty, loops.one, "1 call of Sequential, 1 backward pass"),
+    "mixed precision": (loops.with_autocast_and_scaler, loops.one, "1 update by AdamW, gradients clipped"),
+    "closure": (loops.with_a_closure, lambda: loops.one(Adam), "1 update by Adam"),
+    "function": (loops.with_a_function_of_its_own, lambda: loops.one(SGD), "gradients not clipped"),
+    "two optimizers": (
+        loops.adversarial,
+        loops.pair,
+        "4 calls of Sequential, 2 backward passes, 1 update by SGD",
+    ),
+    "two optimizers, three passes": (
+        loops.adversarial_in_three,
+        loops.pair,
+        "4 calls of Sequential, 3 backward passes, 1 update by SGD",
+    ),
+    "running mean": (loops.with_a_running_mean, loops.one, "2 calls of Sequential, 2 backward passes, 1 update"),
+    "transforms": (loops.with_transforms, loops.one, "1 call of Sequential, 1 backward pass, 1 update by AdamW"),
+    "teacher": (loops.distilling, loops.taught, "1 call of Sequential, 1 backward pass"),
+}
+
+SHARES = {"penalty": 0.9}
+"""Of the plain peak, where no plan takes 0.75 of it: within autograd that the loss asks for, nothing is recomputed."""
+
+FIRST_STEPS = {"penalty": 1.1}
+"""Of the budget, what the first step may take: that a loss has autograd of its own is not known before."""
+
+
+def plain_of(name: str) -> tuple[list[float], int]:
+    """Return the losses of a loop as it is, and its peak, with what it holds before."""
+    loop, make, _ = CASES[name]
+    return measured(loop, *make())
+
+
+def measured(loop: loops.Loop, models: list[nn.Module], optimizers: list[Optimizer]) -> tuple[list[float], int]:
+    torch.manual_seed(7)
+    held = sum(p.nbytes for model in models for p in model.parameters())
+    losses, peak_bytes = peak_bytes_of(lambda: loop(models, optimizers))
+    return losses, held + peak_bytes
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_loop_keeps_its_losses_and_the_budget(name: str) -> None:
+    losses, plain_bytes = plain_of(name)
+    loop, make, words = CASES[name]
+    models, optimizers = make()
+    budget = int(SHARES.get(name, 0.75) * plain_bytes)
+    with memfit.fit(models, optimizers, budget=budget, tell=lambda _: None) as fitted:
+        found, peak_bytes = measured(loop, models, optimizers)
+    assert found == losses
+    assert fitted.plan is not None and words in fitted.saw
+    assert fitted.plan.plain.peak_bytes == pytest.approx(plain_bytes, rel=0.1)  # the loop's data of the next step too
+    assert fitted.plan.levers.regions or fitted.plan.levers.lean
+    assert peak_bytes <= budget * FIRST_STEPS.get(name, 1.02)
+    assert not any("forward" in vars(module) for model in models for module in model.modules())
+
+
+def test_what_makes_the_next_batch_is_no_part_of_the_step() -> None:
+    """Or what it reads of data would be guessed, and the interval wide."""
+    models, optimizers = loops.one()
+    with memfit.fit(models, optimizers, budget="0.9x", tell=lambda _: None) as fitted:
+        loops.with_transforms(models, optimizers)
+    assert fitted.plan is not None
+    predicted = fitted.plan.predicted
+    assert not any("guess" in note for note in [*fitted.plan.notes, *predicted.notes])
+    assert predicted.peak_upper_bytes <= 1.002 * predicted.peak_bytes
+
+
+def test_losses_that_change_are_seen() -> None:
+    """The comparison above can fail: other weights give other losses."""
+    losses, _ = plain_of("loss outside")
+    models, optimizers = loops.one()
+    with torch.no_grad():
+        next(models[0].parameters()).mul_(1.001)
+    assert measured(loops.loss_outside, models, optimizers)[0] != losses
+
+
+def test_what_trains_is_found_where_nothing_is_named() -> None:
+    losses, plain_bytes = plain_of("two optimizers")
+    told: list[str] = []
+    with fit_whatever_trains(budget="0.75x", tell=told.append) as fitted:
+        models, optimizers = loops.pair()
+        found, _ = measured(loops.adversarial, models, optimizers)
+    assert found == losses
+    assert fitted.plan is not None and fitted.plan.budget_bytes == pytest.approx(0.75 * plain_bytes, rel=0.1)
+    assert any("saw a step" in text for text in told)
+    assert torch.optim.Optimizer.__init__.__name__ == "__init__"
+
+
+def test_torch_is_as_it_was_afterwards_also_where_the_loop_fails() -> None:
+    before = nn.Module.__call__, torch.autograd.backward, torch.autograd.grad, torch.autograd.Function.apply
+    models, optimizers = loops.one()
+    with pytest.raises(RuntimeError, match="mine"), memfit.fit(models[0], optimizers[0], budget="1GiB"):
+        loops.loss_outside(models, optimizers)
+        raise RuntimeError("mine")
+    after = nn.Module.__call__, torch.autograd.backward, torch.autograd.grad, torch.autograd.Function.apply
+    assert [a == b for a, b in zip(before, after, strict=True)] == [True] * 4
+    assert torch.overrides._get_current_function_mode() is None
+
+
+def test_after_planning_nothing_watches_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    models, optimizers = loops.one()
+    own = nn.Module.__call__
+    seen = []
+
+    def loop() -> None:
+        for step, (x, y) in enumerate(loops.batches()):
+            loss = nn.functional.cross_entropy(models[0](x), y)
+            loss.backward()
+            optimizers[0].step()
+            optimizers[0].zero_grad()
+            seen.append((step, nn.Module.__call__ is own, torch.overrides._get_current_function_mode() is None))
+
+    with memfit.fit(models[0], optimizers[0], budget="1GiB", tell=lambda _: None):
+        loop()
+    assert seen[0][1:] == (False, False)
+    assert seen[-1][1:] == (True, True)
+
+
+def test_within_a_module_pytorchs_own_functions_are_in_place_also_while_its_step_is_watched() -> None:
+    """As torch.compile needs it, which would take the watch for a part of the model."""
+    own = nn.Module.__call__
+    seen: list[bool] = []
+
+    class Looking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(64, 10)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(nn.Module.__call__ is own and torch.overrides._get_current_function_mode() is None)
+            out: torch.Tensor = self.inner(x)
+            return out
+
+    model = Looking()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    x, y = next(loops.batches(samples=64))
+    with memfit.fit(model, optimizer, budget="1GiB", tell=lambda _: None) as fitted:
+        for _ in range(3):
+            with torch.no_grad():
+                model(x)
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len(seen) >= 6 and fitted.saw.startswith("1 call of Looking")
+    assert seen.count(False) == 0, seen
+
+
+def test_a_budget_that_nothing_meets_says_what_would_once_a_step_is_made() -> None:
+    models, optimizers = loops.one()
+    losses: list[float] = []
+    with pytest.raises(InfeasibleError) as caught, memfit.fit(models[0], optimizers[0], budget="1MiB"):
+        losses += loops.loss_outside(models, optimizers)
+    assert losses == [] and caught.value.lowest_peak_bytes > 2**20
+    assert "the loop's batch smaller" in str(caught.value)
+    assert all(optimizers[0].state[p]["step"] == 1 for p in models[0].parameters())  # nothing that it did is lost
+    assert not any("forward" in vars(module) for module in models[0].modules())
+
+
+def test_a_region_that_does_something_else_again_is_caught_by_the_step_that_runs_it() -> None:
+    class Counting(nn.Module):
+        """Computes something else each time it is called, in a way that no look at the code shows."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.calls = (
+                nn.Sequential(nn.Linear(64, 1024), nn.Tanh(), nn.Linear(1024, 64)),
+                iter(range(9**9)),
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x) * (1 + next(self.calls))
+
+    model = nn.Sequential(Counting(), nn.Linear(64, 10))
+    optimizer = AdamW(model.parameters())
+    try:
+        with memfit.fit(model, optimizer, budget="0.6x", tell=lambda _: None) as fitted:
+            loops.loss_outside([model], [optimizer])
+    except (InfeasibleError, memfit.errors.RecomputationError):  # refused, or caught
+        return
+    assert fitted.plan is not None
+    assert not any("0" in region.modules for region in fitted.plan.levers.regions)
+
+
+def test_a_loop_that_can_not_be_run_again_stays_under_plans_of_its_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    losses, _ = plain_of("loss outside")
+    models, optimizers = loops.one()
+
+    def failing(self: Fitted, *_: object) -> Plan:
+        raise UsageError("it can't be run again")
+
+    monkeypatch.setattr(_fit.Fitted, "_plan_of", failing)
+    told: list[str] = []
+    with memfit.fit(models[0], optimizers[0], budget="0.75x", tell=told.append) as fitted:
+        assert measured(loops.loss_outside, models, optimizers)[0] == losses
+    assert any("it can't be run again" in text for text in told)
+    assert fitted.plan is not None and (fitted.plan.levers.regions or fitted.plan.levers.lean)
+
+
+def test_checkpoints_and_a_resumed_loop_are_as_without(tmp_path: object) -> None:
+    def states(models: list[nn.Module], optimizers: list[Optimizer]) -> tuple[object, object]:
+        return copy.deepcopy(models[0].state_dict()), copy.deepcopy(optimizers[0].state_dict())
+
+    models, optimizers = loops.one()
+    first = measured(loops.loss_outside, models, optimizers)[0]
+    kept = states(models, optimizers)
+    second = measured(loops.loss_outside, models, optimizers)[0]
+    models, optimizers = loops.one()
+    with memfit.fit(models[0], optimizers[0], budget="0.75x", tell=lambda _: None):
+        assert measured(loops.loss_outside, models, optimizers)[0] == first
+        model_state, optimizer_state = states(models, optimizers)
+    assert list(model_state) == list(kept[0])  # type: ignore[call-overload]
+    assert all(torch.equal(a, b) for a, b in zip(model_state.values(), kept[0].values(), strict=True))  # type: ignore
+    models, optimizers = loops.one()
+    models[0].load_state_dict(model_state)  # type: ignore[arg-type]
+    optimizers[0].load_state_dict(optimizer_state)  # type: ignore[arg-type]
+    with memfit.fit(models[0], optimizers[0], budget="0.75x", tell=lambda _: None):
+        assert measured(loops.loss_outside, models, optimizers)[0] == second
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"budget": "a lot"}, BudgetError, "budget='a lot'"),
+        ({"budget": "1GiB", "numerics": "reduced"}, UsageError, "numerics='reduced'"),
+        ({"budget": "1GiB", "optimizer": AdamW(nn.Linear(2, 2).parameters())}, UsageError, "optimizer="),
+    ],
+)
+def test_wrong_arguments_are_named_before_the_loop_begins(
+    options: dict[str, object], error: type[Exception], words: str
+) -> None:
+    models, optimizers = loops.one()
+    given = {"optimizer": optimizers[0]} | options
+    with pytest.raises(error, match=words), memfit.fit(models[0], **given):  # type: ignore[arg-type]
+        raise AssertionError("the loop began")
+
+
+@pytest.mark.parametrize(("name", "told"), [("accumulating", True), ("mixed precision", False)])
+def test_what_the_loop_itself_could_do_is_told_with_its_figures_where_the_plan_is_slow(name: str, told: bool) -> None:
+    loop, make, _ = CASES[name]
+    models, optimizers = make()
+    said: list[str] = []
+    with memfit.fit(models, optimizers, budget="0.75x", tell=said.append) as fitted:
+        loop(models, optimizers)
+    assert fitted.plan is not None
+    mixed = memfit.estimate(_workload(), precision="bf16-mixed")
+    slow = msgspec_replace(fitted.plan, 2.0)
+    assert _fit.is_slow(slow) and not _fit.is_slow(msgspec_replace(fitted.plan, 1.0))
+    lines = "\n".join(_fit.advice(slow, mixed if told else "in use"))
+    assert ("torch.autocast" in lines) == told and "batch.split" in lines
+    assert (memfit.units.format_bytes(mixed.peak_bytes) in lines) == told
+    if _fit.is_slow(fitted.plan):
+        assert any(("predicted, with that alone" in text) == told for text in said if "could do" in text)
+
+
+def test_mixed_precision_of_a_loop_is_predicted_as_the_loop_would_take_it() -> None:
+    """The figure of the advice is that of the loop's own step, once it has autocast."""
+    (model,), (optimizer,) = loops.one()
+    predicted: list[object] = []
+
+    class Noting(Fitted):
+        def _mixed(self, workload: LoopWorkload) -> _fit.Mixed:
+            predicted.append(super()._mixed(workload))
+            return None
+
+    noting = Noting(
+        lambda: [optimizer],
+        lambda _: None,
+        _fit.silent,
+        {"budget": "0.6x", "numerics": "exact", "host_budget": None},
+    )
+    with pytest.MonkeyPatch.context() as patch, noting.watching():
+        patch.setattr(_fit, "is_slow", lambda plan: True)
+        loops.loss_outside([model], [optimizer])
+    (found,) = predicted
+    models, optimizers = loops.one()
+    _, peak_bytes = measured(loops.with_autocast_and_scaler, models, optimizers)
+    assert isinstance(found, Prediction) and found.peak_bytes == pytest.approx(peak_bytes, rel=0.1)
+
+
+def _workload() -> memfit.Workload:
+    (model,), (optimizer,) = loops.one()
+    x, y = next(loops.batches())
+    return memfit.Workload(
+        model=model, batch=(x, y), loss_fn=lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1]), optimizer=optimizer
+    )
+
+
+def msgspec_replace(plan: Plan, times: float) -> Plan:
+    from msgspec.structs import replace
+
+    return replace(plan, predicted=replace(plan.predicted, step_seconds=times * plan.plain.step_seconds))

@@ -1,0 +1,367 @@
+"""Plans fit, and are the fastest that fit; budgets that nothing fits say what would."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import random
+import types
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from msgspec.structs import replace
+from torch import nn
+
+import memfit
+from memfit.errors import BudgetError, InfeasibleError, PlanError, PlanMismatchError, UsageError, WorkloadError
+from memfit.ir.plan import NUMERICS, Candidate, Levers, Plan, Prediction
+from memfit.ir.remat import Region
+from memfit.ir.trace import Trace
+from memfit.levers.microbatches import microbatch_sizes
+from memfit.levers.registry import uses
+from memfit.pipeline._verify import verify
+from memfit.planner import assembly
+from memfit.planner.confirmation import Confirmation
+from memfit.rng import rng_state
+from memfit.solver.frontier import SIMPLER_WITHIN
+from memfit.workload import Workload
+from tests.measuring import step_peak_bytes
+from tests.workloads import other, tiny
+
+
+@pytest.fixture(scope="module")
+def plain_bytes() -> int:
+    return memfit.estimate(tiny()).peak_bytes
+
+
+@pytest.fixture(scope="module")
+def lowest() -> InfeasibleError:
+    with pytest.raises(InfeasibleError) as caught:
+        memfit.plan(tiny(), budget="1MiB", precisions=["32-true"], points=1)
+    return caught.value
+
+
+def test_estimate_is_what_is_measured(plain_bytes: int) -> None:
+    assert plain_bytes == pytest.approx(step_peak_bytes(tiny(), Levers(microbatch_size=4)), rel=0.02)
+
+
+@pytest.mark.parametrize("share", [0.9, 0.7, 0.5])
+@pytest.mark.parametrize("numerics", ["exact", "reordered"])
+def test_planned_step_stays_within_its_budget(plain_bytes: int, share: float, numerics: memfit.Plan) -> None:
+    budget = int(share * plain_bytes)
+    plan = memfit.plan(tiny(), budget=budget, numerics=numerics, precisions=["32-true"], points=1)
+    peak = step_peak_bytes(tiny(), plan.levers)
+    assert peak <= budget
+    assert plan.predicted.peak_bytes == pytest.approx(peak, rel=0.02)
+    assert plan.predicted.peak_upper_bytes <= budget
+    assert NUMERICS.index(plan.numerics) <= NUMERICS.index(plan.allowed)
+    assert plan.solution.bound_seconds <= plan.predicted.step_seconds
+
+
+def test_lowest_budget_fits_and_the_one_below_does_not(lowest: InfeasibleError) -> None:
+    plan = memfit.plan(tiny(), budget=lowest.lowest_peak_bytes, precisions=["32-true"], points=1)
+    assert step_peak_bytes(tiny(), plan.levers) <= lowest.lowest_peak_bytes
+    with pytest.raises(InfeasibleError):
+        memfit.plan(tiny(), budget=int(lowest.lowest_peak_bytes * 0.97), precisions=["32-true"], points=1)
+
+
+@pytest.mark.parametrize("slack", [0.01, 0.2])
+def test_lowest_budget_fits_where_other_plans_of_that_peak_are_less_sure(
+    slack: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured: list[Levers] = []
+    capture = Confirmation.confirmed
+
+    def less_sure_of_others(self: Confirmation, levers: Levers) -> Trace:
+        captured.append(levers)
+        return replace(capture(self, levers), slack=0.0 if levers == captured[0] else slack)
+
+    monkeypatch.setattr(Confirmation, "confirmed", less_sure_of_others)
+    with pytest.raises(InfeasibleError) as caught:
+        memfit.plan(tiny(), budget="1MiB", numerics="exact", precisions=["32-true"], points=1)
+    budget = caught.value.lowest_peak_bytes
+    plan = memfit.plan(tiny(), budget=budget, numerics="exact", precisions=["32-true"], points=1)
+    assert plan.levers == captured[0]
+
+
+def test_infeasible_says_what_where_and_what_to_do(lowest: InfeasibleError) -> None:
+    assert lowest.proven == ("the lowest peak there is" in str(lowest))
+    assert lowest.budget_bytes == 2**20
+    assert lowest.where in str(lowest)
+    assert f"{lowest.lowest_peak_bytes} bytes" in str(lowest)
+    assert "raise budget=" in str(lowest)
+
+
+def test_plain_step_is_left_alone_where_it_fits(plain_bytes: int) -> None:
+    plan = memfit.plan(tiny(), budget=2 * plain_bytes, numerics="exact", points=1)
+    assert plan.levers == Levers(microbatch_size=4)
+    assert plan.classes == {}
+
+
+def test_frontier_is_undominated_and_holds_the_plan(plain_bytes: int, captures: list[Levers]) -> None:
+    plan = memfit.plan(tiny(), budget=int(0.5 * plain_bytes), points=4)
+    assert plan.levers in [c.levers for c in plan.frontier]
+    seconds = [c.step_seconds for c in plan.frontier]
+    assert seconds == sorted(seconds)
+    assert {levers.precision for levers in captures} == {"32-true", "bf16-mixed"}
+    for a, b in itertools.permutations([c for c in plan.frontier if c.levers != plan.levers], 2):
+        as_strict = NUMERICS.index(a.numerics) <= NUMERICS.index(b.numerics)
+        assert not (as_strict and a.step_seconds <= b.step_seconds and a.peak_bytes <= b.peak_bytes)
+
+
+def test_no_row_of_the_frontier_contradicts_the_plan(plain_bytes: int) -> None:
+    plan = memfit.plan(tiny(), budget="0.6x", points=6)
+    (own,) = [c for c in plan.frontier if c.levers == plan.levers]
+    assert own.is_captured
+    assert (own.peak_bytes, own.held_bytes) == (plan.predicted.peak_bytes, plan.predicted.peak_upper_bytes)
+    assert own.step_seconds == plan.predicted.step_seconds
+    for point in plan.frontier:
+        assert point.held_bytes >= point.peak_bytes
+        is_allowed = NUMERICS.index(point.numerics) <= NUMERICS.index(plan.allowed)
+        if is_allowed and point.held_bytes <= plan.budget_bytes:
+            assert point.step_seconds * (1 + SIMPLER_WITHIN) >= plan.predicted.step_seconds
+    assert plan.solution.status == "feasible" or plan.solution.gap <= SIMPLER_WITHIN
+    assert plan.budget_bytes == int(0.6 * plain_bytes)
+    assert plan.budget_share.startswith("0.6x of the plain step's peak")
+
+
+@pytest.mark.parametrize(("slower", "is_taken"), [(100.0, True), (1.0, False)])
+def test_a_row_that_is_faster_than_the_captured_plan_is_captured_and_taken(
+    slower: float, is_taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Applied, a plan may be slower than the solver knew, as of one kind of region here."""
+    confirm = assembly._Assembly._confirm
+    confirmed: list[Levers] = []
+
+    def slower_with_microbatches(self: assembly._Assembly, candidate: Candidate) -> Prediction:
+        confirmed.append(candidate.levers)
+        found = confirm(self, candidate)
+        is_cut = candidate.levers.microbatch_size < 4
+        return replace(found, step_seconds=found.step_seconds * (slower if is_cut else 1.0))
+
+    monkeypatch.setattr(assembly._Assembly, "_confirm", slower_with_microbatches)
+    plan = memfit.plan(tiny(), budget="0.75x", points=6)
+    cut = [levers for levers in confirmed if levers.microbatch_size < 4]
+    if is_taken:
+        assert plan.levers.microbatch_size == 4 and plan.levers in confirmed
+        assert plan.predicted.peak_upper_bytes <= plan.budget_bytes
+        for left in cut:
+            (row,) = [c for c in plan.frontier if c.levers == left]
+            assert row.is_captured and row.step_seconds > plan.predicted.step_seconds
+    assert len(set(map(str, confirmed))) == len(confirmed)
+
+
+@pytest.mark.parametrize(
+    ("budget", "of"),
+    [("50%", "50% of the"), ("0.9x", "0.9x of the plain step's peak of"), ("1GiB", "")],
+)
+def test_a_plan_says_what_a_share_was_of(budget: str, of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = memfit.plan(tiny(), budget=budget, points=1, numerics="exact")
+    assert plan.budget_share.startswith(of) and bool(plan.budget_share) == bool(of)
+    assert any("'0.5x'" in note for note in plan.notes) == (budget == "50%")
+
+
+@pytest.mark.parametrize(
+    ("slow_seconds", "budget", "is_needed"),
+    [
+        (1e9, "1GiB", False),  # slower than whatever is planned
+        (1e-6, "1GiB", True),  # faster than what is planned
+        (1e9, "1MiB", True),  # nothing else fits, nor does this
+    ],
+)
+def test_slow_precisions_are_microbatched_where_nothing_else_is_as_fast(
+    slow_seconds: float, budget: str, is_needed: bool, captures: list[Levers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = {"32-true": 1e-9, "bf16-mixed": slow_seconds}
+    monkeypatch.setattr(
+        assembly._Assembly, "_seconds_of", lambda self, early: {levers: seconds[levers.precision] for levers in early}
+    )
+    model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256))
+    workload = Workload(
+        model=model,
+        batch=torch.randn(64, 256),
+        loss_fn=lambda model, batch: model(batch).square().mean(),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+    )
+    with contextlib.suppress(InfeasibleError) if budget == "1MiB" else contextlib.nullcontext():
+        memfit.plan(workload, budget=budget, numerics="reduced", precisions=["32-true", "bf16-mixed"], points=1)
+    sizes = {precision: {c.microbatch_size for c in captures if c.precision == precision} for precision in seconds}
+    assert len(sizes["32-true"]) > 1
+    assert sizes["bf16-mixed"] == (sizes["32-true"] if is_needed else {64})
+
+
+def test_planning_changes_nothing_of_the_users() -> None:
+    workload = tiny()
+    before = {name: value.clone() for name, value in workload.model.state_dict().items()}
+    random_state = rng_state()
+    memfit.plan(workload, budget="20MiB", points=1)
+    assert all(torch.equal(before[name], value) for name, value in workload.model.state_dict().items())
+    assert workload.optimizer.state == {}
+    assert all(p.grad is None for p in workload.model.parameters())
+    assert rng_state() == random_state
+    assert not any("forward" in m.__dict__ for m in workload.model.modules())
+
+
+def test_random_numbers_of_the_users_own_code_are_drawn_anew() -> None:
+    workload = tiny()
+    loss_fn = workload.loss_fn
+
+    def drawing(model: torch.nn.Module, batch: object) -> object:
+        random.random()
+        np.random.rand()
+        torch.rand(1)
+        return loss_fn(model, batch)
+
+    before = rng_state()
+    memfit.estimate(dataclasses.replace(workload, loss_fn=drawing))  # type: ignore[arg-type]
+    assert rng_state() == before
+    random.random()
+    assert rng_state() != before
+
+
+def test_batch_norm_is_not_microbatched_unless_allowed() -> None:
+    from examples.digits_resnet import workload
+
+    plan = memfit.plan(workload(), budget="175MiB", precisions=["32-true"], points=1)
+    assert {c.levers.microbatch_size for c in plan.frontier} == {128}
+    assert any("BatchNorm" in note for note in plan.notes)
+    assert [u.numerics for u in uses(Levers(microbatch_size=1), 2, couples_batch=True)] == ["changed"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"budget": "lots"}, BudgetError),
+        ({"budget": -5}, BudgetError),
+        ({"budget": "1GiB", "numerics": "loose"}, UsageError),
+        ({"budget": "1GiB", "device": "tpu"}, UsageError),
+        ({"budget": "1GiB", "points": 0}, UsageError),
+        ({"budget": "1GiB", "precisions": ["fp8"]}, UsageError),
+        ({"budget": "1GiB", "optimizers": ["lion"]}, UsageError),
+        ({"budget": "1GiB", "precisions": ["bf16-mixed"]}, UsageError),
+    ],
+)
+def test_wrong_arguments_are_named(arguments: dict[str, object], error: type[Exception]) -> None:
+    with pytest.raises(error, match=str(list(arguments)[-1])):
+        memfit.plan(tiny(), **arguments)  # type: ignore[arg-type]
+
+
+def test_a_model_without_data_is_estimated_alike_and_not_run() -> None:
+    with torch.device("meta"):
+        empty = tiny()
+    assert memfit.estimate(empty).peak_bytes == memfit.estimate(tiny()).peak_bytes
+    plan = memfit.plan(tiny(), budget="1GiB")
+    with pytest.raises(WorkloadError, match="holds no data"):
+        memfit.verify(plan, empty)
+
+
+def test_ranks_and_snapshots_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(UsageError, match="world_size=0"):
+        memfit.estimate(tiny(), world_size=0)
+    with pytest.raises(UsageError, match="mode='zero4'"):
+        memfit.estimate(tiny(), world_size=2, sharding="zero4")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="snapshot="):
+        memfit.estimate(tiny(), snapshot="never-written.pickle")
+
+
+def test_model_elsewhere_is_refused() -> None:
+    class Elsewhere(nn.Module):
+        def parameters(self, recurse: bool = True) -> Any:
+            return iter([types.SimpleNamespace(device=torch.device("xpu", 0))])
+
+    with pytest.raises(WorkloadError, match="is on xpu, which device='cpu' is not"):
+        memfit.estimate(dataclasses.replace(tiny(), model=Elsewhere()))
+
+
+def test_microbatch_sizes_divide_the_batch() -> None:
+    assert microbatch_sizes(8) == [8, 4, 2, 1]
+    assert microbatch_sizes(12) == [12, 6, 3, 1]
+    assert microbatch_sizes(7) == [7, 1]
+    assert microbatch_sizes(1) == [1]
+    assert len(microbatch_sizes(4096)) <= 5
+    assert microbatch_sizes(4096)[-1] == 1
+
+
+class TestApply:
+    @pytest.fixture(scope="class")
+    @classmethod
+    def plan(cls) -> Plan:
+        return memfit.plan(tiny(), budget="20MiB", numerics="exact", precisions=["32-true"], points=1)
+
+    def test_step_trains_and_close_restores(self, plan: Plan) -> None:
+        workload = tiny()
+        step = memfit.apply(plan, workload)
+        losses = [step(workload.batch).loss for _ in range(3)]
+        assert losses[-1] < losses[0]
+        assert any("forward" in m.__dict__ for m in workload.model.modules()) == bool(plan.levers.regions)
+        step.close()
+        step.close()
+        assert not any("forward" in m.__dict__ for m in workload.model.modules())
+
+    def test_another_model_is_refused(self, plan: Plan) -> None:
+        with pytest.raises(PlanMismatchError, match="fingerprint"):
+            memfit.apply(plan, other())
+
+    def test_applying_twice_is_refused(self, plan: Plan) -> None:
+        workload = tiny()
+        edited = replace(plan, levers=replace(plan.levers, regions=(Region(("blocks.0",)),)))
+        with memfit.apply(edited, workload):
+            with pytest.raises(PlanError, match=r"close\(\)"):
+                memfit.apply(edited, workload)
+            with pytest.raises(PlanError, match=r"close\(\)"):
+                memfit.plan(workload, budget="20MiB")
+        with memfit.apply(edited, workload):
+            pass
+
+    @pytest.mark.parametrize("size", [0, 5, -1])
+    def test_illegal_microbatch_size_is_refused(self, plan: Plan, size: int) -> None:
+        with pytest.raises(PlanError, match="microbatch_size"):
+            memfit.apply(replace(plan, levers=replace(plan.levers, microbatch_size=size)), tiny())
+
+
+class Caching(nn.Module):
+    """Cheap to run again, and adds what it saw before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.tanh()
+        self.seen.append(y.detach().mean().view(1))
+        return (y.unsqueeze(-1) * torch.cat(self.seen)).sum(-1).sin().cos().tanh()
+
+
+def test_modules_that_do_something_else_when_they_run_again_are_left_out() -> None:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256), nn.Tanh()) for _ in range(3)]
+    model = nn.Sequential(blocks[0], Caching(), blocks[1], Caching(), blocks[2])
+    workload = Workload(
+        model=model,
+        batch=torch.randn(2048, 256),
+        loss_fn=lambda model, batch: model(batch).square().mean(),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        name="caching",
+    )
+    budget = int(0.8 * memfit.estimate(workload).peak_bytes)
+    plan = memfit.plan(workload, budget=budget, numerics="exact", points=1)
+    assert {note[:20] for note in plan.notes} & {"1 is not recomputed:", "3 is not recomputed:"}
+    assert plan.levers.regions and not {f for r in plan.levers.regions for f in r.modules} & {"1", "3"}
+    assert verify(plan, workload).failures == []
+    assert step_peak_bytes(workload, plan.levers) <= plan.budget_bytes
+
+
+def test_progress_ends_where_it_said_that_it_would() -> None:
+    told: dict[str, list[tuple[int, int]]] = {}
+
+    def progress(stage: str, done: int, total: int) -> None:
+        told.setdefault(stage, []).append((done, total))
+
+    memfit.plan(tiny(), budget="20MiB", points=2, progress=progress)
+    assert {"capture", "solve", "frontier"} <= told.keys()
+    for stage, steps in told.items():
+        assert steps[-1][0] == steps[-1][1], stage
+        assert all(0 <= done <= total for done, total in steps)

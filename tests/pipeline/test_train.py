@@ -1,0 +1,153 @@
+"""Runs through the library: side by side, trained, reported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+import memfit
+from memfit.errors import NonFiniteError, OutputError, UsageError
+from memfit.ir import codec
+from memfit.ir.plan import Levers, Plan
+from memfit.ir.remat import Region
+from memfit.ir.run_record import RunRecord, Views
+from memfit.levers.stack import applied
+from memfit.pipeline._train import views
+from memfit.recipes import byte_lm
+from memfit.training.runs.folder import METRICS
+from memfit.training.runs.log import read_lines
+from memfit.workload import Workload
+from tests.workloads import tiny
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    plain = memfit.estimate(tiny()).peak_bytes
+    return memfit.plan(tiny(), budget=int(0.7 * plain), numerics="exact", precisions=["32-true"], points=1)
+
+
+@pytest.fixture(scope="module")
+def wide() -> Plan:
+    return memfit.plan(tiny(), budget="4GiB", numerics="exact", precisions=["32-true"], points=1)
+
+
+def test_exact_plan_trains_as_the_plain_step_does(plan: Plan) -> None:
+    found = memfit.compare(plan, tiny(), steps=4)
+    assert found.plain_losses == found.planned_losses
+    assert len(set(found.plain_losses)) == 4
+    assert found.planned_peak_bytes <= plan.budget_bytes < found.plain_peak_bytes
+    assert found.plain_step_seconds > 0 < found.planned_step_seconds
+
+
+def test_comparing_leaves_the_workload_alone(plan: Plan) -> None:
+    workload = tiny()
+    before = [p.clone() for p in workload.model.parameters()]
+    random_state = torch.get_rng_state()
+    first = next(iter(workload.batches or ()))
+    memfit.compare(plan, workload, steps=2)
+    assert all(torch.equal(a, b) for a, b in zip(before, workload.model.parameters(), strict=True))
+    assert torch.equal(random_state, torch.get_rng_state())
+    again = next(iter(tiny().batches or ()))
+    assert torch.equal(first["tokens"], again["tokens"])
+
+
+def test_views_hold_both_timelines_and_the_modules(plan: Plan) -> None:
+    found = views(plan, tiny())
+    assert found.plain.peak_bytes == plan.plain.peak_bytes
+    assert found.planned.peak_bytes == plan.predicted.peak_bytes
+    rows = {row.fqn: row for row in found.modules}
+    recomputed = [fqn for fqn, row in rows.items() if row.action]
+    assert recomputed == sorted((fqn for r in plan.levers.regions for fqn in r.modules), key=list(rows).index)
+    whole = rows["(model)"]
+    assert whole.planned_saved_bytes < whole.saved_bytes
+    assert whole.parameter_bytes == sum(p.nbytes for p in tiny().model.parameters())
+    assert codec.decode(codec.encode(found), Views, source="memory") == found
+
+
+def test_run_holds_what_its_report_needs(plan: Plan, tmp_path: Path) -> None:
+    seen = []
+    record = memfit.train(
+        plan, tiny(), out=tmp_path / "run", steps=3, compare_steps=2, on_step=lambda p: seen.append(p.step)
+    )
+    assert seen == [1, 2, 3]
+    assert record.status == "finished"
+    assert record.measured_peak_bytes is not None
+    assert record.measured_peak_bytes <= plan.budget_bytes
+    assert codec.read(tmp_path / "run" / "run.json", RunRecord) == record
+    page = memfit.write_report(tmp_path / "run")
+    assert "tiny" in page.read_text() or "byte_lm" in page.read_text()
+    with pytest.raises(OutputError, match="overwrite"):
+        memfit.train(plan, tiny(), out=tmp_path / "run", steps=3)
+    memfit.train(plan, tiny(), out=tmp_path / "run", steps=2, overwrite=True)
+    assert not page.exists()
+
+
+def test_planned_training_ends_where_plain_training_ends(plan: Plan, wide: Plan, tmp_path: Path) -> None:
+    planned, plain = tiny(), tiny()
+    torch.manual_seed(1)
+    memfit.train(plan, planned, out=tmp_path / "planned", steps=3)
+    assert wide.levers.regions == ()
+    torch.manual_seed(1)
+    memfit.train(wide, plain, out=tmp_path / "plain", steps=3)
+    for one, other in zip(planned.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def losses(out: Path) -> list[float]:
+    return [line["loss"] for line in read_lines(out / METRICS) if "loss" in line]
+
+
+def test_a_run_goes_on_bitwise_under_the_plan_of_a_smaller_machine(plan: Plan, wide: Plan, tmp_path: Path) -> None:
+    """Both plans are exact, so the run ends as if it had never been moved."""
+    whole, moved = tiny(), tiny()
+    torch.manual_seed(1)
+    memfit.train(wide, whole, out=tmp_path / "whole", steps=4)
+    torch.manual_seed(1)
+    memfit.train(wide, tiny(), out=tmp_path / "moved", steps=2)
+    record = memfit.train(plan, moved, out=tmp_path / "moved", steps=4, resume=True)
+    for one, other in zip(whole.model.parameters(), moved.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert losses(tmp_path / "moved") == losses(tmp_path / "whole")
+    (event,) = record.events
+    assert event.kind == "another plan"
+    assert event.text.endswith(f"goes on with {len(plan.levers.regions)} regions")
+    assert codec.read(tmp_path / "moved" / "plan.json", Plan) == plan
+    assert codec.read(tmp_path / "moved" / "views.json", Views).planned.peak_bytes == plan.predicted.peak_bytes
+
+
+def test_a_run_goes_on_over_the_same_batches_with_smaller_microbatches(tmp_path: Path) -> None:
+    """The same global batches in the same order; the sums are of other pieces, so equal to rounding."""
+
+    def undropped() -> Workload:
+        return byte_lm(n_layer=2, d_model=32, n_head=4, context=32, batch_size=4, max_bytes=100_000, dropout=0.0)
+
+    whole, moved = undropped(), undropped()
+    plain = memfit.plan(undropped(), budget="4GiB", precisions=["32-true"], points=1)
+    halved = msgspec.structs.replace(plain, levers=msgspec.structs.replace(plain.levers, microbatch_size=1))
+    memfit.train(plain, whole, out=tmp_path / "whole", steps=4)
+    memfit.train(plain, undropped(), out=tmp_path / "moved", steps=2)
+    memfit.train(halved, moved, out=tmp_path / "moved", steps=4, resume=True)
+    whole_losses, moved_losses = losses(tmp_path / "whole"), losses(tmp_path / "moved")
+    assert moved_losses[:2] == whole_losses[:2] and moved_losses == pytest.approx(whole_losses, rel=1e-5)
+    for one, other in zip(whole.model.parameters(), moved.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=2e-5)
+    assert moved.batches.state_dict() == whole.batches.state_dict()  # type: ignore[union-attr]
+
+
+def test_what_is_not_finite_is_named_where_modules_are_recomputed_too() -> None:
+    """Looking at the numbers of a module changes nothing that autograd saves in it."""
+    workload = tiny()
+    levers = Levers(microbatch_size=2, regions=(Region(("blocks.0",)), Region(("blocks.1.mlp",))))
+    with applied(levers, workload) as step:
+        with torch.no_grad():
+            workload.model.blocks[1].mlp.fc.bias[0] = torch.inf  # type: ignore[index,union-attr]
+        with pytest.raises(NonFiniteError, match="first the output of 'blocks.1.mlp.fc'"):
+            step(workload.batch)
+
+
+def test_report_of_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="run.json"):
+        memfit.write_report(tmp_path)

@@ -1,0 +1,197 @@
+"""`verify` proves what a plan says, and fails on a plan that was tampered with."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from msgspec.structs import replace
+
+import memfit
+from examples import digits_resnet, gpt2
+from memfit.errors import PlanMismatchError
+from memfit.ir.plan import Levers, Plan
+from memfit.ir.remat import Region
+from memfit.levers.registry import uses
+from memfit.pipeline import _verify
+from memfit.pipeline._verify import probe_regions, verify
+from memfit.recipes import brain_segmentation, byte_lm
+from memfit.workload import Workload
+from tests.workloads import other, tiny
+
+EVERY: dict[str, Callable[[], Workload]] = {
+    "byte_lm": functools.partial(byte_lm, n_layer=3, d_model=128, context=128, batch_size=4, max_bytes=500_000),
+    "brain_segmentation": functools.partial(brain_segmentation, patch=(32, 32, 32), batch_size=2),
+    "gpt2": gpt2.workload,
+    "digits_resnet": digits_resnet.workload,
+}
+
+
+RUNS = [("plain step", 3), ("planned step", 4)]
+
+
+def test_the_workloads_have_dropout() -> None:
+    for make in EVERY.values():
+        names = {type(m).__name__ for m in make().model.modules()}
+        assert any("Dropout" in name for name in names) or hasattr(make().model, "dropout")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EVERY)
+def test_exact_plans_are_bitwise_equal_within_budget_and_predicted(name: str) -> None:
+    workload = EVERY[name]()
+    plain = memfit.estimate(workload).peak_bytes
+    plan = memfit.plan(workload, budget=int(0.88 * plain), numerics="exact", points=1)
+    assert plan.levers.regions
+    found = verify(plan, workload)
+    assert found.failures == []
+    assert found.bitwise
+    assert found.loss_difference == found.gradient_difference == 0.0
+    assert found.plain_measured_peak_bytes == pytest.approx(plain, rel=0.05)
+    assert found.measured_peak_bytes <= plan.budget_bytes < found.plain_measured_peak_bytes
+    assert found.measured_peak_bytes == pytest.approx(plan.predicted.peak_bytes, rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EVERY)
+def test_reduced_plans_hold_in_bf16(name: str) -> None:
+    workload = EVERY[name]()
+    plain = memfit.estimate(workload, precision="bf16-mixed").peak_bytes
+    plan = memfit.plan(workload, budget=int(0.9 * plain), numerics="reduced", precisions=["bf16-mixed"], points=1)
+    found = verify(plan, workload)
+    assert found.failures == []
+    assert 0.0 < found.gradient_difference < 0.25
+    assert found.measured_peak_bytes == pytest.approx(plan.predicted.peak_bytes, rel=0.05)
+
+
+class TestTampering:
+    @pytest.fixture(scope="class")
+    @classmethod
+    def plan(cls) -> Plan:
+        plain = memfit.estimate(tiny()).peak_bytes
+        return memfit.plan(tiny(), budget=int(0.7 * plain), numerics="exact", precisions=["32-true"], points=1)
+
+    def test_untouched_plan_holds_and_each_run_is_told(self, plan: Plan) -> None:
+        assert plan.levers.regions
+        told: list[tuple[str, int, int]] = []
+        assert verify(plan, tiny(), progress=lambda *stage: told.append(stage)).holds
+        plain, planned = ([(step, done, total) for done in range(total + 1)] for step, total in RUNS)
+        assert told == [*plain, *planned, ("prediction", 0, 1), ("prediction", 1, 1)]
+
+    @pytest.mark.parametrize(
+        ("edit", "word"),
+        [
+            (lambda p: replace(p, predicted=replace(p.predicted, peak_bytes=p.predicted.peak_bytes // 2)), "predicted"),
+            (lambda p: replace(p, levers=replace(p.levers, regions=())), "predicted"),
+            (lambda p: replace(p, budget_bytes=p.predicted.peak_bytes // 2), "budget_bytes"),
+            (lambda p: replace(p, levers=replace(p.levers, precision="bf16-mixed")), "classes"),
+            (lambda p: replace(p, levers=replace(p.levers, microbatch_size=1)), "exact"),
+            (lambda p: replace(p, numerics="reduced"), "numerics"),
+            (
+                lambda p: replace(p, levers=replace(p.levers, regions=(Region(("blocks.0",), ("aten.mm#7",)),))),
+                "predicted",
+            ),
+        ],
+    )
+    def test_edits_are_found(self, plan: Plan, edit: Callable[[Plan], Plan], word: str) -> None:
+        found = verify(edit(plan), tiny())
+        assert not found.holds
+        assert any(word in failure for failure in found.failures)
+
+    def test_unknown_module_and_other_workload_are_refused(self, plan: Plan) -> None:
+        with pytest.raises(PlanMismatchError, match="nowhere"):
+            verify(replace(plan, levers=Levers(microbatch_size=4, regions=(Region(("nowhere",)),))), tiny())
+        with pytest.raises(PlanMismatchError, match="fingerprint"):
+            verify(plan, other())
+
+
+def test_a_gradient_that_goes_missing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = memfit.plan(tiny(), budget="64MiB", numerics="exact", precisions=["32-true"], points=1)
+    whole = _verify._gradients
+
+    def without_one(workload: Workload, levers: Levers, *arguments: Any) -> Any:
+        loss, gradients, buffers = whole(workload, levers, *arguments)
+        if levers.precision == "bf16-mixed":
+            del gradients["norm.weight"]
+        return loss, gradients, buffers
+
+    monkeypatch.setattr(_verify, "_gradients", without_one)
+    in_bf16 = replace(plan, levers=replace(plan.levers, precision="bf16-mixed"), numerics="reduced")
+    found = verify(in_bf16, tiny())
+    assert "the planned step gives no gradient to norm.weight" in found.failures
+
+
+def test_microbatches_are_equal_to_rounding() -> None:
+    plan = memfit.plan(tiny(), budget="64MiB", numerics="exact", precisions=["32-true"], points=1)
+    levers = Levers(microbatch_size=1)
+    found = verify(replace(plan, levers=levers, numerics="reordered", uses=uses(levers, 4, False)), tiny())
+    assert found.loss_difference < 1e-5
+    assert 0.0 < found.gradient_difference < 1e-4
+    assert not found.bitwise
+
+
+class Counting(torch.nn.Module):
+    """Scales by how often it was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return (x * (1 + self.calls / 8)).sin()
+
+
+def counting() -> Workload:
+    torch.manual_seed(0)
+    blocks = [
+        torch.nn.Sequential(torch.nn.Linear(32, 128), torch.nn.GELU(), torch.nn.Linear(128, 32)) for _ in range(4)
+    ]
+    blocks[2].insert(1, Counting())
+    model = torch.nn.Sequential(*blocks)
+    batch = torch.randn(256, 32)
+    return Workload(
+        model=model,
+        batch=batch,
+        loss_fn=lambda model, batch: model(batch).square().mean(),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        name="counting",
+    )
+
+
+NUMBERS = np.random.default_rng(0)
+
+
+class Drawing(torch.nn.Module):
+    """Scales by what generators outside of PyTorch draw."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (random.random() + float(np.random.randn()) + float(NUMBERS.random())) + x.sin()
+
+
+def test_a_step_that_draws_from_other_generators_is_compared_with_the_same_draws() -> None:
+    made = counting()
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32), Drawing(), torch.nn.Linear(32, 32), Drawing())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    made = dataclasses.replace(made, model=model, optimizer=optimizer)
+    plan = memfit.plan(made, budget="1GiB", numerics="exact", points=1)
+    for regions in ((), (Region(("0", "1")), Region(("3",)))):
+        assert verify(replace(plan, levers=replace(plan.levers, regions=regions)), made).bitwise
+
+
+def test_a_region_that_is_recomputed_to_other_values_is_named() -> None:
+    workload = counting()
+    regions = (Region(("0", "1")), Region(("2", "3")))
+    found = probe_regions(workload, Levers(microbatch_size=256, regions=regions))
+    assert list(found) == [regions[1]]
+    assert found[regions[1]].startswith("2, run again, does something else (")
+    assert not probe_regions(workload, Levers(microbatch_size=256, regions=regions[:1]))
+    plan = memfit.plan(workload, budget="1GiB", numerics="exact", points=1)
+    verification = verify(replace(plan, levers=replace(plan.levers, regions=regions)), workload)
+    assert "a region of the plan can't be recomputed: 2, run again" in "".join(verification.failures)

@@ -1,0 +1,78 @@
+"""Many captures of one workload, against each by itself."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from memfit.hardware.host import find_device
+from memfit.ir.plan import Levers, OptimizerLever, Precision
+from memfit.planner import captures as captured_steps
+from memfit.planner.captures import Captures, capture_levers
+from memfit.workload import Workload, batch_size_of
+from tests.models import BUILDERS, squared_error, transformer
+from tests.pipeline.test_plan import Caching
+
+DEVICE = find_device("cpu")
+CHOICES: tuple[tuple[Precision, int, tuple[str, ...]], ...] = (
+    ("32-true", 2, ()),
+    ("bf16-mixed", 1, ()),
+    ("32-true", 1, ("*",)),
+    ("bf16-mixed", 2, ("*",)),
+    ("32-true", 2, ()),
+)
+"""Precision, microbatches, lean modules; the last is the first again, after the others."""
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_captures_are_those_of_each_by_itself(name: str) -> None:
+    workload = BUILDERS[name]()
+    captures, size = Captures(workload, DEVICE), batch_size_of(workload.batch)
+    for precision, parts, lean in CHOICES:
+        levers = Levers(precision=precision, microbatch_size=size // parts, lean=lean)
+        assert captures(levers) == capture_levers(workload, levers, DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "precision"), [("in-backward", "32-true"), ("as-is", "bf16-true"), ("as-is", "16-mixed")]
+)
+def test_what_changes_the_optimizers_state_starts_without(optimizer: OptimizerLever, precision: Precision) -> None:
+    workload = dataclasses.replace(transformer(), bf16_updates="master-weights", max_grad_norm=None)
+    captures = Captures(workload, DEVICE)
+    plain = Levers(microbatch_size=batch_size_of(workload.batch))
+    captures(plain)
+    levers = Levers(precision=precision, microbatch_size=plain.microbatch_size, optimizer=optimizer)
+    assert captures(levers) == capture_levers(workload, levers, DEVICE)
+    assert captures(plain) == capture_levers(workload, plain, DEVICE)
+
+
+def test_only_the_first_makes_a_step_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    workload, steps = transformer(), []
+    optimizer = type(workload.optimizer)
+    step = optimizer.step
+    monkeypatch.setattr(optimizer, "step", lambda self, *given: (steps.append(self), step(self, *given))[1])
+    captures = Captures(workload, DEVICE)
+    for expected, size in ((2, 4), (3, 2), (4, 1)):
+        captures(Levers(microbatch_size=size))
+        assert len(steps) == expected
+    assert not workload.optimizer.state
+
+
+def test_a_model_that_holds_something_of_the_step_before_is_captured_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(16, 16), Caching(), nn.Linear(16, 16))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    workload = Workload(model, (torch.randn(8, 16), torch.randn(8, 16)), squared_error, optimizer)
+    captures, made = Captures(workload, DEVICE), []
+    captured = captured_steps._captured
+
+    def counted(*given: object, warm: bool = False, **more: object) -> object:
+        made.append(warm)
+        return captured(*given, warm=warm, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(captured_steps, "_captured", counted)
+    levers = Levers(precision="bf16-mixed", microbatch_size=8)
+    assert captures(levers) == capture_levers(workload, levers, DEVICE)
+    assert made == [True, False, False]

@@ -1,0 +1,261 @@
+"""Plans are proven before they are returned where the step can run, and by their first step elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+from torch import nn
+from torch.nn import functional as F
+
+import memfit
+from memfit.errors import RecomputationError
+from memfit.ir.plan import Levers, Plan, levers_key
+from memfit.ir.remat import Region
+from memfit.levers.registry import recomputes
+from memfit.pipeline._apply import apply
+from memfit.pipeline._verify import verify
+from memfit.planner import confirmation, proof
+from memfit.planner.proof import why_not_here
+from memfit.recomputation.probe import Expected, _sums, checking, checksum, report
+from memfit.recomputation.regions import checkpointed
+from memfit.report.summary import proof_text
+from memfit.training.step import Step
+from memfit.workload import Workload
+
+
+class Opaque:
+    """Numbers that no code names: an iterator is the same object after it has moved on."""
+
+    def __init__(self) -> None:
+        self.numbers = iter(range(1, 10**9))
+
+    def __deepcopy__(self, memo: Any) -> Opaque:
+        return Opaque()
+
+    def __call__(self) -> float:
+        return 1 + next(self.numbers) / 8
+
+
+class Layer(nn.Module):
+    """A block whose activations are large."""
+
+    def __init__(self, factor: Callable[[], float] | None = None) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+        self.factor = factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.down(F.gelu(self.up(x)))
+        return (x * self.factor()).sin() if self.factor is not None else x.sin()
+
+
+def workload(*odd: int, layers: int = 6) -> Workload:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Layer(Opaque() if i in odd else None) for i in range(layers)))
+    return Workload(
+        model=model,
+        batch=torch.randn(256, 16),
+        loss_fn=lambda model, batch: model(batch).square().mean(),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+    )
+
+
+def planned(made: Workload, share: float = 0.6) -> Plan:
+    plain = memfit.estimate(made).peak_bytes
+    return memfit.plan(made, budget=int(share * plain), numerics="exact", optimizers=["as-is"], points=1)
+
+
+def plain_loop(made: Workload, steps: int = 2) -> list[torch.Tensor]:
+    """Return losses, gradients and weights of a loop as anyone writes it."""
+    found = []
+    for _ in range(steps):
+        made.optimizer.zero_grad()
+        loss = made.loss_fn(made.model, made.batch)
+        assert isinstance(loss, torch.Tensor)
+        loss.backward()
+        made.optimizer.step()
+        found += [loss.detach(), *(p.detach().clone() for p in made.model.parameters())]
+    return found
+
+
+def planned_loop(plan: Plan, made: Workload, steps: int = 2) -> list[torch.Tensor]:
+    found = []
+    with apply(plan, made) as step:
+        for _ in range(steps):
+            found += [torch.tensor(step(made.batch).loss), *(p.detach().clone() for p in made.model.parameters())]
+    return found
+
+
+def are_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_a_plan_is_proven_and_what_differs_is_left_out() -> None:
+    plan = planned(workload(1, 4))
+    assert plan.levers.regions
+    assert plan.is_proven
+    assert plan.proof.levers == levers_key(plan.levers)
+    regions = {fqn for region in plan.levers.regions for fqn in region.modules}
+    assert not regions & {"1", "4"}
+    assert any("is not recomputed: run again, it does something else" in note for note in plan.notes)
+    assert "bit by bit" in proof_text(plan)
+    assert "Proof" in str(plan)
+    assert are_equal(plain_loop(workload(1, 4)), planned_loop(plan, workload(1, 4)))
+    assert verify(plan, workload()).bitwise
+
+
+def test_layers_dropped_by_python_are_planned_exactly() -> None:
+    class Dropped(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * (2.0 if random.random() < 0.5 else 0.5)
+
+    def make() -> Workload:
+        made = workload()
+        model = nn.Sequential(*(Dropped() for _ in range(6)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return dataclasses.replace(made, model=model, optimizer=optimizer)
+
+    torch.manual_seed(0)
+    plan = planned(make())
+    assert plan.levers.regions and plan.is_proven
+    found = []
+    for run in (plain_loop, lambda made: planned_loop(plan, made)):
+        torch.manual_seed(0), random.seed(0)
+        found.append(run(make()))
+    assert are_equal(*found)
+    assert verify(plan, make()).holds
+
+
+def unproven(made: Workload, regions: tuple[Region, ...], **levers: Any) -> Plan:
+    """Return a plan that nothing was tried of."""
+    plan = memfit.plan(made, budget="1GiB", numerics="exact", points=1)
+    assert plan.is_proven and not recomputes(plan.levers)
+    return replace(plan, levers=replace(plan.levers, regions=regions, **levers))
+
+
+@pytest.mark.parametrize("optimizer", ["as-is", "in-backward"])
+def test_the_first_step_refuses_what_differs_and_updates_nothing(optimizer: str) -> None:
+    plan = unproven(workload(2), (Region(("1", "2")), Region(("4",))), optimizer=optimizer)
+    assert not plan.is_proven
+    made = workload(2)
+    before = [p.detach().clone() for p in made.model.parameters()]
+    with apply(plan, made) as step, pytest.raises(RecomputationError, match="'2' can't be recomputed"):
+        step(made.batch)
+    assert are_equal(before, [p.detach() for p in made.model.parameters()])
+    assert all(p.grad is None for p in made.model.parameters())
+
+
+@pytest.mark.parametrize("optimizer", ["as-is", "in-backward"])
+def test_only_the_first_step_is_checked_and_it_changes_nothing(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = unproven(workload(), (Region(("1", "2")), Region(("4",))), optimizer=optimizer)
+    assert are_equal(plain_loop(workload()), planned_loop(plan, workload()))
+    checked: list[Step] = []
+    monkeypatch.setattr("memfit.levers.switch.checking", lambda: checked.append(1) or checking())  # type: ignore
+    made = workload()
+    with apply(plan, made) as step:
+        for _ in range(3):
+            step(made.batch)
+    assert len(checked) == 1
+    with apply(replace(plan, proof=replace(plan.proof, levers=levers_key(plan.levers))), made) as step:
+        step(made.batch)
+    assert len(checked) == 1
+
+
+def test_what_can_not_run_here_is_not_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = workload()
+    plain = memfit.estimate(made)
+    cpu = memfit.devices()[0]
+    assert why_not_here(made, cpu, plain, 1.0) == ""
+    assert "GPU" in why_not_here(made, replace(cpu, kind="cuda", name="a GPU"), plain, 1.0)
+    assert "a step is predicted to take" in why_not_here(made, cpu, plain, 61.0)
+    assert "free here" in why_not_here(made, cpu, replace(plain, peak_bytes=2**60), 1.0)
+    meta = dataclasses.replace(made, batch=made.batch.to("meta"))
+    assert "holds no data" in why_not_here(meta, cpu, plain, 1.0)
+    monkeypatch.setattr(proof, "LONGEST_SECONDS", 0.0)
+    plan = planned(workload())
+    assert plan.levers.regions and not plan.is_proven
+    assert "by the first step" in proof_text(plan)
+
+
+def test_a_step_that_fails_with_data_is_planned_without_a_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any) -> Any:
+        raise ValueError("no such file")
+
+    monkeypatch.setattr(confirmation, "differences", failing)
+    plan = planned(workload())
+    assert plan.levers.regions
+    assert plan.proof.why == "the step can't be run here (ValueError: no such file)"
+
+
+VIEWS: dict[str, torch.Tensor] = {
+    "empty": torch.randn(0, 3),
+    "a scalar": torch.tensor(2.0),
+    "transposed": torch.randn(30, 40).t(),
+    "strided": torch.randn(50)[::2],
+    "expanded": torch.randn(1).expand(5, 7),
+    "complex": torch.randn(7, dtype=torch.complex64),
+    "conjugated": torch.randn(7, dtype=torch.complex128).conj(),
+    "boolean": torch.tensor([True, False, True]),
+    "halves": torch.randn(9).bfloat16(),
+    "not a number": torch.tensor([torch.nan, -0.0, torch.inf]),
+    "large": torch.randn(1024, 1100, 2).transpose(0, 1),
+}
+
+
+@pytest.mark.parametrize("tensor", VIEWS.values(), ids=VIEWS)
+def test_a_checksum_sees_every_bit_and_its_place(tensor: torch.Tensor) -> None:
+    assert checksum(tensor) == checksum(tensor.clone()) != None  # noqa: E711
+    bits = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    assert _sums(bits) == _sums(bits.clone(memory_format=torch.preserve_format))
+    if tensor.numel() > 2 and not tensor.is_complex():
+        moved = tensor.clone().flatten()
+        moved[0] = 7 if moved.dtype != torch.bool else ~moved[0]
+        assert checksum(moved.view(tensor.shape)) != checksum(tensor)
+        assert _sums(moved.view(tensor.shape)) != _sums(tensor.contiguous())
+
+
+def test_a_checksum_sees_where_numbers_are() -> None:
+    one = torch.arange(100.0)
+    other = one.clone()
+    other[[3, 50]] = one[[50, 3]]
+    assert checksum(one) != checksum(other)
+    assert _sums(one) != _sums(other)
+
+
+def test_differences_of_other_kernels_are_warned_of_unless_they_are_to_be_the_same() -> None:
+    error = RecomputationError(("a",), "a", "other values")
+    with pytest.raises(RecomputationError):
+        report(error, torch.device("cpu"))
+    with pytest.warns(RuntimeWarning, match="deterministic_algorithms"):
+        report(error, torch.device("cuda"))
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(RecomputationError):
+            report(error, torch.device("cuda"))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_nothing_is_kept_of_tensors_where_nothing_is_checked() -> None:
+    made = workload()
+    with checkpointed(made.model, [Region(("1",))]), warnings.catch_warnings():
+        with checking():
+            assert isinstance(Expected(torch.ones(2)).checksum, int)
+            assert Expected(torch.ones(2)).original is None
+            plain_loop(made, 1)
+        assert Expected(torch.ones(2)).checksum is None
+
+
+def test_a_proof_is_of_the_levers_alone() -> None:
+    plan = planned(workload())
+    changed = replace(plan, levers=Levers(microbatch_size=plan.levers.microbatch_size, regions=(Region(("0",)),)))
+    assert plan.is_proven
+    assert not changed.is_proven
+    assert "not those that were proven" in proof_text(changed)

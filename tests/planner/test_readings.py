@@ -1,0 +1,102 @@
+"""Plans and predictions of steps that read values or draw: with data, for GPUs that are not here, within budgets."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import memfit
+from benchmarks.common import whole_run_peak_bytes
+from benchmarks.steps.loop import difference, trained_by_plan, trained_plainly
+from memfit.capture.control_flow import Readings
+from memfit.fake_gpu import shim
+from memfit.planner import readings
+from memfit.workload import Workload
+
+Course = Callable[[nn.Module, Tensor], Tensor]
+SAMPLES = 1024
+
+
+class Blocks(nn.Module):
+    def __init__(self, course: Course) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 32)) for _ in range(4))
+        self.first = nn.Linear(32, 32)
+        self.course = course
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = self.course(block, x)
+        return x
+
+
+def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return F.mse_loss(model(batch["x"]), batch["y"])
+
+
+def workload(course: Course, *, device: str = "cpu") -> Workload:
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(5)
+    with torch.device(device):
+        model = Blocks(course)
+    batch = {"x": torch.randn(SAMPLES, 32), "y": torch.randn(SAMPLES, 32)}
+    return Workload(model, batch, loss, torch.optim.AdamW(model.parameters()))
+
+
+def reads(block: nn.Module, x: Tensor) -> Tensor:
+    return x + block(x) if x.norm(dim=1).mean().item() > 1e-3 else x
+
+
+def selects(block: nn.Module, x: Tensor) -> Tensor:
+    chosen = (x[:, 0] > 0).nonzero()[:, 0]
+    return x.index_add(0, chosen, block(x[chosen]))
+
+
+def draws(block: nn.Module, x: Tensor) -> Tensor:
+    return x + block(x) if random.random() < 0.7 else x
+
+
+@pytest.mark.parametrize("course", [reads, selects, draws])
+def test_an_exact_plan_keeps_its_budget_and_every_bit(course: Course) -> None:
+    def make() -> Workload:
+        return workload(course)
+
+    plain = memfit.estimate(make())
+    plan = memfit.plan(make(), budget=int(0.8 * plain.peak_upper_bytes), numerics="exact", points=1)
+    assert plan.levers.regions or plan.levers.lean
+    assert whole_run_peak_bytes(make(), plan.levers) <= plan.budget_bytes
+    assert difference(trained_plainly(make), trained_by_plan(make, plan)) is None
+
+
+def test_a_plan_runs_the_step_with_data_once_for_each_microbatch_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int | None] = []
+    read = readings.read_with_data
+
+    def counted(made: Workload, build: object, microbatch_size: int | None) -> Readings | None:
+        sizes.append(microbatch_size)
+        return read(made, build, microbatch_size)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(readings, "read_with_data", counted)
+    plain = memfit.estimate(workload(reads))
+    sizes.clear()
+    memfit.plan(workload(reads), budget=int(0.8 * plain.peak_bytes), precisions=["32-true"], points=1)
+    assert SAMPLES in sizes and len(sizes) == len(set(sizes))
+
+
+@pytest.mark.skipif(shim.has_gpu(), reason="a GPU is here: nothing is sent")
+def test_what_a_step_for_a_gpu_reads_is_read_of_the_data_here() -> None:
+    def sometimes(block: nn.Module, x: Tensor) -> Tensor:
+        return x if x.abs().max().item() > 0.5 else x + block(x)
+
+    with_data = memfit.estimate(workload(sometimes), device="t4")
+    without = memfit.estimate(workload(sometimes, device="meta"), device="t4")
+    assert not any("a guess" in note for note in with_data.notes)
+    assert any("a guess" in note for note in without.notes)
+    assert with_data.peak_bytes < without.peak_bytes

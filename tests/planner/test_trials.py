@@ -1,0 +1,234 @@
+"""Levers that a step fails with are left out of plans with a note; only the plain step's failure is the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import memfit
+from memfit.cost.calibrate import missing_kernel
+from memfit.errors import CaptureError, InfeasibleError
+from memfit.ir.plan import Levers, Plan
+from memfit.ir.remat import Region
+from memfit.planner import assembly, confirmation
+from memfit.planner.trials import failing, first_line, refusal_notes
+from memfit.workload import Workload
+
+Loss = Callable[[Any, torch.Tensor], torch.Tensor]
+
+
+@torch.library.custom_op("memfit_tests::only_in_fp32", mutates_args=())
+def only_in_fp32(x: torch.Tensor) -> torch.Tensor:
+    """Double a tensor, in fp32 alone."""
+    if x.dtype != torch.float32:
+        raise NotImplementedError(f'"only_in_fp32" not implemented for {str(x.dtype)[6:]!r}')
+    return 2 * x
+
+
+@only_in_fp32.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+only_in_fp32.register_autograd(lambda ctx, gradient: 2 * gradient)
+
+
+class Model(nn.Module):
+    """Two networks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8))
+        self.two = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.two(self.one(x))
+
+
+def _adversarial(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    made = model.one(batch)
+    model.two.requires_grad_(False)
+    fooled = -model.two(made).mean()
+    model.two.requires_grad_(True)
+    return fooled + model.two(made.detach()).mean() - model.two(batch).mean()
+
+
+def _with_detached_weights(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    hidden = F.linear(model.two[0](batch), model.one[0].weight.detach().t())
+    return model(hidden).square().mean()
+
+
+def _whole_batches_only(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    if len(batch) != 32:
+        raise ValueError(f"pairs of 32 samples are compared, not of {len(batch)}")
+    return model(batch).square().mean()
+
+
+def _in_fp32(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    return only_in_fp32(model(batch)).float().square().mean()
+
+
+def workload(loss_fn: Loss) -> Workload:
+    torch.manual_seed(0)
+    model = Model()
+    return Workload(
+        model=model,
+        batch=torch.randn(32, 8),
+        loss_fn=loss_fn,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+    )
+
+
+FAILING: dict[str, tuple[Loss, dict[str, Any], str]] = {
+    "weights that another loss needs": (
+        _adversarial,
+        {"numerics": "exact", "optimizers": ["as-is", "in-backward"]},
+        "optimizer in-backward: left out, since the step then fails (RuntimeError: one of the variables needed",
+    ),
+    "weights without their history": (
+        _with_detached_weights,
+        {"numerics": "exact", "optimizers": ["as-is", "in-backward"]},
+        "optimizer in-backward: left out, since the step then fails (RuntimeError: one of the variables needed",
+    ),
+    "half a batch": (
+        _whole_batches_only,
+        {"numerics": "reordered", "optimizers": ["as-is"]},
+        "microbatch 16: left out, since the step then fails (ValueError: pairs of 32 samples are compared",
+    ),
+    "an operator without a kernel": (
+        _in_fp32,
+        {"numerics": "reduced", "precisions": ["32-true", "bf16-mixed"], "optimizers": ["as-is"]},
+        'bf16-mixed: left out, since the step then fails (NotImplementedError: "only_in_fp32" not',
+    ),
+}
+
+
+def planned(made: Workload, budget: int | str, **options: Any) -> Plan:
+    return memfit.plan(made, budget=budget, points=1, **options)
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_a_lever_that_the_step_fails_with_is_left_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    loss_fn, options, note = FAILING[name]
+    monkeypatch.setattr(assembly, "_CHEAP", -1.0)  # every way of updating the parameters is tried
+    plan = planned(workload(loss_fn), "1GiB", **options)
+    assert plan.levers == Levers(microbatch_size=32)
+    assert any(text.startswith(note) for text in plan.notes), plan.notes
+    with pytest.raises(InfeasibleError, match="no plan fits"):
+        planned(workload(loss_fn), "1KiB", **options)
+
+
+def test_the_plain_step_is_left_where_all_that_was_asked_for_fails() -> None:
+    options: Any = {"numerics": "reduced", "precisions": ["bf16-mixed"], "optimizers": ["as-is"]}
+    assert planned(workload(_in_fp32), "1GiB", **options).levers == Levers(microbatch_size=32)
+
+
+def test_the_failure_of_the_plain_step_is_the_users() -> None:
+    def broken(model: Any, batch: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no such label")
+
+    with pytest.raises(CaptureError, match="no such label"):
+        planned(workload(broken), "1GiB")
+
+
+def _refusing(monkeypatch: pytest.MonkeyPatch, is_refused: Callable[[Levers], bool]) -> None:
+    captured = confirmation.capture_levers
+
+    def refusing(made: Workload, levers: Levers, device: Any, data: Any = None) -> Any:
+        if is_refused(levers):
+            raise CaptureError("these do not go together")
+        return captured(made, levers, device, data)
+
+    monkeypatch.setattr(confirmation, "capture_levers", refusing)
+
+
+def _wide() -> Workload:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)) for _ in range(4)]
+    model = nn.Sequential(*blocks)
+    return Workload(
+        model=model,
+        batch=torch.randn(256, 16),
+        loss_fn=lambda model, batch: model(batch).square().mean(),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+    )
+
+
+def test_regions_that_a_planned_step_fails_with_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = _wide()
+    budget = int(0.7 * memfit.estimate(made).peak_bytes)
+    options: Any = {"numerics": "exact", "optimizers": ["as-is"]}
+    first = planned(made, budget, **options)
+    culprit = first.levers.regions[0].modules[0]
+    _refusing(monkeypatch, lambda levers: any(culprit in region.modules for region in levers.regions))
+    plan = planned(made, budget, **options)
+    assert plan.predicted.peak_upper_bytes <= budget
+    assert not any(culprit in region.modules for region in plan.levers.regions)
+    assert any(f"{culprit} is not recomputed: the step then fails" in note for note in plan.notes), plan.notes
+
+
+def test_levers_that_fail_once_regions_are_chosen_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = _wide()
+    budget = int(0.7 * memfit.estimate(made).peak_bytes)
+    refused: list[Levers] = []
+
+    def is_refused(levers: Levers) -> bool:
+        refused.extend([levers] if levers.lean or levers.microbatch_size < 256 else [])
+        return levers in refused
+
+    _refusing(monkeypatch, is_refused)
+    plan = planned(made, budget, numerics="reordered", optimizers=["as-is"])
+    assert plan.predicted.peak_upper_bytes <= budget
+    assert plan.levers.regions and not plan.levers.lean and plan.levers.microbatch_size == 256
+    told = any("left out, since the step then fails (these do not go together)" in note for note in plan.notes)
+    assert told == bool(refused), plan.notes
+
+
+@pytest.mark.parametrize(
+    ("culprits", "found"),
+    [({"3"}, ["3"]), ({"0", "6"}, ["0", "6"]), (set[str](), [])],
+)
+def test_failing_regions_are_found_by_halves(culprits: set[str], found: list[str]) -> None:
+    regions = tuple(Region((str(i),)) for i in range(7))
+
+    def attempt(levers: Levers) -> None:
+        if culprits & {fqn for region in levers.regions for fqn in region.modules}:
+            raise ValueError
+
+    levers = Levers(microbatch_size=1, regions=regions)
+    chosen = [region.modules[0] for region in failing(levers, regions, attempt)]
+    assert chosen == found or (not found and len(chosen) == 7)
+
+
+def test_regions_that_fail_only_together_are_all_found() -> None:
+    regions = tuple(Region((str(i),)) for i in range(4))
+
+    def attempt(levers: Levers) -> None:
+        if len(levers.regions) > 2:
+            raise ValueError
+
+    assert failing(Levers(microbatch_size=1), regions, attempt) == list(regions)
+
+
+def test_notes_are_one_line_each() -> None:
+    assert first_line(ValueError("one\ntwo")) == "ValueError: one"
+    assert len(first_line(ValueError("x" * 10_000))) < 300
+    assert refusal_notes({"": "x", "a": "reads b", "c": "writes d"}) == [
+        "a is not recomputed: it reads b",
+        "c is not recomputed: it writes d",
+    ]
+    many = refusal_notes({str(i): "reads b" for i in range(9)})
+    assert many == ["0, 1, 2 and 6 more are not recomputed: each reads b"]
+
+
+def test_kernels_that_are_missing_are_told_from_other_failures() -> None:
+    text = '{"op":"memfit_tests.only_in_fp32.default","args":[{"t":["DTYPE",[2],[1]]}]}'
+    assert "not implemented for" in str(missing_kernel(text.replace("DTYPE", "bfloat16")))
+    assert missing_kernel(text.replace("DTYPE", "float32")) is None
+    assert missing_kernel('{"op":"aten.view.default","args":[{"t":["float32",[2],[1]]},{"l":[3]}]}') is None
+    assert missing_kernel('{"op":"memfit_tests.nothing.default"}') is None

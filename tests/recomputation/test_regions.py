@@ -1,0 +1,281 @@
+"""Checkpointed modules: the same numbers, less memory, and nothing left behind."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from memfit.errors import PlanError, PlanMismatchError
+from memfit.ir.plan import Precision
+from memfit.ir.remat import Keep, Regions
+from memfit.recomputation.regions import checkpointed, is_checkpointed
+from memfit.solver.candidates import options
+from memfit.workload import Workload
+from tests.models import BUILDERS, COSTS, convnet, plain_trace, recurrent, regions_of, step_of, transformer, twice, unet
+from tests.recomputation.steps import Executed, differing
+
+ALL_REGIONS: dict[str, dict[str, Keep]] = {
+    "transformer": {"blocks.0": (), "blocks.1.mlp": (), "drop": ()},
+    "tied": {"embed": (), "blocks.0": (), "head": ()},
+    "convnet": {"stem": (), "stages": (), "pool": ()},
+    "unet": {"unet.inner": (), "unet.up": ()},
+    "recurrent": {"lstm": (), "attention": (), "norm": ()},
+    "twice": {"shared": (), "between.1": ()},
+}
+
+
+@pytest.fixture(autouse=True)
+def _deterministic() -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+def trained(
+    workload: Workload, regions: dict[str, Keep], *, precision: Precision = "32-true", steps: int = 3
+) -> dict[str, torch.Tensor]:
+    """Return losses, gradients, and every parameter and buffer after some steps."""
+    found: dict[str, torch.Tensor] = {}
+    torch.manual_seed(0)
+    with step_of(workload, precision=precision, regions=regions) as step:
+        loss, gradients = step.gradients(workload.batch)
+        found |= {f"gradient of {name}": g for name, g in gradients.items()} | {"loss": torch.tensor(loss)}
+        for index in range(steps):
+            found[f"loss {index}"] = torch.tensor(step(workload.batch).loss)
+    found |= {name: value.clone() for name, value in workload.model.state_dict().items()}
+    return found | {"random state": torch.get_rng_state()}
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("name", BUILDERS)
+def test_training_is_bitwise_the_same(name: str, precision: Precision) -> None:
+    plain = trained(BUILDERS[name](), {}, precision=precision)
+    assert not differing(trained(BUILDERS[name](), ALL_REGIONS[name], precision=precision), plain)
+
+
+def test_the_comparison_notices_another_seed_or_one_bit() -> None:
+    plain = trained(twice(), {}, steps=1)
+    workload = twice()
+    with torch.no_grad():
+        workload.model.head.bias[0] = torch.nextafter(workload.model.head.bias[0], torch.tensor(9.0))
+    assert "head.bias" in differing(trained(workload, {}, steps=1), plain)
+    shared = trained(twice(), {"shared": ()}, steps=1)
+    assert not differing(shared, plain)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("name", BUILDERS)
+def test_keeping_operators_changes_no_bit(name: str, precision: Precision) -> None:
+    every = [region for o in options(Regions(plain_trace(name, precision)), COSTS) for region in o.regions]
+    found = {region.modules[0]: region.keep for region in every if region.keep}
+    found = {f: k for f, k in found.items() if not any(f.startswith(f"{other}.") for other in found)}
+    plain = trained(BUILDERS[name](), {}, precision=precision, steps=1)
+    assert not differing(trained(BUILDERS[name](), found, precision=precision, steps=1), plain)
+
+
+def test_running_statistics_count_a_batch_once() -> None:
+    workload = convnet()
+    trained(workload, {"stem": (), "stages": ()}, steps=4)
+    assert workload.model.stem[1].num_batches_tracked.item() == 5
+    assert workload.model.stages[0].bn1.num_batches_tracked.item() == 5
+
+
+def executed(workload: Workload, regions: dict[str, Keep]) -> Counter[str]:
+    with step_of(workload, regions=regions) as step, Executed() as mode:
+        step.gradients(workload.batch)
+    return mode.counts
+
+
+def test_kept_operators_do_not_run_again() -> None:
+    plain = executed(transformer(), {})
+    whole = executed(transformer(), {"blocks.0": ()})
+    keep = ("aten.addmm.default#0", "aten.addmm.default#2", "aten._softmax.default#0")
+    selective = executed(transformer(), {"blocks.0": keep})
+    name = "aten.addmm.default"
+    assert whole[name] - plain[name] == 4
+    assert selective[name] - plain[name] == 2
+    assert (whole - plain)["aten._softmax.default"] == 1
+    assert (selective - plain)["aten._softmax.default"] == 0
+    assert (whole - plain)["aten.gelu.default"] == (selective - plain)["aten.gelu.default"] == 1
+
+
+def test_each_call_of_a_module_is_recomputed_by_itself() -> None:
+    plain, both = executed(twice(), {}), executed(twice(), {"shared": ("aten.tanh.default#0",)})
+    assert both["aten.addmm.default"] - plain["aten.addmm.default"] == 4
+    assert both["aten.tanh.default"] == plain["aten.tanh.default"] == 2
+
+
+def test_a_module_that_asks_whether_its_arguments_are_the_same_object() -> None:
+    plain, planned = executed(recurrent(), {}), executed(recurrent(), {"attention": ()})
+    assert planned["aten.addmm.default"] - plain["aten.addmm.default"] <= 2
+
+
+class Loud(nn.Module):
+    """A module with positional, keyword and nested arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, pair: Any, *, scale: torch.Tensor, flag: bool = False) -> dict[str, Any]:
+        y = self.inner(x).tanh() * scale + pair[0] * pair[1]["z"]
+        return {"y": y.sin(), "flag": flag, "same": x is pair[0]}
+
+
+def test_arguments_and_outputs_of_any_kind_pass_through() -> None:
+    model = nn.ModuleDict({"loud": Loud()})
+    x, z, scale = (torch.randn(3, 4, requires_grad=True) for _ in range(3))
+
+    def run() -> tuple[torch.Tensor, ...]:
+        out = model["loud"](x, (x, {"z": z}), scale=scale, flag=True)
+        assert out["flag"] is True and out["same"] is True
+        return out["y"].detach(), *torch.autograd.grad(out["y"].sum(), [x, z, scale, *model.parameters()])
+
+    plain = run()
+    with checkpointed(model, regions_of({"loud": ()})):
+        planned = run()
+    assert all(torch.equal(a, b) for a, b in zip(plain, planned, strict=True))
+
+
+def forwards(model: nn.Module) -> dict[str, Any]:
+    return {name: module.__dict__.get("forward") for name, module in model.named_modules()}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_leaving_undoes_it(fails: bool) -> None:
+    workload = transformer()
+    before, keys = forwards(workload.model), list(workload.model.state_dict())
+    try:
+        with checkpointed(workload.model, regions_of({"blocks.0": (), "head": ()})):
+            assert is_checkpointed(workload.model)
+            assert list(workload.model.state_dict()) == keys
+            assert [n for n, _ in workload.model.named_modules()] == list(before)
+            if fails:
+                raise RuntimeError("the user's")
+    except RuntimeError as e:
+        assert fails and str(e) == "the user's"
+    assert forwards(workload.model) == before
+    assert not is_checkpointed(workload.model)
+
+
+def test_a_forward_of_the_users_own_is_used_and_restored() -> None:
+    calls: list[str] = []
+
+    def doubled() -> Workload:
+        workload = twice()
+        original = workload.model.head.forward
+
+        def mine(x: torch.Tensor) -> torch.Tensor:
+            calls.append("mine")
+            return original(x) * 2
+
+        workload.model.head.forward = mine
+        return workload
+
+    plain = trained(doubled(), {}, steps=0)
+    workload = doubled()
+    before = workload.model.head.__dict__["forward"]
+    calls.clear()
+    planned = trained(workload, {"head": ()}, steps=0)
+    assert calls == ["mine", "mine"] and workload.model.head.__dict__["forward"] is before
+    assert not differing(planned, plain)
+
+
+def test_the_recomputation_stops_after_the_last_saved_tensor() -> None:
+    plain, planned = executed(unet(), {}), executed(unet(), {"head": ()})
+    assert plain["aten.convolution.default"] == planned["aten.convolution.default"] > 0
+
+
+def test_an_exception_in_the_forward_pass_leaves_no_trace() -> None:
+    workload = twice()
+
+    def fail(*args: Any) -> None:
+        raise ValueError("broken")
+
+    handle = workload.model.between[1].register_forward_hook(fail)
+    with pytest.raises(ValueError, match="broken"), checkpointed(workload.model, regions_of({"between": ()})):
+        workload.model(workload.batch[0])
+    handle.remove()
+    assert not differing(trained(workload, {}), trained(twice(), {}))
+
+
+def test_a_copy_of_a_checkpointed_model_is_bound_to_itself() -> None:
+    workload = twice()
+    x = workload.batch[0]
+    workload.model.eval()
+    with checkpointed(workload.model, regions_of({"shared": ()})):
+        copied = copy.deepcopy(workload.model)
+        original = workload.model(x).detach()
+        assert torch.equal(copied(x), original)
+        with torch.no_grad():
+            for parameter in copied.shared.parameters():
+                parameter.zero_()
+        assert torch.equal(workload.model(x), original)
+        assert not torch.equal(copied(x), original)
+        copied(x).sum().backward()
+    assert all(p.grad is None for p in workload.model.parameters())
+    assert all(p.grad is not None for p in copied.parameters())
+
+
+@contextmanager
+def entered(model: nn.Module, regions: dict[str, Keep]) -> Iterator[None]:
+    with checkpointed(model, regions_of(regions)):
+        yield
+
+
+def test_regions_that_cannot_be_are_refused() -> None:
+    model = transformer().model
+    with pytest.raises(PlanMismatchError, match=r"'blocks\.7'"), entered(model, {"blocks.7": ()}):
+        pass
+    with pytest.raises(PlanError, match=r"'blocks\.0\.mlp' within 'blocks\.0', which keeps"):
+        with entered(model, {"blocks.0.mlp": (), "blocks.0": ("aten.addmm.default#0",)}):
+            pass
+    with checkpointed(model, regions_of({"blocks.0": ()})):
+        with pytest.raises(PlanError, match="already"), entered(model, {"blocks.0": ()}):
+            pass
+        with pytest.raises(PlanError, match="already"), entered(model, {"blocks.0.mlp": ()}):
+            pass
+        with pytest.raises(PlanError, match="already"), entered(model, {"": ()}):
+            pass
+        assert is_checkpointed(model)
+    assert not is_checkpointed(model)
+
+
+def test_names_that_only_begin_alike_are_not_nested() -> None:
+    model = nn.ModuleDict({"layer": nn.Linear(2, 2), "layer1": nn.Linear(2, 2)})
+    with checkpointed(model, regions_of({"layer": (), "layer1": ()})):
+        assert is_checkpointed(model)
+
+
+def test_passes_without_gradients_are_unaffected() -> None:
+    workload = convnet()
+    x = workload.batch["x"]
+    workload.model.eval()
+    before = copy.deepcopy(workload.model.state_dict())
+    with torch.no_grad():
+        plain = workload.model(x)
+        with (
+            checkpointed(workload.model, regions_of({"stages": (), "stem": ("aten.convolution.default#0",)})),
+            Executed() as mode,
+        ):
+            assert torch.equal(workload.model(x), plain)
+        assert mode.counts["aten.convolution.default"] == 5
+        assert torch.equal(workload.model(x), plain)
+    assert not differing(dict(workload.model.state_dict()), dict(before))
+
+
+def test_the_recomputation_runs_under_the_same_autocast() -> None:
+    seen: list[torch.dtype] = []
+    workload = twice()
+    workload.model.between[1].register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    with step_of(workload, precision="bf16-mixed", regions={"between": ()}) as step:
+        step.gradients(workload.batch)
+    assert seen == [torch.bfloat16, torch.bfloat16]

@@ -1,0 +1,166 @@
+"""Captures that a session makes once: the same step, captured again by another test, is what it was.
+
+Most tests of plans, of the command line and of the docs capture steps that others captured before, which takes most of
+their time. A capture is remembered by all that it depends on: the workload with its tensors' values, the levers, the
+device, PyTorch's settings and the states of random number generators. What can't be told from that is captured: steps
+that read their data, and those that hold what can't be pickled. Tests of `tests/capture` and those that change
+something of memfit with `monkeypatch`, or count captures, capture themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import io
+import os
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import cloudpickle
+import msgspec
+import numpy as np
+import torch
+
+from memfit.errors import CaptureError
+from memfit.fake_gpu import shim
+from memfit.ir import codec
+from memfit.ir.trace import Trace
+from memfit.planner import captures
+from memfit.planner.captures import Captures
+from memfit.workload import Workload
+
+_captured, _warm = captures._captured, Captures.__dict__["_warm"].func
+_known: dict[str, Trace] = {}
+
+
+class _Unknown(Exception):
+    """Something that a key can't be made of."""
+
+
+class _Warmed:
+    """Stands for a copy that has made a step, which is made where a capture needs it."""
+
+    def __init__(self, captures: Captures) -> None:
+        self.captures = captures
+
+    @functools.cached_property
+    def workload(self) -> Workload | None:
+        found: Workload | None = _warm(self.captures)
+        return found
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Writes tensors as their forms, and digests of their values."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.storages: dict[int, int] = {}
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Generator):
+            return bytes, (value.get_state().numpy().tobytes(),)
+        if not isinstance(value, torch.Tensor):
+            return super().reducer_override(value)
+        if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
+            raise _Unknown
+        if value._backward_hooks or value.grad_fn is not None or vars(value):
+            raise _Unknown
+        form = (str(value.dtype), tuple(value.shape), value.stride(), value.storage_offset(), value.requires_grad)
+        if value.device.type == "meta":
+            return tuple, ((form, type(value).__name__),)
+        if value.device.type != "cpu":
+            raise _Unknown
+        storage = value.untyped_storage()
+        number = self.storages.setdefault(storage.data_ptr(), len(self.storages))
+        digest = hashlib.sha256(bytes(storage)).hexdigest() if storage.nbytes() < 2**12 else _digest(storage)
+        return tuple, ((form, type(value).__name__, number, digest, value.grad),)
+
+
+def _digest(storage: torch.UntypedStorage) -> str:
+    values = torch.tensor([], dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
+    return hashlib.sha256(values.numpy()).hexdigest()
+
+
+def _settings() -> tuple[Any, ...]:
+    """Return what captures depend on beside their arguments."""
+    kernels = torch.backends.cuda
+    return (
+        torch.get_rng_state().numpy().tobytes(),
+        random.getstate(),
+        np.random.get_state(),
+        torch.get_default_dtype(),
+        torch.get_num_threads(),
+        torch.get_deterministic_debug_mode(),
+        torch.is_grad_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.backends.mkldnn.enabled,  # type: ignore[attr-defined]
+        torch.get_float32_matmul_precision(),
+        (kernels.flash_sdp_enabled(), kernels.mem_efficient_sdp_enabled(), kernels.math_sdp_enabled()),
+    )
+
+
+def _key(workload: Workload, other: list[Any]) -> str | None:
+    """Return a digest of a workload, of PyTorch's settings and of records; None where it can't be pickled."""
+    body = io.BytesIO()
+    loaded = [module for name, module in list(sys.modules.items()) if name.startswith("memfit_workload_")]
+    for module in loaded:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        _Pickler(body).dump((workload, _settings()))
+    except Exception:  # a user's object may raise anything
+        return None
+    finally:
+        for module in loaded:
+            cloudpickle.unregister_pickle_by_value(module)
+    return hashlib.sha256(body.getvalue() + msgspec.json.encode(other)).hexdigest()
+
+
+@contextlib.contextmanager
+def remembered_captures(folder: Path) -> Iterator[None]:
+    """Capture what was not captured before.
+
+    Args:
+        folder: Where the processes of a session share what they captured.
+    """
+
+    def captured(workload: Any, levers: Any, device: Any, data: Any, **options: Any) -> Trace:
+        def made() -> Trace:
+            real = workload.workload if isinstance(workload, _Warmed) else workload
+            if real is None:
+                raise CaptureError("the step fails under fake tensors")
+            return _captured(real, levers, device, data, **options)
+
+        if data.readings or data.policy is not None:
+            return made()
+        named = {name: getattr(value, "__name__", value) for name, value in options.items()}
+        sent = dataclasses.replace(data.workload, batches=None, evaluate=None)
+        here = msgspec.structs.replace(device, usable_bytes=0) if device.kind == "cpu" else device  # what is free now
+        key = _key(sent, [levers, here, named, shim.is_loaded()])
+        if key is None:
+            return made()
+        path = folder / f"{key}.json"
+        if key not in _known and path.exists():
+            _known[key] = codec.read(path, Trace)
+        if key not in _known:
+            trace = made()
+            if data.readings or data.policy is not None:  # it read what it was given
+                return trace
+            _known[key] = trace
+            made_here = path.with_suffix(f".{os.getpid()}")
+            made_here.write_bytes(codec.encode(trace))
+            made_here.rename(path)  # another process may read it
+        return _known[key]
+
+    warm = functools.cached_property(_Warmed)
+    warm.__set_name__(Captures, "_warm")
+    with (
+        mock.patch.object(captures, "_captured", captured),
+        mock.patch.object(Captures, "_warm", warm),
+    ):
+        yield

@@ -1,0 +1,128 @@
+"""The frontier: sorted, and no point beaten by another of its class."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from memfit.ir.plan import NUMERICS, Candidate, Levers, LeverUse, Numerics, Precision
+from memfit.ir.remat import Regions
+from memfit.solver.candidates import options
+from memfit.solver.frontier import SIMPLER_WITHIN, Combination, fastest, frontier
+from memfit.solver.milp import COARSE, FINE, Choice, Solver
+from memfit.solver.problem import build
+from tests.models import plain_trace
+from tests.solver.test_problem import with_workspaces
+
+
+def combination(precision: Precision, microbatches: int, numerics: Numerics) -> Combination:
+    trace = plain_trace("transformer", precision, microbatches, large=True)
+    costs = with_workspaces(trace)
+    regions = Regions(trace)
+    levers = Levers(precision=precision, microbatch_size=8 // microbatches)
+    use = LeverUse(name=numerics, setting="", brief="", numerics=numerics)
+    return Combination(levers, build(regions, costs, options(regions, costs)), lambda _: (use,))
+
+
+@pytest.fixture(scope="module")
+def combinations() -> list[Combination]:
+    return [
+        combination("32-true", 1, "exact"),
+        combination("32-true", 2, "reordered"),
+        combination("bf16-mixed", 1, "reduced"),
+    ]
+
+
+def beaten(points: list[Candidate]) -> list[Candidate]:
+    """Return the points that another of the same or a stricter class beats."""
+    rank = NUMERICS.index
+    return [
+        one
+        for one in points
+        for other in points
+        if other is not one
+        and rank(other.numerics) <= rank(one.numerics)
+        and other.step_seconds <= one.step_seconds
+        and other.peak_bytes <= one.peak_bytes
+    ]
+
+
+def test_no_point_is_beaten_and_all_are_sorted(combinations: list[Combination]) -> None:
+    done: list[tuple[int, int]] = []
+    points = frontier(combinations, 4, lambda *at: done.append(at))
+    assert len(points) >= 5
+    assert {p.numerics for p in points} == {"exact", "reordered", "reduced"}
+    assert not beaten(points)
+    assert all(a.step_seconds <= b.step_seconds for a, b in itertools.pairwise(points))
+    assert all(p.peak_bytes <= p.budget_bytes and p.bound_seconds <= p.step_seconds for p in points)
+    assert done == [(i, 12) for i in range(1, 13)]
+
+
+def test_the_comparison_notices_a_beaten_point(combinations: list[Combination]) -> None:
+    lean = combinations[0]
+    plain = lean.candidate(lean.plain(), 10**12)
+    worse = lean.candidate(lean.solver.leanest(), 10**12)
+    assert not beaten([plain, worse])
+    assert beaten([plain, plain]) == [] and beaten([plain, lean.candidate(lean.plain(), 10**12)])
+
+
+def test_the_fastest_is_within_budget_and_bounds_all(combinations: list[Combination]) -> None:
+    plain = combinations[0].plain()
+    for share in (1.0, 0.8, 0.6):
+        budget = int(plain.peak_bytes * share)
+        chosen = fastest(combinations, budget)
+        each = [c for one in combinations if (c := one.fastest(budget, FINE, 10.0)) is not None]
+        assert chosen is not None and chosen.peak_bytes <= budget
+        best = min(c.step_seconds for c in each)
+        assert chosen.step_seconds <= best * (1 + SIMPLER_WITHIN)
+        assert chosen.bound_seconds <= best
+        assert chosen.status == "feasible" or chosen.step_seconds == best
+
+
+def test_the_lowest_is_the_same_one_whatever_was_solved_before(combinations: list[Combination]) -> None:
+    for c in combinations[:2]:
+        solved = Combination(c.levers, c.problem, c.uses_of)
+        lowest = solved.lowest(10.0)
+        flipped = [lowest.x ^ (np.arange(len(lowest.x)) == i) for i in range(len(lowest.x))]
+        alike = [x for x in flipped if c.problem.peak_bytes(x) == lowest.peak_bytes]
+        assert alike  # others are as low, or this tests nothing
+        solved.solver._found += alike
+        solved.fastest(lowest.peak_bytes, FINE, 2.0)
+        assert np.array_equal(solved.lowest(10.0).x, lowest.x)
+
+
+def test_the_plain_step_wins_where_it_fits(combinations: list[Combination]) -> None:
+    chosen = fastest(combinations[:2], combinations[0].plain().peak_bytes)
+    assert chosen is not None and chosen.levers.regions == () and chosen.numerics == "exact"
+
+
+@pytest.mark.parametrize(("count", "tolerances"), [(1, [FINE]), (2, [COARSE, COARSE, FINE])])
+def test_only_several_combinations_are_solved_coarsely_first(
+    count: int, tolerances: list[float], combinations: list[Combination], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    solved: list[float] = []
+    solving = Solver.fastest
+
+    def noted(solver: Solver, budget_bytes: int, tolerance: float, *others: float) -> Choice | None:
+        solved.append(tolerance)
+        return solving(solver, budget_bytes, tolerance, *others)
+
+    monkeypatch.setattr(Solver, "fastest", noted)
+    monkeypatch.setattr(Solver, "bound", lambda *_: 0.0)  # whatever is found, the others may be faster
+    chosen = fastest(combinations[:count], int(combinations[0].plain().peak_bytes * 0.8))
+    assert chosen is not None and solved == tolerances
+
+
+def test_one_combination_that_only_fractions_fit_has_no_plan(
+    combinations: list[Combination], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Solver, "fastest", lambda *_: None)
+    for count in (1, 2):
+        assert fastest(combinations[:count], combinations[0].plain().peak_bytes) is None
+
+
+def test_nothing_fits_nothing(combinations: list[Combination]) -> None:
+    assert fastest(combinations, 1000) is None
+    assert fastest(combinations[:1], 1000) is None

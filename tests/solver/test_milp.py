@@ -1,0 +1,292 @@
+"""The solver against every feasible choice of small problems."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from time import perf_counter
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from memfit.ir.remat import Regions
+from memfit.solver import milp as module
+from memfit.solver.candidates import options
+from memfit.solver.highs import Solution, minimized
+from memfit.solver.milp import EXACT, Choice, Ints, Solver
+from memfit.solver.problem import Problem, build
+from tests.models import plain_trace
+from tests.solver.test_problem import with_workspaces
+
+MOST_OPTIONS = 11
+
+
+@functools.cache
+def small(name: str, seed: int) -> Problem:
+    """Return a problem of a few options, with random seconds and workspaces."""
+    trace = plain_trace(name, large=True)
+    costs = with_workspaces(trace, seed)
+    regions = Regions(trace)
+    found = options(regions, costs)
+    picked = np.random.default_rng(seed).permutation(len(found))[:MOST_OPTIONS]
+    return build(regions, costs, [found[i] for i in sorted(picked)])
+
+
+@functools.cache
+def every(name: str, seed: int) -> tuple[tuple[int, float], ...]:
+    """Return the peak and seconds of every choice without conflicts."""
+    problem = small(name, seed)
+    found = []
+    for bits in itertools.product((0, 1), repeat=len(problem.options)):
+        x = np.array(bits, np.int64)
+        if legal(problem, x):
+            found.append((int(problem.row_peaks(x).max()), problem.seconds(x)))
+    return tuple(found)
+
+
+def quarter_way(name: str, seed: int) -> int:
+    """Return the peak that a quarter of all peaks are below."""
+    peaks = sorted({peak for peak, _ in every(name, seed)})
+    return peaks[len(peaks) // 4]
+
+
+def legal(problem: Problem, x: Ints) -> bool:
+    return set(x.tolist()) <= {0, 1} and all(sum(x[j] for j in members) <= 1 for members in problem.conflicts)
+
+
+def check(problem: Problem, choice: Choice) -> None:
+    """Check that a choice is legal, and that its figures are those of its options."""
+    assert legal(problem, choice.x)
+    assert choice.peak_bytes == int(problem.row_peaks(choice.x).max())
+    assert choice.seconds == problem.seconds(choice.x)
+
+
+CASES = [(name, seed) for name in ("transformer", "convnet", "unet", "twice") for seed in range(2)]
+
+
+@pytest.mark.parametrize(("name", "seed"), CASES)
+def test_the_fastest_is_the_fastest_of_all(name: str, seed: int) -> None:
+    problem = small(name, seed)
+    solver = Solver(problem)
+    peaks = sorted({peak for peak, _ in every(name, seed)})
+    budgets = [peaks[0] - 1, peaks[0], *peaks[1 : -1 : max(1, len(peaks) // 6)], peaks[-1]]
+    before = np.inf
+    for budget in budgets:
+        best = min((seconds for peak, seconds in every(name, seed) if peak <= budget), default=None)
+        choice = solver.fastest(budget)
+        if best is None:
+            assert choice is None
+            continue
+        assert choice is not None
+        check(problem, choice)
+        assert choice.peak_bytes <= budget
+        assert choice.seconds == pytest.approx(best, rel=2e-4)
+        assert choice.bound <= best * (1 + 1e-9) and choice.bound <= choice.seconds
+        assert choice.seconds <= before * (1 + 2e-4)
+        assert choice.status == "optimal"
+        before = choice.seconds
+
+
+@pytest.mark.parametrize("tolerance", [EXACT, 0.05])
+@pytest.mark.parametrize(("name", "seed"), CASES)
+def test_small_kernels_leave_the_bound_below_every_choice(
+    name: str, seed: int, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_LEAST_KERNEL", 1)
+    problem = small(name, seed)
+    peaks = sorted({peak for peak, _ in every(name, seed)})
+    for budget in (peaks[0], peaks[len(peaks) // 4], peaks[len(peaks) // 2]):
+        best = min(seconds for peak, seconds in every(name, seed) if peak <= budget)
+        choice = Solver(problem).fastest(budget, tolerance)
+        assert choice is not None and choice.peak_bytes <= budget
+        assert choice.bound <= best * (1 + 1e-9) and choice.seconds <= best * (1 + 2 * tolerance)
+
+
+def test_only_the_search_among_a_few_options_has_a_cutoff(monkeypatch: pytest.MonkeyPatch) -> None:
+    searches: list[tuple[int, bool]] = []
+    among = Solver._among
+
+    def noted(solver: Solver, kernel: Ints, goal: Any, rows: Any, cutoff: float, *others: Any) -> Any:
+        searches.append((len(kernel), bool(np.isfinite(cutoff))))
+        return among(solver, kernel, goal, rows, cutoff, *others)
+
+    monkeypatch.setattr(Solver, "_among", noted)
+    monkeypatch.setattr(module, "_LEAST_KERNEL", 1)
+    solver = Solver(small("unet", 0))
+    solver.leanest()  # a choice that fits is known from now on
+    searches.clear()
+    solver.fastest(quarter_way("unet", 0))
+    (few, few_cut), (useful, useful_cut) = searches
+    assert few < useful and few_cut and not useful_cut
+
+
+def test_the_last_search_takes_nothing_slower_than_what_was_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    budget = quarter_way("unet", 0)
+    solver = Solver(small("unet", 0))
+    leanest, known = solver.leanest(), solver.fastest(budget)
+    assert known is not None and leanest.peak_bytes <= budget and leanest.seconds > 1.01 * known.seconds
+    searches: list[int] = []
+
+    def slow(_: Solver, kernel: Ints, *__: Any) -> Any:
+        searches.append(len(kernel))
+        return leanest.x, -np.inf
+
+    monkeypatch.setattr(Solver, "_among", slow)
+    again = solver.fastest(budget)
+    assert searches and again is not None
+    assert again.seconds == known.seconds and again.bound < again.seconds
+
+
+@pytest.mark.parametrize(("name", "seed"), CASES)
+def test_the_leanest_is_the_leanest_of_all(name: str, seed: int) -> None:
+    problem = small(name, seed)
+    choice = Solver(problem).leanest()
+    lowest = min(peak for peak, _ in every(name, seed))
+    check(problem, choice)
+    assert lowest <= choice.peak_bytes <= lowest + 2048
+    assert choice.bound <= lowest
+    assert choice.status == "optimal"
+
+
+@pytest.mark.parametrize(("name", "seed"), CASES)
+def test_what_keeps_least_keeps_least_of_all_that_are_leanest(name: str, seed: int) -> None:
+    problem = small(name, seed)
+
+    def kept(x: Ints) -> int:
+        return int((problem.base + np.concatenate([x, problem.kept(x)]) @ problem.columns).sum())
+
+    solver = Solver(problem)
+    choice, lowest = solver.least_kept(), solver.leanest()
+    check(problem, choice)
+    assert choice.peak_bytes <= lowest.peak_bytes
+    every_x = (np.array(bits, np.int64) for bits in itertools.product((0, 1), repeat=len(problem.options)))
+    leanest = [kept(x) for x in every_x if legal(problem, x) and problem.peak_bytes(x) <= lowest.peak_bytes]
+    assert kept(choice.x) <= min(leanest) * 1.001
+
+
+def test_time_never_grows_with_the_budget() -> None:
+    trace = plain_trace("unet", "bf16-mixed", 2, large=True)
+    costs = with_workspaces(trace)
+    problem = build(Regions(trace), costs, options(Regions(trace), costs))
+    solver = Solver(problem)
+    low, high = solver.leanest().peak_bytes, int(problem.row_peaks(np.zeros(len(problem.options), np.int64)).max())
+    seconds = [c.seconds for b in np.linspace(low, high, 9) if (c := solver.fastest(int(b))) is not None]
+    assert len(seconds) >= 8
+    assert all(later <= earlier * (1 + 2e-4) for earlier, later in itertools.pairwise(seconds))
+    assert seconds[-1] == problem.plain_seconds
+
+
+def test_a_budget_above_the_plain_peak_costs_nothing() -> None:
+    problem = small("convnet", 0)
+    choice = Solver(problem).fastest(10**12)
+    assert choice is not None and not choice.x.any() and choice.seconds == problem.plain_seconds == choice.bound
+
+
+@pytest.mark.parametrize("limit", [0.0, 1e-9, 0.02])
+def test_a_short_time_limit_gives_a_legal_choice_or_none(limit: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LEAST_SECONDS", limit)
+    trace = plain_trace("unet", "bf16-mixed", 2, large=True)
+    costs = with_workspaces(trace)
+    problem = build(Regions(trace), costs, options(Regions(trace), costs))
+    solver = Solver(problem)
+    plain = int(problem.row_peaks(np.zeros(len(problem.options), np.int64)).max())
+    for budget in (plain // 10, plain // 2, plain * 3 // 4, plain):
+        choice = solver.fastest(budget, time_limit_seconds=limit)
+        if choice is not None:
+            check(problem, choice)
+            assert choice.peak_bytes <= budget and choice.bound <= choice.seconds
+    leanest = solver.leanest(limit)
+    check(problem, leanest)
+    assert leanest.bound <= leanest.peak_bytes
+
+
+def test_on_a_busy_machine_the_solver_gets_longer_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float] = []
+
+    def noted(*arguments: Any, time_limit_seconds: float, **others: Any) -> Solution:
+        limits.append(time_limit_seconds)
+        return minimized(*arguments, time_limit_seconds=time_limit_seconds, **others)
+
+    monkeypatch.setattr(module, "minimized", noted)
+    monkeypatch.setattr(module, "thread_time", lambda: perf_counter() / 3)  # a third of the machine
+    trace = plain_trace("transformer", large=True)
+    costs = with_workspaces(trace)
+    problem = build(Regions(trace), costs, options(Regions(trace), costs))
+    plain = int(problem.row_peaks(np.zeros(len(problem.options), np.int64)).max())
+    assert Solver(problem).fastest(plain * 3 // 4, time_limit_seconds=10.0) is not None
+    assert limits and 10.0 < max(limits) <= 3.01 * 10.0
+
+
+def test_the_leanest_without_time_is_the_best_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = plain_trace("transformer", large=True)
+    costs = with_workspaces(trace)
+    problem = build(Regions(trace), costs, options(Regions(trace), costs))
+    solver = Solver(problem)
+    monkeypatch.setattr(module, "minimized", lambda *_, **__: Solution("stopped"))
+    leanest = solver.leanest()
+    check(problem, leanest)
+    whole = {o.modules[0]: i for i, o in enumerate(problem.options) if o.is_whole}
+    blocks = {fqn: i for fqn, i in whole.items() if fqn.rpartition(".")[2].isdigit()}
+    outermost = [i for fqn, i in blocks.items() if not any(fqn.startswith(f"{other}.") for other in blocks)]
+    x = np.zeros(len(problem.options), np.int64)
+    x[outermost] = 1
+    states = 2 * 5056  # what the modules beside the blocks keep of the generator's state
+    assert leanest.peak_bytes <= int(problem.row_peaks(x).max()) + states < int(problem.row_peaks(0 * x).max())
+    assert leanest.status == "feasible" and leanest.bound == 0
+    within = solver.fastest(leanest.peak_bytes)
+    assert within is not None and within.status == "feasible"
+    check(problem, within)
+    assert problem.plain_seconds == within.bound <= within.seconds and within.peak_bytes <= leanest.peak_bytes
+    assert solver.fastest(leanest.peak_bytes - 1) is None
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_host_s_budget_is_kept(seed: int) -> None:
+    """The fastest and the leanest of every choice, where the host has no room for options, some, and enough."""
+    trace = plain_trace("transformer", large=True)
+    costs = msgspec.structs.replace(with_workspaces(trace, seed), link_bytes_per_second=1e12)
+    regions = Regions(trace)
+    blocks = [o for o in options(regions, costs, offload=True) if o.modules in (("blocks.0",), ("blocks.1",))]
+    chosen = [o for o in blocks if o.transfers and len(o.regions[0].keep) in (0, 3)]
+    found = [np.array(bits, np.int64) for bits in itertools.product((0, 1), repeat=len(chosen))]
+    lowest = []
+    for host in (0, min(o.host_bytes for o in chosen), 2**40):
+        problem = build(regions, costs, chosen, host)
+        fitting = [x for x in found if legal(problem, x) and int(problem.host_bytes @ x) <= host]
+        peaks = [problem.peak_bytes(x) for x in fitting]
+        budget = (problem.peak_bytes(0 * found[0]) + min(peaks)) // 2
+        best = min(problem.seconds(x) for x, peak in zip(fitting, peaks, strict=True) if peak <= budget)
+        solver = Solver(problem)
+        choice, leanest = solver.fastest(budget), solver.leanest()
+        assert choice is not None and choice.seconds == pytest.approx(best, rel=2e-4)
+        assert leanest.peak_bytes <= min(peaks) * 1.003
+        for one in (choice, leanest):
+            check(problem, one)
+            assert int(problem.host_bytes @ one.x) <= host
+        lowest.append(min(peaks))
+    assert lowest[0] > lowest[1] >= lowest[2]
+
+
+def test_no_options_leave_the_plain_step() -> None:
+    trace = plain_trace("twice")
+    problem = build(Regions(trace), with_workspaces(trace), [])
+    plain = int(problem.row_peaks(np.zeros(0, np.int64)).max())
+    solver = Solver(problem)
+    assert solver.leanest().peak_bytes == plain
+    choice = solver.fastest(plain)
+    assert choice is not None and choice.seconds == problem.plain_seconds
+    assert solver.fastest(plain - 1) is None
+
+
+def test_the_leanest_is_solved_again_where_there_is_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = small("transformer", 0)
+    solver = Solver(problem)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "minimized", lambda *_, **__: Solution("stopped"))
+        assert solver.leanest(0.5).status == "feasible"
+    assert solver.leanest(0.5).status == "feasible"  # no more time than before
+    found = solver.leanest(5.0)
+    assert found.status == "optimal"
+    assert found.peak_bytes == min(peak for peak, _ in every("transformer", 0))

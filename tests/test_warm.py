@@ -1,0 +1,50 @@
+"""Forks of a warm process end, print and start as processes of their own do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from memfit.fake_gpu import shim
+from tests import warm
+
+PROGRAMS = {
+    "ends": "import sys\nprint('out')\nprint('err', file=sys.stderr)\nsys.exit(7)",
+    "says why it ends": "raise SystemExit('no such dataset')",
+    "raises": "def f():\n    return {}['missing']\nf()",
+    "runs at its end": "import atexit\natexit.register(print, 'last')\nprint('first', end=' ')",
+    "shows where it is": "import os, sys\nprint(os.getcwd(), sys.argv, os.environ['GIVEN'], __name__)",
+    "draws": "import torch\ntorch.manual_seed(3)\nprint(torch.rand(2).tolist())",
+    "warns": "import warnings\nwarnings.warn('of mine')",
+    "is stopped": "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)",
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_fork_does_what_a_process_of_its_own_does(name: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "GIVEN": "é", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    line = ["-c", PROGRAMS[name], "one", "two"]
+    cold = subprocess.run([sys.executable, *line], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    forked = warm.run(line, cwd=tmp_path, env=environment)
+    assert (forked.returncode, forked.stdout, forked.stderr) == (cold.returncode, cold.stdout, cold.stderr)
+    assert (cold.returncode == -signal.SIGTERM) == (name == "is stopped")
+
+
+def test_one_fork_leaves_nothing_to_the_next() -> None:
+    program = "import sys, torch\nprint(hasattr(torch, 'mark'), torch.get_default_dtype())\ntorch.mark = 1\n"
+    program += "torch.set_default_dtype(torch.float64)"
+    assert [warm.run(["-c", program]).stdout for _ in range(2)] == ["False torch.float32\n"] * 2
+
+
+@pytest.mark.skipif(shim.why_not() is not None, reason="fake CUDA tensors can't be had here")
+@pytest.mark.skipif(shim.has_gpu(), reason="a GPU is here, on which nothing is faked")
+def test_fake_cuda_is_in_forks_of_its_own_server_only() -> None:
+    program = "import torch\nfrom memfit.fake_gpu import shim\nprint(shim.is_loaded(), torch.cuda.is_available())"
+    lines = [warm.command("-c", program, kind=kind) for kind in ("cpu", "cuda")]
+    found = [subprocess.run(line, capture_output=True, text=True, check=True).stdout for line in lines]
+    assert found[0] == "False False\n" and found[1].startswith("True ")

@@ -1,0 +1,135 @@
+"""What a run takes of the host's memory is counted before it begins, and watched while it runs."""
+
+from __future__ import annotations
+
+import json
+import mmap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+import memfit
+from memfit.errors import BudgetError, MemoryLimitError
+from memfit.ir.plan import Plan
+from memfit.ir.remat import Region
+from memfit.levers.stack import host_bytes_of
+from memfit.training.guards import host_memory
+from memfit.training.guards.host_memory import HostWatch, check_host, checkpoint_bytes, host_needs
+from memfit.training.step import Step
+from memfit.workload import tensors_of
+from tests.models import BUILDERS
+
+GIB = 2**30
+
+
+def plan_of(workload: memfit.Workload) -> Plan:
+    return memfit.plan(workload, budget="90%", numerics="exact", precisions=["32-true"], points=1)
+
+
+def free(monkeypatch: pytest.MonkeyPatch, *counts: int) -> None:
+    """Let the host have so much left, one look after the other."""
+    left = list(counts)
+    monkeypatch.setattr(host_memory, "free_bytes", lambda: left.pop(0) if len(left) > 1 else left[0])
+
+
+def test_what_a_run_needs_is_what_is_not_there_yet() -> None:
+    workload = BUILDERS["convnet"]()
+    plan = plan_of(workload)
+    batch_bytes = sum(t.nbytes for t in tensors_of(workload.batch))
+    buffers = sum(b.nbytes for b in workload.model.buffers())
+    there = sum(p.nbytes for p in workload.model.parameters()) + buffers + batch_bytes
+    assert host_needs(plan, workload, {}, prefetch_batches=3, recover=True) == {
+        "steps of the plan": plan.predicted.peak_upper_bytes - there,
+        "prefetch_batches=3": 4 * batch_bytes,
+        "recover=True": buffers,
+    }
+    before = host_needs(plan, workload, {})["steps of the plan"]
+    Step(workload)(workload.batch)
+    state = sum(t.nbytes for values in workload.optimizer.state.values() for t in tensors_of(values))
+    assert host_needs(plan, workload, {}) == {"steps of the plan": before - state} and state > 0
+
+
+def test_offloaded_activations_and_what_checkpoints_copy_count() -> None:
+    workload = BUILDERS["transformer"]()
+    plan = plan_of(workload)
+    levers = replace(plan.levers, regions=(Region(("blocks.0",), offload=True),))
+    offloading = replace(plan, levers=levers, host_budget_bytes=5 * GIB)
+    assert host_needs(offloading, workload, host_bytes_of(offloading))["activation offload"] == 5 * GIB
+    assert host_bytes_of(replace(plan, host_budget_bytes=GIB)) == {}
+    assert checkpoint_bytes(workload) == 0  # contiguous tensors on the host are written as they are
+    model = torch.nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    turned = memfit.Workload(
+        model, torch.zeros(1, 4, 8, 8), BUILDERS["convnet"]().loss_fn, torch.optim.SGD(model.parameters())
+    )
+    assert checkpoint_bytes(turned) == model.weight.nbytes
+
+
+def test_a_run_that_needs_too_much_is_refused_by_argument_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workload = BUILDERS["transformer"]()
+    plan, out = plan_of(workload), tmp_path / "run"
+    with pytest.raises(
+        BudgetError, match=r"beyond what.*steps of the plan: .*prefetch_batches=8.*host_budget=1000 allows"
+    ):
+        memfit.train(plan, workload, out=out, steps=1, prefetch_batches=8, host_budget=1000)
+    free(monkeypatch, 2000)
+    with pytest.raises(BudgetError, match=r"the host has 2\.0 KiB left, control groups counted"):
+        memfit.train(plan, workload, out=out, steps=1, host_budget="1GiB")
+    with pytest.raises(BudgetError, match="host_budget='much'"):
+        memfit.train(plan, workload, out=out, steps=1, host_budget="much")
+    assert not out.exists() and workload.optimizer.state == {}
+    levers = replace(plan.levers, regions=(Region(("blocks.0",), offload=True),))
+    with pytest.raises(BudgetError, match="activation offload: 1.0 GiB"):
+        memfit.apply(replace(plan, levers=levers, host_budget_bytes=GIB), workload)
+    free(monkeypatch, GIB)
+    check_host({"steps of the plan": GIB}, None)
+    with pytest.raises(BudgetError):
+        check_host({"steps of the plan": GIB, "recover=True": 1}, None)
+
+
+@pytest.mark.parametrize("what", ["the host is full", "the process grows"])
+def test_a_run_that_takes_too_much_stops_with_a_checkpoint_that_is_gone_on_from(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_memory, "CHECK_SECONDS", 0.0)
+    workload, whole = BUILDERS["transformer"](), BUILDERS["transformer"]()
+    plan = plan_of(workload)
+    own, left = [10 * GIB] * 4 + [14 * GIB], [GIB] * 4 + [2**20]
+    options: dict[str, Any] = {"host_budget": "2GiB"} if what == "the process grows" else {}
+    if options:
+        monkeypatch.setattr(host_memory, "own_bytes", lambda: own.pop(0) if len(own) > 1 else own[0])
+    else:
+        free(monkeypatch, *left)
+    torch.manual_seed(0)
+    with pytest.raises(MemoryLimitError, match=r"stops after step 3.*can be resumed") as caught:
+        memfit.train(plan, workload, out=tmp_path / "run", steps=6, **options)
+    assert caught.value.where == "between two steps" and "checkpoint-3" in caught.value.__notes__[0]
+    assert json.loads((tmp_path / "run/run.json").read_text())["status"] == "failed"
+    monkeypatch.undo()
+    resumed = BUILDERS["transformer"]()
+    memfit.train(plan, resumed, out=tmp_path / "run", steps=6, resume=True)
+    torch.manual_seed(0)
+    memfit.train(plan, whole, out=tmp_path / "whole", steps=6)
+    assert all(torch.equal(a, b) for a, b in zip(resumed.model.parameters(), whole.model.parameters(), strict=True))
+
+
+def test_the_host_is_looked_at_once_in_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = []
+    monkeypatch.setattr(host_memory, "free_bytes", lambda: looks.append(1) or GIB)
+    watch = HostWatch(Step(BUILDERS["twice"]()), None)
+    for _ in range(1000):
+        watch.check()
+    assert len(looks) == 1
+
+
+def test_what_the_process_holds_rises_with_what_it_takes() -> None:
+    """Mapped anew: an allocator may have as much left from before, and the process then takes nothing."""
+    with mmap.mmap(-1, 2**26, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as taken:
+        before = host_memory.own_bytes()
+        for page in range(0, len(taken), mmap.PAGESIZE):
+            taken[page] = 1
+        assert 0.9 * len(taken) < host_memory.own_bytes() - before < 1.5 * len(taken)

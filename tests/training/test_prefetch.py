@@ -1,0 +1,197 @@
+"""Batches made ahead: the same ones, in the same order, from the same position, whatever happens in between."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from memfit.errors import UsageError, WorkloadError
+from memfit.training.batches import BatchStream
+from memfit.training.prefetch import Prefetcher, on_device
+from tests.training.test_trainer import BATCH_KINDS, Crash, Run, crash_at
+
+
+class Made(Exception):
+    pass
+
+
+@settings(max_examples=40, deadline=None)
+@given(items=st.integers(0, 8), depth=st.integers(1, 5), taken=st.integers(0, 9))
+def test_items_come_in_order_and_never_too_many_ahead(items: int, depth: int, taken: int) -> None:
+    made: list[int] = []
+
+    def make() -> int:
+        if len(made) == items:
+            raise Made
+        made.append(len(made))
+        return made[-1]
+
+    ahead = Prefetcher(make, depth)
+    for n in range(min(taken, items)):
+        assert ahead.take() == n
+        assert len(made) <= n + 1 + depth
+    if taken > items:
+        with pytest.raises(Made):
+            ahead.take()
+    ahead.stop()
+    count = len(made)
+    assert count <= min(taken, items) + depth and not ahead._thread.is_alive()
+
+
+def test_making_goes_on_while_the_step_runs(cases: SimpleNamespace, tmp_path: Path) -> None:
+    """The loss function of a step waits until the batches after it are made, which inline would never be."""
+    made, batches = [], cases.batches("list")
+
+    class Counted:
+        def __iter__(self) -> Iterator[Any]:
+            for index in range(8):
+                made.append(index)
+                yield batches[index % 6]
+
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        used = trainer.step.steps + 1
+        deadline = time.monotonic() + 30
+        while len(made) < min(used + 2, 8) and used > 1:  # the first two batches are made inline
+            assert time.monotonic() < deadline, "the batches ahead were not made while the step ran"
+            time.sleep(0.001)
+        assert len(made) <= used + 2
+        loss: torch.Tensor = cases.squared_error(model, batch)
+        return loss
+
+    run = Run(cases, tmp_path / "run", batches=Counted(), loss_fn=loss_fn)
+    trainer = run.trainer(prefetch_batches=2)
+    trainer.fit()
+    assert made == list(range(8))
+
+
+@pytest.mark.parametrize("batches", BATCH_KINDS)
+@pytest.mark.parametrize(("every", "at"), [(4, 10), (6, 6), (5, 14)])
+def test_runs_with_batches_made_ahead_end_bitwise_as_others(
+    batches: str, every: int, at: int, cases: SimpleNamespace, tmp_path: Path
+) -> None:
+    whole, broken = (Run(cases, tmp_path / name, batches) for name in ("whole", "broken"))
+    expected = whole.fit(steps=15)
+    options = {"steps": 15, "checkpoint_every": every, "prefetch_batches": 3}
+    with pytest.raises(Crash):
+        broken.fit(**options, on_step=crash_at(at))
+    assert broken.fit(**options, resume=True, seed=7) == expected
+    assert broken.lines == whole.lines
+    assert not [thread for thread in threading.enumerate() if thread.name == "memfit-prefetch"]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_with_workers_resumes_bitwise(workers: int, cases: SimpleNamespace, tmp_path: Path) -> None:
+    """Its workers make batches ahead; the order and the position are the same as without."""
+
+    def loader(workers: int) -> Any:
+        data = TensorDataset(*[torch.cat(column) for column in zip(*cases.batches("list"), strict=True)])
+        return DataLoader(data, 4, shuffle=True, num_workers=workers)
+
+    whole = Run(cases, tmp_path / "whole", batches=loader(0))
+    broken = Run(cases, tmp_path / "broken", batches=loader(workers))
+    expected = whole.fit(steps=9)
+    with pytest.raises(Crash):
+        broken.fit(steps=9, checkpoint_every=4, on_step=crash_at(7))
+    assert broken.fit(steps=9, resume=True, seed=7) == expected
+
+
+def test_the_batches_are_left_where_the_run_ended(cases: SimpleNamespace, tmp_path: Path) -> None:
+    run = Run(cases, tmp_path / "run")
+    trainer = run.trainer(steps=3, prefetch_batches=3)
+    trainer.fit()
+    assert trainer.step.workload.batches.state_dict()["index"] == 3  # type: ignore[union-attr]
+
+
+class Fails:
+    """Batches of which one can't be made, with or without a position of their own."""
+
+    def __init__(self, cases: SimpleNamespace, fails_at: int | None, draws: bool = False) -> None:
+        self.batches, self.fails_at, self.draws = cases.batches("list"), fails_at, draws
+
+    def __iter__(self) -> Iterator[Any]:
+        for index, batch in enumerate(self.batches):
+            if self.draws:
+                torch.rand(2)
+            if index == self.fails_at:
+                raise OSError(5, "Input/output error")
+            yield batch
+
+
+@pytest.mark.parametrize(("prefetch_batches", "draws"), [(0, False), (0, True), (2, False)])
+@pytest.mark.parametrize("fails_at", [0, 1, 4])
+def test_a_batch_that_cannot_be_made_ends_the_run_with_a_checkpoint(
+    prefetch_batches: int, draws: bool, fails_at: int, cases: SimpleNamespace, tmp_path: Path
+) -> None:
+    whole = Run(cases, tmp_path / "whole", batches=Fails(cases, None, draws))
+    broken = Run(cases, tmp_path / "broken", batches=Fails(cases, fails_at, draws))
+    expected = whole.fit(steps=8)
+    with pytest.raises(OSError, match="Input/output error") as caught:
+        broken.fit(steps=8, prefetch_batches=prefetch_batches)
+    assert broken.checkpoints == [f"checkpoint-{fails_at}"] and "goes on from" in caught.value.__notes__[0]
+    broken.changes["batches"] = Fails(cases, None, draws)
+    assert broken.fit(steps=8, prefetch_batches=prefetch_batches, resume=True, seed=4) == expected
+    assert broken.lines == whole.lines
+
+
+def test_batches_that_draw_from_the_global_generators_are_not_made_ahead(
+    cases: SimpleNamespace, tmp_path: Path
+) -> None:
+    whole = Run(cases, tmp_path / "whole", batches=Fails(cases, None, draws=True))
+    broken = Run(cases, tmp_path / "broken", batches=Fails(cases, None, draws=True))
+    expected = whole.fit()
+    with pytest.raises(WorkloadError, match=r"draws from the global.*prefetch_batches=2.*num_workers"):
+        broken.fit(prefetch_batches=2)
+    assert broken.checkpoints == ["checkpoint-1"]
+    assert broken.fit(resume=True, seed=4) == expected
+
+
+@pytest.mark.parametrize(
+    ("prefetch_batches", "workers", "message"),
+    [(-1, 0, "prefetch_batches=-1"), (True, 0, "True"), (2, 1, "num_workers=1")],
+)
+def test_arguments_that_cannot_be(prefetch_batches: int, workers: int, message: str, cases: SimpleNamespace) -> None:
+    loader = DataLoader(TensorDataset(torch.zeros(8, 6), torch.zeros(8, 6)), 4, num_workers=workers)
+    with pytest.raises(UsageError, match=message):
+        BatchStream(cases.workload(batches=loader), prefetch_batches)
+
+
+def test_waiting_for_data_is_measured(cases: SimpleNamespace, tmp_path: Path) -> None:
+    batches = cases.batches("list")
+
+    class Slow:
+        def __iter__(self) -> Iterator[Any]:
+            for batch in batches:
+                time.sleep(0.02)
+                yield batch
+
+    slow, fast = Run(cases, tmp_path / "slow", batches=Slow()), Run(cases, tmp_path / "fast", "list")
+    slow.fit(steps=4)
+    fast.fit(steps=1)
+    assert slow.record.data_share is not None and 0 < slow.record.data_share < 1
+    waited = slow.record.data_share / (1 - slow.record.data_share) * sum(line["seconds"] for line in read(slow.out)[1:])
+    assert waited >= 3 * 0.02 and all(line["data_seconds"] >= 0.02 for line in read(slow.out))
+    assert fast.record.data_share is None
+
+
+def read(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_tensors_are_moved_to_the_device_and_the_rest_is_kept() -> None:
+    batch = {"x": torch.zeros(2), "pair": [torch.ones(3), "name", 4]}
+    moved = on_device(batch, torch.device("meta"))
+    assert moved["x"].device.type == moved["pair"][0].device.type == "meta" and moved["pair"][1:] == ["name", 4]
+    same = on_device(batch, torch.device("cpu"))
+    assert same["x"] is batch["x"] and same["pair"][0] is batch["pair"][0]
