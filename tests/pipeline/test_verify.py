@@ -90,7 +90,7 @@ class TestTampering:
             (lambda p: replace(p, predicted=replace(p.predicted, peak_bytes=p.predicted.peak_bytes // 2)), "predicted"),
             (lambda p: replace(p, levers=replace(p.levers, regions=())), "predicted"),
             (lambda p: replace(p, budget_bytes=p.predicted.peak_bytes // 2), "budget_bytes"),
-            (lambda p: replace(p, levers=replace(p.levers, precision="bf16-mixed")), "classes"),
+            (lambda p: replace(p, levers=replace(p.levers, precision="bf16-mixed")), "uses"),
             (lambda p: replace(p, levers=replace(p.levers, microbatch_size=1)), "exact"),
             (lambda p: replace(p, numerics="reduced"), "numerics"),
             (

@@ -106,6 +106,37 @@ def test_the_probe_finds_every_culprit_and_only_those(what: Any) -> None:
         assert torch.equal(found, plain)
 
 
+TAKEN = {
+    "a number": (lambda self, x: x + self.calls, "aten.add.Tensor#0"),
+    "a tensor": (lambda self, x: x - torch.full((16,), float(self.calls)), "aten.sub.Tensor#0"),
+    "a number by name": (lambda self, x: torch.add(x, x.detach(), alpha=self.calls), "aten.add.Tensor#0"),
+}
+
+
+@pytest.mark.parametrize(("what", "kept"), TAKEN.values(), ids=TAKEN)
+def test_a_kept_output_does_not_hide_that_its_operator_takes_something_else(what: Any, kept: str) -> None:
+    region = Region(("blocks.1.f.2",), (kept,))
+    model = model_with(what)
+    with checkpointed(model, [region]), probing() as differences:
+        step(model)
+    assert "takes other values than before" in str(differences["blocks.1.f.2",])
+    model, raises = model_with(what), pytest.raises(RecomputationError, match="takes other values than before")
+    with checkpointed(model, [region]), checking(), raises:
+        step(model)
+
+
+def test_kept_outputs_of_the_same_arguments_are_reused_in_silence() -> None:
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(16)
+    layers = nn.Linear(16, 16), norm, nn.Dropout(0.5), norm  # called twice: its statistics have moved on
+    kept = "aten.addmm.default#0", "aten.native_batch_norm.default#0", "aten.native_dropout.default#0"
+    for mode in (checking, probing):
+        model = nn.Sequential(*layers)
+        with checkpointed(model, [Region(("",), kept)]), mode() as differences:
+            step(model)
+        assert not differences
+
+
 @pytest.mark.parametrize("what", DRAWS.values(), ids=DRAWS)
 def test_what_is_drawn_from_pythons_and_numpys_generators_is_drawn_again(what: Any) -> None:
     for regions, _ in REGIONS.values():

@@ -351,7 +351,7 @@ class Frame(DroppingHooks):
             stack.enter_context(statistics_untouched(self.normalisations))
             stack.callback(_set_modes, self._inside, [module.training for module in self._inside])
             if self._kept is not None:
-                stack.enter_context(ReusingMode(self._kept))
+                stack.enter_context(ReusingMode(self._kept, self._is_statistic, self._report_values))
             if self._device is not None:
                 stack.enter_context(self._device)
             yield
@@ -376,6 +376,12 @@ class Frame(DroppingHooks):
         if probe.checksum(recomputed) == mismatch.checksum and not self._is_reported:
             self._is_reported = True
             probe.report(RecomputationError(self.modules, mismatch.module, mismatch.how), recomputed.device)
+
+    def _report_values(self, how: str, device: torch.device) -> None:
+        """Report an operator of the recomputation that takes other values, once."""
+        if not self._is_reported:
+            self._is_reported = True
+            probe.report(self._differs(how), device)
 
     def _differs(self, how: str) -> RecomputationError:
         return RecomputationError(self.modules, self.running, how)

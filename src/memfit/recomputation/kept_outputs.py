@@ -20,8 +20,10 @@ from memfit._torch.operators import schema_of
 from memfit._torch.pytree import tree_leaves, tree_map_only
 from memfit._torch.tensors import version_of
 from memfit.ir.remat import Keep
+from memfit.recomputation import probe
 from memfit.recomputation.host_copies import ChangedError, HostCopy, is_worth_moving
 
+_CPU = torch.device("cpu")
 _NEVER = {"aten.detach.default", "prim.device.default"}  # a recomputation runs these a different number of times
 
 
@@ -65,7 +67,7 @@ class KeptOutputs:
         offload: Whether the outputs wait in host memory.
 
     Attributes:
-        outputs: The outputs with the shapes of the operator's arguments, by operator and occurrence.
+        outputs: The outputs with a record of the operator's arguments, by operator and occurrence.
         counts: The number of runs of each operator with kept occurrences.
         offloaded: The outputs in host memory; None where they stay on the device.
     """
@@ -73,7 +75,7 @@ class KeptOutputs:
     def __init__(self, occurrences: KeptOccurrences, offload: bool = False) -> None:
         self.occurrences = occurrences
         self.offloaded: list[HostCopy] | None = [] if offload else None
-        self.outputs: dict[tuple[Any, int], tuple[list[torch.Size], Any]] = {}
+        self.outputs: dict[tuple[Any, int], tuple[_Arguments, Any]] = {}
         self.counts = Counter[Any]()
 
 
@@ -112,8 +114,29 @@ class _KeptTensor:
         return tensor
 
 
-def _shapes(args: Any) -> list[torch.Size]:
-    return [leaf.shape for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+class _Arguments:
+    """The record of an operator's arguments.
+
+    Attributes:
+        shapes: Those of the tensors.
+        values: The numbers among the arguments and the tensors' checksums, where recomputations are probed or checked;
+            otherwise empty. A module that takes its next number at each run has moved on when it is recomputed, and no
+            tensor that autograd saves need tell so where the operator that takes the number is not run again.
+    """
+
+    def __init__(self, args: Any, kwargs: Any, is_statistic: Callable[[torch.Tensor], bool] = lambda _: False) -> None:
+        leaves = tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        self.shapes = [tensor.shape for tensor in tensors]
+        self.values: list[Any] = []
+        if probe.is_active():
+            self.values += [repr(leaf) for leaf in leaves if isinstance(leaf, (int, float, complex))]
+            self.values += [None if is_statistic(tensor) else probe.checksum(tensor) for tensor in tensors]
+
+    def differ_from(self, before: _Arguments) -> bool:
+        """Tell whether values differ from those of the forward pass; running statistics, which it updated, may."""
+        pairs = zip(self.values, before.values, strict=False)
+        return any(now is not None and then is not None and now != then for now, then in pairs)
 
 
 def as_it_is(value: Any) -> Any:
@@ -143,20 +166,32 @@ class KeepingMode(TorchDispatchMode):
             if occurrence in occurrences:
                 pack, unpack = self.hooks
                 items = tree_map_only(torch.Tensor, lambda t: _KeptTensor(t, pack, unpack, self.kept.offloaded), out)
-                self.kept.outputs[func, occurrence] = (_shapes(args), items)
+                self.kept.outputs[func, occurrence] = (_Arguments(args, kwargs), items)
         return out
 
 
 class ReusingMode(TorchDispatchMode):
-    """A dispatch mode that reuses kept outputs while all calls of a pass run again."""
+    """A dispatch mode that reuses kept outputs while all calls of a pass run again.
+
+    Args:
+        kept: The outputs.
+        is_statistic: Tells the running statistics of normalisations.
+        report: Called with a description and a device where an operator would take other values than before.
+    """
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    def __init__(self, kept: KeptOutputs) -> None:
+    def __init__(
+        self,
+        kept: KeptOutputs,
+        is_statistic: Callable[[torch.Tensor], bool],
+        report: Callable[[str, torch.device], None],
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.kept, self.counts = kept, Counter[Any]()
+        self._is_statistic, self._report = is_statistic, report
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         occurrences = self.kept.occurrences.of(func)
@@ -164,9 +199,14 @@ class ReusingMode(TorchDispatchMode):
             occurrence = self.counts[func]
             self.counts[func] += 1
             if (func, occurrence) in self.kept.outputs:
-                shapes, items = self.kept.outputs.pop((func, occurrence))
-                if shapes != _shapes(args):
+                before, items = self.kept.outputs.pop((func, occurrence))
+                arguments = _Arguments(args, kwargs, self._is_statistic)
+                if arguments.shapes != before.shapes:
                     raise RuntimeError(f"{func}, whose output is kept, takes tensors of other shapes than before")
                 with contextlib.suppress(ChangedError):
-                    return tree_map_only(_KeptTensor, _KeptTensor.tensor, items)
+                    out = tree_map_only(_KeptTensor, _KeptTensor.tensor, items)
+                    if arguments.differ_from(before):
+                        device = next((t.device for t in tree_leaves(out) if isinstance(t, torch.Tensor)), _CPU)
+                        self._report(f"{func}, whose output is kept, takes other values than before", device)
+                    return out
         return func(*args, **(kwargs or {}))

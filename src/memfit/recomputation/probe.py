@@ -105,7 +105,12 @@ def _is_workspace(tensor: torch.Tensor) -> bool:
 
 def expected(tensor: torch.Tensor) -> Expected | None:
     """Return the record of a tensor that autograd saves; None where nothing is probed or checked."""
-    return None if _differences is None and not _is_checking else Expected(tensor)
+    return Expected(tensor) if is_active() else None
+
+
+def is_active() -> bool:
+    """Tell whether recomputations are probed or checked."""
+    return _differences is not None or _is_checking
 
 
 def report(error: RecomputationError, device: torch.device) -> None:
