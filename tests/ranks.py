@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -49,3 +51,6 @@ def _rank_main(rank: int, port: int, queue: Any, program: Callable[..., Iterable
             queue.put((rank, result))
     finally:
         dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # on a busy machine, threads of gloo that outlive the group abort a process that ends by itself
