@@ -78,7 +78,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             raise _Unknown
         storage = value.untyped_storage()
         number = self.storages.setdefault(storage.data_ptr(), len(self.storages))
-        digest = hashlib.sha256(bytes(storage)).hexdigest() if storage.nbytes() < 2**12 else _digest(storage)
+        digest = _digest(storage)
         return tuple, ((form, type(value).__name__, number, digest, value.grad),)
 
 

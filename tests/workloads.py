@@ -16,7 +16,7 @@ from memfit.recipes import byte_lm
 
 def tiny() -> Workload:
     """A byte-level GPT that plans and trains in seconds."""
-    return byte_lm(n_layer=3, d_model=64, n_head=4, context=128, batch_size=4, max_bytes=200_000)
+    return byte_lm(n_layer=2, d_model=64, n_head=4, context=128, batch_size=4, max_bytes=200_000)
 
 
 def quick() -> Workload:
@@ -36,7 +36,7 @@ def quick() -> Workload:
 
 def other() -> Workload:
     """The same with another width."""
-    return byte_lm(n_layer=3, d_model=32, n_head=4, context=128, batch_size=4, max_bytes=200_000)
+    return byte_lm(n_layer=2, d_model=32, n_head=4, context=128, batch_size=4, max_bytes=200_000)
 
 
 def not_finite() -> Workload:

@@ -48,7 +48,7 @@ def test_estimate_is_what_is_measured(plain_bytes: int) -> None:
     assert plain_bytes == pytest.approx(step_peak_bytes(tiny(), Levers(microbatch_size=4)), rel=0.02)
 
 
-@pytest.mark.parametrize("share", [0.9, 0.7, 0.5])
+@pytest.mark.parametrize("share", [0.9, 0.7, 0.55])
 @pytest.mark.parametrize("numerics", ["exact", "reordered"])
 def test_planned_step_stays_within_its_budget(plain_bytes: int, share: float, numerics: memfit.Plan) -> None:
     budget = int(share * plain_bytes)
