@@ -50,13 +50,7 @@ def default_op_list() -> Any:
 
 
 def aot_autograd_eager(module: Any, inputs: Any, partition_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a graph module compiled by AOTAutograd to run its operators eagerly, as PyTorch's "aot_eager" does.
-
-    Args:
-        module: The graph module.
-        inputs: Its inputs.
-        partition_fn: Splits the joint graph module into the forward and the backward one.
-    """
+    """Return a graph module compiled by AOTAutograd to run its operators eagerly, as PyTorch's "aot_eager" does."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
     from torch._functorch import config

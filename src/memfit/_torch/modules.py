@@ -54,11 +54,7 @@ def apply_as_its_class(module: nn.Module, fn: Callable[[torch.Tensor], torch.Ten
 
 @contextlib.contextmanager
 def converted_by(replacement: Callable[[Apply], Apply]) -> Iterator[None]:
-    """Replace the method by which all modules convert tensors (`Module.to`, `.half`), until the context is left.
-
-    Args:
-        replacement: Returns the new method, given the present one, which may be another library's.
-    """
+    """Replace the method by which all modules convert tensors (`Module.to`, `.half`), until the context is left."""
     setting: Any = nn.Module
     original: Apply = setting._apply
     setting._apply = replacement(original)

@@ -13,9 +13,6 @@ class CallStates:
     """States of the places that modules read, noted as calls begin and compared before the backward pass.
 
     A call reads the places of its module and of its submodules. Equal states of a place are noted once.
-
-    Args:
-        model: The model.
     """
 
     def __init__(self, model: nn.Module) -> None:

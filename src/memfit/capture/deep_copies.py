@@ -23,9 +23,6 @@ def copied(make: Callable[[], T]) -> T:
 
     Random generators are copied with their states. Locks, open files and the like are shared with the original: objects
     that no protocol copies, that hold no tensors, and that are not used up by reading.
-
-    Args:
-        make: Copies everything anew each time it is called.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(_reduced_by(torch.Generator, _reduced_generator))

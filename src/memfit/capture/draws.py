@@ -90,10 +90,6 @@ def random_output(func: Callable[..., Any], name: Any, args: Any, kwargs: Any, e
     """Return the output of a random operator on the CPU; extreme numbers where it draws evenly.
 
     Args:
-        func: The operator.
-        name: Its packet.
-        args: Its arguments, with real tensors.
-        kwargs: Its keyword arguments, with real tensors.
         extreme: "low" or "high" for the least or greatest numbers; "" for the generator's.
     """
     out = func(*args, **kwargs)

@@ -135,7 +135,6 @@ def real_copy(workload: Workload, device: torch.device | None = None) -> Workloa
     """Return an independent copy of a workload, with storages that were shared still shared.
 
     Args:
-        workload: The workload, with data.
         device: The device of the copy's tensors, but for scalars without gradients (step counters stay on their
             device); None for the tensors' own devices.
     """

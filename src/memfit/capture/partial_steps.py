@@ -82,7 +82,6 @@ def every_microbatch(trace: Trace, may_differ: bool) -> EveryMicrobatch:
     added up, which grow with each microbatch.
 
     Args:
-        trace: The trace of a step with two microbatches.
         may_differ: Whether the others may run other operators than these two.
 
     Raises:

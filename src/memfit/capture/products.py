@@ -188,10 +188,6 @@ def _with_first_zeros(
         gradient: The gradient of the other elements.
         is_between: Whether exactly one zero is at or before the element; is written to.
         zeros: The number of zeros at or before the element.
-        grad: The gradient of the result.
-        given: The factors.
-        result: Their cumulative product.
-        dim: The dimension of the lines.
     """
     first = is_between.max(dim, keepdim=True)[1]
     is_first = torch.zeros_like(is_between).scatter_(dim, first, 1).logical_and_(is_between)

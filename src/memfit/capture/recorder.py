@@ -363,12 +363,7 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def dropping(self, kept: Sequence[bool]) -> Iterator[None]:
-        """Have autograd save nothing, as under activation checkpointing.
-
-        Args:
-            kept: For each tensor that autograd saves, in order, whether it is saved all the same; tensors after the
-                last one are dropped.
-        """
+        """Have autograd save only the tensors that `kept`, in their order, names: as under activation checkpointing."""
         decisions = iter(kept)
 
         def pack(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -451,12 +446,7 @@ def _hooks(
 ) -> Iterator[None]:
     """Set hooks of saved tensors, until the context is left, except within transforms of `torch.func`.
 
-    Transforms refuse hooks: there, saved tensors show by the deaths of their storages.
-
-    Args:
-        pack: Called with each saved tensor.
-        unpack: Called with the result of `pack`.
-        on_refusal: Called where a transform runs.
+    Transforms refuse hooks: `on_refusal` is called, and saved tensors show by the deaths of their storages.
     """
     refuse = graph.disable_saved_tensors_hooks
 

@@ -29,11 +29,7 @@ _LIMIT_BYTES = 2**31  # size of the real tensors made for one operator
 
 
 class SparseOperators:
-    """Operators on sparse COO tensors of one fake tensor mode.
-
-    Args:
-        values: The values known under the mode.
-    """
+    """Operators on sparse COO tensors of one fake tensor mode."""
 
     def __init__(self, values: KnownValues) -> None:
         self.values = values

@@ -79,8 +79,6 @@ def capture(
     numbers runs again for each other course (`capture.control_flow`).
 
     Args:
-        workload: The user's workload.
-        build: Makes the step from a copy of it.
         precision: The precision that the trace names.
         microbatch_size: Samples in a microbatch; None for the whole batch.
         device: The device that the copy runs on; None for the CPU. A GPU needs fake CUDA in this process
@@ -114,11 +112,6 @@ def capture(
 
 def warmed(workload: Workload, build: BuildStep, *, device: Device | None = None) -> Workload:
     """Return a copy under fake tensors that has run its first step, for captures that then run one step each.
-
-    Args:
-        workload: The user's workload.
-        build: Makes the step from a copy of it.
-        device: The device of the captures.
 
     Raises:
         CaptureError: The step can't be run under fake tensors, or leaves garbage, which each capture must see.

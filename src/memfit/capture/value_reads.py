@@ -279,8 +279,6 @@ class Policy:
         """Return an answer to `item()`.
 
         Args:
-            site: The line that reads.
-            dtype: The tensor's dtype.
             neutral: Whether the reading is of a check, known by its operator, which passes where it reads true.
         """
         high = (self.is_high != (site in self.flipped)) != neutral
@@ -330,13 +328,7 @@ class Replay:
         return None if read is None else read.answer
 
     def number(self, tensor: torch.Tensor, dtype: torch.dtype, neutral: bool = False) -> Number:
-        """Return the answer to `item()`, or to another operator that returns a number.
-
-        Args:
-            tensor: The tensor that it reads.
-            dtype: The number's dtype.
-            neutral: See `Policy.number`.
-        """
+        """Return the answer to `item()`, or to another operator that returns a number; see `Policy.number`."""
         site, is_ours = reading_site()
         if is_ours:
             return Policy().number(None, dtype, neutral)
@@ -395,11 +387,7 @@ class Replay:
 
     @contextlib.contextmanager
     def arrays(self, value_of: Callable[[torch.Tensor], torch.Tensor | None]) -> Iterator[None]:
-        """Answer `numpy()` and `tolist()` too, until the context is left.
-
-        Args:
-            value_of: Returns a tensor's known values, or None.
-        """
+        """Answer `numpy()` and `tolist()` too, where `value_of` knows no values, until the context is left."""
 
         def array_of(tensor: torch.Tensor) -> torch.Tensor:
             known = value_of(tensor)

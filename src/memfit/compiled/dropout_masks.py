@@ -23,7 +23,6 @@ def hold_masks_as_bytes(graph: fx.Graph, mark: Callable[[fx.Node], None]) -> Non
     """Store dropout masks on a CPU as bytes.
 
     Args:
-        graph: A joint graph, which is changed; its nodes hold their fake tensors in `meta["val"]`.
         mark: Called with each mask in bytes. It must be kept, not recomputed: the random numbers that it is compared
             from take four times as much memory.
     """

@@ -48,35 +48,21 @@ def rematerialize(
     """Make the backward nodes of a joint graph recompute regions of its forward pass.
 
     Args:
-        graph: The graph, which is changed.
         regions: The regions, innermost first.
-        storages: The storages of each node's outputs.
-        backward: The backward nodes, in order.
         mark: Called with each copy, the backward node that it is made for, and the modules of its region.
     """
     _Rewriter(graph, regions, storages, backward, mark).rewrite()
 
 
 def split(module: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Return the forward and the backward graph module of a joint one, by its nodes' tags.
-
-    Args:
-        module: The joint graph module.
-        forward_outputs: The number of its outputs that the forward pass returns.
-    """
+    """Return the forward and the backward graph module of a joint one, by its nodes' tags."""
     module.graph.eliminate_dead_code()
     module.recompile()
     return default_partition(module, forward_outputs)
 
 
 def compute_for_each(node: fx.Node, computed: Set[fx.Node], mark: Callable[[fx.Node], None]) -> None:
-    """Give each user of a node but the first its own copy of the node and of the nodes that it is computed from.
-
-    Args:
-        node: The node.
-        computed: The nodes to copy, the node itself included.
-        mark: Called with each copy.
-    """
+    """Give each user of a node but the first its own copy of the node and of the nodes that it is computed from."""
     graph = node.graph
     ordered = [original for original in graph.nodes if original in computed]
     for user in list(node.users)[1:]:

@@ -53,16 +53,14 @@ _MEASURING = 4  # version of the measurement, in the cache's name
 
 Clock = Callable[[], float]
 Progress = Callable[[int, int], None]
+"""Called with the number of runs done, and of all runs."""
 
 
 def calibrate(traces: Iterable[Trace], progress: Progress | None = None) -> CostTable:
     """Return the costs of the operators of some traces on this machine's CPU.
 
-    The error bar is wider where an operator could not be run, so that its workspace is unknown.
-
-    Args:
-        traces: The traces, whose distinct operator calls are measured, unless the cache has them.
-        progress: Called with the number of runs done, and of all runs.
+    Distinct calls that the cache lacks are measured. The error bar is wider where an operator could not be run, so
+    that its workspace is unknown.
     """
     path = cache_path()
     table = _cached(path)
@@ -129,8 +127,6 @@ def measure(
     """Return the cost of each operator call: its least time, and its workspace.
 
     Args:
-        signatures: The calls.
-        progress: Called with the number of runs done, and of all runs: each call is run first, and timed later.
         uses: The number of each call's runs in a step, of which those with a small share are timed coarsely. None times
             all calls well.
     """
@@ -156,15 +152,7 @@ class _FirstRun(NamedTuple):
 def _precise_seconds(
     coarse: Mapping[str, float], times: Mapping[str, int], share: float, progress: Progress | None, count: int
 ) -> dict[str, float]:
-    """Return the least times of the calls that take the most of a step, until the time limit.
-
-    Args:
-        coarse: The times of all calls that could be run, from one or two runs of each.
-        times: The number of each call's runs in a step.
-        share: The share of the step's time below which calls are left out.
-        progress: Called with the number of runs done, and of all runs.
-        count: The number of calls.
-    """
+    """Return the least times of the calls that take a share of a step, longest first, until the time limit."""
     seconds_of: dict[str, float] = {}
     ends = time.perf_counter() + _LIMIT_SECONDS
     evicting = torch.zeros(_CACHE_BYTES, dtype=torch.uint8)
@@ -200,11 +188,7 @@ def _coarse_seconds(text: str, first_seconds: float) -> float:
 
 
 def missing_kernel(text: str) -> str | None:
-    """Return PyTorch's error for a call without a kernel on this machine; None for other errors or none.
-
-    Args:
-        text: The call's signature.
-    """
+    """Return PyTorch's error for a call without a kernel on this machine; None for other errors or none."""
     try:
         func, args, kwargs = rebuild(text, "cpu")
         with torch.no_grad():
@@ -291,10 +275,6 @@ def _least_seconds(text: str, evicting: torch.Tensor) -> float:
     """Return the least time of several runs of a call: other programs only add to it.
 
     Before each, the arguments are evicted from the caches where that matters.
-
-    Args:
-        text: The call's signature.
-        evicting: The tensor that is written to evict others from the caches.
     """
     func, args, kwargs = rebuild(text, "cpu")
     given = sum(storage.nbytes() for storage in _storages((args, kwargs)))
@@ -309,12 +289,7 @@ def _least_seconds(text: str, evicting: torch.Tensor) -> float:
 
 
 def _least(run: Callable[[], float], runs: int) -> float:
-    """Return the least of a few times, confirmed by another one.
-
-    Args:
-        run: Runs the call and returns its time.
-        runs: The number of short runs; up to twice as many where none confirms the least.
-    """
+    """Return the least of some times, confirmed by another one; twice as many are taken where none confirms it."""
     times: list[float] = []
     while len(times) < 2 * runs:
         times.append(run())
@@ -325,14 +300,7 @@ def _least(run: Callable[[], float], runs: int) -> float:
 
 
 def _cold_seconds(call: Callable[[], Any], alike: Callable[[], Any], evicting: torch.Tensor, clock: Clock) -> float:
-    """Return the time of a call whose arguments are in no cache, but whose code is, as in a step.
-
-    Args:
-        call: The call.
-        alike: The same call on other arguments.
-        evicting: The tensor that is written to evict others from the caches.
-        clock: The clock.
-    """
+    """Return the time of a call whose arguments are in no cache, but whose code is, from a call alike, as in a step."""
     evicting.fill_(1)
     held = alike()  # held, since the call would reuse its memory, which is in the caches
     clock()  # brings the clock's code into the caches

@@ -29,13 +29,7 @@ _SECTOR_BYTES = 32  # the least that a GPU reads at once
 
 
 def traffic_bytes(name: str, signature: str, work: Work) -> int:
-    """Return the bytes read and written by a call.
-
-    Args:
-        name: The operator's overload.
-        signature: The call's signature.
-        work: The call's work, with the bytes that its arguments and outputs cover.
-    """
+    """Return the bytes read and written by a call."""
     return _read_bytes(base_name(name), signature, work) + work.write_bytes
 
 

@@ -22,11 +22,7 @@ Rule = Callable[[str, Arguments, Work, Device], int]
 def workspace_bytes(name: str, signature: str, work: Work, device: Device) -> int:
     """Return a call's workspace: the peak of the bytes that it allocates beyond its outputs.
 
-    Args:
-        name: The operator's overload.
-        signature: The call's signature.
-        work: The call's work.
-        device: The device; the result is 0 for CPUs, whose operators are measured.
+    It is 0 for CPUs, whose operators are measured.
     """
     rule = _RULES.get(base_name(name))
     if rule is None or device.kind != "cuda" or not work.kernel:

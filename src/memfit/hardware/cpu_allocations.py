@@ -33,10 +33,7 @@ class PeakMeter:
 def allocated(but_in: str = "") -> Iterator[PeakMeter]:
     """Measure the peak of PyTorch's CPU allocations, buffers inside operators included.
 
-    Frees of earlier allocations are not counted.
-
-    Args:
-        but_in: Name of `torch.profiler.record_function` blocks whose peaks don't count; "" for none.
+    Not counted are frees of earlier allocations, and peaks in `torch.profiler.record_function` blocks named `but_in`.
     """
     meter = PeakMeter()
     gc.collect()

@@ -84,12 +84,8 @@ def present_gpu(
     """Return a GPU of this machine, with the catalogue's rates for its product.
 
     Args:
-        index: Its index in PyTorch.
         properties: The result of `torch.cuda.get_device_properties`.
-        vendor: The vendor of PyTorch's build.
         free_bytes: Memory that PyTorch's allocator can take now.
-        total_bytes: Its total memory.
-        known: The catalogue.
     """
     capability = (properties.major, properties.minor) if vendor == "nvidia" else None
     seen: dict[str, Any] = {

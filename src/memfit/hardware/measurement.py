@@ -42,6 +42,7 @@ _CHAIN = 8
 _DISPATCHES = 500
 
 Progress = Callable[[str, int, int], None]
+"""Called with the stage, and the measurements done and in all."""
 _Measured = tuple[str, str, Callable[[], float]]
 
 
@@ -50,11 +51,7 @@ def _silent(stage: str, done: int, total: int) -> None:
 
 
 def probe_all(progress: Progress = _silent) -> list[Device]:
-    """Measure this machine's CPU and GPUs, one GPU of each product.
-
-    Args:
-        progress: Called with the stage, and the measurements done and in all.
-    """
+    """Measure this machine's CPU and GPUs, one GPU of each product."""
     products: dict[tuple[str, str], Device] = {}
     for device in devices():
         products.setdefault((device.kind, device.description), device)
@@ -62,12 +59,7 @@ def probe_all(progress: Progress = _silent) -> list[Device]:
 
 
 def probe(device: Device, progress: Progress = _silent) -> Device:
-    """Return a device of this machine with measured figures, under a name for the catalogue.
-
-    Args:
-        device: One of `devices()`.
-        progress: Called with the stage, and the measurements done and in all.
-    """
+    """Return a device of this machine with measured figures, under a name for the catalogue."""
     at = torch.device(device.name)
     figures: dict[str, Any] = {"launch_seconds": _rounded(_launch_seconds(at))}
     if at.type == "cpu":
@@ -219,11 +211,7 @@ def _cpu_cache_bytes() -> int:
 
 
 def keep(devices: list[Device], path: Path | None = None) -> Path:
-    """Write devices to a file of devices, replacing their entries of earlier probes; other entries stay.
-
-    Args:
-        devices: The devices.
-        path: The file; the user's by default.
+    """Write devices to a file of devices, the user's by default; earlier probes' entries are replaced, others stay.
 
     Raises:
         UsageError: The file is invalid, or has an entry of the same name that no probe wrote.

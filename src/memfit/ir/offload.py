@@ -95,15 +95,7 @@ def stall_seconds(
     region: RegionCall,
     moved: Sequence[Transfer],
 ) -> float:
-    """Return how long one run of a region call waits for transfers that the computation does not hide.
-
-    Args:
-        regions: The regions of the trace.
-        costs: Costs with the link's rate.
-        seconds: Seconds of each operator of the trace.
-        region: The region call.
-        moved: Its transfers.
-    """
+    """Return how long one run of a region call waits for transfers that the computation does not hide."""
     total = fetch_stall_seconds(regions, costs, seconds, region, moved)
     for call in region.calls:
         hidden = seconds[regions.trace.calls[call].start : regions.trace.calls[call].end].sum()

@@ -69,8 +69,6 @@ def throughput(
 
     Args:
         trace: The step as it runs, recomputation included.
-        costs: Costs of its operators.
-        device: The device, for the peak rates.
         step_seconds: Predicted time of the step; None to add up its operators.
         tokens_per_sample: Tokens in a sample; None without tokens.
         matmul: Whether float32 products may use TF32.

@@ -120,11 +120,6 @@ def worthwhile(workload: Workload, trace: Trace, peak_bytes: int) -> Chunks | No
 
     A chunk has so many rows that its logits, and the probabilities made of them, take together what the gradient of
     the head's weight takes, which is there beside them.
-
-    Args:
-        workload: The workload.
-        trace: Its step, with the loss whole.
-        peak_bytes: The peak of that.
     """
     logits = max(_whole_logits(trace), key=lambda found: found.nbytes, default=None)
     if logits is None or logits.nbytes < LEAST_SHARE * peak_bytes or is_compiled(workload):

@@ -35,12 +35,6 @@ def check_combination(
 ) -> None:
     """Refuse levers that don't go together, or not with a workload or a device.
 
-    Args:
-        levers: The levers.
-        workload: The workload.
-        device: Where they are to run; None for any.
-        allowed: The numerics class that the user allows.
-
     Raises:
         PlanError: They are in the table of conflicts.
     """

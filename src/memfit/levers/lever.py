@@ -135,7 +135,6 @@ class Lever(ABC):
         """Return its numerics class.
 
         Args:
-            levers: The levers, which use it.
             couples_batch: Whether the samples of a batch are coupled, by the model or by the loss.
         """
         return "exact"
@@ -175,12 +174,7 @@ class Lever(ABC):
 
     @contextlib.contextmanager
     def apply(self, levers: Levers, running: Running) -> Iterator[Running]:
-        """Put it on a step that is being made, until the context is left.
-
-        Args:
-            levers: The levers, which use it.
-            running: The step so far.
-        """
+        """Put it on a step that is being made, until the context is left."""
         with self.on_model(levers, running.workload.model):
             yield running
 

@@ -67,11 +67,7 @@ class OffloadedOptimizer(UpdateLever):
 
 
 class OffloadedState:
-    """Keeps an optimizer's states in host memory between its steps.
-
-    Args:
-        optimizer: Of `torch.optim`, which updates each parameter by itself. States that it has are moved.
-    """
+    """Keeps the states of an optimizer of `torch.optim`, those that it has too, in host memory between its steps."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer

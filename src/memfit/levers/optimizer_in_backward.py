@@ -80,11 +80,7 @@ class OptimizerInBackward(UpdateLever):
 
 
 class InBackward:
-    """Takes an optimizer's steps in the backward pass, while `taken` is entered.
-
-    Args:
-        optimizer: Of `torch.optim`, which updates each parameter by itself.
-    """
+    """Takes the steps of an optimizer of `torch.optim` in the backward pass, while `taken` is entered."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer

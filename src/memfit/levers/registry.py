@@ -47,13 +47,7 @@ def used(levers: Levers, batch_size: int) -> list[Lever]:
 
 
 def uses(levers: Levers, batch_size: int, couples_batch: bool) -> tuple[LeverUse, ...]:
-    """Return the levers that are used, in words.
-
-    Args:
-        levers: The levers.
-        batch_size: Samples of the global batch.
-        couples_batch: Whether the samples of a batch are coupled, by the model or by the loss.
-    """
+    """Return the levers that are used, in words."""
     return tuple(lever.use(levers, batch_size, couples_batch) for lever in used(levers, batch_size))
 
 
@@ -77,14 +71,7 @@ def check_names(used: Collection[str], allowed: Numerics = "exact", where: str =
 
 
 def host_bytes(levers: Levers, batch_size: int, state_bytes: int, host_budget_bytes: int) -> dict[str, int]:
-    """Return the host memory that levers take, by name.
-
-    Args:
-        levers: The levers.
-        batch_size: Samples of the global batch.
-        state_bytes: The optimizer's state.
-        host_budget_bytes: Host memory that levers may take; each leaves less of it to the next.
-    """
+    """Return the host memory that levers take, by name; each leaves less of the budget to the next."""
     taken: dict[str, int] = {}
     for lever in used(levers, batch_size):
         left = max(0, host_budget_bytes - sum(taken.values()))

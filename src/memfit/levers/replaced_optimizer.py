@@ -105,10 +105,6 @@ def replaced(optimizer: Optimizer, lever: OptimizerLever) -> Iterator[Optimizer]
 
     Its learning rates and weight decays follow those of the user's groups, which schedulers set.
 
-    Args:
-        optimizer: The user's.
-        lever: "adamw-8bit" or "adafactor".
-
     Raises:
         MissingExtraError: bitsandbytes is not installed.
     """

@@ -148,12 +148,7 @@ class _Steps:
         return self.tf32_costs if trace.precision == "tf32" else self.costs
 
     def combination(self, levers: Levers, excluded: frozenset[str] = frozenset()) -> Combination:
-        """Return the problem of choosing regions under some levers.
-
-        Args:
-            levers: The levers, without regions.
-            excluded: Modules that are not to be recomputed.
-        """
+        """Return the problem of choosing regions, none of them of excluded modules, under levers without regions."""
         trace = self.traces[levers]
         regions, costs = Regions(trace), self._costs(trace)
         for lever in registry.used(levers, self.batch_size):

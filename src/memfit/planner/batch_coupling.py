@@ -30,12 +30,7 @@ _TOLERANCE = 1e-2  # of others, whose kernels may change with the batch's size
 
 
 def coupling(trace: Trace, workload: Workload) -> str | None:
-    """Return a note on what couples the samples of a batch; None where nothing is seen to.
-
-    Args:
-        trace: Of the workload's step.
-        workload: The workload; nothing of it is changed.
-    """
+    """Return a note on what couples the samples of a batch; None where nothing is seen to."""
     if any(module.couples_batch for module in trace.modules):
         row = OF_BATCH_NORM
         return f"microbatches are left out ({row.other}): {row.why}; {row.instead}"
@@ -48,9 +43,6 @@ def coupled_samples(workload: Workload) -> str | None:
 
     Two forward passes over a few samples of the workload's batch, in evaluation mode and fp32. Nothing is said where
     there is no data, where the loss draws random numbers, or where it can't be computed like this.
-
-    Args:
-        workload: The workload; nothing of it is changed.
     """
     size = samples_of(workload)
     samples = min(SAMPLES, size)

@@ -24,8 +24,6 @@ def call(
     Args:
         function: A function of a module of memfit, which the process finds by its name.
         workload: The user's workload; its data and its scheduler stay here.
-        options: Arguments that can be pickled.
-        progress: Receives the stages of the work.
         readings: Values that the step reads when it runs with data, by microbatch size.
 
     Raises:

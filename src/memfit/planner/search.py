@@ -79,10 +79,6 @@ def fastest_that_fits(
     Where the captured step does not fit, the solver is asked again for a peak that is lower by as much.
 
     Args:
-        combinations: Those that may be chosen.
-        limits: What a plan may take.
-        confirm: Captures and predicts a plan.
-        seconds: Of solving.
         best: The best plan known before, which is returned where no other is enough faster.
     """
     target, spent = int(limits.budget_bytes / (1 + limits.peak_error)), 0.0
@@ -109,13 +105,6 @@ def leanest_that_fits(
 
     Plans of one peak may have other error bars. Of them it is always the same one, so that the budget which is named
     where it does not fit is one that it fits.
-
-    Args:
-        combinations: All, of which those of an allowed class are chosen among.
-        limits: What a plan may take.
-        confirm: Captures and predicts a plan.
-        seconds: Of solving.
-        batch: The name of the batch, for the error's advice.
 
     Raises:
         InfeasibleError: It does not fit.

@@ -77,11 +77,7 @@ class ForeignGenerator(NamedTuple):
 
 
 def foreign_generators(held: Iterable[Any] = ()) -> list[ForeignGenerator]:
-    """Return Python's and NumPy's global generators, and some others.
-
-    Args:
-        held: Generators of PyTorch, Python or NumPy.
-    """
+    """Return Python's and NumPy's global generators, and those of PyTorch, Python or NumPy that are given."""
     return [_PYTHON, _NUMPY, *(_foreign_generator(generator) for generator in held)]
 
 
@@ -139,11 +135,7 @@ _NUMPY = ForeignGenerator(_numpy.read, _numpy.write)
 
 
 class Draws:
-    """States of foreign generators as a call begins; after `end`, of those that it drew from.
-
-    Args:
-        generators: The generators.
-    """
+    """States of foreign generators as a call begins; after `end`, of those that it drew from."""
 
     def __init__(self, generators: Sequence[ForeignGenerator]) -> None:
         self._states: list[tuple[ForeignGenerator, Any]] = [(source, source.read()) for source in generators]

@@ -54,11 +54,7 @@ def _link(device: torch.device) -> _Link:
 
 
 class HostCopy:
-    """A tensor's copy in host memory.
-
-    Args:
-        tensor: The tensor, whose copy begins at once.
-    """
+    """A tensor's copy in host memory, which begins at once."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._source: torch.Tensor | None = tensor

@@ -35,11 +35,7 @@ class DroppingHooks:
 
 
 class KeptOccurrences:
-    """The occurrences of each operator whose outputs a region keeps.
-
-    Args:
-        keep: The names of the outputs, as "overload#occurrence".
-    """
+    """The occurrences of each operator whose outputs a region keeps, from their names: "overload#occurrence"."""
 
     def __init__(self, keep: Keep) -> None:
         self._of_name: dict[str, set[int]] = {}
@@ -59,10 +55,6 @@ class KeptOccurrences:
 
 class KeptOutputs:
     """The outputs that one pass keeps.
-
-    Args:
-        occurrences: The occurrences of operators to keep.
-        offload: Whether the outputs wait in host memory.
 
     Attributes:
         outputs: The outputs with the shapes of the operator's arguments, by operator and occurrence.

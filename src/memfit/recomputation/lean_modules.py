@@ -40,11 +40,7 @@ def is_lean(module: nn.Module) -> bool:
 
 
 def lean_modules(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
-    """Return the modules that patterns name, by FQN.
-
-    Args:
-        model: The model.
-        patterns: FQNs, in which * stands for anything.
+    """Return the modules that patterns name, in which * stands for anything, by FQN.
 
     Raises:
         PlanMismatchError: A pattern names no module.
@@ -102,13 +98,8 @@ def is_made_lean(model: nn.Module) -> bool:
 def within_region(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Callable[..., Any]:
     """Return the forward pass of a checkpointed module, with a layer of its own where the model is lean.
 
-    The layer's hooks end in the region's: its recomputation saves no lean output either.
-
-    Args:
-        module: The module; where it is lean itself, its region recomputes it.
-        forward: Its forward pass.
-        args: The call's arguments, which are saved from now on.
-        kwargs: The call's keyword arguments, likewise.
+    The layer's hooks end in the region's: its recomputation saves no lean output either. The call's arguments are saved
+    from now on. A module that is lean itself is recomputed by its region.
     """
     layer = _current()
     if layer is None:

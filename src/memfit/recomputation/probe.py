@@ -72,11 +72,8 @@ def difference(recomputed: torch.Tensor, saved: torch.Tensor) -> str | None:
 class Expected:
     """The record of a saved tensor, for comparison with the recomputed one.
 
-    Args:
-        tensor: The tensor; only its checksum is kept where recomputations are checked.
-
     Attributes:
-        original: The tensor itself, where recomputations are probed; otherwise None.
+        original: The tensor itself, where recomputations are probed; None where only its checksum is kept.
         is_compared: Whether the recomputed tensor must be equal: workspaces and running statistics may differ.
     """
 
@@ -109,12 +106,7 @@ def expected(tensor: torch.Tensor) -> Expected | None:
 
 
 def report(error: RecomputationError, device: torch.device) -> None:
-    """Collect a recomputation's difference in a probe; otherwise raise it, or warn of it.
-
-    Args:
-        error: The difference.
-        device: The device of the recomputation.
-    """
+    """Collect a recomputation's difference in a probe; otherwise raise it, or warn of it."""
     if _differences is not None:
         _differences.setdefault(error.modules, error)
     elif device.type == "cpu" or torch.are_deterministic_algorithms_enabled():

@@ -37,10 +37,6 @@ def checkpointed(model: nn.Module, regions: Sequence[Region]) -> Iterator[None]:
     The modules of a run share one pass as long as each is called after those before it in the run; another call
     begins a new pass, so that the gradients are right whatever the parent does. Regions may lie in one another.
 
-    Args:
-        model: The model.
-        regions: The regions: their modules, and the operators whose outputs they keep.
-
     Raises:
         PlanMismatchError: The model has no module of a region's name.
         PlanError: A module is checkpointed already, or is in two regions, or lies within a region that keeps outputs.

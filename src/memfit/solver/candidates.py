@@ -112,10 +112,7 @@ def options(
     in host memory.
 
     Args:
-        regions: The regions of a trace.
-        costs: Seconds of the operators.
         excluded: FQNs of modules to leave out.
-        offload: Whether host memory may be used.
     """
     finder = _Finder(regions, costs, excluded)
     resident = list(finder.options())

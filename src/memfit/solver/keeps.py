@@ -39,10 +39,6 @@ def keep_sets(worth: Sequence[Worth], most: int) -> list[tuple[int, ...]]:
     """Return undominated sets of operators to keep, by increasing bytes.
 
     Where there are more than `most`, as many of them are returned, spread evenly over the seconds saved.
-
-    Args:
-        worth: The operators that can be kept.
-        most: Most sets to return.
     """
     ranked = sorted(worth, key=lambda w: (w.nbytes / max(w.seconds, 1e-12), w.op))
     states = [_State(0, 0.0, 0)]

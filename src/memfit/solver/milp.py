@@ -92,11 +92,7 @@ class _Relaxed:
 
 
 class Solver:
-    """The solver of one problem for many budgets; rows that the relaxed problem needed once are kept.
-
-    Args:
-        problem: The problem.
-    """
+    """The solver of one problem for many budgets; rows that the relaxed problem needed once are kept."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -111,15 +107,11 @@ class Solver:
         self._take_up(self._active, problem.row_peaks(np.zeros(self._n_x, np.int64)), -1)
 
     def fastest(self, budget_bytes: int, tolerance: float = EXACT, time_limit_seconds: float = 10.0) -> Choice | None:
-        """Return the fastest choice whose peak is within a budget.
+        """Return the fastest choice whose peak is within a budget; None if there is none, or none was found in time.
 
         Args:
-            budget_bytes: The budget.
             tolerance: Relative gap to the bound.
             time_limit_seconds: Limit of all rounds together, in the thread's own time.
-
-        Returns:
-            None if there is none, or none was found within the time limit.
         """
         if not self._n_x:
             nothing = self._nothing_to_choose()
