@@ -16,7 +16,7 @@ from memfit._torch.fake import FakeTensor
 from memfit._torch.modules import compiled_call, own_modules
 from memfit.batch import map_tensors
 from memfit.capture.composites import composites_without_mode
-from memfit.capture.control_flow import Course, DataRun, live_peak_bytes, worst_course
+from memfit.capture.control_flow import Course, Courses, DataRun, live_peak_bytes
 from memfit.capture.conversions import in_place_conversions
 from memfit.capture.external_state import external_tensors
 from memfit.capture.fake_workload import fake_copy, mode_of, nothing_changes
@@ -102,7 +102,7 @@ def capture(
         with _fake_copied(workload, device, None) as (copied, values, attention):
             return _record(workload, copied, build, values, precision, microbatch_size, attention, warm, course)
 
-    trace = worst_course(run, workload.values, reading)
+    trace = Courses(run, workload.values, reading).worst()
     if warm and trace.slack:
         raise CaptureError("the step may take other courses: it is captured from its first step on")
     extra_notes = [uncut_note(workload), _COMPILED if is_compiled(workload) else None]

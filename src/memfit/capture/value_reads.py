@@ -234,20 +234,8 @@ def _arrays_by(array_of: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[Non
 
 
 @dataclass(frozen=True)
-class Guess:
-    """A guessed answer to a reading.
-
-    Attributes:
-        site: The line that reads; None in code of PyTorch alone.
-        kind: The kind of `Read`.
-        form: Dtype and shape of the tensor.
-        answer: The first answer there.
-    """
-
-    site: Site | None
-    kind: str
-    form: str
-    answer: Any
+class Guess(Read):
+    """A reading whose answer, the first at its site, was guessed."""
 
     @property
     def is_number(self) -> bool:

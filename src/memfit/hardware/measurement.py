@@ -67,7 +67,7 @@ def probe(device: Device, progress: Progress = _silent) -> Device:
     steps = _steps(at, device, figures)
     for done, (attribute, name, measure) in enumerate(steps):
         progress(f"probe {device.name}", done, len(steps))
-        with _float32_precision("high" if name == "tf32" else "highest"):
+        with float32_precision("high" if name == "tf32" else "highest"):
             figure = measure()
         if not name:
             figures[attribute] = figure
@@ -158,7 +158,8 @@ def _matrix_flops(at: torch.device, dtype: torch.dtype) -> float:
 
 
 @contextlib.contextmanager
-def _float32_precision(precision: str) -> Iterator[None]:
+def float32_precision(precision: str) -> Iterator[None]:
+    """Set `torch.set_float32_matmul_precision`, until the context is left."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:

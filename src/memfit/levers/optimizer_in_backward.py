@@ -17,12 +17,13 @@ import torch
 
 from memfit.errors import PlanError
 from memfit.ir.trace import Trace
-from memfit.levers.conflicts import CLIPPING, FOREIGN_OPTIMIZER, SEVERAL_OPTIMIZERS, Conflict
+from memfit.levers.conflicts import CLIPPING, FOREIGN_OPTIMIZER, SEVERAL_OPTIMIZERS
 from memfit.levers.lever import Running
 from memfit.levers.microbatches import MICROBATCHES
-from memfit.levers.parameter_updates import UpdateLever, not_jittors, restricted
+from memfit.levers.parameter_updates import UpdateLever, restricted, update_conflicts
 
 IN_BACKWARD = "optimizer in the backward pass"
+_TOO_LATE = "when the last of them is there, and the others are used by then"
 
 
 class OptimizerInBackward(UpdateLever):
@@ -30,44 +31,18 @@ class OptimizerInBackward(UpdateLever):
 
     name = IN_BACKWARD
     value = "in-backward"
-    conflicts = (
-        Conflict(
-            IN_BACKWARD,
-            MICROBATCHES,
-            "a gradient is used and freed before those of later microbatches are added to it",
-            "set levers.microbatch_size to the whole batch, or levers.optimizer to 'as-is'",
-        ),
-        Conflict(
-            IN_BACKWARD,
-            CLIPPING,
-            "the norm of all gradients is known when the last of them is there, and the others are used by then",
-            "set Workload.max_grad_norm=None, or levers.optimizer to 'as-is'",
-        ),
-        Conflict(
-            IN_BACKWARD,
-            "16-mixed",
-            "whether gradients overflowed is known when the last of them is there, and the others are used by then",
-            "use 'bf16-mixed', or set levers.optimizer to 'as-is'",
-        ),
-        Conflict(
-            IN_BACKWARD,
-            "bf16-true",
-            "weights in bf16 are updated by a pass of their own after the backward pass",
-            "use 'bf16-mixed', or set levers.optimizer to 'as-is'",
-        ),
-        Conflict(
-            IN_BACKWARD,
-            SEVERAL_OPTIMIZERS,
-            "what one of them skips, all of them must skip, which is known only after the backward pass",
-            "use one optimizer with several groups, or set levers.optimizer to 'as-is'",
-        ),
-        Conflict(
-            IN_BACKWARD,
-            FOREIGN_OPTIMIZER,
-            "it may use more than the gradient of the parameter at hand",
-            "use an optimizer of torch.optim, or set levers.optimizer to 'as-is'",
-        ),
-        not_jittors(IN_BACKWARD),
+    conflicts = update_conflicts(
+        IN_BACKWARD,
+        {
+            MICROBATCHES: "a gradient is used and freed before those of later microbatches are added to it",
+            CLIPPING: f"the norm of all gradients is known {_TOO_LATE}",
+            "16-mixed": f"whether gradients overflowed is known {_TOO_LATE}",
+            "bf16-true": "weights in bf16 are updated by a pass of their own after the backward pass",
+            SEVERAL_OPTIMIZERS: (
+                "what one of them skips, all of them must skip, which is known only after the backward pass"
+            ),
+            FOREIGN_OPTIMIZER: "it may use more than the gradient of the parameter at hand",
+        },
     )
 
     @contextlib.contextmanager

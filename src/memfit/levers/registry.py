@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
+from memfit.errors import PlanError
 from memfit.ir.plan import Levers, LeverUse, Numerics
 from memfit.levers.activation_offload import ActivationOffload
 from memfit.levers.checkpointing import Checkpointing
 from memfit.levers.chunked_loss import ChunkedLoss
-from memfit.levers.conflicts import Conflict, check
+from memfit.levers.conflicts import Conflict, met
 from memfit.levers.fused_optimizer import FusedOptimizer
 from memfit.levers.lean import Lean
 from memfit.levers.lever import Lever, Rung
@@ -62,12 +63,16 @@ def recomputes(levers: Levers) -> bool:
 
 
 def check_names(used: Collection[str], allowed: Numerics = "exact", where: str = "") -> None:
-    """Refuse levers and circumstances that don't go together; see `conflicts.check`.
+    """Refuse levers, settings and circumstances that don't go together, by an error that begins with `where`.
 
     Raises:
         PlanError: There is a conflict.
     """
-    check(CONFLICTS, used, allowed, where)
+    for conflict in met(CONFLICTS, used, allowed):
+        raise PlanError(
+            f"{where}{conflict.one} does not go with {conflict.other}: {conflict.why}. What to do: {conflict.instead}."
+            f" The row in docs/reference/combinations.md: {conflict.row()}"
+        )
 
 
 def host_bytes(levers: Levers, batch_size: int, state_bytes: int, host_budget_bytes: int) -> dict[str, int]:

@@ -237,17 +237,13 @@ class _Assembly:
                 self.notes += [str(e)] if e.is_noted else []
         waiting = {levers: before for levers in wanted if (before := self._waits_for(levers)) is not None}
         early = steps.captured([levers for levers in wanted if levers not in waiting])
-        seconds = self._seconds_of(early)
+        seconds = {levers: steps.predicted(levers).step_seconds for levers in early}
         least = min((seconds[levers] for levers in early if steps.allows(levers)), default=math.inf)
         slow = {levers for levers in early if seconds[levers] > _SLOW * least}
         self.postponed = [levers for levers, before in waiting.items() if before in slow]
         self.postponed_seconds = min((seconds[waiting[levers]] for levers in self.postponed), default=math.inf)
         wanted = [levers for levers in wanted if levers in early or levers in waiting and levers not in self.postponed]
         self.wanted = self._with_any(steps.captured(wanted))
-
-    def _seconds_of(self, captured: Sequence[Levers]) -> dict[Levers, float]:
-        """Return how long the step takes with each combination."""
-        return {levers: self.steps.predicted(levers).step_seconds for levers in captured}
 
     def _waits_for(self, levers: Levers) -> Levers | None:
         """Return the combination that is captured before another; None where it waits for none."""
@@ -342,7 +338,11 @@ class _Assembly:
         if lever.most_saved_bytes(steps.traces[steps.plain]) < LEAST_SHARE * self._as_is.peak_bytes:
             return []
         around = circumstances(self.request.workload, self.request.device)
-        bases = [c.levers for c in self.limits.allow(self.combinations) if not self._falls_back(c.levers)]
+        bases = [
+            c.levers
+            for c in self.limits.allow(self.combinations)
+            if not any(isinstance(used, Fallback) for used in registry.used(c.levers, steps.batch_size))
+        ]
         if best is not None:
             bases = [levers for levers in bases if _kept(levers) == _kept(best.point.levers)]
         sizes = {steps.batch_size, min(levers.microbatch_size for levers in bases)}
@@ -356,9 +356,6 @@ class _Assembly:
             and not steps.trials.has_failed(levers)
             and not met(registry.CONFLICTS, registry.names(levers, steps.batch_size) | around, self.request.numerics)
         ]
-
-    def _falls_back(self, levers: Levers) -> bool:
-        return any(isinstance(lever, Fallback) for lever in registry.used(levers, self.steps.batch_size))
 
     def _frontier(self, chosen: Confirmed) -> list[Candidate]:
         """Solve for the frontier; return its points but that of the plan chosen, with what is held against a budget."""

@@ -123,7 +123,9 @@ def leanest_that_fits(
     )
 
 
-def held_against(points: Sequence[Candidate], chosen: Confirmed, limits: Limits, confirm: Confirm) -> _Frontier:
+def held_against(
+    points: Sequence[Candidate], chosen: Confirmed, limits: Limits, confirm: Confirm
+) -> tuple[Confirmed, list[Candidate]]:
     """Capture the points that seem to fit and to be faster than the plan chosen, once that was captured.
 
     Returns:
@@ -147,12 +149,7 @@ def held_against(points: Sequence[Candidate], chosen: Confirmed, limits: Limits,
             loser, chosen = chosen, Confirmed(replace(rival, **bound), loser.prediction)
         captured.append(loser.as_captured())
     own = replace(chosen.as_captured(), budget_bytes=limits.budget_bytes)
-    return _Frontier(chosen, sorted([*points, *captured, own], key=lambda point: point.step_seconds))
-
-
-class _Frontier(NamedTuple):
-    chosen: Confirmed
-    points: list[Candidate]
+    return chosen, sorted([*points, *captured, own], key=lambda point: point.step_seconds)
 
 
 def faster_of(one: Confirmed, other: Confirmed) -> Confirmed:

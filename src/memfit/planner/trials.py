@@ -84,13 +84,9 @@ def failing(levers: Levers, regions: Sequence[Region], attempt: Attempt) -> list
     middle = len(regions) // 2
     found: list[Region] = []
     for half in (regions[:middle], regions[middle:]):
-        if fails(attempt, _with_regions(levers, half)):
+        if fails(attempt, replace(levers, regions=tuple(half))):
             found += failing(levers, half, attempt)
     return found or list(regions)
-
-
-def _with_regions(levers: Levers, regions: Sequence[Region]) -> Levers:
-    return replace(levers, regions=tuple(regions))
 
 
 def first_line(error: BaseException) -> str:

@@ -69,7 +69,7 @@ class Controller:
         return expected.peak_bytes * self.correction * (1 + self._peak_error) <= self._ceiling_bytes
 
     def choose(self, bucket: int, expected: Sequence[Expected]) -> int | None:
-        """Return the plan to run in a bucket of batches, by its position among the predictions; None where none fits."""
+        """Return the plan to run in a bucket of batches, by its position in the predictions; None where none fits."""
         fitting = [arm for arm, prediction in enumerate(expected) if self.fits(prediction)]
         return min(fitting, key=lambda arm: self._bound(bucket, arm, expected[arm].seconds), default=None)
 
