@@ -4,20 +4,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from torch import fx
-from torch._compile import _disable_dynamo as disable_dynamo
+from torch import _compile, fx
 from torch._guards import CompileContext
 
-__all__ = [
-    "aot_autograd_eager",
-    "current_compile_id",
-    "default_op_list",
-    "default_partition",
-    "disable_dynamo",
-    "is_compiled_function",
-    "skip",
-]
-
+disable_dynamo = _compile._disable_dynamo
 current_compile_id = CompileContext.current_compile_id
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from memfit._torch.fake import FakeTensor, FakeTensorMode
+from memfit._torch.replacement import replaced
 from memfit._torch.tensors import storage_key_of
 from memfit.batch import is_uncut, packed_in
 from memfit.capture.deep_copies import copied
@@ -66,7 +67,12 @@ def _converted_parts(
         _converted_parameter(parameter, memo, convert)
     for packed in packed_in(workload.batch):  # PyTorch's C++ reads its lengths, on the CPU
         memo[id(packed.batch_sizes)] = packed.batch_sizes.clone()
-    with _ConvertTensors(convert), _converted_parameters(convert):
+
+    def deep_copied(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+        return _converted_parameter(parameter, memo, convert)
+
+    # Parameters of external modules are converted too, whose cloning no mode sees.
+    with _ConvertTensors(convert), replaced(nn.Parameter, "__deepcopy__", deep_copied):
         model = copy.deepcopy(workload.model, memo)
         optimizer = _copy_of_optimizer(workload.optimizer, memo)
         batch = copy.deepcopy(workload.batch, memo)
@@ -82,17 +88,6 @@ def _converted_parameter(parameter: nn.Parameter, memo: dict[int, Any], convert:
         _keep_attributes(new, parameter)
     converted: nn.Parameter = memo[id(parameter)]
     return converted
-
-
-@contextlib.contextmanager
-def _converted_parameters(convert: Convert) -> Iterator[None]:
-    """Have `copy.deepcopy` convert parameters of external modules too, whose cloning no mode sees."""
-    original = nn.Parameter.__deepcopy__
-    nn.Parameter.__deepcopy__ = lambda parameter, memo: _converted_parameter(parameter, memo, convert)  # type: ignore
-    try:
-        yield
-    finally:
-        nn.Parameter.__deepcopy__ = original  # type: ignore[method-assign]
 
 
 def _keep_attributes(new: torch.Tensor, tensor: torch.Tensor) -> None:

@@ -30,6 +30,7 @@ from memfit._torch.fake import FakeTensor, FakeTensorMode
 from memfit._torch.modules import BatchNormBase, NormBase, forward_hooks, forward_pre_hooks, set_forward_hooks
 from memfit._torch.operators import packet_of, schema_of
 from memfit._torch.pytree import tree_leaves
+from memfit._torch.replacement import replaced
 from memfit._torch.tensors import storage_key_of
 from memfit.capture.accumulation import Accumulation
 from memfit.capture.call_states import CallStates
@@ -318,19 +319,16 @@ class Recorder(TorchDispatchMode):
     @contextlib.contextmanager
     def watch(self, model: nn.Module) -> Iterator[None]:
         """Attribute operators to the modules of a model, until the context is left."""
-        handles: list[Any] = []
         self._states = CallStates(model)
         _let_encoders_run_in_one_operator(model)
-        for fqn, module in model.named_modules():
-            self._module_index[id(module)] = len(self.modules)
-            self.modules.append(_module(fqn, module))
-            handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True))
-            handles.append(module.register_forward_hook(self._leave, always_call=True))
-        try:
+        with contextlib.ExitStack() as stack:
+            for fqn, module in model.named_modules():
+                self._module_index[id(module)] = len(self.modules)
+                self.modules.append(_module(fqn, module))
+                before = module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
+                stack.callback(before.remove)
+                stack.callback(module.register_forward_hook(self._leave, always_call=True).remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not self.recording:
@@ -384,14 +382,10 @@ class Recorder(TorchDispatchMode):
             return tensor
         # A node holds what hooks return for its output: with history the two would hold each other, and never die
         # where no backward pass comes.
-        self._is_paused = True
-        try:
+        with replaced(self, "_is_paused", True):
             return tensor.detach()
-        finally:
-            self._is_paused = False
 
-    @contextlib.contextmanager
-    def generator_states(self) -> Iterator[None]:
+    def generator_states(self) -> contextlib.AbstractContextManager[None]:
         """Observe copies of the CPU generator's state, until the context is left.
 
         Checkpointing keeps one of 5 KB for each call, and no mode sees it.
@@ -403,11 +397,7 @@ class Recorder(TorchDispatchMode):
             self.observe(state, len(self.now.ops) if self.recording else -1)
             return state
 
-        torch.get_rng_state = observed
-        try:
-            yield
-        finally:
-            torch.get_rng_state = original
+        return replaced(torch, "get_rng_state", observed)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         if not self.recording:
@@ -463,12 +453,8 @@ def _hooks(
             if ours:
                 push_saved_tensors_default_hooks(pack, unpack)
 
-    graph.disable_saved_tensors_hooks = without  # type: ignore[assignment]
-    try:
-        with graph.saved_tensors_hooks(pack, unpack):
-            yield
-    finally:
-        graph.disable_saved_tensors_hooks = refuse
+    with replaced(graph, "disable_saved_tensors_hooks", without), graph.saved_tensors_hooks(pack, unpack):
+        yield
 
 
 def _module(fqn: str, module: nn.Module) -> Module:

@@ -92,15 +92,16 @@ def capture(
         WorkloadError: The workload can't be copied, or its loss function uses the original model.
     """
 
-    def run(course: Course) -> Trace:
-        with _fake_copied(workload, device, microbatch_size) as (copied, values, attention):
+    def recorded(course: Course, size: int | None) -> tuple[Trace, bool]:
+        with _fake_copied(workload, device, size) as (copied, values, attention):
             trace = _record(workload, copied, build, values, precision, microbatch_size, attention, warm, course)
-        may_differ = values.reads_batch or any(log.microbatches_differ for log in course.replay.logs)
+        return trace, values.reads_batch
+
+    def run(course: Course) -> Trace:
+        trace, reads_batch = recorded(course, microbatch_size)
+        may_differ = reads_batch or any(log.microbatches_differ for log in course.replay.logs)
         every = every_microbatch(trace, may_differ)
-        if every is not EveryMicrobatch.NEEDED:
-            return _with_slack(trace, every)
-        with _fake_copied(workload, device, None) as (copied, values, attention):
-            return _record(workload, copied, build, values, precision, microbatch_size, attention, warm, course)
+        return recorded(course, None)[0] if every is EveryMicrobatch.NEEDED else _with_slack(trace, every)
 
     trace = Courses(run, workload.values, reading).worst()
     if warm and trace.slack:
@@ -241,11 +242,11 @@ def _course_followed(
 
 @contextlib.contextmanager
 def _fake_modes(values: KnownValues | None) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        if values is not None:
-            stack.enter_context(values.fake)
-            stack.enter_context(values)
+    if values is None:
         yield
+    else:
+        with values.fake, values:
+            yield
 
 
 def _record(

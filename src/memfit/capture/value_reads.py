@@ -22,6 +22,7 @@ from memfit._torch.autograd import current_graph_task_id
 from memfit._torch.dispatch import TensorBase, TorchDispatchMode, disable_current_modes
 from memfit._torch.fake import FakeTensor
 from memfit._torch.pytree import tree_leaves
+from memfit._torch.replacement import replaced
 
 _aten = torch.ops.aten
 _TORCH = str(Path(torch.__file__).parent)
@@ -181,25 +182,17 @@ class ReadRecorder(TorchDispatchMode):
             return copied
 
         def unwritten(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> str:
-            self._paused = True
-            try:
+            with replaced(self, "_paused", True):
                 return str(repr_of(tensor, *args, **kwargs))
-            finally:
-                self._paused = False
 
-        torch.Tensor.__repr__ = unwritten  # type: ignore[method-assign, assignment]
-        try:
-            with _arrays_by(array_of):
-                yield
-        finally:
-            torch.Tensor.__repr__ = repr_of  # type: ignore[method-assign]
+        with replaced(torch.Tensor, "__repr__", unwritten), _arrays_by(array_of):
+            yield
 
 
 @contextlib.contextmanager
 def _arrays_by(array_of: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
     """Have `numpy()`, `numpy.asarray(t)` and `tolist()` ask a function for values, until the context is left."""
     real = TensorBase
-    of_fake = FakeTensor.tolist
 
     def numpy(tensor: torch.Tensor, *, force: bool = False) -> Any:
         if tensor.requires_grad and not force:
@@ -217,15 +210,14 @@ def _arrays_by(array_of: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[Non
         with disable_current_modes():
             return real.tolist(values)
 
-    replaced: dict[str, Any] = {"numpy": numpy, "__array__": array, "tolist": tolist}
-    before = {name: torch.Tensor.__dict__.get(name) for name in replaced}
-    for name, function in replaced.items():
+    answers: dict[str, Any] = {"numpy": numpy, "__array__": array, "tolist": tolist}
+    before = {name: torch.Tensor.__dict__.get(name) for name in answers}
+    for name, function in answers.items():
         setattr(torch.Tensor, name, function)
-    FakeTensor.tolist = tolist  # type: ignore[method-assign, assignment]
     try:
-        yield
+        with replaced(FakeTensor, "tolist", tolist):
+            yield
     finally:
-        FakeTensor.tolist = of_fake  # type: ignore[method-assign]
         for name, function in before.items():
             if function is None:
                 delattr(torch.Tensor, name)
@@ -390,8 +382,7 @@ class Replay:
     @contextlib.contextmanager
     def rewinding(self) -> Iterator[None]:
         """Rewind the log where code restores a generator's state, as checkpointing does, until the context is left."""
-        take: Any = torch.get_rng_state
-        set_back: Any = torch.set_rng_state
+        take, set_back = torch.get_rng_state, torch.set_rng_state
 
         def taken() -> torch.Tensor:
             state: torch.Tensor = take()
@@ -403,8 +394,5 @@ class Replay:
             if state in self._positions:
                 self._place, self._position = self._positions[state]
 
-        torch.get_rng_state, torch.set_rng_state = taken, back  # type: ignore[assignment]
-        try:
+        with replaced(torch, "get_rng_state", taken), replaced(torch, "set_rng_state", back):
             yield
-        finally:
-            torch.get_rng_state, torch.set_rng_state = take, set_back

@@ -76,7 +76,7 @@ def _lay_out(node: fx.Node, returned: bool) -> bool:
     if _is_convolution(node):
         for position in _TAKES[node.target]:  # type: ignore[index]
             given = node.args[position]
-            if isinstance(given, fx.Node) and not _is_last(given.meta["val"]):
+            if isinstance(given, fx.Node) and not given.meta["val"].is_contiguous(memory_format=torch.channels_last):
                 copied |= given.op == "call_function"
                 node.update_arg(position, _copy(given, node, torch.channels_last))
     if not isinstance(node.target, OpOverload) and node.target is not operator.getitem:
@@ -101,10 +101,6 @@ def _lay_out(node: fx.Node, returned: bool) -> bool:
 def _value(node: fx.Node) -> Any:
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda given: given.meta["val"])
     return node.target(*args, **kwargs)  # type: ignore[operator]
-
-
-def _is_last(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous(memory_format=torch.channels_last)
 
 
 def _copy(node: fx.Node, before: fx.Node, layout: torch.memory_format, meta: dict[str, Any] | None = None) -> fx.Node:

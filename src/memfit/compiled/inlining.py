@@ -90,7 +90,8 @@ def _unwritten(joint: JointGraph) -> set[int]:
         for node in nodes:
             made = {s for s in joint.storages[node] if joint.trace.storages[s].birth == index}
             candidates |= made if node not in joint.fixed and len(nodes) > 1 else set()
-            written |= {s for g in node.all_input_nodes for s in joint.storages[g]} - joint.storages_made_by(index)
+            read = {s for given in node.all_input_nodes for s in joint.storages[given]}
+            written |= {s for s in read if joint.trace.storages[s].birth != index}
     return candidates - written
 
 

@@ -109,7 +109,8 @@ class _Rewriter:
                 continue
             for region, original in self._missing(node, chain):
                 self._copy(region, original, node, chain[chain.index(region) :])
-            _map_inputs(node, lambda given, chain=chain: self._resolved(given, chain))  # type: ignore[misc]
+            given: Any = (node.args, node.kwargs)
+            node.args, node.kwargs = fx.map_arg(given, lambda n, chain=chain: self._resolved(n, chain))  # type: ignore[misc]
 
     def _find_kept(self, around: Mapping[fx.Node, tuple[int, ...]]) -> None:
         """Find the storages whose originals are needed, which may spare copies and the inputs of these."""
@@ -154,9 +155,3 @@ class _Rewriter:
         copy.meta["partitioner_tag"] = "is_backward"
         self.mark(copy, before, self.regions[region].modules)
         self.copies[region, original] = copy
-
-
-def _map_inputs(node: fx.Node, change: Callable[[fx.Node], fx.Node]) -> None:
-    args: Any = fx.map_arg(node.args, change)
-    kwargs: Any = fx.map_arg(node.kwargs, change)
-    node.args, node.kwargs = args, kwargs

@@ -130,16 +130,13 @@ def measure(
         uses: The number of each call's runs in a step, of which those with a small share are timed coarsely. None times
             all calls well.
     """
-    random_state = torch.get_rng_state()
-    try:
+    with torch.random.fork_rng(devices=[]):
         first = _first_runs(signatures, progress)
         with torch.no_grad():
             coarse = {text: _coarse_seconds(text, run.seconds) for text, run in first.items()}
             times = {text: 1 if uses is None else uses.get(text, 1) for text in signatures}
             seconds = _precise_seconds(coarse, times, 0.0 if uses is None else _SHARE, progress, len(signatures))
-        return {text: _cost(text, first, coarse, seconds) for text in signatures}
-    finally:
-        torch.set_rng_state(random_state)
+    return {text: _cost(text, first, coarse, seconds) for text in signatures}
 
 
 class _FirstRun(NamedTuple):
@@ -204,11 +201,8 @@ def missing_kernel(text: str) -> str | None:
 def with_workspaces(table: CostTable, traces: Iterable[Trace]) -> CostTable:
     """Return costs with the workspaces of the operators of some traces; new calls run once, and get no time."""
     missing = [s for s in dict.fromkeys(s for trace in traces for s in trace.signatures) if s not in table.ops]
-    random_state = torch.get_rng_state()
-    try:
+    with torch.random.fork_rng(devices=[]):
         workspaces = {text: OpCost(0.0, run.workspace_bytes, False) for text, run in _first_runs(missing).items()}
-    finally:
-        torch.set_rng_state(random_state)
     return msgspec.structs.replace(table, ops={**table.ops, **workspaces})
 
 

@@ -7,6 +7,7 @@ measured on CUDA.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from memfit.ir.arguments import ITEM_BYTES, Arguments, Tensor, arguments
@@ -181,12 +182,8 @@ def _index_put(name: str, given: Arguments, work: Work, device: Device) -> int:
     indices = [t for t in given.tensors if t.dtype in ("int64", "int32")]
     if not indices or not isinstance(values, Tensor):
         return 0
-    linear = Tensor("int64", max((t.shape for t in indices), key=_elements), ())
+    linear = Tensor("int64", max((t.shape for t in indices), key=math.prod), ())
     return 3 * linear.nbytes + _sort_bytes(linear)
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    return Tensor("bool", shape, ()).elements
 
 
 def _sort(name: str, given: Arguments, work: Work, device: Device) -> int:

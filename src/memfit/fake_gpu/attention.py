@@ -116,8 +116,9 @@ def _flash(call: Call, device: Device) -> Iterator[str]:
     if call.is_causal and call.query[-2] != call.key[-2]:
         yield "it takes is_causal=True with equal lengths of queries and keys only"
     consumer = _is_between(device, (8, 6), (8, 9)) or _is_between(device, (12, 0), (12, 1))
-    if call.needs_gradient and consumer and _is_large(call):
-        yield f"its backward pass takes no head size of {call.query[-1]} on this GPU"
+    size = call.query[-1]
+    if call.needs_gradient and consumer and (192 < size <= 224 or (size > 224 and call.dropout > 0)):
+        yield f"its backward pass takes no head size of {size} on this GPU"
     yield from _heads(call, grouped=True)
 
 
@@ -126,11 +127,6 @@ def _one_head_size(call: Call, device: Device) -> Iterator[str]:
     limit = 512 if device.vendor == "amd" else 256
     if len(sizes) > 1 or max(sizes) > limit:
         yield f"it takes one head size of at most {limit}, not {sorted(sizes)}"
-
-
-def _is_large(call: Call) -> bool:
-    size = call.query[-1]
-    return 192 < size <= 224 or (size > 224 and call.dropout > 0)
 
 
 def _efficient(call: Call, device: Device) -> Iterator[str]:
@@ -277,17 +273,13 @@ class Attention:
             return _aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
                 *tensors, attn_mask, *options, None, scale=scale, enable_gqa=enable_gqa
             )[0]
+        if attn_mask is not None:
+            attn_mask = _padded(attn_mask) if kernel == "efficient" else attn_mask
+            attn_mask = attn_mask.expand(*query.shape[:3], key.shape[-2])
+        given = (*tensors, attn_mask, call.needs_gradient, *options)
         if kernel == "efficient":
-            mask = _aligned(attn_mask, query, key)
-            out = _aten._scaled_dot_product_efficient_attention(
-                *tensors, mask, call.needs_gradient, *options, scale=scale
-            )
-        else:
-            mask = attn_mask if attn_mask is None else attn_mask.expand(*query.shape[:3], key.shape[-2])
-            out = _aten._scaled_dot_product_cudnn_attention(
-                *tensors, mask, call.needs_gradient, *options, False, scale=scale
-            )
-        return out[0]  # type: ignore[no-any-return]
+            return _aten._scaled_dot_product_efficient_attention(*given, scale=scale)[0]  # type: ignore[no-any-return]
+        return _aten._scaled_dot_product_cudnn_attention(*given, False, scale=scale)[0]  # type: ignore[no-any-return]
 
 
 _NAMES: dict[Kernel, str] = {
@@ -321,11 +313,7 @@ def _run_flash(
     return out[..., :size] if padding else out
 
 
-def _aligned(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
-    """Return an expanded mask with rows padded to multiples of 16 elements, as the memory-efficient kernel needs."""
-    if mask is None:
-        return None
+def _padded(mask: torch.Tensor) -> torch.Tensor:
+    """Return a mask with rows padded to multiples of 16 elements, as the memory-efficient kernel needs."""
     length = mask.shape[-1]
-    if length % 16:
-        mask = F.pad(mask, (0, -length % 16))[..., :length]
-    return mask.expand(*query.shape[:3], key.shape[-2])
+    return F.pad(mask, (0, -length % 16))[..., :length] if length % 16 else mask

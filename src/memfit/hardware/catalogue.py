@@ -146,9 +146,10 @@ def look_up(name: str) -> Device:
     """
     devices = catalogue()
     wanted = _squash(name)
-    for names in (_names, _product_names):  # a name goes before another entry's product
+    for is_product in (False, True):  # a name goes before another entry's product
         for device in devices.values():
-            if wanted in map(_squash, names(device)):
+            names = device.products if is_product else (device.name, device.name.removeprefix("rtx-"))
+            if wanted in map(_squash, names):
                 return device
     family = [entry for entry in devices if wanted in _stems(entry)]
     if len(family) == 1:
@@ -156,14 +157,6 @@ def look_up(name: str) -> Device:
     if family:
         raise UsageError(f"device={name!r} may be any of {', '.join(family)}: give one of these names")
     raise UsageError(f"device={name!r} is not in the catalogue{_closest(wanted, devices)}. {how_to_add()}")
-
-
-def _names(device: Device) -> tuple[str, ...]:
-    return device.name, device.name.removeprefix("rtx-")
-
-
-def _product_names(device: Device) -> tuple[str, ...]:
-    return device.products
 
 
 def _squash(name: str) -> str:

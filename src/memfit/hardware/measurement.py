@@ -222,7 +222,8 @@ def keep(devices: list[Device], path: Path | None = None) -> Path:
     text = read_text(path)
     parse(text, str(path))
     for device in devices:
-        text = _without_block(text, device.name)
+        first, last = map(re.escape, _marks(device.name))
+        text = re.sub(rf"^{first}$.*?^{last}$\n*", "", text, flags=re.DOTALL | re.MULTILINE)
     for name in (device.name for device in devices if device.name in parse(text, str(path))):
         raise UsageError(f"{path} has an entry [{name}] that no probe wrote: rename it, or give --output another file")
     text = "\n".join([*([text.rstrip("\n") + "\n"] if text.strip() else []), *map(_block, devices)])
@@ -232,11 +233,6 @@ def keep(devices: list[Device], path: Path | None = None) -> Path:
 
 def _marks(name: str) -> tuple[str, str]:
     return f"# memfit devices --probe wrote [{name}]", f"# end of [{name}]"
-
-
-def _without_block(text: str, name: str) -> str:
-    first, last = map(re.escape, _marks(name))
-    return re.sub(rf"^{first}$.*?^{last}$\n*", "", text, flags=re.DOTALL | re.MULTILINE)
 
 
 def _block(device: Device) -> str:

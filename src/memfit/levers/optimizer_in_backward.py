@@ -15,6 +15,7 @@ from dataclasses import replace
 
 import torch
 
+from memfit._torch.replacement import replaced
 from memfit.errors import PlanError
 from memfit.ir.trace import Trace
 from memfit.levers.conflicts import CLIPPING, FOREIGN_OPTIMIZER, SEVERAL_OPTIMIZERS
@@ -73,20 +74,13 @@ class InBackward:
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
         """Update parameters in the backward pass that runs until the context is left."""
-        self._norms, self._is_taking = {}, True
-        try:
+        self._norms = {}
+        with replaced(self, "_is_taking", True):
             yield
-        finally:
-            self._is_taking = False
 
-    @contextlib.contextmanager
-    def dropped(self) -> Iterator[None]:
+    def dropped(self) -> contextlib.AbstractContextManager[None]:
         """Let go of gradients in the backward passes that run until the context is left, and update nothing."""
-        self._is_dropping = True
-        try:
-            yield
-        finally:
-            self._is_dropping = False
+        return replaced(self, "_is_dropping", True)
 
     def norms(self) -> list[torch.Tensor]:
         """Return the norms of the gradients that the last such pass used, in the order of the parameters."""

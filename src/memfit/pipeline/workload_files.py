@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from memfit._torch.fake import FakeTensorMode
+from memfit._torch.replacement import replaced
 from memfit.capture.known_values import KnownValues
 from memfit.errors import MemfitError, MissingExtraError, WorkloadError
 from memfit.frames import users_place
@@ -41,19 +42,13 @@ class _StayOnCpu(TorchFunctionMode):
         return func(*map(_on_cpu, args), **named) if func is torch.Tensor.to else func(*args, **named)
 
 
-@contextlib.contextmanager
-def _parameters_convert() -> Iterator[None]:
+def _parameters_convert() -> AbstractContextManager[None]:
     """Let modules convert fake parameters (`nn.Module.to`): PyTorch swaps them, and can't where it refers to them."""
-    swap = torch.utils.swap_tensors
 
     def assign(old: torch.Tensor, new: torch.Tensor) -> None:
         old.data = new.data
 
-    torch.utils.swap_tensors = assign
-    try:
-        yield
-    finally:
-        torch.utils.swap_tensors = swap
+    return replaced(torch.utils, "swap_tensors", assign)
 
 
 def _on_cpu(value: Any) -> Any:

@@ -48,9 +48,7 @@ class _Link:
         transfers.wait(tensor)
 
 
-@functools.cache
-def _link(device: torch.device) -> _Link:
-    return _Link(device)
+_link = functools.cache(_Link)
 
 
 class HostCopy:

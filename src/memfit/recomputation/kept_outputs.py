@@ -30,6 +30,12 @@ def hooks_around() -> Any:
     return top_saved_tensors_default_hooks(False)
 
 
+def owner_of_hooks() -> Any:
+    """Return the object whose methods are the innermost active hooks; None where there is none."""
+    hooks = hooks_around()
+    return None if hooks is None else getattr(hooks[0], "__self__", None)
+
+
 class DroppingHooks:
     """Base of classes whose methods are hooks of saved tensors that drop and recompute them."""
 
@@ -112,19 +118,19 @@ def as_it_is(value: Any) -> Any:
     return value
 
 
-class KeepingMode(TorchDispatchMode):
-    """A dispatch mode that keeps outputs while a pass's call runs, through the hooks of a region around it."""
-
+class _Mode(TorchDispatchMode):
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
 
+
+class KeepingMode(_Mode):
+    """A dispatch mode that keeps outputs while a pass's call runs, through the hooks of a region around it."""
+
     def __init__(self, kept: KeptOutputs) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.kept = kept
-        hooks = hooks_around()
-        is_inside = hooks is not None and isinstance(getattr(hooks[0], "__self__", None), DroppingHooks)
-        self.hooks = hooks if is_inside else (as_it_is, as_it_is)
+        self.hooks = hooks_around() if isinstance(owner_of_hooks(), DroppingHooks) else (as_it_is, as_it_is)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -139,12 +145,8 @@ class KeepingMode(TorchDispatchMode):
         return out
 
 
-class ReusingMode(TorchDispatchMode):
+class ReusingMode(_Mode):
     """A dispatch mode that reuses kept outputs while all calls of a pass run again."""
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def __init__(self, kept: KeptOutputs) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -20,7 +20,7 @@ from memfit._torch.modules import DropoutBase, NormBase, forward_pre_hooks, own_
 from memfit._torch.tensors import version_of
 from memfit.errors import PlanError, PlanMismatchError
 from memfit.recomputation.containers import tensors_in
-from memfit.recomputation.kept_outputs import DroppingHooks, hooks_around
+from memfit.recomputation.kept_outputs import DroppingHooks, hooks_around, owner_of_hooks
 from memfit.recomputation.module_calls import Call, Hooks, SavedTensor, storage_of
 
 _NORMS = (NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
@@ -74,19 +74,16 @@ def lean(model: nn.Module, patterns: Sequence[str]) -> Iterator[None]:
         raise PlanError("Workload.model is made lean by a plan already: call close() on the earlier step first")
     modules = lean_modules(model, patterns)
     root = _Root()
-    handles: list[Any] = []
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(root.leave)
         if modules:
-            handles.append(model.register_forward_pre_hook(root.enter))
-            handles.append(model.register_forward_hook(root.leave, always_call=True))
+            stack.callback(model.register_forward_pre_hook(root.enter).remove)
+            stack.callback(model.register_forward_hook(root.leave, always_call=True).remove)
         for fqn, module in modules.items():
-            handles.append(module.register_forward_pre_hook(functools.partial(_begin, fqn), with_kwargs=True))
-            handles.append(module.register_forward_hook(_end, always_call=True))
+            begin = functools.partial(_begin, fqn)
+            stack.callback(module.register_forward_pre_hook(begin, with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(_end, always_call=True).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        root.leave()
 
 
 def is_made_lean(model: nn.Module) -> bool:
@@ -123,8 +120,7 @@ def _current() -> _Layer | None:
     """Return the layer that autograd saves through at present; None in compiled code, which is left alone."""
     if torch.compiler.is_compiling():
         return None
-    hooks = hooks_around()
-    owner = None if hooks is None else getattr(hooks[0], "__self__", None)
+    owner = owner_of_hooks()
     return owner if isinstance(owner, _Layer) else None
 
 
@@ -215,9 +211,7 @@ class _LayerWithin(_Layer, DroppingHooks):
 
 
 def _layer() -> _Layer:
-    hooks = hooks_around()
-    is_within = hooks is not None and isinstance(getattr(hooks[0], "__self__", None), DroppingHooks)
-    return _LayerWithin() if is_within else _Layer()
+    return _LayerWithin() if isinstance(owner_of_hooks(), DroppingHooks) else _Layer()
 
 
 def _pack_with_version(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -160,7 +160,7 @@ class _Passes:
         self.latest = weakref.ref(frame)
         if not frame.closed:
             # Autograd's hooks hold the frame; where nothing was saved yet, there are none.
-            self._open = weakref.ref(frame) if frame.holders else functools.partial(_itself, frame)
+            self._open = weakref.ref(frame) if frame.holders else lambda: frame
         return out
 
     def _generators(self) -> list[ForeignGenerator]:
@@ -193,10 +193,6 @@ def _prefetch(frame: Callable[[], Frame | None], gradient: torch.Tensor) -> None
 
 def _no_frame() -> None:
     return None
-
-
-def _itself(frame: Frame) -> Frame:
-    return frame
 
 
 class _Recomputed:

@@ -15,7 +15,8 @@ from memfit.ir.recompute import Recomputation, added_bytes, recomputations
 from memfit.ir.remat import Keep, Region, RegionCall, Regions
 from memfit.ir.simulate import overhead_seconds, repeats, repeats_of
 from memfit.ir.trace import Trace
-from memfit.solver.keeps import FEW_OPERATORS, Ints, Worth, every_keep_set, keep_sets
+from memfit.solver.highs import Ints
+from memfit.solver.keeps import FEW_OPERATORS, Worth, every_keep_set, keep_sets
 
 _LEAST_SHARE = 0.002
 _NESTED_LEAST_SHARE = 0.05
@@ -171,16 +172,16 @@ class _Finder:
         first, *later_calls = self.regions.calls_of(region.modules)
         kept = self.regions.kept_ops(first, region.keep)
         module = ""
-        for fqn in map(self.trace.fqn_of, self.regions.later_siblings(first)):
+        for fqn in self._followers(first):
             moved = transfers(self.regions, first, kept, fqn)
-            if moved and moved[0].fetched >= 0 and all(self._is_followed_by(call, fqn) for call in later_calls):
+            if moved and moved[0].fetched >= 0 and all(fqn in self._followers(call) for call in later_calls):
                 module = fqn
                 if fetch_stall_seconds(self.regions, self.costs, self.seconds, first, moved) == 0:
                     break
         return module
 
-    def _is_followed_by(self, call: RegionCall, fqn: str) -> bool:
-        return any(self.trace.fqn_of(later) == fqn for later in self.regions.later_siblings(call))
+    def _followers(self, call: RegionCall) -> Iterator[str]:
+        return map(self.trace.fqn_of, self.regions.later_siblings(call))
 
     def _worthwhile(self, runs: Iterator[tuple[str, ...]], seen: Collection[object] = ()) -> list[tuple[str, ...]]:
         """Return the regions that hold enough bytes, the first of those with the same operators."""

@@ -12,13 +12,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
+
+from memfit.solver.highs import Ints
 
 FEW_OPERATORS = 12
 """Up to as many operators, all sets are enumerated."""
 _MOST_STATES = 256
-
-Ints = npt.NDArray[np.int64]
 
 
 class Worth(NamedTuple):

@@ -69,10 +69,6 @@ class _Goal:
     scale: float
     budget_bytes: int | None
 
-    @property
-    def last_bounds(self) -> tuple[float, float]:
-        return (1.0, 1.0) if self.budget_bytes is not None else (0.0, np.inf)
-
 
 @dataclass(frozen=True)
 class _Relaxed:
@@ -320,7 +316,7 @@ class Solver:
 
         Without a tolerance the relaxed problem is solved. Thread and wall time are added up for `_limit_seconds`.
         """
-        low, high = goal.last_bounds
+        low, high = (1.0, 1.0) if goal.budget_bytes is not None else (0.0, np.inf)
         lower = np.append(np.zeros(self._n_x + self._n_z), low)
         upper = np.concatenate([allowed, np.ones(self._n_z), [high]])
         whole = np.arange(len(lower)) < len(lower) - 1  # keepers follow from options, but branching on them is faster
