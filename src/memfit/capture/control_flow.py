@@ -30,12 +30,7 @@ _GUESSED = 0.1  # chosen, not measured: a guessed number may change more than th
 
 @dataclass(frozen=True)
 class Readings:
-    """Values that two steps in a row read with data.
-
-    Attributes:
-        logs: The readings of each step.
-        starts: The states of the generators at the start of each step.
-    """
+    """Values that two steps in a row read with data, and the states of the generators at the start of each."""
 
     logs: tuple[Log, Log]
     starts: tuple[GeneratorStates, GeneratorStates]

@@ -98,22 +98,15 @@ def _keep_attributes(new: torch.Tensor, tensor: torch.Tensor) -> None:
 
 
 def _of_parts(tensor: torch.Tensor, convert: Convert) -> torch.Tensor:
-    """Return a sparse tensor whose indices and values are converted.
-
-    Raises:
-        WorkloadError: Fake tensors don't have its layout.
-    """
+    """Return a sparse tensor whose indices and values are converted; fake tensors have the COO layout only."""
     if tensor.layout is not torch.sparse_coo:
+        shape = "of its own" if tensor.is_nested else tuple(tensor.shape)
         raise WorkloadError(
-            f"Workload holds a tensor of shape {_shape_of(tensor)} and layout {tensor.layout}, which fake tensors"
+            f"Workload holds a tensor of shape {shape} and layout {tensor.layout}, which fake tensors"
             " don't have: give a dense tensor, padded where it is nested, or tensor.to_sparse_coo()"
         )
     indices, values = (convert(part) for part in parts(tensor))
     return assembled(indices, values, tensor.shape, tensor.is_coalesced()).requires_grad_(tensor.requires_grad)
-
-
-def _shape_of(tensor: torch.Tensor) -> tuple[Any, ...] | str:
-    return "of its own" if tensor.is_nested else tuple(tensor.shape)
 
 
 def _copy_of_optimizer(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:
@@ -178,7 +171,9 @@ class _Faker:
             self.storages[key] = torch.UntypedStorage(storage.nbytes(), device="meta")
         shape = torch.empty(0, dtype=tensor.dtype, device="meta")
         shape.set_(self.storages[key], tensor.storage_offset(), tensor.size(), tensor.stride())
-        fake = FakeTensor(self.mode, shape, self.device or _device_of(tensor))
+        # On the meta device a model may be built without memory.
+        own = torch.device("cpu") if tensor.device.type == "meta" else tensor.device
+        fake = FakeTensor(self.mode, shape, self.device or own)
         self.values.know(fake, tensor)
         return fake.requires_grad_(tensor.requires_grad)
 
@@ -190,11 +185,6 @@ class _Faker:
         value = real.item()
         with self.mode:
             return torch.tensor(value, dtype=tensor.dtype)
-
-
-def _device_of(tensor: torch.Tensor) -> torch.device:
-    """Return a tensor's device; the CPU for the meta device, on which a model may be built without memory."""
-    return torch.device("cpu") if tensor.device.type == "meta" else tensor.device
 
 
 def mode_of(workload: Workload) -> FakeTensorMode:

@@ -42,12 +42,7 @@ Number = bool | int | float
 
 
 class Site(NamedTuple):
-    """A line of code that reads a tensor's values.
-
-    Attributes:
-        path: The path of its file.
-        line: Its number.
-    """
+    """A line of code that reads a tensor's values: the path of its file, and its number."""
 
     path: str
     line: int

@@ -372,11 +372,7 @@ class GraphPlanner:
 
 
 def _fastest_of(planners: Sequence[GraphPlanner], budget_bytes: int) -> tuple[GraphPlanner, CompiledPlan]:
-    """Return the fastest plan for any of several forms of a graph, and its planner.
-
-    Raises:
-        InfeasibleError: No plan fits; the error is of the form with the lowest peak.
-    """
+    """Return the fastest plan for any form of a graph, and its planner; where none fits, raise the leanest's error."""
     plans, errors = list[tuple[GraphPlanner, CompiledPlan]](), list[InfeasibleError]()
     for planner in planners:
         try:

@@ -67,11 +67,7 @@ def _is_convolution(node: fx.Node) -> bool:
 
 
 def _lay_out(node: fx.Node, returned: bool) -> bool:
-    """Recompute a node's fake output from its inputs' new layouts.
-
-    Returns:
-        Whether another operator's output was copied for it.
-    """
+    """Recompute a node's fake output from its inputs' new layouts; tell whether another's output was copied for it."""
     copied = False
     if _is_convolution(node):
         for position in _TAKES[node.target]:  # type: ignore[index]

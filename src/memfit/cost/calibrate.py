@@ -86,11 +86,9 @@ def _timed_too_coarsely(table: CostTable, uses: Mapping[str, int]) -> list[str]:
 
 def known_workspace_bytes() -> dict[str, int]:
     """Return the cached workspaces of calls on this machine's CPU, by signature."""
-    path = cache_path()
-    with contextlib.suppress(PlanError):
-        ops = codec.read(path, CostTable).ops if path.exists() else {}
-        return {text: cost.workspace_bytes for text, cost in ops.items() if cost.workspace_bytes}
-    return {}
+    table = _read(cache_path())
+    ops = table.ops if table is not None else {}
+    return {text: cost.workspace_bytes for text, cost in ops.items() if cost.workspace_bytes}
 
 
 def cache_path() -> Path:
@@ -100,12 +98,16 @@ def cache_path() -> Path:
     return Path(folder) / f"costs{_MEASURING}-{machine}.json"
 
 
+def _read(path: Path) -> CostTable | None:
+    """Return the costs in the cache; None without any, and where they are damaged or of another version."""
+    with contextlib.suppress(PlanError):
+        return codec.read(path, CostTable) if path.exists() else None
+    return None
+
+
 def _cached(path: Path) -> CostTable:
-    if path.exists():
-        try:
-            return codec.read(path, CostTable)
-        except PlanError:  # a cache of another version, or a damaged one, is measured anew
-            pass
+    if (table := _read(path)) is not None:
+        return table
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         dispatch_seconds = _dispatch_seconds()
         checkpoint_seconds, selective_op_seconds = _checkpoint_overheads()

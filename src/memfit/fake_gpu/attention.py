@@ -30,10 +30,7 @@ class Call:
     """The properties of a call of `scaled_dot_product_attention` that the choice of its kernel depends on.
 
     Attributes:
-        query: Shape [batch, heads, length, head size].
-        key: Shape, likewise.
-        value: Shape, likewise.
-        dtype: The query's dtype.
+        query: Shape [batch, heads, length, head size], as those of key and value.
         mask: Shape of the explicit mask; None without one.
         mask_needs_gradient: Whether the mask requires a gradient.
         same_dtypes: Whether key and value have the query's dtype.
@@ -63,7 +60,8 @@ def choose(call: Call, device: Device) -> tuple[Kernel, dict[Kernel, str]]:
     """
     reasons: dict[Kernel, str] = {}
     for kernel in _order(device):
-        why = next(_CHECKS[kernel](call, device), None)
+        is_on, check = _CHECKS[kernel]
+        why = next(check(call, device), None) if is_on() else "it is switched off"
         if why is None:
             return kernel, reasons
         reasons[kernel] = why
@@ -103,8 +101,6 @@ def _heads(call: Call, grouped: bool, same: bool = True) -> Iterator[str]:
 
 
 def _flash(call: Call, device: Device) -> Iterator[str]:
-    if not torch.backends.cuda.flash_sdp_enabled():
-        yield "it is switched off"
     yield from _common(call)
     if device.vendor == "nvidia" and not _is_between(device, (8, 0), (12, 1)):
         yield "it takes an Ampere GPU (sm_80) or newer"
@@ -130,8 +126,6 @@ def _one_head_size(call: Call, device: Device) -> Iterator[str]:
 
 
 def _efficient(call: Call, device: Device) -> Iterator[str]:
-    if not torch.backends.cuda.mem_efficient_sdp_enabled():
-        yield "it is switched off"
     yield from _common(call)
     if device.vendor == "amd":  # the same library as flash
         yield from _one_head_size(call, device)
@@ -152,14 +146,7 @@ def _aligned_head_sizes(call: Call, device: Device) -> Iterator[str]:
         yield f"it takes head sizes that are multiples of {alignment}, not {call.query[-1]} and {call.value[-1]}"
 
 
-def _math(call: Call, device: Device) -> Iterator[str]:
-    if not torch.backends.cuda.math_sdp_enabled():
-        yield "it is switched off"
-
-
 def _cudnn(call: Call, device: Device) -> Iterator[str]:
-    if not torch.backends.cuda.cudnn_sdp_enabled():
-        yield "it is switched off"
     if device.vendor != "nvidia" or not _is_between(device, (8, 0), (12, 1)):
         yield "it takes an NVIDIA GPU of sm_80 or newer"
     yield from _common(call)
@@ -198,12 +185,14 @@ def _cudnn_sizes(call: Call, device: Device) -> Iterator[str]:
         yield "it takes no sequence of length 1"
 
 
-_CHECKS: dict[Kernel, Callable[[Call, Device], Iterator[str]]] = {
-    "cudnn": _cudnn,
-    "flash": _flash,
-    "efficient": _efficient,
-    "math": _math,
+_Check = Callable[[Call, Device], Iterator[str]]
+_CHECKS: dict[Kernel, tuple[Callable[[], bool], _Check]] = {
+    "cudnn": (torch.backends.cuda.cudnn_sdp_enabled, _cudnn),
+    "flash": (torch.backends.cuda.flash_sdp_enabled, _flash),
+    "efficient": (torch.backends.cuda.mem_efficient_sdp_enabled, _efficient),
+    "math": (torch.backends.cuda.math_sdp_enabled, lambda call, device: iter(())),
 }
+"""For each kernel, whether it is switched on, and the reasons against it."""
 
 
 def _is_between(device: Device, low: tuple[int, int], high: tuple[int, int]) -> bool:

@@ -18,12 +18,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own notices, o
 
 @dataclass
 class PeakMeter:
-    """The allocations of an interval.
-
-    Attributes:
-        peak_bytes: Most bytes allocated at a time, beyond those at the start.
-        net_bytes: Bytes allocated and not freed.
-    """
+    """The allocations of an interval: the most bytes at a time beyond those at its start, and the bytes not freed."""
 
     peak_bytes: int = 0
     net_bytes: int = 0

@@ -17,7 +17,7 @@ nesting. For each call of a region:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -82,20 +82,18 @@ class Recomputation:
 
 
 def recomputations(
-    regions: Regions, region: RegionCall, kept: frozenset[int] = frozenset(), inside: Sequence[RegionCall] = ()
-) -> list[Recomputation]:
-    """Return the recomputations of an outermost region call, which keeps operators, or of one with others inside."""
-    return list(_recomputations(regions, region, kept, inside, 0))
-
-
-def _recomputations(
-    regions: Regions, region: RegionCall, kept: frozenset[int], inside: Sequence[RegionCall], depth: int
-) -> Iterable[Recomputation]:
+    regions: Regions,
+    region: RegionCall,
+    kept: frozenset[int] = frozenset(),
+    inside: Sequence[RegionCall] = (),
+    depth: int = 0,
+) -> Iterator[Recomputation]:
+    """Yield the recomputations of a region call, which keeps operators, and of the calls inside it, which keep none."""
     children = [c for c in inside if not any(regions.contains(other, c) for other in inside)]
     yield _recomputation(regions, region, kept, children, depth)
     for child in children:
         within = [c for c in inside if regions.contains(child, c)]
-        yield from _recomputations(regions, child, frozenset(), within, depth + 1)
+        yield from recomputations(regions, child, frozenset(), within, depth + 1)
 
 
 def _recomputation(

@@ -252,7 +252,7 @@ class Adaptive(Recovery):
         return min(range(len(self.candidates)), key=lambda arm: self._expected[arm].peak_bytes)
 
     def _seen(self, seconds: float | None) -> tuple[float | None, int | None]:
-        """Return what the slowest rank took and the fullest one held, so that all ranks learn the same."""
+        """Return the time of the slowest rank and the peak of the fullest one, so that all ranks learn the same."""
         peak_bytes = self._peak_bytes()
         said = [math.inf if seconds is None else seconds, -1.0 if peak_bytes is None else float(peak_bytes)]
         slowest, fullest = self._ranks.most(said)

@@ -161,11 +161,7 @@ class Fitted:
         self._tell(str(self))
 
     def _workload_of(self, tape: Tape, model: nn.Module) -> LoopWorkload:
-        """Return the step that was seen as a workload.
-
-        Raises:
-            UsageError: The step can't be run again.
-        """
+        """Return the step that was seen as a workload; refuse one that can't be run again."""
         if self._watcher.fault:
             raise UsageError(
                 f"the step can't be planned where it runs, since {self._watcher.fault}: write it as a memfit.Workload"

@@ -170,7 +170,7 @@ def _equal(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def _failures(plan: Plan, workload: Workload, device: Device, found: Verification) -> list[str]:
-    """Return what the plan says and is not so."""
+    """Return the statements of a plan that do not hold."""
     failures = _prediction_failures(plan, workload, device)
     if found.measured_peak_bytes > plan.budget_bytes:
         failures.append(

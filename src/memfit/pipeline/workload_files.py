@@ -97,7 +97,7 @@ def load_workload(name: str) -> Workload:
 
 
 def call(name: str) -> Any:
-    """Return what a function that is named as workloads are returns.
+    """Return the result of a function that is named as workloads are.
 
     Raises:
         WorkloadError: No such file, module or function, or it fails.
@@ -127,11 +127,7 @@ def _load_file(path: Path) -> ModuleType:
 
 
 def _import(name: str) -> ModuleType:
-    """Return a module of the current folder, or one that is installed.
-
-    Raises:
-        WorkloadError: There is none, or it fails.
-    """
+    """Return a module of the current folder, or one that is installed."""
     _look_in(Path.cwd())
     try:
         is_there = importlib.util.find_spec(name) is not None

@@ -93,11 +93,7 @@ class _Steps:
         return allows(self.numerics, freest(self.uses(levers)))
 
     def trace(self, levers: Levers) -> Trace:
-        """Return the trace of the step with some levers.
-
-        Raises:
-            NotOffered: It can't be captured, which is noted.
-        """
+        """Return the trace of the step with some levers; raise `NotOffered`, with a note, where there is none."""
         if levers not in self.traces:
             trace = self.trials.capture(levers)
             if trace is None:
@@ -158,7 +154,7 @@ class _Steps:
         return Combination(levers, problem, self.uses)
 
     def host_bytes_left(self, levers: Levers) -> int:
-        """Return what levers leave of the host's memory for regions; below 0 where it is not enough."""
+        """Return the host memory that levers leave for regions; below 0 where it is not enough."""
         state = state_bytes(self.traces[self.plain])
         taken = registry.host_bytes(levers, self.batch_size, state, self.host_budget_bytes)
         return self.host_budget_bytes - sum(taken.values())
@@ -253,7 +249,7 @@ class _Assembly:
         return None
 
     def _take_budget(self) -> None:
-        """Say what the budget is in bytes: on a GPU it is held against what the allocator reserves."""
+        """Set the budget in bytes: on a GPU it is held against what the allocator reserves."""
         budget, device = self.request.budget, self.request.device
         plain = self._as_is if budget.of == "plain" else None
         plain_bytes = 0 if plain is None else plain.peak_reserved_bytes or plain.peak_bytes
@@ -270,7 +266,7 @@ class _Assembly:
 
     @property
     def limits(self) -> Limits:
-        """What a plan may take."""
+        """The limits of a plan."""
         assert self.steps.budget_bytes is not None
         return Limits(self.steps.budget_bytes, self.steps.costs.peak_error, self.request.numerics)
 
@@ -283,7 +279,7 @@ class _Assembly:
     # Search
 
     def _searched(self) -> object:
-        """Return what tells whether as much is searched as before."""
+        """Return the extent of the search, to tell whether as much is searched as before."""
         return len(self.excluded), list(self.wanted), list(self.postponed)
 
     def _search(self) -> tuple[Confirmed, list[Candidate]]:
@@ -371,7 +367,7 @@ class _Assembly:
         ]
 
     def _base_excess(self, point: Candidate) -> float:
-        """Return what is held against the budget, as a multiple of the peak, for a point's step without regions."""
+        """Return the upper end of a point's step without regions, as a multiple of its peak."""
         return Confirmed(point, self.steps.predicted(replace(point.levers, regions=()))).excess
 
     # Confirm
@@ -397,6 +393,6 @@ class _Assembly:
 
 
 def _kept(levers: Levers) -> tuple[object, ...]:
-    """Return what a step keeps whatever else changes, but for fallbacks."""
+    """Return the settings of a step that neither a switch nor a fallback changes."""
     kept = (lever for lever in registry.LEVERS if not (lever.switchable or isinstance(lever, Fallback)))
     return tuple(getattr(levers, lever.field) for lever in kept)

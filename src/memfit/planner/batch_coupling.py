@@ -124,7 +124,7 @@ def _is_cut(plan: Plan, point: Candidate) -> bool:
 
 
 def _note(found: str) -> str:
-    """Return what is said where microbatches are left out of a plan."""
+    """Return the note of a plan that leaves microbatches out."""
     return (
         f"microbatches are left out: Workload.loss_fn couples the samples of a batch ({found}), so that they would"
         " change the training. A mean over tokens or voxels is no mean over samples: return (sum, count) for it. What a"

@@ -104,7 +104,7 @@ def _captured(
 
 
 def _loop_notes(loop: Loop, is_described: bool, device: Device) -> list[str]:
-    """Return what a reader should know of whose order of things was captured."""
+    """Return notes on whose order of operations was captured."""
     if not is_described:
         return ["memfit's own step was captured: it runs in its own order, whatever Workload.loop says"]
     found = ["the user's loop was captured, as Workload.loop describes it"]

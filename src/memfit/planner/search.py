@@ -30,7 +30,7 @@ class Confirmed(NamedTuple):
 
     @property
     def excess(self) -> float:
-        """What is held against the budget, as a multiple of the peak."""
+        """The upper end of the peak, which is held against the budget, as a multiple of the peak."""
         return self.prediction.peak_upper_bytes / max(self.prediction.peak_bytes, 1)
 
     def as_captured(self) -> Candidate:
@@ -46,7 +46,7 @@ class Confirmed(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What a plan may take.
+    """The limits of a plan.
 
     Attributes:
         budget_bytes: What a step may hold.

@@ -90,7 +90,7 @@ def failing(levers: Levers, regions: Sequence[Region], attempt: Attempt) -> list
 
 
 def first_line(error: BaseException) -> str:
-    """Return what went wrong in one line, as the user's own code said it where that is known."""
+    """Return an error in one line, as the user's own code said it where that is known."""
     if isinstance(error, RecomputationError):
         return f"{error.module}, run again, does something else ({error.how})"
     origin = error.__cause__ or error

@@ -65,12 +65,7 @@ class Generators:
 
 
 class ForeignGenerator(NamedTuple):
-    """A generator whose state PyTorch does not restore.
-
-    Attributes:
-        read: Returns a copy of its state.
-        write: Sets its state.
-    """
+    """A generator whose state PyTorch does not restore: `read` returns a copy of its state, and `write` sets it."""
 
     read: Callable[[], Any]
     write: Callable[[Any], object]

@@ -97,11 +97,7 @@ class _KeptTensor:
             self.held, self.unpack = pack(alias), unpack
 
     def tensor(self) -> torch.Tensor:
-        """Return the tensor.
-
-        Raises:
-            ChangedError: The tensor was changed in place.
-        """
+        """Return the tensor; raise `ChangedError` where it was changed in place."""
         if isinstance(self.held, HostCopy):
             return self.held.take()
         tensor: torch.Tensor = self.unpack(self.held)

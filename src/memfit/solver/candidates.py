@@ -241,13 +241,14 @@ class _Finder:
     def _inside(self, modules: tuple[str, ...], singles: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
         """Return the outermost modules inside a region that may be checkpointed and hold enough bytes."""
         around = self.regions.calls_of(modules)
-        inside = [single for single in singles if single != modules and self._lies_in(single, around)]
+        inside = [
+            single
+            for single in singles
+            if single != modules
+            and all(any(self.regions.contains(o, call) for o in around) for call in self.regions.calls_of(single))
+        ]
         within = {fqn for (fqn,) in inside}
         return [single for single in inside if not any(single[0].startswith(f"{fqn}.") for fqn in within)]
-
-    def _lies_in(self, one: tuple[str, ...], around: Sequence[RegionCall]) -> bool:
-        calls = self.regions.calls_of(one)
-        return all(any(self.regions.contains(outer, call) for outer in around) for call in calls)
 
     def _option(self, chosen: tuple[Region, ...]) -> Option:
         calls = self.regions.calls_of(chosen[0].modules)

@@ -279,11 +279,9 @@ class Solver:
             margin = max(2 * margin, excess)  # the solver's tolerance allowed a choice that does not fit
 
     def _relaxed(self, goal: _Goal, deadline: float) -> _Relaxed | None:
-        """Solve the relaxed problem, adding the rows that its solutions violate.
+        """Solve the relaxed problem, adding the rows that its solutions violate; None if the budget is infeasible.
 
-        Returns:
-            The solution, or at the time limit that of fewer rows, whose value is a lower bound too; None if the budget
-            is infeasible.
+        At the time limit the solution is that of fewer rows, whose value is a lower bound too.
         """
         solution = _Relaxed(0.0, np.ones(self._n_x), np.zeros(self._n_x))
         while True:
@@ -370,11 +368,7 @@ class Solver:
         return Rows.of_matrix(np.hstack([coefficients, last]), upper / _UNIT)
 
     def _take_up(self, rows: list[int], peaks: npt.NDArray[Any], allowed_bytes: float) -> bool:
-        """Add the largest violated rows to those in use, only the highest of neighbouring points.
-
-        Returns:
-            Whether any was added.
-        """
+        """Add the largest violated rows, the highest of neighbours, to those in use; tell whether there are any."""
         over = np.setdiff1d(np.nonzero(peaks > allowed_bytes)[0], rows)
         over = over[np.argsort(self.problem.row_axis[over], kind="stable")]
         around = np.concatenate([[-np.inf], peaks[over], [-np.inf]])

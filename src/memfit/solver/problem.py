@@ -89,8 +89,7 @@ class Problem:
 
     def row_peaks(self, x: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the bytes at every row for a choice; rows of recomputations not chosen count as their point."""
-        peaks: npt.NDArray[np.int64] = self.live_bytes(x, self.kept(x))
-        return peaks
+        return self.live_bytes(x, self.kept(x))
 
     def kept(self, x: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the value of each z for a choice of options: whether one of its activities is 1."""
