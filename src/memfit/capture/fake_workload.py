@@ -120,11 +120,9 @@ def _copy_of_optimizer(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -
 
 
 def real_copy(workload: Workload, device: torch.device | None = None) -> Workload:
-    """Return an independent copy of a workload, with storages that were shared still shared.
+    """Return an independent copy of a workload with data, with storages that were shared still shared.
 
-    Args:
-        device: The device of the copy's tensors, but for scalars without gradients (step counters stay on their
-            device); None for the tensors' own devices.
+    On another device, scalars without gradients stay on their own, such as step counters.
     """
     return _convert_workload(workload, _Copier(device))
 

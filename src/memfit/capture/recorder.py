@@ -103,10 +103,6 @@ def draws_random_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     return True
 
 
-def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    return _dense(written_by(func, args, kwargs))
-
-
 def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, device_type: str) -> Work:
     """Return the operations and bytes of a call on the device; counted once for each signature."""
     given, made = (
@@ -115,7 +111,7 @@ def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, 
     held = {storage_key_of(t) for t in given}
     written = [
         *(t for t in made if storage_key_of(t) not in held),
-        *(t for t in _mutated(func, args, kwargs) if device_of(t).type == device_type),
+        *(t for t in _dense(written_by(func, args, kwargs)) if device_of(t).type == device_type),
     ]
     floating = [t for t in (*given, *made) if t.is_floating_point()]
     dtype = str((floating or given or made)[0].dtype)[6:] if given or made else ""
@@ -263,7 +259,7 @@ class Recorder(TorchDispatchMode):
         for tensor in sparse:
             self.observe(tensor, position if self.recording else -1)
         if self.recording:
-            mutated = [i for t in _mutated(func, args, kwargs) if (i := self.observe(t, -1)) is not None]
+            mutated = [i for t in _dense(written_by(func, args, kwargs)) if (i := self.observe(t, -1)) is not None]
             self.now.ops.append(self._op(text, func, args, kwargs, out, call, phase, tuple(mutated)))
         for tensor in tensors_in(out):
             self.observe(tensor, position if self.recording else -1)
@@ -324,7 +320,8 @@ class Recorder(TorchDispatchMode):
         with contextlib.ExitStack() as stack:
             for fqn, module in model.named_modules():
                 self._module_index[id(module)] = len(self.modules)
-                self.modules.append(_module(fqn, module))
+                couples = isinstance(module, BatchNormBase) and module.training
+                self.modules.append(Module(fqn, type(module).__name__, couples, isinstance(module, NormBase)))
                 before = module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
                 stack.callback(before.remove)
                 stack.callback(module.register_forward_hook(self._leave, always_call=True).remove)
@@ -455,8 +452,3 @@ def _hooks(
 
     with replaced(graph, "disable_saved_tensors_hooks", without), graph.saved_tensors_hooks(pack, unpack):
         yield
-
-
-def _module(fqn: str, module: nn.Module) -> Module:
-    couples = isinstance(module, BatchNormBase) and module.training
-    return Module(fqn, type(module).__name__, couples, isinstance(module, NormBase))

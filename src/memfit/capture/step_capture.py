@@ -154,7 +154,7 @@ def _fake_copied(
     attention = fake_gpu(device) if device is not None and device.kind == "cuda" else None
     place = torch.device("cuda", 0) if attention else None
     values.fake.allow_fallback_kernels = attention is None  # fallbacks run operators on real zeros, on the CPU
-    with nothing_changes(workload), _one_thread_and_no_collector():
+    with nothing_changes(workload), without_collector(), torch.autograd.set_multithreading_enabled(False):
         moved = workload if place is None else dataclasses.replace(workload, batch=_moved_batch(workload.batch, values))
         is_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors_of(moved.batch))
         with _fake_modes(values if is_fake else None):  # the values of their indices cut packed sequences
@@ -169,7 +169,7 @@ def capture_real(
     workload: Workload, build: BuildStep, precision: str = "32-true", microbatch_size: int | None = None
 ) -> Trace:
     """Return the trace of a step that runs with data, on a copy of the workload."""
-    with nothing_changes(workload), _one_thread_and_no_collector():
+    with nothing_changes(workload), without_collector(), torch.autograd.set_multithreading_enabled(False):
         trace = _record(workload, real_part(workload, microbatch_size), build, None, precision, microbatch_size)
         return _with_slack(trace, every_microbatch(trace, may_differ=False))
 
@@ -216,13 +216,6 @@ def without_collector() -> Iterator[None]:
             gc.unfreeze()
         if enabled:
             gc.enable()
-
-
-@contextlib.contextmanager
-def _one_thread_and_no_collector() -> Iterator[None]:
-    """Run the backward pass in this thread, and Python's garbage collector only where it is called."""
-    with without_collector(), torch.autograd.set_multithreading_enabled(False):
-        yield
 
 
 @contextlib.contextmanager

@@ -251,11 +251,7 @@ class Policy:
     flipped: frozenset[Site | None] = frozenset()
 
     def number(self, site: Site | None, dtype: torch.dtype, neutral: bool) -> Number:
-        """Return an answer to `item()`.
-
-        Args:
-            neutral: Whether the reading is of a check, known by its operator, which passes where it reads true.
-        """
+        """Return an answer to `item()`; a neutral reading is of a check, which passes where it reads true."""
         high = (self.is_high != (site in self.flipped)) != neutral
         return high if dtype is torch.bool else float(high) if dtype.is_floating_point else int(high)
 

@@ -207,14 +207,7 @@ class _Trial:
 
 
 class GraphPlanner:
-    """A planner of the recomputations in a joint graph's backward pass.
-
-    Args:
-        graph: The joint graph, which `apply` changes.
-        forward_outputs: The number of its outputs that the forward pass returns.
-        name: The graph's name in plans and errors.
-        fused: Whether Inductor compiles it.
-    """
+    """A planner of the recomputations in the backward pass of a joint graph, which `apply` changes."""
 
     def __init__(self, graph: fx.Graph, forward_outputs: int, name: str, fused: bool) -> None:
         self.graph, self.forward_outputs, self.name = graph, forward_outputs, name

@@ -30,11 +30,8 @@ take more memory than planned: 1.2 % beyond the upper end for a small U-Net.
 def lay_out_channels_last(graph: fx.Graph) -> bool:
     """Lay out the inputs and outputs of 2-dimensional convolutions with channels last, but not the graph's outputs.
 
-    Args:
-        graph: A joint graph, which is changed; its nodes hold their fake tensors in `meta["val"]`.
-
-    Returns:
-        Whether the graph has such convolutions and few copies; if not, it must not be used.
+    The nodes of the joint graph hold their fake tensors in `meta["val"]`. Returns whether it has such convolutions and
+    few copies; if not, it must not be used.
     """
     nodes = list(graph.nodes)
     mode = detect_fake_mode([node.meta.get("val") for node in nodes])

@@ -20,11 +20,9 @@ _DRAWS = "prims.inductor_random.default"  # registered once Inductor is imported
 
 
 def hold_masks_as_bytes(graph: fx.Graph, mark: Callable[[fx.Node], None]) -> None:
-    """Store dropout masks on a CPU as bytes.
+    """Store dropout masks on a CPU as bytes, and mark them to be kept.
 
-    Args:
-        mark: Called with each mask in bytes. It must be kept, not recomputed: the random numbers that it is compared
-            from take four times as much memory.
+    The random numbers that they are compared from, and would be recomputed from, take four times as much memory.
     """
     for mask in graph.find_nodes(op="call_function", target=_aten.gt.Scalar):
         drawn = mask.args[0]

@@ -113,7 +113,11 @@ class Fitted:
         workload = _workload(module, [args, kwargs], _standing_in, self._optimizers_of([module]), module)
         try:
             try:
-                found = self._planned(workload, self._options["budget"] if self._is_alone(module) else 1)
+                # Where others are trained too, they need a part of the budget, and nobody knows which.
+                held = {id(p) for p in module.parameters()}
+                trained = (p for o in self._optimizers() for group in o.param_groups for p in group["params"])
+                is_alone = all(id(p) in held for p in trained)
+                found = self._planned(workload, self._options["budget"] if is_alone else 1)
             except InfeasibleError as e:
                 found = self._planned(workload, e.lowest_peak_bytes)
         except MemfitError as e:
@@ -121,11 +125,6 @@ class Fitted:
             return
         self._first.append((module, found))
         self._put_under(module, found)
-
-    def _is_alone(self, module: nn.Module) -> bool:
-        """Tell whether a module has all that is trained; others need a part of the budget, and nobody knows which."""
-        held = {id(p) for p in module.parameters()}
-        return all(id(p) in held for o in self._optimizers() for group in o.param_groups for p in group["params"])
 
     # Those after it
 

@@ -66,7 +66,11 @@ def coupled_samples(workload: Workload) -> str | None:
 def _losses(workload: Workload, samples: int) -> tuple[float, float]:
     """Return the loss of some samples together, and of them in two parts of unequal size."""
     cut = max(1, samples // 2 - 1)
-    batch = _chosen(workload, samples)
+    size = samples_of(workload)
+    if workload.split is not None:  # the user cuts the batch: the first samples
+        batch = part_of(workload, workload.batch, 0, samples)
+    else:  # samples from all over it
+        batch = take(workload.batch, [round(i * (size - 1) / (samples - 1)) for i in range(samples)])
     parameters = {id(p): p for p in workload.model.parameters()}
     model = copy.deepcopy(workload.model, parameters)  # all else that a model has, it may change
     with evaluation_mode(model):
@@ -80,14 +84,6 @@ def _losses(workload: Workload, samples: int) -> tuple[float, float]:
     if whole[1] is None:
         return whole[0], sum(loss * n / samples for (loss, _), n in zip(parts, (cut, samples - cut), strict=True))
     return whole[0] / whole[1], sum(loss for loss, _ in parts) / sum(count or 0.0 for _, count in parts)
-
-
-def _chosen(workload: Workload, samples: int) -> Any:
-    """Return a batch of some samples from all over a workload's; where the user cuts it, the first ones."""
-    size = samples_of(workload)
-    if workload.split is not None:
-        return part_of(workload, workload.batch, 0, samples)
-    return take(workload.batch, [round(i * (size - 1) / (samples - 1)) for i in range(samples)])
 
 
 def _value(value: Any) -> tuple[float, float | None]:

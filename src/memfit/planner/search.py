@@ -76,10 +76,8 @@ def fastest_that_fits(
 ) -> tuple[Confirmed | None, float]:
     """Return the fastest plan whose applied step is predicted to fit, and the seconds that solving took.
 
-    Where the captured step does not fit, the solver is asked again for a peak that is lower by as much.
-
-    Args:
-        best: The best plan known before, which is returned where no other is enough faster.
+    Where the captured step does not fit, the solver is asked again for a peak that is lower by as much. The best plan
+    known before is returned where no other is enough faster.
     """
     target, spent = int(limits.budget_bytes / (1 + limits.peak_error)), 0.0
     for _ in range(_ATTEMPTS if combinations else 0):
@@ -131,14 +129,15 @@ def held_against(
     Returns:
         The fastest of them all, and the frontier, with what is predicted for each point that was captured.
     """
-
-    def may_be_faster(point: Candidate) -> bool:
-        may = allows(limits.numerics, point.numerics) and point.held_bytes <= limits.budget_bytes
-        return may and is_faster(point.step_seconds, chosen.prediction.step_seconds)
-
     captured: list[Candidate] = []
     for _ in range(_ATTEMPTS):
-        rivals = [point for point in points if may_be_faster(point)]
+        rivals = [
+            point
+            for point in points
+            if allows(limits.numerics, point.numerics)
+            and point.held_bytes <= limits.budget_bytes
+            and is_faster(point.step_seconds, chosen.prediction.step_seconds)
+        ]
         if not rivals:
             break
         rival = min(rivals, key=lambda point: point.step_seconds)

@@ -107,21 +107,17 @@ class _Numpy:
     def read(self) -> dict[str, Any]:
         bits = np.random.get_bit_generator() if hasattr(np.random, "get_bit_generator") else None
         if not isinstance(bits, np.random.MT19937):
-            return _numpy_state()
+            return np.random.get_state(legacy=False)
         now = ctypes.string_at(bits.ctypes.state_address, _TWISTER_BYTES)
         last = self._last  # the bits do not tell whether the second of two normal numbers is left ("has_gauss")
         if last is None or last[0] is not bits or last[1] != now or last[2]["has_gauss"]:
-            self._last = last = bits, now, _numpy_state()
+            self._last = last = bits, now, np.random.get_state(legacy=False)
         return last[2]
 
     def write(self, state: dict[str, Any]) -> None:
         """Set the generator's state."""
         self._last = None  # the state may differ in more than its bits
         np.random.set_state(state)
-
-
-def _numpy_state() -> dict[str, Any]:
-    return np.random.get_state(legacy=False)
 
 
 _PYTHON = ForeignGenerator(random.getstate, random.setstate)

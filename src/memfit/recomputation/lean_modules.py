@@ -24,7 +24,6 @@ from memfit.recomputation.kept_outputs import DroppingHooks, hooks_around, owner
 from memfit.recomputation.module_calls import Call, Hooks, SavedTensor, storage_of
 
 _NORMS = (NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
-_DROPOUTS = DropoutBase
 _ACTIVATIONS: tuple[type[nn.Module], ...] = (
     *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.GLU),
     *(nn.Hardswish, nn.Hardsigmoid, nn.Hardtanh, nn.Tanh, nn.Sigmoid, nn.Softplus, nn.Softsign, nn.Tanhshrink),
@@ -34,7 +33,7 @@ _NAMES = ("Norm", "Activation")  # suffixes of other libraries' classes: LlamaRM
 
 def is_lean(module: nn.Module) -> bool:
     """Tell whether a module is a normalisation, activation or dropout that can be recomputed by itself."""
-    if isinstance(module, (*_NORMS, *_ACTIVATIONS, _DROPOUTS)):
+    if isinstance(module, (*_NORMS, *_ACTIVATIONS, DropoutBase)):
         return not isinstance(module, nn.SyncBatchNorm)  # it would wait for the other ranks again
     return type(module).__name__.endswith(_NAMES) and not own_modules(module)
 
@@ -60,11 +59,7 @@ def lean_modules(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Modu
 
 @contextlib.contextmanager
 def lean(model: nn.Module, patterns: Sequence[str]) -> Iterator[None]:
-    """Recompute the outputs of normalisations and activations in the backward pass, until the context is left.
-
-    Args:
-        model: The model; its modules get hooks, and nothing else of it changes.
-        patterns: FQNs of the modules, in which * stands for anything. Empty for none.
+    """Recompute the outputs of modules that patterns name in the backward pass, by hooks, until the context is left.
 
     Raises:
         PlanMismatchError: A pattern names no module.

@@ -77,9 +77,7 @@ def shard(trace: Trace, sharding: Sharding) -> Trace:
 def with_share_of_update(trace: Trace, sharding: Sharding) -> Trace:
     """Return a sharded step whose optimizer does one rank's share of the work, to predict its time, not its memory.
 
-    Args:
-        trace: The result of `shard`.
-        sharding: The sharding; with "ddp" every rank does all of the update.
+    With "ddp" every rank does all of the update.
     """
     if sharding.mode == "ddp":
         return trace

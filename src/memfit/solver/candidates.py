@@ -15,7 +15,6 @@ from memfit.ir.recompute import Recomputation, added_bytes, recomputations
 from memfit.ir.remat import Keep, Region, RegionCall, Regions
 from memfit.ir.simulate import overhead_seconds, repeats, repeats_of
 from memfit.ir.trace import Trace
-from memfit.solver.highs import Ints
 from memfit.solver.keeps import FEW_OPERATORS, Worth, every_keep_set, keep_sets
 
 _LEAST_SHARE = 0.002
@@ -286,15 +285,13 @@ class _Finder:
 
     def _keep_sets(self, region: RegionCall, worth: list[Worth], most: int) -> list[tuple[int, ...]]:
         if 0 < len(worth) <= FEW_OPERATORS:
-            nothing, *each = np.array([self._added_bytes(region, kept) for kept in ((), *((w.op,) for w in worth))])
+            kept_sets = [frozenset[int](), *(frozenset({w.op}) for w in worth)]
+            reruns = (again for kept in kept_sets for again in recomputations(self.regions, region, kept))
+            nothing, *each = np.array([added_bytes(self.regions, again, self.workspace) for again in reruns])
             every = every_keep_set(worth, nothing, np.array(each) - nothing)
             if len(every) <= most:
                 return every
         return keep_sets(worth, most)
-
-    def _added_bytes(self, region: RegionCall, kept: tuple[int, ...]) -> Ints:
-        (again,) = recomputations(self.regions, region, frozenset(kept))
-        return added_bytes(self.regions, again, self.workspace)
 
     def _worth(self, region: RegionCall) -> Iterator[Worth]:
         """Yield the bytes and seconds of keeping each operator's output.
