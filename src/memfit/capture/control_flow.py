@@ -215,9 +215,9 @@ class Courses:
         """Return the share by which the worst of other draws exceeds a peak, and note it."""
         starts = [GeneratorStates.drawing("low"), GeneratorStates.drawing("high")]
         starts += [GeneratorStates.seeded(seed) for seed in range(_SEEDS)]
-        replays = (Replay(course.replay.logs, self.stated, course.replay.policy) for _ in starts)
-        tried = (self._tried(Course(replay, (start, start))) for replay, start in zip(replays, starts, strict=True))
-        peaks = [live_peak_bytes(trace) for trace in tried if trace is not None]
+        policy = course.replay.policy
+        tried = (Course(Replay(course.replay.logs, self.stated, policy), (start, start)) for start in starts)
+        peaks = [live_peak_bytes(trace) for one in tried if (trace := self._tried(one)) is not None]
         if all(peak == peak_bytes for peak in peaks):
             return 0.0
         worst = max(peaks) / peak_bytes - 1
