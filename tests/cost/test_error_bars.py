@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from benchmarks.calibration import upper_error
 from memfit.cost.calibrate import calibrate
-from memfit.cost.error_bars import calibration, upper_error
+from memfit.cost.error_bars import calibration
 from tests.models import plain_trace
 
 SCORES = st.lists(st.floats(-0.5, 0.5), min_size=60, max_size=200)

@@ -107,7 +107,7 @@ def test_every_device_of_the_catalogue_survives_the_file(tmp_path: Path) -> None
 
 def test_float32_precision_is_set_back() -> None:
     before = torch.get_float32_matmul_precision()
-    with measurement._float32_precision("high"):
+    with measurement.float32_precision("high"):
         assert torch.get_float32_matmul_precision() == "high"
     assert torch.get_float32_matmul_precision() == before
 

@@ -87,6 +87,5 @@ def trace_of(name: str) -> Trace:
 @pytest.mark.parametrize("name", [*BUILDERS, "bert", "gpt2"])
 def test_hardly_any_time_is_in_operators_without_a_class(name: str) -> None:
     trace = trace_of(name)
-    shares = throughput(trace, roofline([trace], AMPERE), AMPERE).share_by_class
-    assert shares.get(OTHER, 0.0) < 0.02
-    assert sum(shares.values()) == pytest.approx(1.0)
+    seconds = throughput(trace, roofline([trace], AMPERE), AMPERE).seconds_by_class
+    assert seconds.get(OTHER, 0.0) < 0.02 * sum(seconds.values())

@@ -4,20 +4,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from torch import fx
-from torch._compile import _disable_dynamo as disable_dynamo
+from torch import _compile, fx
 from torch._guards import CompileContext
 
-__all__ = [
-    "aot_autograd_eager",
-    "current_compile_id",
-    "default_op_list",
-    "default_partition",
-    "disable_dynamo",
-    "is_compiled_function",
-    "skip",
-]
-
+disable_dynamo = _compile._disable_dynamo
 current_compile_id = CompileContext.current_compile_id
 
 
@@ -50,13 +40,7 @@ def default_op_list() -> Any:
 
 
 def aot_autograd_eager(module: Any, inputs: Any, partition_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a graph module compiled by AOTAutograd to run its operators eagerly, as PyTorch's "aot_eager" does.
-
-    Args:
-        module: The graph module.
-        inputs: Its inputs.
-        partition_fn: Splits the joint graph module into the forward and the backward one.
-    """
+    """Return a graph module compiled by AOTAutograd to run its operators eagerly, as PyTorch's "aot_eager" does."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
     from torch._functorch import config

@@ -1,32 +1,20 @@
 """Base classes of PyTorch's layers, and the private state of modules."""
 
-import contextlib
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
-from torch.nn.modules.batchnorm import _NormBase as NormBase
-from torch.nn.modules.dropout import _DropoutNd as DropoutBase
-from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNormBase
+from torch.nn.modules import batchnorm, dropout, instancenorm
 
-__all__ = [
-    "BatchNormBase",
-    "DropoutBase",
-    "InstanceNormBase",
-    "NormBase",
-    "apply_as_its_class",
-    "compiled_call",
-    "converted_by",
-    "forward_hooks",
-    "forward_pre_hooks",
-    "own_buffers",
-    "own_modules",
-    "own_parameters",
-    "set_forward_hooks",
-]
+from memfit._torch.replacement import replaced
+
+BatchNormBase = batchnorm._BatchNorm
+DropoutBase = dropout._DropoutNd
+InstanceNormBase = instancenorm._InstanceNorm
+NormBase = batchnorm._NormBase
 
 Apply = Callable[..., nn.Module]
 """A method that applies a function to the tensors of a module, and of its children if asked, and returns the module."""
@@ -52,17 +40,6 @@ def apply_as_its_class(module: nn.Module, fn: Callable[[torch.Tensor], torch.Ten
     module._apply(fn)
 
 
-@contextlib.contextmanager
-def converted_by(replacement: Callable[[Apply], Apply]) -> Iterator[None]:
-    """Replace the method by which all modules convert tensors (`Module.to`, `.half`), until the context is left.
-
-    Args:
-        replacement: Returns the new method, given the present one, which may be another library's.
-    """
-    setting: Any = nn.Module
-    original: Apply = setting._apply
-    setting._apply = replacement(original)
-    try:
-        yield
-    finally:
-        setting._apply = original
+def converted_by(replacement: Callable[[Apply], Apply]) -> AbstractContextManager[None]:
+    """Replace the method by which all modules convert tensors (`Module.to`, `.half`), until the context is left."""
+    return replaced(nn.Module, "_apply", replacement(nn.Module._apply))

@@ -10,12 +10,9 @@ class Block:
     """A part of a segment: in use, free, or (in an expandable segment only) unmapped.
 
     Attributes:
-        address: Its start address.
         size: Its bytes; PyTorch's allocated bytes are the sum over blocks in use.
         requested: Requested bytes, at most `size`; 0 unless in use.
         mapped: Whether its addresses are mapped to memory.
-        prev: The block before it in the segment.
-        next: The block after it in the segment.
         freed_at: The allocator's count of lookups when it was freed.
     """
 

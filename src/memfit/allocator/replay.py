@@ -108,8 +108,6 @@ def replay(
     """Return the caching allocator's statistics over events. Running out of memory is reported, not raised.
 
     Args:
-        events: The events, in execution order.
-        settings: The settings of `PYTORCH_ALLOC_CONF`.
         capacity_bytes: Most bytes that the device gives; None for no limit.
         total_bytes: The device's memory, of which `settings.memory_fraction` is a share;
             `capacity_bytes` by default.

@@ -163,11 +163,7 @@ class AllocatorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 def _parsed(text: str) -> dict[str, Any]:
-    """Return the fields of `AllocatorSettings` in a value of `PYTORCH_ALLOC_CONF`.
-
-    Raises:
-        AllocatorSettingsError: PyTorch would refuse a setting, or it is not simulated.
-    """
+    """Return the fields of `AllocatorSettings` in a value of `PYTORCH_ALLOC_CONF`; refuse those not simulated."""
     fields: dict[str, Any] = {}
     text, position = re.sub(r"\s", "", text), 0
     while position < len(text):

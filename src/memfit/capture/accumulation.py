@@ -70,7 +70,8 @@ class Accumulation:
 
     def _formula_operator(self, func: Any, args: Any) -> Any:
         in_place, nodes = _FILLING.get(func) or _CONTINUING[func]
-        if not _current_node().startswith(nodes) or not _called_by_engine():
+        node: Any = current_autograd_node()
+        if not ("" if node is None else node.name()).startswith(nodes) or not _called_by_engine():
             return func
         if func in _FILLING:
             return in_place
@@ -86,12 +87,6 @@ class Accumulation:
         if args[0].layout is not torch.strided or not _is_dense(args[0]):
             return False
         return all(count <= last for count, last in zip(_references(args), self._last, strict=True))
-
-
-def _current_node() -> str:
-    """Return the name of the autograd node whose backward formula is running; "" for none."""
-    node: Any = current_autograd_node()
-    return "" if node is None else node.name()
 
 
 def _has_repeated_edge() -> bool:

@@ -13,9 +13,6 @@ class CallStates:
     """States of the places that modules read, noted as calls begin and compared before the backward pass.
 
     A call reads the places of its module and of its submodules. Equal states of a place are noted once.
-
-    Args:
-        model: The model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -55,13 +52,12 @@ class CallStates:
         changed: dict[int, str] = {}
         for call, noted in self._calls.items():
             for number, before in noted:
-                name = self._differing(number, before, now[number]) if before != now[number] else None
+                if before == now[number]:
+                    continue
+                then, present = self._seen[number][before], self._seen[number][now[number]]
+                name = next((n for n in then.keys() | present.keys() if then.get(n) != present.get(n)), None)
                 if name is not None:
                     changed[call] = f"{name} of {self._places[number].owner}"
                     break
         self._calls.clear()
         return changed
-
-    def _differing(self, number: int, before: int, now: int) -> str | None:
-        then, present = self._seen[number][before], self._seen[number][now]
-        return next((name for name in then.keys() | present.keys() if then.get(name) != present.get(name)), None)

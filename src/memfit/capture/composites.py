@@ -37,11 +37,14 @@ def composites_without_mode() -> Iterator[None]:
         destroy_library(library)
 
 
+def _as_composite(func: Any, *args: Any) -> torch.Tensor:
+    return call_at(func, DispatchKey.CompositeImplicitAutograd, *args)  # type: ignore[no-any-return]
+
+
 def _linear(given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Add the bias in place where it does not go into the product (`linear` in ATen/native/Linear.cpp)."""
     if bias is None or given.dim() == 2 or given.layout is not torch.strided or given.is_contiguous():
-        composite = DispatchKey.CompositeImplicitAutograd
-        return call_at(_aten.linear.default, composite, given, weight, bias)  # type: ignore[no-any-return]
+        return _as_composite(_aten.linear.default, given, weight, bias)
     product: torch.Tensor = _aten.matmul.default(given, weight.t())
     return product.add_(bias)
 
@@ -49,8 +52,7 @@ def _linear(given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 def _max_pool1d(given: torch.Tensor, *window: Any) -> torch.Tensor:
     """Make no indices where no gradient is asked for (`max_pool1d` in ATen/native/MaxPooling.cpp)."""
     if (torch.is_grad_enabled() and given.requires_grad) or given.is_quantized:
-        composite = DispatchKey.CompositeImplicitAutograd
-        return call_at(_aten.max_pool1d.default, composite, given, *window)  # type: ignore[no-any-return]
+        return _as_composite(_aten.max_pool1d.default, given, *window)
     with below_autograd():
         return _aten.max_pool1d.default(given, *window)  # type: ignore[no-any-return]
 
@@ -58,7 +60,6 @@ def _max_pool1d(given: torch.Tensor, *window: Any) -> torch.Tensor:
 def _one_hot(classes: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     """Fill zeros in place, where fake tensors compare (`one_hot` in ATen/native/Onehot.cpp); checks are left out."""
     if num_classes < 1 or classes.numel() == 0 or classes.dtype is not torch.long:
-        composite = DispatchKey.CompositeImplicitAutograd
-        return call_at(_aten.one_hot.default, composite, classes, num_classes)  # type: ignore[no-any-return]
+        return _as_composite(_aten.one_hot.default, classes, num_classes)
     zeros = torch.zeros((*classes.shape, num_classes), dtype=classes.dtype, device=classes.device)
     return zeros.scatter_(-1, classes.unsqueeze(-1), 1)

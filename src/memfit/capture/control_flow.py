@@ -30,12 +30,7 @@ _GUESSED = 0.1  # chosen, not measured: a guessed number may change more than th
 
 @dataclass(frozen=True)
 class Readings:
-    """Values that two steps in a row read with data.
-
-    Attributes:
-        logs: The readings of each step.
-        starts: The states of the generators at the start of each step.
-    """
+    """Values that two steps in a row read with data, and the states of the generators at the start of each."""
 
     logs: tuple[Log, Log]
     starts: tuple[GeneratorStates, GeneratorStates]
@@ -101,27 +96,26 @@ class Course:
         return moved or self.reads_draws
 
 
-def worst_course(run: Callable[[Course], Trace], stated: Mapping[str, Number], reading: DataRun | None) -> Trace:
-    """Return the trace of a step, on the course with the highest peak where guesses decide.
+class Courses:
+    """The courses that a step may take.
 
     Args:
         run: Captures the step on one course.
         stated: Values that the user states (`Workload.values`).
         reading: The run with data; None where there can't be any.
-
-    Raises:
-        CaptureError: The step can't be captured on any course.
     """
-    return _Courses(run, stated, reading).trace()
 
-
-class _Courses:
     def __init__(self, run: Callable[[Course], Trace], stated: Mapping[str, Number], reading: DataRun | None) -> None:
         self.run, self.stated, self.reading = run, stated, reading
         self.start = GeneratorStates.now()
         self.notes: list[str] = []
 
-    def trace(self) -> Trace:
+    def worst(self) -> Trace:
+        """Return the trace of the step, on the course with the highest peak where guesses decide.
+
+        Raises:
+            CaptureError: The step can't be captured on any course.
+        """
         course, trace = self._first_course()
         replay = course.replay
         if self.reading is not None and not self.reading.explores:
@@ -164,24 +158,24 @@ class _Courses:
         course = Course(Replay(readings.logs, self.stated), readings.starts)
         return course, self.run(course)
 
+    def _tried(self, course: Course) -> Trace | None:
+        """Return the trace on a course; None where it can't be captured."""
+        try:
+            return self.run(course)
+        except MemfitError:
+            return None
+
     def _change_between_steps(self, course: Course, peak_bytes: int) -> float:
         """Return the relative change of the peak from one step's readings to the next's."""
-        first = course.replay.logs[0]
-        replay = Replay((first, first), self.stated, course.replay.policy)
-        try:
-            first_bytes = live_peak_bytes(self.run(Course(replay, (course.starts[0], course.starts[0]))))
-        except MemfitError:
-            return _GUESSED
-        return abs(first_bytes / peak_bytes - 1)
+        first, start = course.replay.logs[0], course.starts[0]
+        trace = self._tried(Course(Replay((first, first), self.stated, course.replay.policy), (start, start)))
+        return _GUESSED if trace is None else abs(live_peak_bytes(trace) / peak_bytes - 1)
 
     def _larger_of_both_steps(self, course: Course, trace: Trace) -> Trace:
         """Return the trace with the higher peak, of the first and the second step."""
         replay = Replay(course.replay.logs, self.stated, course.replay.policy)
-        try:
-            first = self.run(Course(replay, course.starts, records_first=True))
-        except MemfitError:
-            return trace
-        return max(trace, first, key=live_peak_bytes)
+        first = self._tried(Course(replay, course.starts, records_first=True))
+        return trace if first is None else max(trace, first, key=live_peak_bytes)
 
     def _passing_course(self, course: Course, error: MemfitError) -> tuple[Course, Trace]:
         """Return the course on which checks pass, found by flipping the last answer before each exception."""
@@ -207,9 +201,8 @@ class _Courses:
             policies += [dataclasses.replace(policy, flipped=policy.flipped ^ {site}) for site in guesses]
         for other in policies if any(guess.is_number for guess in guesses.values()) else ():
             tried = Course(Replay(course.replay.logs, self.stated, other), course.starts)
-            try:
-                tried_trace = self.run(tried)
-            except MemfitError:
+            tried_trace = self._tried(tried)
+            if tried_trace is None:
                 continue
             guesses = {**tried.replay.guesses, **guesses}
             best = max(best, (tried, tried_trace), key=lambda pair: live_peak_bytes(pair[1]))
@@ -222,13 +215,9 @@ class _Courses:
         """Return the share by which the worst of other draws exceeds a peak, and note it."""
         starts = [GeneratorStates.drawing("low"), GeneratorStates.drawing("high")]
         starts += [GeneratorStates.seeded(seed) for seed in range(_SEEDS)]
-        peaks = []
-        for start in starts:
-            replay = Replay(course.replay.logs, self.stated, course.replay.policy)
-            try:
-                peaks.append(live_peak_bytes(self.run(Course(replay, (start, start)))))
-            except MemfitError:
-                continue
+        policy = course.replay.policy
+        tried = (Course(Replay(course.replay.logs, self.stated, policy), (start, start)) for start in starts)
+        peaks = [live_peak_bytes(trace) for one in tried if (trace := self._tried(one)) is not None]
         if all(peak == peak_bytes for peak in peaks):
             return 0.0
         worst = max(peaks) / peak_bytes - 1

@@ -46,11 +46,7 @@ def _replacement(original: Apply) -> Apply:
 
 
 def _convert(tensor: torch.Tensor, fn: _Convert) -> None:
-    """Replace a tensor's data by its conversion.
-
-    Raises:
-        RuntimeError: The result is on another device, which a fake tensor can't be moved to.
-    """
+    """Replace a tensor's data by its conversion, which must be on the same device: a fake tensor can't be moved."""
     with torch.no_grad():
         converted = fn(tensor)
     if converted is tensor:

@@ -34,11 +34,7 @@ class DataRunLimitError(MemfitError):
 
 
 class DataRunLimits(TorchDispatchMode):
-    """A dispatch mode that ends code which takes too long, or too much of the machine's memory.
-
-    Args:
-        seconds: The time limit, from now on.
-    """
+    """A dispatch mode that ends code which takes too long from now on, or too much of the machine's memory."""
 
     def __init__(self, seconds: float = MOST_SECONDS) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -69,13 +65,9 @@ def why_no_data_run(workload: Workload) -> str | None:
 def capture_with_data(
     workload: Workload, build: BuildStep, precision: str, microbatch_size: int, *, instead_of: CaptureError
 ) -> Trace:
-    """Return the trace of a step that runs with data, where it can't run under fake tensors.
+    """Return the trace of a step that runs with data on a copy, where it can't run under fake tensors.
 
     Args:
-        workload: The user's workload, with data; nothing of it is changed.
-        build: Makes the step from a copy of it.
-        precision: The precision that the trace names.
-        microbatch_size: Samples in a microbatch.
         instead_of: The error of the capture under fake tensors; raised where the step exceeds its limits.
 
     Raises:
@@ -100,8 +92,6 @@ def read_with_data(workload: Workload, build: BuildStep, microbatch_size: int | 
     """Return the values that two steps in a row read with data on a copy; None where they exceed the limits.
 
     Args:
-        workload: The user's workload; nothing of it is changed.
-        build: Makes the step from a copy of it.
         microbatch_size: Samples in a microbatch, of which as many run as a capture may; None for the whole batch.
 
     Raises:

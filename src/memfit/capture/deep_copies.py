@@ -23,12 +23,9 @@ def copied(make: Callable[[], T]) -> T:
 
     Random generators are copied with their states. Locks, open files and the like are shared with the original: objects
     that no protocol copies, that hold no tensors, and that are not used up by reading.
-
-    Args:
-        make: Copies everything anew each time it is called.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_reduced_by(torch.Generator, _reduced_generator))
+        stack.enter_context(_reduced_by(torch.Generator, lambda generator: (_clone, (_AsIs(generator),))))
         while True:
             try:
                 return make()
@@ -61,10 +58,6 @@ class _AsIs:
 
     def __deepcopy__(self, memo: Any) -> _AsIs:
         return self
-
-
-def _reduced_generator(generator: torch.Generator) -> Any:
-    return _clone, (_AsIs(generator),)
 
 
 def _clone(held: _AsIs) -> torch.Generator:

@@ -87,15 +87,7 @@ def _untempered(word: int) -> int:
 
 
 def random_output(func: Callable[..., Any], name: Any, args: Any, kwargs: Any, extreme: Extreme) -> Any:
-    """Return the output of a random operator on the CPU; extreme numbers where it draws evenly.
-
-    Args:
-        func: The operator.
-        name: Its packet.
-        args: Its arguments, with real tensors.
-        kwargs: Its keyword arguments, with real tensors.
-        extreme: "low" or "high" for the least or greatest numbers; "" for the generator's.
-    """
+    """Return the output of a random operator on the CPU; the least or greatest numbers where it draws evenly."""
     out = func(*args, **kwargs)
     if not extreme or not isinstance(out, torch.Tensor):
         return out

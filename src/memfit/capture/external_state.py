@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from memfit._torch.replacement import replaced
 from memfit.batch import parts_of
 from memfit.held_state import ATOMS, MOST_ITEMS, cells_of, globals_of, is_followed, is_object
 from memfit.workload import Workload
@@ -74,11 +75,8 @@ class Rebinding:
 
         The copied model reaches it as an argument.
         """
-        self._keeps_model = True
-        try:
+        with replaced(self, "_keeps_model", True):
             return self._of(loss_fn)
-        finally:
-            self._keeps_model = False
 
     def _within(self, value: Any) -> Any:
         """Return a rebound value of a copy's attribute; its lists and dictionaries change in place."""

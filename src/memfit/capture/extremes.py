@@ -19,15 +19,10 @@ def register_extremes(library: torch.library.Library) -> None:
     for name in ("max", "min", "median", "nanmedian"):
         library.impl(
             name,
-            with_own_backward(torch.library.get_kernel(f"aten::{name}", "AutogradCPU"), _extreme),
+            with_own_backward(torch.library.get_kernel(f"aten::{name}", "AutogradCPU"), _Extreme.apply),
             "AutogradCPU",
             with_keyset=True,
         )
-
-
-def _extreme(run: Run, given: Tensor) -> Tensor:
-    result: Tensor = _Extreme.apply(run, given)  # type: ignore[no-untyped-call]
-    return result
 
 
 class _Extreme(torch.autograd.Function):

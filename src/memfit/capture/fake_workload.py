@@ -13,6 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from memfit._torch.fake import FakeTensor, FakeTensorMode
+from memfit._torch.replacement import replaced
 from memfit._torch.tensors import storage_key_of
 from memfit.batch import is_uncut, packed_in
 from memfit.capture.deep_copies import copied
@@ -66,7 +67,12 @@ def _converted_parts(
         _converted_parameter(parameter, memo, convert)
     for packed in packed_in(workload.batch):  # PyTorch's C++ reads its lengths, on the CPU
         memo[id(packed.batch_sizes)] = packed.batch_sizes.clone()
-    with _ConvertTensors(convert), _converted_parameters(convert):
+
+    def deep_copied(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+        return _converted_parameter(parameter, memo, convert)
+
+    # Parameters of external modules are converted too, whose cloning no mode sees.
+    with _ConvertTensors(convert), replaced(nn.Parameter, "__deepcopy__", deep_copied):
         model = copy.deepcopy(workload.model, memo)
         optimizer = _copy_of_optimizer(workload.optimizer, memo)
         batch = copy.deepcopy(workload.batch, memo)
@@ -84,17 +90,6 @@ def _converted_parameter(parameter: nn.Parameter, memo: dict[int, Any], convert:
     return converted
 
 
-@contextlib.contextmanager
-def _converted_parameters(convert: Convert) -> Iterator[None]:
-    """Have `copy.deepcopy` convert parameters of external modules too, whose cloning no mode sees."""
-    original = nn.Parameter.__deepcopy__
-    nn.Parameter.__deepcopy__ = lambda parameter, memo: _converted_parameter(parameter, memo, convert)  # type: ignore
-    try:
-        yield
-    finally:
-        nn.Parameter.__deepcopy__ = original  # type: ignore[method-assign]
-
-
 def _keep_attributes(new: torch.Tensor, tensor: torch.Tensor) -> None:
     """Copy plain attributes of the original to a converted tensor: labels that an optimizer may read."""
     for name, value in vars(tensor).items():
@@ -103,22 +98,15 @@ def _keep_attributes(new: torch.Tensor, tensor: torch.Tensor) -> None:
 
 
 def _of_parts(tensor: torch.Tensor, convert: Convert) -> torch.Tensor:
-    """Return a sparse tensor whose indices and values are converted.
-
-    Raises:
-        WorkloadError: Fake tensors don't have its layout.
-    """
+    """Return a sparse tensor whose indices and values are converted; fake tensors have the COO layout only."""
     if tensor.layout is not torch.sparse_coo:
+        shape = "of its own" if tensor.is_nested else tuple(tensor.shape)
         raise WorkloadError(
-            f"Workload holds a tensor of shape {_shape_of(tensor)} and layout {tensor.layout}, which fake tensors"
+            f"Workload holds a tensor of shape {shape} and layout {tensor.layout}, which fake tensors"
             " don't have: give a dense tensor, padded where it is nested, or tensor.to_sparse_coo()"
         )
     indices, values = (convert(part) for part in parts(tensor))
     return assembled(indices, values, tensor.shape, tensor.is_coalesced()).requires_grad_(tensor.requires_grad)
-
-
-def _shape_of(tensor: torch.Tensor) -> tuple[Any, ...] | str:
-    return "of its own" if tensor.is_nested else tuple(tensor.shape)
 
 
 def _copy_of_optimizer(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:
@@ -132,12 +120,9 @@ def _copy_of_optimizer(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -
 
 
 def real_copy(workload: Workload, device: torch.device | None = None) -> Workload:
-    """Return an independent copy of a workload, with storages that were shared still shared.
+    """Return an independent copy of a workload with data, with storages that were shared still shared.
 
-    Args:
-        workload: The workload, with data.
-        device: The device of the copy's tensors, but for scalars without gradients (step counters stay on their
-            device); None for the tensors' own devices.
+    On another device, scalars without gradients stay on their own, such as step counters.
     """
     return _convert_workload(workload, _Copier(device))
 
@@ -184,7 +169,9 @@ class _Faker:
             self.storages[key] = torch.UntypedStorage(storage.nbytes(), device="meta")
         shape = torch.empty(0, dtype=tensor.dtype, device="meta")
         shape.set_(self.storages[key], tensor.storage_offset(), tensor.size(), tensor.stride())
-        fake = FakeTensor(self.mode, shape, self.device or _device_of(tensor))
+        # On the meta device a model may be built without memory.
+        own = torch.device("cpu") if tensor.device.type == "meta" else tensor.device
+        fake = FakeTensor(self.mode, shape, self.device or own)
         self.values.know(fake, tensor)
         return fake.requires_grad_(tensor.requires_grad)
 
@@ -196,11 +183,6 @@ class _Faker:
         value = real.item()
         with self.mode:
             return torch.tensor(value, dtype=tensor.dtype)
-
-
-def _device_of(tensor: torch.Tensor) -> torch.device:
-    """Return a tensor's device; the CPU for the meta device, on which a model may be built without memory."""
-    return torch.device("cpu") if tensor.device.type == "meta" else tensor.device
 
 
 def mode_of(workload: Workload) -> FakeTensorMode:

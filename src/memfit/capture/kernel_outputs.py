@@ -70,8 +70,9 @@ def kernel_outputs(out: Any, func: Any, args: Any, kwargs: Any, device_type: str
 
 
 def _as_on_cpu(out: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    if func in _NORMS:
-        return _with_statistics_as_parameters(out, args)
+    if func in _NORMS:  # saves statistics in the dtype of its parameters, which the fake kernel ignores
+        dtype = next((t.dtype for t in args[1:5] if isinstance(t, torch.Tensor)), out[1].dtype)
+        return out[0], *(statistic.new_empty(out[1].shape, dtype=dtype) for statistic in out[1:])
     if packet_of(func) in _LAYOUTS:
         return _laid_out_as(out, args[_LAYOUTS[packet_of(func)]])
     if packet_of(func) in _ROWS:
@@ -117,13 +118,6 @@ def _is_made_like_its_input(given: torch.Tensor, weight: torch.Tensor, bias: Any
         like = [None if t is None else torch.empty(1, dtype=t.dtype).expand(t.shape) for t in (given, weight, bias)]
         backend = select_conv_backend(*like, *options)
     return bool(backend.name == "SlowTranspose3d")
-
-
-def _with_statistics_as_parameters(out: Any, args: Any) -> Any:
-    """Return a norm's outputs, with saved statistics in the dtype of its parameters, which the fake kernel ignores."""
-    normalised, mean, inverse_deviation = out
-    dtype = next((t.dtype for t in args[1:5] if isinstance(t, torch.Tensor)), mean.dtype)
-    return normalised, mean.new_empty(mean.shape, dtype=dtype), inverse_deviation.new_empty(mean.shape, dtype=dtype)
 
 
 @functools.cache

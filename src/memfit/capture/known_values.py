@@ -206,11 +206,7 @@ class KnownValues(TorchDispatchMode):
         return logged is not None and ((is_drawn and not self.extreme) or tensor in self._assumed)
 
     def _run_with_shape(self, func: Any, args: Any, kwargs: Any, known: tuple[Any, Any] | None) -> Any:
-        """Run an operator whose output shape depends on values: known, logged, or guessed to be the largest.
-
-        Raises:
-            DynamicOutputShapeException: The operator has no largest shape.
-        """
+        """Run an operator whose output shape depends on values: known, logged, or guessed to be the largest."""
         logged = self.replay.logged(str(func), args[0])
         if known is not None and not any(self._prefers_log(logged, t) for t in tensors_in((args, kwargs))):
             real = _compute(func, *known)

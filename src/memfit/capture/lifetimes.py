@@ -97,8 +97,10 @@ def dry_forward_passes(
     microbatches = step.split(batch)
     recorder.end_step()
     for index, microbatch in enumerate(microbatches):
-        kept = _unpacked_in_forward(recording, index)
-        key = _forward_signatures(recording, index), index if any(kept) else -1
+        forward = _forward_of(recording, index)
+        first, last = (forward[0], forward[-1]) if forward else (0, -1)
+        kept = [0 <= save.unpacked <= last for save in recording.saves if first <= save.at <= last + 1]
+        key = tuple(recording.ops[i].signature for i in forward), index if any(kept) else -1
         if key not in recordings:
             recorder.begin_step()
             enter_phase("forward", index)
@@ -110,42 +112,25 @@ def dry_forward_passes(
     return dry
 
 
-def _unpacked_in_forward(recording: Recording, microbatch: int) -> list[bool]:
-    """Tell, for each saved tensor of a microbatch's forward pass, whether that pass itself unpacks it."""
-    first, last = _forward_range(recording, microbatch)
-    saves = [save for save in recording.saves if first <= save.at <= last + 1]
-    return [0 <= save.unpacked <= last for save in saves]
-
-
-def _forward_signatures(recording: Recording, microbatch: int) -> tuple[int, ...]:
-    return tuple(op.signature for op in recording.ops if op.phase == "forward" and op.microbatch == microbatch)
-
-
-def _forward_range(recording: Recording, microbatch: int) -> tuple[int, int]:
-    """Return the first and the last operator of a microbatch's forward pass; (0, -1) where it has none."""
-    forward = [i for i, op in enumerate(recording.ops) if op.phase == "forward" and op.microbatch == microbatch]
-    return (forward[0], forward[-1]) if forward else (0, -1)
+def _forward_of(recording: Recording, microbatch: int) -> list[int]:
+    """Return the operators of a microbatch's forward pass."""
+    return [i for i, op in enumerate(recording.ops) if op.phase == "forward" and op.microbatch == microbatch]
 
 
 def runs_same_operators(recording: Recording, dry: list[Recording]) -> bool:
-    """Tell whether the dry forward passes ran the same operators as in the step."""
+    """Tell whether the dry forward passes ran the same operators as in the step, but for those that weigh its loss."""
     return all(
-        [recording.ops[i].name for i in _forward_of(recording, microbatch, dried)] == [op.name for op in dried.ops]
+        [recording.ops[i].name for i in _forward_of(recording, microbatch)[: len(dried.ops)]]
+        == [op.name for op in dried.ops]
         for microbatch, dried in enumerate(dry)
     )
-
-
-def _forward_of(recording: Recording, microbatch: int, dried: Recording) -> list[int]:
-    """Return the operators of a microbatch's forward pass, without those that weigh its loss."""
-    forward = [i for i, op in enumerate(recording.ops) if op.phase == "forward" and op.microbatch == microbatch]
-    return forward[: len(dried.ops)]
 
 
 def _releases(recording: Recording, dry: list[Recording]) -> dict[int, int]:
     """Return, for storages born in the forward pass, the operator after which they die where nothing is saved."""
     releases: dict[int, int] = {}
     for microbatch, dried in enumerate(dry):
-        forward = _forward_of(recording, microbatch, dried)
+        forward = _forward_of(recording, microbatch)[: len(dried.ops)]
         if not forward:
             continue
         first, last = forward[0], forward[-1]

@@ -257,7 +257,8 @@ class Watcher(TorchFunctionMode):
             references.append(self._reference(tensor))
             return _STAND_IN
 
-        own = tree_map(_same, (tuple(args), dict(kwargs)))  # the loop may change its lists and dicts later
+        # Copied, since the loop may change its lists and dicts later.
+        own = tree_map(lambda leaf: leaf, (tuple(args), dict(kwargs)))
         template = map_tensors(stand_in, own)
         return Arguments(template, tuple(references))
 
@@ -298,10 +299,6 @@ class Watcher(TorchFunctionMode):
         for name, tensor in [*module.named_buffers(), *module.named_parameters()]:
             self._names.setdefault(id(tensor), ModuleTensor(number, name))
         return number
-
-
-def _same(leaf: Any) -> Any:
-    return leaf
 
 
 def _deep_copied(tensor: torch.Tensor) -> torch.Tensor:

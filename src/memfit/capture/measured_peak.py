@@ -13,13 +13,8 @@ from memfit.sparse import parts
 from memfit.workload import StepProgram, tensors_of
 
 
-def resident_bytes(step: StepProgram) -> int:
-    """Return the bytes held between steps: parameters, buffers, optimizer state, and the workload's batch."""
-    return sum(_resident(step).values())
-
-
-def _resident(step: StepProgram) -> dict[int, int]:
-    """Return the bytes of the storages held between steps, by storage key."""
+def resident_bytes(step: StepProgram) -> dict[int, int]:
+    """Return the bytes held between steps, by storage: parameters, buffers, optimizer state, the workload's batch."""
     workload = step.workload
     tensors = [*workload.model.parameters(), *workload.model.buffers(), *tensors_of(workload.batch)]
     tensors += [p for group in workload.optimizer.param_groups for p in group["params"]]
@@ -42,7 +37,7 @@ def measure_peak_bytes(step: StepProgram, batch: object) -> int:
 
     Tensors held between steps count by their storages, all others by the allocator's events.
     """
-    resident, external = _resident(step), _external_storages(step)
+    resident, external = resident_bytes(step), _external_storages(step)
     with allocated() as meter:
         step(batch)
     for storage in (reference() for reference in external):

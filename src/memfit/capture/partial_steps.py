@@ -78,12 +78,8 @@ class EveryMicrobatch(enum.Enum):
 def every_microbatch(trace: Trace, may_differ: bool) -> EveryMicrobatch:
     """Return whether all microbatches must run, since the two of a trace don't stand for the others.
 
-    They don't where they run different operators, as where lengths or values decide, and where sparse gradients are
-    added up, which grow with each microbatch.
-
-    Args:
-        trace: The trace of a step with two microbatches.
-        may_differ: Whether the others may run other operators than these two.
+    They don't where they run different operators, as where lengths or values decide, where others may differ, and where
+    sparse gradients are added up, which grow with each microbatch.
 
     Raises:
         CaptureError: The microbatches add up sparse gradients, and are too many to run.
@@ -91,7 +87,8 @@ def every_microbatch(trace: Trace, may_differ: bool) -> EveryMicrobatch:
     if trace.microbatches == trace.scale_microbatches:
         return EveryMicrobatch.NOT_NEEDED
     operators = len(trace.ops) * trace.scale_microbatches // trace.microbatches
-    if _adds_up_sparse_gradients(trace):
+    adding = (op for op in trace.ops if op.phase == "backward" and op.microbatch and op.name == "aten.add_.Tensor")
+    if any('"args":[{"s":' in trace.signatures[op.signature] for op in adding):  # sparse gradients
         if operators > _MOST_OPERATORS:
             raise CaptureError(
                 f"{trace.scale_microbatches:,} microbatches add up sparse gradients, which grow with each, and run"
@@ -114,11 +111,6 @@ def _run_other_operators(trace: Trace) -> bool:
         if op.phase == "forward" and texts[op.signature]:
             forward[op.microbatch].append(texts[op.signature])
     return forward[0] != forward[1]
-
-
-def _adds_up_sparse_gradients(trace: Trace) -> bool:
-    adding = (op for op in trace.ops if op.phase == "backward" and op.microbatch and op.name == "aten.add_.Tensor")
-    return any('"args":[{"s":' in trace.signatures[op.signature] for op in adding)
 
 
 def inputs_of(copied: Workload) -> list[torch.Tensor]:

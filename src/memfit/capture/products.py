@@ -22,12 +22,12 @@ Run = Callable[[Tensor], Tensor]
 
 def register_products(library: torch.library.Library, key: str) -> None:
     """Register products whose backward pass reads, at a dispatch key, as long as a library lives."""
-    for name, product in (("prod", _whole), ("prod.dim_int", _along), ("cumprod", _cumulative)):
+    for name, product in (("prod", _Prod.apply), ("prod.dim_int", _along), ("cumprod", _Cumprod.apply)):
         kernel = torch.library.get_kernel(f"aten::{name}", key)
         library.impl(name, with_own_backward(kernel, product), key, with_keyset=True)
 
 
-def with_own_backward(kernel: Any, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def with_own_backward(kernel: Any, function: Callable[..., Any]) -> Callable[..., Tensor]:
     """Return a kernel that computes as another, with a backward pass of its own.
 
     Under `torch.func` and forward-mode differentiation the other kernel runs, as without a mode.
@@ -45,31 +45,20 @@ def with_own_backward(kernel: Any, function: Callable[..., Tensor]) -> Callable[
         transformed = peek_interpreter_stack() is not None or forward_ad_level() >= 0
         if transformed or not torch.is_grad_enabled() or not given.requires_grad or given.layout is not torch.strided:
             return as_pytorch(given)
-        return function(as_pytorch, given, *args)
+        return function(as_pytorch, given, *args)  # type: ignore[no-any-return]
 
     return run
 
 
-def _whole(run: Run, given: Tensor) -> Tensor:
-    result: Tensor = _Prod.apply(run, given, None, True)  # type: ignore[no-untyped-call]
-    return result
-
-
-def _along(run: Run, given: Tensor, dim: int, keepdim: bool = False) -> Tensor:
-    result: Tensor = _Prod.apply(run, given, dim, keepdim)  # type: ignore[no-untyped-call]
-    return result
-
-
-def _cumulative(run: Run, given: Tensor, dim: int) -> Tensor:
-    result: Tensor = _Cumprod.apply(run, given, dim)  # type: ignore[no-untyped-call]
-    return result
+def _along(run: Run, given: Tensor, dim: int, keepdim: bool = False) -> Any:
+    return _Prod.apply(run, given, dim, keepdim)  # type: ignore[no-untyped-call]
 
 
 class _Prod(torch.autograd.Function):
     """A product of all elements, or along a dimension."""
 
     @staticmethod
-    def forward(ctx: Any, run: Run, given: Tensor, dim: int | None, keepdim: bool) -> Tensor:
+    def forward(ctx: Any, run: Run, given: Tensor, dim: int | None = None, keepdim: bool = True) -> Tensor:
         result = run(given)
         ctx.save_for_backward(given, result)
         ctx.dim, ctx.keepdim = dim, keepdim
@@ -188,10 +177,6 @@ def _with_first_zeros(
         gradient: The gradient of the other elements.
         is_between: Whether exactly one zero is at or before the element; is written to.
         zeros: The number of zeros at or before the element.
-        grad: The gradient of the result.
-        given: The factors.
-        result: Their cumulative product.
-        dim: The dimension of the lines.
     """
     first = is_between.max(dim, keepdim=True)[1]
     is_first = torch.zeros_like(is_between).scatter_(dim, first, 1).logical_and_(is_between)

@@ -27,9 +27,6 @@ class RangeObserver(TorchDispatchMode):
     """A dispatch mode that notes the bf16 numbers of every module's forward pass, and of its gradients.
 
     Enter it around forward and backward passes.
-
-    Args:
-        model: The model whose modules are watched.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -30,6 +30,7 @@ from memfit._torch.fake import FakeTensor, FakeTensorMode
 from memfit._torch.modules import BatchNormBase, NormBase, forward_hooks, forward_pre_hooks, set_forward_hooks
 from memfit._torch.operators import packet_of, schema_of
 from memfit._torch.pytree import tree_leaves
+from memfit._torch.replacement import replaced
 from memfit._torch.tensors import storage_key_of
 from memfit.capture.accumulation import Accumulation
 from memfit.capture.call_states import CallStates
@@ -102,10 +103,6 @@ def draws_random_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     return True
 
 
-def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    return _dense(written_by(func, args, kwargs))
-
-
 def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, device_type: str) -> Work:
     """Return the operations and bytes of a call on the device; counted once for each signature."""
     given, made = (
@@ -114,7 +111,7 @@ def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, 
     held = {storage_key_of(t) for t in given}
     written = [
         *(t for t in made if storage_key_of(t) not in held),
-        *(t for t in _mutated(func, args, kwargs) if device_of(t).type == device_type),
+        *(t for t in _dense(written_by(func, args, kwargs)) if device_of(t).type == device_type),
     ]
     floating = [t for t in (*given, *made) if t.is_floating_point()]
     dtype = str((floating or given or made)[0].dtype)[6:] if given or made else ""
@@ -262,7 +259,7 @@ class Recorder(TorchDispatchMode):
         for tensor in sparse:
             self.observe(tensor, position if self.recording else -1)
         if self.recording:
-            mutated = [i for t in _mutated(func, args, kwargs) if (i := self.observe(t, -1)) is not None]
+            mutated = [i for t in _dense(written_by(func, args, kwargs)) if (i := self.observe(t, -1)) is not None]
             self.now.ops.append(self._op(text, func, args, kwargs, out, call, phase, tuple(mutated)))
         for tensor in tensors_in(out):
             self.observe(tensor, position if self.recording else -1)
@@ -318,19 +315,17 @@ class Recorder(TorchDispatchMode):
     @contextlib.contextmanager
     def watch(self, model: nn.Module) -> Iterator[None]:
         """Attribute operators to the modules of a model, until the context is left."""
-        handles: list[Any] = []
         self._states = CallStates(model)
         _let_encoders_run_in_one_operator(model)
-        for fqn, module in model.named_modules():
-            self._module_index[id(module)] = len(self.modules)
-            self.modules.append(_module(fqn, module))
-            handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True))
-            handles.append(module.register_forward_hook(self._leave, always_call=True))
-        try:
+        with contextlib.ExitStack() as stack:
+            for fqn, module in model.named_modules():
+                self._module_index[id(module)] = len(self.modules)
+                couples = isinstance(module, BatchNormBase) and module.training
+                self.modules.append(Module(fqn, type(module).__name__, couples, isinstance(module, NormBase)))
+                before = module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
+                stack.callback(before.remove)
+                stack.callback(module.register_forward_hook(self._leave, always_call=True).remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not self.recording:
@@ -363,12 +358,7 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def dropping(self, kept: Sequence[bool]) -> Iterator[None]:
-        """Have autograd save nothing, as under activation checkpointing.
-
-        Args:
-            kept: For each tensor that autograd saves, in order, whether it is saved all the same; tensors after the
-                last one are dropped.
-        """
+        """Have autograd save only the tensors that `kept`, in their order, names: as under activation checkpointing."""
         decisions = iter(kept)
 
         def pack(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -389,14 +379,10 @@ class Recorder(TorchDispatchMode):
             return tensor
         # A node holds what hooks return for its output: with history the two would hold each other, and never die
         # where no backward pass comes.
-        self._is_paused = True
-        try:
+        with replaced(self, "_is_paused", True):
             return tensor.detach()
-        finally:
-            self._is_paused = False
 
-    @contextlib.contextmanager
-    def generator_states(self) -> Iterator[None]:
+    def generator_states(self) -> contextlib.AbstractContextManager[None]:
         """Observe copies of the CPU generator's state, until the context is left.
 
         Checkpointing keeps one of 5 KB for each call, and no mode sees it.
@@ -408,11 +394,7 @@ class Recorder(TorchDispatchMode):
             self.observe(state, len(self.now.ops) if self.recording else -1)
             return state
 
-        torch.get_rng_state = observed
-        try:
-            yield
-        finally:
-            torch.get_rng_state = original
+        return replaced(torch, "get_rng_state", observed)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         if not self.recording:
@@ -451,12 +433,7 @@ def _hooks(
 ) -> Iterator[None]:
     """Set hooks of saved tensors, until the context is left, except within transforms of `torch.func`.
 
-    Transforms refuse hooks: there, saved tensors show by the deaths of their storages.
-
-    Args:
-        pack: Called with each saved tensor.
-        unpack: Called with the result of `pack`.
-        on_refusal: Called where a transform runs.
+    Transforms refuse hooks: `on_refusal` is called, and saved tensors show by the deaths of their storages.
     """
     refuse = graph.disable_saved_tensors_hooks
 
@@ -473,14 +450,5 @@ def _hooks(
             if ours:
                 push_saved_tensors_default_hooks(pack, unpack)
 
-    graph.disable_saved_tensors_hooks = without  # type: ignore[assignment]
-    try:
-        with graph.saved_tensors_hooks(pack, unpack):
-            yield
-    finally:
-        graph.disable_saved_tensors_hooks = refuse
-
-
-def _module(fqn: str, module: nn.Module) -> Module:
-    couples = isinstance(module, BatchNormBase) and module.training
-    return Module(fqn, type(module).__name__, couples, isinstance(module, NormBase))
+    with replaced(graph, "disable_saved_tensors_hooks", without), graph.saved_tensors_hooks(pack, unpack):
+        yield

@@ -29,11 +29,7 @@ _LIMIT_BYTES = 2**31  # size of the real tensors made for one operator
 
 
 class SparseOperators:
-    """Operators on sparse COO tensors of one fake tensor mode.
-
-    Args:
-        values: The values known under the mode.
-    """
+    """Operators on sparse COO tensors of one fake tensor mode."""
 
     def __init__(self, values: KnownValues) -> None:
         self.values = values
@@ -46,7 +42,9 @@ class SparseOperators:
             out = func(*_with_bags(func, args), **kwargs)
             self._store_output_indices(out, args)
             return out
-        if _is_accumulated_gradient(func, args):
+        node = current_autograd_node() if func is _aten.clone.default else None
+        # Autograd takes over a sparse gradient for a parameter, which it clones only under a mode.
+        if node is not None and node.name().endswith("AccumulateGrad"):
             indices, values = parts(args[0])
             return assembled(indices, values, args[0].shape, _coalesced(args[0]))
         return self._run_on_real(func, args, kwargs)
@@ -127,12 +125,6 @@ def _place(tensor: torch.Tensor) -> tuple[int, tuple[int, ...]]:
 def _coalesced(tensor: torch.Tensor) -> bool:
     with disable_current_modes():
         return tensor.is_coalesced()
-
-
-def _is_accumulated_gradient(func: Any, args: Any) -> bool:
-    """Tell whether autograd takes over a sparse gradient for a parameter, which it clones only under a mode."""
-    node = current_autograd_node()
-    return func is _aten.clone.default and node is not None and node.name().endswith("AccumulateGrad")
 
 
 def per_tensor_calls(func: Any, args: Any) -> list[tuple[Any, tuple[Any, ...]]] | None:

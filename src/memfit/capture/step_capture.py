@@ -16,7 +16,7 @@ from memfit._torch.fake import FakeTensor
 from memfit._torch.modules import compiled_call, own_modules
 from memfit.batch import map_tensors
 from memfit.capture.composites import composites_without_mode
-from memfit.capture.control_flow import Course, DataRun, live_peak_bytes, worst_course
+from memfit.capture.control_flow import Course, Courses, DataRun, live_peak_bytes
 from memfit.capture.conversions import in_place_conversions
 from memfit.capture.external_state import external_tensors
 from memfit.capture.fake_workload import fake_copy, mode_of, nothing_changes
@@ -79,8 +79,6 @@ def capture(
     numbers runs again for each other course (`capture.control_flow`).
 
     Args:
-        workload: The user's workload.
-        build: Makes the step from a copy of it.
         precision: The precision that the trace names.
         microbatch_size: Samples in a microbatch; None for the whole batch.
         device: The device that the copy runs on; None for the CPU. A GPU needs fake CUDA in this process
@@ -94,17 +92,18 @@ def capture(
         WorkloadError: The workload can't be copied, or its loss function uses the original model.
     """
 
-    def run(course: Course) -> Trace:
-        with _fake_copied(workload, device, microbatch_size) as (copied, values, attention):
+    def recorded(course: Course, size: int | None) -> tuple[Trace, bool]:
+        with _fake_copied(workload, device, size) as (copied, values, attention):
             trace = _record(workload, copied, build, values, precision, microbatch_size, attention, warm, course)
-        may_differ = values.reads_batch or any(log.microbatches_differ for log in course.replay.logs)
-        every = every_microbatch(trace, may_differ)
-        if every is not EveryMicrobatch.NEEDED:
-            return _with_slack(trace, every)
-        with _fake_copied(workload, device, None) as (copied, values, attention):
-            return _record(workload, copied, build, values, precision, microbatch_size, attention, warm, course)
+        return trace, values.reads_batch
 
-    trace = worst_course(run, workload.values, reading)
+    def run(course: Course) -> Trace:
+        trace, reads_batch = recorded(course, microbatch_size)
+        may_differ = reads_batch or any(log.microbatches_differ for log in course.replay.logs)
+        every = every_microbatch(trace, may_differ)
+        return recorded(course, None)[0] if every is EveryMicrobatch.NEEDED else _with_slack(trace, every)
+
+    trace = Courses(run, workload.values, reading).worst()
     if warm and trace.slack:
         raise CaptureError("the step may take other courses: it is captured from its first step on")
     extra_notes = [uncut_note(workload), _COMPILED if is_compiled(workload) else None]
@@ -114,11 +113,6 @@ def capture(
 
 def warmed(workload: Workload, build: BuildStep, *, device: Device | None = None) -> Workload:
     """Return a copy under fake tensors that has run its first step, for captures that then run one step each.
-
-    Args:
-        workload: The user's workload.
-        build: Makes the step from a copy of it.
-        device: The device of the captures.
 
     Raises:
         CaptureError: The step can't be run under fake tensors, or leaves garbage, which each capture must see.
@@ -160,7 +154,7 @@ def _fake_copied(
     attention = fake_gpu(device) if device is not None and device.kind == "cuda" else None
     place = torch.device("cuda", 0) if attention else None
     values.fake.allow_fallback_kernels = attention is None  # fallbacks run operators on real zeros, on the CPU
-    with nothing_changes(workload), _one_thread_and_no_collector():
+    with nothing_changes(workload), without_collector(), torch.autograd.set_multithreading_enabled(False):
         moved = workload if place is None else dataclasses.replace(workload, batch=_moved_batch(workload.batch, values))
         is_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors_of(moved.batch))
         with _fake_modes(values if is_fake else None):  # the values of their indices cut packed sequences
@@ -175,7 +169,7 @@ def capture_real(
     workload: Workload, build: BuildStep, precision: str = "32-true", microbatch_size: int | None = None
 ) -> Trace:
     """Return the trace of a step that runs with data, on a copy of the workload."""
-    with nothing_changes(workload), _one_thread_and_no_collector():
+    with nothing_changes(workload), without_collector(), torch.autograd.set_multithreading_enabled(False):
         trace = _record(workload, real_part(workload, microbatch_size), build, None, precision, microbatch_size)
         return _with_slack(trace, every_microbatch(trace, may_differ=False))
 
@@ -225,13 +219,6 @@ def without_collector() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _one_thread_and_no_collector() -> Iterator[None]:
-    """Run the backward pass in this thread, and Python's garbage collector only where it is called."""
-    with without_collector(), torch.autograd.set_multithreading_enabled(False):
-        yield
-
-
-@contextlib.contextmanager
 def _course_followed(
     course: Course | None, values: KnownValues | None, batch: list[torch.Tensor]
 ) -> Iterator[Callable[[Phase, int], None]]:
@@ -248,11 +235,11 @@ def _course_followed(
 
 @contextlib.contextmanager
 def _fake_modes(values: KnownValues | None) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        if values is not None:
-            stack.enter_context(values.fake)
-            stack.enter_context(values)
+    if values is None:
         yield
+    else:
+        with values.fake, values:
+            yield
 
 
 def _record(

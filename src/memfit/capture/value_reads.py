@@ -22,6 +22,7 @@ from memfit._torch.autograd import current_graph_task_id
 from memfit._torch.dispatch import TensorBase, TorchDispatchMode, disable_current_modes
 from memfit._torch.fake import FakeTensor
 from memfit._torch.pytree import tree_leaves
+from memfit._torch.replacement import replaced
 
 _aten = torch.ops.aten
 _TORCH = str(Path(torch.__file__).parent)
@@ -41,12 +42,7 @@ Number = bool | int | float
 
 
 class Site(NamedTuple):
-    """A line of code that reads a tensor's values.
-
-    Attributes:
-        path: The path of its file.
-        line: Its number.
-    """
+    """A line of code that reads a tensor's values: the path of its file, and its number."""
 
     path: str
     line: int
@@ -181,25 +177,17 @@ class ReadRecorder(TorchDispatchMode):
             return copied
 
         def unwritten(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> str:
-            self._paused = True
-            try:
+            with replaced(self, "_paused", True):
                 return str(repr_of(tensor, *args, **kwargs))
-            finally:
-                self._paused = False
 
-        torch.Tensor.__repr__ = unwritten  # type: ignore[method-assign, assignment]
-        try:
-            with _arrays_by(array_of):
-                yield
-        finally:
-            torch.Tensor.__repr__ = repr_of  # type: ignore[method-assign]
+        with replaced(torch.Tensor, "__repr__", unwritten), _arrays_by(array_of):
+            yield
 
 
 @contextlib.contextmanager
 def _arrays_by(array_of: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
     """Have `numpy()`, `numpy.asarray(t)` and `tolist()` ask a function for values, until the context is left."""
     real = TensorBase
-    of_fake = FakeTensor.tolist
 
     def numpy(tensor: torch.Tensor, *, force: bool = False) -> Any:
         if tensor.requires_grad and not force:
@@ -217,15 +205,14 @@ def _arrays_by(array_of: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[Non
         with disable_current_modes():
             return real.tolist(values)
 
-    replaced: dict[str, Any] = {"numpy": numpy, "__array__": array, "tolist": tolist}
-    before = {name: torch.Tensor.__dict__.get(name) for name in replaced}
-    for name, function in replaced.items():
+    answers: dict[str, Any] = {"numpy": numpy, "__array__": array, "tolist": tolist}
+    before = {name: torch.Tensor.__dict__.get(name) for name in answers}
+    for name, function in answers.items():
         setattr(torch.Tensor, name, function)
-    FakeTensor.tolist = tolist  # type: ignore[method-assign, assignment]
     try:
-        yield
+        with replaced(FakeTensor, "tolist", tolist):
+            yield
     finally:
-        FakeTensor.tolist = of_fake  # type: ignore[method-assign]
         for name, function in before.items():
             if function is None:
                 delattr(torch.Tensor, name)
@@ -234,20 +221,8 @@ def _arrays_by(array_of: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[Non
 
 
 @dataclass(frozen=True)
-class Guess:
-    """A guessed answer to a reading.
-
-    Attributes:
-        site: The line that reads; None in code of PyTorch alone.
-        kind: The kind of `Read`.
-        form: Dtype and shape of the tensor.
-        answer: The first answer there.
-    """
-
-    site: Site | None
-    kind: str
-    form: str
-    answer: Any
+class Guess(Read):
+    """A reading whose answer, the first at its site, was guessed."""
 
     @property
     def is_number(self) -> bool:
@@ -276,13 +251,7 @@ class Policy:
     flipped: frozenset[Site | None] = frozenset()
 
     def number(self, site: Site | None, dtype: torch.dtype, neutral: bool) -> Number:
-        """Return an answer to `item()`.
-
-        Args:
-            site: The line that reads.
-            dtype: The tensor's dtype.
-            neutral: Whether the reading is of a check, known by its operator, which passes where it reads true.
-        """
+        """Return an answer to `item()`; a neutral reading is of a check, which passes where it reads true."""
         high = (self.is_high != (site in self.flipped)) != neutral
         return high if dtype is torch.bool else float(high) if dtype.is_floating_point else int(high)
 
@@ -330,13 +299,7 @@ class Replay:
         return None if read is None else read.answer
 
     def number(self, tensor: torch.Tensor, dtype: torch.dtype, neutral: bool = False) -> Number:
-        """Return the answer to `item()`, or to another operator that returns a number.
-
-        Args:
-            tensor: The tensor that it reads.
-            dtype: The number's dtype.
-            neutral: See `Policy.number`.
-        """
+        """Return the answer to `item()`, or to another operator that returns a number; see `Policy.number`."""
         site, is_ours = reading_site()
         if is_ours:
             return Policy().number(None, dtype, neutral)
@@ -395,11 +358,7 @@ class Replay:
 
     @contextlib.contextmanager
     def arrays(self, value_of: Callable[[torch.Tensor], torch.Tensor | None]) -> Iterator[None]:
-        """Answer `numpy()` and `tolist()` too, until the context is left.
-
-        Args:
-            value_of: Returns a tensor's known values, or None.
-        """
+        """Answer `numpy()` and `tolist()` too, where `value_of` knows no values, until the context is left."""
 
         def array_of(tensor: torch.Tensor) -> torch.Tensor:
             known = value_of(tensor)
@@ -414,8 +373,7 @@ class Replay:
     @contextlib.contextmanager
     def rewinding(self) -> Iterator[None]:
         """Rewind the log where code restores a generator's state, as checkpointing does, until the context is left."""
-        take: Any = torch.get_rng_state
-        set_back: Any = torch.set_rng_state
+        take, set_back = torch.get_rng_state, torch.set_rng_state
 
         def taken() -> torch.Tensor:
             state: torch.Tensor = take()
@@ -427,8 +385,5 @@ class Replay:
             if state in self._positions:
                 self._place, self._position = self._positions[state]
 
-        torch.get_rng_state, torch.set_rng_state = taken, back  # type: ignore[assignment]
-        try:
+        with replaced(torch, "get_rng_state", taken), replaced(torch, "set_rng_state", back):
             yield
-        finally:
-            torch.get_rng_state, torch.set_rng_state = take, set_back

@@ -207,14 +207,7 @@ class _Trial:
 
 
 class GraphPlanner:
-    """A planner of the recomputations in a joint graph's backward pass.
-
-    Args:
-        graph: The joint graph, which `apply` changes.
-        forward_outputs: The number of its outputs that the forward pass returns.
-        name: The graph's name in plans and errors.
-        fused: Whether Inductor compiles it.
-    """
+    """A planner of the recomputations in the backward pass of a joint graph, which `apply` changes."""
 
     def __init__(self, graph: fx.Graph, forward_outputs: int, name: str, fused: bool) -> None:
         self.graph, self.forward_outputs, self.name = graph, forward_outputs, name
@@ -372,11 +365,7 @@ class GraphPlanner:
 
 
 def _fastest_of(planners: Sequence[GraphPlanner], budget_bytes: int) -> tuple[GraphPlanner, CompiledPlan]:
-    """Return the fastest plan for any of several forms of a graph, and its planner.
-
-    Raises:
-        InfeasibleError: No plan fits; the error is of the form with the lowest peak.
-    """
+    """Return the fastest plan for any form of a graph, and its planner; where none fits, raise the leanest's error."""
     plans, errors = list[tuple[GraphPlanner, CompiledPlan]](), list[InfeasibleError]()
     for planner in planners:
         try:

@@ -30,11 +30,8 @@ take more memory than planned: 1.2 % beyond the upper end for a small U-Net.
 def lay_out_channels_last(graph: fx.Graph) -> bool:
     """Lay out the inputs and outputs of 2-dimensional convolutions with channels last, but not the graph's outputs.
 
-    Args:
-        graph: A joint graph, which is changed; its nodes hold their fake tensors in `meta["val"]`.
-
-    Returns:
-        Whether the graph has such convolutions and few copies; if not, it must not be used.
+    The nodes of the joint graph hold their fake tensors in `meta["val"]`. Returns whether it has such convolutions and
+    few copies; if not, it must not be used.
     """
     nodes = list(graph.nodes)
     mode = detect_fake_mode([node.meta.get("val") for node in nodes])
@@ -67,16 +64,12 @@ def _is_convolution(node: fx.Node) -> bool:
 
 
 def _lay_out(node: fx.Node, returned: bool) -> bool:
-    """Recompute a node's fake output from its inputs' new layouts.
-
-    Returns:
-        Whether another operator's output was copied for it.
-    """
+    """Recompute a node's fake output from its inputs' new layouts; tell whether another's output was copied for it."""
     copied = False
     if _is_convolution(node):
         for position in _TAKES[node.target]:  # type: ignore[index]
             given = node.args[position]
-            if isinstance(given, fx.Node) and not _is_last(given.meta["val"]):
+            if isinstance(given, fx.Node) and not given.meta["val"].is_contiguous(memory_format=torch.channels_last):
                 copied |= given.op == "call_function"
                 node.update_arg(position, _copy(given, node, torch.channels_last))
     if not isinstance(node.target, OpOverload) and node.target is not operator.getitem:
@@ -101,10 +94,6 @@ def _lay_out(node: fx.Node, returned: bool) -> bool:
 def _value(node: fx.Node) -> Any:
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda given: given.meta["val"])
     return node.target(*args, **kwargs)  # type: ignore[operator]
-
-
-def _is_last(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous(memory_format=torch.channels_last)
 
 
 def _copy(node: fx.Node, before: fx.Node, layout: torch.memory_format, meta: dict[str, Any] | None = None) -> fx.Node:

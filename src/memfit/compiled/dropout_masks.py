@@ -20,23 +20,15 @@ _DRAWS = "prims.inductor_random.default"  # registered once Inductor is imported
 
 
 def hold_masks_as_bytes(graph: fx.Graph, mark: Callable[[fx.Node], None]) -> None:
-    """Store dropout masks on a CPU as bytes.
+    """Store dropout masks on a CPU as bytes, and mark them to be kept.
 
-    Args:
-        graph: A joint graph, which is changed; its nodes hold their fake tensors in `meta["val"]`.
-        mark: Called with each mask in bytes. It must be kept, not recomputed: the random numbers that it is compared
-            from take four times as much memory.
+    The random numbers that they are compared from, and would be recomputed from, take four times as much memory.
     """
     for mask in graph.find_nodes(op="call_function", target=_aten.gt.Scalar):
-        if _is_drawn(mask) and all(_takes_numbers(user, mask) for user in mask.users):
+        drawn = mask.args[0]
+        is_drawn = isinstance(drawn, fx.Node) and str(drawn.target) == _DRAWS and mask.meta["val"].device == _CPU
+        if is_drawn and all(_takes_numbers(user, mask) for user in mask.users):
             mark(_hold(mask))
-
-
-def _is_drawn(mask: fx.Node) -> bool:
-    """Tell whether a mask is a comparison of random numbers on a CPU."""
-    drawn = mask.args[0]
-    random = isinstance(drawn, fx.Node) and str(drawn.target) == _DRAWS
-    return random and mask.meta["val"].device == _CPU
 
 
 def _takes_numbers(user: fx.Node, mask: fx.Node) -> bool:

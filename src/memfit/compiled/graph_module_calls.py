@@ -70,13 +70,9 @@ def module_stack(node: fx.Node) -> list[str]:
     stack: dict[str, tuple[str, Any]] = node.meta.get("nn_module_stack") or {}
     entries = []
     for key, (path, kind) in stack.items():
-        fqn = _fqn(path)
+        # A path is such as "L['self'].blocks.0".
+        fqn = _INDEX.sub(r".\1", path.removeprefix("L").replace("_modules", "")).strip(".").partition(".")[2]
         if fqn:
             name = kind if isinstance(kind, str) else kind.__name__
             entries.append("\0".join((fqn, name.rsplit(".", 1)[-1], key)))
     return entries
-
-
-def _fqn(path: str) -> str:
-    """Return the FQN of a path such as "L['self'].blocks.0"."""
-    return _INDEX.sub(r".\1", path.removeprefix("L").replace("_modules", "")).strip(".").partition(".")[2]

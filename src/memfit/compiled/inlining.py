@@ -50,10 +50,8 @@ def users_by_call(joint: JointGraph) -> Iterator[frozenset[fx.Node]]:
 def computed_per_loop(joint: JointGraph) -> Iterator[tuple[fx.Node, frozenset[fx.Node]]]:
     """Yield backward nodes that are fast to compute in each loop that reads them, rather than written to memory.
 
-    The gradient of logits, for one, has such a node as large as the logits.
-
-    Yields:
-        A node, and the nodes of its kernel that it is computed from.
+    With each come the nodes of its kernel that it is computed from. The gradient of logits, for one, has such a node as
+    large as the logits.
     """
     for index, nodes in enumerate(joint.ops):
         kernel = frozenset(nodes)
@@ -90,7 +88,8 @@ def _unwritten(joint: JointGraph) -> set[int]:
         for node in nodes:
             made = {s for s in joint.storages[node] if joint.trace.storages[s].birth == index}
             candidates |= made if node not in joint.fixed and len(nodes) > 1 else set()
-            written |= {s for g in node.all_input_nodes for s in joint.storages[g]} - joint.storages_made_by(index)
+            read = {s for given in node.all_input_nodes for s in joint.storages[given]}
+            written |= {s for s in read if joint.trace.storages[s].birth != index}
     return candidates - written
 
 

@@ -84,10 +84,6 @@ class JointGraph:
             if index >= 0 and start <= self.trace.calls[index].start and self.trace.calls[index].end <= end:
                 yield node
 
-    def storages_made_by(self, op: int) -> set[int]:
-        """Return the storages that an operator makes, including those never written to memory."""
-        return {s for node in self.ops[op] for s in self.storages[node] if self.trace.storages[s].birth == op}
-
     def operators_alone(self) -> Trace:
         """Return the operators of all kernels as a trace, for their costs one by one."""
         alone = [Op(_name(text), -1, "forward", 0, index, (), False) for index, text in enumerate(self.operators)]
@@ -344,7 +340,9 @@ class _Reader:
         ending = Counter(self._layout(s) for s in given if 0 <= storages[s].birth < index == storages[s].death)
         made = {s for node in nodes for s in self.storages[node] if storages[s].birth == index}
         written = Counter(self._layout(s) for s in made if index < storages[s].death)
-        between = Counter(self._layout(s) for s in self._written_between(nodes) & made if index == storages[s].death)
+        kernel = frozenset(nodes)
+        held = {s for node in nodes if is_written_between(node, kernel) for s in self.storages[node]}
+        between = Counter(self._layout(s) for s in held & made if index == storages[s].death)
         if any(puts_into(node) for node in nodes):
             written = Counter()
         if any(COMPUTED_FOR_EACH in node.meta for node in nodes):
@@ -352,10 +350,6 @@ class _Reader:
         reused = ending & (written - between)
         reused.subtract(between - written)
         return sum(count * layout[0] for layout, count in reused.items())
-
-    def _written_between(self, nodes: tuple[fx.Node, ...]) -> set[int]:
-        kernel = frozenset(nodes)
-        return {s for node in nodes if is_written_between(node, kernel) for s in self.storages[node]}
 
     def _layout(self, storage: int) -> tuple[int, torch.dtype, bool]:
         tensor = next(t for t in _tensors(self.makers[storage]) if storage_key_of(t) == self.keys[storage])

@@ -48,35 +48,21 @@ def rematerialize(
     """Make the backward nodes of a joint graph recompute regions of its forward pass.
 
     Args:
-        graph: The graph, which is changed.
         regions: The regions, innermost first.
-        storages: The storages of each node's outputs.
-        backward: The backward nodes, in order.
         mark: Called with each copy, the backward node that it is made for, and the modules of its region.
     """
     _Rewriter(graph, regions, storages, backward, mark).rewrite()
 
 
 def split(module: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Return the forward and the backward graph module of a joint one, by its nodes' tags.
-
-    Args:
-        module: The joint graph module.
-        forward_outputs: The number of its outputs that the forward pass returns.
-    """
+    """Return the forward and the backward graph module of a joint one, by its nodes' tags."""
     module.graph.eliminate_dead_code()
     module.recompile()
     return default_partition(module, forward_outputs)
 
 
 def compute_for_each(node: fx.Node, computed: Set[fx.Node], mark: Callable[[fx.Node], None]) -> None:
-    """Give each user of a node but the first its own copy of the node and of the nodes that it is computed from.
-
-    Args:
-        node: The node.
-        computed: The nodes to copy, the node itself included.
-        mark: Called with each copy.
-    """
+    """Give each user of a node but the first its own copy of the node and of the nodes that it is computed from."""
     graph = node.graph
     ordered = [original for original in graph.nodes if original in computed]
     for user in list(node.users)[1:]:
@@ -123,7 +109,8 @@ class _Rewriter:
                 continue
             for region, original in self._missing(node, chain):
                 self._copy(region, original, node, chain[chain.index(region) :])
-            _map_inputs(node, lambda given, chain=chain: self._resolved(given, chain))  # type: ignore[misc]
+            given: Any = (node.args, node.kwargs)
+            node.args, node.kwargs = fx.map_arg(given, lambda n, chain=chain: self._resolved(n, chain))  # type: ignore[misc]
 
     def _find_kept(self, around: Mapping[fx.Node, tuple[int, ...]]) -> None:
         """Find the storages whose originals are needed, which may spare copies and the inputs of these."""
@@ -168,9 +155,3 @@ class _Rewriter:
         copy.meta["partitioner_tag"] = "is_backward"
         self.mark(copy, before, self.regions[region].modules)
         self.copies[region, original] = copy
-
-
-def _map_inputs(node: fx.Node, change: Callable[[fx.Node], fx.Node]) -> None:
-    args: Any = fx.map_arg(node.args, change)
-    kwargs: Any = fx.map_arg(node.kwargs, change)
-    node.args, node.kwargs = args, kwargs

@@ -53,16 +53,14 @@ _MEASURING = 4  # version of the measurement, in the cache's name
 
 Clock = Callable[[], float]
 Progress = Callable[[int, int], None]
+"""Called with the number of runs done, and of all runs."""
 
 
 def calibrate(traces: Iterable[Trace], progress: Progress | None = None) -> CostTable:
     """Return the costs of the operators of some traces on this machine's CPU.
 
-    The error bar is wider where an operator could not be run, so that its workspace is unknown.
-
-    Args:
-        traces: The traces, whose distinct operator calls are measured, unless the cache has them.
-        progress: Called with the number of runs done, and of all runs.
+    Distinct calls that the cache lacks are measured. The error bar is wider where an operator could not be run, so
+    that its workspace is unknown.
     """
     path = cache_path()
     table = _cached(path)
@@ -88,11 +86,9 @@ def _timed_too_coarsely(table: CostTable, uses: Mapping[str, int]) -> list[str]:
 
 def known_workspace_bytes() -> dict[str, int]:
     """Return the cached workspaces of calls on this machine's CPU, by signature."""
-    path = cache_path()
-    with contextlib.suppress(PlanError):
-        ops = codec.read(path, CostTable).ops if path.exists() else {}
-        return {text: cost.workspace_bytes for text, cost in ops.items() if cost.workspace_bytes}
-    return {}
+    table = _read(cache_path())
+    ops = table.ops if table is not None else {}
+    return {text: cost.workspace_bytes for text, cost in ops.items() if cost.workspace_bytes}
 
 
 def cache_path() -> Path:
@@ -102,12 +98,16 @@ def cache_path() -> Path:
     return Path(folder) / f"costs{_MEASURING}-{machine}.json"
 
 
+def _read(path: Path) -> CostTable | None:
+    """Return the costs in the cache; None without any, and where they are damaged or of another version."""
+    with contextlib.suppress(PlanError):
+        return codec.read(path, CostTable) if path.exists() else None
+    return None
+
+
 def _cached(path: Path) -> CostTable:
-    if path.exists():
-        try:
-            return codec.read(path, CostTable)
-        except PlanError:  # a cache of another version, or a damaged one, is measured anew
-            pass
+    if (table := _read(path)) is not None:
+        return table
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         dispatch_seconds = _dispatch_seconds()
         checkpoint_seconds, selective_op_seconds = _checkpoint_overheads()
@@ -129,21 +129,16 @@ def measure(
     """Return the cost of each operator call: its least time, and its workspace.
 
     Args:
-        signatures: The calls.
-        progress: Called with the number of runs done, and of all runs: each call is run first, and timed later.
         uses: The number of each call's runs in a step, of which those with a small share are timed coarsely. None times
             all calls well.
     """
-    random_state = torch.get_rng_state()
-    try:
+    with torch.random.fork_rng(devices=[]):
         first = _first_runs(signatures, progress)
         with torch.no_grad():
             coarse = {text: _coarse_seconds(text, run.seconds) for text, run in first.items()}
             times = {text: 1 if uses is None else uses.get(text, 1) for text in signatures}
             seconds = _precise_seconds(coarse, times, 0.0 if uses is None else _SHARE, progress, len(signatures))
-        return {text: _cost(text, first, coarse, seconds) for text in signatures}
-    finally:
-        torch.set_rng_state(random_state)
+    return {text: _cost(text, first, coarse, seconds) for text in signatures}
 
 
 class _FirstRun(NamedTuple):
@@ -156,15 +151,7 @@ class _FirstRun(NamedTuple):
 def _precise_seconds(
     coarse: Mapping[str, float], times: Mapping[str, int], share: float, progress: Progress | None, count: int
 ) -> dict[str, float]:
-    """Return the least times of the calls that take the most of a step, until the time limit.
-
-    Args:
-        coarse: The times of all calls that could be run, from one or two runs of each.
-        times: The number of each call's runs in a step.
-        share: The share of the step's time below which calls are left out.
-        progress: Called with the number of runs done, and of all runs.
-        count: The number of calls.
-    """
+    """Return the least times of the calls that take a share of a step, longest first, until the time limit."""
     seconds_of: dict[str, float] = {}
     ends = time.perf_counter() + _LIMIT_SECONDS
     evicting = torch.zeros(_CACHE_BYTES, dtype=torch.uint8)
@@ -200,11 +187,7 @@ def _coarse_seconds(text: str, first_seconds: float) -> float:
 
 
 def missing_kernel(text: str) -> str | None:
-    """Return PyTorch's error for a call without a kernel on this machine; None for other errors or none.
-
-    Args:
-        text: The call's signature.
-    """
+    """Return PyTorch's error for a call without a kernel on this machine; None for other errors or none."""
     try:
         func, args, kwargs = rebuild(text, "cpu")
         with torch.no_grad():
@@ -220,11 +203,8 @@ def missing_kernel(text: str) -> str | None:
 def with_workspaces(table: CostTable, traces: Iterable[Trace]) -> CostTable:
     """Return costs with the workspaces of the operators of some traces; new calls run once, and get no time."""
     missing = [s for s in dict.fromkeys(s for trace in traces for s in trace.signatures) if s not in table.ops]
-    random_state = torch.get_rng_state()
-    try:
+    with torch.random.fork_rng(devices=[]):
         workspaces = {text: OpCost(0.0, run.workspace_bytes, False) for text, run in _first_runs(missing).items()}
-    finally:
-        torch.set_rng_state(random_state)
     return msgspec.structs.replace(table, ops={**table.ops, **workspaces})
 
 
@@ -291,10 +271,6 @@ def _least_seconds(text: str, evicting: torch.Tensor) -> float:
     """Return the least time of several runs of a call: other programs only add to it.
 
     Before each, the arguments are evicted from the caches where that matters.
-
-    Args:
-        text: The call's signature.
-        evicting: The tensor that is written to evict others from the caches.
     """
     func, args, kwargs = rebuild(text, "cpu")
     given = sum(storage.nbytes() for storage in _storages((args, kwargs)))
@@ -309,12 +285,7 @@ def _least_seconds(text: str, evicting: torch.Tensor) -> float:
 
 
 def _least(run: Callable[[], float], runs: int) -> float:
-    """Return the least of a few times, confirmed by another one.
-
-    Args:
-        run: Runs the call and returns its time.
-        runs: The number of short runs; up to twice as many where none confirms the least.
-    """
+    """Return the least of some times, confirmed by another one; twice as many are taken where none confirms it."""
     times: list[float] = []
     while len(times) < 2 * runs:
         times.append(run())
@@ -325,14 +296,7 @@ def _least(run: Callable[[], float], runs: int) -> float:
 
 
 def _cold_seconds(call: Callable[[], Any], alike: Callable[[], Any], evicting: torch.Tensor, clock: Clock) -> float:
-    """Return the time of a call whose arguments are in no cache, but whose code is, as in a step.
-
-    Args:
-        call: The call.
-        alike: The same call on other arguments.
-        evicting: The tensor that is written to evict others from the caches.
-        clock: The clock.
-    """
+    """Return the time of a call whose arguments are in no cache, but whose code is, from a call alike, as in a step."""
     evicting.fill_(1)
     held = alike()  # held, since the call would reuse its memory, which is in the caches
     clock()  # brings the clock's code into the caches

@@ -13,14 +13,10 @@ from __future__ import annotations
 
 import functools
 import importlib.resources
-import math
-from collections.abc import Sequence
 
 import msgspec
 
 from memfit.ir import codec
-
-_ROUNDING = 1e-9  # of rates such as 0.9
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -68,20 +64,3 @@ def calibration() -> Calibration:
     """Return the calibration of this version, made by `python -m benchmarks.calibration`."""
     file = importlib.resources.files("memfit.cost") / "calibration.json"
     return codec.decode(file.read_bytes(), Calibration, source=str(file))
-
-
-def upper_error(scores: Sequence[float], rate: float) -> float:
-    """Return the share by which upper ends lie above predictions, at least 0.
-
-    Args:
-        scores: The relative excess of the measured over the predicted peak, for each step.
-        rate: The share of new steps that must be within (0 to 1, exclusive).
-
-    Raises:
-        ValueError: There are fewer than rate / (1 - rate) scores.
-    """
-    rank = math.ceil((len(scores) + 1) * rate - _ROUNDING)
-    if rank > len(scores):
-        enough = math.ceil(rate / (1 - rate) - _ROUNDING)
-        raise ValueError(f"{len(scores)} scores are too few for rate={rate}: give {enough} or more")
-    return max(0.0, sorted(scores)[rank - 1])

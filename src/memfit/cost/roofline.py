@@ -49,13 +49,7 @@ class AttainedRates(msgspec.Struct, frozen=True):
     half_width: float = 0.0
 
     def seconds(self, flops: float, nbytes: float, width: float = math.inf) -> float:
-        """Return the time of a call.
-
-        Args:
-            flops: Its floating-point operations.
-            nbytes: Its memory traffic.
-            width: The narrowest dimension of its product; see `narrowest_dimension`.
-        """
+        """Return the time of a call, by its operations, its memory traffic, and its `narrowest_dimension`."""
         arithmetic = flops / self.flops_per_second * (1 + self.half_width / width)
         return max(arithmetic, nbytes / self.bytes_per_second) + self.fixed_seconds
 
@@ -65,11 +59,6 @@ def roofline(traces: Iterable[Trace], device: Device, *, matmul: Matmul = "highe
 
     Each operator's seconds are the larger of its kernel's time and `device.launch_seconds`, so that they add up; the
     dispatch of later operators that a long kernel hides is not subtracted.
-
-    Args:
-        traces: Traces of steps captured for this kind of device.
-        device: The device; its rates and bandwidth must be known.
-        matmul: The program's `torch.set_float32_matmul_precision`.
 
     Raises:
         UsageError: The device's figures are missing.
@@ -156,15 +145,7 @@ def runs_kernel(name: str, work: Work) -> bool:
 
 
 def kernel_seconds(name: str, signature: str, work: Work, device: Device, matmul: Matmul = "highest") -> float:
-    """Return the time of an operator's kernels.
-
-    Args:
-        name: The operator's overload.
-        signature: The call's signature.
-        work: The call's work.
-        device: The device.
-        matmul: The program's `torch.set_float32_matmul_precision`.
-    """
+    """Return the time of an operator's kernels."""
     if not runs_kernel(name, work):
         return 0.0
     nbytes = traffic_bytes(name, signature, work)

@@ -29,13 +29,7 @@ _SECTOR_BYTES = 32  # the least that a GPU reads at once
 
 
 def traffic_bytes(name: str, signature: str, work: Work) -> int:
-    """Return the bytes read and written by a call.
-
-    Args:
-        name: The operator's overload.
-        signature: The call's signature.
-        work: The call's work, with the bytes that its arguments and outputs cover.
-    """
+    """Return the bytes read and written by a call."""
     return _read_bytes(base_name(name), signature, work) + work.write_bytes
 
 
@@ -52,15 +46,10 @@ def _read_bytes(base: str, signature: str, work: Work) -> int:
         targets = _integer_bytes(signature)
         return min(work.read_bytes, targets + targets // 8 * _SECTOR_BYTES)
     if base == "embedding_dense_backward":
-        return work.read_bytes + _gradient_bytes(signature)
+        gradient = arguments(signature).get(0, "grad_output")  # scattered rows are read and written once more
+        return work.read_bytes + (2 * gradient.nbytes if isinstance(gradient, Tensor) else 0)
     return work.read_bytes
 
 
 def _integer_bytes(signature: str) -> int:
     return sum(t.nbytes for t in arguments(signature).tensors if t.dtype in ("int64", "int32"))
-
-
-def _gradient_bytes(signature: str) -> int:
-    """Return the bytes that scattered rows read and write once more in the table's gradient."""
-    gradient = arguments(signature).get(0, "grad_output")
-    return 2 * gradient.nbytes if isinstance(gradient, Tensor) else 0

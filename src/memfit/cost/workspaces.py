@@ -7,6 +7,7 @@ measured on CUDA.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from memfit.ir.arguments import ITEM_BYTES, Arguments, Tensor, arguments
@@ -22,11 +23,7 @@ Rule = Callable[[str, Arguments, Work, Device], int]
 def workspace_bytes(name: str, signature: str, work: Work, device: Device) -> int:
     """Return a call's workspace: the peak of the bytes that it allocates beyond its outputs.
 
-    Args:
-        name: The operator's overload.
-        signature: The call's signature.
-        work: The call's work.
-        device: The device; the result is 0 for CPUs, whose operators are measured.
+    It is 0 for CPUs, whose operators are measured.
     """
     rule = _RULES.get(base_name(name))
     if rule is None or device.kind != "cuda" or not work.kernel:
@@ -185,12 +182,8 @@ def _index_put(name: str, given: Arguments, work: Work, device: Device) -> int:
     indices = [t for t in given.tensors if t.dtype in ("int64", "int32")]
     if not indices or not isinstance(values, Tensor):
         return 0
-    linear = Tensor("int64", max((t.shape for t in indices), key=_elements), ())
+    linear = Tensor("int64", max((t.shape for t in indices), key=math.prod), ())
     return 3 * linear.nbytes + _sort_bytes(linear)
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    return Tensor("bool", shape, ()).elements
 
 
 def _sort(name: str, given: Arguments, work: Work, device: Device) -> int:

@@ -30,10 +30,7 @@ class Call:
     """The properties of a call of `scaled_dot_product_attention` that the choice of its kernel depends on.
 
     Attributes:
-        query: Shape [batch, heads, length, head size].
-        key: Shape, likewise.
-        value: Shape, likewise.
-        dtype: The query's dtype.
+        query: Shape [batch, heads, length, head size], as those of key and value.
         mask: Shape of the explicit mask; None without one.
         mask_needs_gradient: Whether the mask requires a gradient.
         same_dtypes: Whether key and value have the query's dtype.
@@ -63,7 +60,8 @@ def choose(call: Call, device: Device) -> tuple[Kernel, dict[Kernel, str]]:
     """
     reasons: dict[Kernel, str] = {}
     for kernel in _order(device):
-        why = next(_CHECKS[kernel](call, device), None)
+        is_on, check = _CHECKS[kernel]
+        why = next(check(call, device), None) if is_on() else "it is switched off"
         if why is None:
             return kernel, reasons
         reasons[kernel] = why
@@ -103,8 +101,6 @@ def _heads(call: Call, grouped: bool, same: bool = True) -> Iterator[str]:
 
 
 def _flash(call: Call, device: Device) -> Iterator[str]:
-    if not torch.backends.cuda.flash_sdp_enabled():
-        yield "it is switched off"
     yield from _common(call)
     if device.vendor == "nvidia" and not _is_between(device, (8, 0), (12, 1)):
         yield "it takes an Ampere GPU (sm_80) or newer"
@@ -116,8 +112,9 @@ def _flash(call: Call, device: Device) -> Iterator[str]:
     if call.is_causal and call.query[-2] != call.key[-2]:
         yield "it takes is_causal=True with equal lengths of queries and keys only"
     consumer = _is_between(device, (8, 6), (8, 9)) or _is_between(device, (12, 0), (12, 1))
-    if call.needs_gradient and consumer and _is_large(call):
-        yield f"its backward pass takes no head size of {call.query[-1]} on this GPU"
+    size = call.query[-1]
+    if call.needs_gradient and consumer and (192 < size <= 224 or (size > 224 and call.dropout > 0)):
+        yield f"its backward pass takes no head size of {size} on this GPU"
     yield from _heads(call, grouped=True)
 
 
@@ -128,14 +125,7 @@ def _one_head_size(call: Call, device: Device) -> Iterator[str]:
         yield f"it takes one head size of at most {limit}, not {sorted(sizes)}"
 
 
-def _is_large(call: Call) -> bool:
-    size = call.query[-1]
-    return 192 < size <= 224 or (size > 224 and call.dropout > 0)
-
-
 def _efficient(call: Call, device: Device) -> Iterator[str]:
-    if not torch.backends.cuda.mem_efficient_sdp_enabled():
-        yield "it is switched off"
     yield from _common(call)
     if device.vendor == "amd":  # the same library as flash
         yield from _one_head_size(call, device)
@@ -156,14 +146,7 @@ def _aligned_head_sizes(call: Call, device: Device) -> Iterator[str]:
         yield f"it takes head sizes that are multiples of {alignment}, not {call.query[-1]} and {call.value[-1]}"
 
 
-def _math(call: Call, device: Device) -> Iterator[str]:
-    if not torch.backends.cuda.math_sdp_enabled():
-        yield "it is switched off"
-
-
 def _cudnn(call: Call, device: Device) -> Iterator[str]:
-    if not torch.backends.cuda.cudnn_sdp_enabled():
-        yield "it is switched off"
     if device.vendor != "nvidia" or not _is_between(device, (8, 0), (12, 1)):
         yield "it takes an NVIDIA GPU of sm_80 or newer"
     yield from _common(call)
@@ -202,12 +185,14 @@ def _cudnn_sizes(call: Call, device: Device) -> Iterator[str]:
         yield "it takes no sequence of length 1"
 
 
-_CHECKS: dict[Kernel, Callable[[Call, Device], Iterator[str]]] = {
-    "cudnn": _cudnn,
-    "flash": _flash,
-    "efficient": _efficient,
-    "math": _math,
+_Check = Callable[[Call, Device], Iterator[str]]
+_CHECKS: dict[Kernel, tuple[Callable[[], bool], _Check]] = {
+    "cudnn": (torch.backends.cuda.cudnn_sdp_enabled, _cudnn),
+    "flash": (torch.backends.cuda.flash_sdp_enabled, _flash),
+    "efficient": (torch.backends.cuda.mem_efficient_sdp_enabled, _efficient),
+    "math": (torch.backends.cuda.math_sdp_enabled, lambda call, device: iter(())),
 }
+"""For each kernel, whether it is switched on, and the reasons against it."""
 
 
 def _is_between(device: Device, low: tuple[int, int], high: tuple[int, int]) -> bool:
@@ -277,17 +262,13 @@ class Attention:
             return _aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
                 *tensors, attn_mask, *options, None, scale=scale, enable_gqa=enable_gqa
             )[0]
+        if attn_mask is not None:
+            attn_mask = _padded(attn_mask) if kernel == "efficient" else attn_mask
+            attn_mask = attn_mask.expand(*query.shape[:3], key.shape[-2])
+        given = (*tensors, attn_mask, call.needs_gradient, *options)
         if kernel == "efficient":
-            mask = _aligned(attn_mask, query, key)
-            out = _aten._scaled_dot_product_efficient_attention(
-                *tensors, mask, call.needs_gradient, *options, scale=scale
-            )
-        else:
-            mask = attn_mask if attn_mask is None else attn_mask.expand(*query.shape[:3], key.shape[-2])
-            out = _aten._scaled_dot_product_cudnn_attention(
-                *tensors, mask, call.needs_gradient, *options, False, scale=scale
-            )
-        return out[0]  # type: ignore[no-any-return]
+            return _aten._scaled_dot_product_efficient_attention(*given, scale=scale)[0]  # type: ignore[no-any-return]
+        return _aten._scaled_dot_product_cudnn_attention(*given, False, scale=scale)[0]  # type: ignore[no-any-return]
 
 
 _NAMES: dict[Kernel, str] = {
@@ -321,11 +302,7 @@ def _run_flash(
     return out[..., :size] if padding else out
 
 
-def _aligned(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
-    """Return an expanded mask with rows padded to multiples of 16 elements, as the memory-efficient kernel needs."""
-    if mask is None:
-        return None
+def _padded(mask: torch.Tensor) -> torch.Tensor:
+    """Return a mask with rows padded to multiples of 16 elements, as the memory-efficient kernel needs."""
     length = mask.shape[-1]
-    if length % 16:
-        mask = F.pad(mask, (0, -length % 16))[..., :length]
-    return mask.expand(*query.shape[:3], key.shape[-2])
+    return F.pad(mask, (0, -length % 16))[..., :length] if length % 16 else mask

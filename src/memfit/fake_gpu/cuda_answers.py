@@ -34,8 +34,8 @@ def pretend(device: Device) -> None:
     for name in ("mark", "range_push", "range_pop", "range_start", "range_end"):
         setattr(torch.cuda.nvtx, name, constant(None))
     answer_for_one_device()
-    for name in ("pin_memory", "is_pinned"):
-        setattr(torch.Tensor, name, _PINNING[name])
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
+    torch.Tensor.is_pinned = constant(False)  # type: ignore[method-assign]
     if device.vendor == "nvidia" and torch.version.cuda is None:
         torch.version.cuda = "13.0"
     # Optimizers choose their multi-tensor kernels by the exact type of the parameters.
@@ -131,20 +131,9 @@ class _Event:
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
-    def record(self, *_: Any) -> None:
-        pass
-
-    def wait(self, *_: Any) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        pass
-
-    def elapsed_time(self, end: Any) -> float:
-        return 0.0
+    record = wait = synchronize = constant(None)
+    query = constant(True)
+    elapsed_time = constant(0.0)
 
 
 class _Stream(_Event):
@@ -152,6 +141,7 @@ class _Stream(_Event):
 
     cuda_stream = 0
     device_index = 0
+    wait_event = wait_stream = __exit__ = constant(None)
 
     @property
     def device(self) -> torch.device:
@@ -160,25 +150,5 @@ class _Stream(_Event):
     def __enter__(self) -> _Stream:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        pass
-
     def record_event(self, event: Any = None) -> Any:
         return event or _Event()
-
-    def wait_event(self, event: Any) -> None:
-        pass
-
-    def wait_stream(self, stream: Any) -> None:
-        pass
-
-
-def _pin_memory(tensor: torch.Tensor, *_: Any) -> torch.Tensor:
-    return tensor
-
-
-def _is_pinned(tensor: torch.Tensor, *_: Any) -> bool:
-    return False
-
-
-_PINNING = {"pin_memory": _pin_memory, "is_pinned": _is_pinned}

@@ -19,11 +19,7 @@ Progress = Callable[[str, int, int], None]
 
 
 def run(call: bytes, progress: Progress) -> Any:
-    """Return the result of a call that runs in a process with fake CUDA.
-
-    Args:
-        call: A pickled function; the process calls it with a `Progress` of its own.
-        progress: Receives the stages that the function reports.
+    """Return the result of a pickled call that runs in a process with fake CUDA, and report its stages.
 
     Raises:
         MemfitError: The function raised it there.

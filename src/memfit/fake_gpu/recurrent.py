@@ -30,8 +30,8 @@ features over 25,000 steps in float32, which includes the outputs of the first 3
 def register(library: torch.library.Library) -> None:
     """Register recurrent layers on CUDA tensors, and the fake kernels and FLOPs of cuDNN's operators."""
     for name, mode in _MODES.items():
-        library.impl(f"{name}.input", _layer(name, mode), "AutogradCUDA")
-        library.impl(f"{name}.data", _packed_layer(name, mode), "AutogradCUDA")
+        library.impl(f"{name}.input", _layer(name, mode, is_packed=False), "AutogradCUDA")
+        library.impl(f"{name}.data", _layer(name, mode, is_packed=True), "AutogradCUDA")
     library.impl("_cudnn_rnn_backward", _backward, "Meta")
     flop_registry[_aten._cudnn_rnn] = lambda *given, **_: _flops(given)
     flop_registry[_aten._cudnn_rnn_backward] = lambda *given, **_: 2 * _flops(given)
@@ -53,26 +53,18 @@ def with_reserve(out: Any, args: Any) -> Any:
     return *out[:3], out[3].new_empty(nbytes), out[4]
 
 
-def _layer(name: str, mode: int) -> Callable[..., Any]:
-    """Return the kernel of `name.input`, for samples of equal length."""
-    composite = getattr(_aten, name).input
+def _layer(name: str, mode: int, is_packed: bool) -> Callable[..., Any]:
+    """Return the kernel for samples of equal length, or for a packed sequence, whose lengths are on the CPU."""
+    composite = getattr(getattr(_aten, name), "data" if is_packed else "input")
 
-    def run(x: torch.Tensor, hx: Any, params: list[torch.Tensor], *options: Any) -> Any:
+    def run(x: torch.Tensor, *given: Any) -> Any:
         if not torch.backends.cudnn.enabled:
-            return call_at(composite, DispatchKey.CompositeImplicitAutograd, x, hx, params, *options)
+            return call_at(composite, DispatchKey.CompositeImplicitAutograd, x, *given)
+        if is_packed:
+            lengths, hx, params, *options = given
+            return _cudnn(name, mode, x, hx, params, (*options, False), lengths.tolist())
+        hx, params, *options = given
         return _cudnn(name, mode, x, hx, params, options, [])
-
-    return run
-
-
-def _packed_layer(name: str, mode: int) -> Callable[..., Any]:
-    """Return the kernel of `name.data`, for a packed sequence, whose lengths are on the CPU."""
-    composite = getattr(_aten, name).data
-
-    def run(x: torch.Tensor, lengths: torch.Tensor, hx: Any, params: list[torch.Tensor], *options: Any) -> Any:
-        if not torch.backends.cudnn.enabled:
-            return call_at(composite, DispatchKey.CompositeImplicitAutograd, x, lengths, hx, params, *options)
-        return _cudnn(name, mode, x, hx, params, (*options, False), lengths.tolist())
 
     return run
 

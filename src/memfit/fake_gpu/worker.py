@@ -14,13 +14,7 @@ from memfit.frames import frames_text
 
 
 def main(request: str, reply: str, stages: str) -> None:
-    """Run a call and write its result, or its error, as the reply.
-
-    Args:
-        request: The file with the paths of modules and the pickled call.
-        reply: The file to write.
-        stages: The number of the pipe's file descriptor, for progress.
-    """
+    """Run the pickled call of a file; write its result or its error to another, and its stages to a file descriptor."""
     paths, call = pickle.loads(Path(request).read_bytes())
     sys.path[:] = [*paths, *(p for p in sys.path if p not in paths)]
     result: Any

@@ -44,7 +44,16 @@ def advice(device: Device) -> list[str]:
     """Return advice on a device, in sentences."""
     if device.kind == "cpu":
         return _cpu_advice(device)
-    return [_half(device), _float32(device), *_sparsity(device), *_float8(device)]
+    found = [_half(device), _float32(device)]
+    if supports_24_sparsity(device):
+        found.append(
+            "2:4 sparsity (torch.sparse.to_sparse_semi_structured) can double the rate of products; it prunes the"
+            " model."
+        )
+    if supports_float8(device):
+        rate = _speed(device, "float8")
+        found.append(f"float8 products are there (torchao.float8){rate}; they change the numbers the most.")
+    return found
 
 
 def _cpu_advice(device: Device) -> list[str]:
@@ -77,20 +86,6 @@ def _float32(device: Device) -> str:
     if "float32" in device.matrix_flops:
         return f"It has no TF32; float32 products run on matrix units as they are{_speed(device, 'float32')}."
     return "It has no TF32: float32 products run without matrix units."
-
-
-def _sparsity(device: Device) -> list[str]:
-    if not supports_24_sparsity(device):
-        return []
-    return [
-        "2:4 sparsity (torch.sparse.to_sparse_semi_structured) can double the rate of products; it prunes the model."
-    ]
-
-
-def _float8(device: Device) -> list[str]:
-    if not supports_float8(device):
-        return []
-    return [f"float8 products are there (torchao.float8){_speed(device, 'float8')}; they change the numbers the most."]
 
 
 def _speed(device: Device, dtype: str) -> str:

@@ -72,11 +72,7 @@ def read_text(path: Path) -> str:
 
 
 def parse(text: str, source: str) -> dict[str, Device]:
-    """Return the devices in TOML, by name.
-
-    Args:
-        text: The TOML: one table for each device, with the attributes of `Device`.
-        source: Origin of the TOML, for error messages.
+    """Return the devices in TOML, by name: one table for each, with the attributes of `Device`.
 
     Raises:
         UsageError: The text is not TOML, or an entry is not a device; the message names the entry and the attribute.
@@ -150,9 +146,10 @@ def look_up(name: str) -> Device:
     """
     devices = catalogue()
     wanted = _squash(name)
-    for names in (_names, _product_names):  # a name goes before another entry's product
+    for is_product in (False, True):  # a name goes before another entry's product
         for device in devices.values():
-            if wanted in map(_squash, names(device)):
+            names = device.products if is_product else (device.name, device.name.removeprefix("rtx-"))
+            if wanted in map(_squash, names):
                 return device
     family = [entry for entry in devices if wanted in _stems(entry)]
     if len(family) == 1:
@@ -160,14 +157,6 @@ def look_up(name: str) -> Device:
     if family:
         raise UsageError(f"device={name!r} may be any of {', '.join(family)}: give one of these names")
     raise UsageError(f"device={name!r} is not in the catalogue{_closest(wanted, devices)}. {how_to_add()}")
-
-
-def _names(device: Device) -> tuple[str, ...]:
-    return device.name, device.name.removeprefix("rtx-")
-
-
-def _product_names(device: Device) -> tuple[str, ...]:
-    return device.products
 
 
 def _squash(name: str) -> str:
@@ -196,12 +185,9 @@ def how_to_add() -> str:
 
 
 def match(product: str, memory_bytes: int, known: Iterable[Device]) -> Device | None:
-    """Return the catalogue's entry for a GPU of this machine, or None.
+    """Return the first known entry for a GPU of this machine, by its name in PyTorch, or None.
 
-    Args:
-        product: Its name in PyTorch.
-        memory_bytes: Its total memory in PyTorch, which distinguishes cards of the same name.
-        known: The entries, of which the first match is returned.
+    Its total memory in PyTorch distinguishes cards of the same name.
     """
     for device in known:
         fits = 0.9 * device.memory_bytes < memory_bytes < 1.05 * device.memory_bytes

@@ -18,12 +18,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own notices, o
 
 @dataclass
 class PeakMeter:
-    """The allocations of an interval.
-
-    Attributes:
-        peak_bytes: Most bytes allocated at a time, beyond those at the start.
-        net_bytes: Bytes allocated and not freed.
-    """
+    """The allocations of an interval: the most bytes at a time beyond those at its start, and the bytes not freed."""
 
     peak_bytes: int = 0
     net_bytes: int = 0
@@ -33,10 +28,7 @@ class PeakMeter:
 def allocated(but_in: str = "") -> Iterator[PeakMeter]:
     """Measure the peak of PyTorch's CPU allocations, buffers inside operators included.
 
-    Frees of earlier allocations are not counted.
-
-    Args:
-        but_in: Name of `torch.profiler.record_function` blocks whose peaks don't count; "" for none.
+    Not counted are frees of earlier allocations, and peaks in `torch.profiler.record_function` blocks named `but_in`.
     """
     meter = PeakMeter()
     gc.collect()

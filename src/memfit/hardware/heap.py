@@ -27,10 +27,6 @@ def spare(peak_bytes: int, room_bytes: int) -> str | None:
     It changes the whole process, but not memory that the heap already has: call it where memfit owns the process,
     before any large allocation.
 
-    Args:
-        peak_bytes: Peak of tensors.
-        room_bytes: Memory available to the process.
-
     Returns:
         A message for the user; None where there is enough memory, where the C library is not glibc, or where the user
         has set its threshold.

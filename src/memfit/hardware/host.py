@@ -81,16 +81,7 @@ def _gpu(index: int, known: Iterable[Device]) -> Device:
 def present_gpu(
     index: int, properties: Any, vendor: Vendor, free_bytes: int, total_bytes: int, known: Iterable[Device]
 ) -> Device:
-    """Return a GPU of this machine, with the catalogue's rates for its product.
-
-    Args:
-        index: Its index in PyTorch.
-        properties: The result of `torch.cuda.get_device_properties`.
-        vendor: The vendor of PyTorch's build.
-        free_bytes: Memory that PyTorch's allocator can take now.
-        total_bytes: Its total memory.
-        known: The catalogue.
-    """
+    """Return a GPU of this machine, with the catalogue's rates for its product."""
     capability = (properties.major, properties.minor) if vendor == "nvidia" else None
     seen: dict[str, Any] = {
         "name": f"cuda:{index}",

@@ -42,6 +42,7 @@ _CHAIN = 8
 _DISPATCHES = 500
 
 Progress = Callable[[str, int, int], None]
+"""Called with the stage, and the measurements done and in all."""
 _Measured = tuple[str, str, Callable[[], float]]
 
 
@@ -50,11 +51,7 @@ def _silent(stage: str, done: int, total: int) -> None:
 
 
 def probe_all(progress: Progress = _silent) -> list[Device]:
-    """Measure this machine's CPU and GPUs, one GPU of each product.
-
-    Args:
-        progress: Called with the stage, and the measurements done and in all.
-    """
+    """Measure this machine's CPU and GPUs, one GPU of each product."""
     products: dict[tuple[str, str], Device] = {}
     for device in devices():
         products.setdefault((device.kind, device.description), device)
@@ -62,12 +59,7 @@ def probe_all(progress: Progress = _silent) -> list[Device]:
 
 
 def probe(device: Device, progress: Progress = _silent) -> Device:
-    """Return a device of this machine with measured figures, under a name for the catalogue.
-
-    Args:
-        device: One of `devices()`.
-        progress: Called with the stage, and the measurements done and in all.
-    """
+    """Return a device of this machine with measured figures, under a name for the catalogue."""
     at = torch.device(device.name)
     figures: dict[str, Any] = {"launch_seconds": _rounded(_launch_seconds(at))}
     if at.type == "cpu":
@@ -75,7 +67,7 @@ def probe(device: Device, progress: Progress = _silent) -> Device:
     steps = _steps(at, device, figures)
     for done, (attribute, name, measure) in enumerate(steps):
         progress(f"probe {device.name}", done, len(steps))
-        with _float32_precision("high" if name == "tf32" else "highest"):
+        with float32_precision("high" if name == "tf32" else "highest"):
             figure = measure()
         if not name:
             figures[attribute] = figure
@@ -166,7 +158,8 @@ def _matrix_flops(at: torch.device, dtype: torch.dtype) -> float:
 
 
 @contextlib.contextmanager
-def _float32_precision(precision: str) -> Iterator[None]:
+def float32_precision(precision: str) -> Iterator[None]:
+    """Set `torch.set_float32_matmul_precision`, until the context is left."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
@@ -219,11 +212,7 @@ def _cpu_cache_bytes() -> int:
 
 
 def keep(devices: list[Device], path: Path | None = None) -> Path:
-    """Write devices to a file of devices, replacing their entries of earlier probes; other entries stay.
-
-    Args:
-        devices: The devices.
-        path: The file; the user's by default.
+    """Write devices to a file of devices, the user's by default; earlier probes' entries are replaced, others stay.
 
     Raises:
         UsageError: The file is invalid, or has an entry of the same name that no probe wrote.
@@ -233,7 +222,8 @@ def keep(devices: list[Device], path: Path | None = None) -> Path:
     text = read_text(path)
     parse(text, str(path))
     for device in devices:
-        text = _without_block(text, device.name)
+        first, last = map(re.escape, _marks(device.name))
+        text = re.sub(rf"^{first}$.*?^{last}$\n*", "", text, flags=re.DOTALL | re.MULTILINE)
     for name in (device.name for device in devices if device.name in parse(text, str(path))):
         raise UsageError(f"{path} has an entry [{name}] that no probe wrote: rename it, or give --output another file")
     text = "\n".join([*([text.rstrip("\n") + "\n"] if text.strip() else []), *map(_block, devices)])
@@ -243,11 +233,6 @@ def keep(devices: list[Device], path: Path | None = None) -> Path:
 
 def _marks(name: str) -> tuple[str, str]:
     return f"# memfit devices --probe wrote [{name}]", f"# end of [{name}]"
-
-
-def _without_block(text: str, name: str) -> str:
-    first, last = map(re.escape, _marks(name))
-    return re.sub(rf"^{first}$.*?^{last}$\n*", "", text, flags=re.DOTALL | re.MULTILINE)
 
 
 def _block(device: Device) -> str:

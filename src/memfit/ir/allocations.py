@@ -24,9 +24,7 @@ def allocations(
 
     Args:
         trace: A steady step, without `regions`.
-        costs: Costs with the workspaces of its operators.
         regions: Regions to checkpoint; regions with others inside keep nothing.
-        steps: Number of steps.
 
     Raises:
         KeyError: A region has no forward call that could be checkpointed.

@@ -24,9 +24,7 @@ def decode(data: bytes, kind: type[T], *, source: str, error: type[UsageError] =
     """Decode a record from JSON.
 
     Args:
-        data: The JSON.
         kind: The record's type, with a field `schema`, whose default is the only version read.
-        source: Origin of the JSON, for error messages.
         error: The error to raise.
 
     Raises:

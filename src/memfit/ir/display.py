@@ -72,16 +72,9 @@ def _view(record: Any) -> View:
     return _views.get(type(record), _NOTHING)
 
 
-class _Short(reprlib.Repr):
-    """Shortens long values at any depth."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxlevel, self.maxlist, self.maxtuple, self.maxdict = 3, 3, 3, 4
-        self.maxstring, self.maxother = 60, 200
-
-
-_short = _Short()
+_short = reprlib.Repr()  # shortens long values at any depth
+_short.maxlevel, _short.maxlist, _short.maxtuple, _short.maxdict = 3, 3, 3, 4
+_short.maxstring, _short.maxother = 60, 200
 
 
 def fields_line(record: msgspec.Struct) -> str:

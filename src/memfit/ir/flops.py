@@ -54,8 +54,6 @@ def call_flops(name: str, signature: str, work: Work) -> Flops:
     """Return the operations of a call.
 
     Args:
-        name: The operator's overload.
-        signature: The call.
         work: Its work, whose count is taken for all but fused attention and recurrent layers.
     """
     base = base_name(name)

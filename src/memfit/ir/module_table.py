@@ -18,21 +18,11 @@ def module_table(plain: Trace, planned: Trace, costs: CostTable, regions: Iterab
     parameters = _parameter_bytes(plain)
     seconds = _forward_seconds(plain, costs)
     actions = {module: _action(region) for region in regions for module in region.modules}
-    rows = []
-    for module in plain.modules:
-        fqn = module.fqn
-        if before[fqn] or parameters[fqn]:
-            row = ModuleRow(
-                fqn or "(model)",
-                module.kind,
-                parameters[fqn],
-                before[fqn],
-                after[fqn],
-                seconds[fqn],
-                actions.get(fqn, ""),
-            )
-            rows.append(row)
-    return rows
+    kinds = {module.fqn: module.kind for module in plain.modules if before[module.fqn] or parameters[module.fqn]}
+    return [
+        ModuleRow(fqn or "(model)", kind, parameters[fqn], before[fqn], after[fqn], seconds[fqn], actions.get(fqn, ""))
+        for fqn, kind in kinds.items()
+    ]
 
 
 def _action(region: Region) -> str:

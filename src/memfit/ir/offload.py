@@ -23,6 +23,8 @@ import numpy.typing as npt
 from memfit.ir.operator_costs import CostTable
 from memfit.ir.remat import RegionCall, Regions
 
+Floats = npt.NDArray[np.float64]
+
 LEAST_BYTES = 2**16
 """Smaller storages stay on the device: the launch of a copy costs more than it saves."""
 
@@ -89,21 +91,9 @@ def host_bytes(regions: Regions, moved: Sequence[Transfer]) -> int:
 
 
 def stall_seconds(
-    regions: Regions,
-    costs: CostTable,
-    seconds: npt.NDArray[np.float64],
-    region: RegionCall,
-    moved: Sequence[Transfer],
+    regions: Regions, costs: CostTable, seconds: Floats, region: RegionCall, moved: Sequence[Transfer]
 ) -> float:
-    """Return how long one run of a region call waits for transfers that the computation does not hide.
-
-    Args:
-        regions: The regions of the trace.
-        costs: Costs with the link's rate.
-        seconds: Seconds of each operator of the trace.
-        region: The region call.
-        moved: Its transfers.
-    """
+    """Return how long one run of a region call waits for transfers that the computation does not hide."""
     total = fetch_stall_seconds(regions, costs, seconds, region, moved)
     for call in region.calls:
         hidden = seconds[regions.trace.calls[call].start : regions.trace.calls[call].end].sum()
@@ -112,11 +102,7 @@ def stall_seconds(
 
 
 def fetch_stall_seconds(
-    regions: Regions,
-    costs: CostTable,
-    seconds: npt.NDArray[np.float64],
-    region: RegionCall,
-    moved: Sequence[Transfer],
+    regions: Regions, costs: CostTable, seconds: Floats, region: RegionCall, moved: Sequence[Transfer]
 ) -> float:
     """Return how long the recomputation of a region call waits for copies back; see `stall_seconds`."""
     hidden = seconds[moved[0].fetched : region.recompute_at].sum() if moved and moved[0].fetched >= 0 else 0.0

@@ -118,14 +118,7 @@ _CLASS = {name: kind for kind, names in _NAMES.items() for name in names.split()
 
 @functools.cache
 def operator_class(name: str) -> str:
-    """Return the class of an operator.
-
-    Args:
-        name: The overload ("aten.addmm.default"), or the name alone.
-
-    Returns:
-        One of this module's constants; `OTHER` for unknown operators.
-    """
+    """Return the class of an operator, given as an overload or by its name alone; `OTHER` for unknown ones."""
     parts = name.split(".")
     base = parts[1] if len(parts) > 1 else parts[0]
     kind = _CLASS.get(base) or _CLASS.get(base.removesuffix("_"))

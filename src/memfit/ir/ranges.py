@@ -89,12 +89,7 @@ class RangeReport(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def range_report(activations: Mapping[str, ValueStatistics], gradients: Mapping[str, ValueStatistics]) -> RangeReport:
-    """Evaluate the statistics of modules.
-
-    Args:
-        activations: Statistics by FQN, in the order of the model.
-        gradients: Statistics by FQN.
-    """
+    """Evaluate the statistics of activations, by FQN in the order of the model, and those of gradients."""
     modules = [
         ModuleRange(module=name, activations=seen, gradients=gradients.get(name, ValueStatistics()))
         for name, seen in activations.items()

@@ -17,7 +17,7 @@ nesting. For each call of a region:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -82,27 +82,18 @@ class Recomputation:
 
 
 def recomputations(
-    regions: Regions, region: RegionCall, kept: frozenset[int] = frozenset(), inside: Sequence[RegionCall] = ()
-) -> list[Recomputation]:
-    """Return the recomputations of a region call and of the regions inside it, which keep nothing.
-
-    Args:
-        regions: The regions of the trace.
-        region: An outermost region call.
-        kept: Operators whose outputs it keeps; empty where there are regions inside.
-        inside: Region calls inside it, at any depth.
-    """
-    return list(_recomputations(regions, region, kept, inside, 0))
-
-
-def _recomputations(
-    regions: Regions, region: RegionCall, kept: frozenset[int], inside: Sequence[RegionCall], depth: int
-) -> Iterable[Recomputation]:
+    regions: Regions,
+    region: RegionCall,
+    kept: frozenset[int] = frozenset(),
+    inside: Sequence[RegionCall] = (),
+    depth: int = 0,
+) -> Iterator[Recomputation]:
+    """Yield the recomputations of a region call, which keeps operators, and of the calls inside it, which keep none."""
     children = [c for c in inside if not any(regions.contains(other, c) for other in inside)]
     yield _recomputation(regions, region, kept, children, depth)
     for child in children:
         within = [c for c in inside if regions.contains(child, c)]
-        yield from _recomputations(regions, child, frozenset(), within, depth + 1)
+        yield from recomputations(regions, child, frozenset(), within, depth + 1)
 
 
 def _recomputation(
@@ -144,14 +135,7 @@ def released(regions: Regions, storage: int, cut: int) -> int:
 def added_bytes(
     regions: Regions, again: Recomputation, workspace: Sequence[int], moved: frozenset[int] = frozenset()
 ) -> npt.NDArray[np.int64]:
-    """Return the bytes that a recomputation adds, at each of its operators, to those alive when it starts.
-
-    Args:
-        regions: The regions of the trace.
-        again: The recomputation.
-        workspace: Workspace bytes of each operator of the trace.
-        moved: Storages that wait in host memory; they count where they are copied back.
-    """
+    """Return the bytes that a recomputation adds, at each of its operators, to those alive when it starts."""
     region, storages = again.region, regions.trace.storages
     change = np.zeros(again.cut - region.start + 1, np.int64)
     for copy in again.copies:
@@ -184,12 +168,7 @@ class Keeper:
 
 
 class Keepers:
-    """The reasons why storages outlive their release, when any of some region calls may be checkpointed.
-
-    Args:
-        regions: The regions of the trace.
-        candidates: The outermost region calls that may be checkpointed.
-    """
+    """The reasons why storages outlive their release, when any of some outermost region calls may be checkpointed."""
 
     def __init__(self, regions: Regions, candidates: Collection[RegionCall]) -> None:
         self.regions = regions

@@ -21,8 +21,6 @@ def simulate(trace: Trace, costs: CostTable, regions: Sequence[Region] = ()) -> 
     """Return the timeline of a step with some regions checkpointed.
 
     Args:
-        trace: The step without checkpointing.
-        costs: Seconds and workspaces of its operators.
         regions: Regions to checkpoint; regions with others inside keep nothing.
 
     Raises:

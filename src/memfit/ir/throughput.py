@@ -46,12 +46,6 @@ class Throughput(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     model_utilisation: float | None
     hardware_utilisation: float | None
 
-    @property
-    def share_by_class(self) -> dict[str, float]:
-        """Return the share of the step's time by class of operator."""
-        total = sum(self.seconds_by_class.values())
-        return {name: seconds / total if total else 0.0 for name, seconds in self.seconds_by_class.items()}
-
 
 def throughput(
     trace: Trace,
@@ -69,8 +63,6 @@ def throughput(
 
     Args:
         trace: The step as it runs, recomputation included.
-        costs: Costs of its operators.
-        device: The device, for the peak rates.
         step_seconds: Predicted time of the step; None to add up its operators.
         tokens_per_sample: Tokens in a sample; None without tokens.
         matmul: Whether float32 products may use TF32.
@@ -90,7 +82,7 @@ def throughput(
         seconds_by_class=by_class,
         model_flops=model,
         hardware_flops=hardware,
-        peak_dtype=_peak_name(device, dtype, peak),
+        peak_dtype="tf32" if dtype == "float32" and peak and peak == device.matrix_flops.get("tf32") else dtype,
         peak_flops=peak,
         model_utilisation=model / seconds / peak if known else None,
         hardware_utilisation=hardware / seconds / peak if known else None,
@@ -122,7 +114,3 @@ def _flops(trace: Trace) -> tuple[int, int, str, str]:
             by_kind[work.dtype, kind] += int(times) * count.model
     dtype, kind = max(by_kind, key=lambda k: by_kind[k], default=("float32", MATRIX))
     return model, hardware, dtype, kind
-
-
-def _peak_name(device: Device, dtype: str, peak: float) -> str:
-    return "tf32" if dtype == "float32" and peak and peak == device.matrix_flops.get("tf32") else dtype

@@ -30,10 +30,9 @@ _WIDE, _HALF = torch.float32, torch.bfloat16
 
 
 class Bf16Weights:
-    """What a step needs to know of bf16 weights.
+    """Bf16 weights of a step; `masters` has, for a parameter of the model, the one that the optimizer updates.
 
     Attributes:
-        masters: For each parameter of the model, the one that the optimizer updates; empty without masters.
         update: Updates the weights from the gradients.
     """
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from memfit.errors import PlanError, WorkloadError
+from memfit.hardware.measurement import float32_precision
 from memfit.ir.plan import Precision
 from memfit.recomputation.containers import mapped
 
@@ -30,15 +31,9 @@ def autocast(precision: Precision, device: str) -> contextlib.AbstractContextMan
     return contextlib.nullcontext() if dtype is None else torch.autocast(device, dtype=dtype)
 
 
-@contextlib.contextmanager
-def tf32() -> Iterator[None]:
+def tf32() -> contextlib.AbstractContextManager[None]:
     """Let float32 products run as TF32 where there are units for it, until the context is left."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+    return float32_precision("high")
 
 
 def modules_within(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:

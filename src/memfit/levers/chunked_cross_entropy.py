@@ -52,7 +52,6 @@ def chunked(model: nn.Module, lever: ChunkedLoss | None) -> Iterator[None]:
     """Have a model's head return logits that `F.cross_entropy` takes in chunks, until the context is left.
 
     Args:
-        model: The model.
         lever: The head, and how many rows of logits there may be at a time; None for nothing.
 
     Raises:

@@ -92,7 +92,7 @@ class ChunkedLoss(Lever):
         return replace(levers, chunked_loss=chunks), f"{chunks.rows} rows of {chunks.head} at a time"
 
     def _offered(self, step: Setting) -> Chunks:
-        """Return how the loss may be chunked, where logits take enough and nothing else asks for them."""
+        """Return the chunks of the loss, where logits take enough and nothing else asks for them."""
         plain = step.trace(step.plain)
         chunks = worthwhile(step.workload, plain, step.predicted(step.plain).peak_bytes)
         if chunks is None:
@@ -120,11 +120,6 @@ def worthwhile(workload: Workload, trace: Trace, peak_bytes: int) -> Chunks | No
 
     A chunk has so many rows that its logits, and the probabilities made of them, take together what the gradient of
     the head's weight takes, which is there beside them.
-
-    Args:
-        workload: The workload.
-        trace: Its step, with the loss whole.
-        peak_bytes: The peak of that.
     """
     logits = max(_whole_logits(trace), key=lambda found: found.nbytes, default=None)
     if logits is None or logits.nbytes < LEAST_SHARE * peak_bytes or is_compiled(workload):
@@ -151,7 +146,7 @@ def has_fewer_logits(chunked: Trace, plain: Trace, lever: Chunks) -> bool:
 
 
 def _whole_logits(trace: Trace) -> list[_Logits]:
-    """Return what each logarithm of a softmax in a step's first microbatch is taken of."""
+    """Return the logits whose softmax a step's first microbatch takes whole."""
     found = []
     for index, op in enumerate(trace.ops):
         if op.name == "aten._log_softmax.default" and op.phase == "forward" and op.microbatch == 0:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from torch import nn
-
 from memfit._torch.modules import BatchNormBase
 from memfit.capture.step_capture import is_compiled
 from memfit.ir.device import Device
@@ -18,7 +16,7 @@ def circumstances(workload: Workload, device: Device | None = None) -> set[str]:
     optimizer = workload.optimizer
     is_several = isinstance(optimizer, Optimizers)
     holds = {
-        conflicts.BATCH_NORM: _couples_batch(workload.model),
+        conflicts.BATCH_NORM: any(isinstance(m, BatchNormBase) and m.training for m in workload.model.modules()),
         conflicts.CLIPPING: workload.max_grad_norm is not None,
         conflicts.COMPILED: is_compiled(workload),
         conflicts.SEVERAL_OPTIMIZERS: is_several,
@@ -35,18 +33,8 @@ def check_combination(
 ) -> None:
     """Refuse levers that don't go together, or not with a workload or a device.
 
-    Args:
-        levers: The levers.
-        workload: The workload.
-        device: Where they are to run; None for any.
-        allowed: The numerics class that the user allows.
-
     Raises:
         PlanError: They are in the table of conflicts.
     """
     used = registry.names(levers, samples_of(workload))
     registry.check_names(used | circumstances(workload, device), allowed)
-
-
-def _couples_batch(model: nn.Module) -> bool:
-    return any(isinstance(m, BatchNormBase) and m.training for m in model.modules())

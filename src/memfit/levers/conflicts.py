@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
-from memfit.errors import PlanError
 from memfit.ir.plan import Numerics
 
 COUPLING_LOSS = "a loss that couples the samples of a batch"
@@ -44,30 +43,5 @@ class Conflict(NamedTuple):
 
 
 def met(conflicts: Iterable[Conflict], used: Collection[str], allowed: Numerics = "exact") -> list[Conflict]:
-    """Return the conflicts that levers and circumstances have.
-
-    Args:
-        conflicts: The conflicts that there may be.
-        used: The names of the levers, their settings and the circumstances.
-        allowed: The numerics class that the user allows.
-    """
+    """Return the conflicts of levers, settings and circumstances that are used, under the numerics class allowed."""
     return [c for c in conflicts if c.one in used and c.other in used and c.unless != allowed]
-
-
-def check(conflicts: Iterable[Conflict], used: Collection[str], allowed: Numerics = "exact", where: str = "") -> None:
-    """Refuse levers and circumstances that don't go together.
-
-    Args:
-        conflicts: The conflicts that there may be.
-        used: The names of the levers, their settings and the circumstances.
-        allowed: The numerics class that the user allows.
-        where: What the error begins with.
-
-    Raises:
-        PlanError: There is a conflict.
-    """
-    for conflict in met(conflicts, used, allowed):
-        raise PlanError(
-            f"{where}{conflict.one} does not go with {conflict.other}: {conflict.why}. What to do: {conflict.instead}."
-            f" The row in docs/reference/combinations.md: {conflict.row()}"
-        )

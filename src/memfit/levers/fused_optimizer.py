@@ -16,7 +16,7 @@ from memfit.ir.device import Device
 from memfit.ir.trace import Trace
 from memfit.levers.conflicts import Conflict
 from memfit.levers.lever import Running
-from memfit.levers.parameter_updates import UpdateLever, not_jittors
+from memfit.levers.parameter_updates import UpdateLever, update_conflicts
 from memfit.workload import Workload
 
 FUSED = "fused optimizer"
@@ -30,7 +30,9 @@ class FusedOptimizer(UpdateLever):
     name = FUSED
     value = "fused"
     numerics_class = "reordered"
-    conflicts = (
+    conflicts = update_conflicts(
+        FUSED,
+        {},
         Conflict(
             FUSED,
             NO_FUSED,
@@ -43,7 +45,6 @@ class FusedOptimizer(UpdateLever):
             "weights in bf16 are updated by a pass of their own",
             "use 'bf16-mixed', or give the optimizer fused=True",
         ),
-        not_jittors(FUSED),
     )
 
     def circumstances(self, workload: Workload, device: Device | None) -> set[str]:

@@ -62,13 +62,7 @@ class Lean(Lever):
 
 
 def worthwhile(workload: Workload, trace: Trace, peak_bytes: int) -> bool:
-    """Tell whether what a step's normalisations, activations and dropouts make takes enough until its backward pass.
-
-    Args:
-        workload: The workload.
-        trace: Its plain step.
-        peak_bytes: The peak of that.
-    """
+    """Tell whether what a step's normalisations, activations and dropouts make takes enough until its backward pass."""
     names = {fqn for fqn, module in workload.model.named_modules() if is_lean(module)}
     kept_bytes = sum(
         storage.nbytes

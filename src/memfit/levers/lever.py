@@ -24,12 +24,7 @@ LEAST_SHARE = 0.05
 
 
 class NotOffered(Exception):
-    """A lever is not worth trying on a step, or can't be; says why.
-
-    Args:
-        why: The reason, which the ladder shows.
-        is_noted: Whether a plan tells it too.
-    """
+    """A lever is not worth trying on a step, or can't be; says why to the ladder, and to a plan where it is noted."""
 
     def __init__(self, why: str, *, is_noted: bool = False) -> None:
         super().__init__(why)
@@ -51,22 +46,15 @@ class Setting(Protocol):
         precisions: Precisions that may be tried, the simplest first.
     """
 
-    @property
-    def workload(self) -> Workload: ...
-    @property
-    def device(self) -> Device: ...
-    @property
-    def batch_size(self) -> int: ...
-    @property
-    def plain(self) -> Levers: ...
-    @property
-    def numerics(self) -> Numerics: ...
-    @property
-    def coupling(self) -> str | None: ...
-    @property
-    def budget_bytes(self) -> int | None: ...
-    @property
-    def host_budget_bytes(self) -> int: ...
+    workload: Workload
+    device: Device
+    batch_size: int
+    plain: Levers
+    numerics: Numerics
+    coupling: str | None
+    budget_bytes: int | None
+    host_budget_bytes: int
+
     @property
     def precisions(self) -> Sequence[Precision]: ...
 
@@ -125,19 +113,14 @@ class Lever(ABC):
 
     @abstractmethod
     def setting(self, levers: Levers, batch_size: int) -> str:
-        """Return how it is set, for the table of a plan's levers."""
+        """Return its setting, for the table of a plan's levers."""
 
     @abstractmethod
     def brief(self, levers: Levers, batch_size: int) -> str:
-        """Return how it is set in a word or two, for a table of many plans."""
+        """Return its setting in a word or two, for a table of many plans."""
 
     def numerics(self, levers: Levers, couples_batch: bool) -> Numerics:
-        """Return its numerics class.
-
-        Args:
-            levers: The levers, which use it.
-            couples_batch: Whether the samples of a batch are coupled, by the model or by the loss.
-        """
+        """Return its numerics class; the samples of a batch may be coupled, by the model or by the loss."""
         return "exact"
 
     def without(self, levers: Levers, batch_size: int) -> Levers:
@@ -175,12 +158,7 @@ class Lever(ABC):
 
     @contextlib.contextmanager
     def apply(self, levers: Levers, running: Running) -> Iterator[Running]:
-        """Put it on a step that is being made, until the context is left.
-
-        Args:
-            levers: The levers, which use it.
-            running: The step so far.
-        """
+        """Put it on a step that is being made, until the context is left."""
         with self.on_model(levers, running.workload.model):
             yield running
 
@@ -198,13 +176,7 @@ class Lever(ABC):
         yield
 
     def host_bytes(self, levers: Levers, state_bytes: int, host_budget_bytes: int) -> int:
-        """Return the host memory that it takes.
-
-        Args:
-            levers: The levers, which use it.
-            state_bytes: The optimizer's state.
-            host_budget_bytes: Host memory that levers may take.
-        """
+        """Return the host memory that it takes, with an optimizer's state of some size, within what levers may take."""
         return 0
 
     # How it is chosen

@@ -16,9 +16,9 @@ import torch
 
 from memfit import transfers
 from memfit.ir.plan import Levers
-from memfit.levers.conflicts import FOREIGN_OPTIMIZER, NO_LINK, SEVERAL_OPTIMIZERS, Conflict
+from memfit.levers.conflicts import FOREIGN_OPTIMIZER, NO_LINK, SEVERAL_OPTIMIZERS
 from memfit.levers.lever import Running
-from memfit.levers.parameter_updates import UpdateLever, not_jittors, restricted
+from memfit.levers.parameter_updates import UpdateLever, restricted, update_conflicts
 from memfit.recomputation.host_copies import is_worth_moving
 
 OFFLOADED = "optimizer states in host memory"
@@ -29,32 +29,14 @@ class OffloadedOptimizer(UpdateLever):
 
     name = OFFLOADED
     value = "offloaded"
-    conflicts = (
-        Conflict(
-            OFFLOADED,
-            NO_LINK,
-            "nothing is known of how fast copies to the host are, or its memory is the device's",
-            "name a GPU, or set levers.optimizer to 'as-is'",
-        ),
-        Conflict(
-            OFFLOADED,
-            "bf16-true",
-            "weights in bf16 are updated by a pass of their own",
-            "use 'bf16-mixed', or set levers.optimizer to 'as-is'",
-        ),
-        Conflict(
-            OFFLOADED,
-            SEVERAL_OPTIMIZERS,
-            "states are moved for one optimizer's groups",
-            "use one optimizer with several groups, or set levers.optimizer to 'as-is'",
-        ),
-        Conflict(
-            OFFLOADED,
-            FOREIGN_OPTIMIZER,
-            "it may use more than the state of the parameter at hand",
-            "use an optimizer of torch.optim, or set levers.optimizer to 'as-is'",
-        ),
-        not_jittors(OFFLOADED),
+    conflicts = update_conflicts(
+        OFFLOADED,
+        {
+            NO_LINK: "nothing is known of how fast copies to the host are, or its memory is the device's",
+            "bf16-true": "weights in bf16 are updated by a pass of their own",
+            SEVERAL_OPTIMIZERS: "states are moved for one optimizer's groups",
+            FOREIGN_OPTIMIZER: "it may use more than the state of the parameter at hand",
+        },
     )
 
     @contextlib.contextmanager
@@ -67,11 +49,7 @@ class OffloadedOptimizer(UpdateLever):
 
 
 class OffloadedState:
-    """Keeps an optimizer's states in host memory between its steps.
-
-    Args:
-        optimizer: Of `torch.optim`, which updates each parameter by itself. States that it has are moved.
-    """
+    """Keeps the states of an optimizer of `torch.optim`, those that it has too, in host memory between its steps."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer

@@ -15,14 +15,16 @@ from dataclasses import replace
 
 import torch
 
+from memfit._torch.replacement import replaced
 from memfit.errors import PlanError
 from memfit.ir.trace import Trace
-from memfit.levers.conflicts import CLIPPING, FOREIGN_OPTIMIZER, SEVERAL_OPTIMIZERS, Conflict
+from memfit.levers.conflicts import CLIPPING, FOREIGN_OPTIMIZER, SEVERAL_OPTIMIZERS
 from memfit.levers.lever import Running
 from memfit.levers.microbatches import MICROBATCHES
-from memfit.levers.parameter_updates import UpdateLever, not_jittors, restricted
+from memfit.levers.parameter_updates import UpdateLever, restricted, update_conflicts
 
 IN_BACKWARD = "optimizer in the backward pass"
+_TOO_LATE = "when the last of them is there, and the others are used by then"
 
 
 class OptimizerInBackward(UpdateLever):
@@ -30,44 +32,18 @@ class OptimizerInBackward(UpdateLever):
 
     name = IN_BACKWARD
     value = "in-backward"
-    conflicts = (
-        Conflict(
-            IN_BACKWARD,
-            MICROBATCHES,
-            "a gradient is used and freed before those of later microbatches are added to it",
-            "set levers.microbatch_size to the whole batch, or levers.optimizer to 'as-is'",
-        ),
-        Conflict(
-            IN_BACKWARD,
-            CLIPPING,
-            "the norm of all gradients is known when the last of them is there, and the others are used by then",
-            "set Workload.max_grad_norm=None, or levers.optimizer to 'as-is'",
-        ),
-        Conflict(
-            IN_BACKWARD,
-            "16-mixed",
-            "whether gradients overflowed is known when the last of them is there, and the others are used by then",
-            "use 'bf16-mixed', or set levers.optimizer to 'as-is'",
-        ),
-        Conflict(
-            IN_BACKWARD,
-            "bf16-true",
-            "weights in bf16 are updated by a pass of their own after the backward pass",
-            "use 'bf16-mixed', or set levers.optimizer to 'as-is'",
-        ),
-        Conflict(
-            IN_BACKWARD,
-            SEVERAL_OPTIMIZERS,
-            "what one of them skips, all of them must skip, which is known only after the backward pass",
-            "use one optimizer with several groups, or set levers.optimizer to 'as-is'",
-        ),
-        Conflict(
-            IN_BACKWARD,
-            FOREIGN_OPTIMIZER,
-            "it may use more than the gradient of the parameter at hand",
-            "use an optimizer of torch.optim, or set levers.optimizer to 'as-is'",
-        ),
-        not_jittors(IN_BACKWARD),
+    conflicts = update_conflicts(
+        IN_BACKWARD,
+        {
+            MICROBATCHES: "a gradient is used and freed before those of later microbatches are added to it",
+            CLIPPING: f"the norm of all gradients is known {_TOO_LATE}",
+            "16-mixed": f"whether gradients overflowed is known {_TOO_LATE}",
+            "bf16-true": "weights in bf16 are updated by a pass of their own after the backward pass",
+            SEVERAL_OPTIMIZERS: (
+                "what one of them skips, all of them must skip, which is known only after the backward pass"
+            ),
+            FOREIGN_OPTIMIZER: "it may use more than the gradient of the parameter at hand",
+        },
     )
 
     @contextlib.contextmanager
@@ -80,11 +56,7 @@ class OptimizerInBackward(UpdateLever):
 
 
 class InBackward:
-    """Takes an optimizer's steps in the backward pass, while `taken` is entered.
-
-    Args:
-        optimizer: Of `torch.optim`, which updates each parameter by itself.
-    """
+    """Takes the steps of an optimizer of `torch.optim` in the backward pass, while `taken` is entered."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -102,20 +74,13 @@ class InBackward:
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
         """Update parameters in the backward pass that runs until the context is left."""
-        self._norms, self._is_taking = {}, True
-        try:
+        self._norms = {}
+        with replaced(self, "_is_taking", True):
             yield
-        finally:
-            self._is_taking = False
 
-    @contextlib.contextmanager
-    def dropped(self) -> Iterator[None]:
+    def dropped(self) -> contextlib.AbstractContextManager[None]:
         """Let go of gradients in the backward passes that run until the context is left, and update nothing."""
-        self._is_dropping = True
-        try:
-            yield
-        finally:
-            self._is_dropping = False
+        return replaced(self, "_is_dropping", True)
 
     def norms(self) -> list[torch.Tensor]:
         """Return the norms of the gradients that the last such pass used, in the order of the parameters."""

@@ -15,12 +15,24 @@ import torch
 from memfit.errors import PlanError
 from memfit.ir.plan import Levers, Numerics, OptimizerLever
 from memfit.ir.trace import Trace
-from memfit.levers.conflicts import JITTOR, Conflict
+from memfit.levers.conflicts import CLIPPING, FOREIGN_OPTIMIZER, JITTOR, NO_LINK, SEVERAL_OPTIMIZERS, Conflict
 from memfit.levers.lever import Fallback, Rung, Running, Setting
+from memfit.levers.microbatches import MICROBATCHES
 from memfit.workload import Workload
 
 _UPDATING: weakref.WeakKeyDictionary[torch.optim.Optimizer, OptimizerLever] = weakref.WeakKeyDictionary()
 """The lever that is applied to an optimizer at present."""
+_INSTEAD = {
+    "bf16-true": "use 'bf16-mixed', or set levers.optimizer to 'as-is'",
+    "16-mixed": "use 'bf16-mixed', or set levers.optimizer to 'as-is'",
+    CLIPPING: "set Workload.max_grad_norm=None, or levers.optimizer to 'as-is'",
+    FOREIGN_OPTIMIZER: "use an optimizer of torch.optim, or set levers.optimizer to 'as-is'",
+    JITTOR: "set levers.optimizer to 'as-is'",
+    MICROBATCHES: "set levers.microbatch_size to the whole batch, or levers.optimizer to 'as-is'",
+    NO_LINK: "name a GPU, or set levers.optimizer to 'as-is'",
+    SEVERAL_OPTIMIZERS: "use one optimizer with several groups, or set levers.optimizer to 'as-is'",
+}
+"""What to do about a conflict with a way of updating parameters."""
 
 
 class UpdateLever(Fallback):
@@ -85,9 +97,10 @@ class UpdateLever(Fallback):
         return self.fallback(levers), self.value
 
 
-def not_jittors(name: str) -> Conflict:
-    """Return the conflict of a way of updating parameters with Jittor."""
-    return Conflict(name, JITTOR, "it is made for PyTorch", "set levers.optimizer to 'as-is'")
+def update_conflicts(name: str, reasons: Mapping[str, str], *own: Conflict) -> tuple[Conflict, ...]:
+    """Return the conflicts of a way of updating parameters: its own, those of some reasons, and Jittor's."""
+    reasons = {**reasons, JITTOR: "it is made for PyTorch"}
+    return *own, *(Conflict(name, other, why, _INSTEAD[other]) for other, why in reasons.items())
 
 
 def state_bytes(trace: Trace) -> int:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
+from memfit.errors import PlanError
 from memfit.ir.plan import Levers, LeverUse, Numerics
 from memfit.levers.activation_offload import ActivationOffload
 from memfit.levers.checkpointing import Checkpointing
 from memfit.levers.chunked_loss import ChunkedLoss
-from memfit.levers.conflicts import Conflict, check
+from memfit.levers.conflicts import Conflict, met
 from memfit.levers.fused_optimizer import FusedOptimizer
 from memfit.levers.lean import Lean
 from memfit.levers.lever import Lever, Rung
@@ -47,13 +48,7 @@ def used(levers: Levers, batch_size: int) -> list[Lever]:
 
 
 def uses(levers: Levers, batch_size: int, couples_batch: bool) -> tuple[LeverUse, ...]:
-    """Return the levers that are used, in words.
-
-    Args:
-        levers: The levers.
-        batch_size: Samples of the global batch.
-        couples_batch: Whether the samples of a batch are coupled, by the model or by the loss.
-    """
+    """Return the levers that are used, in words."""
     return tuple(lever.use(levers, batch_size, couples_batch) for lever in used(levers, batch_size))
 
 
@@ -68,23 +63,20 @@ def recomputes(levers: Levers) -> bool:
 
 
 def check_names(used: Collection[str], allowed: Numerics = "exact", where: str = "") -> None:
-    """Refuse levers and circumstances that don't go together; see `conflicts.check`.
+    """Refuse levers, settings and circumstances that don't go together, by an error that begins with `where`.
 
     Raises:
         PlanError: There is a conflict.
     """
-    check(CONFLICTS, used, allowed, where)
+    for conflict in met(CONFLICTS, used, allowed):
+        raise PlanError(
+            f"{where}{conflict.one} does not go with {conflict.other}: {conflict.why}. What to do: {conflict.instead}."
+            f" The row in docs/reference/combinations.md: {conflict.row()}"
+        )
 
 
 def host_bytes(levers: Levers, batch_size: int, state_bytes: int, host_budget_bytes: int) -> dict[str, int]:
-    """Return the host memory that levers take, by name.
-
-    Args:
-        levers: The levers.
-        batch_size: Samples of the global batch.
-        state_bytes: The optimizer's state.
-        host_budget_bytes: Host memory that levers may take; each leaves less of it to the next.
-    """
+    """Return the host memory that levers take, by name; each leaves less of the budget to the next."""
     taken: dict[str, int] = {}
     for lever in used(levers, batch_size):
         left = max(0, host_budget_bytes - sum(taken.values()))

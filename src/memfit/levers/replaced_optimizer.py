@@ -25,13 +25,14 @@ from memfit.ir.device import Device
 from memfit.ir.plan import OptimizerLever
 from memfit.levers.conflicts import SEVERAL_OPTIMIZERS, Conflict
 from memfit.levers.lever import Running
-from memfit.levers.parameter_updates import UpdateLever, not_jittors
+from memfit.levers.parameter_updates import UpdateLever, update_conflicts
 from memfit.workload import Workload
 
 ADAMW_8BIT = "AdamW with 8-bit states"
 ADAFACTOR = "Adafactor"
 NOT_ADAMW = "an optimizer other than AdamW, or Adam without weight decay"
 NO_BITSANDBYTES = "bitsandbytes not installed"
+_BF16_UPDATES = "weights in bf16 are updated through the user's own optimizer"
 _ADAFACTOR_RATE = 1e-2
 _PAIRS = (("exp_avg", "1"), ("exp_avg_sq", "2"))  # of states: AdamW's name, and the number in bitsandbytes' names
 _BLOCK = 256
@@ -54,7 +55,9 @@ class AdamW8bit(_ReplacedOptimizer):
     name = ADAMW_8BIT
     value = "adamw-8bit"
     numerics_class = "reduced"
-    conflicts = (
+    conflicts = update_conflicts(
+        ADAMW_8BIT,
+        {"bf16-true": _BF16_UPDATES},
         Conflict(
             ADAMW_8BIT,
             NOT_ADAMW,
@@ -62,13 +65,6 @@ class AdamW8bit(_ReplacedOptimizer):
             "use torch.optim.AdamW, or set levers.optimizer to 'as-is'",
         ),
         Conflict(ADAMW_8BIT, NO_BITSANDBYTES, "the optimizer is that package's", "pip install 'memfit[optimizers]'"),
-        Conflict(
-            ADAMW_8BIT,
-            "bf16-true",
-            "weights in bf16 are updated through the user's own optimizer",
-            "use 'bf16-mixed', or set levers.optimizer to 'as-is'",
-        ),
-        not_jittors(ADAMW_8BIT),
     )
 
     def circumstances(self, workload: Workload, device: Device | None) -> set[str]:
@@ -83,19 +79,14 @@ class Adafactor(_ReplacedOptimizer):
     value = "adafactor"
     numerics_class = "changed"
     conflicts = (
-        Conflict(
-            ADAFACTOR,
-            "bf16-true",
-            "weights in bf16 are updated through the user's own optimizer",
-            "use 'bf16-mixed', or set levers.optimizer to 'as-is'",
-        ),
+        Conflict(ADAFACTOR, "bf16-true", _BF16_UPDATES, "use 'bf16-mixed', or set levers.optimizer to 'as-is'"),
         Conflict(
             ADAFACTOR,
             SEVERAL_OPTIMIZERS,
             "parameters that are updated by different rules are so for a reason",
             "use one optimizer, or set levers.optimizer to 'as-is'",
         ),
-        not_jittors(ADAFACTOR),
+        *update_conflicts(ADAFACTOR, {}),
     )
 
 
@@ -104,10 +95,6 @@ def replaced(optimizer: Optimizer, lever: OptimizerLever) -> Iterator[Optimizer]
     """Return the optimizer that a lever puts in place of the user's, until the context is left.
 
     Its learning rates and weight decays follow those of the user's groups, which schedulers set.
-
-    Args:
-        optimizer: The user's.
-        lever: "adamw-8bit" or "adafactor".
 
     Raises:
         MissingExtraError: bitsandbytes is not installed.

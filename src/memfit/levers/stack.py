@@ -23,13 +23,7 @@ from memfit.workload import Loop, Workload, fingerprint, samples_of
 
 @contextlib.contextmanager
 def applied(levers: Levers, workload: Workload, **options: Any) -> Iterator[Step]:
-    """Run levers on a workload, on the device of its parameters, until the context is left.
-
-    Args:
-        levers: The levers.
-        workload: The workload.
-        options: More that the step begins with; see `StepOptions`.
-    """
+    """Run levers on a workload, on the device of its parameters, with more `StepOptions`, until the context is left."""
     check_combination(levers, workload)
     running = Running(workload, StepOptions(microbatch_size=levers.microbatch_size, **options))
     with contextlib.ExitStack() as stack:

@@ -119,7 +119,7 @@ def candidates_of(plan: Plan) -> list[Candidate]:
 
 
 def lower_candidates(plan: Plan) -> list[Candidate]:
-    """Return those that take less memory than the plan, the one next to it first."""
+    """Return the candidates that take less memory than the plan, the one next to it first."""
     own = next((c.peak_bytes for c in plan.frontier if c.levers == plan.levers), plan.predicted.peak_bytes)
     return [c for c in candidates_of(plan) if c.peak_bytes < own]
 

@@ -156,8 +156,7 @@ class Adaptive(Recovery):
         (place,) = self._ranks.most([self._place(batch)])
         self._bucket = min(BUCKETS - 1, int(place * BUCKETS))
         self._expected = self.expected_at(place)
-        arm = self.controller.choose(self._bucket, self._expected)
-        self._take(self._ranks.first(self._leanest() if arm is None else arm))
+        self._take(self._chosen())
         if self._device.kind == "cuda":
             torch.cuda.reset_peak_memory_stats()
         try:
@@ -244,15 +243,17 @@ class Adaptive(Recovery):
         """Put the step under a plan that is predicted to take less than the one that ran out of memory."""
         before = self._expected[self._arm]
         self.controller.ran_out(before)
-        arm = self.controller.choose(self._bucket, self._expected)
-        arm = self._ranks.first(self._leanest() if arm is None else arm)
+        arm = self._chosen()
         return self._take(arm) if self._expected[arm].peak_bytes < before.peak_bytes else None
 
-    def _leanest(self) -> int:
-        return min(range(len(self.candidates)), key=lambda arm: self._expected[arm].peak_bytes)
+    def _chosen(self) -> int:
+        """Return the first rank's choice of a plan; the leanest where none is predicted to fit."""
+        arm = self.controller.choose(self._bucket, self._expected)
+        leanest = min(range(len(self.candidates)), key=lambda arm: self._expected[arm].peak_bytes)
+        return self._ranks.first(leanest if arm is None else arm)
 
     def _seen(self, seconds: float | None) -> tuple[float | None, int | None]:
-        """Return what the slowest rank took and the fullest one held, so that all ranks learn the same."""
+        """Return the time of the slowest rank and the peak of the fullest one, so that all ranks learn the same."""
         peak_bytes = self._peak_bytes()
         said = [math.inf if seconds is None else seconds, -1.0 if peak_bytes is None else float(peak_bytes)]
         slowest, fullest = self._ranks.most(said)

@@ -99,7 +99,7 @@ def join(recovery: Recovery, process_group: ProcessGroup | None) -> None:
 
 
 def snapshots_of(switch: Switch, folder: str | Path | None) -> Snapshots | None:
-    """Return what writes snapshots of a step into a folder; None without one."""
+    """Return the writer of snapshots of a step into a folder; None without one."""
     if folder is None:
         return None
     return Snapshots(Path(folder), device_of(switch.step), functools.partial(write_predicted_snapshot, switch))
@@ -117,9 +117,12 @@ def switchable(plan: Plan, workload: Workload, *, limit_bytes: int | None) -> It
     if levers_bytes:
         check_host(host_needs(plan, workload, levers_bytes), None)
     bare, predicted = without_switched(plan.levers, plan.batch_size), plan.predicted
+    # Held against the step on a machine like this one: on the CPU, with this PyTorch.
+    on_cpu = all(p.device.type == "cpu" for p in workload.model.parameters())
+    is_proven = plan.is_proven and on_cpu and plan.torch_version == str(torch.__version__)
     with (
         applied(bare, workload, prediction=predicted, predicted_peak_bytes=predicted.peak_bytes) as step,
-        contextlib.closing(Switch(step, plan.levers, is_proven=_is_proven(plan, workload))) as switch,
+        contextlib.closing(Switch(step, plan.levers, is_proven=is_proven)) as switch,
         live(step),
     ):
         if limit_bytes is not None:
@@ -127,14 +130,8 @@ def switchable(plan: Plan, workload: Workload, *, limit_bytes: int | None) -> It
         yield switch
 
 
-def _is_proven(plan: Plan, workload: Workload) -> bool:
-    """Tell whether a plan was held against the step on a machine like this one: on the CPU, with this PyTorch."""
-    on_cpu = all(p.device.type == "cpu" for p in workload.model.parameters())
-    return plan.is_proven and on_cpu and plan.torch_version == str(torch.__version__)
-
-
 def _limit(limit_bytes: int, step: Step) -> CpuLimit | CudaLimit:
-    """Return what limits a step on the device of its parameters."""
+    """Return the limit of a step on the device of its parameters."""
     device = device_of(step)
     named = functools.partial(held_tensors, step)
     if device.type == "cuda":

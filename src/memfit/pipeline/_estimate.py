@@ -88,8 +88,7 @@ def estimate(
             "chrome_trace": chrome_trace and Path(chrome_trace).resolve(),
         }
         readings = readings_to_send(workload, [microbatch_size or samples_of(workload)])
-        prediction: Prediction = gpu_process.call(estimate, workload, options, progress, readings)
-        return prediction
+        return gpu_process.call(estimate, workload, options, progress, readings)
     check_workload(workload, found)
     progress("capture", 0, 1)
     size = microbatch_size or samples_of(workload)

@@ -8,6 +8,7 @@ loop did in it is on a tape then, and the plan for the steps after it is made of
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import weakref
 from collections import Counter
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 
 from memfit._torch.pytree import tree_leaves
+from memfit._torch.replacement import replaced
 from memfit.batch import leaves_of
 from memfit.capture.loop_recorder import Watcher
 from memfit.errors import InfeasibleError, MemfitError, UsageError
@@ -84,8 +86,7 @@ class Fitted:
     def _called(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """See to a call of a module by the loop, before it runs."""
         watcher = self._watcher
-        trained = {id(p) for optimizer in self._optimizers() for g in optimizer.param_groups for p in g["params"]}
-        if not torch.is_grad_enabled() or not any(id(p) in trained for p in module.parameters()):
+        if not torch.is_grad_enabled() or not self._optimizers_of([module]):
             return
         if self._step_is_complete(watcher.updates):
             if self.plan is not None:  # the step that held what is recomputed against what was computed
@@ -102,25 +103,21 @@ class Fitted:
         """Tell whether every optimizer of the modules called has updated since the step began."""
         if not updates:
             return False
-        held = {id(p) for root in self._watcher.roots for p in root.parameters()}
-        waited = [o for o in self._optimizers() if any(id(p) in held for g in o.param_groups for p in g["params"])]
+        waited = self._optimizers_of(self._watcher.roots)
         return all(id(o) in updates for o in waited) or max(updates.values()) >= _MOST_UPDATES
 
     # The first step
 
     def _begin_with(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Put a module under a plan for itself, before its first call."""
-        workload = LoopWorkload(
-            model=module,
-            batch=[args, kwargs],
-            loss_fn=_standing_in,
-            optimizer=_as_one(self._optimizers_of([module])),
-            name=type(module).__name__,
-            batch_size=1,
-        )
+        workload = _workload(module, [args, kwargs], _standing_in, self._optimizers_of([module]), module)
         try:
             try:
-                found = self._planned(workload, self._options["budget"] if self._is_alone(module) else 1)
+                # Where others are trained too, they need a part of the budget, and nobody knows which.
+                held = {id(p) for p in module.parameters()}
+                trained = (p for o in self._optimizers() for group in o.param_groups for p in group["params"])
+                is_alone = all(id(p) in held for p in trained)
+                found = self._planned(workload, self._options["budget"] if is_alone else 1)
             except InfeasibleError as e:
                 found = self._planned(workload, e.lowest_peak_bytes)
         except MemfitError as e:
@@ -128,11 +125,6 @@ class Fitted:
             return
         self._first.append((module, found))
         self._put_under(module, found)
-
-    def _is_alone(self, module: nn.Module) -> bool:
-        """Tell whether a module has all that is trained; others need a part of the budget, and nobody knows which."""
-        held = {id(p) for p in module.parameters()}
-        return all(id(p) in held for o in self._optimizers() for group in o.param_groups for p in group["params"])
 
     # Those after it
 
@@ -146,7 +138,8 @@ class Fitted:
         self._proving.close()
         try:
             workload = self._workload_of(tape, model)
-            self.plan = self._plan_of(workload)
+            with _generators_kept(tape):
+                self.plan = self._planned(workload, self._options["budget"])
             under = [(model, self.plan)]
             self._advice = advice(self.plan, self._mixed(workload)) if is_slow(self.plan) else []
         except InfeasibleError:
@@ -167,29 +160,13 @@ class Fitted:
         self._tell(str(self))
 
     def _workload_of(self, tape: Tape, model: nn.Module) -> LoopWorkload:
-        """Return the step that was seen as a workload.
-
-        Raises:
-            UsageError: The step can't be run again.
-        """
+        """Return the step that was seen as a workload; refuse one that can't be run again."""
         if self._watcher.fault:
             raise UsageError(
                 f"the step can't be planned where it runs, since {self._watcher.fault}: write it as a memfit.Workload"
             )
-        return LoopWorkload(
-            model=model,
-            batch=self._watcher.given,
-            loss_fn=_not_called,
-            optimizer=_as_one(self._watcher.optimizers),
-            name=type(self._watcher.roots[0]).__name__,
-            batch_size=1,
-            tape=tape,
-        )
-
-    def _plan_of(self, workload: LoopWorkload) -> Plan:
-        """Return the plan for the step that was seen."""
-        with _generators_kept(workload.tape):
-            return self._planned(workload, self._options["budget"])
+        watcher = self._watcher
+        return _workload(model, watcher.given, _not_called, watcher.optimizers, watcher.roots[0], tape)
 
     def _mixed(self, workload: LoopWorkload) -> Mixed:
         """Predict the step that was seen with autocast around its forward passes, and no levers."""
@@ -214,8 +191,7 @@ class Fitted:
         )
 
     def _optimizers_of(self, modules: Sequence[nn.Module]) -> list[torch.optim.Optimizer]:
-        held = {id(p) for module in modules for p in module.parameters()}
-        return [o for o in self._optimizers() if any(id(p) in held for g in o.param_groups for p in g["params"])]
+        return _updating(self._optimizers(), modules)
 
 
 @contextlib.contextmanager
@@ -255,16 +231,11 @@ def fit(
     _check(budget, numerics)
     given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     models = [model] if isinstance(model, nn.Module) else list(model)
-    trained = {id(p) for one in models for p in one.parameters()}
-    if not any(id(p) in trained for one in given for group in one.param_groups for p in group["params"]):
+    if not _updating(given, models):
         raise UsageError("optimizer= updates no parameter of model=: give the two that the loop trains with")
-    options = {
-        "budget": budget,
-        "numerics": numerics,
-        "host_budget": host_budget,
-        "time_limit_seconds": time_limit_seconds,
-    }
-    fitted = Fitted(lambda: given, tell or _to_standard_error, progress, options)
+    options = {"numerics": numerics, "host_budget": host_budget, "time_limit_seconds": time_limit_seconds}
+    write = tell or functools.partial(print, file=sys.stderr, flush=True)
+    fitted = Fitted(lambda: given, write, progress, {"budget": budget, **options})
     with fitted.watching():
         yield fitted
 
@@ -289,12 +260,14 @@ def fit_whatever_trains(
 
     options = {"budget": budget, "numerics": numerics, "host_budget": host_budget}
     fitted = Fitted(lambda: list(made), tell, progress, options)
-    torch.optim.Optimizer.__init__ = initialise_and_note  # type: ignore[assignment,method-assign]
-    try:
-        with fitted.watching():
-            yield fitted
-    finally:
-        torch.optim.Optimizer.__init__ = initialise  # type: ignore[method-assign]
+    with replaced(torch.optim.Optimizer, "__init__", initialise_and_note), fitted.watching():
+        yield fitted
+
+
+def _updating(optimizers: Iterable[torch.optim.Optimizer], modules: Sequence[nn.Module]) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that update a parameter of some modules."""
+    held = {id(p) for module in modules for p in module.parameters()}
+    return [o for o in optimizers if any(id(p) in held for group in o.param_groups for p in group["params"])]
 
 
 def _check(budget: int | float | str, numerics: Numerics) -> None:
@@ -384,8 +357,25 @@ class _Roots(nn.Module):
             self.add_module(name, root)
 
 
-def _as_one(optimizers: Sequence[torch.optim.Optimizer]) -> Any:
-    return optimizers[0] if len(optimizers) == 1 else CombinedOptimizers(optimizers)
+def _workload(
+    model: nn.Module,
+    batch: Any,
+    loss_fn: Callable[[nn.Module, Any], torch.Tensor],
+    optimizers: Sequence[torch.optim.Optimizer],
+    named: nn.Module,
+    tape: Tape | None = None,
+) -> LoopWorkload:
+    """Return a step of the loop as a workload, named by a module's class."""
+    optimizer: Any = optimizers[0] if len(optimizers) == 1 else CombinedOptimizers(optimizers)
+    return LoopWorkload(
+        model=model,
+        batch=batch,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        name=type(named).__name__,
+        batch_size=1,
+        tape=tape or Tape(),
+    )
 
 
 def _standing_in(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -398,7 +388,3 @@ def _standing_in(model: nn.Module, batch: Any) -> torch.Tensor:
 
 def _not_called(model: nn.Module, batch: Any) -> torch.Tensor:
     raise AssertionError("the step of a taped workload is its tape")
-
-
-def _to_standard_error(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -46,8 +46,7 @@ def _looked_up(workload: Workload, *, plan: Plan, budget: int | float | str, pro
     budget_bytes = asked.nbytes(device_bytes=device.usable_bytes, plain_bytes=plain_bytes)
     check_plan(plan, workload)
     if is_elsewhere(device):
-        found: Plan = gpu_process.call(_looked_up, workload, {"plan": plan, "budget": budget}, progress)
-        return found
+        return gpu_process.call(_looked_up, workload, {"plan": plan, "budget": budget}, progress)
     check_workload(workload, device)
     allowed = NUMERICS[: NUMERICS.index(plan.allowed) + 1]
     points = sorted((c for c in plan.frontier if c.numerics in allowed), key=lambda c: c.step_seconds)

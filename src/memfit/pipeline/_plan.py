@@ -102,8 +102,7 @@ def plan(
             "time_limit_seconds": time_limit_seconds,
         }
         readings = readings_to_send(workload, microbatch_sizes(samples_of(workload)))
-        made: Plan = gpu_process.call(plan, workload, options, progress, readings)
-        return made
+        return gpu_process.call(plan, workload, options, progress, readings)
     check_workload(workload, found)
     request = Request(
         workload=workload,

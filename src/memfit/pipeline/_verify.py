@@ -71,8 +71,14 @@ def verify(plan: Plan, workload: Workload, *, progress: Progress = silent) -> Ve
         differences = probe_regions(workload, plan.levers) if is_again else {}
         runs.add(is_again)
         peak = _peak(workload, plan.levers, runs)
-    each = [_difference(name, gradients.get(name), g) for name, g in plain_gradients.items()]
-    total = _relative([(gradients[name], g) for name, g in plain_gradients.items() if name in gradients])
+    pairs = {name: (gradients[name], g) for name, g in plain_gradients.items() if name in gradients}
+    each = [
+        GradientDifference(parameter=name, relative=_relative([pairs[name]]), equal=_equal(*pairs[name]))
+        if name in pairs
+        else GradientDifference(parameter=name, relative=math.inf, equal=False)
+        for name in plain_gradients
+    ]
+    total = _relative(list(pairs.values()))
     found = Verification(
         failures=[],
         numerics=plan.numerics,
@@ -99,13 +105,7 @@ def verify(plan: Plan, workload: Workload, *, progress: Progress = silent) -> Ve
 
 
 class _Runs:
-    """Counts the runs of a step.
-
-    Args:
-        step: Its name.
-        total: How many there will be.
-        progress: Told of each.
-    """
+    """Counts the runs of a step, and reports each."""
 
     def __init__(self, step: str, total: int, progress: Progress) -> None:
         self._step, self._total, self._progress, self._done = step, total, progress, 0
@@ -129,16 +129,11 @@ def _gradients(workload: Workload, levers: Levers, quiet: bool, runs: _Runs) -> 
                 module.training = False
     held = foreign_generators(generators_of(copied.model.modules()))  # those in globals are no part of the copy
     with rng_preserved(), preserved(held), applied(levers, copied) as step:
-        _seed()
+        for seed in (torch.manual_seed, random.seed, np.random.seed):
+            seed(0)
         loss, gradients = step.gradients(copied.batch)
         runs.add()
         return loss, gradients, dict(copied.model.named_buffers())
-
-
-def _seed() -> None:
-    torch.manual_seed(0)
-    random.seed(0)
-    np.random.seed(0)
 
 
 def _peak(workload: Workload, levers: Levers, runs: _Runs) -> int:
@@ -174,14 +169,8 @@ def _equal(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return torch.equal(one.indices(), other.indices()) and torch.equal(one.values(), other.values())
 
 
-def _difference(name: str, found: torch.Tensor | None, expected: torch.Tensor) -> GradientDifference:
-    if found is None:
-        return GradientDifference(parameter=name, relative=math.inf, equal=False)
-    return GradientDifference(parameter=name, relative=_relative([(found, expected)]), equal=_equal(found, expected))
-
-
 def _failures(plan: Plan, workload: Workload, device: Device, found: Verification) -> list[str]:
-    """Return what the plan says and is not so."""
+    """Return the statements of a plan that do not hold."""
     failures = _prediction_failures(plan, workload, device)
     if found.measured_peak_bytes > plan.budget_bytes:
         failures.append(

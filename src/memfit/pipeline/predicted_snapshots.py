@@ -24,12 +24,6 @@ def write_predicted_snapshot(switch: Switch, plan: Plan, batch: Any, path: Path)
 
     Nothing is measured: an operator's workspace counts where it is known already, and each event takes a microsecond.
 
-    Args:
-        switch: Has the step, to whose model the plan is applied.
-        plan: The plan.
-        batch: The batch.
-        path: The file.
-
     Raises:
         CaptureError: The step can't be captured.
         OutputError: The file can't be written.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from memfit._torch.fake import FakeTensorMode
+from memfit._torch.replacement import replaced
 from memfit.capture.known_values import KnownValues
 from memfit.errors import MemfitError, MissingExtraError, WorkloadError
 from memfit.frames import users_place
@@ -41,19 +42,13 @@ class _StayOnCpu(TorchFunctionMode):
         return func(*map(_on_cpu, args), **named) if func is torch.Tensor.to else func(*args, **named)
 
 
-@contextlib.contextmanager
-def _parameters_convert() -> Iterator[None]:
+def _parameters_convert() -> AbstractContextManager[None]:
     """Let modules convert fake parameters (`nn.Module.to`): PyTorch swaps them, and can't where it refers to them."""
-    swap = torch.utils.swap_tensors
 
     def assign(old: torch.Tensor, new: torch.Tensor) -> None:
         old.data = new.data
 
-    torch.utils.swap_tensors = assign
-    try:
-        yield
-    finally:
-        torch.utils.swap_tensors = swap
+    return replaced(torch.utils, "swap_tensors", assign)
 
 
 def _on_cpu(value: Any) -> Any:
@@ -102,7 +97,7 @@ def load_workload(name: str) -> Workload:
 
 
 def call(name: str) -> Any:
-    """Return what a function that is named as workloads are returns.
+    """Return the result of a function that is named as workloads are.
 
     Raises:
         WorkloadError: No such file, module or function, or it fails.
@@ -132,11 +127,7 @@ def _load_file(path: Path) -> ModuleType:
 
 
 def _import(name: str) -> ModuleType:
-    """Return a module of the current folder, or one that is installed.
-
-    Raises:
-        WorkloadError: There is none, or it fails.
-    """
+    """Return a module of the current folder, or one that is installed."""
     _look_in(Path.cwd())
     try:
         is_there = importlib.util.find_spec(name) is not None

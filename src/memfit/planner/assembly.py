@@ -93,11 +93,7 @@ class _Steps:
         return allows(self.numerics, freest(self.uses(levers)))
 
     def trace(self, levers: Levers) -> Trace:
-        """Return the trace of the step with some levers.
-
-        Raises:
-            NotOffered: It can't be captured, which is noted.
-        """
+        """Return the trace of the step with some levers; raise `NotOffered`, with a note, where there is none."""
         if levers not in self.traces:
             trace = self.trials.capture(levers)
             if trace is None:
@@ -148,12 +144,7 @@ class _Steps:
         return self.tf32_costs if trace.precision == "tf32" else self.costs
 
     def combination(self, levers: Levers, excluded: frozenset[str] = frozenset()) -> Combination:
-        """Return the problem of choosing regions under some levers.
-
-        Args:
-            levers: The levers, without regions.
-            excluded: Modules that are not to be recomputed.
-        """
+        """Return the problem of choosing regions, none of them of excluded modules, under levers without regions."""
         trace = self.traces[levers]
         regions, costs = Regions(trace), self._costs(trace)
         for lever in registry.used(levers, self.batch_size):
@@ -163,7 +154,7 @@ class _Steps:
         return Combination(levers, problem, self.uses)
 
     def host_bytes_left(self, levers: Levers) -> int:
-        """Return what levers leave of the host's memory for regions; below 0 where it is not enough."""
+        """Return the host memory that levers leave for regions; below 0 where it is not enough."""
         state = state_bytes(self.traces[self.plain])
         taken = registry.host_bytes(levers, self.batch_size, state, self.host_budget_bytes)
         return self.host_budget_bytes - sum(taken.values())
@@ -242,17 +233,13 @@ class _Assembly:
                 self.notes += [str(e)] if e.is_noted else []
         waiting = {levers: before for levers in wanted if (before := self._waits_for(levers)) is not None}
         early = steps.captured([levers for levers in wanted if levers not in waiting])
-        seconds = self._seconds_of(early)
+        seconds = {levers: steps.predicted(levers).step_seconds for levers in early}
         least = min((seconds[levers] for levers in early if steps.allows(levers)), default=math.inf)
         slow = {levers for levers in early if seconds[levers] > _SLOW * least}
         self.postponed = [levers for levers, before in waiting.items() if before in slow]
         self.postponed_seconds = min((seconds[waiting[levers]] for levers in self.postponed), default=math.inf)
         wanted = [levers for levers in wanted if levers in early or levers in waiting and levers not in self.postponed]
         self.wanted = self._with_any(steps.captured(wanted))
-
-    def _seconds_of(self, captured: Sequence[Levers]) -> dict[Levers, float]:
-        """Return how long the step takes with each combination."""
-        return {levers: self.steps.predicted(levers).step_seconds for levers in captured}
 
     def _waits_for(self, levers: Levers) -> Levers | None:
         """Return the combination that is captured before another; None where it waits for none."""
@@ -262,7 +249,7 @@ class _Assembly:
         return None
 
     def _take_budget(self) -> None:
-        """Say what the budget is in bytes: on a GPU it is held against what the allocator reserves."""
+        """Set the budget in bytes: on a GPU it is held against what the allocator reserves."""
         budget, device = self.request.budget, self.request.device
         plain = self._as_is if budget.of == "plain" else None
         plain_bytes = 0 if plain is None else plain.peak_reserved_bytes or plain.peak_bytes
@@ -279,7 +266,7 @@ class _Assembly:
 
     @property
     def limits(self) -> Limits:
-        """What a plan may take."""
+        """The limits of a plan."""
         assert self.steps.budget_bytes is not None
         return Limits(self.steps.budget_bytes, self.steps.costs.peak_error, self.request.numerics)
 
@@ -292,7 +279,7 @@ class _Assembly:
     # Search
 
     def _searched(self) -> object:
-        """Return what tells whether as much is searched as before."""
+        """Return the extent of the search, to tell whether as much is searched as before."""
         return len(self.excluded), list(self.wanted), list(self.postponed)
 
     def _search(self) -> tuple[Confirmed, list[Candidate]]:
@@ -347,7 +334,11 @@ class _Assembly:
         if lever.most_saved_bytes(steps.traces[steps.plain]) < LEAST_SHARE * self._as_is.peak_bytes:
             return []
         around = circumstances(self.request.workload, self.request.device)
-        bases = [c.levers for c in self.limits.allow(self.combinations) if not self._falls_back(c.levers)]
+        bases = [
+            c.levers
+            for c in self.limits.allow(self.combinations)
+            if not any(isinstance(used, Fallback) for used in registry.used(c.levers, steps.batch_size))
+        ]
         if best is not None:
             bases = [levers for levers in bases if _kept(levers) == _kept(best.point.levers)]
         sizes = {steps.batch_size, min(levers.microbatch_size for levers in bases)}
@@ -361,9 +352,6 @@ class _Assembly:
             and not steps.trials.has_failed(levers)
             and not met(registry.CONFLICTS, registry.names(levers, steps.batch_size) | around, self.request.numerics)
         ]
-
-    def _falls_back(self, levers: Levers) -> bool:
-        return any(isinstance(lever, Fallback) for lever in registry.used(levers, self.steps.batch_size))
 
     def _frontier(self, chosen: Confirmed) -> list[Candidate]:
         """Solve for the frontier; return its points but that of the plan chosen, with what is held against a budget."""
@@ -379,7 +367,7 @@ class _Assembly:
         ]
 
     def _base_excess(self, point: Candidate) -> float:
-        """Return what is held against the budget, as a multiple of the peak, for a point's step without regions."""
+        """Return the upper end of a point's step without regions, as a multiple of its peak."""
         return Confirmed(point, self.steps.predicted(replace(point.levers, regions=()))).excess
 
     # Confirm
@@ -405,6 +393,6 @@ class _Assembly:
 
 
 def _kept(levers: Levers) -> tuple[object, ...]:
-    """Return what a step keeps whatever else changes, but for fallbacks."""
+    """Return the settings of a step that neither a switch nor a fallback changes."""
     kept = (lever for lever in registry.LEVERS if not (lever.switchable or isinstance(lever, Fallback)))
     return tuple(getattr(levers, lever.field) for lever in kept)

@@ -30,12 +30,7 @@ _TOLERANCE = 1e-2  # of others, whose kernels may change with the batch's size
 
 
 def coupling(trace: Trace, workload: Workload) -> str | None:
-    """Return a note on what couples the samples of a batch; None where nothing is seen to.
-
-    Args:
-        trace: Of the workload's step.
-        workload: The workload; nothing of it is changed.
-    """
+    """Return a note on what couples the samples of a batch; None where nothing is seen to."""
     if any(module.couples_batch for module in trace.modules):
         row = OF_BATCH_NORM
         return f"microbatches are left out ({row.other}): {row.why}; {row.instead}"
@@ -48,9 +43,6 @@ def coupled_samples(workload: Workload) -> str | None:
 
     Two forward passes over a few samples of the workload's batch, in evaluation mode and fp32. Nothing is said where
     there is no data, where the loss draws random numbers, or where it can't be computed like this.
-
-    Args:
-        workload: The workload; nothing of it is changed.
     """
     size = samples_of(workload)
     samples = min(SAMPLES, size)
@@ -74,7 +66,11 @@ def coupled_samples(workload: Workload) -> str | None:
 def _losses(workload: Workload, samples: int) -> tuple[float, float]:
     """Return the loss of some samples together, and of them in two parts of unequal size."""
     cut = max(1, samples // 2 - 1)
-    batch = _chosen(workload, samples)
+    size = samples_of(workload)
+    if workload.split is not None:  # the user cuts the batch: the first samples
+        batch = part_of(workload, workload.batch, 0, samples)
+    else:  # samples from all over it
+        batch = take(workload.batch, [round(i * (size - 1) / (samples - 1)) for i in range(samples)])
     parameters = {id(p): p for p in workload.model.parameters()}
     model = copy.deepcopy(workload.model, parameters)  # all else that a model has, it may change
     with evaluation_mode(model):
@@ -88,14 +84,6 @@ def _losses(workload: Workload, samples: int) -> tuple[float, float]:
     if whole[1] is None:
         return whole[0], sum(loss * n / samples for (loss, _), n in zip(parts, (cut, samples - cut), strict=True))
     return whole[0] / whole[1], sum(loss for loss, _ in parts) / sum(count or 0.0 for _, count in parts)
-
-
-def _chosen(workload: Workload, samples: int) -> Any:
-    """Return a batch of some samples from all over a workload's; where the user cuts it, the first ones."""
-    size = samples_of(workload)
-    if workload.split is not None:
-        return part_of(workload, workload.batch, 0, samples)
-    return take(workload.batch, [round(i * (size - 1) / (samples - 1)) for i in range(samples)])
 
 
 def _value(value: Any) -> tuple[float, float | None]:
@@ -132,7 +120,7 @@ def _is_cut(plan: Plan, point: Candidate) -> bool:
 
 
 def _note(found: str) -> str:
-    """Return what is said where microbatches are left out of a plan."""
+    """Return the note of a plan that leaves microbatches out."""
     return (
         f"microbatches are left out: Workload.loss_fn couples the samples of a batch ({found}), so that they would"
         " change the training. A mean over tokens or voxels is no mean over samples: return (sum, count) for it. What a"

@@ -27,13 +27,9 @@ _Build = Callable[[Levers, Workload], AbstractContextManager[StepProgram]]
 
 
 def capture_levers(workload: Workload, levers: Levers, device: Device, data: DataRuns | None = None) -> Trace:
-    """Return the trace of a workload's step with levers applied, under fake tensors.
+    """Return the trace of a workload's step with levers applied, under fake tensors, as captured for a device.
 
-    Args:
-        workload: The user's workload.
-        levers: The levers.
-        device: Captured for.
-        data: Has what the step reads with data; None to run it where that is asked.
+    `data` has what the step reads with data; without it the step runs with data where that is asked.
     """
     return _captured(workload, levers, device, data or DataRuns(workload))
 
@@ -49,10 +45,6 @@ class Captures:
 
     All are of one copy that has made a step before, but where levers change what the optimizer holds. Of a step that
     may take several courses, each follows the one that `capture_levers` found with the same data.
-
-    Args:
-        workload: The user's workload.
-        device: Captured for.
 
     Attributes:
         data: Has what the step reads with data.
@@ -112,7 +104,7 @@ def _captured(
 
 
 def _loop_notes(loop: Loop, is_described: bool, device: Device) -> list[str]:
-    """Return what a reader should know of whose order of things was captured."""
+    """Return notes on whose order of operations was captured."""
     if not is_described:
         return ["memfit's own step was captured: it runs in its own order, whatever Workload.loop says"]
     found = ["the user's loop was captured, as Workload.loop describes it"]

@@ -39,14 +39,7 @@ class LeftOut(Exception):
 
 
 class Confirmation:
-    """Captures planned steps, and holds their recomputed tensors against the user's step.
-
-    Args:
-        workload: The user's workload.
-        device: Planned for.
-        trials: Told of levers that turn out to fail.
-        plain: The levers of the step as the user wrote it.
-    """
+    """Captures planned steps, and holds their recomputed tensors against the user's step."""
 
     def __init__(self, workload: Workload, device: Device, trials: Trials, plain: Levers) -> None:
         self._workload, self._device, self._trials, self._plain = workload, device, trials, plain
@@ -71,12 +64,6 @@ class Confirmation:
 
     def proof(self, levers: Levers, as_is: Prediction, step_seconds: float, progress: Progress) -> Proof:
         """Hold a plan's recomputed tensors against the user's step, where that can run here.
-
-        Args:
-            levers: The plan's.
-            as_is: What is predicted for the step as the user wrote it.
-            step_seconds: Predicted for the plan.
-            progress: Told where it runs.
 
         Raises:
             LeftOut: Something differs, or the planned step can't run where the plain one does.
@@ -119,11 +106,6 @@ class Confirmation:
 
     def _without_failing(self, levers: Levers, error: Exception, attempt: Callable[[Levers], object]) -> LeftOut:
         """Leave out those regions without which a step works, or its other levers.
-
-        Args:
-            levers: Of a step that fails.
-            error: How it fails.
-            attempt: Tries a step with some levers.
 
         Raises:
             Exception: The error, where the step as the user wrote it fails too.

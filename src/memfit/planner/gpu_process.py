@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from memfit.capture.control_flow import Readings
 from memfit.capture.transport import packed
@@ -11,21 +11,21 @@ from memfit.fake_gpu import process
 from memfit.planner.readings import receive
 from memfit.workload import Workload
 
+T = TypeVar("T")
+
 
 def call(
-    function: Callable[..., Any],
+    function: Callable[..., T],
     workload: Workload,
     options: dict[str, Any],
     progress: process.Progress,
     readings: dict[int, Readings] | None = None,
-) -> Any:
+) -> T:
     """Return the result of `function(workload, **options, progress=...)`, run in a process with fake CUDA.
 
     Args:
         function: A function of a module of memfit, which the process finds by its name.
         workload: The user's workload; its data and its scheduler stay here.
-        options: Arguments that can be pickled.
-        progress: Receives the stages of the work.
         readings: Values that the step reads when it runs with data, by microbatch size.
 
     Raises:
@@ -33,4 +33,5 @@ def call(
         MemfitError: The function raised it.
         CaptureError: The process ended without a reply.
     """
-    return process.run(packed(function, workload, options, [(receive, readings or {})]), progress)
+    result: T = process.run(packed(function, workload, options, [(receive, readings or {})]), progress)
+    return result

@@ -91,13 +91,13 @@ def predict(
 
 
 def after_step_bytes(trace: Trace, costs: CostTable) -> int:
-    """Return what is allocated once a step is over: weights, optimizer state, the batch, and what the loop holds."""
+    """Return the bytes allocated after a step: weights, optimizer state, the batch, and what the loop holds."""
     left = sum(storage.nbytes for storage in trace.storages if storage.death >= len(trace.ops))
     return left + costs.resident_workspace_bytes
 
 
 def _phase_seconds(trace: Trace, timeline: Timeline) -> dict[str, float]:
-    """Return how long each phase of a step takes, those that it has."""
+    """Return the seconds of each phase that a step has."""
     found: dict[str, float] = dict.fromkeys(("forward", "backward", "recompute", "optimizer"), 0.0)
     for phase, seconds, times in zip(timeline.phases, timeline.seconds, repeats(trace).tolist(), strict=True):
         found[phase] += seconds * times

@@ -21,14 +21,7 @@ _ROOM = 2.0  # the free memory that a proof asks for, as a multiple of the plain
 
 
 def why_not_here(workload: Workload, device: Device, plain: Prediction, step_seconds: float) -> str:
-    """Return why a plan is not proven before it is returned; "" where it can be.
-
-    Args:
-        workload: The workload.
-        device: That the plan is for.
-        plain: What is predicted for the plain step.
-        step_seconds: What the planned step is predicted to take.
-    """
+    """Return why a plan is not proven before it is returned; "" where it can be."""
     free = free_bytes()
     if isinstance(workload, LoopWorkload):
         return "the loop's own step, which takes no more memory for it"
@@ -48,10 +41,6 @@ def differences(workload: Workload, levers: Levers) -> Differences:
 
     Runs one forward and backward pass with data, on a copy of the workload, and compares every tensor that is
     recomputed with the one that autograd saved, bit by bit.
-
-    Args:
-        workload: With data; nothing of it is changed.
-        levers: The regions, and how else the step runs.
     """
     with nothing_changes(workload):
         copied = real_copy(workload)
@@ -62,12 +51,7 @@ def differences(workload: Workload, levers: Levers) -> Differences:
 
 
 def probe_regions(workload: Workload, levers: Levers) -> dict[Region, str]:
-    """Return the regions whose recomputation makes something else than the forward pass did, and what differs.
-
-    Args:
-        workload: With data; nothing of it is changed.
-        levers: The regions, and how else the step runs.
-    """
+    """Return the regions whose recomputation makes something else than the forward pass did, and what differs."""
     named = {region.modules: region for region in levers.regions}
     return {
         named.get(modules, Region(modules)): f"{error.module}, run again, does something else ({error.how})"

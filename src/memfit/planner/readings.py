@@ -17,11 +17,7 @@ _received: dict[int, Readings] = {}
 
 
 class DataRuns:
-    """Runs of a workload's step with data, which record the values that its code reads.
-
-    Args:
-        workload: The user's workload; nothing of it is changed.
-    """
+    """Runs of a workload's step with data, which record the values that its code reads."""
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
@@ -29,11 +25,9 @@ class DataRuns:
         self.policy: Policy | None = None
 
     def of(self, levers: Levers, *, explores: bool = True) -> DataRun:
-        """Return the run of the step with a precision and a microbatch size; each runs once.
+        """Return the run of the step with the precision and the microbatch size of some levers; each runs once.
 
-        Args:
-            levers: The levers that have the precision and the microbatch size.
-            explores: Whether other courses of the step are tried too.
+        Where it explores, other courses of the step are tried too.
         """
         return _DataRun(self, Levers(precision=levers.precision, microbatch_size=levers.microbatch_size), explores)
 

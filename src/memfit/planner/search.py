@@ -30,7 +30,7 @@ class Confirmed(NamedTuple):
 
     @property
     def excess(self) -> float:
-        """What is held against the budget, as a multiple of the peak."""
+        """The upper end of the peak, which is held against the budget, as a multiple of the peak."""
         return self.prediction.peak_upper_bytes / max(self.prediction.peak_bytes, 1)
 
     def as_captured(self) -> Candidate:
@@ -46,7 +46,7 @@ class Confirmed(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What a plan may take.
+    """The limits of a plan.
 
     Attributes:
         budget_bytes: What a step may hold.
@@ -76,14 +76,8 @@ def fastest_that_fits(
 ) -> tuple[Confirmed | None, float]:
     """Return the fastest plan whose applied step is predicted to fit, and the seconds that solving took.
 
-    Where the captured step does not fit, the solver is asked again for a peak that is lower by as much.
-
-    Args:
-        combinations: Those that may be chosen.
-        limits: What a plan may take.
-        confirm: Captures and predicts a plan.
-        seconds: Of solving.
-        best: The best plan known before, which is returned where no other is enough faster.
+    Where the captured step does not fit, the solver is asked again for a peak that is lower by as much. The best plan
+    known before is returned where no other is enough faster.
     """
     target, spent = int(limits.budget_bytes / (1 + limits.peak_error)), 0.0
     for _ in range(_ATTEMPTS if combinations else 0):
@@ -110,13 +104,6 @@ def leanest_that_fits(
     Plans of one peak may have other error bars. Of them it is always the same one, so that the budget which is named
     where it does not fit is one that it fits.
 
-    Args:
-        combinations: All, of which those of an allowed class are chosen among.
-        limits: What a plan may take.
-        confirm: Captures and predicts a plan.
-        seconds: Of solving.
-        batch: The name of the batch, for the error's advice.
-
     Raises:
         InfeasibleError: It does not fit.
     """
@@ -134,20 +121,23 @@ def leanest_that_fits(
     )
 
 
-def held_against(points: Sequence[Candidate], chosen: Confirmed, limits: Limits, confirm: Confirm) -> _Frontier:
+def held_against(
+    points: Sequence[Candidate], chosen: Confirmed, limits: Limits, confirm: Confirm
+) -> tuple[Confirmed, list[Candidate]]:
     """Capture the points that seem to fit and to be faster than the plan chosen, once that was captured.
 
     Returns:
         The fastest of them all, and the frontier, with what is predicted for each point that was captured.
     """
-
-    def may_be_faster(point: Candidate) -> bool:
-        may = allows(limits.numerics, point.numerics) and point.held_bytes <= limits.budget_bytes
-        return may and is_faster(point.step_seconds, chosen.prediction.step_seconds)
-
     captured: list[Candidate] = []
     for _ in range(_ATTEMPTS):
-        rivals = [point for point in points if may_be_faster(point)]
+        rivals = [
+            point
+            for point in points
+            if allows(limits.numerics, point.numerics)
+            and point.held_bytes <= limits.budget_bytes
+            and is_faster(point.step_seconds, chosen.prediction.step_seconds)
+        ]
         if not rivals:
             break
         rival = min(rivals, key=lambda point: point.step_seconds)
@@ -158,12 +148,7 @@ def held_against(points: Sequence[Candidate], chosen: Confirmed, limits: Limits,
             loser, chosen = chosen, Confirmed(replace(rival, **bound), loser.prediction)
         captured.append(loser.as_captured())
     own = replace(chosen.as_captured(), budget_bytes=limits.budget_bytes)
-    return _Frontier(chosen, sorted([*points, *captured, own], key=lambda point: point.step_seconds))
-
-
-class _Frontier(NamedTuple):
-    chosen: Confirmed
-    points: list[Candidate]
+    return chosen, sorted([*points, *captured, own], key=lambda point: point.step_seconds)
 
 
 def faster_of(one: Confirmed, other: Confirmed) -> Confirmed:

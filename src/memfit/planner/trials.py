@@ -25,11 +25,6 @@ _NAMED = 3  # modules that a note names before it counts the others
 class Trials:
     """Captures a step with levers that are optional, and knows which of them failed.
 
-    Args:
-        workload: The user's workload.
-        device: Captured for.
-        plain: The levers of the step as the user wrote it, which are not optional.
-
     Attributes:
         data: Has what the step reads with data.
     """
@@ -83,29 +78,19 @@ def fails(attempt: Attempt, levers: Levers) -> bool:
 
 
 def failing(levers: Levers, regions: Sequence[Region], attempt: Attempt) -> list[Region]:
-    """Return regions without which a step works, by halves; all where it fails with no half of them.
-
-    Args:
-        levers: How else the step runs.
-        regions: Some that it fails with, and that may be left out.
-        attempt: Tries it.
-    """
+    """Return regions without which a step works, by halves; all where it fails with no half of them."""
     if len(regions) <= 1:
         return list(regions)
     middle = len(regions) // 2
     found: list[Region] = []
     for half in (regions[:middle], regions[middle:]):
-        if fails(attempt, _with_regions(levers, half)):
+        if fails(attempt, replace(levers, regions=tuple(half))):
             found += failing(levers, half, attempt)
     return found or list(regions)
 
 
-def _with_regions(levers: Levers, regions: Sequence[Region]) -> Levers:
-    return replace(levers, regions=tuple(regions))
-
-
 def first_line(error: BaseException) -> str:
-    """Return what went wrong in one line, as the user's own code said it where that is known."""
+    """Return an error in one line, as the user's own code said it where that is known."""
     if isinstance(error, RecomputationError):
         return f"{error.module}, run again, does something else ({error.how})"
     origin = error.__cause__ or error
@@ -115,11 +100,7 @@ def first_line(error: BaseException) -> str:
 
 
 def refusal_notes(refused: Mapping[str, str]) -> list[str]:
-    """Return why modules are not recomputed, those of one reason together.
-
-    Args:
-        refused: The reason by FQN (`solver.candidates.refusals`).
-    """
+    """Return why modules are not recomputed (`solver.candidates.refusals`), those of one reason together."""
     alike: dict[str, list[str]] = {}
     for fqn, why in refused.items():
         if fqn:

@@ -22,13 +22,7 @@ class Placeholder:
 
 
 def mapped(value: Any, kind: type[Any], change: Callable[[Any], Any]) -> Any:
-    """Return a value with every item of a kind replaced; containers and dataclasses are copied.
-
-    Args:
-        value: A value of any type.
-        kind: The type of the items: `torch.Tensor`, or `Placeholder`.
-        change: Returns the replacement of an item.
-    """
+    """Return a value with all tensors, or all placeholders, replaced; containers and dataclasses are copied."""
     if isinstance(value, kind):
         return change(value)
     exact = type(value)

@@ -102,18 +102,14 @@ class _Stop(BaseException):
 
 @dataclasses.dataclass
 class _Call:
-    """One call of a module.
-
-    Attributes:
-        trains: Whether each module within the region is in training mode as the call begins.
-    """
+    """One call of a module."""
 
     module: str
     forward: Callable[..., Any]
     given: Any
     generators: Generators
     draws: Draws
-    trains: Sequence[bool]
+    trains: Sequence[bool]  # of each module within the region, its mode as the call begins
     outputs: Sequence[int] = ()
 
 
@@ -285,11 +281,7 @@ class Frame(DroppingHooks):
 
     @disable_dynamo
     def _recompute(self, task: int) -> None:
-        """Run the calls again, up to the last tensor that a holder waits for.
-
-        Raises:
-            RecomputationError: The recomputation differs from the forward pass.
-        """
+        """Run the calls again, up to the last tensor that a holder waits for; raise where they differ from before."""
         self.closed = True
         filling = _Filling(self, task)
         try:
@@ -357,22 +349,14 @@ class Frame(DroppingHooks):
             yield
 
     def compare(self, recomputed: Sequence[tuple[torch.Tensor, probe.Expected, str]]) -> None:
-        """Compare recomputed tensors with the saved ones, after the operators that may still write to them.
-
-        Raises:
-            RecomputationError: Some differ.
-        """
+        """Compare recomputed tensors with the saved ones, after the operators that may still write to them."""
         for tensor, expected, module in recomputed:
             how = expected.difference(tensor)
             if how is not None:
                 raise RecomputationError(self.modules, module, how)
 
     def _check(self, recomputed: torch.Tensor, mismatch: Mismatch) -> None:
-        """Report a recomputed tensor that differs, unless its operator wrote to it after autograd saved it.
-
-        Raises:
-            RecomputationError: The tensor differs on a device whose kernels are deterministic.
-        """
+        """Report a recomputed tensor that differs, unless its operator wrote to it after autograd saved it."""
         if probe.checksum(recomputed) == mismatch.checksum and not self._is_reported:
             self._is_reported = True
             probe.report(RecomputationError(self.modules, mismatch.module, mismatch.how), recomputed.device)

@@ -65,23 +65,14 @@ class Generators:
 
 
 class ForeignGenerator(NamedTuple):
-    """A generator whose state PyTorch does not restore.
-
-    Attributes:
-        read: Returns a copy of its state.
-        write: Sets its state.
-    """
+    """A generator whose state PyTorch does not restore: `read` returns a copy of its state, and `write` sets it."""
 
     read: Callable[[], Any]
     write: Callable[[Any], object]
 
 
 def foreign_generators(held: Iterable[Any] = ()) -> list[ForeignGenerator]:
-    """Return Python's and NumPy's global generators, and some others.
-
-    Args:
-        held: Generators of PyTorch, Python or NumPy.
-    """
+    """Return Python's and NumPy's global generators, and those of PyTorch, Python or NumPy that are given."""
     return [_PYTHON, _NUMPY, *(_foreign_generator(generator) for generator in held)]
 
 
@@ -116,11 +107,11 @@ class _Numpy:
     def read(self) -> dict[str, Any]:
         bits = np.random.get_bit_generator() if hasattr(np.random, "get_bit_generator") else None
         if not isinstance(bits, np.random.MT19937):
-            return _numpy_state()
+            return np.random.get_state(legacy=False)
         now = ctypes.string_at(bits.ctypes.state_address, _TWISTER_BYTES)
         last = self._last  # the bits do not tell whether the second of two normal numbers is left ("has_gauss")
         if last is None or last[0] is not bits or last[1] != now or last[2]["has_gauss"]:
-            self._last = last = bits, now, _numpy_state()
+            self._last = last = bits, now, np.random.get_state(legacy=False)
         return last[2]
 
     def write(self, state: dict[str, Any]) -> None:
@@ -129,21 +120,13 @@ class _Numpy:
         np.random.set_state(state)
 
 
-def _numpy_state() -> dict[str, Any]:
-    return np.random.get_state(legacy=False)
-
-
 _PYTHON = ForeignGenerator(random.getstate, random.setstate)
 _numpy = _Numpy()
 _NUMPY = ForeignGenerator(_numpy.read, _numpy.write)
 
 
 class Draws:
-    """States of foreign generators as a call begins; after `end`, of those that it drew from.
-
-    Args:
-        generators: The generators.
-    """
+    """States of foreign generators as a call begins; after `end`, of those that it drew from."""
 
     def __init__(self, generators: Sequence[ForeignGenerator]) -> None:
         self._states: list[tuple[ForeignGenerator, Any]] = [(source, source.read()) for source in generators]

@@ -48,17 +48,11 @@ class _Link:
         transfers.wait(tensor)
 
 
-@functools.cache
-def _link(device: torch.device) -> _Link:
-    return _Link(device)
+_link = functools.cache(_Link)
 
 
 class HostCopy:
-    """A tensor's copy in host memory.
-
-    Args:
-        tensor: The tensor, whose copy begins at once.
-    """
+    """A tensor's copy in host memory, which begins at once."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._source: torch.Tensor | None = tensor

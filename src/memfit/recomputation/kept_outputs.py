@@ -32,16 +32,18 @@ def hooks_around() -> Any:
     return top_saved_tensors_default_hooks(False)
 
 
+def owner_of_hooks() -> Any:
+    """Return the object whose methods are the innermost active hooks; None where there is none."""
+    hooks = hooks_around()
+    return None if hooks is None else getattr(hooks[0], "__self__", None)
+
+
 class DroppingHooks:
     """Base of classes whose methods are hooks of saved tensors that drop and recompute them."""
 
 
 class KeptOccurrences:
-    """The occurrences of each operator whose outputs a region keeps.
-
-    Args:
-        keep: The names of the outputs, as "overload#occurrence".
-    """
+    """The occurrences of each operator whose outputs a region keeps, from their names: "overload#occurrence"."""
 
     def __init__(self, keep: Keep) -> None:
         self._of_name: dict[str, set[int]] = {}
@@ -61,10 +63,6 @@ class KeptOccurrences:
 
 class KeptOutputs:
     """The outputs that one pass keeps.
-
-    Args:
-        occurrences: The occurrences of operators to keep.
-        offload: Whether the outputs wait in host memory.
 
     Attributes:
         outputs: The outputs with a record of the operator's arguments, by operator and occurrence.
@@ -101,11 +99,7 @@ class _KeptTensor:
             self.held, self.unpack = pack(alias), unpack
 
     def tensor(self) -> torch.Tensor:
-        """Return the tensor.
-
-        Raises:
-            ChangedError: The tensor was changed in place.
-        """
+        """Return the tensor; raise `ChangedError` where it was changed in place."""
         if isinstance(self.held, HostCopy):
             return self.held.take()
         tensor: torch.Tensor = self.unpack(self.held)
@@ -143,19 +137,19 @@ def as_it_is(value: Any) -> Any:
     return value
 
 
-class KeepingMode(TorchDispatchMode):
-    """A dispatch mode that keeps outputs while a pass's call runs, through the hooks of a region around it."""
-
+class _Mode(TorchDispatchMode):
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
 
+
+class KeepingMode(_Mode):
+    """A dispatch mode that keeps outputs while a pass's call runs, through the hooks of a region around it."""
+
     def __init__(self, kept: KeptOutputs) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.kept = kept
-        hooks = hooks_around()
-        is_inside = hooks is not None and isinstance(getattr(hooks[0], "__self__", None), DroppingHooks)
-        self.hooks = hooks if is_inside else (as_it_is, as_it_is)
+        self.hooks = hooks_around() if isinstance(owner_of_hooks(), DroppingHooks) else (as_it_is, as_it_is)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -170,7 +164,7 @@ class KeepingMode(TorchDispatchMode):
         return out
 
 
-class ReusingMode(TorchDispatchMode):
+class ReusingMode(_Mode):
     """A dispatch mode that reuses kept outputs while all calls of a pass run again.
 
     Args:
@@ -178,10 +172,6 @@ class ReusingMode(TorchDispatchMode):
         is_statistic: Tells the running statistics of normalisations.
         report: Called with a description and a device where an operator would take other values than before.
     """
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def __init__(
         self,

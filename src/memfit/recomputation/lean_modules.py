@@ -20,11 +20,10 @@ from memfit._torch.modules import DropoutBase, NormBase, forward_pre_hooks, own_
 from memfit._torch.tensors import version_of
 from memfit.errors import PlanError, PlanMismatchError
 from memfit.recomputation.containers import tensors_in
-from memfit.recomputation.kept_outputs import DroppingHooks, hooks_around
+from memfit.recomputation.kept_outputs import DroppingHooks, hooks_around, owner_of_hooks
 from memfit.recomputation.module_calls import Call, Hooks, SavedTensor, storage_of
 
 _NORMS = (NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
-_DROPOUTS = DropoutBase
 _ACTIVATIONS: tuple[type[nn.Module], ...] = (
     *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.GLU),
     *(nn.Hardswish, nn.Hardsigmoid, nn.Hardtanh, nn.Tanh, nn.Sigmoid, nn.Softplus, nn.Softsign, nn.Tanhshrink),
@@ -34,17 +33,13 @@ _NAMES = ("Norm", "Activation")  # suffixes of other libraries' classes: LlamaRM
 
 def is_lean(module: nn.Module) -> bool:
     """Tell whether a module is a normalisation, activation or dropout that can be recomputed by itself."""
-    if isinstance(module, (*_NORMS, *_ACTIVATIONS, _DROPOUTS)):
+    if isinstance(module, (*_NORMS, *_ACTIVATIONS, DropoutBase)):
         return not isinstance(module, nn.SyncBatchNorm)  # it would wait for the other ranks again
     return type(module).__name__.endswith(_NAMES) and not own_modules(module)
 
 
 def lean_modules(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
-    """Return the modules that patterns name, by FQN.
-
-    Args:
-        model: The model.
-        patterns: FQNs, in which * stands for anything.
+    """Return the modules that patterns name, in which * stands for anything, by FQN.
 
     Raises:
         PlanMismatchError: A pattern names no module.
@@ -64,11 +59,7 @@ def lean_modules(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Modu
 
 @contextlib.contextmanager
 def lean(model: nn.Module, patterns: Sequence[str]) -> Iterator[None]:
-    """Recompute the outputs of normalisations and activations in the backward pass, until the context is left.
-
-    Args:
-        model: The model; its modules get hooks, and nothing else of it changes.
-        patterns: FQNs of the modules, in which * stands for anything. Empty for none.
+    """Recompute the outputs of modules that patterns name in the backward pass, by hooks, until the context is left.
 
     Raises:
         PlanMismatchError: A pattern names no module.
@@ -78,19 +69,16 @@ def lean(model: nn.Module, patterns: Sequence[str]) -> Iterator[None]:
         raise PlanError("Workload.model is made lean by a plan already: call close() on the earlier step first")
     modules = lean_modules(model, patterns)
     root = _Root()
-    handles: list[Any] = []
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(root.leave)
         if modules:
-            handles.append(model.register_forward_pre_hook(root.enter))
-            handles.append(model.register_forward_hook(root.leave, always_call=True))
+            stack.callback(model.register_forward_pre_hook(root.enter).remove)
+            stack.callback(model.register_forward_hook(root.leave, always_call=True).remove)
         for fqn, module in modules.items():
-            handles.append(module.register_forward_pre_hook(functools.partial(_begin, fqn), with_kwargs=True))
-            handles.append(module.register_forward_hook(_end, always_call=True))
+            begin = functools.partial(_begin, fqn)
+            stack.callback(module.register_forward_pre_hook(begin, with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(_end, always_call=True).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        root.leave()
 
 
 def is_made_lean(model: nn.Module) -> bool:
@@ -102,13 +90,8 @@ def is_made_lean(model: nn.Module) -> bool:
 def within_region(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Callable[..., Any]:
     """Return the forward pass of a checkpointed module, with a layer of its own where the model is lean.
 
-    The layer's hooks end in the region's: its recomputation saves no lean output either.
-
-    Args:
-        module: The module; where it is lean itself, its region recomputes it.
-        forward: Its forward pass.
-        args: The call's arguments, which are saved from now on.
-        kwargs: The call's keyword arguments, likewise.
+    The layer's hooks end in the region's: its recomputation saves no lean output either. The call's arguments are saved
+    from now on. A module that is lean itself is recomputed by its region.
     """
     layer = _current()
     if layer is None:
@@ -132,8 +115,7 @@ def _current() -> _Layer | None:
     """Return the layer that autograd saves through at present; None in compiled code, which is left alone."""
     if torch.compiler.is_compiling():
         return None
-    hooks = hooks_around()
-    owner = None if hooks is None else getattr(hooks[0], "__self__", None)
+    owner = owner_of_hooks()
     return owner if isinstance(owner, _Layer) else None
 
 
@@ -224,9 +206,7 @@ class _LayerWithin(_Layer, DroppingHooks):
 
 
 def _layer() -> _Layer:
-    hooks = hooks_around()
-    is_within = hooks is not None and isinstance(getattr(hooks[0], "__self__", None), DroppingHooks)
-    return _LayerWithin() if is_within else _Layer()
+    return _LayerWithin() if isinstance(owner_of_hooks(), DroppingHooks) else _Layer()
 
 
 def _pack_with_version(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:

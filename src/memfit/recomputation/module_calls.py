@@ -122,12 +122,7 @@ class Call:
         return Placeholder(len(self._tensors) - 1)
 
     def finish(self, output: Any, hooks: Hooks) -> bool:
-        """Keep or drop the tensors saved in the call; tell whether its output is dropped where it is saved.
-
-        Args:
-            output: The module's output.
-            hooks: The hooks that keep tensors.
-        """
+        """Keep or drop the tensors saved in the call; tell whether its output is dropped where it is saved."""
         self._draws.end()
         if self._generators is not None and not self._is_sure_to_draw and self._generators.are_as_before():
             self._generators = None

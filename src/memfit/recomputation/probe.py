@@ -72,18 +72,16 @@ def difference(recomputed: torch.Tensor, saved: torch.Tensor) -> str | None:
 class Expected:
     """The record of a saved tensor, for comparison with the recomputed one.
 
-    Args:
-        tensor: The tensor; only its checksum is kept where recomputations are checked.
-
     Attributes:
-        original: The tensor itself, where recomputations are probed; otherwise None.
+        original: The tensor itself, where recomputations are probed; None where only its checksum is kept.
         is_compared: Whether the recomputed tensor must be equal: workspaces and running statistics may differ.
     """
 
     __slots__ = ("checksum", "is_compared", "original")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.is_compared = not _is_workspace(tensor)
+        # The workspace of a recurrent kernel is bytes, some of them uninitialized.
+        self.is_compared = tensor.dtype is not torch.uint8 or tensor.dim() != 1
         self.original = tensor.detach() if _differences is not None else None
         self.checksum = checksum(tensor) if _is_checking and self.original is None else None
 
@@ -98,11 +96,6 @@ class Expected:
         return f"a saved tensor of shape {list(recomputed.shape)} and {str(recomputed.dtype)[6:]} has other values"
 
 
-def _is_workspace(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is the workspace of a recurrent kernel: bytes, some of them uninitialized."""
-    return tensor.dtype is torch.uint8 and tensor.dim() == 1
-
-
 def expected(tensor: torch.Tensor) -> Expected | None:
     """Return the record of a tensor that autograd saves; None where nothing is probed or checked."""
     return Expected(tensor) if is_active() else None
@@ -114,12 +107,7 @@ def is_active() -> bool:
 
 
 def report(error: RecomputationError, device: torch.device) -> None:
-    """Collect a recomputation's difference in a probe; otherwise raise it, or warn of it.
-
-    Args:
-        error: The difference.
-        device: The device of the recomputation.
-    """
+    """Collect a recomputation's difference in a probe; otherwise raise it, or warn of it."""
     if _differences is not None:
         _differences.setdefault(error.modules, error)
     elif device.type == "cpu" or torch.are_deterministic_algorithms_enabled():

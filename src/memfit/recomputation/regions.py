@@ -37,10 +37,6 @@ def checkpointed(model: nn.Module, regions: Sequence[Region]) -> Iterator[None]:
     The modules of a run share one pass as long as each is called after those before it in the run; another call
     begins a new pass, so that the gradients are right whatever the parent does. Regions may lie in one another.
 
-    Args:
-        model: The model.
-        regions: The regions: their modules, and the operators whose outputs they keep.
-
     Raises:
         PlanMismatchError: The model has no module of a region's name.
         PlanError: A module is checkpointed already, or is in two regions, or lies within a region that keeps outputs.
@@ -164,7 +160,7 @@ class _Passes:
         self.latest = weakref.ref(frame)
         if not frame.closed:
             # Autograd's hooks hold the frame; where nothing was saved yet, there are none.
-            self._open = weakref.ref(frame) if frame.holders else functools.partial(_itself, frame)
+            self._open = weakref.ref(frame) if frame.holders else lambda: frame
         return out
 
     def _generators(self) -> list[ForeignGenerator]:
@@ -197,10 +193,6 @@ def _prefetch(frame: Callable[[], Frame | None], gradient: torch.Tensor) -> None
 
 def _no_frame() -> None:
     return None
-
-
-def _itself(frame: Frame) -> Frame:
-    return frame
 
 
 class _Recomputed:

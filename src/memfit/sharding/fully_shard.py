@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from memfit.ir.trace import Op, Storage, Trace
 from memfit.sharding.groups import Sharding, gradients_by_parameter, innermost, repeated_blocks
-from memfit.sharding.insertion import Block, Insertion, Moment
+from memfit.sharding.insertion import Block, Insertion
 
 _ITEMSIZES = (1, 2, 4, 8)
 GATHER, _COPY_OUT = "fsdp.all_gather_copy_in", "fsdp.split_with_sizes_copy"
@@ -154,8 +154,8 @@ class FullyShard:
         unit = each.unit
         if not unit.parameters or unit.full:
             return
-        self._gather(each, position, position)
-        self._copy_out(each, position, position)
+        self._gather(each, position)
+        self._copy_out(each, position)
         if self.held is not None:  # a local of `wait_for_unshard` keeps it until that returns
             self.held.death = self.insertion.before(position)
         self.held, unit.pending = unit.pending, None
@@ -174,14 +174,14 @@ class FullyShard:
         if not unit.parameters:
             return
         if not unit.full:
-            self._gather(each, position, position)
+            self._gather(each, position)
             gathered, unit.pending = unit.pending, None
-            self._copy_out(each, position, position)
+            self._copy_out(each, position)
             if gathered is not None:
                 gathered.death = self.insertion.before(position)
         before = self.order.index(each) - 1
         if before >= 0 and not self.order[before].unit.full:
-            self._gather(self.order[before], position, position)
+            self._gather(self.order[before], position)
 
     def _post_backward(self, each: _Pass, position: int) -> None:
         unit = each.unit
@@ -198,21 +198,21 @@ class FullyShard:
         if ready:
             self._reduce(each, position, ready)
 
-    def _gather(self, each: _Pass, position: int, like: int) -> None:
+    def _gather(self, each: _Pass, position: int) -> None:
         """Start an all-gather: allocate its output, and the cast shards where dtypes differ."""
         if self.sharding.world_size == 1 or each.unit.pending is not None:
             return
         nbytes = sum(self._full_bytes(p) for p in each.unit.parameters)
-        event = self.insertion.op(GATHER, nbytes, position, like=like, call=each.call)
+        event = self.insertion.op(GATHER, nbytes, position, like=position, call=each.call)
         if self.sharding.shard_itemsize is not None:
             cast = self.insertion.allocate(nbytes // self.sharding.world_size, event, "temporaries", each.unit.owner)
             cast.death = event
         each.unit.pending = self.insertion.allocate(nbytes, event, "temporaries", each.unit.owner)
 
-    def _copy_out(self, each: _Pass, position: int, like: int) -> None:
+    def _copy_out(self, each: _Pass, position: int) -> None:
         """Finish an all-gather: each parameter gets a storage of its own."""
         nbytes = sum(self._full_bytes(p) for p in each.unit.parameters)
-        event = self.insertion.op(_COPY_OUT, nbytes, position, like=like, call=each.call)
+        event = self.insertion.op(_COPY_OUT, nbytes, position, like=position, call=each.call)
         each.unit.full = [
             self.insertion.allocate(self._full_bytes(p), event, "parameters", each.unit.owner, p)
             for p in each.unit.parameters
@@ -239,14 +239,10 @@ class FullyShard:
         shard = self.insertion.allocate(numel // world * shards, scattered, "gradients", owner)
         if each.unit.reduced:  # added to the shards that are there
             shard.death = scattered
-        elif end_of_gradients := self._gradients_end(ready):
-            shard.death = end_of_gradients
+        else:
+            last = max(self.old.storages[self.gradients[p]].death for p in ready)
+            shard.death = None if last >= len(self.old.ops) else last
         each.unit.reduced = True
-
-    def _gradients_end(self, ready: dict[int, int]) -> Moment | None:
-        """Return the moment until which the sharded gradients are kept."""
-        last = max(self.old.storages[self.gradients[p]].death for p in ready)
-        return None if last >= len(self.old.ops) else last
 
     # Sizes
 

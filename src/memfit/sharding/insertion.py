@@ -39,11 +39,7 @@ class Block:
 
 
 class Insertion:
-    """The operators and storages to insert into a step, collected in the order of the step.
-
-    Args:
-        trace: The original step.
-    """
+    """The operators and storages to insert into a step, collected in the order of the step."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
@@ -56,11 +52,8 @@ class Insertion:
         """Insert an operator that moves a number of bytes.
 
         Args:
-            name: Its name.
-            nbytes: The bytes that it moves.
             before: Index of the next operator of the original step; `len(ops)` for the end.
             like: Index of an operator with the same phase and microbatch.
-            call: Index of its module call, or -1.
         """
         text = json.dumps({"op": name, "args": [nbytes]}, separators=(",", ":"))
         if text not in self._signatures:

@@ -30,18 +30,11 @@ from memfit.ir.simulate import repeats
 from memfit.ir.trace import Trace, Work
 from memfit.sharding.data_parallel import data_parallel, with_state_of_one_rank
 from memfit.sharding.fully_shard import GATHER, SCATTER, FullyShard
-from memfit.sharding.groups import MODES, Mode, Sharding, gradients_by_parameter, repeated_blocks
-
-__all__ = [
-    "MODES",
-    "Communication",
-    "Mode",
-    "Sharding",
-    "communication",
-    "repeated_blocks",
-    "shard",
-    "with_share_of_update",
-]
+from memfit.sharding.groups import MODES as MODES
+from memfit.sharding.groups import Mode as Mode
+from memfit.sharding.groups import Sharding as Sharding
+from memfit.sharding.groups import gradients_by_parameter
+from memfit.sharding.groups import repeated_blocks as repeated_blocks
 
 
 class Communication(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,9 +77,7 @@ def shard(trace: Trace, sharding: Sharding) -> Trace:
 def with_share_of_update(trace: Trace, sharding: Sharding) -> Trace:
     """Return a sharded step whose optimizer does one rank's share of the work, to predict its time, not its memory.
 
-    Args:
-        trace: The result of `shard`.
-        sharding: The sharding; with "ddp" every rank does all of the update.
+    With "ddp" every rank does all of the update.
     """
     if sharding.mode == "ddp":
         return trace

@@ -18,9 +18,6 @@ class Tightening:
     A storage is alive if any of its activities is 1. At most one of the options that exclude each other is chosen, so
     that the activities within such a set join into a single one, which is 1 for the same choices and larger for
     fractions of them: the storage is alive unless an option is chosen by which all of them are lost.
-
-    Args:
-        conflicts: Sets of options of which at most one can be chosen.
     """
 
     def __init__(self, conflicts: Sequence[frozenset[int]]) -> None:

@@ -15,7 +15,7 @@ from memfit.ir.recompute import Recomputation, added_bytes, recomputations
 from memfit.ir.remat import Keep, Region, RegionCall, Regions
 from memfit.ir.simulate import overhead_seconds, repeats, repeats_of
 from memfit.ir.trace import Trace
-from memfit.solver.keeps import FEW_OPERATORS, Ints, Worth, every_keep_set, keep_sets
+from memfit.solver.keeps import FEW_OPERATORS, Worth, every_keep_set, keep_sets
 
 _LEAST_SHARE = 0.002
 _NESTED_LEAST_SHARE = 0.05
@@ -112,10 +112,7 @@ def options(
     in host memory.
 
     Args:
-        regions: The regions of a trace.
-        costs: Seconds of the operators.
         excluded: FQNs of modules to leave out.
-        offload: Whether host memory may be used.
     """
     finder = _Finder(regions, costs, excluded)
     resident = list(finder.options())
@@ -174,16 +171,16 @@ class _Finder:
         first, *later_calls = self.regions.calls_of(region.modules)
         kept = self.regions.kept_ops(first, region.keep)
         module = ""
-        for fqn in map(self.trace.fqn_of, self.regions.later_siblings(first)):
+        for fqn in self._followers(first):
             moved = transfers(self.regions, first, kept, fqn)
-            if moved and moved[0].fetched >= 0 and all(self._is_followed_by(call, fqn) for call in later_calls):
+            if moved and moved[0].fetched >= 0 and all(fqn in self._followers(call) for call in later_calls):
                 module = fqn
                 if fetch_stall_seconds(self.regions, self.costs, self.seconds, first, moved) == 0:
                     break
         return module
 
-    def _is_followed_by(self, call: RegionCall, fqn: str) -> bool:
-        return any(self.trace.fqn_of(later) == fqn for later in self.regions.later_siblings(call))
+    def _followers(self, call: RegionCall) -> Iterator[str]:
+        return map(self.trace.fqn_of, self.regions.later_siblings(call))
 
     def _worthwhile(self, runs: Iterator[tuple[str, ...]], seen: Collection[object] = ()) -> list[tuple[str, ...]]:
         """Return the regions that hold enough bytes, the first of those with the same operators."""
@@ -243,13 +240,14 @@ class _Finder:
     def _inside(self, modules: tuple[str, ...], singles: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
         """Return the outermost modules inside a region that may be checkpointed and hold enough bytes."""
         around = self.regions.calls_of(modules)
-        inside = [single for single in singles if single != modules and self._lies_in(single, around)]
+        inside = [
+            single
+            for single in singles
+            if single != modules
+            and all(any(self.regions.contains(o, call) for o in around) for call in self.regions.calls_of(single))
+        ]
         within = {fqn for (fqn,) in inside}
         return [single for single in inside if not any(single[0].startswith(f"{fqn}.") for fqn in within)]
-
-    def _lies_in(self, one: tuple[str, ...], around: Sequence[RegionCall]) -> bool:
-        calls = self.regions.calls_of(one)
-        return all(any(self.regions.contains(outer, call) for outer in around) for call in calls)
 
     def _option(self, chosen: tuple[Region, ...]) -> Option:
         calls = self.regions.calls_of(chosen[0].modules)
@@ -287,15 +285,13 @@ class _Finder:
 
     def _keep_sets(self, region: RegionCall, worth: list[Worth], most: int) -> list[tuple[int, ...]]:
         if 0 < len(worth) <= FEW_OPERATORS:
-            nothing, *each = np.array([self._added_bytes(region, kept) for kept in ((), *((w.op,) for w in worth))])
+            kept_sets = [frozenset[int](), *(frozenset({w.op}) for w in worth)]
+            reruns = (again for kept in kept_sets for again in recomputations(self.regions, region, kept))
+            nothing, *each = np.array([added_bytes(self.regions, again, self.workspace) for again in reruns])
             every = every_keep_set(worth, nothing, np.array(each) - nothing)
             if len(every) <= most:
                 return every
         return keep_sets(worth, most)
-
-    def _added_bytes(self, region: RegionCall, kept: tuple[int, ...]) -> Ints:
-        (again,) = recomputations(self.regions, region, frozenset(kept))
-        return added_bytes(self.regions, again, self.workspace)
 
     def _worth(self, region: RegionCall) -> Iterator[Worth]:
         """Yield the bytes and seconds of keeping each operator's output.

@@ -50,7 +50,6 @@ class Controller:
     """The chooser among plans.
 
     Args:
-        budget_bytes: The budget of a step.
         peak_error: Relative distance by which a measured peak may exceed the predicted one.
 
     Attributes:
@@ -70,12 +69,7 @@ class Controller:
         return expected.peak_bytes * self.correction * (1 + self._peak_error) <= self._ceiling_bytes
 
     def choose(self, bucket: int, expected: Sequence[Expected]) -> int | None:
-        """Return the plan to run, by its position; None where none fits.
-
-        Args:
-            bucket: The bucket of similar batches.
-            expected: The prediction for each plan.
-        """
+        """Return the plan to run in a bucket of batches, by its position in the predictions; None where none fits."""
         fitting = [arm for arm, prediction in enumerate(expected) if self.fits(prediction)]
         return min(fitting, key=lambda arm: self._bound(bucket, arm, expected[arm].seconds), default=None)
 
@@ -83,9 +77,6 @@ class Controller:
         """Take a step into account.
 
         Args:
-            bucket: The bucket of its batch.
-            arm: Its plan.
-            expected: Its prediction.
             seconds: Its measured time (> 0); None where that is not representative.
             peak_bytes: Its measured peak; None where it was not measured.
         """

@@ -85,8 +85,6 @@ def fastest(
     Its bound is that of all combinations: none of their plans within the budget is faster.
 
     Args:
-        combinations: The combinations to choose from.
-        budget_bytes: The budget.
         time_limit_seconds: Limit for all of them together; the best point found by then is returned.
     """
     deadline = thread_time() + time_limit_seconds

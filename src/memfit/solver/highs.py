@@ -104,10 +104,6 @@ def minimized(
     """Minimize a linear objective.
 
     Args:
-        cost: The coefficient of each variable.
-        rows: The constraints.
-        lower: Lower bound of each variable.
-        upper: Upper bound of each variable.
         whole: Mask of the integer variables; None for a linear program.
         gap: Relative gap to the bound at which a solution is returned before the time limit.
         time_limit_seconds: Limit in wall time, the only clock of HiGHS.

@@ -12,13 +12,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
+
+from memfit.solver.highs import Ints
 
 FEW_OPERATORS = 12
 """Up to as many operators, all sets are enumerated."""
 _MOST_STATES = 256
-
-Ints = npt.NDArray[np.int64]
 
 
 class Worth(NamedTuple):
@@ -39,10 +38,6 @@ def keep_sets(worth: Sequence[Worth], most: int) -> list[tuple[int, ...]]:
     """Return undominated sets of operators to keep, by increasing bytes.
 
     Where there are more than `most`, as many of them are returned, spread evenly over the seconds saved.
-
-    Args:
-        worth: The operators that can be kept.
-        most: Most sets to return.
     """
     ranked = sorted(worth, key=lambda w: (w.nbytes / max(w.seconds, 1e-12), w.op))
     states = [_State(0, 0.0, 0)]

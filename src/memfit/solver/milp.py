@@ -69,10 +69,6 @@ class _Goal:
     scale: float
     budget_bytes: int | None
 
-    @property
-    def last_bounds(self) -> tuple[float, float]:
-        return (1.0, 1.0) if self.budget_bytes is not None else (0.0, np.inf)
-
 
 @dataclass(frozen=True)
 class _Relaxed:
@@ -92,11 +88,7 @@ class _Relaxed:
 
 
 class Solver:
-    """The solver of one problem for many budgets; rows that the relaxed problem needed once are kept.
-
-    Args:
-        problem: The problem.
-    """
+    """The solver of one problem for many budgets; rows that the relaxed problem needed once are kept."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -111,15 +103,11 @@ class Solver:
         self._take_up(self._active, problem.row_peaks(np.zeros(self._n_x, np.int64)), -1)
 
     def fastest(self, budget_bytes: int, tolerance: float = EXACT, time_limit_seconds: float = 10.0) -> Choice | None:
-        """Return the fastest choice whose peak is within a budget.
+        """Return the fastest choice whose peak is within a budget; None if there is none, or none was found in time.
 
         Args:
-            budget_bytes: The budget.
             tolerance: Relative gap to the bound.
             time_limit_seconds: Limit of all rounds together, in the thread's own time.
-
-        Returns:
-            None if there is none, or none was found within the time limit.
         """
         if not self._n_x:
             nothing = self._nothing_to_choose()
@@ -291,11 +279,9 @@ class Solver:
             margin = max(2 * margin, excess)  # the solver's tolerance allowed a choice that does not fit
 
     def _relaxed(self, goal: _Goal, deadline: float) -> _Relaxed | None:
-        """Solve the relaxed problem, adding the rows that its solutions violate.
+        """Solve the relaxed problem, adding the rows that its solutions violate; None if the budget is infeasible.
 
-        Returns:
-            The solution, or at the time limit that of fewer rows, whose value is a lower bound too; None if the budget
-            is infeasible.
+        At the time limit the solution is that of fewer rows, whose value is a lower bound too.
         """
         solution = _Relaxed(0.0, np.ones(self._n_x), np.zeros(self._n_x))
         while True:
@@ -328,7 +314,7 @@ class Solver:
 
         Without a tolerance the relaxed problem is solved. Thread and wall time are added up for `_limit_seconds`.
         """
-        low, high = goal.last_bounds
+        low, high = (1.0, 1.0) if goal.budget_bytes is not None else (0.0, np.inf)
         lower = np.append(np.zeros(self._n_x + self._n_z), low)
         upper = np.concatenate([allowed, np.ones(self._n_z), [high]])
         whole = np.arange(len(lower)) < len(lower) - 1  # keepers follow from options, but branching on them is faster
@@ -382,11 +368,7 @@ class Solver:
         return Rows.of_matrix(np.hstack([coefficients, last]), upper / _UNIT)
 
     def _take_up(self, rows: list[int], peaks: npt.NDArray[Any], allowed_bytes: float) -> bool:
-        """Add the largest violated rows to those in use, only the highest of neighbouring points.
-
-        Returns:
-            Whether any was added.
-        """
+        """Add the largest violated rows, the highest of neighbours, to those in use; tell whether there are any."""
         over = np.setdiff1d(np.nonzero(peaks > allowed_bytes)[0], rows)
         over = over[np.argsort(self.problem.row_axis[over], kind="stable")]
         around = np.concatenate([[-np.inf], peaks[over], [-np.inf]])

@@ -7,11 +7,9 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 import numpy as np
-import numpy.typing as npt
 
+from memfit.solver.highs import Ints
 from memfit.solver.problem import Problem
-
-Ints = npt.NDArray[np.int64]
 
 
 def policies(problem: Problem) -> list[Ints]:

@@ -89,8 +89,7 @@ class Problem:
 
     def row_peaks(self, x: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the bytes at every row for a choice; rows of recomputations not chosen count as their point."""
-        peaks: npt.NDArray[np.int64] = self.live_bytes(x, self.kept(x))
-        return peaks
+        return self.live_bytes(x, self.kept(x))
 
     def kept(self, x: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the value of each z for a choice of options: whether one of its activities is 1."""
@@ -159,9 +158,12 @@ class _Builder:
         rows = [Row(axis) for axis in self.op_axis]
         for j, option in enumerate(self.options):
             gaps = {again.region: self.gap_axis[again.order] for again in option.recomputations}
+            moved = frozenset(transfer.storage for transfer in option.transfers)
             for again in option.recomputations:
                 self._add_copies(j, again, gaps)
-                rows.append(Row(self.gap_axis[again.order], j, self._inner_peak(j, again, workspace)))
+                added = added_bytes(self.regions, again, workspace, moved).max(initial=0)
+                peak = int(added) + self.regions.generator_state_bytes * again.states
+                rows.append(Row(self.gap_axis[again.order], j, peak))
         base = np.cumsum(self.base)[: self.length] + self.costs.resident_workspace_bytes
         base[self.op_axis] += np.array(workspace, np.int64)
         columns = np.empty((len(self.options) + len(self.z), self.length), np.int64)
@@ -261,9 +263,3 @@ class _Builder:
             first = self._place(transfer.fetched - 1) + 1 if transfer.fetched >= 0 else gap
             last = max(gap, self._place(transfer.death) if transfer.death >= 0 else -1)
             self._mark(self.x[j], first, last, self.trace.storages[transfer.storage].nbytes)
-
-    def _inner_peak(self, j: int, again: Recomputation, workspace: list[int]) -> int:
-        """Return the most bytes that a recomputation adds to those alive when it starts."""
-        moved = frozenset(transfer.storage for transfer in self.options[j].transfers)
-        added = added_bytes(self.regions, again, workspace, moved)
-        return int(added.max(initial=0)) + self.regions.generator_state_bytes * again.states
