@@ -47,8 +47,8 @@ CASES = {
     ),
     "gan": Case("torch", 0.5, "1 call of Generator, 3 backward passes, 2 updates by Adam, gradients not clipped"),
 }
-MORE, CI = ("lightning_module", "monai_segresnet"), pytest.mark.ci
-"""Trainers of packages that take long to import: what is the same for every script holds with the others."""
+MORE, CI = tuple(name for name in CASES if name != "language_model"), pytest.mark.ci
+"""Scripts whose steps other tests fit too: what is the same for every script holds with one."""
 
 
 @pytest.mark.slow
