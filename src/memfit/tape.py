@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch import nn
 
 from memfit.batch import map_tensors
 from memfit.ir.trace import Phase
@@ -81,10 +80,8 @@ class ExecutionContext:
     @classmethod
     def now(cls) -> ExecutionContext:
         """Return the present modes."""
-        caches_weights = torch.is_autocast_cache_enabled()
-        modes = [
-            (kind, torch.get_autocast_dtype(kind), caches_weights) for kind in _KINDS if torch.is_autocast_enabled(kind)
-        ]
+        kept = torch.is_autocast_cache_enabled()
+        modes = [(kind, torch.get_autocast_dtype(kind), kept) for kind in _KINDS if torch.is_autocast_enabled(kind)]
         return cls(tuple(modes), torch.is_grad_enabled())
 
     @contextlib.contextmanager
@@ -152,11 +149,6 @@ class LoopWorkload(Workload):
     tape: Tape = Tape()
 
 
-def root_of(model: nn.Module, name: str) -> nn.Module:
-    """Return a module that a tape calls."""
-    return model.get_submodule(name)
-
-
 def with_phases(entries: list[Entry]) -> tuple[tuple[Entry, ...], int]:
     """Return entries with their phases, and the number of backward passes.
 
@@ -209,6 +201,4 @@ def _without_preparation(entries: list[Entry]) -> list[Entry]:
 
 
 def _changes_parameters(entry: Entry) -> bool:
-    return entry.kind == "function" and any(
-        isinstance(reference, ModuleTensor) for reference in entry.arguments.references
-    )
+    return entry.kind == "function" and any(isinstance(r, ModuleTensor) for r in entry.arguments.references)

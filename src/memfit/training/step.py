@@ -22,6 +22,7 @@ from memfit.training.accumulation_window import Window, checked_loss, gradient_e
 from memfit.training.guards.rank_agreement import SingleProcess
 from memfit.training.loss_scaling import LossScaler
 from memfit.training.nonfinite import FirstNotFinite, watching
+from memfit.training.optimizers import parameters_of
 from memfit.workload import Workload, part_of, samples_of
 
 
@@ -40,7 +41,7 @@ class InBackward(Protocol):
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step did.
+    """The result of one step.
 
     Attributes:
         loss: Mean loss over the global batch.
@@ -184,12 +185,8 @@ class Step:
 
     def compute_loss(self, microbatch: Any) -> tuple[torch.Tensor, torch.Tensor | float | None]:
         """Return the loss of a microbatch, and the count it is to be divided by (None if it is a mean)."""
-        if self.options.autocast is None:
-            value = self.workload.loss_fn(self.workload.model, microbatch)
-        else:
-            with self.options.autocast():
-                value = self.workload.loss_fn(self.workload.model, microbatch)
-        return checked_loss(value)
+        with self.autocast():
+            return checked_loss(self.workload.loss_fn(self.workload.model, microbatch))
 
     def autocast(self) -> AbstractContextManager[object]:
         """Make the context of a forward pass."""
@@ -237,7 +234,7 @@ class Step:
 
     def gradients(self, batch: Any) -> tuple[float, dict[str, torch.Tensor]]:
         """Return the loss and the unclipped gradient of every parameter by FQN, and update nothing."""
-        parameters, _ = self._held()
+        parameters = self.parameters()
         _clear(parameters)
         try:
             with nullcontext() if self.options.around is None else self.options.around():
@@ -296,7 +293,7 @@ class Step:
 
     def _held(self) -> tuple[list[nn.Parameter], list[torch.Tensor]]:
         """Return every parameter, of optimizer and model, and the statistics that the model's normalisations keep."""
-        parameters = {id(p): p for g in self.workload.optimizer.param_groups for p in g["params"]}
+        parameters = {id(p): p for p in parameters_of(self.workload.optimizer)}
         statistics: list[torch.Tensor] = []
         modules: dict[int, nn.Module] = {}
         waiting = [self.workload.model]
@@ -314,9 +311,6 @@ class Step:
     def parameters(self) -> list[nn.Parameter]:
         """Return every parameter, of optimizer and model."""
         return self._held()[0]
-
-    def _updated(self) -> list[nn.Parameter]:
-        return [p for g in self.workload.optimizer.param_groups for p in g["params"]]
 
     def named_owners(self) -> list[tuple[str, nn.Parameter]]:
         """Return the parameters that have the gradients, by the FQN of the model's."""
@@ -353,7 +347,7 @@ class Step:
         """Unscale, clip, step, update the scale. Return the gradient norm; where it is not finite nothing was done."""
         if self.options.in_backward is not None:
             return self._norm_in_backward(self.options.in_backward.norms(), loss)
-        updated = self._updated()
+        updated = parameters_of(self.workload.optimizer)
         gradients = _gradients_of(updated)
         if not gradients:
             raise WorkloadError("Workload.loss_fn returned a loss that no parameter of Workload.optimizer leads to")
@@ -396,13 +390,11 @@ class Step:
     def _check_loss(self, loss: float, batch: Any) -> None:
         if self.scaler is None and not math.isfinite(loss):
             where = self._diagnosis(batch)
-            raise NonFiniteError(
+            raise self._not_finite(
                 f"the loss is {loss} at step {self.steps} ({where}): nothing was updated. Look at the batch, lower the"
                 " learning rate, or give Workload.max_grad_norm",
-                step=self.steps,
-                value=loss,
-                forward=where.forward,
-                backward=where.backward,
+                loss,
+                where,
             )
 
     def _skip(self, norm: float, loss: float, batch: Any) -> None:
@@ -414,27 +406,26 @@ class Step:
         parameter = self._first_not_finite()
         if self.scaler is None:
             where = self._diagnosis(batch)
-            raise NonFiniteError(
+            raise self._not_finite(
                 f"the gradient norm is {norm} at step {self.steps} (loss {loss:g}), first in {parameter}"
                 f" ({where}): nothing was updated. Look at the batch, or lower the learning rate",
-                step=self.steps,
-                value=norm,
-                forward=where.forward,
-                backward=where.backward,
+                norm,
+                where,
             )
         in_a_row, scale = self.scaler.skips_in_a_row + 1, self.scaler.scale
         if in_a_row >= self.scaler.settings.max_skips:
             where = self._diagnosis(batch)
-            raise NonFiniteError(
+            raise self._not_finite(
                 f"the gradients overflowed in {in_a_row} steps in a row at step {self.steps}, last in {parameter}"
                 f" ({where}), and the loss scale fell to {scale:g}: nothing was updated. The model"
                 " leaves the range of fp16: use precision='bf16-mixed', or name the module in Workload.fp32_modules",
-                step=self.steps,
-                value=math.inf,
-                forward=where.forward,
-                backward=where.backward,
+                math.inf,
+                where,
             )
         self.scaler.update(overflowed=True)
+
+    def _not_finite(self, text: str, value: float, where: FirstNotFinite) -> NonFiniteError:
+        return NonFiniteError(text, step=self.steps, value=value, forward=where.forward, backward=where.backward)
 
     def _first_not_finite(self) -> str:
         """Return the FQN of the first parameter whose gradient is not finite."""
@@ -445,7 +436,7 @@ class Step:
 
     def _diagnosis(self, batch: Any) -> FirstNotFinite:
         """Run the batch again and watch the modules; the gradients are of no use any more."""
-        parameters, _ = self._held()
+        parameters = self.parameters()
         _clear(parameters)
         with rng_preserved(), watching(self.workload.model) as found:
             self._accumulate(batch, parameters)
