@@ -121,13 +121,8 @@ def _timeline_notes(timeline: Timeline, budget_bytes: int, drawn: bool, x: Axis,
 
 def _spans(values: Sequence[str]) -> list[tuple[str, int, int]]:
     """Return the runs of equal values, as value, start and end."""
-    spans: list[tuple[str, int, int]] = []
-    for i, value in enumerate(values):
-        if spans and spans[-1][0] == value:
-            spans[-1] = (value, spans[-1][1], i + 1)
-        else:
-            spans.append((value, i, i + 1))
-    return spans
+    starts = [i for i, value in enumerate(values) if i == 0 or value != values[i - 1]]
+    return [(values[start], start, end) for start, end in pairwise([*starts, len(values)])]
 
 
 def _pass_spans(phases: Sequence[str]) -> list[tuple[str, int, int]]:

@@ -1,4 +1,4 @@
-"""What the terminal and the page both say about a plan, in words."""
+"""A plan and its run in words, for the terminal and the page alike."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from memfit.ir.plan import Candidate, Plan, Prediction
@@ -55,8 +55,7 @@ def plan_table(plan: Plan) -> Table:
     )
     table.add_column(no_wrap=True, style="bold")
     table.add_column(overflow="fold")
-    blocks = (_cost_block(plan), _lever_block(plan), _solver_block(plan))
-    for block in blocks:
+    for block in (_cost_block(plan), _lever_block(plan), _solver_block(plan)):
         table.add_row("", "")
         for name, value in block:
             table.add_row(name, value)
@@ -91,10 +90,7 @@ def _cost_block(plan: Plan) -> list[tuple[str, RenderableType]]:
 
 
 def _lever_block(plan: Plan) -> list[tuple[str, RenderableType]]:
-    levers = Table.grid(padding=(0, 3, 0, 0))
-    levers.add_column(no_wrap=True)
-    levers.add_column()
-    levers.add_column(no_wrap=True)
+    levers = Table.grid(Column(no_wrap=True), Column(), Column(no_wrap=True), padding=(0, 3, 0, 0))
     rows = lever_rows(plan)
     if not rows:
         levers.add_row("none: the step runs as it is", "", "")
@@ -106,9 +102,7 @@ def _lever_block(plan: Plan) -> list[tuple[str, RenderableType]]:
     ]
     groups = region_groups(plan.levers.regions)
     if groups:
-        regions = Table.grid(padding=(0, 3, 0, 0))
-        regions.add_column(overflow="fold")
-        regions.add_column(overflow="fold")
+        regions = Table.grid(Column(overflow="fold"), Column(overflow="fold"), padding=(0, 3, 0, 0))
         for group in groups:
             regions.add_row(Text(group.name), _dim(group.action))
         block.append(("Regions", regions))

@@ -12,6 +12,7 @@ Networks*, section 3.3, without its non-linearity).
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -86,10 +87,7 @@ def separable_convolutions(
         raise WorkloadError(f"fit={fit!r} is unknown: use 'weights' or 'batch'")
     if fit == "batch" and not has_data(workload):
         raise WorkloadError("fit='batch' needs a model with data, and Workload.model is on meta: use fit='weights'")
-
-    def make(old: Convolution) -> SeparableConv:
-        return SeparableConv(old, rank)
-
+    make = functools.partial(SeparableConv, rank=rank)
     before, made, chosen = _replaced(workload, make, modules, multiply_adds, by, device)
     if fit == "batch":
         _fit_to_batch(workload, made, chosen)
@@ -128,10 +126,7 @@ def grouped_convolutions(
     """
     if groups < 2:
         raise WorkloadError(f"groups={groups} is not above 1: give the number of groups that the channels are cut into")
-
-    def make(old: Convolution) -> Convolution | None:
-        return _grouped(old, groups)
-
+    make = functools.partial(_grouped, groups=groups)
     before, made, chosen = _replaced(workload, make, modules, multiply_adds, by, device)
     if has_data(made):
         refresh_statistics(made)
@@ -154,7 +149,7 @@ class SeparableConv(nn.Sequential):
     def __init__(self, old: Convolution, rank: int) -> None:
         super().__init__()
         self.depthwise = _like(old, old.in_channels, old.in_channels * rank, old.in_channels)
-        self.pointwise = _like(old, old.in_channels * rank, old.out_channels, old.groups, kernel_size=1)
+        self.pointwise = _like(old, old.in_channels * rank, old.out_channels, old.groups, is_pointwise=True)
         depthwise, pointwise = separated(old.weight.detach(), old.groups, rank)
         self.depthwise.weight = nn.Parameter(depthwise, old.weight.requires_grad)
         self.pointwise.weight = nn.Parameter(pointwise, old.weight.requires_grad)
@@ -202,13 +197,11 @@ def _grouped(old: Convolution, groups: int) -> Convolution | None:
 
 
 def _like(
-    old: Convolution, in_channels: int, out_channels: int, groups: int, kernel_size: int | None = None
+    old: Convolution, in_channels: int, out_channels: int, groups: int, is_pointwise: bool = False
 ) -> Convolution:
     """Return a convolution without bias and data, with the geometry of `old`, or of kernel size 1 and stride 1."""
-    geometry: dict[str, Any] = {"kernel_size": 1}
-    if kernel_size is None:
-        names = ("kernel_size", "stride", "padding", "dilation", "padding_mode")
-        geometry = {name: getattr(old, name) for name in names}
+    names = ("kernel_size", "stride", "padding", "dilation", "padding_mode")
+    geometry: dict[str, Any] = {"kernel_size": 1} if is_pointwise else {name: getattr(old, name) for name in names}
     kind: Callable[..., Convolution] = type(old)
     return kind(in_channels, out_channels, groups=groups, bias=False, device="meta", **geometry)
 
@@ -311,13 +304,11 @@ def _chosen(candidates: dict[str, _Candidate], share: float | None, by: Order, t
 def _changes(chosen: dict[str, _Candidate]) -> Iterator[Change]:
     for name, candidate in chosen.items():
         old, new = candidate.old, candidate.new
-        size = "×".join(map(str, old.kernel_size))
-        what = f"{type(old).__name__} {old.in_channels}→{old.out_channels}, {size}: "
+        size, how = "×".join(map(str, old.kernel_size)), f"{new.groups} groups"
         if isinstance(new, SeparableConv):
             rank = new.depthwise.out_channels // old.in_channels
-            what += f"{rank} kernel{'s' * (rank > 1)} an input, then 1×1"
-        else:
-            what += f"{new.groups} groups"
+            how = f"{rank} kernel{'s' * (rank > 1)} an input, then 1×1"
+        what = f"{type(old).__name__} {old.in_channels}→{old.out_channels}, {size}: {how}"
         yield Change(name, f"{what}; {candidate.parameters:,} parameters less")
 
 
@@ -337,11 +328,8 @@ def _fit_to_batch(original: Workload, made: Workload, chosen: dict[str, _Candida
 def _seen(workload: Workload, module: nn.Module, *, outputs: bool) -> list[Tensor]:
     """Return the inputs of a module in a forward pass, or its outputs, a tensor for each call."""
     tensors: list[Tensor] = []
-    handle = module.register_forward_hook(lambda module, args, out: tensors.append(out if outputs else args[0]))
-    try:
+    with module.register_forward_hook(lambda module, args, out: tensors.append(out if outputs else args[0])):
         workload.loss_fn(workload.model, workload.batch)
-    finally:
-        handle.remove()
     return tensors
 
 

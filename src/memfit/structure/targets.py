@@ -181,8 +181,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 def _signature(workload: Workload) -> str:
     """Return the shapes and dtypes of a sample."""
-    parts = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape[1:])}" for t in tensors_of(workload.batch)]
-    return ", ".join(parts)
+    return ", ".join(f"{str(t.dtype)[6:]}{list(t.shape[1:])}" for t in tensors_of(workload.batch))
 
 
 def _fingerprint(teacher: nn.Module) -> str:
