@@ -266,10 +266,8 @@ class Reader:
             forward = inspect.getattr_static(kind, "forward", None)
             reached = _Reached([forward, *own], kind)
             bases = [base for base in kind.__mro__ if base is not nn.Module and is_followed(base)]
-            self._of_classes[key] = (
-                reached,
-                [*(_of_type(base, reached.names) for base in bases), *self._places(reached)],
-            )
+            places = [*(_of_type(base, reached.names) for base in bases), *self._places(reached)]
+            self._of_classes[key] = reached, places
         return self._of_classes[key]
 
     def hooks(self, module: nn.Module) -> list[Place]:
@@ -283,12 +281,10 @@ class Reader:
         places: list[Place] = []
         for function in reached.functions:
             if is_followed(function):
-                names = tuple(sorted(n for n, v in globals_of(function).items() if _is_value(v)))
-                inside = tuple(sorted(n for n, v in cells_of(function).items() if _is_value(v)))
-                places += [Place(function.__module__, functools.partial(_globals, function), names)] if names else []
-                places += (
-                    [Place(function.__qualname__, functools.partial(cells_of, function), inside)] if inside else []
-                )
+                if names := tuple(sorted(n for n, v in globals_of(function).items() if _is_value(v))):
+                    places.append(Place(function.__module__, functools.partial(_globals, function), names))
+                if inside := tuple(sorted(n for n, v in cells_of(function).items() if _is_value(v))):
+                    places.append(Place(function.__qualname__, functools.partial(cells_of, function), inside))
         named = [value for value in reached.held.values() if isinstance(value, (type, types.ModuleType))]
         places += [_of_type(value, reached.names) for value in named]
         return [*places, *self._objects(reached.held.values())]

@@ -14,6 +14,7 @@ from memfit.errors import MissingExtraError, UsageError
 from memfit.integrations.fitted import MIXED, Fitted
 from memfit.ir.plan import Plan
 from memfit.rng import rng_preserved
+from memfit.training.optimizers import parameters_of
 from memfit.workload import Workload, batch_size_of
 
 try:
@@ -128,8 +129,7 @@ class MemfitCallback(Callback):  # type: ignore[misc]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Check the batch sizes of the validation loaders that state one."""
-        loaders = trainer.val_dataloaders
-        for loader in tree_leaves(loaders):
+        for loader in tree_leaves(trainer.val_dataloaders):
             self._check_validated(getattr(loader, "batch_size", None) or 0)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -170,7 +170,7 @@ class MemfitCallback(Callback):  # type: ignore[misc]
         self._is_spent = False
         for optimizer in trainer.optimizers:
             pl_module.optimizer_zero_grad(trainer.current_epoch, batch_idx, optimizer)
-        if any(p.grad is not None for o in trainer.optimizers for group in o.param_groups for p in group["params"]):
+        if any(p.grad is not None for optimizer in trainer.optimizers for p in parameters_of(optimizer)):
             raise UsageError(
                 f"{type(pl_module).__name__}.optimizer_zero_grad leaves gradients in memory, and the plan counts with"
                 " none in the forward pass: call optimizer.zero_grad(set_to_none=True) in it"

@@ -124,13 +124,8 @@ def _without(blocks: list[Block], repeated: set[str]) -> list[Block]:
     for block in unique:
         inner = (c for child in block.children for c in _outermost(blocks, child, repeated))
         block.children = [place[id(blocks[c])] for c in inner]
-        block.start = min([blocks_before(unique, place[id(block)], block), place[id(block)]])
+        block.start = min((unique[c].start for c in block.children), default=place[id(block)])  # inner ones come first
     return unique
-
-
-def blocks_before(unique: list[Block], index: int, block: Block) -> int:
-    """Return the first of the blocks inside a block."""
-    return min((blocks_before(unique, c, unique[c]) for c in block.children), default=index)
 
 
 def _outermost(blocks: list[Block], index: int, repeated: set[str]) -> Iterator[int]:
