@@ -366,10 +366,8 @@ class _Cutting(_Rebuilding):
     """A rebuild of a tree from some of its samples.
 
     Args:
-        size: Number of samples of the batch.
         is_uniform: Whether `size` is the first dimension of every tensor.
         which: The samples to take: a slice, or their positions.
-        root: The batch.
     """
 
     def __init__(self, size: int, is_uniform: bool, which: slice | list[int], root: Any) -> None:

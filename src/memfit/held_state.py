@@ -178,7 +178,6 @@ class _Reached:
     """The functions that code leads to, and the names in them.
 
     Args:
-        roots: Functions.
         kind: The class whose methods the functions may call.
     """
 
@@ -244,12 +243,7 @@ class Reader:
         self._of_objects: dict[int, Place] = {}
 
     def places(self, fqn: str, module: nn.Module) -> list[Place]:
-        """Return the places that a module's own code reads, without its submodules'.
-
-        Args:
-            fqn: The module's FQN.
-            module: The module.
-        """
+        """Return the places that a module's own code reads, without its submodules'."""
         own = [value for value in vars(module).values() if any(map(is_followed, _functions(value)))]
         reached, class_places = self._of_class(type(module), own)
         apart = {*own_modules(module), *own_parameters(module), *own_buffers(module)}
@@ -324,12 +318,7 @@ def _is_value(value: Any) -> bool:
 
 
 def generators_of(modules: Iterable[nn.Module], reader: Reader | None = None) -> list[Any]:
-    """Return the random generators that modules' code can reach, except the global ones.
-
-    Args:
-        modules: The modules, inner ones included.
-        reader: A reader with its cache of classes.
-    """
+    """Return the random generators that the code of modules, inner ones included, can reach, except the global ones."""
     reader = reader or Reader()
     generators: dict[int, Any] = {}
     for module in modules:

@@ -119,9 +119,7 @@ def parse_budget(budget: int | float | str, device_bytes: int | None, argument: 
     """Return the bytes of a budget without shares of a plain step; see `read_budget`.
 
     Args:
-        budget: Bytes, a string with a unit, or a share of the device.
         device_bytes: The device's usable memory; None if shares are not allowed.
-        argument: Name of the argument, for errors.
 
     Raises:
         BudgetError: The budget is no positive number of bytes.

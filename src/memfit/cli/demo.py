@@ -29,10 +29,7 @@ def run_demo(folder: Path, steps: int | None, budget: str, overwrite: bool) -> N
     """Estimate, plan, compare, train and report, showing each, in about two minutes.
 
     Args:
-        folder: The run's folder.
         steps: Optimizer updates; None for as many as take about half a minute.
-        budget: The plan's budget.
-        overwrite: Whether the run in the folder may be replaced.
 
     Raises:
         OutputError: The folder can't be written, is not empty, or another run has it.

@@ -260,11 +260,7 @@ class PoolUse:
 
 
 def pool_use(run: Callable[[], Any]) -> PoolUse:
-    """Run a function twice, and return the pool's statistics.
-
-    Args:
-        run: The function; its result is dropped.
-    """
+    """Run a function twice, drop its results, and return the pool's statistics."""
     requests = _counted(run, above_pool=True)
     return PoolUse(*requests, *_counted(run, above_pool=False))
 
@@ -295,11 +291,7 @@ class FusionUse:
 
 
 def fusion_use(run: Callable[[], Any]) -> FusionUse:
-    """Run a function with and without fused operators, each twice, and return the second measurement of each.
-
-    Args:
-        run: The function; its result is dropped.
-    """
+    """Run a function with and without fused operators, each twice, and return the second measurement of each."""
     return FusionUse(_second(run, no_fuse=0), _second(run, no_fuse=1))
 
 

@@ -64,12 +64,9 @@ class Profile:
 
 
 def profile(model: Any, run: Callable[[], Any], samples: int, progress: Callable[[int, int], None]) -> Profile:
-    """Measure the blocks of a model.
+    """Measure the blocks of a model, which `run` runs forward on a batch of as many samples.
 
     Args:
-        model: The model.
-        run: Runs its forward pass.
-        samples: Samples in its batch.
         progress: Called with the number of blocks measured, and of all.
     """
     modules = modules_of(model)

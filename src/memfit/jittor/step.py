@@ -237,10 +237,7 @@ class Step:
 
         Beyond the held bytes and the gradients, a step's bytes are proportional to its samples, but for the pools'
         rounding, which matters with few samples: the largest run counts. Where a limit is in force, runs stay below it
-        as far as predicted.
-
-        Args:
-            batch: A global batch. Nothing is updated.
+        as far as predicted. Nothing is updated.
         """
         size = min(self.microbatch_size or batch_size_of(batch), batch_size_of(batch))
         allowed, slope = memory.limit_bytes(), 0.0
@@ -263,10 +260,7 @@ class Step:
         return measurement.peak_bytes
 
     def save(self, path: str | Path) -> Path:
-        """Write a checkpoint: parameters, buffers, optimizer state, loss scale, position. Whole or not at all.
-
-        Args:
-            path: The safetensors file.
+        """Write parameters, buffers, optimizer state, loss scale and position to a safetensors file, whole or not at all.
 
         Raises:
             OutputError: The file can't be written.

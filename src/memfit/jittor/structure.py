@@ -28,11 +28,7 @@ from memfit.jittor.variables import modules_of
 
 @contextlib.contextmanager
 def lean(model: Any) -> Iterator[None]:
-    """Recompute a model's normalisations in the backward pass, for calls and gradients inside this context.
-
-    Args:
-        model: The model. Its modules are restored afterwards.
-    """
+    """Recompute a model's normalisations in the backward pass, for calls and gradients inside this context."""
     with checkpointed(model, lean_regions(model)):
         yield
 

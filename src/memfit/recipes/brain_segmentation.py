@@ -233,11 +233,7 @@ def random_patches(
     """Return patches at uniformly random places.
 
     Args:
-        slab: The slab to cut from.
-        batch_size: Number of patches.
-        patch: Size of a patch in voxels.
         augment: Whether to flip (half of them, left to right) and to shift the intensity (by 0.1 on average).
-        generator: Source of all randomness.
 
     Returns:
         "image", float32 [batch, 1, x, y, z], and "label", uint8 of the same shape.

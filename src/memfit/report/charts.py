@@ -81,8 +81,6 @@ class Chart:
     """A chart.
 
     Args:
-        x: The axis at the bottom.
-        y: The axis at the left.
         shapes: The shapes, from the bottom to the top layer.
         spans: Bars over the chart, from x to x: operators that run again.
         headings: Text over the chart, with its x.

@@ -49,9 +49,6 @@ def timeline_chart(timeline: Timeline, *, categories: Sequence[str], budget_byte
     """Return a memory timeline: bytes alive stacked by category, the budget, and the peak.
 
     Args:
-        timeline: What to draw.
-        categories: What to stack, from the bottom.
-        budget_bytes: The budget.
         peak_bytes: The largest peak over the charts that share the axis.
     """
     total = total_bytes(timeline)
@@ -253,9 +250,7 @@ def curve_chart(
     """Return a training curve.
 
     Args:
-        steps: The step of each value.
         values: What to draw; gaps where it is None or not finite.
-        name: What the axis says.
         axis: Gives the axis from 0 up to a value; None for one that holds all values.
     """
     finite = [math.nan if value is None or not math.isfinite(value) else value for value in values]

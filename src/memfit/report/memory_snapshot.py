@@ -43,7 +43,6 @@ def write_snapshot(
     Args:
         events: The events, in execution order.
         settings: The settings of `PYTORCH_ALLOC_CONF`.
-        path: The file.
         capacity_bytes: Most bytes that the device gives; None for no limit.
         total_bytes: The device's memory, of which `settings.memory_fraction` is a share.
         seconds: The duration of each point; if empty, each event takes a microsecond.

@@ -74,11 +74,7 @@ class _Stage:
 
 
 class Bars:
-    """A bar for each reported stage; use it as a context manager.
-
-    Args:
-        name: The name of the call, shown with its seconds at the end.
-    """
+    """A bar for each reported stage; use it as a context manager. At the end it shows the call with its seconds."""
 
     def __init__(self, name: str) -> None:
         self._name = name

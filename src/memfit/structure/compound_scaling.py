@@ -36,9 +36,7 @@ class Rule:
 
     Args:
         name: Name in tables.
-        depth: Base of the depth's multiplier (≥ 1).
-        width: Base of the width's multiplier (≥ 1).
-        resolution: Base of the resolution's multiplier (≥ 1).
+        depth: Base of the depth's multiplier (≥ 1), as `width` and `resolution` of theirs.
     """
 
     name: str

@@ -141,17 +141,11 @@ def proposal(
     notes: Sequence[str] = (),
     before_price: Price | None = None,
 ) -> Proposal:
-    """Return the proposal of a changed workload, with the prices before and after.
+    """Return the proposal of a changed workload, with the prices on a device before and after.
 
     Args:
-        lever: Name of the change.
         before: The user's workload; nothing of it is changed.
-        after: The changed workload.
-        changes: The changed modules.
-        device: Device that both steps are predicted for.
         measure: Whether to run both steps on the machine at hand too.
-        notes: Remarks on the lever.
-        before_price: The price of `before`; None to compute it.
     """
     was, now = before_price or price(before, device=device), price(after, device=device)
     if measure:

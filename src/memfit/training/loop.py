@@ -21,10 +21,6 @@ class DescribedLoop:
 
     Args:
         step: Runs the forward pass and cuts the batch; nothing else of it is used.
-        loop: The description of the user's loop.
-
-    Attributes:
-        on_phase: Called when a phase begins.
     """
 
     def __init__(self, step: Step, loop: Loop) -> None:

@@ -25,7 +25,6 @@ class TapedStep(Step):
     runs to be captured.
 
     Args:
-        workload: The workload, with its tape.
         autocast: Returns the autocast context of forward passes; used where the loop has none of its own.
     """
 
@@ -137,11 +136,7 @@ class TapedStep(Step):
 
 
 class CombinedOptimizers:
-    """The optimizers of a loop as one with all their parameters; the tape steps each by itself.
-
-    Args:
-        optimizers: The loop's optimizers, left unchanged.
-    """
+    """The optimizers of a loop, left unchanged, as one with all their parameters; the tape steps each by itself."""
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         self.optimizers = list(optimizers)

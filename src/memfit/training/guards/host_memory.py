@@ -31,11 +31,8 @@ def host_needs(
     """Return the host memory that a run takes beyond what is taken now, by what asks for it, as arguments say it.
 
     Args:
-        plan: Its plan.
         workload: What is trained, on the device that it is trained on.
         levers_bytes: What the plan's levers put there, by their names.
-        prefetch_batches: Batches that are made ahead.
-        recover: Whether steps that run out of memory are undone.
     """
     parameters = list(workload.model.parameters())
     is_on_host = all(p.device.type == "cpu" for p in parameters)
@@ -89,7 +86,6 @@ class HostWatch:
     What a process takes too much of is otherwise noticed by Linux alone, which kills it.
 
     Args:
-        step: The step of the run.
         budget_bytes: What the process may take beyond what it holds now; None for what the host has.
     """
 

@@ -47,7 +47,6 @@ class CpuLimit(TorchDispatchMode):
 
     Args:
         limit_bytes: Most bytes held at a time.
-        named: Returns the tensors that the step holds, by category, given its batch.
         workspace_bytes: Returns the bytes that a call allocates inside, by its `memfit.signature`.
         as_run: Maps an operator and its arguments, as a mode sees them, to those that run without a mode.
 
@@ -155,8 +154,6 @@ class CudaLimit:
 
     Args:
         limit_bytes: Most bytes reserved at a time.
-        named: Returns the tensors that the step holds, by category, given its batch.
-        device: The GPU.
     """
 
     def __init__(self, limit_bytes: int, named: Named, device: torch.device) -> None:

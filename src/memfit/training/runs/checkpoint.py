@@ -92,10 +92,6 @@ class Loaded:
     """A checkpoint that was read and checked against an unchanged step.
 
     Attributes:
-        path: The folder.
-        step_count: Number of optimizer updates done.
-        plan: The plan of the run.
-        state: The state that it holds.
         restore: Restores model, optimizer, scheduler, loss scaler and step count. Random states and
             the data position are left to the caller.
     """
@@ -113,7 +109,6 @@ def save(folder: Path, step: Step, plan: Plan, position: dict[str, Any], *, keep
     Args:
         folder: The folder of checkpoints; `checkpoint-<step>` in it is created or replaced.
         step: The step, between two calls.
-        plan: Its plan.
         position: The position in the data, as `BatchStream.position` gives it.
         keep_checkpoints: Number of checkpoints to keep, this one included (> 0).
 
@@ -142,8 +137,6 @@ def read(path: Path, step: Step, precision: Precision | None = None) -> Loaded:
     """Read a checkpoint, and check all of it against a step, which is not changed.
 
     Args:
-        path: The checkpoint's folder.
-        step: The step.
         precision: Precision of the step; None for the checkpoint's. Where they differ, weights and loss scaler are
             converted (`prepare_restore`).
 
@@ -185,11 +178,6 @@ def read_newest(
     folder: Path, step: Step, precision: Precision | None = None
 ) -> tuple[Loaded, list[DamagedCheckpointError]]:
     """Read the newest undamaged checkpoint in a folder; neither the step nor the folder is changed.
-
-    Args:
-        folder: The folder of checkpoints.
-        step: The step.
-        precision: Precision of the step; see `read`.
 
     Returns:
         The checkpoint, and the errors of the damaged ones after it, newest first.

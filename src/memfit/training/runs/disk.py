@@ -32,11 +32,8 @@ def check_disk(
 
     Args:
         out: The run's folder, which need not exist.
-        plan: The run's plan.
-        workload: The workload that is trained.
         steps: Total number of optimizer updates; None if unknown.
         checkpoint_every: Steps between checkpoints; None for one at the end.
-        keep_checkpoints: Number of checkpoints kept.
 
     Raises:
         OutputError: Disk space or the file size limit is too small.

@@ -48,14 +48,11 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
     """The process that holds a folder.
 
     Attributes:
-        pid: Its process id.
         started: Its start time, in seconds since the epoch.
-        host: Name of the host.
         machine: Identity of the running kernel, which distinguishes hosts of the same name.
         processes: The process id namespace, which distinguishes containers on a host.
         group: The group of ranks that it trains with and that share the folder; "" for a single process.
         since: Time at which it took the lock, in ISO 8601.
-        command: Its command line.
     """
 
     pid: int
@@ -214,9 +211,6 @@ def _is_alive(path: Path, holder: Holder, own: Holder, is_locked: bool | None) -
     """Tell whether the process that a lock's file names still runs.
 
     Args:
-        path: The lock file.
-        holder: The process.
-        own: This process.
         is_locked: Whether this process has the operating system's lock; None where there is none.
     """
     if is_locked is False:

@@ -59,7 +59,6 @@ class Log:
     """A writer of the log; use it as a context manager.
 
     Args:
-        metrics: The file of lines.
         tensorboard: Folder for TensorBoard's files, or None to write none.
         step_count: Number of steps done before; TensorBoard hides earlier records of later steps.
 

@@ -78,8 +78,6 @@ def prepare_restore(step: Step, state: TrainingState, *, converts: bool = False)
     """Check a state against a training, and return a function that restores it; nothing is changed before its call.
 
     Args:
-        step: The training's step.
-        state: The state of a checkpoint.
         converts: Whether the state has another precision: bf16 weights are then widened, or weights rounded to bf16; a
             loss scaler without a state begins anew, and a state without a loss scaler is dropped.
 
