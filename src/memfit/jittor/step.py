@@ -260,7 +260,7 @@ class Step:
         return measurement.peak_bytes
 
     def save(self, path: str | Path) -> Path:
-        """Write parameters, buffers, optimizer state, loss scale and position to a safetensors file, whole or not at all.
+        """Write parameters, buffers, optimizer state, loss scale and position as safetensors, whole or not at all.
 
         Raises:
             OutputError: The file can't be written.
