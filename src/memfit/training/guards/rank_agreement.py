@@ -110,15 +110,12 @@ class Ranks(SingleProcess):
 
     @property
     def is_updating(self) -> bool:  # type: ignore[override]
-        """Whether all ranks have agreed to update."""
         return self._stage == "update"
 
     def close(self) -> None:
-        """Stop watching the optimizer."""
         self._handle.remove()
 
     def begin(self) -> None:
-        """Note that a step begins."""
         self._stage = "passes"
 
     def average(self) -> None:
@@ -151,7 +148,6 @@ class Ranks(SingleProcess):
             self._agree([])
 
     def failed(self, ran_out: bool) -> bool:
-        """Tell the other ranks that this one aborts the step; return whether all aborting ranks ran out of memory."""
         if self.is_updating:
             return ran_out
         return self._exchange(_RAN_OUT if ran_out else _FAILED, []) == _RAN_OUT
@@ -161,18 +157,15 @@ class Ranks(SingleProcess):
         self._broadcast(list(self._model.buffers()))
 
     def all(self, value: bool) -> bool:
-        """Tell whether a value is true on every rank."""
         return self.most([float(not value)]) == [0.0]
 
     def most(self, values: list[float]) -> list[float]:
-        """Return the maximum over the ranks of each value."""
         kind = torch.float32 if self._device.type == "mps" else torch.float64
         largest = torch.tensor(values, dtype=kind, device=self._device)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
         return largest.tolist()
 
     def first(self, value: int) -> int:
-        """Return the value of the first rank."""
         tensor = torch.tensor([value], device=self._device)
         dist.broadcast(tensor, self._source, group=self._group)
         return int(tensor.item())

@@ -204,11 +204,7 @@ def set_aside_after(folder: Path, step_count: int) -> list[Path]:
     Raises:
         OutputError: A checkpoint can't be renamed.
     """
-    moved = []
-    for path in _newest_first(folder):
-        if (step_of(path) or 0) > step_count:
-            moved.append(set_aside(path))
-    return moved
+    return [set_aside(path) for path in _newest_first(folder) if (step_of(path) or 0) > step_count]
 
 
 def set_aside(path: Path) -> Path:
