@@ -160,11 +160,8 @@ def stack(label: str) -> Frames:
 
 def _segments(head: Block, history: _History, expandable: bool) -> list[dict[str, Any]]:
     """Return the records of a segment: one, or one for each mapped range of an expandable segment."""
-    records = []
-    for mapped, group in itertools.groupby(head.through_end(), key=lambda block: block.mapped):
-        if mapped:
-            records.append(_segment(list(group), history) | {"is_expandable": expandable})
-    return records
+    ranges = itertools.groupby(head.through_end(), key=lambda block: block.mapped)
+    return [_segment(list(group), history) | {"is_expandable": expandable} for mapped, group in ranges if mapped]
 
 
 def _segment(blocks: list[Block], history: _History) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from memfit.report.summary import (
     is_allowed,
     lever_rows,
     levers_text,
+    loss_rows,
     loss_text,
     measured_rows,
     offers,
@@ -221,19 +222,18 @@ def comparison_table(plan: Plan | None, comparison: Comparison) -> Group:
     for row in comparison_rows(plan, comparison) if plan else measured_rows(comparison):
         table.add_row(*(Text(cell) for cell in row))
     summary = Text(f"Loss at the same data, {loss_text(comparison)}.")
-    pairs = list(zip(comparison.plain_losses, comparison.planned_losses, strict=False))
-    return Group(table, _loss_table(pairs), summary) if pairs else Group(table, summary)
+    rows = loss_rows(comparison)
+    return Group(table, _loss_table(rows), summary) if rows else Group(table, summary)
 
 
-def _loss_table(pairs: list[tuple[float, float]]) -> Table:
+def _loss_table(rows: list[tuple[int, str, str, str]]) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for name in ("step", "loss, plain", "loss, planned", "difference"):
         table.add_column(name, justify="right", no_wrap=True)
-    hidden = len(pairs) - _LOSS_ROWS
-    for step, (plain, planned) in enumerate(pairs, 1):
-        if hidden <= 1 or step < _LOSS_ROWS or step == len(pairs):
-            difference = "0" if plain == planned else f"{planned - plain:+.1e}"
-            table.add_row(f"{step:,}", f"{plain:.7g}", f"{planned:.7g}", difference)
+    hidden = len(rows) - _LOSS_ROWS
+    for step, *losses in rows:
+        if hidden <= 1 or step < _LOSS_ROWS or step == len(rows):
+            table.add_row(f"{step:,}", *losses)
         elif step == _LOSS_ROWS:
             table.add_row("…", "…", "…", "…")
     return table

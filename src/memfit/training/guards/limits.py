@@ -109,7 +109,8 @@ class CpuLimit(TorchDispatchMode):
         output_bytes, workspace_bytes = self._need(func, args, kwargs)
         total = self.held_bytes + output_bytes + workspace_bytes
         if total > self.limit_bytes:
-            raise self._error(func, output_bytes + workspace_bytes)
+            needed_bytes, named = output_bytes + workspace_bytes, self._named(self._batch)
+            raise _limit_error(self.limit_bytes, self.held_bytes, needed_bytes, named, str(func))
         self.peak_bytes = max(self.peak_bytes, total)
         out = func(*args, **kwargs)
         for tensor in (out,) if isinstance(out, torch.Tensor) else tree_leaves(out):
@@ -142,9 +143,6 @@ class CpuLimit(TorchDispatchMode):
             if key is not None:
                 self._needed[key] = needed
         return needed
-
-    def _error(self, func: Any, needed_bytes: int) -> MemoryLimitError:
-        return _limit_error(self.limit_bytes, self.held_bytes, needed_bytes, self._named(self._batch), str(func))
 
 
 class CudaLimit:

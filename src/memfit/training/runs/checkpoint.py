@@ -234,11 +234,15 @@ def step_of(path: Path) -> int | None:
 
 def is_ours(path: Path) -> bool:
     """Tell whether a folder is a checkpoint of memfit, complete or not, and holds nothing else."""
+    return has_schema(path / MANIFEST, "memfit.checkpoint/") and holds_only_ours(path)
+
+
+def has_schema(path: Path, prefix: str = "memfit.") -> bool:
+    """Tell whether a file is JSON of memfit, by the beginning of its schema."""
     try:
-        schema = json.loads((path / MANIFEST).read_bytes())["schema"]
+        return str(json.loads(path.read_bytes())["schema"]).startswith(prefix)
     except (OSError, ValueError, TypeError, KeyError):
         return False
-    return str(schema).startswith("memfit.checkpoint/") and holds_only_ours(path)
 
 
 def holds_only_ours(path: Path) -> bool:
