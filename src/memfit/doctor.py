@@ -64,8 +64,6 @@ class Check:
     """The check of one requirement of Jittor.
 
     Attributes:
-        name: The requirement.
-        ok: Whether it is met.
         found: The version, path or text that was found.
         remedy: How to meet it; "" if it is met.
         needed: Whether Jittor can't run without it.

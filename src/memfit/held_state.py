@@ -51,7 +51,6 @@ class Place(NamedTuple):
     """A holder of plain values.
 
     Attributes:
-        owner: Name of the holder.
         values: Returns the present values by name.
         names: Names of the values that are read; None for all.
     """
@@ -106,7 +105,6 @@ class _Accesses(NamedTuple):
     """The names in a function's code.
 
     Attributes:
-        globals: Global names that it reads.
         attributes: Names of attributes that it reads from any object.
         assigned: Attributes of its first argument that it always sets before it reads them.
     """

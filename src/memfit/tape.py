@@ -71,7 +71,6 @@ class ExecutionContext:
 
     Attributes:
         autocast: Device types with autocast on, the dtype of each, and whether weights that it casts are kept.
-        grad: Whether gradients were on.
     """
 
     autocast: tuple[tuple[str, torch.dtype, bool], ...]
@@ -102,13 +101,9 @@ class Entry:
     """One action of the loop.
 
     Attributes:
-        kind: A call of a function or module, a backward pass, or an optimizer's update.
         what: The function, also of a backward pass; or the number of the module or optimizer.
-        arguments: Its arguments.
-        context: The modes in which it ran.
         made: Numbers of the tensors in its result, in order.
         drops: Numbers of the tensors released after it.
-        phase: Phase of the step.
         microbatch: Number of backward passes before it.
     """
 
@@ -127,9 +122,7 @@ class Tape:
     """The recording of a step.
 
     Attributes:
-        entries: Its actions, in order.
         roots: Names of the modules that it calls, as children of the workload's model; "" for the model itself.
-        passes: Number of backward passes.
     """
 
     entries: tuple[Entry, ...] = ()

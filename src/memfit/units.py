@@ -106,11 +106,7 @@ def _checked(budget: Budget, hint: str) -> Budget:
 
 
 def _hint(argument: str, of_device: bool, of_plain: bool) -> str:
-    shares = [
-        text
-        for is_one, text in ((of_device, "the device ('90%')"), (of_plain, "the plain step's peak ('0.5x')"))
-        if is_one
-    ]
+    shares = ["the device ('90%')"] * of_device + ["the plain step's peak ('0.5x')"] * of_plain
     share = f", or as a share of {' or of '.join(shares)}" if shares else ""
     return f"give {argument}= as bytes, or as a string with a unit ('1.5GiB', '22 GB'){share}"
 

@@ -84,7 +84,7 @@ class PrecisionName(enum.StrEnum):
 
 
 class ShardingName(enum.StrEnum):
-    """How ranks share the training."""
+    """Ways in which ranks share the training."""
 
     ddp = "ddp"
     zero1 = "zero1"

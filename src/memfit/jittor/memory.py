@@ -33,7 +33,6 @@ class Measurement:
     Attributes:
         before_bytes: Bytes in the pools before, with nothing cached.
         peak_bytes: Most bytes in the pools.
-        seconds: Wall time.
     """
 
     before_bytes: int = 0

@@ -27,11 +27,8 @@ class Block:
     """One call of a module in the forward pass.
 
     Attributes:
-        fqn: The module's FQN.
         start: Index of the first block inside it, in the order in which they end; its own where there is none.
         kept_bytes: Bytes that it keeps for the backward pass, its result included.
-        result_bytes: Bytes of its result.
-        seconds: Seconds of its forward pass.
         children: Indices of the blocks directly inside.
     """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -158,10 +159,9 @@ def _joined(spans: Sequence[tuple[int, int]], gap: float) -> list[tuple[int, int
 def frontier_chart(plan: Plan) -> Chart:
     """Return the frontier: predicted peak against step time, with the plain step, this plan, and the budget."""
     points: list[Candidate | Prediction] = [*plan.frontier, plan.plain, plan.predicted]
-    held = _held(plan)
+    held, title = _held(plan)
     largest_bytes = max(map(held, points))
     drawn = plan.budget_bytes <= FAR_BUDGET * largest_bytes
-    title = "peak, at most" if held is _upper_bytes else "peak allocated"
     x = byte_axis(1.08 * max(largest_bytes, plan.budget_bytes * drawn), title, largest_bytes)
     y = second_axis(1.12 * max(point.step_seconds for point in points), "step time")
     within = [candidate for candidate in plan.frontier if is_allowed(candidate, plan.allowed)]
@@ -178,23 +178,16 @@ def frontier_chart(plan: Plan) -> Chart:
     )
 
 
-def _held(plan: Plan) -> _Bytes:
-    """Return what is held against the budget of a point, or its peak where a plan's frontier does not say it."""
-    known = plan.frontier and all(point.peak_upper_bytes is not None for point in plan.frontier)
-    return _upper_bytes if known else _peak_bytes
-
-
-def _upper_bytes(point: Candidate | Prediction) -> int:
-    return point.peak_bytes if point.peak_upper_bytes is None else point.peak_upper_bytes
-
-
-def _peak_bytes(point: Candidate | Prediction) -> int:
-    return point.peak_bytes
+def _held(plan: Plan) -> tuple[_Bytes, str]:
+    """Return a point's bytes that the budget limits, or its peak where a plan's frontier lacks them; and a title."""
+    if plan.frontier and all(point.peak_upper_bytes is not None for point in plan.frontier):
+        return operator.attrgetter("peak_upper_bytes"), "peak, at most"
+    return operator.attrgetter("peak_bytes"), "peak allocated"
 
 
 def _frontier_marks(plan: Plan, x: Axis, y: Axis) -> list[Mark]:
     """Return the points of the frontier, those that need a freer class hollow, then the plain step and the plan."""
-    held = _held(plan)
+    held, _ = _held(plan)
     chosen = chosen_index(plan)
     others = [c for i, c in enumerate(plan.frontier) if i != chosen and is_allowed(c, plan.allowed)]
     ours = plan.predicted if chosen is None else plan.frontier[chosen]

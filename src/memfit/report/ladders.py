@@ -123,10 +123,8 @@ def _next_steps(ladder: Ladder) -> list[NextStep]:
                 " Workload.batch that many samples if the training bears it."
             )
         )
-    for rung in ladder.rungs:
-        if rung.outcome == "proposed":
-            steps.append(NextStep(clean(f"{rung.name} changes the model: {rung.why}")))
-    return steps
+    proposed = (rung for rung in ladder.rungs if rung.outcome == "proposed")
+    return [*steps, *(NextStep(clean(f"{rung.name} changes the model: {rung.why}")) for rung in proposed)]
 
 
 def _budget(ladder: Ladder) -> str:

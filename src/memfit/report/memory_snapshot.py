@@ -86,7 +86,6 @@ class _History:
     """The history of the allocator: each action with its operator.
 
     Attributes:
-        entries: The records of actions, in order.
         frames: The stack of each block in use, by address.
         segment_frames: The stack of the first request for each range of device memory, by address.
     """

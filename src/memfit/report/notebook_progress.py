@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from time import monotonic
-from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 from memfit.report.notebook import framed
@@ -86,9 +85,7 @@ class Bars:
     def __enter__(self) -> Bars:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if self._handle is None:
             return
         if error is None:

@@ -1,4 +1,4 @@
-"""How each kind of record is shown: `show_records` tells `ir.display`."""
+"""Tells `ir.display` how each kind of record is shown."""
 
 from __future__ import annotations
 

@@ -141,8 +141,8 @@ def frontier_table(plan: Plan) -> Table | Text:
         table.add_column(name, justify="right" if name in right else "left", no_wrap=name != "levers")
     chosen = chosen_index(plan)
     for i, candidate in enumerate(plan.frontier):
-        cells = _frontier_cells(plan, candidate, i == chosen)
-        table.add_row(*cells, style=_frontier_style(plan, candidate, i == chosen))
+        style = "bold" if i == chosen else "" if is_allowed(candidate, plan.allowed) else "bright_black"
+        table.add_row(*_frontier_cells(plan, candidate, i == chosen), style=style)
     table.caption = Text("\n".join(["", _marks(plan, chosen), *offers(plan)]))
     table.caption_justify = "left"
     return table
@@ -166,12 +166,6 @@ def _frontier_cells(plan: Plan, candidate: Candidate, is_chosen: bool) -> list[R
 def _is_rival(candidate: Candidate, is_chosen: bool) -> bool:
     """Tell whether a point was captured and not taken."""
     return candidate.is_captured and not is_chosen
-
-
-def _frontier_style(plan: Plan, candidate: Candidate, is_chosen: bool) -> str:
-    if is_chosen:
-        return "bold"
-    return "" if is_allowed(candidate, plan.allowed) else "bright_black"
 
 
 def _marks(plan: Plan, chosen: int | None) -> str:

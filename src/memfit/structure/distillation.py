@@ -193,12 +193,9 @@ class Distilled(nn.Module):
     """A student with its teacher. It returns the student's outputs; while it is watched, the teacher runs first.
 
     Args:
-        student: The model that is trained.
         teacher: The frozen teacher; None where its outputs are in the batch.
         pairs: FQNs of the student's feature modules, with the teacher's.
         projections: Projections of the student's features, by FQN with dashes for dots.
-        microbatch_size: Samples that the teacher runs at a time; None for all.
-        dtype: Dtype that the teacher's inputs are cast to; None leaves them.
     """
 
     def __init__(

@@ -141,12 +141,7 @@ def proposal(
     notes: Sequence[str] = (),
     before_price: Price | None = None,
 ) -> Proposal:
-    """Return the proposal of a changed workload, with the prices on a device before and after.
-
-    Args:
-        before: The user's workload; nothing of it is changed.
-        measure: Whether to run both steps on the machine at hand too.
-    """
+    """Return the proposal of a changed workload, with the prices on a device before and after."""
     was, now = before_price or price(before, device=device), price(after, device=device)
     if measure:
         was, now = (

@@ -89,10 +89,9 @@ class _Answering(nn.Module):
 
 
 class Targets:
-    """A file of a teacher's outputs, in memory.
+    """A file of a teacher's outputs that `precompute` wrote, in memory.
 
     Args:
-        path: The file that `precompute` wrote.
         workload: The workload whose samples it shall hold.
 
     Raises:

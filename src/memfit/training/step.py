@@ -76,7 +76,7 @@ class _Norm(float):
 
 @dataclass(frozen=True)
 class StepOptions:
-    """How a step runs.
+    """The settings of a step.
 
     Attributes:
         microbatch_size: Samples in one forward and backward pass (> 0); None for the whole batch.
@@ -87,7 +87,6 @@ class StepOptions:
         in_backward: Updates them in the backward pass instead; then there is one microbatch, and no clipping.
         masters: For parameters of the model that another one is updated for, which has the gradient: that one.
         prediction: What the step's plan predicts; None without a plan.
-        predicted_peak_bytes: Goes into the results.
         recovery: Runs each step, and runs it again where memory runs out (`training.guards.recovery`).
         limit: Makes the context of a step on a batch in which no more may be held than it says.
         ranks: Ranks that train together.
@@ -132,8 +131,6 @@ class Step:
 
     Attributes:
         options: How the step runs: one record, which `change` replaces whole.
-        steps: Optimizer updates done.
-        last: The result of the last call.
         on_phase: Told each phase of a step, and of which microbatch.
 
     Raises:

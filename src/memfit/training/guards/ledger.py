@@ -185,7 +185,6 @@ def _measured(step: Step, device: torch.device) -> tuple[int | None, int | None,
 
 
 def _pinned_bytes() -> int | None:
-    statistics = getattr(torch.cuda, "host_memory_stats", None)
-    if statistics is None or not torch.cuda.is_initialized():
+    if not torch.cuda.is_initialized():
         return None
-    return int(statistics().get("allocated_bytes.current", 0))
+    return int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))

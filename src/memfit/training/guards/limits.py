@@ -166,8 +166,7 @@ class CudaLimit:
         return self
 
     def __enter__(self) -> CudaLimit:
-        current = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)
-        self._before = current(self.device)
+        self._before = torch.cuda.get_per_process_memory_fraction(self.device)
         total_bytes = torch.cuda.mem_get_info(self.device)[1]
         torch.cuda.set_per_process_memory_fraction(min(self._before, self.limit_bytes / total_bytes), self.device)
         return self

@@ -87,7 +87,6 @@ class Ranks(SingleProcess):
     """The ranks of a process group, each with a copy of the model. All ranks create and call it together.
 
     Args:
-        group: The process group.
         model: The model; parameters and buffers become those of the group's first rank.
         optimizer: The model's optimizer, watched until `close`.
         parameters: Returns the parameters that may have gradients, in the same order on each rank.

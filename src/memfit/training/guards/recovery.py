@@ -29,10 +29,7 @@ class OutOfMemoryEvent:
     """A step that ran out of memory and was undone.
 
     Attributes:
-        step: Number of its update.
-        error: The failed allocation.
         held_bytes: Bytes that tensors on GPUs still held afterwards, beyond those before the step.
-        plan: The plan that ran out.
         lower: The plan under which the batch was run next; None where there was none.
         snapshot: Text on the memory snapshot; "" where none was requested.
     """

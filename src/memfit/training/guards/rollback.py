@@ -55,12 +55,9 @@ class _Buffer(NamedTuple):
 
 
 class Rollback:
-    """Saves the state before a step, and restores it.
+    """Saves the state before a step, and restores it; its optimizer is watched until `close`.
 
     Buffers are copied on their device: all of them before the first step, later those that the first step changed.
-
-    Args:
-        step: The step; its optimizer is watched until `close`.
     """
 
     def __init__(self, step: Step) -> None:
