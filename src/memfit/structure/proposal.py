@@ -141,7 +141,7 @@ def proposal(
     notes: Sequence[str] = (),
     before_price: Price | None = None,
 ) -> Proposal:
-    """Return the proposal of a changed workload, with the prices on a device before and after."""
+    """Return the proposal of a changed workload, priced for a device as the user's is; `measure` runs both here too."""
     was, now = before_price or price(before, device=device), price(after, device=device)
     if measure:
         was, now = (

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -61,17 +61,6 @@ class StepResult:
     seconds: float
     predicted_peak_bytes: int | None
     skips: int = 0
-
-
-class _Norm(float):
-    """A norm of gradients, and whether it is that of the gradients or of their entries, repeated ones not added up."""
-
-    def __new__(cls, value: torch.Tensor | float, is_whole: bool = True) -> Self:
-        norm = super().__new__(cls, value)
-        norm.is_whole = is_whole
-        return norm
-
-    is_whole: bool
 
 
 @dataclass(frozen=True)
@@ -219,13 +208,13 @@ class Step:
                 self._rehearse(batch, self.options.in_backward)
             proving = None
         with self._within(batch), nullcontext() if proving is None else proving():
-            loss, norm, scale = self._run(batch)
+            loss, norm, is_whole, scale = self._run(batch)
         skipped = not math.isfinite(norm)
         skips = 0 if self.scaler is None else self.scaler.skips
         if not skipped:
             self.steps += 1
         seconds = time.perf_counter() - started
-        grad_norm = math.nan if skipped or not norm.is_whole else float(norm)
+        grad_norm = math.nan if skipped or not is_whole else norm
         self.last = StepResult(loss, grad_norm, skipped, scale, seconds, self.options.predicted_peak_bytes, skips)
         return self.last
 
@@ -245,24 +234,24 @@ class Step:
 
     # What a step consists of
 
-    def _run(self, batch: Any) -> tuple[float, _Norm, float]:
-        """Return the loss, the gradient norm and the loss scale of an update."""
+    def _run(self, batch: Any) -> tuple[float, float, bool, float]:
+        """Return the loss of an update, its gradient norm as `_update` does, and the loss scale."""
         parameters, statistics = self._held()
         before = [s.clone() for s in statistics]
         _clear(parameters)
-        norm = _Norm(math.nan)
+        norm = math.nan
         try:
             loss = self._accumulate(batch, parameters, updating=self.options.in_backward)
             self._check_loss(loss, batch)
             self._phase("optimizer", 0)
             self.options.ranks.average()
             scale = 1.0 if self.scaler is None else self.scaler.scale
-            norm = self._update(loss, batch)
+            norm, is_whole = self._update(loss, batch)
         finally:
             _clear(parameters)
             if statistics and not math.isfinite(norm):
                 foreach_copy_(statistics, before)
-        return loss, norm, scale
+        return loss, norm, is_whole, scale
 
     @contextmanager
     def _within(self, batch: Any) -> Iterator[None]:
@@ -340,10 +329,13 @@ class Step:
         window.finish(_gradients_of(parameters))
         return window.mean_loss()
 
-    def _update(self, loss: float, batch: Any) -> _Norm:
-        """Unscale, clip, step, update the scale. Return the gradient norm; where it is not finite nothing was done."""
+    def _update(self, loss: float, batch: Any) -> tuple[float, bool]:
+        """Unscale, clip, step, update the scale. Return the gradient norm; where it is not finite nothing was done.
+
+        The second value tells whether it is that of the gradients, or of their entries, repeated ones not added up.
+        """
         if self.options.in_backward is not None:
-            return self._norm_in_backward(self.options.in_backward.norms(), loss)
+            return self._norm_in_backward(self.options.in_backward.norms(), loss), True
         updated = parameters_of(self.workload.optimizer)
         gradients = _gradients_of(updated)
         if not gradients:
@@ -352,10 +344,10 @@ class Step:
             self.scaler.unscale(gradients)
         is_whole = self.workload.max_grad_norm is not None or not any(g.is_sparse for g in gradients)
         total = _total_norm([gradient_values(g) if is_whole else gradient_entries(g) for g in gradients])
-        norm = _Norm(total, is_whole)
+        norm = float(total)
         if not math.isfinite(norm):
             self._skip(norm, loss, batch)
-            return norm
+            return norm, is_whole
         if self.workload.max_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(updated, self.workload.max_grad_norm, total)
         self.update_parameters()
@@ -363,13 +355,13 @@ class Step:
             self.scaler.update(overflowed=False)
         if self.workload.scheduler is not None:
             self.workload.scheduler.step()
-        return norm
+        return norm, is_whole
 
-    def _norm_in_backward(self, norms: list[torch.Tensor], loss: float) -> _Norm:
+    def _norm_in_backward(self, norms: list[torch.Tensor], loss: float) -> float:
         """Return the norm of the gradients that the backward pass used."""
         if not norms:
             raise WorkloadError("Workload.loss_fn returned a loss that no parameter of Workload.optimizer leads to")
-        norm = _Norm(torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms])))
+        norm = float(_norm_of(norms))
         if not math.isfinite(norm):
             raise NonFiniteError(
                 f"the gradient norm is {norm} at step {self.steps} (loss {loss:g}), and the weights were updated with"
@@ -459,5 +451,9 @@ def _total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     if all(gradient.dtype != torch.float16 for gradient in gradients):
         return torch.nn.utils.get_total_norm(gradients)
     norms = [torch.linalg.vector_norm(g, dtype=torch.float32 if g.dtype == torch.float16 else None) for g in gradients]
+    return _norm_of(norms)
+
+
+def _norm_of(norms: list[torch.Tensor]) -> torch.Tensor:
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
     return norm
