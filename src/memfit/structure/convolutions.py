@@ -304,11 +304,13 @@ def _chosen(candidates: dict[str, _Candidate], share: float | None, by: Order, t
 def _changes(chosen: dict[str, _Candidate]) -> Iterator[Change]:
     for name, candidate in chosen.items():
         old, new = candidate.old, candidate.new
-        size, how = "×".join(map(str, old.kernel_size)), f"{new.groups} groups"
+        size = "×".join(map(str, old.kernel_size))
+        what = f"{type(old).__name__} {old.in_channels}→{old.out_channels}, {size}: "
         if isinstance(new, SeparableConv):
             rank = new.depthwise.out_channels // old.in_channels
-            how = f"{rank} kernel{'s' * (rank > 1)} an input, then 1×1"
-        what = f"{type(old).__name__} {old.in_channels}→{old.out_channels}, {size}: {how}"
+            what += f"{rank} kernel{'s' * (rank > 1)} an input, then 1×1"
+        else:
+            what += f"{new.groups} groups"
         yield Change(name, f"{what}; {candidate.parameters:,} parameters less")
 
 
