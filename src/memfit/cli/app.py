@@ -511,11 +511,7 @@ def demo(
 
 
 def _precisions(names: list[PrecisionName]) -> list[Precision] | None:
-    """Return the precisions for `memfit.plan`; "auto" is its default, None.
-
-    Raises:
-        UsageError: Other precisions are given beside "auto".
-    """
+    """Return the precisions for `memfit.plan`; "auto" is its default, None."""
     if PrecisionName.auto not in names:
         return [cast("Precision", name.value) for name in names] or None
     if set(names) != {PrecisionName.auto}:
@@ -554,12 +550,7 @@ def _load(workload: str, *, is_fake: bool = False) -> Workload:
 
 
 def _check_new(option: str, path: Path | None, overwrite: bool) -> None:
-    """Refuse to replace a file, and a file that can't be written, before any work is done for it.
-
-    Raises:
-        UsageError: The file exists, and `overwrite` is false.
-        OutputError: The file can't be written.
-    """
+    """Refuse to replace a file, and a file that can't be written, before any work is done for it."""
     from memfit.ir import codec
 
     if path is None:

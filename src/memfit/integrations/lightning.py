@@ -192,11 +192,7 @@ def _validation_step(module: nn.Module, batch: Any) -> None:
 
 
 def _configured(module: Any) -> torch.optim.Optimizer | None:
-    """Return the optimizer that a module trains with; None where it has none.
-
-    Raises:
-        UsageError: It has several, uses manual optimization, or needs a trainer to create one.
-    """
+    """Return the optimizer that a module trains with; None where it has none."""
     name = type(module).__name__
     if not module.automatic_optimization:
         raise UsageError(

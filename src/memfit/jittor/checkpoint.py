@@ -126,11 +126,7 @@ class _Region(jt.Function):
                 place[name] = value
 
     def _search(self, outputs: list[Any], targets: list[Any]) -> None:
-        """Search the graph of the function's first recomputation for parameters that are not among the targets.
-
-        Raises:
-            RecomputationError: It has such parameters.
-        """
+        """Search the graph of the function's first recomputation for parameters that are not among the targets."""
         first = getattr(self.function, "member0", self.function)  # of a run of modules, which is made anew each time
         key = first if isinstance(first, jt.Module) else getattr(first, "__code__", None)
         if key is None or key in _searched:

@@ -224,11 +224,7 @@ def _watched(name: str, original: Any) -> Any:
 
 
 def _check_room(variable: Any) -> None:
-    """Refuse to compute a variable that is larger than the remaining bytes below the limit.
-
-    Raises:
-        MemoryLimitError: It is larger.
-    """
+    """Refuse to compute a variable that is larger than the remaining bytes below the limit."""
     allowed = limit_bytes()
     if allowed is None or held_bytes() + variable.nbytes <= allowed:
         return

@@ -245,11 +245,7 @@ class _Planner:
         return [run for run in allowed.values() if _dropped_bytes(profiled, run) >= _LEAST_SHARE * total]
 
     def _choose(self) -> tuple[Candidate, Prediction]:
-        """Return the fastest plan whose applied step is measured to fit.
-
-        Raises:
-            InfeasibleError: None was found.
-        """
+        """Return the fastest plan whose applied step is measured to fit."""
         self._combine()
         target, lowest = self.budget_bytes - _GRAIN_BYTES, 2**63
         for attempt in range(_ATTEMPTS):

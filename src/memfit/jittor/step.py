@@ -215,11 +215,7 @@ class Step:
         self.steps += 1
 
     def _check_limit(self, batch: Any) -> None:
-        """Predict the peak for a batch of a new shape, and compare it with the limit in force, if any.
-
-        Raises:
-            MemoryLimitError: The peak would exceed the limit.
-        """
+        """Predict the peak for a batch of a new shape, and compare it with the limit in force, if any."""
         shapes = (memory.limit_bytes(), *(tuple(v.shape) for v in variables_of(batch)))
         if memory.limit_bytes() is None or shapes in self._cleared:
             return
@@ -372,11 +368,7 @@ def _mixed_seed(seed: int, attempt: int) -> int:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the arrays and the state of a checkpoint.
-
-    Raises:
-        CheckpointError: The file can't be read.
-    """
+    """Return the arrays and the state of a checkpoint."""
     try:
         data = path.read_bytes()
         length = int.from_bytes(data[:8], "little")

@@ -116,10 +116,6 @@ def grouped_convolutions(
         workload: The user's workload; nothing of it is changed.
         groups: Number of groups of channels (> 1); convolutions with channels that it does not divide stay.
         modules: Patterns of FQNs; see `separable_convolutions` for this and the other arguments.
-        multiply_adds: The share of the model's multiply-adds to come down to; None replaces all.
-        by: Which convolutions come first.
-        device: Device that both steps are predicted for.
-        measure: Whether to run both steps on the machine at hand too.
 
     Raises:
         WorkloadError: As in `separable_convolutions`.

@@ -387,11 +387,7 @@ class Step:
             )
 
     def _skip(self, norm: float, loss: float, batch: Any) -> None:
-        """Count a skipped update.
-
-        Raises:
-            NonFiniteError: Nothing scales the loss, or as many updates in a row were skipped as may be.
-        """
+        """Count a skipped update."""
         parameter = self._first_not_finite()
         if self.scaler is None:
             where = self._diagnosis(batch)

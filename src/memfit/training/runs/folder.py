@@ -23,9 +23,7 @@ def held_folder(out: Path, *, overwrite: bool, resume: bool) -> Iterator[None]:
     """Lock and check a folder for a run while the context is entered.
 
     Raises:
-        UsageError: As `check_folder` raises.
-        OutputError: Another run holds the folder, or `check_folder` raises it.
-        CheckpointError: As `check_folder` raises.
+        OutputError: Another run holds the folder; and all that `check_folder` raises.
     """
     _check_arguments(overwrite, resume)
     _check_writable(out)

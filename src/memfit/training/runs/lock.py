@@ -142,11 +142,7 @@ def holder_of(folder: Path) -> Holder | None:
 
 
 def _acquire(path: Path, own: Holder) -> int | None:
-    """Open and lock the file, and write this process's record; return None where a rank of the same run holds it.
-
-    Raises:
-        OutputError: Another process holds it.
-    """
+    """Open and lock the file, and write this process's record; return None where a rank of the same run holds it."""
     ends = time.monotonic() + _AT_ONCE_SECONDS
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -166,11 +162,7 @@ def _acquire(path: Path, own: Holder) -> int | None:
 
 
 def _try(path: Path, descriptor: int, own: Holder) -> Literal["held", "shared", "again"]:
-    """Try to take the lock; return "again" where it is being taken or released at this moment.
-
-    Raises:
-        OutputError: Another process holds it.
-    """
+    """Try to take the lock; return "again" where it is being taken or released at this moment."""
     is_locked = _lock(descriptor)
     holder = holder_of(path.parent)
     if is_locked is False and (holder is None or _has_ended(holder, own)):
