@@ -183,10 +183,8 @@ class Outputs:
     def features(self, model: Distilled) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the student's projected features beside the teacher's."""
         for ours, theirs in model.pairs.items():
-            student_features, teacher_features = (
-                torch.cat(self.noted[f"{who}.{name}"]) for who, name in (("s", ours), ("t", theirs))
-            )
-            yield model.projections[_key(ours)](student_features), teacher_features
+            student_features, teacher_features = self.noted[f"s.{ours}"], self.noted[f"t.{theirs}"]
+            yield model.projections[_key(ours)](torch.cat(student_features)), torch.cat(teacher_features)
 
 
 class Distilled(nn.Module):

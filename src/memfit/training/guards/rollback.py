@@ -85,9 +85,7 @@ class Rollback:
         self._scaler_state = {} if self.step.scaler is None else self.step.scaler.state_dict()
         with torch.no_grad():
             if self._buffers is None:
-                self._buffers = [
-                    _Buffer(*buffer_of, buffer_of[-1].clone()) for buffer_of in _buffers(self.step.workload.model)
-                ]
+                self._buffers = [_Buffer(*place, place[-1].clone()) for place in _buffers(self.step.workload.model)]
             else:
                 self._buffers = [now for buffer in self._buffers if (now := buffer.marked()) is not None]
         self._is_marked = True
