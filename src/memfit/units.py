@@ -36,11 +36,7 @@ class Budget:
     argument: str
 
     def nbytes(self, *, device_bytes: int | None = None, plain_bytes: int | None = None) -> int:
-        """Return the budget in bytes.
-
-        Args:
-            device_bytes: The device's usable memory.
-            plain_bytes: The plain step's peak.
+        """Return the budget in bytes: a share is one of the device's usable memory, or of the plain step's peak.
 
         Raises:
             BudgetError: The base of a share is not given, or the share is less than a byte.
@@ -67,7 +63,6 @@ def read_budget(
     Args:
         budget: Bytes, or a string with a unit ("24GiB", "22 GB", "512 MiB"), or a share of the device ("90%") or of the
             plain step's peak ("0.5x").
-        argument: Name of the argument, for errors.
         of_device: Whether shares of the device are allowed.
         of_plain: Whether shares of the plain step's peak are allowed.
 

@@ -41,10 +41,9 @@ def checkpoint(function: Callable[..., Any], *args: Any, parameters: Sequence[An
 
     Args:
         function: A module, or a function of variables. It runs again in the backward pass.
-        *args: Its arguments; variables in nested lists, tuples and dicts are found.
+        *args: Its arguments, and those by keyword; variables in nested lists, tuples and dicts are found.
         parameters: The variables that a function uses beside its arguments; None to find them in the module, or in the
             function's closure, defaults, globals and `functools.partial`.
-        **kwargs: Its keyword arguments.
 
     Raises:
         RecomputationError: The function reads values, draws random numbers from NumPy or Python, or uses variables

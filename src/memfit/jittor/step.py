@@ -46,16 +46,13 @@ class Step:
     Gradients are those of the mean over the global batch, however it is cut into microbatches.
 
     Args:
-        workload: The workload to train.
         microbatch_size: Samples in one forward and backward pass (> 0); None for the whole batch.
         precision: "32-true", or "16-mixed" with fp32 master weights and loss scaling.
         regions: The regions to checkpoint.
         scaler: The loss scaler of 16-mixed steps; None for a new one.
         seed: Seed of the model's random numbers.
-        predicted_peak_bytes: Predicted peak to report in the results.
 
     Attributes:
-        steps: Number of optimizer updates done.
         attempts: Number of steps run, skipped ones included.
 
     Raises:

@@ -41,7 +41,6 @@ def write_snapshot(
     Where the device runs out of memory, the history ends, as in a real program.
 
     Args:
-        events: The events, in execution order.
         settings: The settings of `PYTORCH_ALLOC_CONF`.
         capacity_bytes: Most bytes that the device gives; None for no limit.
         total_bytes: The device's memory, of which `settings.memory_fraction` is a share.

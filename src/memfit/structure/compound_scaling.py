@@ -64,8 +64,6 @@ class Member:
     """The prediction for one member of a family.
 
     Attributes:
-        rule: The rule's name.
-        phi: The φ of that rule.
         width: Multiplier of the width, as `depth` and `resolution` of theirs.
         parameters: Number of elements in the model's parameters.
         multiply_adds: Multiply-adds of the loss's forward pass, for one sample.
@@ -96,8 +94,6 @@ class Scaling:
         workload: The chosen member's workload.
         chosen: The fitting member with the best proxy.
         members: All members, by rule and φ.
-        budget_bytes: The budget.
-        notes: Remarks on the search.
     """
 
     workload: Workload

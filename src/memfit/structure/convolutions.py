@@ -136,7 +136,6 @@ class SeparableConv(nn.Sequential):
 
     Args:
         old: The full convolution; its weights are decomposed, its bias is taken over.
-        rank: Kernels for each input channel.
     """
 
     depthwise: Convolution
@@ -158,7 +157,6 @@ def separated(weight: Tensor, groups: int, rank: int) -> tuple[Tensor, Tensor]:
 
     Args:
         weight: Weight of the full convolution, [out, in / groups, *kernel].
-        groups: Groups of the full convolution.
         rank: Kernels for each input channel (> 0); those beyond the number of kernel elements are zero.
 
     Returns:

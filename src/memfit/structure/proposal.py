@@ -84,12 +84,8 @@ class Proposal:
     Attributes:
         workload: The changed workload, for `memfit.plan` and `memfit.train` like any other. Its model and optimizer
             are new; `batches` are the same object as the original's.
-        lever: Name of the change.
-        changes: The changed modules.
-        before: Price of the original.
         after: Price of the changed workload, before any fine-tuning but that of `prune` between its rounds.
         notes: Remarks, above all on where the change does not pay.
-        numerics: Numerics class of the change.
     """
 
     workload: Workload

@@ -18,7 +18,6 @@ class LossScaler:
     it does not wait for the device; and an update is skipped for all optimizers or none.
 
     Attributes:
-        scale: Loss scale of the next step.
         skips: Number of updates skipped so far.
         skips_in_a_row: Number of updates skipped since the last one that was made.
     """

@@ -71,14 +71,12 @@ class StepOptions:
         microbatch_size: Samples in one forward and backward pass (> 0); None for the whole batch.
         autocast: Makes the context of each forward pass.
         around: Makes the context of a whole step.
-        scaler: Scales the loss of fp16 steps.
         update: Updates the parameters from their gradients; None for `Workload.optimizer.step`.
         in_backward: Updates them in the backward pass instead; then there is one microbatch, and no clipping.
         masters: For parameters of the model that another one is updated for, which has the gradient: that one.
         prediction: What the step's plan predicts; None without a plan.
         recovery: Runs each step, and runs it again where memory runs out (`training.guards.recovery`).
         limit: Makes the context of a step on a batch in which no more may be held than it says.
-        ranks: Ranks that train together.
         proving: Makes the context of the steps that hold what is computed again in the backward pass against what was
             computed before (`memfit.levers.switch`).
     """
@@ -114,7 +112,6 @@ class Step:
     normalisations too.
 
     Args:
-        workload: What to train.
         options: How the step runs; None for the defaults.
         changes: Options by name, in place of those of the record.
 

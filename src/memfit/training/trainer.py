@@ -58,8 +58,6 @@ class Trainer:
     meet the conditions of `BatchStream`.
 
     Args:
-        step: The step to run.
-        plan: The plan of the step.
         out: Folder of the run: `run.json`, `plan.json`, `metrics.jsonl`, `checkpoint-<step>/`, `tensorboard/`.
         steps: Total number of optimizer updates, those before resuming included (> 0). Either this or `epochs`.
         epochs: Total number of passes over the workload's batches (> 0).

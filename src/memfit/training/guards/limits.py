@@ -51,7 +51,6 @@ class CpuLimit(TorchDispatchMode):
         as_run: Maps an operator and its arguments, as a mode sees them, to those that run without a mode.
 
     Attributes:
-        held_bytes: Bytes held now.
         peak_bytes: Most bytes held since the mode was last entered.
         has_looked_up: Whether calls since then had unknown bytes, whose computation takes time.
     """
@@ -149,9 +148,6 @@ class CudaLimit:
     """A limit on a GPU, kept by PyTorch's allocator. Enter it around every step.
 
     It counts the bytes that the allocator reserves, which it takes from the GPU.
-
-    Args:
-        limit_bytes: Most bytes reserved at a time.
     """
 
     def __init__(self, limit_bytes: int, named: Named, device: torch.device) -> None:

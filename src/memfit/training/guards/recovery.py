@@ -58,10 +58,8 @@ class OutOfMemoryObserver:
 
     Args:
         step: The step to run; use as `step.change(recovery=OutOfMemoryObserver(step, plan, snapshots))`.
-        plan: The plan of the step.
 
     Attributes:
-        plan: The plan in force.
         events: The events so far.
     """
 

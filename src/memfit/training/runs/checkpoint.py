@@ -67,8 +67,6 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The contents of `checkpoint.json`.
 
     Attributes:
-        step: Number of optimizer updates done.
-        files: Every other file in the folder.
         sha256: SHA-256 of this record with this field empty.
     """
 
