@@ -122,7 +122,7 @@ class MemfitCallback(Callback):  # type: ignore[misc]
         kinds = [_kind(optimizer) for optimizer in optimizers]
         if self._planned is not None and kinds != [self._planned]:
             raise UsageError(
-                f"the trainer has the optimizer {', '.join(map(str, kinds))}, and the plan was made for"
+                f"the trainer has the optimizer {', '.join(kinds)}, and the plan was made for"
                 f" {self._planned}: create the callback anew from this module, or give it the optimizer of"
                 " configure_optimizers as optimizer="
             )
@@ -230,19 +230,13 @@ def _optimizers_in(returned: Any) -> list[torch.optim.Optimizer]:
     return [returned]
 
 
-class _Kind(tuple[str, ...]):
-    """The class, groups and options of an optimizer, which determine its memory."""
-
-    def __str__(self) -> str:
-        return " ".join(self)
-
-
-def _kind(optimizer: torch.optim.Optimizer) -> _Kind:
+def _kind(optimizer: torch.optim.Optimizer) -> str:
+    """Return the class, groups and options of an optimizer, which determine its memory."""
     groups = []
     for group in optimizer.param_groups:
         on = [name for name in sorted(optimizer.defaults) if name != "lr" and _is_on(group.get(name))]
         groups.append(f"({len(group['params'])} parameters with {', '.join(on) or 'no options'})")
-    return _Kind((type(optimizer).__name__, *groups))
+    return " ".join((type(optimizer).__name__, *groups))
 
 
 def _is_on(value: Any) -> bool:

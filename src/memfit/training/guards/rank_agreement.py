@@ -209,7 +209,8 @@ def check_can_recover(model: nn.Module) -> None:
     """Raise UsageError for models that communicate within the step: other ranks would wait for one that undoes it."""
     from torch.distributed.tensor import DTensor
 
-    wrapped = [name or "Workload.model" for name, m in model.named_modules() if isinstance(m, _WRAPPERS)]
+    kind = nn.parallel.DistributedDataParallel
+    wrapped = [name or "Workload.model" for name, m in model.named_modules() if isinstance(m, kind)]
     if wrapped or any(isinstance(p, DTensor) for p in model.parameters()):
         what = f"{wrapped[0]} is a DistributedDataParallel" if wrapped else "the parameters are sharded"
         raise UsageError(
@@ -218,6 +219,3 @@ def check_can_recover(model: nn.Module) -> None:
             " without it, and process_group=: its ranks then decide together, and gradients are averaged after the"
             " backward pass"
         )
-
-
-_WRAPPERS = (nn.parallel.DistributedDataParallel,)
