@@ -78,15 +78,8 @@ class Check:
 
 def checks() -> list[Check]:
     """Check Jittor's requirements, without changing, compiling or importing anything."""
-    return [
-        _check_jittor(),
-        _check_numpy(),
-        _check_compiler(),
-        _check_headers(),
-        _check_onednn(),
-        _check_cuda(),
-        _check_cache(),
-    ]
+    each = (_check_jittor, _check_numpy, _check_compiler, _check_headers, _check_onednn, _check_cuda, _check_cache)
+    return [check() for check in each]
 
 
 def _version_of(package: str) -> str | None:
