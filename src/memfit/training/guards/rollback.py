@@ -125,7 +125,7 @@ class Rollback:
         self._state: dict[torch.Tensor, dict[str, Any]] = {}
 
     def _before_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        tensors = [*parameters_of(self._optimizer), *state_of(self._optimizer)]
+        tensors = self._tensors()
         if not has_room(needed_bytes(self._optimizer), tensors[0].device if tensors else torch.device("cpu")):
             self._copies = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in tensors]
         if _changes_in_place(self._optimizer):
@@ -138,6 +138,10 @@ class Rollback:
     def _after_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._has_updated = True
         self._copies = []
+
+    def _tensors(self) -> list[torch.Tensor]:
+        """Return the tensors that the optimizer changes: its parameters and its state."""
+        return [*parameters_of(self._optimizer), *state_of(self._optimizer)]
 
     def _restore_update(self) -> bool:
         if not self._has_begun:
