@@ -31,7 +31,7 @@ from memfit.errors import (
 )
 from memfit.hardware.advice import precisions
 from memfit.hardware.host import find_device
-from memfit.ir.ladder import Ladder, Outcome, Rung
+from memfit.ir.ladder import Ladder, Rung
 from memfit.ir.plan import NUMERICS, Levers, LeverUse, Numerics, Prediction, allows, freest
 from memfit.ir.remat import Regions
 from memfit.ir.trace import Trace
@@ -195,15 +195,14 @@ class _Climb:
             largest_batch=largest,
             samples_per_second=per_second,
         )
-        return rung if before is None else with_fields(rung, outcome=self._outcome(rung, before))
+        if before is None or pays(rung, before, self.budget_bytes):
+            return rung
+        return with_fields(rung, outcome="does not pay")
 
     def _running(self, levers: Levers, stack: ExitStack) -> Step:
         step = stack.enter_context(applied(levers, real_copy(self.workload)))
         step(step.workload.batch)  # makes the optimizer's state
         return step
-
-    def _outcome(self, rung: Rung, before: Rung) -> Outcome:
-        return "kept" if pays(rung, before, self.budget_bytes) else "does not pay"
 
     def _at_largest_batch(self, levers: Levers, peak_bytes: int, seconds: float) -> tuple[int | None, float]:
         """Return the samples that fit the budget together, and how many a second, from captures at two batch sizes."""
@@ -253,7 +252,7 @@ class _Climb:
             predicted_peak_bytes=now.peak_bytes,
         )
 
-    # What rungs are made of
+    # The parts of rungs
 
     def trace(self, levers: Levers) -> Trace:
         """Return the capture of a step with levers."""
@@ -289,13 +288,7 @@ class _Climb:
 
 
 def pays(rung: Rung, before: Rung, budget_bytes: int | None) -> bool:
-    """Tell whether a rung pays, against the one before.
-
-    Args:
-        rung: Measured.
-        before: Measured.
-        budget_bytes: What the step may take, where the user said so.
-    """
+    """Tell whether a measured rung pays, against the one before and within the budget that the user gave, if any."""
     assert rung.peak_ratio is not None
     assert rung.step_ratio is not None
     assert before.peak_bytes is not None

@@ -269,8 +269,7 @@ class _Rebuilding:
         items, attributes = _items(value), _attributes(value)
         if isinstance(value, tuple):
             new_items = [self(item) for item in items]
-            new = tuple.__new__(type(value), new_items)
-            self.made[id(value)] = new
+            new = self.made[id(value)] = tuple.__new__(type(value), new_items)
         else:
             base: Any = _base_of(type(value))
             new = self.made[id(value)] = base.__new__(type(value))
@@ -342,9 +341,7 @@ def _counts(node: Any, seen: set[int], root: bool = True) -> _Counts:
 def _common(counts: list[_Counts]) -> _Counts:
     """Return the intersection of sets of numbers; None, for any number, puts no bounds."""
     bounds = [numbers for numbers in counts if numbers is not None]
-    if not bounds:
-        return None
-    return set.intersection(*bounds)
+    return set.intersection(*bounds) if bounds else None
 
 
 def _is_list_of_samples(node: Any, children: list[Any], root: bool) -> bool:
@@ -353,7 +350,9 @@ def _is_list_of_samples(node: Any, children: list[Any], root: bool) -> bool:
         return False
     if _are_records(children):
         return True
-    return not root and all(isinstance(c, torch.Tensor) and c.dim() for c in children) and _are_alike(children)
+    if root or not all(isinstance(child, torch.Tensor) and child.dim() for child in children):
+        return False
+    return len({(tensor.dtype, tensor.dim()) for tensor in children}) == 1
 
 
 def _are_records(children: list[Any]) -> bool:
@@ -363,24 +362,17 @@ def _are_records(children: list[Any]) -> bool:
     return is_inner and kind not in (list, tuple)
 
 
-def _are_alike(tensors: list[Any]) -> bool:
-    return len({(t.dtype, t.dim()) for t in tensors}) == 1
-
-
 class _Cutting(_Rebuilding):
     """A rebuild of a tree from some of its samples.
 
     Args:
-        size: Number of samples of the batch.
         is_uniform: Whether `size` is the first dimension of every tensor.
         which: The samples to take: a slice, or their positions.
-        root: The batch.
     """
 
     def __init__(self, size: int, is_uniform: bool, which: slice | list[int], root: Any) -> None:
-        super().__init__(
-            functools.partial(_rows_taken, which)
-        )  # a bound method would form a cycle and keep the results alive
+        # A bound method would form a cycle and keep the results alive.
+        super().__init__(functools.partial(_rows_taken, which))
         self.size, self.is_uniform, self.which, self.root = size, is_uniform, which, root
 
     def __call__(self, value: Any) -> Any:

@@ -64,8 +64,6 @@ class Check:
     """The check of one requirement of Jittor.
 
     Attributes:
-        name: The requirement.
-        ok: Whether it is met.
         found: The version, path or text that was found.
         remedy: How to meet it; "" if it is met.
         needed: Whether Jittor can't run without it.
@@ -80,15 +78,8 @@ class Check:
 
 def checks() -> list[Check]:
     """Check Jittor's requirements, without changing, compiling or importing anything."""
-    return [
-        _check_jittor(),
-        _check_numpy(),
-        _check_compiler(),
-        _check_headers(),
-        _check_onednn(),
-        _check_cuda(),
-        _check_cache(),
-    ]
+    each = (_check_jittor, _check_numpy, _check_compiler, _check_headers, _check_onednn, _check_cuda, _check_cache)
+    return [check() for check in each]
 
 
 def _version_of(package: str) -> str | None:

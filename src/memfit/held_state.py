@@ -51,7 +51,6 @@ class Place(NamedTuple):
     """A holder of plain values.
 
     Attributes:
-        owner: Name of the holder.
         values: Returns the present values by name.
         names: Names of the values that are read; None for all.
     """
@@ -106,7 +105,6 @@ class _Accesses(NamedTuple):
     """The names in a function's code.
 
     Attributes:
-        globals: Global names that it reads.
         attributes: Names of attributes that it reads from any object.
         assigned: Attributes of its first argument that it always sets before it reads them.
     """
@@ -178,7 +176,6 @@ class _Reached:
     """The functions that code leads to, and the names in them.
 
     Args:
-        roots: Functions.
         kind: The class whose methods the functions may call.
     """
 
@@ -244,12 +241,7 @@ class Reader:
         self._of_objects: dict[int, Place] = {}
 
     def places(self, fqn: str, module: nn.Module) -> list[Place]:
-        """Return the places that a module's own code reads, without its submodules'.
-
-        Args:
-            fqn: The module's FQN.
-            module: The module.
-        """
+        """Return the places that a module's own code reads, without its submodules'."""
         own = [value for value in vars(module).values() if any(map(is_followed, _functions(value)))]
         reached, class_places = self._of_class(type(module), own)
         apart = {*own_modules(module), *own_parameters(module), *own_buffers(module)}
@@ -266,10 +258,8 @@ class Reader:
             forward = inspect.getattr_static(kind, "forward", None)
             reached = _Reached([forward, *own], kind)
             bases = [base for base in kind.__mro__ if base is not nn.Module and is_followed(base)]
-            self._of_classes[key] = (
-                reached,
-                [*(_of_type(base, reached.names) for base in bases), *self._places(reached)],
-            )
+            places = [*(_of_type(base, reached.names) for base in bases), *self._places(reached)]
+            self._of_classes[key] = reached, places
         return self._of_classes[key]
 
     def hooks(self, module: nn.Module) -> list[Place]:
@@ -283,12 +273,10 @@ class Reader:
         places: list[Place] = []
         for function in reached.functions:
             if is_followed(function):
-                names = tuple(sorted(n for n, v in globals_of(function).items() if _is_value(v)))
-                inside = tuple(sorted(n for n, v in cells_of(function).items() if _is_value(v)))
-                places += [Place(function.__module__, functools.partial(_globals, function), names)] if names else []
-                places += (
-                    [Place(function.__qualname__, functools.partial(cells_of, function), inside)] if inside else []
-                )
+                if names := tuple(sorted(n for n, v in globals_of(function).items() if _is_value(v))):
+                    places.append(Place(function.__module__, functools.partial(_globals, function), names))
+                if inside := tuple(sorted(n for n, v in cells_of(function).items() if _is_value(v))):
+                    places.append(Place(function.__qualname__, functools.partial(cells_of, function), inside))
         named = [value for value in reached.held.values() if isinstance(value, (type, types.ModuleType))]
         places += [_of_type(value, reached.names) for value in named]
         return [*places, *self._objects(reached.held.values())]
@@ -328,12 +316,7 @@ def _is_value(value: Any) -> bool:
 
 
 def generators_of(modules: Iterable[nn.Module], reader: Reader | None = None) -> list[Any]:
-    """Return the random generators that modules' code can reach, except the global ones.
-
-    Args:
-        modules: The modules, inner ones included.
-        reader: A reader with its cache of classes.
-    """
+    """Return the random generators that the code of modules, inner ones included, can reach, except the global ones."""
     reader = reader or Reader()
     generators: dict[int, Any] = {}
     for module in modules:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch import nn
 
 from memfit.batch import map_tensors
 from memfit.ir.trace import Phase
@@ -72,7 +71,6 @@ class ExecutionContext:
 
     Attributes:
         autocast: Device types with autocast on, the dtype of each, and whether weights that it casts are kept.
-        grad: Whether gradients were on.
     """
 
     autocast: tuple[tuple[str, torch.dtype, bool], ...]
@@ -81,10 +79,8 @@ class ExecutionContext:
     @classmethod
     def now(cls) -> ExecutionContext:
         """Return the present modes."""
-        caches_weights = torch.is_autocast_cache_enabled()
-        modes = [
-            (kind, torch.get_autocast_dtype(kind), caches_weights) for kind in _KINDS if torch.is_autocast_enabled(kind)
-        ]
+        kept = torch.is_autocast_cache_enabled()
+        modes = [(kind, torch.get_autocast_dtype(kind), kept) for kind in _KINDS if torch.is_autocast_enabled(kind)]
         return cls(tuple(modes), torch.is_grad_enabled())
 
     @contextlib.contextmanager
@@ -105,13 +101,9 @@ class Entry:
     """One action of the loop.
 
     Attributes:
-        kind: A call of a function or module, a backward pass, or an optimizer's update.
         what: The function, also of a backward pass; or the number of the module or optimizer.
-        arguments: Its arguments.
-        context: The modes in which it ran.
         made: Numbers of the tensors in its result, in order.
         drops: Numbers of the tensors released after it.
-        phase: Phase of the step.
         microbatch: Number of backward passes before it.
     """
 
@@ -130,9 +122,7 @@ class Tape:
     """The recording of a step.
 
     Attributes:
-        entries: Its actions, in order.
         roots: Names of the modules that it calls, as children of the workload's model; "" for the model itself.
-        passes: Number of backward passes.
     """
 
     entries: tuple[Entry, ...] = ()
@@ -150,11 +140,6 @@ class LoopWorkload(Workload):
     """
 
     tape: Tape = Tape()
-
-
-def root_of(model: nn.Module, name: str) -> nn.Module:
-    """Return a module that a tape calls."""
-    return model.get_submodule(name)
 
 
 def with_phases(entries: list[Entry]) -> tuple[tuple[Entry, ...], int]:
@@ -209,6 +194,4 @@ def _without_preparation(entries: list[Entry]) -> list[Entry]:
 
 
 def _changes_parameters(entry: Entry) -> bool:
-    return entry.kind == "function" and any(
-        isinstance(reference, ModuleTensor) for reference in entry.arguments.references
-    )
+    return entry.kind == "function" and any(isinstance(r, ModuleTensor) for r in entry.arguments.references)

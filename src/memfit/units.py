@@ -36,11 +36,7 @@ class Budget:
     argument: str
 
     def nbytes(self, *, device_bytes: int | None = None, plain_bytes: int | None = None) -> int:
-        """Return the budget in bytes.
-
-        Args:
-            device_bytes: The device's usable memory.
-            plain_bytes: The plain step's peak.
+        """Return the budget in bytes: a share is one of the device's usable memory, or of the plain step's peak.
 
         Raises:
             BudgetError: The base of a share is not given, or the share is less than a byte.
@@ -67,7 +63,6 @@ def read_budget(
     Args:
         budget: Bytes, or a string with a unit ("24GiB", "22 GB", "512 MiB"), or a share of the device ("90%") or of the
             plain step's peak ("0.5x").
-        argument: Name of the argument, for errors.
         of_device: Whether shares of the device are allowed.
         of_plain: Whether shares of the plain step's peak are allowed.
 
@@ -106,11 +101,7 @@ def _checked(budget: Budget, hint: str) -> Budget:
 
 
 def _hint(argument: str, of_device: bool, of_plain: bool) -> str:
-    shares = [
-        text
-        for is_one, text in ((of_device, "the device ('90%')"), (of_plain, "the plain step's peak ('0.5x')"))
-        if is_one
-    ]
+    shares = ["the device ('90%')"] * of_device + ["the plain step's peak ('0.5x')"] * of_plain
     share = f", or as a share of {' or of '.join(shares)}" if shares else ""
     return f"give {argument}= as bytes, or as a string with a unit ('1.5GiB', '22 GB'){share}"
 
@@ -119,9 +110,7 @@ def parse_budget(budget: int | float | str, device_bytes: int | None, argument: 
     """Return the bytes of a budget without shares of a plain step; see `read_budget`.
 
     Args:
-        budget: Bytes, a string with a unit, or a share of the device.
         device_bytes: The device's usable memory; None if shares are not allowed.
-        argument: Name of the argument, for errors.
 
     Raises:
         BudgetError: The budget is no positive number of bytes.

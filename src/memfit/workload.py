@@ -218,7 +218,6 @@ def samples_of(workload: Workload, batch: Any = None) -> int:
     It is 1 for a batch that can't be cut into microbatches.
 
     Args:
-        workload: The workload.
         batch: The batch; None for the workload's own.
 
     Raises:

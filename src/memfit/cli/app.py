@@ -43,6 +43,19 @@ AsJson = Annotated[
     bool, typer.Option("--json", help="Print one JSON document instead of tables.", callback=streams.when_asked)
 ]
 DeviceName = Annotated[str, typer.Option(help="Device to predict for; see `memfit devices`.")]
+MicrobatchSize = Annotated[
+    int | None, typer.Option(help="Samples in one forward and backward pass; the whole batch by default.", min=1)
+]
+BudgetText = Annotated[
+    str,
+    typer.Option(
+        help="Bytes, or with a unit (1.5GiB, 22GB), or a share of the device (90%) or of the plain peak (0.5x).",
+        show_default=False,
+    ),
+]
+HostBudget = Annotated[
+    str | None, typer.Option(help="Pinned host memory that activations may wait in (32GiB); for GPUs.")
+]
 PlanFile = Annotated[Path, typer.Option("--plan", help="A plan that `memfit plan` wrote.", show_default=False)]
 Overwrite = Annotated[bool, typer.Option(help="Replace what is there already.")]
 
@@ -54,6 +67,9 @@ class NumericsName(enum.StrEnum):
     reordered = "reordered"
     reduced = "reduced"
     changed = "changed"
+
+
+NumericsOption = Annotated[NumericsName, typer.Option(help="How far the numbers of the training may change.")]
 
 
 class PrecisionName(enum.StrEnum):
@@ -68,7 +84,7 @@ class PrecisionName(enum.StrEnum):
 
 
 class ShardingName(enum.StrEnum):
-    """How ranks share the training."""
+    """Ways in which ranks share the training."""
 
     ddp = "ddp"
     zero1 = "zero1"
@@ -98,13 +114,6 @@ def main() -> None:
     if "torch" not in sys.modules:  # silences its notices about partly measured memory
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
-        _main()
-    finally:
-        streams.give_back()
-
-
-def _main() -> None:
-    try:
         app()
     except MemfitError as e:
         print_error(e, streams.takes_json(), commands.is_whole)
@@ -121,6 +130,8 @@ def _main() -> None:
             raise
         print_error(e, streams.takes_json(), commands.is_whole)
         raise SystemExit(1) from None
+    finally:
+        streams.give_back()
 
 
 def _print_notes(what: str, error: BaseException) -> None:
@@ -134,9 +145,7 @@ def estimate(
     precision: Annotated[
         PrecisionName, typer.Option(help="Precision of the step; auto takes the mixed one that suits the device.")
     ] = PrecisionName.fp32,
-    microbatch_size: Annotated[
-        int | None, typer.Option(help="Samples in one forward and backward pass; the whole batch by default.", min=1)
-    ] = None,
+    microbatch_size: MicrobatchSize = None,
     world_size: Annotated[int, typer.Option(help="Ranks that share the training; the batch is one rank's.", min=1)] = 1,
     sharding: Annotated[
         ShardingName | None, typer.Option(help="How they share it; ddp by default.", show_default=False)
@@ -187,18 +196,10 @@ def estimate(
 @app.command()
 def plan(
     workload: WorkloadName,
-    budget: Annotated[
-        str,
-        typer.Option(
-            help="Bytes, or with a unit (1.5GiB, 22GB), or a share of the device (90%) or of the plain peak (0.5x).",
-            show_default=False,
-        ),
-    ],
+    budget: BudgetText,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan there, as JSON.")] = None,
     device: DeviceName = "cpu",
-    numerics: Annotated[
-        NumericsName, typer.Option(help="How far the numbers of the training may change.")
-    ] = NumericsName.reordered,
+    numerics: NumericsOption = NumericsName.reordered,
     precision: Annotated[
         list[PrecisionName] | None,
         typer.Option(
@@ -207,9 +208,7 @@ def plan(
         ),
     ] = None,
     points: Annotated[int, typer.Option(help="Budgets on the frontier, per precision and microbatch size.", min=1)] = 8,
-    host_budget: Annotated[
-        str | None, typer.Option(help="Pinned host memory that activations may wait in (32GiB); for GPUs.")
-    ] = None,
+    host_budget: HostBudget = None,
     framework: Annotated[
         FrameworkName, typer.Option(help="What the workload is written in; one in Jittor is measured here.")
     ] = FrameworkName.pytorch,
@@ -255,20 +254,12 @@ def plan(
 def run(
     context: typer.Context,
     script: Annotated[str, typer.Argument(metavar="SCRIPT [ARGS]...", help="Your script.", show_default=False)],
-    budget: Annotated[
-        str,
-        typer.Option(
-            help="Bytes, or with a unit (1.5GiB, 22GB), or a share of the device (90%) or of the plain peak (0.5x).",
-            show_default=False,
-        ),
-    ],
+    budget: BudgetText,
     is_module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as for `python -m`.")] = False,
     numerics: Annotated[
         NumericsName, typer.Option(help="How far the numbers of the training may change: exact or reordered.")
     ] = NumericsName.exact,
-    host_budget: Annotated[
-        str | None, typer.Option(help="Pinned host memory that activations may wait in (32GiB); for GPUs.")
-    ] = None,
+    host_budget: HostBudget = None,
 ) -> None:
     """Run your own training script as it is, and fit the loop in it into a budget.
 
@@ -283,9 +274,7 @@ def run(
 def probe_range(
     workload: WorkloadName,
     batches: Annotated[int, typer.Option(help="First batches of the workload to look at.", min=1)] = 1,
-    microbatch_size: Annotated[
-        int | None, typer.Option(help="Samples in one forward and backward pass; the whole batch by default.", min=1)
-    ] = None,
+    microbatch_size: MicrobatchSize = None,
     as_json: AsJson = False,
 ) -> None:
     """Tell which modules' activations or gradients leave fp16's range or flush to zero, and what to do about it."""
@@ -437,9 +426,7 @@ def ladder(
         str | None,
         typer.Option(help="Bytes, or a share as `plan` takes it; what the plain step takes by default."),
     ] = None,
-    numerics: Annotated[
-        NumericsName, typer.Option(help="How far the numbers of the training may change.")
-    ] = NumericsName.reduced,
+    numerics: NumericsOption = NumericsName.reduced,
     seconds: Annotated[float, typer.Option(help="How long each step is timed for, at least.", min=0.01)] = 2.0,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the ladder there, as JSON.")] = None,
     page: Annotated[Path | None, typer.Option("--html", help="Write a page with table and plot there.")] = None,
@@ -524,11 +511,7 @@ def demo(
 
 
 def _precisions(names: list[PrecisionName]) -> list[Precision] | None:
-    """Return the precisions for `memfit.plan`; "auto" is its default, None.
-
-    Raises:
-        UsageError: Other precisions are given beside "auto".
-    """
+    """Return the precisions for `memfit.plan`; "auto" is its default, None."""
     if PrecisionName.auto not in names:
         return [cast("Precision", name.value) for name in names] or None
     if set(names) != {PrecisionName.auto}:
@@ -567,12 +550,7 @@ def _load(workload: str, *, is_fake: bool = False) -> Workload:
 
 
 def _check_new(option: str, path: Path | None, overwrite: bool) -> None:
-    """Refuse to replace a file, and a file that can't be written, before any work is done for it.
-
-    Raises:
-        UsageError: The file exists, and `overwrite` is false.
-        OutputError: The file can't be written.
-    """
+    """Refuse to replace a file, and a file that can't be written, before any work is done for it."""
     from memfit.ir import codec
 
     if path is None:

@@ -12,7 +12,6 @@ from memfit import pipeline
 from memfit.cli.output import out, stages
 from memfit.cli.training import train_with_bar
 from memfit.ir import codec
-from memfit.ir.plan import Plan
 from memfit.ir.run_record import Views
 from memfit.recipes import byte_lm
 from memfit.report.estimates import estimate_page
@@ -30,17 +29,45 @@ def run_demo(folder: Path, steps: int | None, budget: str, overwrite: bool) -> N
     """Estimate, plan, compare, train and report, showing each, in about two minutes.
 
     Args:
-        folder: The run's folder.
         steps: Optimizer updates; None for as many as take about half a minute.
-        budget: The plan's budget.
-        overwrite: Whether the run in the folder may be replaced.
 
     Raises:
         OutputError: The folder can't be written, is not empty, or another run has it.
         InfeasibleError: No plan fits the budget.
     """
     with held_folder(folder, overwrite=overwrite, resume=False):
-        _run_demo(folder, steps, budget, overwrite)
+        _one_thread_on_a_busy_machine()
+        workload = byte_lm()
+        with stages() as progress:
+            plain = pipeline.estimate(workload, progress=progress)
+        out.print(Rule("The plain step, predicted without running it"))
+        out.print(estimate_page(plain, f"{workload.name} on cpu, 32-true"))
+        with stages() as progress:
+            plan = pipeline.plan(workload, budget=budget, progress=progress)
+        out.print(Rule(f"The frontier, and the plan for {budget}"))
+        out.print(frontier_table(plan))
+        out.print(plan_table(plan))
+        steps = steps or max(_FEWEST, min(_MOST, int(_TRAINING_SECONDS / plan.predicted.step_seconds)))
+        out.print(Rule(f"The plain step beside the planned one, then {steps} steps of training with the plan"))
+        record = train_with_bar(
+            plan,
+            workload,
+            out=folder,
+            steps=steps,
+            evaluate_every=max(1, steps // 3),
+            measure_every=10,
+            compare_steps=_COMPARED_STEPS,
+            overwrite=overwrite,
+        )
+        report = pipeline.write_report(folder)
+        comparison = codec.read(folder / VIEWS, Views).comparison
+        assert comparison is not None  # asked for above
+        out.print(Rule("What was predicted, and what was measured"))
+        out.print(comparison_table(plan, comparison))
+        peak = format_bytes(record.measured_peak_bytes or 0)
+        loss = f"{record.first_loss:.3f} → {record.last_loss:.3f}"
+        out.print(f"{record.steps} steps: loss {loss}, highest measured peak {peak}", highlight=False)
+        out.print(f"The report: {report}", highlight=False, soft_wrap=True)
 
 
 def _one_thread_on_a_busy_machine() -> None:
@@ -48,42 +75,3 @@ def _one_thread_on_a_busy_machine() -> None:
     if psutil.cpu_percent(interval=0.5) > _BUSY and torch.get_num_threads() > 1:
         torch.set_num_threads(1)
         out.print("Other programs keep this machine busy, so one thread computes.", highlight=False)
-
-
-def _steps_within(seconds: float, plan: Plan) -> int:
-    return max(_FEWEST, min(_MOST, int(seconds / plan.predicted.step_seconds)))
-
-
-def _run_demo(folder: Path, steps: int | None, budget: str, overwrite: bool) -> None:
-    _one_thread_on_a_busy_machine()
-    workload = byte_lm()
-    with stages() as progress:
-        plain = pipeline.estimate(workload, progress=progress)
-    out.print(Rule("The plain step, predicted without running it"))
-    out.print(estimate_page(plain, f"{workload.name} on cpu, 32-true"))
-    with stages() as progress:
-        plan = pipeline.plan(workload, budget=budget, progress=progress)
-    out.print(Rule(f"The frontier, and the plan for {budget}"))
-    out.print(frontier_table(plan))
-    out.print(plan_table(plan))
-    steps = steps or _steps_within(_TRAINING_SECONDS, plan)
-    out.print(Rule(f"The plain step beside the planned one, then {steps} steps of training with the plan"))
-    record = train_with_bar(
-        plan,
-        workload,
-        out=folder,
-        steps=steps,
-        evaluate_every=max(1, steps // 3),
-        measure_every=10,
-        compare_steps=_COMPARED_STEPS,
-        overwrite=overwrite,
-    )
-    report = pipeline.write_report(folder)
-    comparison = codec.read(folder / VIEWS, Views).comparison
-    assert comparison is not None  # asked for above
-    out.print(Rule("What was predicted, and what was measured"))
-    out.print(comparison_table(plan, comparison))
-    peak = format_bytes(record.measured_peak_bytes or 0)
-    loss = f"{record.first_loss:.3f} → {record.last_loss:.3f}"
-    out.print(f"{record.steps} steps: loss {loss}, highest measured peak {peak}", highlight=False)
-    out.print(f"The report: {report}", highlight=False, soft_wrap=True)

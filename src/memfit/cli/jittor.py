@@ -27,13 +27,10 @@ def examine(prepare: bool, as_json: bool) -> None:
     if as_json:
         print_json({"checks": [dataclasses.asdict(c) for c in checks], "prepare_seconds": seconds})
         return
-    table = Table(box=None, pad_edge=False)
-    for column in ("", "needs", "found", "what to do"):
-        table.add_column(column)
+    table = Table("", "needs", "found", "what to do", box=None, pad_edge=False)
     for check in checks:
-        table.add_row(
-            "ok" if check.ok else "no" if check.needed else "--", check.name, escape(check.found), escape(check.remedy)
-        )
+        mark = "ok" if check.ok else "no" if check.needed else "--"
+        table.add_row(mark, check.name, escape(check.found), escape(check.remedy))
     out.print(table)
 
 

@@ -76,11 +76,7 @@ def stages() -> Iterator[Report]:
 def seconds_left(seconds: float, first: int, done: int, total: int | None) -> float | None:
     """Return the time left of a stage, at its speed so far; None if unknown.
 
-    Args:
-        seconds: Seconds since its first report.
-        first: Items done at the first report.
-        done: Items done now.
-        total: Items in all; None if unknown.
+    `first` items were done at its first report, `seconds` ago.
     """
     if total is None or done <= first:
         return None
@@ -137,12 +133,7 @@ def _bars() -> Iterator[Report]:
 
 
 class _Line:
-    """A stage reported in lines: at its start, every `LINE_SECONDS`, and at its end, unless it was short.
-
-    Args:
-        stage: Its name.
-        done: Items done at its start.
-    """
+    """A stage reported in lines: at its start, every `LINE_SECONDS`, and at its end, unless it was short."""
 
     def __init__(self, stage: str, done: int, total: int | None, note: str) -> None:
         self.stage, self.first = stage, done

@@ -67,5 +67,4 @@ def _print_traceback(error: Exception) -> None:
     exception = traceback.TracebackException.from_exception(error)
     first = next((i for i, frame in enumerate(exception.stack) if is_users(frame.filename)), 0)
     exception.stack = traceback.StackSummary.from_list(exception.stack[first:])
-    for line in exception.format():
-        sys.stderr.write(line)
+    sys.stderr.writelines(exception.format())

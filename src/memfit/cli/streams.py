@@ -14,12 +14,7 @@ _OUT, _ERR = 1, 2
 
 
 class _SavedOutput:
-    """Standard output, saved while it is redirected to standard error.
-
-    Attributes:
-        stream: Python's stream.
-        descriptor: A duplicate of the file descriptor.
-    """
+    """Standard output, saved while it is redirected to standard error."""
 
     def __init__(self) -> None:
         self.stream: TextIO = sys.stdout

@@ -33,8 +33,6 @@ class Fitted:
         options: Options of `memfit.plan`, `budget` at least.
 
     Attributes:
-        plan: The plan.
-        precision: Precision of the step.
         microbatch_size: Batch size for the trainer's loader.
         accumulation: Number of microbatches in one update.
     """
@@ -54,8 +52,6 @@ class Fitted:
         """Check that an evaluation fits the plan's budget, between two steps of the training.
 
         Args:
-            workload: The workload of the training.
-            batch: A batch to evaluate.
             evaluate: Evaluates the model on the batch; runs without gradients and in evaluation mode.
             argument: The user's argument for the size of the batch, with its value, for the error.
 

@@ -14,6 +14,7 @@ from memfit.errors import MissingExtraError, UsageError
 from memfit.integrations.fitted import MIXED, Fitted
 from memfit.ir.plan import Plan
 from memfit.rng import rng_preserved
+from memfit.training.optimizers import parameters_of
 from memfit.workload import Workload, batch_size_of
 
 try:
@@ -121,15 +122,14 @@ class MemfitCallback(Callback):  # type: ignore[misc]
         kinds = [_kind(optimizer) for optimizer in optimizers]
         if self._planned is not None and kinds != [self._planned]:
             raise UsageError(
-                f"the trainer has the optimizer {', '.join(map(str, kinds))}, and the plan was made for"
+                f"the trainer has the optimizer {', '.join(kinds)}, and the plan was made for"
                 f" {self._planned}: create the callback anew from this module, or give it the optimizer of"
                 " configure_optimizers as optimizer="
             )
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Check the batch sizes of the validation loaders that state one."""
-        loaders = trainer.val_dataloaders
-        for loader in tree_leaves(loaders):
+        for loader in tree_leaves(trainer.val_dataloaders):
             self._check_validated(getattr(loader, "batch_size", None) or 0)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -170,7 +170,7 @@ class MemfitCallback(Callback):  # type: ignore[misc]
         self._is_spent = False
         for optimizer in trainer.optimizers:
             pl_module.optimizer_zero_grad(trainer.current_epoch, batch_idx, optimizer)
-        if any(p.grad is not None for o in trainer.optimizers for group in o.param_groups for p in group["params"]):
+        if any(p.grad is not None for optimizer in trainer.optimizers for p in parameters_of(optimizer)):
             raise UsageError(
                 f"{type(pl_module).__name__}.optimizer_zero_grad leaves gradients in memory, and the plan counts with"
                 " none in the forward pass: call optimizer.zero_grad(set_to_none=True) in it"
@@ -192,11 +192,7 @@ def _validation_step(module: nn.Module, batch: Any) -> None:
 
 
 def _configured(module: Any) -> torch.optim.Optimizer | None:
-    """Return the optimizer that a module trains with; None where it has none.
-
-    Raises:
-        UsageError: It has several, uses manual optimization, or needs a trainer to create one.
-    """
+    """Return the optimizer that a module trains with; None where it has none."""
     name = type(module).__name__
     if not module.automatic_optimization:
         raise UsageError(
@@ -234,19 +230,13 @@ def _optimizers_in(returned: Any) -> list[torch.optim.Optimizer]:
     return [returned]
 
 
-class _Kind(tuple[str, ...]):
-    """The class, groups and options of an optimizer, which determine its memory."""
-
-    def __str__(self) -> str:
-        return " ".join(self)
-
-
-def _kind(optimizer: torch.optim.Optimizer) -> _Kind:
+def _kind(optimizer: torch.optim.Optimizer) -> str:
+    """Return the class, groups and options of an optimizer, which determine its memory."""
     groups = []
     for group in optimizer.param_groups:
         on = [name for name in sorted(optimizer.defaults) if name != "lr" and _is_on(group.get(name))]
         groups.append(f"({len(group['params'])} parameters with {', '.join(on) or 'no options'})")
-    return _Kind((type(optimizer).__name__, *groups))
+    return " ".join((type(optimizer).__name__, *groups))
 
 
 def _is_on(value: Any) -> bool:

@@ -112,7 +112,8 @@ def _checkpointing_off(trainer: Any) -> tuple[Callable[[], None], list[str]]:
     on = [(args, name) for name in _CHECKPOINTING if getattr(args, name, False)]
     if on:
         off.append("TrainingArguments.gradient_checkpointing=True")
-    modules = [(m, "gradient_checkpointing") for m in trainer.model.modules() if _is_checkpointing(m)]
+    name = "gradient_checkpointing"
+    modules = [(module, name) for module in trainer.model.modules() if getattr(module, name, False) is True]
     if modules:
         off.append("the model's own gradient checkpointing (gradient_checkpointing_enable())")
     for owner, name in (*on, *modules):
@@ -123,10 +124,6 @@ def _checkpointing_off(trainer: Any) -> tuple[Callable[[], None], list[str]]:
             setattr(owner, name, True)
 
     return turn_on, [f"{setting} is turned off: the plan's recomputation replaces it" for setting in off]
-
-
-def _is_checkpointing(module: nn.Module) -> bool:
-    return getattr(module, "gradient_checkpointing", False) is True
 
 
 def _workload(trainer: Any, batch: Any, dtype: torch.dtype | None, device: str | None) -> Workload:

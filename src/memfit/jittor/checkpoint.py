@@ -41,10 +41,9 @@ def checkpoint(function: Callable[..., Any], *args: Any, parameters: Sequence[An
 
     Args:
         function: A module, or a function of variables. It runs again in the backward pass.
-        *args: Its arguments; variables in nested lists, tuples and dicts are found.
+        *args: Its arguments, and those by keyword; variables in nested lists, tuples and dicts are found.
         parameters: The variables that a function uses beside its arguments; None to find them in the module, or in the
             function's closure, defaults, globals and `functools.partial`.
-        **kwargs: Its keyword arguments.
 
     Raises:
         RecomputationError: The function reads values, draws random numbers from NumPy or Python, or uses variables
@@ -126,11 +125,7 @@ class _Region(jt.Function):
                 place[name] = value
 
     def _search(self, outputs: list[Any], targets: list[Any]) -> None:
-        """Search the graph of the function's first recomputation for parameters that are not among the targets.
-
-        Raises:
-            RecomputationError: It has such parameters.
-        """
+        """Search the graph of the function's first recomputation for parameters that are not among the targets."""
         first = getattr(self.function, "member0", self.function)  # of a run of modules, which is made anew each time
         key = first if isinstance(first, jt.Module) else getattr(first, "__code__", None)
         if key is None or key in _searched:

@@ -56,13 +56,7 @@ def _node(text: str, inputs: Iterable[int]) -> Node:
 
 
 def reached(graph: list[Node], identities: Iterable[int], beyond: Callable[[Node], bool]) -> Iterator[Node]:
-    """Yield the ancestors of variables, and the variables themselves.
-
-    Args:
-        graph: All nodes.
-        identities: The ids of the variables.
-        beyond: Tells whether to go on to a node's inputs.
-    """
+    """Yield variables and their ancestors, by ids; `beyond` tells whether to go on to a node's inputs."""
     wanted = set(identities)
     pending = [i for i, node in enumerate(graph) if node.id in wanted]
     seen = set(pending)

@@ -17,7 +17,7 @@ import jittor as jt
 from memfit.jittor.regions import executing
 from memfit.jittor.variables import FLOATS, is_trainable, mapped, modules_of, patched, slots_of
 
-_NORMALISATIONS = (jt.nn.BatchNorm, jt.nn.LayerNorm, jt.nn.GroupNorm, jt.nn.InstanceNorm)
+NORMALISATIONS = (jt.nn.BatchNorm, jt.nn.LayerNorm, jt.nn.GroupNorm, jt.nn.InstanceNorm)
 
 
 @contextlib.contextmanager
@@ -46,7 +46,7 @@ def half(model: Any) -> Iterator[None]:
 
 def _runs_in_fp32(module: Any) -> bool:
     """Return whether a module is a normalisation, or a layer without weights: activations, dropout, pooling."""
-    return isinstance(module, _NORMALISATIONS) or (len(modules_of(module)) == 1 and not module.parameters())
+    return isinstance(module, NORMALISATIONS) or (len(modules_of(module)) == 1 and not module.parameters())
 
 
 _COMPARISONS = ("__gt__", "__ge__", "__lt__", "__le__", "__eq__", "__ne__")

@@ -33,7 +33,6 @@ class Measurement:
     Attributes:
         before_bytes: Bytes in the pools before, with nothing cached.
         peak_bytes: Most bytes in the pools.
-        seconds: Wall time.
     """
 
     before_bytes: int = 0
@@ -225,11 +224,7 @@ def _watched(name: str, original: Any) -> Any:
 
 
 def _check_room(variable: Any) -> None:
-    """Refuse to compute a variable that is larger than the remaining bytes below the limit.
-
-    Raises:
-        MemoryLimitError: It is larger.
-    """
+    """Refuse to compute a variable that is larger than the remaining bytes below the limit."""
     allowed = limit_bytes()
     if allowed is None or held_bytes() + variable.nbytes <= allowed:
         return
@@ -260,11 +255,7 @@ class PoolUse:
 
 
 def pool_use(run: Callable[[], Any]) -> PoolUse:
-    """Run a function twice, and return the pool's statistics.
-
-    Args:
-        run: The function; its result is dropped.
-    """
+    """Run a function twice, drop its results, and return the pool's statistics."""
     requests = _counted(run, above_pool=True)
     return PoolUse(*requests, *_counted(run, above_pool=False))
 
@@ -295,11 +286,7 @@ class FusionUse:
 
 
 def fusion_use(run: Callable[[], Any]) -> FusionUse:
-    """Run a function with and without fused operators, each twice, and return the second measurement of each.
-
-    Args:
-        run: The function; its result is dropped.
-    """
+    """Run a function with and without fused operators, each twice, and return the second measurement of each."""
     return FusionUse(_second(run, no_fuse=0), _second(run, no_fuse=1))
 
 

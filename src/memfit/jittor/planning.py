@@ -111,7 +111,7 @@ def _step(workload: Workload, levers: Levers, predicted_peak_bytes: int | None =
 
 @dataclass(frozen=True)
 class _Cost:
-    """What a step takes, affine in the samples of its microbatch."""
+    """The bytes and seconds of a step, affine in the samples of its microbatch."""
 
     fixed_bytes: float
     sample_bytes: float
@@ -186,7 +186,7 @@ class _Planner:
         """Measure the modules on a part of the batch."""
         samples = max(1, self.batch_size // _PROFILED_SHARE)
         part, model = first(self.workload.batch, samples), self.workload.model
-        with half(model) if precision == "16-mixed" else contextlib.nullcontext(), _kept_buffers(self.workload):
+        with half(model) if precision == "16-mixed" else contextlib.nullcontext(), Step(self.workload).untouched():
             return profile(
                 model,
                 lambda: self.workload.loss_fn(model, part),
@@ -209,13 +209,8 @@ class _Planner:
 
     def _plain(self) -> Prediction:
         cost = self.costs.get("32-true") or next(iter(self.costs.values()))
-        return Prediction(
-            peak_bytes=cost.peak_bytes(self.batch_size),
-            peak_upper_bytes=cost.peak_bytes(self.batch_size),
-            step_seconds=cost.seconds(self.batch_size, self.batch_size),
-            by_category={},
-            where="predicted from fewer samples",
-        )
+        peak_bytes, seconds = cost.peak_bytes(self.batch_size), cost.seconds(self.batch_size, self.batch_size)
+        return _prediction(peak_bytes, peak_bytes, seconds, "predicted from fewer samples")
 
     def _uses(self, levers: Levers) -> tuple[LeverUse, ...]:
         """Return the levers that are used, in words: what Jittor recomputes, it adds up in another order."""
@@ -250,11 +245,7 @@ class _Planner:
         return [run for run in allowed.values() if _dropped_bytes(profiled, run) >= _LEAST_SHARE * total]
 
     def _choose(self) -> tuple[Candidate, Prediction]:
-        """Return the fastest plan whose applied step is measured to fit.
-
-        Raises:
-            InfeasibleError: None was found.
-        """
+        """Return the fastest plan whose applied step is measured to fit."""
         self._combine()
         target, lowest = self.budget_bytes - _GRAIN_BYTES, 2**63
         for attempt in range(_ATTEMPTS):
@@ -271,7 +262,8 @@ class _Planner:
                 continue
             upper = measured.peak_bytes + _GRAIN_BYTES
             if upper <= self.budget_bytes:
-                return candidate, _predicted(measured)
+                where = "measured on the applied step"
+                return candidate, _prediction(measured.peak_bytes, upper, measured.seconds, where)
             lowest = min(lowest, upper)
             if attempt == _ATTEMPTS:
                 break
@@ -282,8 +274,7 @@ class _Planner:
         """Leave out the regions that a module which can't be recomputed is in."""
         culprit = error.modules[0].split(" to ")[0]
         blocks = next(iter(self.profiles.values())).blocks
-        every = [tuple(b.fqn for b in blocks[i : i + 1]) for i in range(len(blocks))]
-        self.excluded |= {fqns for fqns in every if culprit.startswith(fqns[0]) or fqns[0].startswith(culprit)}
+        self.excluded |= {(b.fqn,) for b in blocks if culprit.startswith(b.fqn) or b.fqn.startswith(culprit)}
         self.excluded |= {
             tuple(blocks[i].fqn for i in run)
             for p in self.profiles.values()
@@ -318,13 +309,9 @@ class _Planner:
         return memory.Measurement(found[0].before_bytes, peak, seconds)
 
 
-def _predicted(measured: memory.Measurement) -> Prediction:
+def _prediction(peak_bytes: int, upper_bytes: int, seconds: float, where: str) -> Prediction:
     return Prediction(
-        peak_bytes=measured.peak_bytes,
-        peak_upper_bytes=measured.peak_bytes + _GRAIN_BYTES,
-        step_seconds=measured.seconds,
-        by_category={},
-        where="measured on the applied step",
+        peak_bytes=peak_bytes, peak_upper_bytes=upper_bytes, step_seconds=seconds, by_category={}, where=where
     )
 
 
@@ -338,12 +325,6 @@ def _undone(step: Step) -> Iterator[None]:
     finally:
         step.restore(before)
         optimizer.n_step = count
-
-
-@contextlib.contextmanager
-def _kept_buffers(workload: Workload) -> Iterator[None]:
-    with Step(workload).untouched():
-        yield
 
 
 def _dropped_bytes(profiled: Profile, run: Sequence[int]) -> int:

@@ -27,11 +27,8 @@ class Block:
     """One call of a module in the forward pass.
 
     Attributes:
-        fqn: The module's FQN.
         start: Index of the first block inside it, in the order in which they end; its own where there is none.
         kept_bytes: Bytes that it keeps for the backward pass, its result included.
-        result_bytes: Bytes of its result.
-        seconds: Seconds of its forward pass.
         children: Indices of the blocks directly inside.
     """
 
@@ -64,12 +61,9 @@ class Profile:
 
 
 def profile(model: Any, run: Callable[[], Any], samples: int, progress: Callable[[int, int], None]) -> Profile:
-    """Measure the blocks of a model.
+    """Measure the blocks of a model, which `run` runs forward on a batch of as many samples.
 
     Args:
-        model: The model.
-        run: Runs its forward pass.
-        samples: Samples in its batch.
         progress: Called with the number of blocks measured, and of all.
     """
     modules = modules_of(model)
@@ -124,13 +118,8 @@ def _without(blocks: list[Block], repeated: set[str]) -> list[Block]:
     for block in unique:
         inner = (c for child in block.children for c in _outermost(blocks, child, repeated))
         block.children = [place[id(blocks[c])] for c in inner]
-        block.start = min([blocks_before(unique, place[id(block)], block), place[id(block)]])
+        block.start = min((unique[c].start for c in block.children), default=place[id(block)])  # inner ones come first
     return unique
-
-
-def blocks_before(unique: list[Block], index: int, block: Block) -> int:
-    """Return the first of the blocks inside a block."""
-    return min((blocks_before(unique, c, unique[c]) for c in block.children), default=index)
 
 
 def _outermost(blocks: list[Block], index: int, repeated: set[str]) -> Iterator[int]:

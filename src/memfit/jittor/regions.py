@@ -67,11 +67,7 @@ def _module(modules: dict[str, Any], fqn: str) -> Any:
 
 
 def _check_run(modules: dict[str, Any], fqns: Sequence[str]) -> None:
-    """Check that modules follow one another in one container, so that no other code uses their intermediate results.
-
-    Raises:
-        PlanMismatchError: They do not follow one another.
-    """
+    """Check that modules follow one another in one container, so that no other code uses their intermediate results."""
     parent = fqns[0].rpartition(".")[0]
     container = modules.get(parent)
     names = container.layers if container is not None and is_chain(container) else ()

@@ -46,16 +46,13 @@ class Step:
     Gradients are those of the mean over the global batch, however it is cut into microbatches.
 
     Args:
-        workload: The workload to train.
         microbatch_size: Samples in one forward and backward pass (> 0); None for the whole batch.
         precision: "32-true", or "16-mixed" with fp32 master weights and loss scaling.
         regions: The regions to checkpoint.
         scaler: The loss scaler of 16-mixed steps; None for a new one.
         seed: Seed of the model's random numbers.
-        predicted_peak_bytes: Predicted peak to report in the results.
 
     Attributes:
-        steps: Number of optimizer updates done.
         attempts: Number of steps run, skipped ones included.
 
     Raises:
@@ -215,11 +212,7 @@ class Step:
         self.steps += 1
 
     def _check_limit(self, batch: Any) -> None:
-        """Predict the peak for a batch of a new shape, and compare it with the limit in force, if any.
-
-        Raises:
-            MemoryLimitError: The peak would exceed the limit.
-        """
+        """Predict the peak for a batch of a new shape, and compare it with the limit in force, if any."""
         shapes = (memory.limit_bytes(), *(tuple(v.shape) for v in variables_of(batch)))
         if memory.limit_bytes() is None or shapes in self._cleared:
             return
@@ -237,10 +230,7 @@ class Step:
 
         Beyond the held bytes and the gradients, a step's bytes are proportional to its samples, but for the pools'
         rounding, which matters with few samples: the largest run counts. Where a limit is in force, runs stay below it
-        as far as predicted.
-
-        Args:
-            batch: A global batch. Nothing is updated.
+        as far as predicted. Nothing is updated.
         """
         size = min(self.microbatch_size or batch_size_of(batch), batch_size_of(batch))
         allowed, slope = memory.limit_bytes(), 0.0
@@ -263,10 +253,7 @@ class Step:
         return measurement.peak_bytes
 
     def save(self, path: str | Path) -> Path:
-        """Write a checkpoint: parameters, buffers, optimizer state, loss scale, position. Whole or not at all.
-
-        Args:
-            path: The safetensors file.
+        """Write parameters, buffers, optimizer state, loss scale and position as safetensors, whole or not at all.
 
         Raises:
             OutputError: The file can't be written.
@@ -378,11 +365,7 @@ def _mixed_seed(seed: int, attempt: int) -> int:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the arrays and the state of a checkpoint.
-
-    Raises:
-        CheckpointError: The file can't be read.
-    """
+    """Return the arrays and the state of a checkpoint."""
     try:
         data = path.read_bytes()
         length = int.from_bytes(data[:8], "little")

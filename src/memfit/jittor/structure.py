@@ -21,19 +21,14 @@ import jittor as jt
 from memfit.errors import UsageError
 from memfit.ir.remat import Region
 from memfit.jittor.checkpoint import checkpoint
+from memfit.jittor.half import NORMALISATIONS
 from memfit.jittor.regions import checkpointed, is_chain
 from memfit.jittor.variables import modules_of
-
-_NORMALISATIONS = (jt.nn.BatchNorm, jt.nn.LayerNorm, jt.nn.GroupNorm, jt.nn.InstanceNorm)
 
 
 @contextlib.contextmanager
 def lean(model: Any) -> Iterator[None]:
-    """Recompute a model's normalisations in the backward pass, for calls and gradients inside this context.
-
-    Args:
-        model: The model. Its modules are restored afterwards.
-    """
+    """Recompute a model's normalisations in the backward pass, for calls and gradients inside this context."""
     with checkpointed(model, lean_regions(model)):
         yield
 
@@ -54,7 +49,7 @@ def _groups(layers: Mapping[str, Any]) -> Iterator[list[str]]:
     """Yield the names of a normalisation and the layers after it, up to the next one with weights."""
     group: list[str] = []
     for name, layer in layers.items():
-        is_norm = isinstance(layer, _NORMALISATIONS)
+        is_norm = isinstance(layer, NORMALISATIONS)
         if is_norm:
             group = [name]
         elif group:

@@ -70,11 +70,7 @@ class Recomputed(keras.layers.Layer):  # type: ignore[misc]
 
 
 def _chain(model: Any) -> list[Any]:
-    """Return a model's layers in order.
-
-    Raises:
-        WorkloadError: They are not a chain.
-    """
+    """Return a model's layers in order."""
     if not getattr(model, "inputs", None) or len(model.inputs) != 1 or len(model.outputs) != 1:
         raise WorkloadError(
             f"the model {model.name!r} is not built, or has several inputs or outputs: build it, with one input and"

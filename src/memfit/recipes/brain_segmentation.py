@@ -89,10 +89,11 @@ def brain_segmentation(
     training, validation = load_slabs(resolution)
     _check_patch_fits(patch, training, resolution)
     batches = SeededBatches(partial(random_patches, training, batch_size, patch, augment), batches_per_epoch, seed)
+    criterion = _import("monai.losses").DiceCELoss(softmax=True, to_onehot_y=True, batch=False)
     return Workload(
         model=model,
         batch=batches.make(epoch=0, index=0),
-        loss_fn=partial(loss, criterion=_dice_and_cross_entropy()),
+        loss_fn=partial(loss, criterion=criterion),
         optimizer=torch.optim.AdamW(model.parameters(), lr=learning_rate),
         name="brain_segmentation",
         batches=batches,
@@ -128,11 +129,6 @@ def loss(model: nn.Module, batch: Mapping[str, Tensor], *, criterion: nn.Module)
     """Return the mean over the samples of Dice loss plus cross entropy."""
     value: Tensor = criterion(model(batch["image"]), batch["label"])
     return value
-
-
-def _dice_and_cross_entropy() -> nn.Module:
-    criterion: nn.Module = _import("monai.losses").DiceCELoss(softmax=True, to_onehot_y=True, batch=False)
-    return criterion
 
 
 def evaluate_dice(model: nn.Module, *, slab: Slab, patch: tuple[int, int, int], batch_size: int) -> dict[str, float]:
@@ -237,11 +233,7 @@ def random_patches(
     """Return patches at uniformly random places.
 
     Args:
-        slab: The slab to cut from.
-        batch_size: Number of patches.
-        patch: Size of a patch in voxels.
         augment: Whether to flip (half of them, left to right) and to shift the intensity (by 0.1 on average).
-        generator: Source of all randomness.
 
     Returns:
         "image", float32 [batch, 1, x, y, z], and "label", uint8 of the same shape.

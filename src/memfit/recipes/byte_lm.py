@@ -107,17 +107,7 @@ def byte_lm(
 
 
 class ByteLM(nn.Module):
-    """A decoder-only Transformer over bytes: pre-norm blocks, learned positions.
-
-    Args:
-        n_layer: Number of blocks.
-        d_model: Width of the residual stream.
-        n_head: Number of attention heads; divides `d_model`.
-        context: Longest sequence, in bytes.
-        vocabulary_size: Size of the logits; at least 256.
-        dropout: Probability of dropping an element of the embedding, of the attention weights and
-            of what each block adds to the residual stream.
-        tied_embedding: Whether `head` shares the weight of `embed`.
+    """A decoder-only Transformer over bytes: pre-norm blocks, learned positions. Its arguments are those of `byte_lm`.
 
     Raises:
         WorkloadError: An argument is out of its range.
@@ -275,7 +265,6 @@ def python_source(split: Split, max_bytes: int | None = None) -> Tensor:
     """Return one part of the standard library's source as uint8 [n_bytes], read on first use.
 
     Args:
-        split: The part.
         max_bytes: Number of bytes of it, from its beginning (> 0); None returns all.
 
     Raises:
@@ -299,9 +288,6 @@ def random_windows(source: Tensor, batch_size: int, context: int, generator: tor
 
     Args:
         source: uint8 [n_bytes], n_bytes > `context`.
-        batch_size: Number of windows.
-        context: Bytes in a window.
-        generator: Source of the random places.
     """
     starts = torch.randint(len(source) - context, (batch_size,), generator=generator)
     return _windows_at(source, starts, context)

@@ -81,8 +81,6 @@ class Chart:
     """A chart.
 
     Args:
-        x: The axis at the bottom.
-        y: The axis at the left.
         shapes: The shapes, from the bottom to the top layer.
         spans: Bars over the chart, from x to x: operators that run again.
         headings: Text over the chart, with its x.
@@ -161,8 +159,7 @@ def _path(points: Sequence[tuple[float, float]]) -> str:
             continue
         here = round(x), GRID - round(y)
         if at is None:
-            parts.append(f"M{here[0]} {here[1]}")
-            parts.append("h0" if len(parts) else "")
+            parts.append(f"M{here[0]} {here[1]}h0")
         elif here[1] == at[1]:
             parts.append(f"h{here[0] - at[0]}")
         elif here[0] == at[0]:

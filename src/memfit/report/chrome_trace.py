@@ -30,11 +30,9 @@ def write_chrome_trace(timeline: Timeline, path: str | Path) -> Path:
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
     """Return the JSON of `write_chrome_trace`. Times are microseconds from the start of the step, to the nanosecond."""
     lanes = {phase: lane for lane, phase in enumerate(dict.fromkeys(timeline.phases), 1)}
-    events = [_name("process_name", 0, "predicted step"), *(_name("thread_name", n, name) for name, n in lanes.items())]
-    events += [
-        {"ph": "M", "name": "thread_sort_index", "pid": _PROCESS, "tid": n, "args": {"sort_index": n}}
-        for n in lanes.values()
-    ]
+    events = [_metadata("process_name", 0, name="predicted step")]
+    events += [_metadata("thread_name", lane, name=name) for name, lane in lanes.items()]
+    events += [_metadata("thread_sort_index", lane, sort_index=lane) for lane in lanes.values()]
     drawn = {name: values for name, values in timeline.live_bytes.items() if any(values)}
     now = 0
     for point, phase in enumerate(timeline.phases):
@@ -56,8 +54,8 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
     }
 
 
-def _name(kind: str, lane: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": kind, "pid": _PROCESS, "tid": lane, "args": {"name": name}}
+def _metadata(kind: str, lane: int, **arguments: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": _PROCESS, "tid": lane, "args": arguments}
 
 
 def _operator(timeline: Timeline, point: int, lane: int, start: int, nanoseconds: int) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from memfit.ir.plan import Prediction
@@ -18,14 +18,9 @@ _CLASSES_SHOWN = 6
 
 def estimate_page(prediction: Prediction, title: str) -> Group:
     """Return a prediction as tables: bytes at the peak, their share of the device, speed, and notes."""
-    facts = Table.grid(padding=(0, 3, 0, 0))
-    facts.add_column(no_wrap=True, style="bold")
-    facts.add_column(overflow="fold")
-    for name, value in [
-        *_memory(prediction),
-        *_speed(prediction.throughput, prediction.step_seconds),
-        *_phases(prediction),
-    ]:
+    facts = Table.grid(Column(no_wrap=True, style="bold"), Column(overflow="fold"), padding=(0, 3, 0, 0))
+    speed = _speed(prediction.throughput, prediction.step_seconds)
+    for name, value in (*_memory(prediction), *speed, *_phases(prediction)):
         facts.add_row(name, value)
     parts: list[RenderableType] = [prediction_table(prediction, title), facts]
     if prediction.throughput is not None:
@@ -74,10 +69,8 @@ def _speed(speed: Throughput | None, step_seconds: float) -> list[tuple[str, Tex
 
 def _classes(speed: Throughput) -> Table:
     """Return a table of the time by class of operator."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("time goes to", no_wrap=True)
-    table.add_column("seconds", justify="right", no_wrap=True)
-    table.add_column("share", justify="right", no_wrap=True)
+    figures = (Column(name, justify="right", no_wrap=True) for name in ("seconds", "share"))
+    table = Table(Column("time goes to", no_wrap=True), *figures, box=SIMPLE_HEAD, pad_edge=False)
     total = sum(speed.seconds_by_class.values())
     rows = list(speed.seconds_by_class.items())
     shown, further = rows[:_CLASSES_SHOWN], rows[_CLASSES_SHOWN:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -49,9 +50,6 @@ def timeline_chart(timeline: Timeline, *, categories: Sequence[str], budget_byte
     """Return a memory timeline: bytes alive stacked by category, the budget, and the peak.
 
     Args:
-        timeline: What to draw.
-        categories: What to stack, from the bottom.
-        budget_bytes: The budget.
         peak_bytes: The largest peak over the charts that share the axis.
     """
     total = total_bytes(timeline)
@@ -121,13 +119,8 @@ def _timeline_notes(timeline: Timeline, budget_bytes: int, drawn: bool, x: Axis,
 
 def _spans(values: Sequence[str]) -> list[tuple[str, int, int]]:
     """Return the runs of equal values, as value, start and end."""
-    spans: list[tuple[str, int, int]] = []
-    for i, value in enumerate(values):
-        if spans and spans[-1][0] == value:
-            spans[-1] = (value, spans[-1][1], i + 1)
-        else:
-            spans.append((value, i, i + 1))
-    return spans
+    starts = [i for i, value in enumerate(values) if i == 0 or value != values[i - 1]]
+    return [(values[start], start, end) for start, end in pairwise([*starts, len(values)])]
 
 
 def _pass_spans(phases: Sequence[str]) -> list[tuple[str, int, int]]:
@@ -166,10 +159,9 @@ def _joined(spans: Sequence[tuple[int, int]], gap: float) -> list[tuple[int, int
 def frontier_chart(plan: Plan) -> Chart:
     """Return the frontier: predicted peak against step time, with the plain step, this plan, and the budget."""
     points: list[Candidate | Prediction] = [*plan.frontier, plan.plain, plan.predicted]
-    held = _held(plan)
+    held, title = _held(plan)
     largest_bytes = max(map(held, points))
     drawn = plan.budget_bytes <= FAR_BUDGET * largest_bytes
-    title = "peak, at most" if held is _upper_bytes else "peak allocated"
     x = byte_axis(1.08 * max(largest_bytes, plan.budget_bytes * drawn), title, largest_bytes)
     y = second_axis(1.12 * max(point.step_seconds for point in points), "step time")
     within = [candidate for candidate in plan.frontier if is_allowed(candidate, plan.allowed)]
@@ -186,23 +178,16 @@ def frontier_chart(plan: Plan) -> Chart:
     )
 
 
-def _held(plan: Plan) -> _Bytes:
-    """Return what is held against the budget of a point, or its peak where a plan's frontier does not say it."""
-    known = plan.frontier and all(point.peak_upper_bytes is not None for point in plan.frontier)
-    return _upper_bytes if known else _peak_bytes
-
-
-def _upper_bytes(point: Candidate | Prediction) -> int:
-    return point.peak_bytes if point.peak_upper_bytes is None else point.peak_upper_bytes
-
-
-def _peak_bytes(point: Candidate | Prediction) -> int:
-    return point.peak_bytes
+def _held(plan: Plan) -> tuple[_Bytes, str]:
+    """Return a point's bytes that the budget limits, or its peak where a plan's frontier lacks them; and a title."""
+    if plan.frontier and all(point.peak_upper_bytes is not None for point in plan.frontier):
+        return operator.attrgetter("peak_upper_bytes"), "peak, at most"
+    return operator.attrgetter("peak_bytes"), "peak allocated"
 
 
 def _frontier_marks(plan: Plan, x: Axis, y: Axis) -> list[Mark]:
     """Return the points of the frontier, those that need a freer class hollow, then the plain step and the plan."""
-    held = _held(plan)
+    held, _ = _held(plan)
     chosen = chosen_index(plan)
     others = [c for i, c in enumerate(plan.frontier) if i != chosen and is_allowed(c, plan.allowed)]
     ours = plan.predicted if chosen is None else plan.frontier[chosen]
@@ -258,9 +243,7 @@ def curve_chart(
     """Return a training curve.
 
     Args:
-        steps: The step of each value.
         values: What to draw; gaps where it is None or not finite.
-        name: What the axis says.
         axis: Gives the axis from 0 up to a value; None for one that holds all values.
     """
     finite = [math.nan if value is None or not math.isfinite(value) else value for value in values]

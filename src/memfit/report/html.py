@@ -19,6 +19,7 @@ from memfit.report.summary import (
     change_text,
     comparison_rows,
     lever_rows,
+    loss_rows,
     loss_text,
     microbatches,
     offers,
@@ -58,9 +59,7 @@ def render(
     """Return the page.
 
     Args:
-        plan: The plan.
         views: Its timelines before and after, its modules, and the comparison of both steps if there is one.
-        run: The training run, if there is one.
         metrics: A line for each step of the run, with the keys step, loss, grad_norm, skipped, loss_scale,
             seconds and peak_bytes, of which any but step may be missing or None. A line without a key, as
             that of an evaluation, is no gap in the curve; one with None is.
@@ -120,7 +119,7 @@ def _context(report: Report) -> dict[str, Any]:
         "largest_saved": max([1, *(max(row.saved_bytes, row.planned_saved_bytes) for row in views.modules)]),
         "comparison": comparison_rows(plan, views.comparison, run),
         "losses": loss_text(views.comparison) if views.comparison else None,
-        "loss_rows": _loss_rows(views.comparison),
+        "loss_rows": _ends(loss_rows(views.comparison), _MAX_ROWS) if views.comparison else [],
         "evaluation_keys": sorted({key for evaluation in evaluations for key in evaluation.values}),
         "waiting": waiting_text(run) if run else None,
         "retries": retries_text(run) if run else None,
@@ -172,18 +171,6 @@ def _category_rows(views: Views) -> list[tuple[str, str, str, str]]:
         change = "unchanged" if new == old else format_bytes(new - old).replace("-", "−")
         rows.append((name, format_bytes(old), format_bytes(new), f"+{change}" if new > old else change))
     return rows
-
-
-def _loss_rows(comparison: Comparison | None) -> list[tuple[int, str, str, str]]:
-    """Return the losses of both steps and their difference, of the first and the last steps."""
-    if comparison is None:
-        return []
-    pairs = zip(comparison.plain_losses, comparison.planned_losses, strict=False)
-    rows = [
-        (step, f"{plain:.7g}", f"{planned:.7g}", "0" if plain == planned else f"{planned - plain:+.1e}")
-        for step, (plain, planned) in enumerate(pairs, 1)
-    ]
-    return _ends(rows, _MAX_ROWS)
 
 
 def largest_modules(modules: Sequence[ModuleRow]) -> list[ModuleRow]:

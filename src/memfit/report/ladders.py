@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Group, RenderableType
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -47,10 +47,8 @@ def ladder_table(ladder: Ladder) -> Group:
     for rung in ladder.rungs:
         if rung.is_measured:
             table.add_row(*(Text(cell, _STYLES[rung.outcome] if i == 8 else "") for i, cell in enumerate(_cells(rung))))
-    unmeasured: list[RenderableType] = [
-        Text(clean(f"{rung.name}: {rung.outcome}; {rung.why}"), "dim") for rung in _rest(ladder)
-    ]
-    measured = [Text(clean(f"{rung.name}: {rung.why}")) for rung in ladder.rungs if rung.is_measured]
+    measured = (Text(clean(f"{rung.name}: {rung.why}")) for rung in ladder.rungs if rung.is_measured)
+    unmeasured = (Text(clean(f"{rung.name}: {rung.outcome}; {rung.why}"), "dim") for rung in _rest(ladder))
     return Group(table, Text(), *measured, *unmeasured)
 
 
@@ -70,14 +68,13 @@ def write_ladder(path: str | Path, ladder: Ladder) -> Path:
 
 def ladder_page(ladder: Ladder) -> str:
     """Return one HTML file with the plot and the table."""
-    measured = [rung for rung in ladder.rungs if rung.is_measured]
     return render_page(
         "ladder.html.j2",
         {"ladder": ladder_chart(ladder)},
         ladder=ladder,
         budget=_budget(ladder),
         columns=_COLUMNS,
-        rows=[(rung, _cells(rung)) for rung in measured],
+        rows=[(rung, _cells(rung)) for rung in ladder.rungs if rung.is_measured],
         rest=_rest(ladder),
         steps=_next_steps(ladder),
     )
@@ -126,16 +123,13 @@ def _next_steps(ladder: Ladder) -> list[NextStep]:
                 " Workload.batch that many samples if the training bears it."
             )
         )
-    for rung in ladder.rungs:
-        if rung.outcome == "proposed":
-            steps.append(NextStep(clean(f"{rung.name} changes the model: {rung.why}")))
-    return steps
+    proposed = (rung for rung in ladder.rungs if rung.outcome == "proposed")
+    return [*steps, *(NextStep(clean(f"{rung.name} changes the model: {rung.why}")) for rung in proposed)]
 
 
 def _budget(ladder: Ladder) -> str:
-    return (
-        f"budget {format_bytes(ladder.budget_bytes)}{'' if ladder.is_budget_given else ', the peak of the plain step'}"
-    )
+    whose = "" if ladder.is_budget_given else ", the peak of the plain step"
+    return f"budget {format_bytes(ladder.budget_bytes)}{whose}"
 
 
 def _rest(ladder: Ladder) -> list[Rung]:
@@ -145,20 +139,14 @@ def _rest(ladder: Ladder) -> list[Rung]:
 def _cells(rung: Rung) -> tuple[str, ...]:
     assert rung.peak_bytes is not None
     assert rung.step_seconds is not None
-    largest = (
-        MISSING
-        if rung.samples_per_second is None
-        else "any"
-        if rung.largest_batch is None
-        else f"{rung.largest_batch:,}"
-    )
+    largest = "any" if rung.largest_batch is None else f"{rung.largest_batch:,}"
     return (
         rung.name,
         format_bytes(rung.peak_bytes),
         "" if rung.peak_ratio is None else ratio_text(rung.peak_ratio, 1),
         seconds_text(rung.step_seconds),
         "" if rung.step_ratio is None else ratio_text(rung.step_ratio, 1),
-        largest,
+        MISSING if rung.samples_per_second is None else largest,
         MISSING if rung.samples_per_second is None else f"{rung.samples_per_second:,.4g}",
         rung.numerics or MISSING,
         rung.outcome,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from memfit.ir.device import Device
@@ -96,9 +96,7 @@ def _rate(figure: float, unit: str) -> str:
 
 def verification_table(verification: Verification) -> Group:
     """Return a verification as tables: numerics, peaks, and failures."""
-    table = Table(title="Plain step against planned step", title_justify="left", show_header=False)
-    table.add_column(style="bold")
-    table.add_column()
+    table = _facts("Plain step against planned step")
     table.add_row("class", verification.numerics)
     table.add_row(
         "loss",
@@ -107,11 +105,9 @@ def verification_table(verification: Verification) -> Group:
     )
     table.add_row("gradients", "bitwise equal" if verification.bitwise else _apart(verification.gradient_difference))
     table.add_row("predicted peak", format_bytes(verification.predicted_peak_bytes))
-    measured, plain = (
-        format_bytes(verification.measured_peak_bytes),
-        format_bytes(verification.plain_measured_peak_bytes),
-    )
-    table.add_row("measured peak", f"{measured} (plain {plain}, budget {format_bytes(verification.budget_bytes)})")
+    measured, plain = verification.measured_peak_bytes, verification.plain_measured_peak_bytes
+    budget = format_bytes(verification.budget_bytes)
+    table.add_row("measured peak", f"{format_bytes(measured)} (plain {format_bytes(plain)}, budget {budget})")
     parts: list[RenderableType] = [table]
     if not verification.bitwise:
         parts.append(_gradients(verification))
@@ -120,6 +116,11 @@ def verification_table(verification: Verification) -> Group:
     if verification.holds:
         parts.append(Text("The plan is what it says.", style="green"))
     return Group(*parts)
+
+
+def _facts(title: str | Text) -> Table:
+    """Return a table of names and values, without rows yet."""
+    return Table(Column(style="bold"), Column(), title=title, title_justify="left", show_header=False)
 
 
 def _apart(relative: float) -> str:
@@ -138,15 +139,14 @@ def _gradients(verification: Verification) -> Table:
 
 def run_table(run: RunRecord) -> Group:
     """Return a run as tables: steps, losses, measurements, evaluations and events."""
-    table = Table(title=Text(clean(f"Run of {run.workload}")), title_justify="left", show_header=False)
-    table.add_column(style="bold")
-    table.add_column()
+    table = _facts(Text(clean(f"Run of {run.workload}")))
     for name, value in _run_facts(run):
         table.add_row(name, Text(clean(value)))
     parts: list[RenderableType] = [table]
     if run.evaluations:
         parts.append(_evaluations(run))
-    parts += [Text(text, style="yellow") for text in (retries_text(run),) if text]
+    if retries := retries_text(run):
+        parts.append(Text(retries, style="yellow"))
     parts += [Text(clean(f"after step {event.step}, {event.kind}: {event.text}")) for event in run.events[-_LINES:]]
     parts += [Text(clean(f"failed: {run.error}"), style="red")] if run.error else []
     return Group(*parts)

@@ -41,9 +41,7 @@ def write_snapshot(
     Where the device runs out of memory, the history ends, as in a real program.
 
     Args:
-        events: The events, in execution order.
         settings: The settings of `PYTORCH_ALLOC_CONF`.
-        path: The file.
         capacity_bytes: Most bytes that the device gives; None for no limit.
         total_bytes: The device's memory, of which `settings.memory_fraction` is a share.
         seconds: The duration of each point; if empty, each event takes a microsecond.
@@ -87,7 +85,6 @@ class _History:
     """The history of the allocator: each action with its operator.
 
     Attributes:
-        entries: The records of actions, in order.
         frames: The stack of each block in use, by address.
         segment_frames: The stack of the first request for each range of device memory, by address.
     """
@@ -161,11 +158,8 @@ def stack(label: str) -> Frames:
 
 def _segments(head: Block, history: _History, expandable: bool) -> list[dict[str, Any]]:
     """Return the records of a segment: one, or one for each mapped range of an expandable segment."""
-    records = []
-    for mapped, group in itertools.groupby(head.through_end(), key=lambda block: block.mapped):
-        if mapped:
-            records.append(_segment(list(group), history) | {"is_expandable": expandable})
-    return records
+    ranges = itertools.groupby(head.through_end(), key=lambda block: block.mapped)
+    return [_segment(list(group), history) | {"is_expandable": expandable} for mapped, group in ranges if mapped]
 
 
 def _segment(blocks: list[Block], history: _History) -> dict[str, Any]:

@@ -35,7 +35,6 @@ class Report:
 
     Args:
         metrics: A line for each step, as for `render`.
-        folder: The run's folder; None if unknown.
     """
 
     plan: Plan

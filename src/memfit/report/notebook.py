@@ -8,24 +8,21 @@ from __future__ import annotations
 
 import html
 import os
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 from rich.console import RenderableType
 
-from memfit.ir.device import Device
 from memfit.ir.ladder import Ladder
 from memfit.ir.plan import Frontier, Plan, Prediction
-from memfit.ir.ranges import RangeReport
-from memfit.ir.run_record import Comparison, RunRecord
+from memfit.ir.run_record import Comparison
 from memfit.ir.verification import Verification
 from memfit.report.bars import Bar, bars_html, stack_html
 from memfit.report.charts import chart_html, key_html
 from memfit.report.estimates import estimate_page
 from memfit.report.figures import frontier_chart
 from memfit.report.ladders import ladder_chart, ladder_table
-from memfit.report.listings import device_page, device_table, range_table, run_table, verification_table
+from memfit.report.listings import verification_table
 from memfit.report.pages import resource
 from memfit.report.rendering import html_of
 from memfit.report.tables import comparison_table, frontier_table, plan_table
@@ -89,26 +86,6 @@ def ladder_html(ladder: Ladder) -> str:
     chart = ladder_chart(ladder)
     picture = chart_html(chart, "", f"{len(ladder.rungs)} rungs by measured peak and step time")
     return framed(picture, key_html(chart), ladder_table(ladder))
-
-
-def run_html(run: RunRecord) -> str:
-    """Return the record of a run."""
-    return framed(run_table(run))
-
-
-def range_html(report: RangeReport) -> str:
-    """Return the ranges of a step's numbers."""
-    return framed(range_table(report))
-
-
-def devices_html(devices: Sequence[Device]) -> str:
-    """Return devices as a table."""
-    return framed(device_table(devices, "Devices"))
-
-
-def device_html(device: Device) -> str:
-    """Return every figure of a device."""
-    return framed(device_page(device, ()))
 
 
 class ReportFile(type(Path())):  # type: ignore[misc]  # Path itself can be subclassed from Python 3.12 on

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from time import monotonic
-from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 from memfit.report.notebook import framed
@@ -74,11 +73,7 @@ class _Stage:
 
 
 class Bars:
-    """A bar for each reported stage; use it as a context manager.
-
-    Args:
-        name: The name of the call, shown with its seconds at the end.
-    """
+    """A bar for each reported stage; use it as a context manager. At the end it shows the call with its seconds."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -90,9 +85,7 @@ class Bars:
     def __enter__(self) -> Bars:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if self._handle is None:
             return
         if error is None:

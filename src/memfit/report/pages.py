@@ -25,13 +25,7 @@ if TYPE_CHECKING:
 
 
 def render_page(template: str, charts: Mapping[str, Chart], **context: Any) -> str:
-    """Return a page.
-
-    Args:
-        template: Name of the template in this package.
-        charts: The charts, by the name of their element.
-        context: Other variables of the template.
-    """
+    """Return a page of a template in this package, with charts by the name of their element."""
 
     def draw(name: str, text: str) -> str:
         return markup(chart_html(charts[name], name, text))

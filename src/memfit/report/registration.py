@@ -1,8 +1,8 @@
-"""How each kind of record is shown: `show_records` tells `ir.display`."""
+"""Tells `ir.display` how each kind of record is shown."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import RenderableType
@@ -30,42 +30,29 @@ def show_records() -> None:
     """Have records shown as the terminal and the page show them."""
     show_with(Plan, View(_plan, plan_text, notebook.plan_html))
     show_with(Candidate, View(_candidate))
-    show_with(Frontier, View(None, _frontier_text, notebook.frontier_html))
-    show_with(Prediction, View(_prediction, _text(_estimate), notebook.prediction_html))
+    show_with(Frontier, View(None, lambda found: text_of(frontier_table(found.plan)), notebook.frontier_html))
+    estimate = _text(lambda prediction: estimate_page(prediction, "Estimate"))
+    show_with(Prediction, View(_prediction, estimate, notebook.prediction_html))
     show_with(Verification, View(_verification, _text(verification_table), notebook.verification_html))
-    show_with(Comparison, View(_comparison, _text(_compared), notebook.comparison_html))
+    compared = _text(lambda comparison: comparison_table(None, comparison))
+    show_with(Comparison, View(_comparison, compared, notebook.comparison_html))
     show_with(Ladder, View(_ladder, ladder_text, notebook.ladder_html))
-    show_with(RunRecord, View(_run, _text(run_table), notebook.run_html))
-    show_with(RangeReport, View(_ranges, _text(range_table), notebook.range_html))
-    show_with(Device, View(_device, _text(_one_device), notebook.device_html))
-    show_with(Devices, View(None, _text(_devices), notebook.devices_html))
+    show_with(RunRecord, _as_table(_run, run_table))
+    show_with(RangeReport, _as_table(_ranges, range_table))
+    show_with(Device, _as_table(_device, lambda device: device_page(device, ())))
+    show_with(Devices, _as_table(None, lambda devices: device_table(devices, "Devices")))
     show_with(Timeline, View(_timeline))
     show_with(Views, View(lambda views: f"of {len(views.modules):,} modules: {_timeline(views.planned)}"))
     show_with(Trace, View(lambda trace: f"of {len(trace.ops):,} operators"))
 
 
+def _as_table(line: Callable[[Any], str] | None, table: Callable[[Any], RenderableType]) -> View:
+    """Return the view of a record that is the same table in the terminal and in a notebook."""
+    return View(line, _text(table), lambda record: notebook.framed(table(record)))
+
+
 def _text(table: Callable[[Any], RenderableType]) -> Callable[[Any], str]:
     return lambda record: text_of(table(record), width=120)
-
-
-def _estimate(prediction: Prediction) -> RenderableType:
-    return estimate_page(prediction, "Estimate")
-
-
-def _compared(comparison: Comparison) -> RenderableType:
-    return comparison_table(None, comparison)
-
-
-def _one_device(device: Device) -> RenderableType:
-    return device_page(device, ())
-
-
-def _devices(devices: Sequence[Device]) -> RenderableType:
-    return device_table(devices, "Devices")
-
-
-def _frontier_text(frontier: Frontier) -> str:
-    return text_of(frontier_table(frontier.plan))
 
 
 # What `repr` says, in a line

@@ -1,4 +1,4 @@
-"""What the terminal and the page both say about a plan, in words."""
+"""A plan and its run in words, for the terminal and the page alike."""
 
 from __future__ import annotations
 
@@ -123,9 +123,7 @@ def keep_text(keep: Sequence[str], offload: bool = False) -> str:
 
 def region_groups(regions: Iterable[Region]) -> list[RegionGroup]:
     """Return regions with repeated siblings folded: those alike but for a number in their FQN become one."""
-    groups: dict[_Group, int] = {}
-    for region in regions:
-        groups[_path(region), keep_text(region.keep, region.offload)] = 1
+    groups = {(_path(region), keep_text(region.keep, region.offload)): 1 for region in regions}
     for position in reversed(range(max((len(fqn) for fqn, _ in groups), default=0))):
         groups = _fold(groups, position)
     return [RegionGroup(".".join(fqn) or "(the whole model)", n, action) for (fqn, action), n in groups.items()]
@@ -275,6 +273,15 @@ def retries_text(run: RunRecord) -> str | None:
 
 def _both(what: str, plain: float, planned: float, shown: Callable[[float], str]) -> ComparisonRow:
     return ComparisonRow(what, shown(plain), shown(planned), ratio_text(planned, plain))
+
+
+def loss_rows(comparison: Comparison) -> list[tuple[int, str, str, str]]:
+    """Return the number of each step, the losses of the plain and the planned one, and their difference."""
+    pairs = zip(comparison.plain_losses, comparison.planned_losses, strict=False)
+    return [
+        (step, f"{plain:.7g}", f"{planned:.7g}", "0" if plain == planned else f"{planned - plain:+.1e}")
+        for step, (plain, planned) in enumerate(pairs, 1)
+    ]
 
 
 def loss_text(comparison: Comparison) -> str:

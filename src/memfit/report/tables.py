@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from memfit.ir.plan import Candidate, Plan, Prediction
@@ -23,6 +23,7 @@ from memfit.report.summary import (
     is_allowed,
     lever_rows,
     levers_text,
+    loss_rows,
     loss_text,
     measured_rows,
     offers,
@@ -55,8 +56,7 @@ def plan_table(plan: Plan) -> Table:
     )
     table.add_column(no_wrap=True, style="bold")
     table.add_column(overflow="fold")
-    blocks = (_cost_block(plan), _lever_block(plan), _solver_block(plan))
-    for block in blocks:
+    for block in (_cost_block(plan), _lever_block(plan), _solver_block(plan)):
         table.add_row("", "")
         for name, value in block:
             table.add_row(name, value)
@@ -91,10 +91,7 @@ def _cost_block(plan: Plan) -> list[tuple[str, RenderableType]]:
 
 
 def _lever_block(plan: Plan) -> list[tuple[str, RenderableType]]:
-    levers = Table.grid(padding=(0, 3, 0, 0))
-    levers.add_column(no_wrap=True)
-    levers.add_column()
-    levers.add_column(no_wrap=True)
+    levers = Table.grid(Column(no_wrap=True), Column(), Column(no_wrap=True), padding=(0, 3, 0, 0))
     rows = lever_rows(plan)
     if not rows:
         levers.add_row("none: the step runs as it is", "", "")
@@ -106,9 +103,7 @@ def _lever_block(plan: Plan) -> list[tuple[str, RenderableType]]:
     ]
     groups = region_groups(plan.levers.regions)
     if groups:
-        regions = Table.grid(padding=(0, 3, 0, 0))
-        regions.add_column(overflow="fold")
-        regions.add_column(overflow="fold")
+        regions = Table.grid(Column(overflow="fold"), Column(overflow="fold"), padding=(0, 3, 0, 0))
         for group in groups:
             regions.add_row(Text(group.name), _dim(group.action))
         block.append(("Regions", regions))
@@ -146,8 +141,8 @@ def frontier_table(plan: Plan) -> Table | Text:
         table.add_column(name, justify="right" if name in right else "left", no_wrap=name != "levers")
     chosen = chosen_index(plan)
     for i, candidate in enumerate(plan.frontier):
-        cells = _frontier_cells(plan, candidate, i == chosen)
-        table.add_row(*cells, style=_frontier_style(plan, candidate, i == chosen))
+        style = "bold" if i == chosen else "" if is_allowed(candidate, plan.allowed) else "bright_black"
+        table.add_row(*_frontier_cells(plan, candidate, i == chosen), style=style)
     table.caption = Text("\n".join(["", _marks(plan, chosen), *offers(plan)]))
     table.caption_justify = "left"
     return table
@@ -171,12 +166,6 @@ def _frontier_cells(plan: Plan, candidate: Candidate, is_chosen: bool) -> list[R
 def _is_rival(candidate: Candidate, is_chosen: bool) -> bool:
     """Tell whether a point was captured and not taken."""
     return candidate.is_captured and not is_chosen
-
-
-def _frontier_style(plan: Plan, candidate: Candidate, is_chosen: bool) -> str:
-    if is_chosen:
-        return "bold"
-    return "" if is_allowed(candidate, plan.allowed) else "bright_black"
 
 
 def _marks(plan: Plan, chosen: int | None) -> str:
@@ -227,19 +216,18 @@ def comparison_table(plan: Plan | None, comparison: Comparison) -> Group:
     for row in comparison_rows(plan, comparison) if plan else measured_rows(comparison):
         table.add_row(*(Text(cell) for cell in row))
     summary = Text(f"Loss at the same data, {loss_text(comparison)}.")
-    pairs = list(zip(comparison.plain_losses, comparison.planned_losses, strict=False))
-    return Group(table, _loss_table(pairs), summary) if pairs else Group(table, summary)
+    rows = loss_rows(comparison)
+    return Group(table, _loss_table(rows), summary) if rows else Group(table, summary)
 
 
-def _loss_table(pairs: list[tuple[float, float]]) -> Table:
+def _loss_table(rows: list[tuple[int, str, str, str]]) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for name in ("step", "loss, plain", "loss, planned", "difference"):
         table.add_column(name, justify="right", no_wrap=True)
-    hidden = len(pairs) - _LOSS_ROWS
-    for step, (plain, planned) in enumerate(pairs, 1):
-        if hidden <= 1 or step < _LOSS_ROWS or step == len(pairs):
-            difference = "0" if plain == planned else f"{planned - plain:+.1e}"
-            table.add_row(f"{step:,}", f"{plain:.7g}", f"{planned:.7g}", difference)
+    hidden = len(rows) - _LOSS_ROWS
+    for step, *losses in rows:
+        if hidden <= 1 or step < _LOSS_ROWS or step == len(rows):
+            table.add_row(f"{step:,}", *losses)
         elif step == _LOSS_ROWS:
             table.add_row("…", "…", "…", "…")
     return table

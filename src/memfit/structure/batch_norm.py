@@ -110,6 +110,5 @@ def _group_norm(module: BatchNormBase, groups: int) -> nn.GroupNorm:
 
 def _batch_norms(model: nn.Module) -> dict[str, BatchNormBase]:
     """Return the BatchNorms that are not frozen, by FQN; a module with two names appears under both."""
-    kind = BatchNormBase
     named = model.named_modules(remove_duplicate=False)
-    return {name: m for name, m in named if isinstance(m, kind) and not isinstance(m, _Frozen)}
+    return {name: m for name, m in named if isinstance(m, BatchNormBase) and not isinstance(m, _Frozen)}

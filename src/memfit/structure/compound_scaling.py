@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
@@ -36,9 +36,7 @@ class Rule:
 
     Args:
         name: Name in tables.
-        depth: Base of the depth's multiplier (≥ 1).
-        width: Base of the width's multiplier (≥ 1).
-        resolution: Base of the resolution's multiplier (≥ 1).
+        depth: Base of the depth's multiplier (≥ 1), as `width` and `resolution` of theirs.
     """
 
     name: str
@@ -66,8 +64,6 @@ class Member:
     """The prediction for one member of a family.
 
     Attributes:
-        rule: The rule's name.
-        phi: The φ of that rule.
         width: Multiplier of the width, as `depth` and `resolution` of theirs.
         parameters: Number of elements in the model's parameters.
         multiply_adds: Multiply-adds of the loss's forward pass, for one sample.
@@ -98,8 +94,6 @@ class Scaling:
         workload: The chosen member's workload.
         chosen: The fitting member with the best proxy.
         members: All members, by rule and φ.
-        budget_bytes: The budget.
-        notes: Remarks on the search.
     """
 
     workload: Workload
@@ -194,22 +188,18 @@ def scale(
     return Scaling(workload, chosen, tuple(members), budget_bytes, tuple(_notes(members, best, phi_range)))
 
 
+@dataclass
 class _Search:
     """The search for the largest member of a family; each member is predicted once."""
 
-    def __init__(
-        self,
-        family: Callable[[float, float, float], Workload],
-        budget_bytes: int,
-        proxy: Callable[[Workload], float] | None,
-        planned: bool,
-        numerics: Numerics,
-        device: str,
-    ) -> None:
-        self.family, self.budget_bytes, self.proxy = family, budget_bytes, proxy
-        self.planned, self.numerics, self.device = planned, numerics, device
-        self.members: list[Member] = []
-        self._known: dict[str, tuple[int, float, bool]] = {}
+    family: Callable[[float, float, float], Workload]
+    budget_bytes: int
+    proxy: Callable[[Workload], float] | None
+    planned: bool
+    numerics: Numerics
+    device: str
+    members: list[Member] = field(default_factory=list)
+    known: dict[str, tuple[int, float, bool]] = field(default_factory=dict)
 
     def largest(self, rule: Rule, tolerance: float, phi_range: tuple[float, float]) -> Member | None:
         """Return the member at the largest φ of a rule that fits, or None."""
@@ -238,13 +228,11 @@ class _Search:
         width, depth, resolution = rule.at(phi)
         workload = self.family(width, depth, resolution)
         key = fingerprint(workload)
-        if key not in self._known:
-            self._known[key] = self._predicted(workload)
-        peak_bytes, step_seconds, fits = self._known[key]
+        if key not in self.known:
+            self.known[key] = self._predicted(workload)
+        peak_bytes, step_seconds, fits = self.known[key]
         multiply_adds = forward_pass(workload).multiply_adds
-        proxy = None
-        if fits:
-            proxy = float(multiply_adds if self.proxy is None else self.proxy(workload))
+        proxy = float(multiply_adds if self.proxy is None else self.proxy(workload)) if fits else None
         member = Member(
             rule.name, phi, width, depth, resolution, sum(p.numel() for p in workload.model.parameters()),
             multiply_adds, peak_bytes, step_seconds, fits, proxy,

@@ -12,6 +12,7 @@ Networks*, section 3.3, without its non-linearity).
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -86,10 +87,7 @@ def separable_convolutions(
         raise WorkloadError(f"fit={fit!r} is unknown: use 'weights' or 'batch'")
     if fit == "batch" and not has_data(workload):
         raise WorkloadError("fit='batch' needs a model with data, and Workload.model is on meta: use fit='weights'")
-
-    def make(old: Convolution) -> SeparableConv:
-        return SeparableConv(old, rank)
-
+    make = functools.partial(SeparableConv, rank=rank)
     before, made, chosen = _replaced(workload, make, modules, multiply_adds, by, device)
     if fit == "batch":
         _fit_to_batch(workload, made, chosen)
@@ -118,20 +116,13 @@ def grouped_convolutions(
         workload: The user's workload; nothing of it is changed.
         groups: Number of groups of channels (> 1); convolutions with channels that it does not divide stay.
         modules: Patterns of FQNs; see `separable_convolutions` for this and the other arguments.
-        multiply_adds: The share of the model's multiply-adds to come down to; None replaces all.
-        by: Which convolutions come first.
-        device: Device that both steps are predicted for.
-        measure: Whether to run both steps on the machine at hand too.
 
     Raises:
         WorkloadError: As in `separable_convolutions`.
     """
     if groups < 2:
         raise WorkloadError(f"groups={groups} is not above 1: give the number of groups that the channels are cut into")
-
-    def make(old: Convolution) -> Convolution | None:
-        return _grouped(old, groups)
-
+    make = functools.partial(_grouped, groups=groups)
     before, made, chosen = _replaced(workload, make, modules, multiply_adds, by, device)
     if has_data(made):
         refresh_statistics(made)
@@ -145,7 +136,6 @@ class SeparableConv(nn.Sequential):
 
     Args:
         old: The full convolution; its weights are decomposed, its bias is taken over.
-        rank: Kernels for each input channel.
     """
 
     depthwise: Convolution
@@ -154,7 +144,7 @@ class SeparableConv(nn.Sequential):
     def __init__(self, old: Convolution, rank: int) -> None:
         super().__init__()
         self.depthwise = _like(old, old.in_channels, old.in_channels * rank, old.in_channels)
-        self.pointwise = _like(old, old.in_channels * rank, old.out_channels, old.groups, kernel_size=1)
+        self.pointwise = _like(old, old.in_channels * rank, old.out_channels, old.groups, is_pointwise=True)
         depthwise, pointwise = separated(old.weight.detach(), old.groups, rank)
         self.depthwise.weight = nn.Parameter(depthwise, old.weight.requires_grad)
         self.pointwise.weight = nn.Parameter(pointwise, old.weight.requires_grad)
@@ -167,7 +157,6 @@ def separated(weight: Tensor, groups: int, rank: int) -> tuple[Tensor, Tensor]:
 
     Args:
         weight: Weight of the full convolution, [out, in / groups, *kernel].
-        groups: Groups of the full convolution.
         rank: Kernels for each input channel (> 0); those beyond the number of kernel elements are zero.
 
     Returns:
@@ -202,13 +191,11 @@ def _grouped(old: Convolution, groups: int) -> Convolution | None:
 
 
 def _like(
-    old: Convolution, in_channels: int, out_channels: int, groups: int, kernel_size: int | None = None
+    old: Convolution, in_channels: int, out_channels: int, groups: int, is_pointwise: bool = False
 ) -> Convolution:
     """Return a convolution without bias and data, with the geometry of `old`, or of kernel size 1 and stride 1."""
-    geometry: dict[str, Any] = {"kernel_size": 1}
-    if kernel_size is None:
-        names = ("kernel_size", "stride", "padding", "dilation", "padding_mode")
-        geometry = {name: getattr(old, name) for name in names}
+    names = ("kernel_size", "stride", "padding", "dilation", "padding_mode")
+    geometry: dict[str, Any] = {"kernel_size": 1} if is_pointwise else {name: getattr(old, name) for name in names}
     kind: Callable[..., Convolution] = type(old)
     return kind(in_channels, out_channels, groups=groups, bias=False, device="meta", **geometry)
 
@@ -337,11 +324,8 @@ def _fit_to_batch(original: Workload, made: Workload, chosen: dict[str, _Candida
 def _seen(workload: Workload, module: nn.Module, *, outputs: bool) -> list[Tensor]:
     """Return the inputs of a module in a forward pass, or its outputs, a tensor for each call."""
     tensors: list[Tensor] = []
-    handle = module.register_forward_hook(lambda module, args, out: tensors.append(out if outputs else args[0]))
-    try:
+    with module.register_forward_hook(lambda module, args, out: tensors.append(out if outputs else args[0])):
         workload.loss_fn(workload.model, workload.batch)
-    finally:
-        handle.remove()
     return tensors
 
 

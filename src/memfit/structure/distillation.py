@@ -183,22 +183,17 @@ class Outputs:
     def features(self, model: Distilled) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the student's projected features beside the teacher's."""
         for ours, theirs in model.pairs.items():
-            student_features, teacher_features = (
-                torch.cat(self.noted[f"{who}.{name}"]) for who, name in (("s", ours), ("t", theirs))
-            )
-            yield model.projections[_key(ours)](student_features), teacher_features
+            student_features, teacher_features = self.noted[f"s.{ours}"], self.noted[f"t.{theirs}"]
+            yield model.projections[_key(ours)](torch.cat(student_features)), torch.cat(teacher_features)
 
 
 class Distilled(nn.Module):
     """A student with its teacher. It returns the student's outputs; while it is watched, the teacher runs first.
 
     Args:
-        student: The model that is trained.
         teacher: The frozen teacher; None where its outputs are in the batch.
         pairs: FQNs of the student's feature modules, with the teacher's.
         projections: Projections of the student's features, by FQN with dashes for dots.
-        microbatch_size: Samples that the teacher runs at a time; None for all.
-        dtype: Dtype that the teacher's inputs are cast to; None leaves them.
     """
 
     def __init__(

@@ -5,16 +5,15 @@ from __future__ import annotations
 import copy
 import dataclasses
 import fnmatch
-import io
+import functools
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
@@ -29,6 +28,7 @@ from memfit.errors import WorkloadError
 from memfit.ir.plan import Levers, Numerics, Prediction
 from memfit.levers.stack import applied
 from memfit.pipeline import estimate
+from memfit.report.rendering import text_of
 from memfit.report.summary import MISSING, clean, ratio_text
 from memfit.training.trainer import evaluation_mode
 from memfit.units import format_bytes, format_seconds
@@ -84,12 +84,8 @@ class Proposal:
     Attributes:
         workload: The changed workload, for `memfit.plan` and `memfit.train` like any other. Its model and optimizer
             are new; `batches` are the same object as the original's.
-        lever: Name of the change.
-        changes: The changed modules.
-        before: Price of the original.
         after: Price of the changed workload, before any fine-tuning but that of `prune` between its rounds.
         notes: Remarks, above all on where the change does not pay.
-        numerics: Numerics class of the change.
     """
 
     workload: Workload
@@ -108,11 +104,8 @@ class Proposal:
             table.add_column(name, justify="right", no_wrap=True)
         for row in _rows(self.before, self.after):
             table.add_row(*(Text(cell) for cell in row))
-        console = Console(width=100, file=io.StringIO(), color_system=None, force_terminal=False, legacy_windows=False)
-        with console.capture() as captured:
-            console.print(Text(title), table, *(Text(clean(f"{c.module}: {c.what}")) for c in self.changes), sep="\n")
-            console.print(*(Text(clean(note)) for note in self.notes), sep="\n")
-        return "\n".join(line.rstrip() for line in captured.get().splitlines()).strip("\n")
+        changes = (Text(clean(f"{change.module}: {change.what}")) for change in self.changes)
+        return text_of(Text(title), table, *changes, *(Text(clean(note)) for note in self.notes))
 
 
 def _rows(before: Price, after: Price) -> Iterator[tuple[str, str, str, str]]:
@@ -144,18 +137,7 @@ def proposal(
     notes: Sequence[str] = (),
     before_price: Price | None = None,
 ) -> Proposal:
-    """Return the proposal of a changed workload, with the prices before and after.
-
-    Args:
-        lever: Name of the change.
-        before: The user's workload; nothing of it is changed.
-        after: The changed workload.
-        changes: The changed modules.
-        device: Device that both steps are predicted for.
-        measure: Whether to run both steps on the machine at hand too.
-        notes: Remarks on the lever.
-        before_price: The price of `before`; None to compute it.
-    """
+    """Return the proposal of a changed workload, priced for a device as the user's is; `measure` runs both here too."""
     was, now = before_price or price(before, device=device), price(after, device=device)
     if measure:
         was, now = (
@@ -247,24 +229,16 @@ def forward_pass(workload: Workload) -> ForwardPass:
     outputs: dict[str, list[torch.Size]] = {}
     with nothing_changes(workload), evaluation_mode(copied.model), ExitStack() as stack:
         for name, module in copied.model.named_modules():
-            stack.enter_context(_noting(name, module, outputs))
+            stack.enter_context(module.register_forward_hook(functools.partial(_note, name, outputs)))
         counter = FlopCounterMode(display=False)
         with values.fake, values, counter:
             copied.loss_fn(copied.model, copied.batch)
     return ForwardPass(counter.get_total_flops() // 2 // samples_of(workload), outputs)
 
 
-@contextmanager
-def _noting(name: str, module: nn.Module, outputs: dict[str, list[torch.Size]]) -> Iterator[None]:
-    def note(module: nn.Module, args: Any, output: Any) -> None:
-        if isinstance(output, Tensor):
-            outputs.setdefault(name, []).append(output.shape)
-
-    handle = module.register_forward_hook(note)
-    try:
-        yield
-    finally:
-        handle.remove()
+def _note(name: str, outputs: dict[str, list[torch.Size]], module: nn.Module, args: Any, output: Any) -> None:
+    if isinstance(output, Tensor):
+        outputs.setdefault(name, []).append(output.shape)
 
 
 def changeable_copy(workload: Workload) -> Workload:
@@ -329,8 +303,8 @@ def refresh_statistics(workload: Workload) -> None:
     Their inputs changed with the layers before, and evaluation uses these statistics (Li et al. 2020, *EagleEye: Fast
     Sub-Net Evaluation for Efficient Neural Network Pruning*, section 3.4).
     """
-    kinds = BatchNormBase
-    norms = [m for m in workload.model.modules() if isinstance(m, kinds) and m.training and m.running_mean is not None]
+    norms = [m for m in workload.model.modules() if isinstance(m, BatchNormBase) and m.training]
+    norms = [norm for norm in norms if norm.running_mean is not None]
     momenta = [norm.momentum for norm in norms]
     with evaluation_mode(workload.model):
         for norm in norms:

@@ -33,6 +33,7 @@ from memfit.structure.proposal import (
     refresh_statistics,
     replace_parameters,
 )
+from memfit.training.trainer import evaluation_mode
 from memfit.workload import Loss, Workload, slice_batch
 
 Importance = Literal["l1", "batch-norm"]
@@ -193,9 +194,8 @@ def _importance(tp: Any, kind: Importance) -> Callable[[Any], Tensor | None]:
         if scores is None:
             return None
         scores = scores[: len(group[0].idxs)]  # longer where a concatenation follows a depthwise convolution
-        order = torch.linspace(
-            0, _TIE, len(scores), device=scores.device
-        )  # breaks ties, which else would all go at once
+        # The order breaks ties, which else would all go at once.
+        order = torch.linspace(0, _TIE, len(scores), device=scores.device)
         return scores / scores.mean().clamp(min=torch.finfo(scores.dtype).tiny) + order
 
     return importance
@@ -220,11 +220,8 @@ def _graph(tp: Any, model: nn.Module, workload: Workload) -> Any:
 def _outputs(model: nn.Module, workload: Workload) -> list[Tensor]:
     """Return the model's outputs for two samples, each tensor with a node of its own at the end of its graph."""
     seen: list[Any] = []
-    handle = model.register_forward_hook(lambda module, args, output: seen.append(output))
-    try:
+    with model.register_forward_hook(lambda module, args, output: seen.append(output)):
         workload.loss_fn(model, slice_batch(workload.batch, 0, 2))
-    finally:
-        handle.remove()
     tensors = [t for t in tree_leaves(seen) if isinstance(t, Tensor) and t.requires_grad]
     if not tensors:
         raise WorkloadError(
@@ -236,13 +233,8 @@ def _outputs(model: nn.Module, workload: Workload) -> list[Tensor]:
 @contextlib.contextmanager
 def _tracing(workload: Workload) -> Iterator[None]:
     """Let torch-pruning trace a model in evaluation mode, and restore everything afterwards."""
-    modes = {module: module.training for module in workload.model.modules()}
-    try:
-        with nothing_changes(workload), torch.enable_grad():
-            yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+    with nothing_changes(workload), evaluation_mode(workload.model), torch.enable_grad():
+        yield
 
 
 def _indices(tp: Any, original: Workload, history: list[Any]) -> dict[str, Tensor]:

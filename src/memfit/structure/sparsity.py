@@ -7,7 +7,7 @@ masks gains nothing anywhere, and on a CPU nothing does; a proposal's price says
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -48,9 +48,9 @@ def sparsify(
     _check_shared(made.model, {n: named[n] for n in chosen})
     for name in chosen:
         parametrize.register_parametrization(named[name], "weight", Masked(mask_2_to_4(named[name].weight)))
-    return proposal(
-        "2:4 sparsity", workload, made, _changes(named, chosen), device=device, measure=measure, notes=[_NOTE]
-    )
+    sizes = {name: f"{named[name].in_features}→{named[name].out_features}" for name in chosen}
+    changes = [Change(name, f"Linear {size}: 2 of 4 weights stay") for name, size in sizes.items()]
+    return proposal("2:4 sparsity", workload, made, changes, device=device, measure=measure, notes=[_NOTE])
 
 
 _NOTE = (
@@ -149,9 +149,3 @@ def _check_shared(model: nn.Module, chosen: dict[str, nn.Linear]) -> None:
             raise WorkloadError(
                 f"{name}.weight is shared with {other_names[0]}, which would stay dense: leave {name!r} out of modules"
             )
-
-
-def _changes(named: dict[str, nn.Linear], chosen: Sequence[str]) -> Iterator[Change]:
-    for name in chosen:
-        module = named[name]
-        yield Change(name, f"Linear {module.in_features}→{module.out_features}: 2 of 4 weights stay")

@@ -89,10 +89,9 @@ class _Answering(nn.Module):
 
 
 class Targets:
-    """A file of a teacher's outputs, in memory.
+    """A file of a teacher's outputs that `precompute` wrote, in memory.
 
     Args:
-        path: The file that `precompute` wrote.
         workload: The workload whose samples it shall hold.
 
     Raises:
@@ -181,8 +180,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 def _signature(workload: Workload) -> str:
     """Return the shapes and dtypes of a sample."""
-    parts = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape[1:])}" for t in tensors_of(workload.batch)]
-    return ", ".join(parts)
+    return ", ".join(f"{str(t.dtype)[6:]}{list(t.shape[1:])}" for t in tensors_of(workload.batch))
 
 
 def _fingerprint(teacher: nn.Module) -> str:

@@ -11,6 +11,7 @@ from torch import nn
 
 from memfit._torch.pytree import tree_map
 from memfit.ir.trace import Phase
+from memfit.training.optimizers import parameters_of
 from memfit.training.step import Step
 from memfit.workload import Loop, samples_of
 
@@ -20,10 +21,6 @@ class DescribedLoop:
 
     Args:
         step: Runs the forward pass and cuts the batch; nothing else of it is used.
-        loop: The description of the user's loop.
-
-    Attributes:
-        on_phase: Called when a phase begins.
     """
 
     def __init__(self, step: Step, loop: Loop) -> None:
@@ -72,12 +69,11 @@ class DescribedLoop:
         if not self.loop.holds_outputs:
             yield
             return
-        handle = self.workload.model.register_forward_hook(self._hold)
-        try:
-            yield
-        finally:
-            handle.remove()
-            self._outputs = self._loss = None
+        with self.workload.model.register_forward_hook(self._hold):
+            try:
+                yield
+            finally:
+                self._outputs = self._loss = None
 
     def _hold(self, module: nn.Module, args: Any, output: Any) -> None:
         self._outputs = output
@@ -98,7 +94,7 @@ class DescribedLoop:
 
     def _update(self) -> None:
         """Unscale and clip where the workload asks for it, and step."""
-        updated = [p for g in self.workload.optimizer.param_groups for p in g["params"]]
+        updated = parameters_of(self.workload.optimizer)
         if self.step.scaler is not None and self.loop.scales_loss:
             self.step.scaler.unscale([p.grad for p in updated if p.grad is not None])
         if self.workload.max_grad_norm is not None:

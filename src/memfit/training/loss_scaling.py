@@ -17,11 +17,7 @@ class LossScaler:
     `torch.amp.GradScaler` has it. The scale stays between a floor and a ceiling; it is a Python number, so that reading
     it does not wait for the device; and an update is skipped for all optimizers or none.
 
-    Args:
-        settings: The settings of `Workload.loss_scaling`.
-
     Attributes:
-        scale: Loss scale of the next step.
         skips: Number of updates skipped so far.
         skips_in_a_row: Number of updates skipped since the last one that was made.
     """

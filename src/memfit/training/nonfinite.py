@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from memfit._torch.autograd import current_graph_task_id
+from memfit.training.accumulation_window import gradient_values
 from memfit.workload import tensors_of
 
 
@@ -39,12 +40,11 @@ def watching(model: nn.Module) -> Iterator[FirstNotFinite]:
     first = FirstNotFinite()
     with contextlib.ExitStack() as stack:
         for name, module in model.named_modules():
-            handle = module.register_forward_hook(functools.partial(_see_outputs, first, name))
-            stack.callback(handle.remove)
+            stack.enter_context(module.register_forward_hook(functools.partial(_see_outputs, first, name)))
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                handle = parameter.register_hook(functools.partial(_see_gradient, first, f"the parameter {name!r}"))
-                stack.callback(handle.remove)
+                see = functools.partial(_see_gradient, first, f"the parameter {name!r}")
+                stack.enter_context(parameter.register_hook(see))
         yield first
 
 
@@ -61,6 +61,5 @@ def _see_outputs(first: FirstNotFinite, name: str, module: nn.Module, args: Any,
 
 
 def _see_gradient(first: FirstNotFinite, what: str, gradient: torch.Tensor) -> None:
-    values = gradient.coalesce().values() if gradient.is_sparse else gradient
-    if first.backward is None and not torch.isfinite(values).all():
+    if first.backward is None and not torch.isfinite(gradient_values(gradient)).all():
         first.backward = what

@@ -1,4 +1,4 @@
-"""Several optimizers as one, for models whose parameters have different update rules."""
+"""An optimizer's tensors; and several optimizers as one, for models whose parameters have different update rules."""
 
 from __future__ import annotations
 
@@ -6,8 +6,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from memfit.errors import WorkloadError
+from memfit.workload import tensors_of
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Return the parameters of an optimizer's groups, in order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def state_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the tensors of an optimizer's state."""
+    return [tensor for values in optimizer.state.values() for tensor in tensors_of(values)]
 
 
 class Optimizers(torch.optim.Optimizer):

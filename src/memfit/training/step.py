@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from memfit.training.accumulation_window import Window, checked_loss, gradient_e
 from memfit.training.guards.rank_agreement import SingleProcess
 from memfit.training.loss_scaling import LossScaler
 from memfit.training.nonfinite import FirstNotFinite, watching
+from memfit.training.optimizers import parameters_of
 from memfit.workload import Workload, part_of, samples_of
 
 
@@ -40,7 +41,7 @@ class InBackward(Protocol):
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step did.
+    """The result of one step.
 
     Attributes:
         loss: Mean loss over the global batch.
@@ -62,34 +63,20 @@ class StepResult:
     skips: int = 0
 
 
-class _Norm(float):
-    """A norm of gradients, and whether it is that of the gradients or of their entries, repeated ones not added up."""
-
-    def __new__(cls, value: torch.Tensor | float, is_whole: bool = True) -> Self:
-        norm = super().__new__(cls, value)
-        norm.is_whole = is_whole
-        return norm
-
-    is_whole: bool
-
-
 @dataclass(frozen=True)
 class StepOptions:
-    """How a step runs.
+    """The settings of a step.
 
     Attributes:
         microbatch_size: Samples in one forward and backward pass (> 0); None for the whole batch.
         autocast: Makes the context of each forward pass.
         around: Makes the context of a whole step.
-        scaler: Scales the loss of fp16 steps.
         update: Updates the parameters from their gradients; None for `Workload.optimizer.step`.
         in_backward: Updates them in the backward pass instead; then there is one microbatch, and no clipping.
         masters: For parameters of the model that another one is updated for, which has the gradient: that one.
         prediction: What the step's plan predicts; None without a plan.
-        predicted_peak_bytes: Goes into the results.
         recovery: Runs each step, and runs it again where memory runs out (`training.guards.recovery`).
         limit: Makes the context of a step on a batch in which no more may be held than it says.
-        ranks: Ranks that train together.
         proving: Makes the context of the steps that hold what is computed again in the backward pass against what was
             computed before (`memfit.levers.switch`).
     """
@@ -125,14 +112,11 @@ class Step:
     normalisations too.
 
     Args:
-        workload: What to train.
         options: How the step runs; None for the defaults.
         changes: Options by name, in place of those of the record.
 
     Attributes:
         options: How the step runs: one record, which `change` replaces whole.
-        steps: Optimizer updates done.
-        last: The result of the last call.
         on_phase: Told each phase of a step, and of which microbatch.
 
     Raises:
@@ -184,12 +168,8 @@ class Step:
 
     def compute_loss(self, microbatch: Any) -> tuple[torch.Tensor, torch.Tensor | float | None]:
         """Return the loss of a microbatch, and the count it is to be divided by (None if it is a mean)."""
-        if self.options.autocast is None:
-            value = self.workload.loss_fn(self.workload.model, microbatch)
-        else:
-            with self.options.autocast():
-                value = self.workload.loss_fn(self.workload.model, microbatch)
-        return checked_loss(value)
+        with self.autocast():
+            return checked_loss(self.workload.loss_fn(self.workload.model, microbatch))
 
     def autocast(self) -> AbstractContextManager[object]:
         """Make the context of a forward pass."""
@@ -225,19 +205,19 @@ class Step:
                 self._rehearse(batch, self.options.in_backward)
             proving = None
         with self._within(batch), nullcontext() if proving is None else proving():
-            loss, norm, scale = self._run(batch)
+            loss, norm, is_whole, scale = self._run(batch)
         skipped = not math.isfinite(norm)
         skips = 0 if self.scaler is None else self.scaler.skips
         if not skipped:
             self.steps += 1
         seconds = time.perf_counter() - started
-        grad_norm = math.nan if skipped or not norm.is_whole else float(norm)
+        grad_norm = math.nan if skipped or not is_whole else norm
         self.last = StepResult(loss, grad_norm, skipped, scale, seconds, self.options.predicted_peak_bytes, skips)
         return self.last
 
     def gradients(self, batch: Any) -> tuple[float, dict[str, torch.Tensor]]:
         """Return the loss and the unclipped gradient of every parameter by FQN, and update nothing."""
-        parameters, _ = self._held()
+        parameters = self.parameters()
         _clear(parameters)
         try:
             with nullcontext() if self.options.around is None else self.options.around():
@@ -251,24 +231,24 @@ class Step:
 
     # What a step consists of
 
-    def _run(self, batch: Any) -> tuple[float, _Norm, float]:
-        """Return the loss, the gradient norm and the loss scale of an update."""
+    def _run(self, batch: Any) -> tuple[float, float, bool, float]:
+        """Return the loss of an update, its gradient norm as `_update` does, and the loss scale."""
         parameters, statistics = self._held()
         before = [s.clone() for s in statistics]
         _clear(parameters)
-        norm = _Norm(math.nan)
+        norm = math.nan
         try:
             loss = self._accumulate(batch, parameters, updating=self.options.in_backward)
             self._check_loss(loss, batch)
             self._phase("optimizer", 0)
             self.options.ranks.average()
             scale = 1.0 if self.scaler is None else self.scaler.scale
-            norm = self._update(loss, batch)
+            norm, is_whole = self._update(loss, batch)
         finally:
             _clear(parameters)
             if statistics and not math.isfinite(norm):
                 foreach_copy_(statistics, before)
-        return loss, norm, scale
+        return loss, norm, is_whole, scale
 
     @contextmanager
     def _within(self, batch: Any) -> Iterator[None]:
@@ -296,7 +276,7 @@ class Step:
 
     def _held(self) -> tuple[list[nn.Parameter], list[torch.Tensor]]:
         """Return every parameter, of optimizer and model, and the statistics that the model's normalisations keep."""
-        parameters = {id(p): p for g in self.workload.optimizer.param_groups for p in g["params"]}
+        parameters = {id(p): p for p in parameters_of(self.workload.optimizer)}
         statistics: list[torch.Tensor] = []
         modules: dict[int, nn.Module] = {}
         waiting = [self.workload.model]
@@ -314,9 +294,6 @@ class Step:
     def parameters(self) -> list[nn.Parameter]:
         """Return every parameter, of optimizer and model."""
         return self._held()[0]
-
-    def _updated(self) -> list[nn.Parameter]:
-        return [p for g in self.workload.optimizer.param_groups for p in g["params"]]
 
     def named_owners(self) -> list[tuple[str, nn.Parameter]]:
         """Return the parameters that have the gradients, by the FQN of the model's."""
@@ -349,11 +326,14 @@ class Step:
         window.finish(_gradients_of(parameters))
         return window.mean_loss()
 
-    def _update(self, loss: float, batch: Any) -> _Norm:
-        """Unscale, clip, step, update the scale. Return the gradient norm; where it is not finite nothing was done."""
+    def _update(self, loss: float, batch: Any) -> tuple[float, bool]:
+        """Unscale, clip, step, update the scale. Return the gradient norm; where it is not finite nothing was done.
+
+        The second value tells whether it is that of the gradients, or of their entries, repeated ones not added up.
+        """
         if self.options.in_backward is not None:
-            return self._norm_in_backward(self.options.in_backward.norms(), loss)
-        updated = self._updated()
+            return self._norm_in_backward(self.options.in_backward.norms(), loss), True
+        updated = parameters_of(self.workload.optimizer)
         gradients = _gradients_of(updated)
         if not gradients:
             raise WorkloadError("Workload.loss_fn returned a loss that no parameter of Workload.optimizer leads to")
@@ -361,10 +341,10 @@ class Step:
             self.scaler.unscale(gradients)
         is_whole = self.workload.max_grad_norm is not None or not any(g.is_sparse for g in gradients)
         total = _total_norm([gradient_values(g) if is_whole else gradient_entries(g) for g in gradients])
-        norm = _Norm(total, is_whole)
+        norm = float(total)
         if not math.isfinite(norm):
             self._skip(norm, loss, batch)
-            return norm
+            return norm, is_whole
         if self.workload.max_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(updated, self.workload.max_grad_norm, total)
         self.update_parameters()
@@ -372,13 +352,13 @@ class Step:
             self.scaler.update(overflowed=False)
         if self.workload.scheduler is not None:
             self.workload.scheduler.step()
-        return norm
+        return norm, is_whole
 
-    def _norm_in_backward(self, norms: list[torch.Tensor], loss: float) -> _Norm:
+    def _norm_in_backward(self, norms: list[torch.Tensor], loss: float) -> float:
         """Return the norm of the gradients that the backward pass used."""
         if not norms:
             raise WorkloadError("Workload.loss_fn returned a loss that no parameter of Workload.optimizer leads to")
-        norm = _Norm(torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms])))
+        norm = float(_norm_of(norms))
         if not math.isfinite(norm):
             raise NonFiniteError(
                 f"the gradient norm is {norm} at step {self.steps} (loss {loss:g}), and the weights were updated with"
@@ -396,45 +376,38 @@ class Step:
     def _check_loss(self, loss: float, batch: Any) -> None:
         if self.scaler is None and not math.isfinite(loss):
             where = self._diagnosis(batch)
-            raise NonFiniteError(
+            raise self._not_finite(
                 f"the loss is {loss} at step {self.steps} ({where}): nothing was updated. Look at the batch, lower the"
                 " learning rate, or give Workload.max_grad_norm",
-                step=self.steps,
-                value=loss,
-                forward=where.forward,
-                backward=where.backward,
+                loss,
+                where,
             )
 
     def _skip(self, norm: float, loss: float, batch: Any) -> None:
-        """Count a skipped update.
-
-        Raises:
-            NonFiniteError: Nothing scales the loss, or as many updates in a row were skipped as may be.
-        """
+        """Count a skipped update."""
         parameter = self._first_not_finite()
         if self.scaler is None:
             where = self._diagnosis(batch)
-            raise NonFiniteError(
+            raise self._not_finite(
                 f"the gradient norm is {norm} at step {self.steps} (loss {loss:g}), first in {parameter}"
                 f" ({where}): nothing was updated. Look at the batch, or lower the learning rate",
-                step=self.steps,
-                value=norm,
-                forward=where.forward,
-                backward=where.backward,
+                norm,
+                where,
             )
         in_a_row, scale = self.scaler.skips_in_a_row + 1, self.scaler.scale
         if in_a_row >= self.scaler.settings.max_skips:
             where = self._diagnosis(batch)
-            raise NonFiniteError(
+            raise self._not_finite(
                 f"the gradients overflowed in {in_a_row} steps in a row at step {self.steps}, last in {parameter}"
                 f" ({where}), and the loss scale fell to {scale:g}: nothing was updated. The model"
                 " leaves the range of fp16: use precision='bf16-mixed', or name the module in Workload.fp32_modules",
-                step=self.steps,
-                value=math.inf,
-                forward=where.forward,
-                backward=where.backward,
+                math.inf,
+                where,
             )
         self.scaler.update(overflowed=True)
+
+    def _not_finite(self, text: str, value: float, where: FirstNotFinite) -> NonFiniteError:
+        return NonFiniteError(text, step=self.steps, value=value, forward=where.forward, backward=where.backward)
 
     def _first_not_finite(self) -> str:
         """Return the FQN of the first parameter whose gradient is not finite."""
@@ -445,7 +418,7 @@ class Step:
 
     def _diagnosis(self, batch: Any) -> FirstNotFinite:
         """Run the batch again and watch the modules; the gradients are of no use any more."""
-        parameters, _ = self._held()
+        parameters = self.parameters()
         _clear(parameters)
         with rng_preserved(), watching(self.workload.model) as found:
             self._accumulate(batch, parameters)
@@ -471,5 +444,9 @@ def _total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     if all(gradient.dtype != torch.float16 for gradient in gradients):
         return torch.nn.utils.get_total_norm(gradients)
     norms = [torch.linalg.vector_norm(g, dtype=torch.float32 if g.dtype == torch.float16 else None) for g in gradients]
+    return _norm_of(norms)
+
+
+def _norm_of(norms: list[torch.Tensor]) -> torch.Tensor:
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
     return norm

@@ -12,16 +12,7 @@ import torch
 
 from memfit.batch import leaves_of
 from memfit.ir.trace import Phase
-from memfit.tape import (
-    BatchTensor,
-    Entry,
-    ExecutionContext,
-    LoopWorkload,
-    ModuleTensor,
-    Reference,
-    ResultTensor,
-    root_of,
-)
+from memfit.tape import BatchTensor, Entry, ExecutionContext, LoopWorkload, ModuleTensor, Reference, ResultTensor
 from memfit.training.step import Step, StepOptions, StepResult
 
 Tensors = dict[int, torch.Tensor]
@@ -34,7 +25,6 @@ class TapedStep(Step):
     runs to be captured.
 
     Args:
-        workload: The workload, with its tape.
         autocast: Returns the autocast context of forward passes; used where the loop has none of its own.
     """
 
@@ -44,12 +34,11 @@ class TapedStep(Step):
         super().__init__(workload, StepOptions(autocast=autocast))
         self.tape = workload.tape
         self._left: Tensors = {}
-        roots = [root_of(workload.model, name) for name in self.tape.roots]
+        self._roots = [workload.model.get_submodule(name) for name in self.tape.roots]
         self._named = [
             {**dict(root.named_buffers(remove_duplicate=False)), **dict(root.named_parameters(remove_duplicate=False))}
-            for root in roots
+            for root in self._roots
         ]
-        self._roots = roots
         optimizer = workload.optimizer
         self._optimizers: list[Any] = getattr(optimizer, "optimizers", [optimizer])
 
@@ -99,12 +88,8 @@ class TapedStep(Step):
 
     def _begin_of(self, index: int) -> int:
         """Return the position of a forward pass's first entry; of the backward pass where it has none."""
-        of_pass = [
-            i
-            for i, entry in enumerate(self.tape.entries)
-            if entry.phase in ("forward", "backward") and entry.microbatch == index
-        ]
-        return of_pass[0]
+        of_pass = (entry.microbatch == index and entry.phase in ("forward", "backward") for entry in self.tape.entries)
+        return next(i for i, is_of_pass in enumerate(of_pass) if is_of_pass)
 
     def _play(self, entries: Iterable[Entry], tensors: Tensors, batch: Any, tells: bool = False) -> None:
         phase: tuple[Phase, int] = ("optimizer", 0)
@@ -121,12 +106,10 @@ class TapedStep(Step):
                 self._do(entry, tensors, batch)
 
     def _entered(self, entry: Entry) -> AbstractContextManager[object]:
-        own = entry.context.entered()
-        if self.options.autocast is None or entry.context.autocast or entry.phase != "forward":
-            return own
         contexts = contextlib.ExitStack()
-        contexts.enter_context(self.options.autocast())
-        contexts.enter_context(own)
+        if entry.phase == "forward" and not entry.context.autocast:
+            contexts.enter_context(self.autocast())
+        contexts.enter_context(entry.context.entered())
         return contexts
 
     def _do(self, entry: Entry, tensors: Tensors, batch: Any) -> None:
@@ -153,11 +136,7 @@ class TapedStep(Step):
 
 
 class CombinedOptimizers:
-    """The optimizers of a loop as one with all their parameters; the tape steps each by itself.
-
-    Args:
-        optimizers: The loop's optimizers, left unchanged.
-    """
+    """The optimizers of a loop, left unchanged, as one with all their parameters; the tape steps each by itself."""
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         self.optimizers = list(optimizers)

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ from memfit.workload import fingerprint, samples_of
 _log = logging.getLogger("memfit")
 
 
+@dataclass(eq=False, repr=False)
 class Trainer:
     """One run of training. A step is one optimizer update; updates that fp16 skips do not count.
 
@@ -56,8 +58,6 @@ class Trainer:
     meet the conditions of `BatchStream`.
 
     Args:
-        step: The step to run.
-        plan: The plan of the step.
         out: Folder of the run: `run.json`, `plan.json`, `metrics.jsonl`, `checkpoint-<step>/`, `tensorboard/`.
         steps: Total number of optimizer updates, those before resuming included (> 0). Either this or `epochs`.
         epochs: Total number of passes over the workload's batches (> 0).
@@ -83,42 +83,37 @@ class Trainer:
         MissingExtraError: TensorBoard is not installed.
     """
 
-    def __init__(
-        self,
-        step: Step,
-        plan: Plan,
-        *,
-        out: Path,
-        steps: int | None = None,
-        epochs: int | None = None,
-        evaluate_every: int | None = None,
-        checkpoint_every: int | None = None,
-        keep_checkpoints: int = 2,
-        prefetch_batches: int = 0,
-        measure: Callable[[Step, Any], int] | None = None,
-        measure_every: int | None = None,
-        tensorboard: bool = False,
-        overwrite: bool = False,
-        resume: bool = False,
-        on_step: Callable[[Progress], None] | None = None,
-        watch: Callable[[], None] | None = None,
-    ) -> None:
-        if (steps is None) == (epochs is None):
-            raise UsageError(f"steps={steps} and epochs={epochs}: give one of them")
-        _check_positive(steps=steps, epochs=epochs, evaluate_every=evaluate_every, checkpoint_every=checkpoint_every)
-        _check_positive(keep_checkpoints=keep_checkpoints, measure_every=measure_every)
-        _check_plan(plan, step)
-        if tensorboard:
+    step: Step
+    plan: Plan
+    _: KW_ONLY
+    out: Path
+    steps: int | None = None
+    epochs: int | None = None
+    evaluate_every: int | None = None
+    checkpoint_every: int | None = None
+    keep_checkpoints: int = 2
+    prefetch_batches: int = 0
+    measure: Callable[[Step, Any], int] | None = None
+    measure_every: int | None = None
+    tensorboard: bool = False
+    overwrite: bool = False
+    resume: bool = False
+    on_step: Callable[[Progress], None] | None = None
+    watch: Callable[[], None] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.steps is None) == (self.epochs is None):
+            raise UsageError(f"steps={self.steps} and epochs={self.epochs}: give one of them")
+        for name in ("steps", "epochs", "evaluate_every", "checkpoint_every", "keep_checkpoints", "measure_every"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise UsageError(f"{name}={value!r} is not a whole number above 0")
+        _check_plan(self.plan, self.step)
+        if self.tensorboard:
             require_tensorboard()
-        self.out = Path(out)
-        check_folder(self.out, overwrite=overwrite, resume=resume)
-        self.step, self.plan, self.steps, self.epochs = step, plan, steps, epochs
-        self._evaluate_every, self._checkpoint_every = evaluate_every, checkpoint_every
-        self._keep_checkpoints = keep_checkpoints
-        self._measure, self._measure_every = measure, measure_every
-        self._tensorboard, self._overwrite, self._resume = tensorboard, overwrite, resume
-        self._on_step, self._watch = on_step, watch
-        self._stream = BatchStream(step.workload, prefetch_batches)
+        self.out = Path(self.out)
+        check_folder(self.out, overwrite=self.overwrite, resume=self.resume)
+        self._stream = BatchStream(self.step.workload, self.prefetch_batches)
         self._events_noted = 0
         self._saved_step: int | None = None
         self._is_between_steps = True
@@ -138,13 +133,13 @@ class Trainer:
             OutputError: A file can't be written, or another run has the folder.
             WorkloadError: The workload's batches or its `evaluate` break their contract.
         """
-        with held_folder(self.out, overwrite=self._overwrite, resume=self._resume):
+        with held_folder(self.out, overwrite=self.overwrite, resume=self.resume):
             return self._fit()
 
     def _fit(self) -> RunRecord:
         self._history = self._prepare()
         self._retries_before = allocation_retries(self.step) or 0
-        metrics, events = self.out / METRICS, self.out / TENSORBOARD if self._tensorboard else None
+        metrics, events = self.out / METRICS, self.out / TENSORBOARD if self.tensorboard else None
         with (
             contextlib.closing(self._stream),
             deferred_interrupts() as interrupt,
@@ -172,9 +167,9 @@ class Trainer:
     def _prepare(self) -> History:
         """Prepare the folder, and restore the training's state where the run is resumed."""
         self._happened: list[tuple[str, str]] = []
-        if self._resume:
+        if self.resume:
             return self._restore()
-        if self._overwrite and self.out.exists():
+        if self.overwrite and self.out.exists():
             clear_folder(self.out)
         codec.write_atomic(self.out / PLAN, codec.encode(self.plan))
         return History(self.step.workload)
@@ -196,14 +191,14 @@ class Trainer:
     # During
 
     def _train(self, interrupt: Interrupt) -> None:
-        if self._is_due(self._evaluate_every) and not self._is_evaluated():
+        if self._is_due(self.evaluate_every) and not self._is_evaluated():
             self._evaluate()  # the run was interrupted just before
-        if self._saved_step is None and self._checkpoint_every is not None:
+        if self._saved_step is None and self.checkpoint_every is not None:
             self._save()
         while self.steps is None or self.step.steps < self.steps:
             interrupt.check()
-            if self._watch is not None:
-                self._watch()
+            if self.watch is not None:
+                self.watch()
             started = time.perf_counter()
             self._is_reading = True
             batch = self._stream.next_batch(self.epochs)
@@ -243,13 +238,13 @@ class Trainer:
         )
 
     def _is_measured(self, number: int) -> bool:
-        if self._measure is None or number < 2:
+        if self.measure is None or number < 2:
             return False
-        return number == 2 if self._measure_every is None else (number - 2) % self._measure_every == 0
+        return number == 2 if self.measure_every is None else (number - 2) % self.measure_every == 0
 
     def _measured(self, batch: Any) -> tuple[StepResult, int]:
         before, self.step.last = self.step.steps, None
-        peak_bytes = self._measure(self.step, batch) if self._measure is not None else 0
+        peak_bytes = self.measure(self.step, batch) if self.measure is not None else 0
         result = self.step.last
         if result is None or self.step.steps > before + 1:
             raise UsageError(f"measure= ran {self.step.steps - before} steps on a batch: it must run the step once")
@@ -259,13 +254,13 @@ class Trainer:
         """Log a step, and evaluate and write a checkpoint where they are due."""
         self._write_line(step_line(progress))
         self._is_between_steps = True
-        if self._on_step is not None:
-            self._on_step(progress)
+        if self.on_step is not None:
+            self.on_step(progress)
         if progress.skipped:
             return
-        if self._is_due(self._evaluate_every):
+        if self._is_due(self.evaluate_every):
             self._evaluate()
-        if self._is_due(self._checkpoint_every):
+        if self._is_due(self.checkpoint_every):
             self._save()
 
     def _note_recovery(self) -> None:
@@ -298,7 +293,7 @@ class Trainer:
     def _save(self, position: dict[str, Any] | None = None) -> None:
         self._log.sync()
         position = position or self._stream.position()
-        checkpoint.save(self.out, self.step, self.plan, position, keep_checkpoints=self._keep_checkpoints)
+        checkpoint.save(self.out, self.step, self.plan, position, keep_checkpoints=self.keep_checkpoints)
         self._saved_step = self.step.steps
         self._write_record(self._history.record("running", self.step.steps))
 
@@ -384,12 +379,6 @@ def _figures(values: Mapping[str, float]) -> dict[str, float]:
     raise WorkloadError(
         f"Workload.evaluate returned {str(values)[:100]}: it must return named figures, a dict of name to float"
     )
-
-
-def _check_positive(**arguments: int | None) -> None:
-    for name, value in arguments.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise UsageError(f"{name}={value!r} is not a whole number above 0")
 
 
 def _check_plan(plan: Plan, step: Step) -> None:

@@ -10,6 +10,7 @@ import torch
 from memfit.errors import BudgetError, MemoryLimitError
 from memfit.hardware.host import free_bytes, own_bytes
 from memfit.ir.plan import Plan
+from memfit.training.optimizers import state_of
 from memfit.training.step import Step
 from memfit.units import format_bytes
 from memfit.workload import Workload, tensors_of
@@ -30,33 +31,28 @@ def host_needs(
     """Return the host memory that a run takes beyond what is taken now, by what asks for it, as arguments say it.
 
     Args:
-        plan: Its plan.
         workload: What is trained, on the device that it is trained on.
         levers_bytes: What the plan's levers put there, by their names.
-        prefetch_batches: Batches that are made ahead.
-        recover: Whether steps that run out of memory are undone.
     """
     parameters = list(workload.model.parameters())
     is_on_host = all(p.device.type == "cpu" for p in parameters)
-    state = [t for values in workload.optimizer.state.values() for t in tensors_of(values)]
-    batch_bytes = _bytes_of(tensors_of(workload.batch))
-    there = _bytes_of([*parameters, *workload.model.buffers(), *state]) + batch_bytes
+    batch_bytes = bytes_of(tensors_of(workload.batch))
+    there = bytes_of([*parameters, *workload.model.buffers(), *state_of(workload.optimizer)]) + batch_bytes
     made = (prefetch_batches + 1) * batch_bytes if prefetch_batches else 0
     needs = {
         "steps of the plan": max(0, plan.predicted.peak_upper_bytes - there) if is_on_host else 0,
         **levers_bytes,
         f"prefetch_batches={prefetch_batches}": made if is_on_host else 2 * made,  # for a GPU, in pinned memory too
         "writing checkpoints": checkpoint_bytes(workload),
-        "recover=True": _bytes_of(workload.model.buffers()) if recover and is_on_host else 0,
+        "recover=True": bytes_of(workload.model.buffers()) if recover and is_on_host else 0,
     }
     return {name: count for name, count in needs.items() if count}
 
 
 def checkpoint_bytes(workload: Workload) -> int:
     """Return what writing a checkpoint takes of the host's memory: copies of what is not there, or not contiguous."""
-    state = [t for values in workload.optimizer.state.values() for t in tensors_of(values)]
-    files = [*workload.model.parameters(), *workload.model.buffers()], state
-    return max(_bytes_of(t for t in file if t.device.type != "cpu" or not t.is_contiguous()) for file in files)
+    files = [*workload.model.parameters(), *workload.model.buffers()], state_of(workload.optimizer)
+    return max(bytes_of(t for t in file if t.device.type != "cpu" or not t.is_contiguous()) for file in files)
 
 
 def check_host(needs: dict[str, int], budget_bytes: int | None) -> None:
@@ -90,7 +86,6 @@ class HostWatch:
     What a process takes too much of is otherwise noticed by Linux alone, which kills it.
 
     Args:
-        step: The step of the run.
         budget_bytes: What the process may take beyond what it holds now; None for what the host has.
     """
 
@@ -130,5 +125,6 @@ class HostWatch:
         )
 
 
-def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of tensors, each counted once."""
     return sum({id(t): t.nbytes for t in tensors}.values())

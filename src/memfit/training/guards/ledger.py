@@ -14,6 +14,7 @@ import torch
 from memfit.errors import UsageError
 from memfit.hardware.host import free_bytes
 from memfit.training.guards.limits import CpuLimit, held_by_category
+from memfit.training.optimizers import parameters_of, state_of
 from memfit.training.step import Step
 from memfit.units import format_bytes
 from memfit.workload import tensors_of
@@ -158,11 +159,11 @@ def allocation_retries(step: Step) -> int | None:
 def held_tensors(step: Step, batch: Any) -> dict[str, list[torch.Tensor]]:
     """Return the tensors that a step holds when it begins on a batch, by category."""
     model, optimizer = step.workload.model, step.workload.optimizer
-    parameters = [*model.parameters(), *(p for group in optimizer.param_groups for p in group["params"])]
+    parameters = [*model.parameters(), *parameters_of(optimizer)]
     return {
         "parameters": [*parameters],
         "buffers": list(model.buffers()),
-        "optimizer state": [t for values in optimizer.state.values() for t in tensors_of(values)],
+        "optimizer state": state_of(optimizer),
         "inputs": [*tensors_of(step.workload.batch), *tensors_of(batch)],
         "gradients": [p.grad for p in parameters if p.grad is not None],
     }
@@ -184,7 +185,6 @@ def _measured(step: Step, device: torch.device) -> tuple[int | None, int | None,
 
 
 def _pinned_bytes() -> int | None:
-    statistics = getattr(torch.cuda, "host_memory_stats", None)
-    if statistics is None or not torch.cuda.is_initialized():
+    if not torch.cuda.is_initialized():
         return None
-    return int(statistics().get("allocated_bytes.current", 0))
+    return int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))

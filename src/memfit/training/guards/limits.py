@@ -17,7 +17,7 @@ import torch
 from memfit._torch.dispatch import TorchDispatchMode
 from memfit._torch.fake import FakeTensorMode
 from memfit._torch.pytree import tree_leaves, tree_map
-from memfit._torch.tensors import storage_key
+from memfit._torch.tensors import storage_key_of
 from memfit.batch import tensors_of
 from memfit.errors import MemoryLimitError
 from memfit.hardware.out_of_memory import allocations_can_fail, out_of_memory
@@ -47,12 +47,10 @@ class CpuLimit(TorchDispatchMode):
 
     Args:
         limit_bytes: Most bytes held at a time.
-        named: Returns the tensors that the step holds, by category, given its batch.
         workspace_bytes: Returns the bytes that a call allocates inside, by its `memfit.signature`.
         as_run: Maps an operator and its arguments, as a mode sees them, to those that run without a mode.
 
     Attributes:
-        held_bytes: Bytes held now.
         peak_bytes: Most bytes held since the mode was last entered.
         has_looked_up: Whether calls since then had unknown bytes, whose computation takes time.
     """
@@ -93,7 +91,7 @@ class CpuLimit(TorchDispatchMode):
 
     def __exit__(self, *error: Any) -> None:
         for tensor in tensors_of(self._batch):  # the batch may live longer, but not on the step's account
-            held = self._held.get(storage_key(tensor.untyped_storage()))
+            held = self._held.get(storage_key_of(tensor))
             if held is not None:
                 self._freed(held)
         CpuLimit.active, self._batch = self._outer, None
@@ -110,7 +108,8 @@ class CpuLimit(TorchDispatchMode):
         output_bytes, workspace_bytes = self._need(func, args, kwargs)
         total = self.held_bytes + output_bytes + workspace_bytes
         if total > self.limit_bytes:
-            raise self._error(func, output_bytes + workspace_bytes)
+            needed_bytes, named = output_bytes + workspace_bytes, self._named(self._batch)
+            raise _limit_error(self.limit_bytes, self.held_bytes, needed_bytes, named, str(func))
         self.peak_bytes = max(self.peak_bytes, total)
         out = func(*args, **kwargs)
         for tensor in (out,) if isinstance(out, torch.Tensor) else tree_leaves(out):
@@ -121,8 +120,7 @@ class CpuLimit(TorchDispatchMode):
         """Count a tensor's storage until it is freed."""
         if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.device.type != "cpu":
             return
-        storage = tensor.untyped_storage()
-        key = storage_key(storage)
+        storage, key = tensor.untyped_storage(), storage_key_of(tensor)
         if key in self._held:
             return
         held = _Held(storage, self._freed)
@@ -145,21 +143,11 @@ class CpuLimit(TorchDispatchMode):
                 self._needed[key] = needed
         return needed
 
-    def _error(self, func: Any, needed_bytes: int) -> MemoryLimitError:
-        by_category = held_by_category(self._named(self._batch))
-        by_category["activations and temporaries"] = self.held_bytes - sum(by_category.values())
-        return limit_error(self.limit_bytes, self.held_bytes, needed_bytes, by_category, str(func))
-
 
 class CudaLimit:
     """A limit on a GPU, kept by PyTorch's allocator. Enter it around every step.
 
     It counts the bytes that the allocator reserves, which it takes from the GPU.
-
-    Args:
-        limit_bytes: Most bytes reserved at a time.
-        named: Returns the tensors that the step holds, by category, given its batch.
-        device: The GPU.
     """
 
     def __init__(self, limit_bytes: int, named: Named, device: torch.device) -> None:
@@ -174,8 +162,7 @@ class CudaLimit:
         return self
 
     def __enter__(self) -> CudaLimit:
-        current = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)
-        self._before = current(self.device)
+        self._before = torch.cuda.get_per_process_memory_fraction(self.device)
         total_bytes = torch.cuda.mem_get_info(self.device)[1]
         torch.cuda.set_per_process_memory_fraction(min(self._before, self.limit_bytes / total_bytes), self.device)
         return self
@@ -186,12 +173,8 @@ class CudaLimit:
         record = None if error is None else out_of_memory(error)
         if record is None or record.kind != "allocator":
             return
-        by_category = held_by_category(self._named(batch))
-        held_bytes = torch.cuda.memory_allocated(self.device)
-        by_category["activations and temporaries"] = held_bytes - sum(by_category.values())
-        raise limit_error(
-            self.limit_bytes, held_bytes, record.requested_bytes or 0, by_category, "an operator"
-        ) from error
+        held_bytes, named = torch.cuda.memory_allocated(self.device), self._named(batch)
+        raise _limit_error(self.limit_bytes, held_bytes, record.requested_bytes or 0, named, "an operator") from error
 
 
 def held_by_category(named: Mapping[str, Iterable[torch.Tensor]]) -> dict[str, int]:
@@ -199,17 +182,18 @@ def held_by_category(named: Mapping[str, Iterable[torch.Tensor]]) -> dict[str, i
     seen: set[int] = set()
     by_category: dict[str, int] = {}
     for category, tensors in named.items():
-        storages = [t.untyped_storage() for t in tensors if t.layout is torch.strided]
-        new = {storage_key(s): s.nbytes() for s in storages if storage_key(s) not in seen}
-        seen |= new.keys()
-        by_category[category] = sum(new.values())
+        storages = {storage_key_of(t): t.untyped_storage().nbytes() for t in tensors if t.layout is torch.strided}
+        by_category[category] = sum(nbytes for key, nbytes in storages.items() if key not in seen)
+        seen |= storages.keys()
     return by_category
 
 
-def limit_error(
-    limit_bytes: int, held_bytes: int, requested_bytes: int, by_category: dict[str, int], where: str
+def _limit_error(
+    limit_bytes: int, held_bytes: int, requested_bytes: int, named: Mapping[str, Iterable[torch.Tensor]], where: str
 ) -> MemoryLimitError:
     """Return the error of a step that would exceed its limit, with what it holds by category."""
+    by_category = held_by_category(named)
+    by_category["activations and temporaries"] = held_bytes - sum(by_category.values())
     ledger = ", ".join(f"{name} {format_bytes(count)}" for name, count in by_category.items() if count)
     return MemoryLimitError(
         f"the step would exceed limit_bytes={limit_bytes} ({format_bytes(limit_bytes)}): it holds"
@@ -253,8 +237,8 @@ def _made_bytes(func: Any, args: Any, kwargs: Any) -> int:
             out = func(*swapped[0], **swapped[1])
     except Exception:  # the shape depends on values: assume an output as large as the largest input
         return max((t.nbytes for t in arguments), default=0)
-    before = {storage_key(fake.untyped_storage()) for fake in fakes.values()}
-    outputs = {storage_key(t.untyped_storage()): t for t in tree_leaves(out) if isinstance(t, torch.Tensor)}
+    before = {storage_key_of(fake) for fake in fakes.values()}
+    outputs = {storage_key_of(t): t for t in tree_leaves(out) if isinstance(t, torch.Tensor)}
     return sum(_storage_bytes(t) for key, t in outputs.items() if key not in before)
 
 

@@ -87,7 +87,6 @@ class Ranks(SingleProcess):
     """The ranks of a process group, each with a copy of the model. All ranks create and call it together.
 
     Args:
-        group: The process group.
         model: The model; parameters and buffers become those of the group's first rank.
         optimizer: The model's optimizer, watched until `close`.
         parameters: Returns the parameters that may have gradients, in the same order on each rank.
@@ -110,15 +109,12 @@ class Ranks(SingleProcess):
 
     @property
     def is_updating(self) -> bool:  # type: ignore[override]
-        """Whether all ranks have agreed to update."""
         return self._stage == "update"
 
     def close(self) -> None:
-        """Stop watching the optimizer."""
         self._handle.remove()
 
     def begin(self) -> None:
-        """Note that a step begins."""
         self._stage = "passes"
 
     def average(self) -> None:
@@ -151,7 +147,6 @@ class Ranks(SingleProcess):
             self._agree([])
 
     def failed(self, ran_out: bool) -> bool:
-        """Tell the other ranks that this one aborts the step; return whether all aborting ranks ran out of memory."""
         if self.is_updating:
             return ran_out
         return self._exchange(_RAN_OUT if ran_out else _FAILED, []) == _RAN_OUT
@@ -161,18 +156,15 @@ class Ranks(SingleProcess):
         self._broadcast(list(self._model.buffers()))
 
     def all(self, value: bool) -> bool:
-        """Tell whether a value is true on every rank."""
         return self.most([float(not value)]) == [0.0]
 
     def most(self, values: list[float]) -> list[float]:
-        """Return the maximum over the ranks of each value."""
         kind = torch.float32 if self._device.type == "mps" else torch.float64
         largest = torch.tensor(values, dtype=kind, device=self._device)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
         return largest.tolist()
 
     def first(self, value: int) -> int:
-        """Return the value of the first rank."""
         tensor = torch.tensor([value], device=self._device)
         dist.broadcast(tensor, self._source, group=self._group)
         return int(tensor.item())
@@ -217,7 +209,8 @@ def check_can_recover(model: nn.Module) -> None:
     """Raise UsageError for models that communicate within the step: other ranks would wait for one that undoes it."""
     from torch.distributed.tensor import DTensor
 
-    wrapped = [name or "Workload.model" for name, m in model.named_modules() if isinstance(m, _WRAPPERS)]
+    kind = nn.parallel.DistributedDataParallel
+    wrapped = [name or "Workload.model" for name, m in model.named_modules() if isinstance(m, kind)]
     if wrapped or any(isinstance(p, DTensor) for p in model.parameters()):
         what = f"{wrapped[0]} is a DistributedDataParallel" if wrapped else "the parameters are sharded"
         raise UsageError(
@@ -226,6 +219,3 @@ def check_can_recover(model: nn.Module) -> None:
             " without it, and process_group=: its ranks then decide together, and gradients are averaged after the"
             " backward pass"
         )
-
-
-_WRAPPERS = (nn.parallel.DistributedDataParallel,)

@@ -29,10 +29,7 @@ class OutOfMemoryEvent:
     """A step that ran out of memory and was undone.
 
     Attributes:
-        step: Number of its update.
-        error: The failed allocation.
         held_bytes: Bytes that tensors on GPUs still held afterwards, beyond those before the step.
-        plan: The plan that ran out.
         lower: The plan under which the batch was run next; None where there was none.
         snapshot: Text on the memory snapshot; "" where none was requested.
     """
@@ -61,11 +58,8 @@ class OutOfMemoryObserver:
 
     Args:
         step: The step to run; use as `step.change(recovery=OutOfMemoryObserver(step, plan, snapshots))`.
-        plan: The plan of the step.
-        snapshots: Writes snapshots.
 
     Attributes:
-        plan: The plan in force.
         events: The events so far.
     """
 
@@ -75,12 +69,7 @@ class OutOfMemoryObserver:
         self._snapshots = snapshots
 
     def __call__(self, run: Callable[[Any], StepResult], batch: Any) -> StepResult:
-        """Run a step on a batch.
-
-        Args:
-            run: Runs the step once.
-            batch: The batch.
-        """
+        """Run a step on a batch."""
         try:
             return run(batch)
         except Exception as e:
@@ -109,7 +98,6 @@ class Recovery(OutOfMemoryObserver):
 
     Args:
         step: The step to run; use as `step.change(recovery=Recovery(step, plan, lower))`.
-        plan: The plan of the step.
         lower: Applies the plan after a given one to the step, and returns it; None where there is none.
         retries: Most lower plans to try for one batch (≥ 0).
         snapshots: Writes a snapshot each time that memory runs out; None for none.
@@ -149,10 +137,6 @@ class Recovery(OutOfMemoryObserver):
 
     def __call__(self, run: Callable[[Any], StepResult], batch: Any) -> StepResult:
         """Run a step on a batch, under lower plans where memory runs out.
-
-        Args:
-            run: Runs the step once.
-            batch: The batch.
 
         Raises:
             OutOfMemoryError: No lower plan is left, or the optimizer had begun to change the weights.

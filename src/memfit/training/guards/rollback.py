@@ -16,8 +16,7 @@ nothing was copied, the training is torn, and can only be resumed from a checkpo
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -27,9 +26,8 @@ from memfit._torch.modules import own_buffers
 from memfit._torch.tensors import version_of
 from memfit.rng import rng_snapshot
 from memfit.training.guards.limits import has_room
-from memfit.training.optimizers import Optimizers
+from memfit.training.optimizers import Optimizers, parameters_of, state_of
 from memfit.training.step import Step
-from memfit.workload import tensors_of
 
 
 class _Buffer(NamedTuple):
@@ -57,28 +55,22 @@ class _Buffer(NamedTuple):
 
 
 class Rollback:
-    """Saves the state before a step, and restores it.
+    """Saves the state before a step, and restores it; its optimizer is watched until `close`.
 
     Buffers are copied on their device: all of them before the first step, later those that the first step changed.
-
-    Args:
-        step: The step; its optimizer is watched until `close`.
-
-    Attributes:
-        copied_bytes: Bytes copied to the host for the last update; 0 where its memory was free.
     """
 
     def __init__(self, step: Step) -> None:
         self.step = step
-        self.copied_bytes = 0
         self._optimizer = step.workload.optimizer
         self._buffers: list[_Buffer] | None = None
         self._is_marked = self._is_settled = False
         self._set_back_rng: Callable[[], None] = rng_snapshot()
         self._forget_update()
-        before = self._optimizer.register_step_pre_hook(self._before_update)
-        after = self._optimizer.register_step_post_hook(self._after_update)
-        self._handles = [before, after]
+        self._handles = [
+            self._optimizer.register_step_pre_hook(self._before_update),
+            self._optimizer.register_step_post_hook(self._after_update),
+        ]
 
     def close(self) -> None:
         """Stop watching the optimizer."""
@@ -93,9 +85,7 @@ class Rollback:
         self._scaler_state = {} if self.step.scaler is None else self.step.scaler.state_dict()
         with torch.no_grad():
             if self._buffers is None:
-                self._buffers = [
-                    _Buffer(*buffer_of, buffer_of[-1].clone()) for buffer_of in _buffers(self.step.workload.model)
-                ]
+                self._buffers = [_Buffer(*place, place[-1].clone()) for place in _buffers(self.step.workload.model)]
             else:
                 self._buffers = [now for buffer in self._buffers if (now := buffer.marked()) is not None]
         self._is_marked = True
@@ -135,11 +125,9 @@ class Rollback:
         self._state: dict[torch.Tensor, dict[str, Any]] = {}
 
     def _before_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self.copied_bytes = 0
-        tensors = list(self._tensors())
+        tensors = self._tensors()
         if not has_room(needed_bytes(self._optimizer), tensors[0].device if tensors else torch.device("cpu")):
             self._copies = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in tensors]
-            self.copied_bytes = sum(copy.nbytes for _, copy in self._copies)
         if _changes_in_place(self._optimizer):
             self._versions = [(tensor, version_of(tensor)) for tensor in tensors]
         if _changes_in_place(self._optimizer) or self._copies:
@@ -151,10 +139,9 @@ class Rollback:
         self._has_updated = True
         self._copies = []
 
-    def _tensors(self) -> Iterator[torch.Tensor]:
-        """Yield the tensors that the optimizer changes: its parameters and its state."""
-        yield from _parameters(self._optimizer)
-        yield from itertools.chain.from_iterable(tensors_of(values) for values in self._optimizer.state.values())
+    def _tensors(self) -> list[torch.Tensor]:
+        """Return the tensors that the optimizer changes: its parameters and its state."""
+        return [*parameters_of(self._optimizer), *state_of(self._optimizer)]
 
     def _restore_update(self) -> bool:
         if not self._has_begun:
@@ -195,10 +182,6 @@ def _changes_in_place(optimizer: torch.optim.Optimizer) -> bool:
     """Tell whether version counters show which tensors an optimizer changed: true of PyTorch's optimizers."""
     optimizers = optimizer.optimizers if isinstance(optimizer, Optimizers) else [optimizer]
     return all(type(o).__module__.startswith("torch.optim.") for o in optimizers)
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _buffers(model: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:

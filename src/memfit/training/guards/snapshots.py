@@ -34,8 +34,6 @@ class Snapshots:
 
     Args:
         folder: The folder, created if missing.
-        device: Device of the step.
-        predicted: Writes the snapshot of a predicted step.
     """
 
     def __init__(self, folder: Path, device: torch.device, predicted: Predicted) -> None:
@@ -53,13 +51,7 @@ class Snapshots:
                 self._record = e
 
     def write(self, step_number: int, plan: Plan, batch: Any) -> str:
-        """Write the snapshot, and return a text on it: its name, or why there is none. Raises nothing.
-
-        Args:
-            step_number: Number of the step's update.
-            plan: The plan that ran out.
-            batch: Its batch.
-        """
+        """Write the snapshot of a step, and return a text on it: its name, or why there is none. Raises nothing."""
         record, self._record = self._record, None
         try:
             path = self._new_path(step_number)

@@ -67,8 +67,6 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The contents of `checkpoint.json`.
 
     Attributes:
-        step: Number of optimizer updates done.
-        files: Every other file in the folder.
         sha256: SHA-256 of this record with this field empty.
     """
 
@@ -92,10 +90,6 @@ class Loaded:
     """A checkpoint that was read and checked against an unchanged step.
 
     Attributes:
-        path: The folder.
-        step_count: Number of optimizer updates done.
-        plan: The plan of the run.
-        state: The state that it holds.
         restore: Restores model, optimizer, scheduler, loss scaler and step count. Random states and
             the data position are left to the caller.
     """
@@ -113,7 +107,6 @@ def save(folder: Path, step: Step, plan: Plan, position: dict[str, Any], *, keep
     Args:
         folder: The folder of checkpoints; `checkpoint-<step>` in it is created or replaced.
         step: The step, between two calls.
-        plan: Its plan.
         position: The position in the data, as `BatchStream.position` gives it.
         keep_checkpoints: Number of checkpoints to keep, this one included (> 0).
 
@@ -142,8 +135,6 @@ def read(path: Path, step: Step, precision: Precision | None = None) -> Loaded:
     """Read a checkpoint, and check all of it against a step, which is not changed.
 
     Args:
-        path: The checkpoint's folder.
-        step: The step.
         precision: Precision of the step; None for the checkpoint's. Where they differ, weights and loss scaler are
             converted (`prepare_restore`).
 
@@ -186,11 +177,6 @@ def read_newest(
 ) -> tuple[Loaded, list[DamagedCheckpointError]]:
     """Read the newest undamaged checkpoint in a folder; neither the step nor the folder is changed.
 
-    Args:
-        folder: The folder of checkpoints.
-        step: The step.
-        precision: Precision of the step; see `read`.
-
     Returns:
         The checkpoint, and the errors of the damaged ones after it, newest first.
 
@@ -216,11 +202,7 @@ def set_aside_after(folder: Path, step_count: int) -> list[Path]:
     Raises:
         OutputError: A checkpoint can't be renamed.
     """
-    moved = []
-    for path in _newest_first(folder):
-        if (step_of(path) or 0) > step_count:
-            moved.append(set_aside(path))
-    return moved
+    return [set_aside(path) for path in _newest_first(folder) if (step_of(path) or 0) > step_count]
 
 
 def set_aside(path: Path) -> Path:
@@ -250,11 +232,15 @@ def step_of(path: Path) -> int | None:
 
 def is_ours(path: Path) -> bool:
     """Tell whether a folder is a checkpoint of memfit, complete or not, and holds nothing else."""
+    return has_schema(path / MANIFEST, "memfit.checkpoint/") and holds_only_ours(path)
+
+
+def has_schema(path: Path, prefix: str = "memfit.") -> bool:
+    """Tell whether a file is JSON of memfit, by the beginning of its schema."""
     try:
-        schema = json.loads((path / MANIFEST).read_bytes())["schema"]
+        return str(json.loads(path.read_bytes())["schema"]).startswith(prefix)
     except (OSError, ValueError, TypeError, KeyError):
         return False
-    return str(schema).startswith("memfit.checkpoint/") and holds_only_ours(path)
 
 
 def holds_only_ours(path: Path) -> bool:

@@ -9,9 +9,11 @@ from pathlib import Path
 
 from memfit.errors import OutputError
 from memfit.ir.plan import Plan
+from memfit.training.guards.host_memory import bytes_of
+from memfit.training.optimizers import state_of
 from memfit.training.runs import checkpoint
 from memfit.units import format_bytes
-from memfit.workload import Workload, tensors_of
+from memfit.workload import Workload
 
 _REST_BYTES = 2**24  # upper bound seen for the record, the views, the report and the small files of checkpoints
 _LINE_BYTES = 600  # upper bound for a step's line in the log
@@ -30,11 +32,8 @@ def check_disk(
 
     Args:
         out: The run's folder, which need not exist.
-        plan: The run's plan.
-        workload: The workload that is trained.
         steps: Total number of optimizer updates; None if unknown.
         checkpoint_every: Steps between checkpoints; None for one at the end.
-        keep_checkpoints: Number of checkpoints kept.
 
     Raises:
         OutputError: Disk space or the file size limit is too small.
@@ -66,11 +65,9 @@ def check_disk(
 
 def _checkpoint_bytes(plan: Plan, workload: Workload) -> tuple[int, int]:
     """Return the bytes of a checkpoint's model and of its optimizer state, as predicted where it does not exist yet."""
-    tensors = [*workload.model.parameters(), *workload.model.buffers()]
-    model_bytes = sum({id(t): t.nbytes for t in tensors}.values())
-    held = [t for values in workload.optimizer.state.values() for t in tensors_of(values)]
+    model_bytes = bytes_of([*workload.model.parameters(), *workload.model.buffers()])
     predicted = plan.plain.by_category.get("optimizer state", 0)
-    return model_bytes, max(predicted, sum({id(t): t.nbytes for t in held}.values()))
+    return model_bytes, max(predicted, bytes_of(state_of(workload.optimizer)))
 
 
 def _bytes_there(out: Path) -> int:

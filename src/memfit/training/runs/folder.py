@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,9 +23,7 @@ def held_folder(out: Path, *, overwrite: bool, resume: bool) -> Iterator[None]:
     """Lock and check a folder for a run while the context is entered.
 
     Raises:
-        UsageError: As `check_folder` raises.
-        OutputError: Another run holds the folder, or `check_folder` raises it.
-        CheckpointError: As `check_folder` raises.
+        OutputError: Another run holds the folder; and all that `check_folder` raises.
     """
     _check_arguments(overwrite, resume)
     _check_writable(out)
@@ -113,7 +110,7 @@ def _check_only_own_in_the_way(out: Path, *, after_step: int | None = None) -> N
     foreign = [
         p for p in _checkpoints(out) if (checkpoint.step_of(p) or 0) > first and not checkpoint.holds_only_ours(p)
     ]
-    foreign += [out / name for name in (RUN, PLAN) if (out / name).exists() and not _is_own_json(out / name)]
+    foreign += [out / name for name in (RUN, PLAN) if (out / name).exists() and not checkpoint.has_schema(out / name)]
     if foreign:
         raise OutputError(f"{foreign[0]} exists, and memfit did not write it: move it, or give another out=")
     read_lines(out / METRICS)
@@ -121,10 +118,3 @@ def _check_only_own_in_the_way(out: Path, *, after_step: int | None = None) -> N
 
 def _checkpoints(out: Path) -> list[Path]:
     return [path for path in out.iterdir() if checkpoint.step_of(path) is not None]
-
-
-def _is_own_json(path: Path) -> bool:
-    try:
-        return str(json.loads(path.read_bytes())["schema"]).startswith("memfit.")
-    except (OSError, ValueError, TypeError, KeyError):
-        return False

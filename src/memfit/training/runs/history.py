@@ -25,7 +25,6 @@ class History:
     """Collects the lines of a log into a record.
 
     Args:
-        workload: The workload that is trained.
         started: Start of the run, in ISO 8601; None for now.
     """
 

@@ -48,14 +48,11 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
     """The process that holds a folder.
 
     Attributes:
-        pid: Its process id.
         started: Its start time, in seconds since the epoch.
-        host: Name of the host.
         machine: Identity of the running kernel, which distinguishes hosts of the same name.
         processes: The process id namespace, which distinguishes containers on a host.
         group: The group of ranks that it trains with and that share the folder; "" for a single process.
         since: Time at which it took the lock, in ISO 8601.
-        command: Its command line.
     """
 
     pid: int
@@ -145,11 +142,7 @@ def holder_of(folder: Path) -> Holder | None:
 
 
 def _acquire(path: Path, own: Holder) -> int | None:
-    """Open and lock the file, and write this process's record; return None where a rank of the same run holds it.
-
-    Raises:
-        OutputError: Another process holds it.
-    """
+    """Open and lock the file, and write this process's record; return None where a rank of the same run holds it."""
     ends = time.monotonic() + _AT_ONCE_SECONDS
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -169,11 +162,7 @@ def _acquire(path: Path, own: Holder) -> int | None:
 
 
 def _try(path: Path, descriptor: int, own: Holder) -> Literal["held", "shared", "again"]:
-    """Try to take the lock; return "again" where it is being taken or released at this moment.
-
-    Raises:
-        OutputError: Another process holds it.
-    """
+    """Try to take the lock; return "again" where it is being taken or released at this moment."""
     is_locked = _lock(descriptor)
     holder = holder_of(path.parent)
     if is_locked is False and (holder is None or _has_ended(holder, own)):
@@ -214,9 +203,6 @@ def _is_alive(path: Path, holder: Holder, own: Holder, is_locked: bool | None) -
     """Tell whether the process that a lock's file names still runs.
 
     Args:
-        path: The lock file.
-        holder: The process.
-        own: This process.
         is_locked: Whether this process has the operating system's lock; None where there is none.
     """
     if is_locked is False:

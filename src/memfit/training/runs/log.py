@@ -8,7 +8,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from memfit.errors import MissingExtraError, OutputError
@@ -59,7 +58,6 @@ class Log:
     """A writer of the log; use it as a context manager.
 
     Args:
-        metrics: The file of lines.
         tensorboard: Folder for TensorBoard's files, or None to write none.
         step_count: Number of steps done before; TensorBoard hides earlier records of later steps.
 
@@ -79,9 +77,7 @@ class Log:
     def __enter__(self) -> Log:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         try:
             self._file.close()
         except OSError as e:

@@ -11,6 +11,7 @@ from torch import nn
 
 from memfit.errors import CheckpointError
 from memfit.rng import RngState, rng_state
+from memfit.training.optimizers import parameters_of
 from memfit.training.runs.packing import pack, unpack
 from memfit.training.step import Step
 
@@ -77,8 +78,6 @@ def prepare_restore(step: Step, state: TrainingState, *, converts: bool = False)
     """Check a state against a training, and return a function that restores it; nothing is changed before its call.
 
     Args:
-        step: The training's step.
-        state: The state of a checkpoint.
         converts: Whether the state has another precision: bf16 weights are then widened, or weights rounded to bf16; a
             loss scaler without a state begins anew, and a state without a loss scaler is dropped.
 
@@ -204,9 +203,8 @@ def _checked_optimizer_state(step: Step, state: TrainingState) -> dict[str, Any]
 def _restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     """Load a state dict exactly: `load_state_dict` alone casts state to the parameter's dtype."""
     optimizer.load_state_dict(saved)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     indices = [i for group in saved["param_groups"] for i in group["params"]]
-    for index, parameter in zip(indices, parameters, strict=True):
+    for index, parameter in zip(indices, parameters_of(optimizer), strict=True):
         loaded = optimizer.state.get(parameter)
         for key, value in saved["state"].get(index, {}).items():
             if loaded is not None and key in loaded:
