@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from memfit.cost import calibrate
 from memfit.fake_gpu import shim
 from memfit.ir.plan import Levers
 from memfit.pipeline import _plan
@@ -100,6 +101,7 @@ def _own_cache() -> Iterator[None]:
         assert defaults is not None
         patch.setitem(defaults, "time_limit_seconds", 2.0)  # tests ask for many plans
         patch.setattr(shim, "command", warm.fake_cuda_command)
+        patch.setattr(calibrate, "_interpreter", lambda code: warm.command("-c", code))
         yield
     warm.servers.end()
 

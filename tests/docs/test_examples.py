@@ -32,6 +32,13 @@ SLOW = {
     "docs/quickstart.md",
 }
 """Pages that take more than ten seconds, on a quiet machine."""
+LARGE = {
+    "docs/guides/another-card.md",
+    "docs/guides/compare-cards.md",
+    "docs/guides/ladder.md",
+    "docs/guides/offload.md",
+}
+"""Pages of models of real sizes, and of steps that are timed: CI runs them."""
 OTHERWISE = {
     "docs/guides/resume.md": {
         "until memfit train mine.py:workload": "until memfit train mine.py:preempted",
@@ -61,8 +68,9 @@ def pages_with_examples() -> list[object]:
     """Return the pages whose examples are run here; the README's are the quickstart's."""
     names = [name_of(page) for page in PAGES if blocks(page, "python") or blocks(page, "sh")]
     here = [name for name in names if name not in ELSEWHERE and name != "README.md"]
-    marked = (pytest.mark.slow, pytest.mark.timeout(1500))
-    return [pytest.param(name, marks=marked if name in SLOW else ()) for name in here]
+    slow = (pytest.mark.slow, pytest.mark.timeout(1500))
+    marks = {name: (*slow, pytest.mark.ci) if name in LARGE else slow for name in SLOW}
+    return [pytest.param(name, marks=marks.get(name, ())) for name in here]
 
 
 @pytest.fixture(scope="session")

@@ -229,12 +229,16 @@ def _first_runs(signatures: list[str], progress: Progress | None = None) -> dict
 def _first_runs_in_process(signatures: list[str]) -> dict[str, _FirstRun]:
     """Run calls once in a process of their own, which has PyTorch's operators only."""
     asked = json.dumps({"threads": torch.get_num_threads(), "signatures": signatures})
-    line = [sys.executable, "-c", "from memfit.cost import calibrate; calibrate._run_from_stdin()"]
+    line = _interpreter("from memfit.cost import calibrate; calibrate._run_from_stdin()")
     path = os.pathsep.join(folder for folder in sys.path if folder)
     done = subprocess.run(
         line, input=asked, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": path}, text=True, check=True
     )
     return {text: _FirstRun(*run) for text, run in json.loads(done.stdout).items()}
+
+
+def _interpreter(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
 
 
 def _run_from_stdin() -> None:
