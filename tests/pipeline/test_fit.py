@@ -214,10 +214,10 @@ def test_a_loop_that_can_not_be_run_again_stays_under_plans_of_its_modules(monke
     losses, _ = plain_of("loss outside")
     models, optimizers = loops.one()
 
-    def failing(self: Fitted, *_: object) -> Plan:
+    def failing(self: Fitted, *_: object) -> LoopWorkload:
         raise UsageError("it can't be run again")
 
-    monkeypatch.setattr(_fit.Fitted, "_plan_of", failing)
+    monkeypatch.setattr(_fit.Fitted, "_workload_of", failing)
     told: list[str] = []
     with memfit.fit(models[0], optimizers[0], budget="0.75x", tell=told.append) as fitted:
         assert measured(loops.loss_outside, models, optimizers)[0] == losses
