@@ -21,7 +21,12 @@ from benchmarks.steps.zoo import FAMILIES, STEPS
 from memfit import Workload, plan
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-SAMPLE = ("nearest_points", "running_weights", "hard_triplets")
+MORE = pytest.mark.ci
+SAMPLE = (
+    "nearest_points",
+    pytest.param("running_weights", marks=MORE),
+    pytest.param("hard_triplets", marks=MORE),
+)
 """Steps that take little: a branchless one, one whose loss reads values, one that selects by value."""
 
 

@@ -287,6 +287,7 @@ def step_under_inductor(model: nn.Module, x: torch.Tensor, y: torch.Tensor, budg
     return sum(held.values()) + meter.peak_bytes, plan
 
 
+@pytest.mark.ci  # `make test` has that of a part of the logits
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Inductor imports
 def test_what_a_kernel_of_inductor_writes_down_in_between_is_counted() -> None:
@@ -347,6 +348,7 @@ def test_the_gradient_of_a_part_of_the_logits_needs_no_second_tensor_of_their_si
     assert peak < 2.5 * logits_bytes
 
 
+@pytest.mark.ci  # `make test` has that of a part of the logits
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Inductor imports
 def test_the_gradient_of_logits_does_not_wait_for_that_of_the_embedding() -> None:

@@ -47,6 +47,9 @@ CASES: dict[str, tuple[loops.Loop, Make, str]] = {
     "teacher": (loops.distilling, loops.taught, "1 call of Sequential, 1 backward pass"),
 }
 
+MORE = ("function", "two optimizers, three passes", "running mean")
+"""Loops that share their mechanisms with others: CI runs them."""
+
 SHARES = {"penalty": 0.9}
 """Of the plain peak, where no plan takes 0.75 of it: within autograd that the loss asks for, nothing is recomputed."""
 
@@ -67,7 +70,7 @@ def measured(loop: loops.Loop, models: list[nn.Module], optimizers: list[Optimiz
     return losses, held + peak_bytes
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.ci) if n in MORE else n for n in CASES])
 def test_a_loop_keeps_its_losses_and_the_budget(name: str) -> None:
     losses, plain_bytes = plain_of(name)
     loop, make, words = CASES[name]

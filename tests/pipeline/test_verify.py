@@ -26,7 +26,7 @@ from memfit.workload import Workload
 from tests.workloads import other, tiny
 
 EVERY: dict[str, Callable[[], Workload]] = {
-    "byte_lm": functools.partial(byte_lm, n_layer=3, d_model=128, context=128, batch_size=4, max_bytes=500_000),
+    "byte_lm": functools.partial(byte_lm, n_layer=2, d_model=128, context=64, batch_size=4, max_bytes=500_000),
     "brain_segmentation": functools.partial(brain_segmentation, patch=(32, 32, 32), batch_size=2),
     "gpt2": gpt2.workload,
     "digits_resnet": digits_resnet.workload,
