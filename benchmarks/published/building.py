@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memfit import Loop, Workload
+from memfit.capture.known_values import KnownValues
+from memfit.rng import rng_preserved
+
+
+def fake(make: Callable[[], Workload]) -> Workload:
+    """Return a workload whose tensors are fake and take no memory."""
+    values = KnownValues.of(FakeTensorMode(allow_non_fake_inputs=True))
+    with rng_preserved(), values.fake, values:
+        return make()
 
 
 @contextlib.contextmanager

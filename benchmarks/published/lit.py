@@ -42,15 +42,18 @@ CONFIGS = {
 
 
 class RMSNorm(nn.Module):
-    """LitGPT's norm for Llama."""
+    """LitGPT's norm for Llama, in float32 as of commit 6178c7cc."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
+        given = x.dtype
+        x = x.float()
         norm_x = torch.mean(x * x, dim=-1, keepdim=True)
-        return self.weight * (x * torch.rsqrt(norm_x + 1e-5))
+        x_normed = x * torch.rsqrt(norm_x + 1e-5)
+        return (self.weight * x_normed).to(dtype=given)
 
 
 class LoRAQKV(nn.Module):

@@ -42,6 +42,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         timed: Arguments that differ in the source's timing of the step.
         fits: Whether the step ran on the card; None where that is not of interest.
         assumed: What was assumed for this row.
+        without: Categories of bytes at the peak that the source's figure of `allocated` does not count.
     """
 
     id: str
@@ -61,6 +62,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     timed: dict[str, Any] = {}
     fits: bool | None = None
     assumed: str = ""
+    without: tuple[str, ...] = ()
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -19,7 +19,7 @@ import msgspec
 from memfit.cost.traffic import traffic_bytes
 from memfit.cost.workspaces import layout_bytes, resident_bytes, workspace_bytes
 from memfit.errors import UsageError
-from memfit.ir.arguments import ITEM_BYTES, Tensor, arguments
+from memfit.ir.arguments import ITEM_BYTES, Arguments, Tensor, arguments
 from memfit.ir.device import Device
 from memfit.ir.flops import Matmul, base_name, call_flops, peak_flops
 from memfit.ir.offload import COPY_IN, COPY_OUT
@@ -183,8 +183,9 @@ def attained_rates(name: str, signature: str, work: Work, device: Device, matmul
     shared, own = figures()["device"], figures().get(kind, figures()["other"])
     flops_per_second = _arithmetic_rate(name, signature, work, device, matmul)
     fixed = float(shared["kernel_seconds"])
-    if kind in (MATRIX, CONVOLUTIONS) and work.flops:
-        depth = min(work.flops * _item_bytes(work) / (2 * max(1, work.write_bytes)), shared["block_depth"])
+    flops = call_flops(name, signature, work).hardware
+    if kind in (MATRIX, CONVOLUTIONS) and flops:
+        depth = min(flops * _item_bytes(work) / (2 * max(1, work.write_bytes)), shared["block_depth"])
         # On average the last wave of thread blocks idles for half of a block's share of the product.
         block = 2 * min(shared["block_elements"], work.write_bytes / _item_bytes(work)) * depth
         fixed += 0.5 * block * device.cores / flops_per_second
@@ -200,7 +201,9 @@ def narrowest_dimension(name: str, signature: str) -> float:
     kind, given = operator_class(name), arguments(signature)
     if kind == CONVOLUTIONS:
         weight = given.get(2 if "backward" in base_name(name) else 1, "weight")
-        return max(1, min(weight.shape[:2])) if isinstance(weight, Tensor) else math.inf
+        if not isinstance(weight, Tensor) or _is_depthwise(name, signature):
+            return math.inf  # kernels of one channel compute no tiles
+        return max(1, min(weight.shape[0] // _groups(name, given), weight.shape[1]))
     factors = [t.shape[-2:] for t in given.tensors[-2:] if len(t.shape) > 1]
     return max(1, min(map(min, factors))) if kind == MATRIX and len(factors) == 2 else math.inf
 
@@ -239,10 +242,14 @@ def _attention_share(name: str, device: Device) -> float:
 
 def _is_depthwise(name: str, signature: str) -> bool:
     """Tell whether a convolution has one input channel for each group: such kernels use no matrix units."""
-    backward = "backward" in base_name(name)
     given = arguments(signature)
-    weight, groups = given.get(2 if backward else 1, "weight"), given.get(9 if backward else 8, "groups", 1)
-    return isinstance(weight, Tensor) and isinstance(groups, int) and groups > 1 and weight.shape[1] == 1
+    weight = given.get(2 if "backward" in base_name(name) else 1, "weight")
+    return isinstance(weight, Tensor) and _groups(name, given) > 1 and weight.shape[1] == 1
+
+
+def _groups(name: str, given: Arguments) -> int:
+    groups = given.get(9 if "backward" in base_name(name) else 8, "groups", 1)
+    return groups if isinstance(groups, int) else 1
 
 
 @functools.cache
