@@ -85,7 +85,9 @@ def _predicted(rows: Sequence[Row], before: _Kept) -> Iterator[tuple[Row, Case]]
             yield row, before.cases[row.id]
             continue
         environment = left[0].environment
-        count = next((i for i, row in enumerate(left) if row.environment != environment or row.id in before.cases), None)
+        count = next(
+            (i for i, row in enumerate(left) if row.environment != environment or row.id in before.cases), None
+        )
         batch = left[:count]
         output = output_of(_command(batch), TIMEOUT_SECONDS)
         for row, case in zip(batch, output.rows, strict=False):

@@ -1,4 +1,4 @@
-"""The GPT of the book *Build a Large Language Model (From Scratch)*, chapter 5, in the states that its speed-up list goes through."""
+"""The GPT of *Build a Large Language Model (From Scratch)*, in the states that its speed-up list goes through."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ WIDTH, HEADS, LAYERS, CONTEXT, VOCABULARY, DROPOUT = 768, 12, 12, 1024, 50257, 0
 
 class WrittenAttention(nn.Module):
     """Attention written out, with a mask of floats that each layer has, or one made in each call."""
+
+    mask: Tensor
 
     def __init__(self, buffer: bool) -> None:
         super().__init__()

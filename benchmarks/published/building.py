@@ -45,14 +45,14 @@ class SoftmaxWithInput(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         x, output = ctx.saved_tensors
         return torch.ops.aten._softmax_backward_data(gradient, output, ctx.dim, x.dtype), None
 
 
 def softmax_with_input(x: Tensor, dim: int) -> Tensor:
     """Return that softmax, in float32 under autocast."""
-    found: Tensor = SoftmaxWithInput.apply(x.float() if torch.is_autocast_enabled("cuda") else x, dim)
+    found: Tensor = SoftmaxWithInput.apply(x.float() if torch.is_autocast_enabled("cuda") else x, dim)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -80,7 +80,7 @@ class LoRALinear(nn.Module):
         given = result.dtype
         x = x.to(self.a.weight.dtype)
         result = result + self.b(self.a(self.dropout(x))) * self.scaling
-        return result.to(given)
+        return result.to(given)  # type: ignore[no-any-return]
 
 
 def with_lora(model: nn.Module, names: tuple[str, ...], rank: int, dropout: float) -> None:
@@ -105,4 +105,4 @@ def created(model: nn.Module) -> Workload:
     touched = nn.Parameter(torch.zeros(1))
     model.register_parameter("touched", touched)
     batch = {"one": torch.zeros(1)}
-    return Workload(model, batch, lambda model, batch: model.touched.sum(), None, loop=Loop(), batch_size=1)  # type: ignore[arg-type]
+    return Workload(model, batch, lambda model, batch: model.touched.sum(), None, loop=Loop(), batch_size=1)  # type: ignore[arg-type, operator]

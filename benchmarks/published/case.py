@@ -1,4 +1,4 @@
-"""The prediction of published rows, in a process with fake CUDA tensors: `python shim.py benchmarks.published.case ID`."""
+"""The prediction of published rows, in a process with fake CUDA tensors (`memfit.fake_gpu.shim`)."""
 
 from __future__ import annotations
 

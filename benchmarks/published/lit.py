@@ -165,6 +165,9 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """The model, whose head works on chunks of 128 tokens and whose logits Fabric turns to float32."""
 
+    cos: Tensor
+    sin: Tensor
+
     def __init__(self, config: Config, length: int) -> None:
         super().__init__()
         self.config = config

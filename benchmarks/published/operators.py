@@ -32,7 +32,7 @@ class Begin(torch.autograd.Function):
         return output.new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
         return ctx.gradient, None
 
 
@@ -83,9 +83,12 @@ def _of_output(model: nn.Module, gradient: Tensor | None, *, drops: Drops, retai
     """Return the step of `model().backward(gradient, retain_graph=retains)`."""
     batch = {"gradient": torch.zeros(1) if gradient is None else gradient}
     fresh = gradient is None
-    return _step(
-        model, batch, lambda model, batch: Begin.apply(model(), None if fresh else batch["gradient"]), drops, retains
-    )
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        given = None if fresh else batch["gradient"]
+        return Begin.apply(model(), given)  # type: ignore[no-any-return, no-untyped-call]
+
+    return _step(model, batch, loss, drops, retains)
 
 
 def cross_entropy(vocabulary: int, tokens: int = 16384, drops: Drops = "nothing") -> Workload:
@@ -140,7 +143,7 @@ def add_rms_norm(width: int, rows: int = 2048, drops: Drops = "nothing") -> Work
 
     def both(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         y, s = model()
-        return BeginBoth.apply(y, s, batch["y"], batch["s"])  # type: ignore[no-any-return]
+        return BeginBoth.apply(y, s, batch["y"], batch["s"])  # type: ignore[no-any-return, no-untyped-call]
 
     return _step(model, batch, both, drops)
 
@@ -154,7 +157,7 @@ class BeginBoth(torch.autograd.Function):
         return a.new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, Tensor, None, None]:
         return *ctx.gradients, None, None
 
 
@@ -170,6 +173,9 @@ def llama_mlp(length: int, batch: int, activation: str, drops: Drops = "nothing"
 class KLDivergence(nn.Module):
     """The KL divergence of log probabilities that are made of a leaf once, outside of what is measured."""
 
+    log_q: Tensor
+    p: Tensor
+
     def __init__(self, tokens: int, vocabulary: int) -> None:
         super().__init__()
         self.leaf = nn.Parameter(torch.empty(tokens, vocabulary))
@@ -177,7 +183,7 @@ class KLDivergence(nn.Module):
         self.register_buffer("p", torch.empty(tokens, vocabulary))
 
     def forward(self) -> Tensor:
-        log_q = Made.apply(self.leaf, self.log_q)
+        log_q = Made.apply(self.leaf, self.log_q)  # type: ignore[no-untyped-call]
         return F.kl_div(log_q, self.p, reduction="batchmean")
 
 
@@ -190,7 +196,7 @@ class Made(torch.autograd.Function):
         return output.view_as(output)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return torch.ops.aten._log_softmax_backward_data(gradient, ctx.output, -1, gradient.dtype), None
 
 
@@ -209,9 +215,9 @@ def torch_jsd(log_q: Tensor, log_p: Tensor) -> Tensor:
     log_p, log_q = log_p.to(torch.float), log_q.to(torch.float)
     log_p, log_q = log_p.view(-1, log_p.size(-1)), log_q.view(-1, log_q.size(-1))
     m = torch.lerp(torch.exp(log_q), torch.exp(log_p), 0.5)
-    loss = 0.5 * F.kl_div(torch.log(m), log_p, reduction="none", log_target=True).sum(dim=-1) + (
-        1 - 0.5
-    ) * F.kl_div(torch.log(m), log_q, reduction="none", log_target=True).sum(dim=-1)
+    loss = 0.5 * F.kl_div(torch.log(m), log_p, reduction="none", log_target=True).sum(dim=-1) + (1 - 0.5) * F.kl_div(
+        torch.log(m), log_q, reduction="none", log_target=True
+    ).sum(dim=-1)
     return (loss / log_q.shape[0]).sum()
 
 
@@ -219,7 +225,7 @@ class JSD(KLDivergence):
     """The same of the Jensen-Shannon divergence."""
 
     def forward(self) -> Tensor:
-        return torch_jsd(Made.apply(self.leaf, self.log_q), self.p)
+        return torch_jsd(Made.apply(self.leaf, self.log_q), self.p)  # type: ignore[no-untyped-call]
 
 
 def jsd(vocabulary: int, tokens: int, drops: Drops = "nothing") -> Workload:
@@ -325,6 +331,10 @@ def neighbourhood_attention(length: int, batch: int, width: int, heads: int, dro
 class Experts(nn.Module):
     """A loop over experts, as transformers has it for mixtures of experts, with tokens spread evenly."""
 
+    gate_up: Tensor
+    down: Tensor
+    chosen: Tensor
+
     def __init__(self, tokens: int, experts: int, width: int, inner: int, top: int) -> None:
         super().__init__()
         half = torch.bfloat16
@@ -339,7 +349,7 @@ class Experts(nn.Module):
         self.register_buffer("chosen", torch.empty(tokens, top, dtype=torch.int32))
 
     def forward(self) -> Tensor:
-        gate_up, down = Scaled.apply(self.gate_up_leaf, self.gate_up), Scaled.apply(self.down_leaf, self.down)
+        gate_up, down = Scaled.apply(self.gate_up_leaf, self.gate_up), Scaled.apply(self.down_leaf, self.down)  # type: ignore[no-untyped-call]
         final = torch.zeros_like(self.x)
         with torch.no_grad():
             mask = F.one_hot(self.chosen.long(), num_classes=self.experts).permute(2, 1, 0)
@@ -363,7 +373,7 @@ class Scaled(torch.autograd.Function):
         return output.view_as(output)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient * 0.02, None
 
 

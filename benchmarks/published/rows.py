@@ -115,7 +115,9 @@ def _written_out(group: dict[str, Any]) -> list[dict[str, Any]]:
         if fits is not None:
             row["fits"] = fits[i] if isinstance(fits, list) else fits
         if over:
-            row["id"] = f"{group['id']}/" + ",".join(f"{value:g}" if _is_number(value) else str(value) for value in given.values())
+            row["id"] = f"{group['id']}/" + ",".join(
+                f"{value:g}" if _is_number(value) else str(value) for value in given.values()
+            )
         rows.append(row)
     return rows
 

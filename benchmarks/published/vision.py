@@ -46,7 +46,11 @@ def torchvision_adam(name: str, batch: int, pixels: int = 224) -> Workload:
     options = {"aux_logits": False, "init_weights": False} if name == "inception_v3" else {}
     model = _torchvision(name, **options)
     return Workload(
-        model, _images(batch, pixels), _classify, torch.optim.Adam(model.parameters()), loop=Loop(zero_grad="before-forward", holds_outputs="next-forward")
+        model,
+        _images(batch, pixels),
+        _classify,
+        torch.optim.Adam(model.parameters()),
+        loop=Loop(zero_grad="before-forward", holds_outputs="next-forward"),
     )
 
 
@@ -54,7 +58,11 @@ def timm_adam(name: str, batch: int, pixels: int = 224) -> Workload:
     """A model of timm for ImageNet with Adam."""
     model = importlib.import_module("timm").create_model(name).train()
     return Workload(
-        model, _images(batch, pixels), _classify, torch.optim.Adam(model.parameters()), loop=Loop(zero_grad="before-forward", holds_outputs="next-forward")
+        model,
+        _images(batch, pixels),
+        _classify,
+        torch.optim.Adam(model.parameters()),
+        loop=Loop(zero_grad="before-forward", holds_outputs="next-forward"),
     )
 
 
@@ -74,7 +82,5 @@ def timm_sgd(name: str, batch: int, pixels: int = 224, channels_last: bool = Tru
         images,
         _classify,
         torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False),
-        loop=Loop(
-            holds_outputs="step", autocast_backward=True, scales_loss=False, cudnn_benchmark=True
-        ),
+        loop=Loop(holds_outputs="step", autocast_backward=True, scales_loss=False, cudnn_benchmark=True),
     )

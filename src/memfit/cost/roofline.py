@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from memfit.cost.traffic import traffic_bytes
+from memfit.cost.traffic import repeated_bytes, traffic_bytes
 from memfit.cost.workspaces import layout_bytes, resident_bytes, workspace_bytes
 from memfit.errors import UsageError
 from memfit.ir.arguments import ITEM_BYTES, Arguments, Tensor, arguments
@@ -30,6 +30,7 @@ from memfit.ir.trace import Trace, Work
 STEP_ERROR = 0.30  # an estimate, not measured: see `CostTable.step_error`
 PEAK_ERROR = 0.05
 PEAK_ERROR_CONVOLUTIONS = 0.10  # cuDNN's workspaces are bounds, and wide ones
+_LOAD_BYTES = 16  # of a thread at once
 _ARITHMETIC = (MATRIX, CONVOLUTIONS, RECURRENT, ATTENTION)
 
 
@@ -167,14 +168,30 @@ def kernel_seconds(name: str, signature: str, work: Work, device: Device, matmul
     """
     if not runs_kernel(name, work):
         return 0.0
-    nbytes = traffic_bytes(name, signature, work)
+    nbytes = traffic_bytes(name, signature, work) + repeated_bytes(name, signature, device)
     flops = call_flops(name, signature, work).hardware
     rates = attained_rates(name, signature, work, device, matmul)
     if work.read_bytes + work.write_bytes <= device.cache_bytes:
         nbytes = nbytes / figures()["device"]["cache_speedup"]
     copied = 2 * layout_bytes(name, signature, work, device)  # read and written, by kernels of their own
     copies = copied / float(figures()[COPIES]["traffic"] * device.bandwidth_bytes_per_second)
-    return rates.seconds(flops, nbytes, narrowest_dimension(name, signature)) + copies
+    return rates.seconds(flops, nbytes, narrowest_dimension(name, signature)) + copies + _chain_seconds(name, signature)
+
+
+def _chain_seconds(name: str, signature: str) -> float:
+    """Return the time of reads that wait for one another: the loss of each target, 32 at a time in one block.
+
+    `NLLLoss.cu`, nll_loss_forward_reduce_cuda_kernel_2d and its backward kernel: a single block of 32 threads reduces
+    all targets, each by its class, which is read first.
+    """
+    given = arguments(signature)
+    if base_name(name) not in ("nll_loss_forward", "nll_loss_backward") or not given.tensors:
+        return 0.0
+    backward = "backward" in name
+    target, reduction = given.get(2 if backward else 1, "target"), given.get(4 if backward else 3, "reduction", 1)
+    if not isinstance(target, Tensor) or reduction == 0:
+        return 0.0
+    return float(figures()["device"]["chained_read_seconds"]) * math.ceil(target.elements / 32)
 
 
 def attained_rates(name: str, signature: str, work: Work, device: Device, matmul: Matmul = "highest") -> AttainedRates:
@@ -225,7 +242,19 @@ def _arithmetic_rate(name: str, signature: str, work: Work, device: Device, matm
         return float(own["vector"] * peak)
     if kind == ATTENTION:
         return peak * _attention_share(name, device)
-    return float(peak * own.get("tf32" if work.dtype == "float32" else "matrix", own["matrix"]))
+    share = own.get("tf32" if work.dtype == "float32" else "matrix", own["matrix"])
+    if kind == MATRIX and not _is_aligned(signature):
+        share *= own["unaligned"]
+    return float(peak * share)
+
+
+def _is_aligned(signature: str) -> bool:
+    """Tell whether the rows of a product's factors begin at multiples of 16 bytes, which wide loads need."""
+    for factor in arguments(signature).tensors[-2:]:
+        steps = [step for step in factor.strides[-2:] if step > 1]
+        if any(step * ITEM_BYTES.get(factor.dtype, 1) % _LOAD_BYTES for step in steps):
+            return False
+    return True
 
 
 def _attention_share(name: str, device: Device) -> float:

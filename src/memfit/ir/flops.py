@@ -69,8 +69,8 @@ def call_flops(name: str, signature: str, work: Work) -> Flops:
         count = _recurrent_flops(arguments(signature)) * (2 if "backward" in base else 1)
         return Flops(count, count)
     if base in _CONVOLUTION_BACKWARD and work.flops:
-        count = _convolution_backward_flops(arguments(signature))
-        return Flops(count, count) if count is not None else Flops(work.flops, work.flops)
+        twice = _convolution_backward_flops(arguments(signature), work.flops)
+        return Flops(twice, twice)
     return Flops(work.flops, work.flops)
 
 
@@ -141,14 +141,14 @@ def _recurrent_flops(given: Arguments) -> int:
     return 2 * tokens * sum(t.elements for t in weights if isinstance(t, Tensor) and len(t.shape) == 2)
 
 
-def _convolution_backward_flops(given: Arguments) -> int | None:
-    """Return twice the forward product, or once where one gradient is asked for; None for unknown arguments.
+def _convolution_backward_flops(given: Arguments, counted: int) -> int:
+    """Return twice the forward product, or once where one gradient is asked for; torch's count for unknown arguments.
 
-    torch's own count leaves `groups` out of the weight's gradient.
+    torch's count leaves `groups` out of the weight's gradient.
     """
     gradient, x, weight = (given.get(i, "") for i in range(3))
     if not isinstance(gradient, Tensor) or not isinstance(x, Tensor) or not isinstance(weight, Tensor):
-        return None
+        return counted
     mask = given.get(10, "output_mask", [True, True])
     gradients = sum(bool(wanted) for wanted in mask[:2]) if isinstance(mask, list) else 2
     swept = x if given.get(7, "transposed", False) is True else gradient
