@@ -82,6 +82,13 @@ def test_efficient_forward_accumulates_only_wide_heads() -> None:
     assert attention("efficient", wide, wide, forward=True) == 4 * 256 * 192 * 4
 
 
+def test_softmax_backward_makes_the_product_of_gradient_and_output() -> None:
+    """Liger-Kernel's attention written out: one more tensor of scores at the peak than the operators show."""
+    scores = tensor(4, 12, 1024, 1024, dtype="float32")
+    assert hidden("aten._softmax_backward_data.default", [scores, scores, -1, "float32"]) == 192 * 2**20
+    assert hidden("aten._log_softmax_backward_data.default", [scores, scores, -1, "float32"]) == 0
+
+
 def test_layer_norm_backward_sums_in_two_passes_only_when_rows_are_many_and_short() -> None:
     name = "aten.native_layer_norm_backward.default"
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch.utils.flop_counter import flop_registry
 
 from memfit.ir.device import Device
@@ -148,3 +149,18 @@ def test_peak_rates_are_those_that_pytorchs_defaults_use(
     device: Device, dtype: str, kind: str, matmul: Any, expected: float
 ) -> None:
     assert peak_flops(device, dtype, kind, matmul) == expected
+
+
+def convolution(groups: int, mask: tuple[bool, bool, bool] = (True, True, True)) -> int:
+    """The operations of the backward pass of a 7 x 7 convolution with 96 channels, as torch's counter gives them."""
+    x, weight = tensor(8, 96, 56, 56), tensor(96, 96 // groups, 7, 7)
+    args = [x, x, weight, [96], [1, 1], [3, 3], [1, 1], False, [0, 0], groups, list(mask)]
+    text = json.dumps({"op": "aten.convolution_backward.default", "args": args})
+    return call_flops("aten.convolution_backward.default", text, replace(NO_WORK, flops=1)).hardware
+
+
+def test_the_backward_pass_of_a_convolution_is_two_forward_products_whatever_its_groups() -> None:
+    forward = 2 * 8 * 96 * 56 * 56 * 7 * 7
+    assert convolution(96) == 2 * forward
+    assert convolution(1) == 2 * forward * 96
+    assert convolution(96, (False, True, True)) == forward

@@ -6,14 +6,18 @@ import dataclasses
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import nn
 
+from memfit.cost.roofline import roofline
 from memfit.hardware.host import find_device
 from memfit.ir.plan import Levers, OptimizerLever, Precision
 from memfit.planner import captures as captured_steps
 from memfit.planner.captures import Captures, capture_levers
+from memfit.planner.prediction import predict
 from memfit.workload import Workload, batch_size_of
-from tests.models import BUILDERS, squared_error, transformer
+from tests.gpus import AMPERE
+from tests.models import BUILDERS, plain_trace, squared_error, transformer
 from tests.pipeline.test_plan import Caching
 
 DEVICE = find_device("cpu")
@@ -76,3 +80,17 @@ def test_a_model_that_holds_something_of_the_step_before_is_captured_by_itself(m
     levers = Levers(precision="bf16-mixed", microbatch_size=8)
     assert captures(levers) == capture_levers(workload, levers, DEVICE)
     assert made == [True, False, False]
+
+
+def test_a_full_card_is_retried_before_it_is_said_to_be_too_small() -> None:
+    trace = plain_trace("transformer")
+    roomy = replace(AMPERE, usable_bytes=AMPERE.memory_bytes)
+    costs = roofline([trace], roomy)
+    found, _ = predict(trace, costs, roomy)
+    assert found.retries == 0 and found.context_bytes == roomy.context_bytes
+    assert found.peak_reserved_bytes is not None
+    tight, _ = predict(trace, costs, replace(roomy, usable_bytes=found.peak_reserved_bytes - 1))
+    small, _ = predict(trace, costs, replace(roomy, usable_bytes=found.peak_bytes // 2))
+    assert tight.peak_reserved_bytes == small.peak_reserved_bytes == found.peak_reserved_bytes
+    assert tight.retries is None or tight.retries > 0
+    assert small.retries is None

@@ -61,6 +61,18 @@ def test_what_does_not_fit_is_said() -> None:
     assert "16.0 GiB for a step: 7.0 GiB over" in shown(small)
 
 
+def test_the_process_is_what_is_reserved_and_the_context() -> None:
+    told = msgspec.structs.replace(ON_A_GPU, context_bytes=GIB // 2)
+    assert told.process_bytes == 22 * GIB + GIB // 2
+    assert "22.5 GiB, 512.0 MiB of it the driver's context" in " ".join(shown(told).split())
+    assert ON_A_GPU.process_bytes is None and "nvidia-smi" not in shown(ON_A_GPU)
+
+
+def test_a_step_that_runs_by_giving_the_cache_back_says_how_often() -> None:
+    tight = msgspec.structs.replace(ON_A_GPU, device_bytes=16 * GIB, retries=3)
+    assert "gives its cache back 3 times in two steps" in " ".join(shown(tight).split())
+
+
 def test_time_by_class_adds_up() -> None:
     lines = [line for line in shown(ON_A_GPU).splitlines() if "class" in line and "%" in line]
     assert len(lines) == 7 and lines[-1].strip().startswith("3 other classes")

@@ -16,10 +16,10 @@ from typing import Any
 
 import msgspec
 
-from memfit.cost.traffic import traffic_bytes
+from memfit.cost.traffic import repeated_bytes, traffic_bytes
 from memfit.cost.workspaces import layout_bytes, resident_bytes, workspace_bytes
 from memfit.errors import UsageError
-from memfit.ir.arguments import ITEM_BYTES, Tensor, arguments
+from memfit.ir.arguments import ITEM_BYTES, Arguments, Tensor, arguments
 from memfit.ir.device import Device
 from memfit.ir.flops import Matmul, base_name, call_flops, peak_flops
 from memfit.ir.offload import COPY_IN, COPY_OUT
@@ -30,6 +30,7 @@ from memfit.ir.trace import Trace, Work
 STEP_ERROR = 0.30  # an estimate, not measured: see `CostTable.step_error`
 PEAK_ERROR = 0.05
 PEAK_ERROR_CONVOLUTIONS = 0.10  # cuDNN's workspaces are bounds, and wide ones
+_LOAD_BYTES = 16  # of a thread at once
 _ARITHMETIC = (MATRIX, CONVOLUTIONS, RECURRENT, ATTENTION)
 
 
@@ -148,14 +149,30 @@ def kernel_seconds(name: str, signature: str, work: Work, device: Device, matmul
     """Return the time of an operator's kernels."""
     if not runs_kernel(name, work):
         return 0.0
-    nbytes = traffic_bytes(name, signature, work)
+    nbytes = traffic_bytes(name, signature, work) + repeated_bytes(name, signature, device)
     flops = call_flops(name, signature, work).hardware
     rates = attained_rates(name, signature, work, device, matmul)
     if work.read_bytes + work.write_bytes <= device.cache_bytes:
         nbytes = nbytes / figures()["device"]["cache_speedup"]
     copied = 2 * layout_bytes(name, signature, work, device)  # read and written, by kernels of their own
     copies = copied / float(figures()[COPIES]["traffic"] * device.bandwidth_bytes_per_second)
-    return rates.seconds(flops, nbytes, narrowest_dimension(name, signature)) + copies
+    return rates.seconds(flops, nbytes, narrowest_dimension(name, signature)) + copies + _chain_seconds(name, signature)
+
+
+def _chain_seconds(name: str, signature: str) -> float:
+    """Return the time of reads that wait for one another: the loss of each target, 32 at a time in one block.
+
+    `NLLLoss.cu`, nll_loss_forward_reduce_cuda_kernel_2d and its backward kernel: a single block of 32 threads reduces
+    all targets, each by its class, which is read first.
+    """
+    given = arguments(signature)
+    if base_name(name) not in ("nll_loss_forward", "nll_loss_backward") or not given.tensors:
+        return 0.0
+    backward = "backward" in name
+    target, reduction = given.get(2 if backward else 1, "target"), given.get(4 if backward else 3, "reduction", 1)
+    if not isinstance(target, Tensor) or reduction == 0:
+        return 0.0
+    return float(figures()["device"]["chained_read_seconds"]) * math.ceil(target.elements / 32)
 
 
 def attained_rates(name: str, signature: str, work: Work, device: Device, matmul: Matmul = "highest") -> AttainedRates:
@@ -164,8 +181,9 @@ def attained_rates(name: str, signature: str, work: Work, device: Device, matmul
     shared, own = figures()["device"], figures().get(kind, figures()["other"])
     flops_per_second = _arithmetic_rate(name, signature, work, device, matmul)
     fixed = float(shared["kernel_seconds"])
-    if kind in (MATRIX, CONVOLUTIONS) and work.flops:
-        depth = min(work.flops * _item_bytes(work) / (2 * max(1, work.write_bytes)), shared["block_depth"])
+    flops = call_flops(name, signature, work).hardware
+    if kind in (MATRIX, CONVOLUTIONS) and flops:
+        depth = min(flops * _item_bytes(work) / (2 * max(1, work.write_bytes)), shared["block_depth"])
         # On average the last wave of thread blocks idles for half of a block's share of the product.
         block = 2 * min(shared["block_elements"], work.write_bytes / _item_bytes(work)) * depth
         fixed += 0.5 * block * device.cores / flops_per_second
@@ -181,7 +199,9 @@ def narrowest_dimension(name: str, signature: str) -> float:
     kind, given = operator_class(name), arguments(signature)
     if kind == CONVOLUTIONS:
         weight = given.get(2 if "backward" in base_name(name) else 1, "weight")
-        return max(1, min(weight.shape[:2])) if isinstance(weight, Tensor) else math.inf
+        if not isinstance(weight, Tensor) or _is_depthwise(name, signature):
+            return math.inf  # kernels of one channel compute no tiles
+        return max(1, min(weight.shape[0] // _groups(name, given), weight.shape[1]))
     factors = [t.shape[-2:] for t in given.tensors[-2:] if len(t.shape) > 1]
     return max(1, min(map(min, factors))) if kind == MATRIX and len(factors) == 2 else math.inf
 
@@ -203,7 +223,19 @@ def _arithmetic_rate(name: str, signature: str, work: Work, device: Device, matm
         return float(own["vector"] * peak)
     if kind == ATTENTION:
         return peak * _attention_share(name, device)
-    return float(peak * own.get("tf32" if work.dtype == "float32" else "matrix", own["matrix"]))
+    share = own.get("tf32" if work.dtype == "float32" else "matrix", own["matrix"])
+    if kind == MATRIX and not _is_aligned(signature):
+        share *= own["unaligned"]
+    return float(peak * share)
+
+
+def _is_aligned(signature: str) -> bool:
+    """Tell whether the rows of a product's factors begin at multiples of 16 bytes, which wide loads need."""
+    for factor in arguments(signature).tensors[-2:]:
+        steps = [step for step in factor.strides[-2:] if step > 1]
+        if any(step * ITEM_BYTES.get(factor.dtype, 1) % _LOAD_BYTES for step in steps):
+            return False
+    return True
 
 
 def _attention_share(name: str, device: Device) -> float:
@@ -220,10 +252,14 @@ def _attention_share(name: str, device: Device) -> float:
 
 def _is_depthwise(name: str, signature: str) -> bool:
     """Tell whether a convolution has one input channel for each group: such kernels use no matrix units."""
-    backward = "backward" in base_name(name)
     given = arguments(signature)
-    weight, groups = given.get(2 if backward else 1, "weight"), given.get(9 if backward else 8, "groups", 1)
-    return isinstance(weight, Tensor) and isinstance(groups, int) and groups > 1 and weight.shape[1] == 1
+    weight = given.get(2 if "backward" in base_name(name) else 1, "weight")
+    return isinstance(weight, Tensor) and _groups(name, given) > 1 and weight.shape[1] == 1
+
+
+def _groups(name: str, given: Arguments) -> int:
+    groups = given.get(9 if "backward" in base_name(name) else 8, "groups", 1)
+    return groups if isinstance(groups, int) else 1
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from memfit.ir.arguments import Tensor, arguments
+from memfit.ir.device import Device
 from memfit.ir.flops import base_name
 from memfit.ir.trace import Work
 
@@ -25,12 +26,41 @@ _READS_TWICE = {
 """Kernels that read their input once for the statistics or the parameters' gradients, and once more."""
 _GATHERS = {"embedding", "index", "index_select", "gather", "_unsafe_index"}
 _SHAPE_ONLY = {"nll_loss_backward", "nll_loss2d_backward"}
+_BLOCKS = 2  # blocks of 1024 threads on a multiprocessor
 _SECTOR_BYTES = 32  # the least that a GPU reads at once
 
 
 def traffic_bytes(name: str, signature: str, work: Work) -> int:
     """Return the bytes read and written by a call."""
     return _read_bytes(base_name(name), signature, work) + work.write_bytes
+
+
+def repeated_bytes(name: str, signature: str, device: Device) -> int:
+    """Return the bytes that softmax's kernels read again, and what its product of gradient and output moves.
+
+    `SoftMax.cu`: rows of up to 1024 elements stay in registers. Longer ones are read once for the maximum, once for the
+    sum and once for the result; in the backward pass the gradient once for the sum, once for the result. Rows that are
+    in flight together may still be in the cache.
+    """
+    base = base_name(name)
+    if base not in (
+        "_softmax",
+        "_log_softmax",
+        "_safe_softmax",
+        "_softmax_backward_data",
+        "_log_softmax_backward_data",
+    ):
+        return 0
+    given = arguments(signature)
+    if not given.tensors or not given.tensors[0].shape:
+        return 0
+    x = given.tensors[0]
+    product = 3 * x.nbytes if base == "_softmax_backward_data" else 0
+    length = x.shape[-1]
+    in_flight = 2 * _BLOCKS * device.cores * length * x.nbytes // max(1, x.elements)  # read and written
+    if length <= 1024 or in_flight <= device.cache_bytes:
+        return product
+    return product + x.nbytes * (1 if "backward" in base else 2)
 
 
 def _read_bytes(base: str, signature: str, work: Work) -> int:

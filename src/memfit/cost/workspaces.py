@@ -124,6 +124,11 @@ def _grad_key_tiles(shape: AttentionShape) -> int:
     return _FLOAT * splits * keys * (_rounded_up(shape.dim, queries) + _rounded_up(shape.value_dim, queries))
 
 
+def _softmax_backward(name: str, given: Arguments, work: Work, device: Device) -> int:
+    """`SoftMax.cu`, softmax_backward_cuda_out: the product of gradient and output, in its own tensor."""
+    return max((tensor.nbytes for tensor in given.tensors), default=0)
+
+
 def _layer_norm_backward(name: str, given: Arguments, work: Work, device: Device) -> int:
     """`layer_norm_kernel.cu`, GammaBetaBackward: partial sums of both gradients where rows are many and short."""
     x = given.get(1, "input")
@@ -251,6 +256,7 @@ _RULES: dict[str, Rule] = {
     "_efficient_attention_forward": _efficient_forward,
     "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
     "_efficient_attention_backward": _efficient_backward,
+    "_softmax_backward_data": _softmax_backward,
     "native_layer_norm_backward": _layer_norm_backward,
     "_fused_rms_norm_backward": _layer_norm_backward,
     **dict.fromkeys(("native_batch_norm", "native_batch_norm_backward"), _batch_norm),

@@ -35,6 +35,7 @@ _CAUSAL: dict[str, int] = {
     "_efficient_attention_backward": 14,
 }
 """Fused attention operators, and the position of is_causal (or custom_mask_type) in their schema."""
+_CONVOLUTION_BACKWARD = ("convolution_backward", "convolution_backward_overrideable")
 _TOKENS_FIRST = ("_flash_attention_", "_efficient_attention_")  # [batch, tokens, heads, head dim]
 
 TF32 = "tf32"
@@ -54,7 +55,8 @@ def call_flops(name: str, signature: str, work: Work) -> Flops:
     """Return the operations of a call.
 
     Args:
-        work: Its work, whose count is taken for all but fused attention and recurrent layers.
+        work: Its work, whose count is taken for all but fused attention, recurrent layers and the backward pass of
+            convolutions.
     """
     base = base_name(name)
     if base in _CAUSAL:
@@ -64,6 +66,9 @@ def call_flops(name: str, signature: str, work: Work) -> Flops:
     if operator_class(name) == RECURRENT and "cell" not in base:
         count = _recurrent_flops(arguments(signature)) * (2 if "backward" in base else 1)
         return Flops(count, count)
+    if base in _CONVOLUTION_BACKWARD and work.flops:
+        twice = _convolution_backward_flops(arguments(signature), work.flops)
+        return Flops(twice, twice)
     return Flops(work.flops, work.flops)
 
 
@@ -132,6 +137,20 @@ def _recurrent_flops(given: Arguments) -> int:
     tokens = given.values[0].elements // max(1, given.values[0].shape[-1])
     weights = given.values[1] if isinstance(given.values[1], list) else given.values[1:3]  # cuDNN's list, oneDNN's two
     return 2 * tokens * sum(t.elements for t in weights if isinstance(t, Tensor) and len(t.shape) == 2)
+
+
+def _convolution_backward_flops(given: Arguments, counted: int) -> int:
+    """Return twice the forward product, or once where one gradient is asked for; torch's count for unknown arguments.
+
+    torch's count leaves `groups` out of the weight's gradient.
+    """
+    gradient, x, weight = (given.get(i, "") for i in range(3))
+    if not isinstance(gradient, Tensor) or not isinstance(x, Tensor) or not isinstance(weight, Tensor):
+        return counted
+    mask = given.get(10, "output_mask", [True, True])
+    gradients = sum(bool(wanted) for wanted in mask[:2]) if isinstance(mask, list) else 2
+    swept = x if given.get(7, "transposed", False) is True else gradient
+    return gradients * 2 * swept.elements * weight.elements // max(1, weight.shape[0])
 
 
 def peak_flops(device: Device, dtype: str, kind: str, matmul: Matmul = "highest") -> float:

@@ -105,6 +105,10 @@ class Prediction(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
         notes: What was assumed.
         after_step_bytes: What is allocated once the step is over; None where that was not recorded.
         phase_seconds: How `step_seconds` is spent, by phase ("forward", "backward", "recompute", "optimizer").
+        context_bytes: What a GPU holds for the process outside of the allocator: the driver's context with the
+            libraries' handles and loaded kernels. None elsewhere.
+        retries: How often the allocator gives its cache back to a full GPU and tries again, in a first and a steady
+            step; 0 where all that it reserves has room. None where the step runs out of memory, and elsewhere.
     """
 
     peak_bytes: int
@@ -118,6 +122,15 @@ class Prediction(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     notes: list[str] = []
     after_step_bytes: int | None = None
     phase_seconds: dict[str, float] = {}
+    context_bytes: int | None = None
+    retries: int | None = None
+
+    @property
+    def process_bytes(self) -> int | None:
+        """What `nvidia-smi` shows of the process at the peak: reserved, and what is outside of the allocator."""
+        if self.peak_reserved_bytes is None or self.context_bytes is None:
+            return None
+        return self.peak_reserved_bytes + self.context_bytes
 
 
 class Candidate(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from msgspec.structs import replace
 
-from memfit.allocator.replay import replay
+from memfit.allocator.replay import AllocationEvent, replay
 from memfit.cost.calibrate import calibrate
 from memfit.cost.roofline import roofline
 from memfit.errors import UsageError
@@ -63,10 +63,13 @@ def predict(
     """Return the prediction for a captured step, and its timeline."""
     timeline = simulate(trace, costs)
     allocated, reserved, by_category = timeline.peak_bytes, None, timeline.at_peak()
+    retries = None
     if device.kind == "cuda":
-        report = replay(allocations(trace, costs), device.allocator, total_bytes=device.memory_bytes)
+        events = allocations(trace, costs)
+        report = replay(events, device.allocator, total_bytes=device.memory_bytes)
         allocated, reserved = report.peak_allocated_bytes, report.peak_reserved_bytes
         by_category["rounding"] = allocated - timeline.peak_bytes
+        retries = _retries(events, device) if reserved > device.usable_bytes else 0
     prediction = Prediction(
         peak_bytes=allocated,
         peak_reserved_bytes=reserved,
@@ -77,6 +80,8 @@ def predict(
         by_category=by_category,
         where=timeline.where(),
         device_bytes=device.usable_bytes,
+        context_bytes=device.context_bytes if device.kind == "cuda" else None,
+        retries=retries,
         throughput=throughput(
             trace,
             costs,
@@ -88,6 +93,12 @@ def predict(
         notes=[*trace.notes, *_advice(trace, device)],
     )
     return prediction, timeline
+
+
+def _retries(events: list[AllocationEvent], device: Device) -> int | None:
+    """Return how often the allocator gives its cache back to a full device; None where that is not enough."""
+    full = replay(events, device.allocator, device.usable_bytes, total_bytes=device.memory_bytes)
+    return None if full.num_ooms else full.num_alloc_retries
 
 
 def after_step_bytes(trace: Trace, costs: CostTable) -> int:

@@ -41,6 +41,13 @@ def _memory(prediction: Prediction) -> list[tuple[str, Text]]:
         text = f"{format_bytes(prediction.device_bytes)} for a step: "
         verdict = (fit_text(prediction.peak_upper_bytes, prediction.device_bytes), "green" if fits else "bold red")
         lines.append(("Device", Text.assemble(text, verdict)))
+        if not fits and prediction.retries:
+            often = f"it runs there if the allocator gives its cache back {prediction.retries} times in two steps"
+            lines.append(("", Text(f"{often}; each time the GPU waits")))
+    if prediction.process_bytes is not None:
+        held = format_bytes(prediction.context_bytes or 0)
+        text = f"{format_bytes(prediction.process_bytes)}, {held} of it the driver's context, outside of the allocator"
+        lines.append(("nvidia-smi", Text(text)))
     if prediction.after_step_bytes is not None:
         lines.append(("After it", Text(f"{format_bytes(prediction.after_step_bytes)} stay allocated between steps")))
     return lines

@@ -1,0 +1,1 @@
+"""Measurements that other people published, of training steps on real GPUs, rebuilt and predicted."""

@@ -1,0 +1,117 @@
+"""Makes `docs/results/published.md` from the committed result of `benchmarks.published`.
+
+`python -m benchmarks.published.page [--check]`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import Case
+from benchmarks.markdown import head, made_by, row
+from benchmarks.published.rows import Source, sources
+from benchmarks.tables import ROOT, results
+from memfit.ir.codec import write_atomic
+from memfit.units import format_bytes, format_seconds
+
+PAGE = ROOT / "docs" / "results" / "published.md"
+TEMPLATE = Path(__file__).with_name("page.md")
+_KINDS = {"allocated": "allocated", "after": "after the step", "reserved": "reserved", "process": "whole process"}
+
+
+def page(result: dict[str, Any]) -> str:
+    """Return the page for a result of `benchmarks.published`."""
+    summary = result["summary"]
+    return TEMPLATE.read_text().format(
+        summary=summary_table(summary),
+        rows=summary["rows"],
+        sources=summary["sources"],
+        tables="\n\n".join(_section(source, result["cases"], name) for name, source in sources().items()),
+        made=made_by(result),
+    )
+
+
+def summary_table(summary: dict[str, Any]) -> str:
+    """Return what the rows add up to."""
+    lines = head(("figure", "of", "median error", "90th percentile"))
+    for title, key in (("allocated", "allocated"), ("reserved, and whole process with the context", "device")):
+        errors = [_percent(summary[f"{key}_{which}_abs_error"]) for which in ("median", "p90")]
+        lines.append(row([title, str(summary[f"{key}_figures"]), *errors]))
+    lines += ["", *head(("question", "of", "right"))]
+    shares = (
+        ("measured bytes within the stated interval", "", "within_interval"),
+        ("fits, or does not", "fit_figures", "fit_right"),
+        ("step time within 30 %", "times", "time_within_30_percent"),
+        ("ratio of two settings' times within 15 %", "time_ratios", "time_ratio_within_15_percent"),
+    )
+    for title, count, key in shares:
+        lines.append(row([title, str(summary[count]) if count else "", _percent(summary[key], 0)]))
+    return "\n".join(lines)
+
+
+def _section(source: Source, cases: list[Case], name: str) -> str:
+    """Return a source's rows."""
+    own = [case for case in cases if case["source"] == name]
+    parts = [f"### {source.title}"]
+    if own:
+        parts += [f"[{source.url.removeprefix('https://')}]({source.url}): {source.at}. Assumed: {source.assumed}."]
+        lines = head(("row", "step", "figure", "measured", "predicted", "error"))
+        lines += [line for case in own for line in _rows(case)]
+        parts.append("\n".join(lines))
+    if source.left_out:
+        parts.append("\n".join(f"- Left out, {ids}: {reason}." for ids, reason in source.left_out.items()))
+    return "\n\n".join(parts)
+
+
+def _rows(case: Case) -> list[str]:
+    """Return the table's lines for a case: one for each published figure."""
+    start = [f"{case['id']} ({case['grade']})", _step(case)]
+    if "failed" in case:
+        return [row([*start, "", "", "failed", case["failed"].partition("\n")[0]])]
+    lines = []
+    for name, kind in _KINDS.items():
+        if name in case["published"]:
+            measured, predicted = case["published"][name], case["predicted"][name]
+            lines.append(row([*start, kind, _bytes(measured), _bytes(predicted), f"{case['errors'][name]:+.2%}"]))
+    if "step" in case["published"]:
+        measured, predicted = case["published"]["step"], case["predicted"]["step"]
+        error = f"{case['errors']['step']:+.0%}"
+        lines.append(row([*start, "time", format_seconds(measured), format_seconds(predicted), error]))
+    if "published_fits" in case:
+        said = ["fits" if fits else "does not fit" for fits in (case["published_fits"], case["fits"])]
+        if case["fits"] and case["retries"]:
+            said[1] += f", with {case['retries']} retries in two steps"
+        right = "right" if case["fits"] == case["published_fits"] else "**wrong**"
+        lines.append(row([*start, "fit", *said, right]))
+    return lines
+
+
+def _step(case: Case) -> str:
+    options = ", ".join(f"{name} {value}" for name, value in case["options"].items())
+    return f"{case['what']}; {case['device']}" + (f" ({options})" if options else "")
+
+
+def _bytes(nbytes: float) -> str:
+    return format_bytes(int(nbytes))
+
+
+def _percent(share: float | None, digits: int = 2) -> str:
+    return "" if share is None else f"{share:.{digits}%}".replace("%", " %")
+
+
+def main() -> None:
+    """Write the page, or check that it is that of the result file."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.published.page", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="exit with 1 where the page has other figures")
+    text = page(results("published"))
+    if parser.parse_args().check:
+        stale = not PAGE.exists() or PAGE.read_text() != text
+        sys.exit("docs/results/published.md is not that of benchmarks/results; run benchmarks.published.page" * stale)
+    write_atomic(PAGE, text.encode())
+
+
+if __name__ == "__main__":
+    main()
