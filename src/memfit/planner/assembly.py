@@ -233,13 +233,16 @@ class _Assembly:
                 self.notes += [str(e)] if e.is_noted else []
         waiting = {levers: before for levers in wanted if (before := self._waits_for(levers)) is not None}
         early = steps.captured([levers for levers in wanted if levers not in waiting])
-        seconds = {levers: steps.predicted(levers).step_seconds for levers in early}
+        seconds = self._seconds_of(early)
         least = min((seconds[levers] for levers in early if steps.allows(levers)), default=math.inf)
         slow = {levers for levers in early if seconds[levers] > _SLOW * least}
         self.postponed = [levers for levers, before in waiting.items() if before in slow]
         self.postponed_seconds = min((seconds[waiting[levers]] for levers in self.postponed), default=math.inf)
         wanted = [levers for levers in wanted if levers in early or levers in waiting and levers not in self.postponed]
         self.wanted = self._with_any(steps.captured(wanted))
+
+    def _seconds_of(self, captured: Sequence[Levers]) -> dict[Levers, float]:
+        return {levers: self.steps.predicted(levers).step_seconds for levers in captured}
 
     def _waits_for(self, levers: Levers) -> Levers | None:
         """Return the combination that is captured before another; None where it waits for none."""
