@@ -11,18 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memfit.capture.products import Run, with_own_backward
+from memfit.capture.products import Run, register
 
 
 def register_extremes(library: torch.library.Library) -> None:
     """Fill the gradients of extremes in place on the CPU, as long as a library lives."""
-    for name in ("max", "min", "median", "nanmedian"):
-        library.impl(
-            name,
-            with_own_backward(torch.library.get_kernel(f"aten::{name}", "AutogradCPU"), _Extreme.apply),
-            "AutogradCPU",
-            with_keyset=True,
-        )
+    register(library, "AutogradCPU", dict.fromkeys(("max", "min", "median", "nanmedian"), _Extreme.apply))
 
 
 class _Extreme(torch.autograd.Function):

@@ -333,11 +333,9 @@ class _Replacement:
         ]
 
     def put(self) -> None:
-        """Install the replacements."""
         for owner, name, _, watched in self._places:
             setattr(owner, name, watched)
 
     def take(self) -> None:
-        """Restore PyTorch's own functions."""
         for owner, name, own, _ in self._places:
             setattr(owner, name, own)

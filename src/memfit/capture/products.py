@@ -7,7 +7,7 @@ names where C++ keeps them to the end of a statement, and Python would not.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,9 +22,14 @@ Run = Callable[[Tensor], Tensor]
 
 def register_products(library: torch.library.Library, key: str) -> None:
     """Register products whose backward pass reads, at a dispatch key, as long as a library lives."""
-    for name, product in (("prod", _Prod.apply), ("prod.dim_int", _along), ("cumprod", _Cumprod.apply)):
+    register(library, key, {"prod": _Prod.apply, "prod.dim_int": _along, "cumprod": _Cumprod.apply})
+
+
+def register(library: torch.library.Library, key: str, functions: Mapping[str, Callable[..., Any]]) -> None:
+    """Register operators with a backward pass of their own, by name, as `with_own_backward` takes them."""
+    for name, function in functions.items():
         kernel = torch.library.get_kernel(f"aten::{name}", key)
-        library.impl(name, with_own_backward(kernel, product), key, with_keyset=True)
+        library.impl(name, with_own_backward(kernel, function), key, with_keyset=True)
 
 
 def with_own_backward(kernel: Any, function: Callable[..., Any]) -> Callable[..., Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -17,15 +17,7 @@ from memfit.ir.display import Shown
 
 Phase = Literal["forward", "backward", "recompute", "optimizer"]
 Category = Literal["parameters", "buffers", "gradients", "optimizer state", "inputs", "activations", "temporaries"]
-CATEGORIES: tuple[Category, ...] = (
-    "parameters",
-    "buffers",
-    "gradients",
-    "optimizer state",
-    "inputs",
-    "activations",
-    "temporaries",
-)
+CATEGORIES: tuple[Category, ...] = get_args(Category)
 
 
 class Module(msgspec.Struct, frozen=True, array_like=True):

@@ -1,8 +1,7 @@
 """The stages, composed."""
 
-from memfit.compiled.backend import CompileBackend, CompiledPlan, compile_backend
+from memfit.compiled.backend import compile_backend
 from memfit.hardware.host import devices, find_device
-from memfit.ir.device import Device
 from memfit.ir.verification import Verification
 from memfit.pipeline._adapt import adapt
 from memfit.pipeline._apply import apply
@@ -19,9 +18,6 @@ from memfit.planner.prediction import is_elsewhere
 from memfit.report.registration import show_records
 
 __all__ = [
-    "CompileBackend",
-    "CompiledPlan",
-    "Device",
     "Verification",
     "adapt",
     "apply",

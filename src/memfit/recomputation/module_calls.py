@@ -226,7 +226,6 @@ class Call:
         return output.detach(), inside, count
 
     def _values(self, task: int) -> Any:
-        """Return the arguments."""
         values = [
             (origin.output(task) if isinstance(origin, Call) else origin.take()).detach().requires_grad_(needs)
             for origin, needs in zip(self._arguments, self._needs_gradient, strict=True)
