@@ -280,13 +280,7 @@ class _Climb:
 
 
 def pays(rung: Rung, before: Rung, budget_bytes: int | None) -> bool:
-    """Tell whether a rung pays, against the one before.
-
-    Args:
-        rung: Measured.
-        before: Measured.
-        budget_bytes: What the step may take, where the user said so.
-    """
+    """Tell whether a measured rung pays, against the one before; `budget_bytes` is what the user said, if anything."""
     assert rung.peak_ratio is not None
     assert rung.step_ratio is not None
     assert before.peak_bytes is not None

@@ -77,11 +77,7 @@ class Categories:
 
 
 def dry_forward_passes(
-    recorder: Recorder,
-    step: StepProgram,
-    batch: Any,
-    recording: Recording,
-    enter_phase: Callable[[Phase, int], None],
+    recorder: Recorder, step: StepProgram, batch: Any, recording: Recording, enter_phase: Callable[[Phase, int], None]
 ) -> list[Recording]:
     """Return, for each microbatch, a recording of the forward pass with nothing saved, in which storages die early.
 

@@ -20,14 +20,7 @@ from memfit.compiled.dropout_masks import hold_masks_as_bytes
 from memfit.compiled.inlining import computed_per_loop, inlined_nodes, mark_for_each, mark_inlined, users_by_call
 from memfit.compiled.joint_graph import JointGraph, has_symbols, mark_kept, mark_recomputed, read
 from memfit.compiled.lowering import lower_to_eager, lower_to_inductor
-from memfit.compiled.rematerialization import (
-    KERNEL,
-    GraphRegion,
-    compute_for_each,
-    keep_apart,
-    rematerialize,
-    split,
-)
+from memfit.compiled.rematerialization import KERNEL, GraphRegion, compute_for_each, keep_apart, rematerialize, split
 from memfit.errors import BudgetError, InfeasibleError, MemfitError, UsageError
 from memfit.hardware.host import find_device
 from memfit.ir.device import Device

@@ -48,7 +48,6 @@ class JointGraph:
         parts: For each signature of the trace, the signatures of the operators in its kernel.
         in_place: For each signature of the trace, the bytes that it writes over its dying inputs.
         operators: The work of these operators, by signature.
-        trace: The trace.
     """
 
     ops: list[tuple[fx.Node, ...]]

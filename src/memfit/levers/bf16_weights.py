@@ -192,11 +192,7 @@ def _loading(masters: Swaps) -> Callable[..., None]:
 
 
 def _without_masters(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    halves: Swaps,
-    accumulates: bool,
-    stack: contextlib.ExitStack,
+    model: nn.Module, optimizer: torch.optim.Optimizer, halves: Swaps, accumulates: bool, stack: contextlib.ExitStack
 ) -> Bf16Weights:
     _swap_in_model(model, halves)
     _swap_in_optimizer(optimizer, halves)

@@ -94,7 +94,6 @@ class Call:
     """One call of a lean module.
 
     Attributes:
-        module: The module.
         saves: The tensors that autograd saves in it, in order.
         waiting: The dropped tensors that it recomputes.
         version: The version of its output when it returned.
