@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import thread_time
 
 import numpy as np
@@ -34,8 +34,6 @@ class Combination:
     levers: Levers
     problem: Problem
     uses_of: Callable[[Levers], tuple[LeverUse, ...]]
-    numerics: Numerics = field(init=False)
-    solver: Solver = field(init=False)
 
     def __post_init__(self) -> None:
         self.numerics = freest(self.uses_of(self.levers))

@@ -13,7 +13,7 @@ import bisect
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,13 +61,6 @@ class Problem:
     rows: list[Row]
     plain_seconds: float
     host_budget_bytes: int = 0
-    row_axis: npt.NDArray[np.int64] = field(init=False)
-    row_option: npt.NDArray[np.int64] = field(init=False)
-    row_bytes: npt.NDArray[np.int64] = field(init=False)
-    host_bytes: npt.NDArray[np.int64] = field(init=False)
-    _terms: npt.NDArray[np.int64] = field(init=False)
-    _constants: npt.NDArray[np.int64] = field(init=False)
-    _starts: npt.NDArray[np.int64] = field(init=False)
 
     def __post_init__(self) -> None:
         activities = [activity for reasons in self.reasons for activity in reasons]
