@@ -14,7 +14,7 @@ import torch
 
 from memfit._torch.dispatch import DispatchKey, below_autograd
 from memfit._torch.operators import call_at, destroy_library
-from memfit.capture.products import Run, register, register_products
+from memfit.capture.products import Saving, register, register_products
 
 _aten = torch.ops.aten
 _KEYS = ("AutogradCPU", "AutogradCUDA")
@@ -64,18 +64,12 @@ def _one_hot(classes: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     return zeros.scatter_(-1, classes.unsqueeze(-1), 1)
 
 
-class _Extreme(torch.autograd.Function):
+class _Extreme(Saving):
     """`max`, `min` and medians of all elements, whose backward passes differ without a mode on the CPU.
 
     There they read whether the result is NaN, and fill the gradient in place (`evenly_distribute_backward` in
     torch/csrc/autograd/FunctionsManual.cpp); under a mode they do neither. Here no result is taken to be NaN.
     """
-
-    @staticmethod
-    def forward(ctx: Any, run: Run, given: torch.Tensor) -> torch.Tensor:
-        result = run(given)
-        ctx.save_for_backward(given, result)
-        return result
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:

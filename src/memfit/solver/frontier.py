@@ -42,8 +42,7 @@ class Combination:
     def plain(self) -> Choice:
         """Return the choice of no checkpointing."""
         x = np.zeros(len(self.problem.options), np.int64)
-        peak = int(self.problem.row_peaks(x).max(initial=0))
-        return Choice(x, peak, self.problem.plain_seconds, "optimal", self.problem.plain_seconds)
+        return Choice(x, self.problem.peak_bytes(x), self.problem.plain_seconds, "optimal", self.problem.plain_seconds)
 
     def leanest(self, time_limit_seconds: float) -> Choice:
         """Return the choice of the lowest peak."""
