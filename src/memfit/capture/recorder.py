@@ -320,8 +320,7 @@ class Recorder(TorchDispatchMode):
                 self._module_index[id(module)] = len(self.modules)
                 couples = isinstance(module, BatchNormBase) and module.training
                 self.modules.append(Module(fqn, type(module).__name__, couples, isinstance(module, NormBase)))
-                before = module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
-                stack.callback(before.remove)
+                stack.callback(module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True).remove)
                 stack.callback(module.register_forward_hook(self._leave, always_call=True).remove)
             yield
 

@@ -136,8 +136,7 @@ def _with_masters(
     stack.callback(_swap_in_optimizer, optimizer, {master: half for half, master in widened.items()})
     for half, master in masters.items():
         if half.requires_grad:
-            handle = half.register_post_accumulate_grad_hook(_giving_gradient_to(master))
-            stack.callback(handle.remove)
+            stack.callback(half.register_post_accumulate_grad_hook(_giving_gradient_to(master)).remove)
     stack.callback(model.register_state_dict_post_hook(_showing(masters)).remove)
     stack.callback(model.register_load_state_dict_pre_hook(_loading(masters)).remove)
     trained = [(half, master) for half, master in masters.items() if half.requires_grad]
