@@ -131,7 +131,6 @@ class _Climb:
         self.coupling = coupling(self.trace(self.plain), self.workload)
 
     def rungs(self, progress: Progress) -> list[Rung]:
-        """Climb."""
         offered = list(registry.rungs())
         total = len(offered) + 2
         progress("rungs", 0, total)
@@ -159,9 +158,6 @@ class _Climb:
         except (CaptureError, RecomputationError) as e:
             return Rung(name=name, outcome="not available", why=f"it can't be run: {e}")
 
-    def _bytes_of(self, budget: Budget, plain_bytes: int) -> int:
-        return budget.nbytes(device_bytes=self.device.usable_bytes, plain_bytes=plain_bytes)
-
     def _measured(self, name: str, levers: Levers, what: str, before: Rung | None) -> Rung:
         """Run the step with levers, in turn with the rung before."""
         with ExitStack() as stack:
@@ -171,7 +167,10 @@ class _Climb:
             step_ratio: float | None = None
             if before is None:
                 seconds = timed([step], self.min_run_seconds)[0]
-                self.budget_bytes = None if self.budget is None else self._bytes_of(self.budget, peak_bytes)
+                if self.budget is not None:
+                    self.budget_bytes = self.budget.nbytes(
+                        device_bytes=self.device.usable_bytes, plain_bytes=peak_bytes
+                    )
                 self.limit_bytes = self.budget_bytes or peak_bytes
             else:
                 assert before.levers is not None
@@ -255,30 +254,24 @@ class _Climb:
     # The parts of rungs
 
     def trace(self, levers: Levers) -> Trace:
-        """Return the capture of a step with levers."""
         if levers not in self.traces:
             self.traces[levers] = capture_levers(self.workload, levers, self.device)
         return self.traces[levers]
 
     def predicted(self, levers: Levers) -> Prediction:
-        """Return what is predicted for a step with levers."""
         trace = self.trace(levers)
         return predict(trace, costs_of([trace], self.device), self.device)[0]
 
     def uses(self, levers: Levers) -> tuple[LeverUse, ...]:
-        """Return the levers that are used, in words."""
         return registry.uses(levers, self.batch_size, self.coupling is not None)
 
     def numerics_of(self, levers: Levers) -> Numerics:
-        """Return the freest class of levers."""
         return freest(self.uses(levers))
 
     def allows(self, levers: Levers) -> bool:
-        """Tell whether the numerics class of some levers is allowed."""
         return allows(self.numerics, self.numerics_of(levers))
 
     def combination(self, levers: Levers) -> Combination:
-        """Return the problem of choosing regions under levers."""
         regions = Regions(self.trace(levers))
         costs = costs_of([self.trace(levers)], self.device)
         choices = options(regions, costs, set())

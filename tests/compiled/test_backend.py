@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.compiled.backend import CompileBackend, GraphPlanner
-from memfit.compiled.lowering import lower_to_eager
+from memfit.compiled.backend import CompileBackend, GraphPlanner, lower_to_eager
 from memfit.hardware.cpu_allocations import allocated
 from memfit.ir.operator_costs import CostTable
 from memfit.planner.prediction import costs_of

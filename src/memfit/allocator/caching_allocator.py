@@ -22,6 +22,10 @@ Tracer = Callable[[str, int, int, int], None]
 """Called with an action of PyTorch's memory history, an address, a size, and a stream."""
 
 
+def _untraced(action: str, address: int, size: int, stream: int) -> None:
+    pass
+
+
 class CachingAllocator:
     """PyTorch's caching allocator of one CUDA device, without the device.
 
@@ -61,7 +65,7 @@ class CachingAllocator:
         limited = settings.memory_fraction < 1 and total is not None
         self._allowed_bytes = int(settings.memory_fraction * total) if limited and total is not None else None
         self._total_bytes = _UNKNOWN_TOTAL_BYTES if total is None else total
-        self._trace = trace
+        self._trace = trace or _untraced
         self._pools: dict[tuple[bool, int], Pool] = {}
         self._next_address = _FIRST_ADDRESS
         self._lookups = 0
@@ -89,17 +93,15 @@ class CachingAllocator:
             self.peak_allocated_bytes = self.allocated_bytes
         if self.requested_bytes > self.peak_requested_bytes:
             self.peak_requested_bytes = self.requested_bytes
-        if self._trace is not None:
-            self._trace("alloc", block.address, nbytes, stream)
+        self._trace("alloc", block.address, nbytes, stream)
         return block
 
     def free(self, block: Block) -> None:
         """Return a block to the cache."""
         if not block.allocated:
             raise ValueError(f"the block at {block.address:#x} is not in use")
-        if self._trace is not None:
-            self._trace("free_requested", block.address, block.requested, block.pool.stream)
-            self._trace("free_completed", block.address, block.requested, block.pool.stream)
+        self._trace("free_requested", block.address, block.requested, block.pool.stream)
+        self._trace("free_completed", block.address, block.requested, block.pool.stream)
         self.allocated_bytes -= block.size
         self.requested_bytes -= block.requested
         block.allocated = False
@@ -175,8 +177,7 @@ class CachingAllocator:
         if not self._reserve(nbytes):
             return None
         block = self._new_segment(pool, nbytes, ROUND_LARGE_BYTES)
-        if self._trace is not None:
-            self._trace("segment_alloc", block.address, nbytes, pool.stream)
+        self._trace("segment_alloc", block.address, nbytes, pool.stream)
         return block
 
     def _reserve(self, nbytes: int) -> bool:
@@ -197,8 +198,7 @@ class CachingAllocator:
         block.pool.remove(block)
         del self.segments[block.address]
         self.reserved_bytes -= block.size
-        if self._trace is not None:
-            self._trace("segment_free", block.address, block.size, block.pool.stream)
+        self._trace("segment_free", block.address, block.size, block.pool.stream)
 
     def _release_oversize(self, pool: Pool, size: int) -> bool:
         """Release one unused unsplittable block that is large enough, or else several, largest first."""
@@ -265,8 +265,7 @@ class CachingAllocator:
         nbytes = -(-nbytes // pool.page_bytes) * pool.page_bytes
         if not self._reserve(nbytes):
             return None
-        if self._trace is not None:
-            self._trace("segment_map", block.address, nbytes, pool.stream)
+        self._trace("segment_map", block.address, nbytes, pool.stream)
         pool.remove(block)
         remainder = block.split(nbytes) if nbytes < block.size else None
         block.mapped = True
@@ -292,8 +291,7 @@ class CachingAllocator:
                 pool.add(part)
         middle = pool.add(middle)
         self.reserved_bytes -= end - start
-        if self._trace is not None:
-            self._trace("segment_unmap", start, end - start, pool.stream)
+        self._trace("segment_unmap", start, end - start, pool.stream)
         if not middle.is_split:
             pool.remove(middle)
             del self.segments[middle.address]
@@ -302,8 +300,7 @@ class CachingAllocator:
         self.num_ooms += 1
         limits = [limit for limit in (self.capacity_bytes, self._allowed_bytes) if limit is not None]
         capacity = min(limits)
-        if self._trace is not None:
-            self._trace("oom", capacity - self.reserved_bytes, size, stream)
+        self._trace("oom", capacity - self.reserved_bytes, size, stream)
         return SimulatedOutOfMemoryError(
             f"the simulated device is full: {format_bytes(size)} requested, {format_bytes(self.allocated_bytes)} "
             f"allocated and {format_bytes(self.reserved_bytes)} reserved of capacity_bytes={capacity} "

@@ -26,9 +26,9 @@ INTERVALS = 16
 
 _PAIR = re.compile(r"([^:,\[\]]+):(\[[^\]]*\]|[^:,\[\]]+)(?:,|$)")
 _BYTES = {
+    "large_segment_size_mb": "large_segment_bytes",
     "max_split_size_mb": "max_split_bytes",
     "max_non_split_rounding_mb": "max_non_split_rounding_bytes",
-    "large_segment_size_mb": "large_segment_bytes",
 }
 _SHARES = {
     "garbage_collection_threshold": "garbage_collection_threshold",
@@ -116,12 +116,8 @@ class AllocatorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     def conf(self) -> str:
         """Return the value of `PYTORCH_ALLOC_CONF` for these settings."""
         default = AllocatorSettings()
-        mebibytes = {
-            "large_segment_size_mb": (self.large_segment_bytes, default.large_segment_bytes),
-            "max_split_size_mb": (self.max_split_bytes, default.max_split_bytes),
-            "max_non_split_rounding_mb": (self.max_non_split_rounding_bytes, default.max_non_split_rounding_bytes),
-        }
-        parts = [f"{key}:{size // MIB}" for key, (size, usual) in mebibytes.items() if size and size != usual]
+        sizes = {key: (getattr(self, name), getattr(default, name)) for key, name in _BYTES.items()}
+        parts = [f"{key}:{size // MIB}" for key, (size, usual) in sizes.items() if size and size != usual]
         if self.expandable_segments:
             parts.append("expandable_segments:True")
         if any(self.divisions()):

@@ -14,8 +14,7 @@ import torch
 
 from memfit._torch.dispatch import DispatchKey, below_autograd
 from memfit._torch.operators import call_at, destroy_library
-from memfit.capture.extremes import register_extremes
-from memfit.capture.products import register_products
+from memfit.capture.products import Saving, register, register_products
 
 _aten = torch.ops.aten
 _KEYS = ("AutogradCPU", "AutogradCUDA")
@@ -30,7 +29,7 @@ def composites_without_mode() -> Iterator[None]:
             library.impl("linear", _linear, key)
             library.impl("one_hot", _one_hot, key)
             register_products(library, key)
-        register_extremes(library)
+        register(library, "AutogradCPU", dict.fromkeys(("max", "min", "median", "nanmedian"), _Extreme.apply))
         library.impl("max_pool1d", _max_pool1d, "AutogradCPU")
         yield
     finally:
@@ -63,3 +62,18 @@ def _one_hot(classes: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
         return _as_composite(_aten.one_hot.default, classes, num_classes)
     zeros = torch.zeros((*classes.shape, num_classes), dtype=classes.dtype, device=classes.device)
     return zeros.scatter_(-1, classes.unsqueeze(-1), 1)
+
+
+class _Extreme(Saving):
+    """`max`, `min` and medians of all elements, whose backward passes differ without a mode on the CPU.
+
+    There they read whether the result is NaN, and fill the gradient in place (`evenly_distribute_backward` in
+    torch/csrc/autograd/FunctionsManual.cpp); under a mode they do neither. Here no result is taken to be NaN.
+    """
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        given, result = ctx.saved_tensors
+        is_one = given == result
+        zeros = grad.new_zeros(given.shape)
+        return None, zeros.masked_fill_(is_one, grad / is_one.sum())

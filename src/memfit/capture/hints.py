@@ -6,11 +6,7 @@ import contextlib
 import logging
 from collections.abc import Iterator
 
-from memfit._torch.fake import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedOperatorException,
-)
+from memfit._torch.fake import DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
 from memfit.errors import CaptureError, MemfitError
 from memfit.frames import users_place
 

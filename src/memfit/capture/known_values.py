@@ -27,20 +27,13 @@ from memfit._torch.fake import (
 from memfit._torch.foreach import supported_types
 from memfit._torch.operators import packet_of, schema_of
 from memfit._torch.pytree import tree_map
+from memfit._torch.replacement import replaced
 from memfit._torch.tensors import storage_key_of
 from memfit.capture.draws import Extreme, random_output
 from memfit.capture.value_reads import Replay
 
 _aten = torch.ops.aten
-_CONSTANTS = {
-    _aten.arange,
-    _aten.eye,
-    _aten.full,
-    _aten.linspace,
-    _aten.ones,
-    _aten.scalar_tensor,
-    _aten.zeros,
-}
+_CONSTANTS = {_aten.arange, _aten.eye, _aten.full, _aten.linspace, _aten.ones, _aten.scalar_tensor, _aten.zeros}
 _UNSET = {_aten.empty_like, _aten.new_empty, _aten.new_empty_strided}
 _FINITE = {_aten.isfinite: True, _aten.isnan: False, _aten.isinf: False, _aten.isposinf: False, _aten.isneginf: False}
 _SAME = {_aten.eq: True, _aten.ne: False}  # of a number and itself; the opposite of any number and infinity
@@ -366,24 +359,17 @@ def _compute(func: Any, args: Any, kwargs: Any) -> Any:
 @contextlib.contextmanager
 def fake_paths_disabled() -> Iterator[None]:
     """Keep libraries from the code paths that they take for fake tensors, until the context is left."""
-    # transformers builds masks that it skips with data
-    module: Any = sys.modules.get("transformers.utils.import_utils")
-    asked = getattr(module, "is_fake_tensor", None)
-    # PyTorch clips gradients one by one that it takes as a list with data
-    lists = [types for types in supported_types if FakeTensor not in types]
-    for types in lists:
-        types.append(FakeTensor)
-    if asked is not None:
-        module.is_fake_tensor = lambda _: False
-    FakeTensor.__format__ = _format  # type: ignore[method-assign]  # a fake loss can't be formatted
-    try:
+    with contextlib.ExitStack() as stack:
+        # transformers builds masks that it skips with data
+        module = sys.modules.get("transformers.utils.import_utils")
+        if getattr(module, "is_fake_tensor", None) is not None:
+            stack.enter_context(replaced(module, "is_fake_tensor", lambda _: False))
+        # PyTorch clips gradients one by one that it takes as a list with data
+        for types in [types for types in supported_types if FakeTensor not in types]:
+            types.append(FakeTensor)
+            stack.callback(types.remove, FakeTensor)
+        stack.enter_context(replaced(FakeTensor, "__format__", _format))  # a fake loss can't be formatted
         yield
-    finally:
-        FakeTensor.__format__ = torch.Tensor.__format__  # type: ignore[method-assign]
-        for types in lists:
-            types.remove(FakeTensor)
-        if asked is not None:
-            module.is_fake_tensor = asked
 
 
 def _format(tensor: torch.Tensor, spec: str) -> str:

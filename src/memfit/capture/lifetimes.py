@@ -27,9 +27,7 @@ class Categories:
 
     def __init__(self, recorder: Recorder, workload: Workload) -> None:
         self.recorder, self.workload = recorder, workload
-        self.categories: dict[int, Category] = {}
-        self.owners: dict[int, int] = {}
-        self.parameters: dict[int, int] = {}
+        self.found: dict[int, tuple[Category, int, int]] = {}  # by storage: category, owner and parameter
         self.late: set[int] = set()
         self.position = {id(p): i for i, p in enumerate(workload.model.parameters())}
         self._with_state = {id(p) for p, values in workload.optimizer.state.items() if tensors_of(values)}
@@ -47,9 +45,7 @@ class Categories:
         for part in [part for tensor in tensors for part in parts(tensor)]:
             index = self.recorder.observe(part, -1)
             if index is not None:
-                self.categories[index] = category
-                self.owners[index] = owner
-                self.parameters[index] = self.position.get(id(parameter), -1)
+                self.found[index] = category, owner, self.position.get(id(parameter), -1)
                 seen.add(index)
         return seen
 
@@ -81,11 +77,7 @@ class Categories:
 
 
 def dry_forward_passes(
-    recorder: Recorder,
-    step: StepProgram,
-    batch: Any,
-    recording: Recording,
-    enter_phase: Callable[[Phase, int], None],
+    recorder: Recorder, step: StepProgram, batch: Any, recording: Recording, enter_phase: Callable[[Phase, int], None]
 ) -> list[Recording]:
     """Return, for each microbatch, a recording of the forward pass with nothing saved, in which storages die early.
 
@@ -179,12 +171,11 @@ def assemble_trace(
     full, captured = samples_of(workload), samples_of(copied)
     storages = []
     for index, storage in enumerate(recording.storages):
-        category = categories.categories.get(index) or _category(storage, recording, index in last_save)
+        by_lifetime = _category(storage, recording, index in last_save)
+        category, owner, parameter = categories.found.get(index, (by_lifetime, -1, -1))
         release = releases.get(index, storage.death)
         if storage.death > max(release, last_save.get(index, -1)):  # something else holds it
             release = storage.death
-        owner = categories.owners.get(index, -1)
-        parameter = categories.parameters.get(index, -1)
         # Held from the step before and let go before the first operator: no operator of this step sees it.
         nbytes = storage.nbytes if storage.death >= 0 else 0
         death, release = max(storage.death, 0), max(release, 0)

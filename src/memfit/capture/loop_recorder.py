@@ -127,11 +127,8 @@ class Watcher(TorchFunctionMode):
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Watch the calls in this context."""
-        for register, hook in (
-            (optimizers.register_optimizer_step_pre_hook, self._before_update),
-            (optimizers.register_optimizer_step_post_hook, self._after_update),
-        ):
-            self._stack.callback(register(hook).remove)
+        self._stack.callback(optimizers.register_optimizer_step_pre_hook(self._before_update).remove)
+        self._stack.callback(optimizers.register_optimizer_step_post_hook(self._after_update).remove)
         self._replacement.put()
         self._stack.callback(self._replacement.take)
         push_function_mode(self)
@@ -333,11 +330,9 @@ class _Replacement:
         ]
 
     def put(self) -> None:
-        """Install the replacements."""
         for owner, name, _, watched in self._places:
             setattr(owner, name, watched)
 
     def take(self) -> None:
-        """Restore PyTorch's own functions."""
         for owner, name, own, _ in self._places:
             setattr(owner, name, own)

@@ -7,7 +7,7 @@ names where C++ keeps them to the end of a statement, and Python would not.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,9 +22,14 @@ Run = Callable[[Tensor], Tensor]
 
 def register_products(library: torch.library.Library, key: str) -> None:
     """Register products whose backward pass reads, at a dispatch key, as long as a library lives."""
-    for name, product in (("prod", _Prod.apply), ("prod.dim_int", _along), ("cumprod", _Cumprod.apply)):
+    register(library, key, {"prod": _Prod.apply, "prod.dim_int": _along, "cumprod": _Cumprod.apply})
+
+
+def register(library: torch.library.Library, key: str, functions: Mapping[str, Callable[..., Any]]) -> None:
+    """Register operators with a backward pass of their own, by name, as `with_own_backward` takes them."""
+    for name, function in functions.items():
         kernel = torch.library.get_kernel(f"aten::{name}", key)
-        library.impl(name, with_own_backward(kernel, product), key, with_keyset=True)
+        library.impl(name, with_own_backward(kernel, function), key, with_keyset=True)
 
 
 def with_own_backward(kernel: Any, function: Callable[..., Any]) -> Callable[..., Tensor]:
@@ -54,15 +59,19 @@ def _along(run: Run, given: Tensor, dim: int, keepdim: bool = False) -> Any:
     return _Prod.apply(run, given, dim, keepdim)  # type: ignore[no-untyped-call]
 
 
-class _Prod(torch.autograd.Function):
-    """A product of all elements, or along a dimension."""
+class Saving(torch.autograd.Function):
+    """An operator run by PyTorch's own kernel, which saves its input and its output; `ctx.options` has the rest."""
 
     @staticmethod
-    def forward(ctx: Any, run: Run, given: Tensor, dim: int | None = None, keepdim: bool = True) -> Tensor:
+    def forward(ctx: Any, run: Run, given: Tensor, *options: Any) -> Tensor:
         result = run(given)
         ctx.save_for_backward(given, result)
-        ctx.dim, ctx.keepdim = dim, keepdim
+        ctx.run, ctx.options = run, options
         return result
+
+
+class _Prod(Saving):
+    """A product of all elements, or along a dimension."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -70,10 +79,12 @@ class _Prod(torch.autograd.Function):
         given = given.to(grad.dtype)
         if given.dim() == 0:
             return None, grad, None, None
-        gradient = _whole_gradient if ctx.dim is None else _gradient_along
-        if not ctx.keepdim:
-            grad, result = grad.unsqueeze(ctx.dim), result.unsqueeze(ctx.dim)
-        return None, gradient(grad, given, result, ctx.dim), None, None
+        dim: Any  # None for all elements
+        dim, keepdim = ctx.options or (None, True)
+        gradient = _whole_gradient if dim is None else _gradient_along
+        if not keepdim:
+            grad, result = grad.unsqueeze(dim), result.unsqueeze(dim)
+        return None, gradient(grad, given, result, dim), None, None
 
 
 def _whole_gradient(grad: Tensor, given: Tensor, result: Tensor, _: None) -> Tensor:
@@ -118,23 +129,17 @@ def _gradient_beside_zeros(grad: Tensor, given: Tensor, dim: int) -> Tensor:
     return grad * (before * after).conj()
 
 
-class _Cumprod(torch.autograd.Function):
+class _Cumprod(Saving):
     """A cumulative product along a dimension."""
-
-    @staticmethod
-    def forward(ctx: Any, run: Run, given: Tensor, dim: int) -> Tensor:
-        result = run(given)
-        ctx.save_for_backward(given, result)
-        ctx.run, ctx.dim = run, dim
-        return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         given, result = ctx.saved_tensors
         grad = grad.to(given.dtype)
-        if given.numel() <= 1 or given.shape[ctx.dim] == 1:
+        (dim,) = ctx.options
+        if given.numel() <= 1 or given.shape[dim] == 1:
             return None, grad, None
-        return None, _cumulative_gradient(ctx.run, grad, given, result, ctx.dim), None
+        return None, _cumulative_gradient(ctx.run, grad, given, result, dim), None
 
 
 def _cumulative_gradient(run: Run, grad: Tensor, given: Tensor, result: Tensor, dim: int) -> Tensor:

@@ -40,11 +40,8 @@ class RangeObserver(TorchDispatchMode):
 
     def __enter__(self) -> RangeObserver:
         for name, module in self._model.named_modules():
-            for handle in (
-                module.register_forward_pre_hook(functools.partial(self._begin, name)),
-                module.register_forward_hook(self._end, always_call=True),
-            ):
-                self._handles.callback(handle.remove)
+            self._handles.callback(module.register_forward_pre_hook(functools.partial(self._begin, name)).remove)
+            self._handles.callback(module.register_forward_hook(self._end, always_call=True).remove)
             for parameter in module.parameters(recurse=False):
                 if parameter.requires_grad:
                     handle = parameter.register_hook(functools.partial(self._see_parameter, name))

@@ -226,10 +226,8 @@ class Recorder(TorchDispatchMode):
         if known is not None:
             return known
         storage = tensor.untyped_storage()
-        index = len(self.now.storages)
-        record = LiveStorage(storage.nbytes(), birth)
-        self.now.storages.append(record)
-        self._index[key] = index
+        index = self._index[key] = len(self.now.storages)
+        self.now.storages.append(LiveStorage(storage.nbytes(), birth))
         weakref.finalize(storage, self._died, key).atexit = False
         return index
 
@@ -322,8 +320,7 @@ class Recorder(TorchDispatchMode):
                 self._module_index[id(module)] = len(self.modules)
                 couples = isinstance(module, BatchNormBase) and module.training
                 self.modules.append(Module(fqn, type(module).__name__, couples, isinstance(module, NormBase)))
-                before = module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
-                stack.callback(before.remove)
+                stack.callback(module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True).remove)
                 stack.callback(module.register_forward_hook(self._leave, always_call=True).remove)
             yield
 
@@ -374,7 +371,6 @@ class Recorder(TorchDispatchMode):
             self.modules[module] = replace(self.modules[module], refuses_hooks=True)
 
     def _detached(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return an alias of a tensor without its history."""
         if tensor.is_leaf:
             return tensor
         # A node holds what hooks return for its output: with history the two would hold each other, and never die

@@ -13,21 +13,13 @@ import msgspec
 import torch
 from torch import fx
 
-from memfit._torch.compilers import current_compile_id
+from memfit._torch.compilers import aot_autograd_eager, current_compile_id
 from memfit._torch.dispatch import disable_current_modes
 from memfit.compiled.channels_last import lay_out_channels_last, show_in_any_layout
 from memfit.compiled.dropout_masks import hold_masks_as_bytes
 from memfit.compiled.inlining import computed_per_loop, inlined_nodes, mark_for_each, mark_inlined, users_by_call
 from memfit.compiled.joint_graph import JointGraph, has_symbols, mark_kept, mark_recomputed, read
-from memfit.compiled.lowering import lower_to_eager, lower_to_inductor
-from memfit.compiled.rematerialization import (
-    KERNEL,
-    GraphRegion,
-    compute_for_each,
-    keep_apart,
-    rematerialize,
-    split,
-)
+from memfit.compiled.rematerialization import KERNEL, GraphRegion, compute_for_each, keep_apart, rematerialize, split
 from memfit.errors import BudgetError, InfeasibleError, MemfitError, UsageError
 from memfit.hardware.host import find_device
 from memfit.ir.device import Device
@@ -50,6 +42,9 @@ _FUSED_ERROR = 0.05
 """Inductor's excess over a prediction, as a share of the bytes that the step adds: it orders kernels by itself. At most
 3.5 % was seen, on four models at four budgets each."""
 _LARGEST_DEVICE = 1 << 62
+
+Partition = Callable[[fx.GraphModule, int], tuple[fx.GraphModule, fx.GraphModule]]
+"""A function that splits a joint graph module, given the number of forward outputs, into the two passes' modules."""
 
 
 class CompiledPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,9 +99,12 @@ class CompileBackend:
         self._frames: set[int] = set()
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        lower = lower_to_inductor if self.lowering == "inductor" else lower_to_eager
         try:
-            return lower(module, inputs, self._partition)
+            if self.lowering == "eager":
+                return lower_to_eager(module, inputs, self._partition)
+            from memfit.compiled import inductor_partition  # takes seconds; `import memfit` must not
+
+            return inductor_partition.lower(module, inputs, self._partition)
         except Exception as e:
             error = _memfit_error(e)
             if error is None:
@@ -173,6 +171,15 @@ def compile_backend(
         InfeasibleError: No plan fits; raised when the compiled model is first called.
     """
     return CompileBackend(budget, reserved_bytes, lowering)
+
+
+def lower_to_eager(module: fx.GraphModule, inputs: Sequence[Any], partition: Partition) -> Callable[..., Any]:
+    """Compile a graph to run its operators eagerly, as PyTorch's "aot_eager" does."""
+
+    def partition_fn(joint: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> Any:
+        return partition(joint, num_fwd_outputs)
+
+    return aot_autograd_eager(module, inputs, partition_fn)
 
 
 def _memfit_error(error: BaseException | None) -> MemfitError | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +48,6 @@ class JointGraph:
         parts: For each signature of the trace, the signatures of the operators in its kernel.
         in_place: For each signature of the trace, the bytes that it writes over its dying inputs.
         operators: The work of these operators, by signature.
-        trace: The trace.
     """
 
     ops: list[tuple[fx.Node, ...]]
@@ -86,7 +85,8 @@ class JointGraph:
 
     def operators_alone(self) -> Trace:
         """Return the operators of all kernels as a trace, for their costs one by one."""
-        alone = [Op(_name(text), -1, "forward", 0, index, (), False) for index, text in enumerate(self.operators)]
+        names = [str(json.loads(text)["op"]) for text in self.operators]
+        alone = [Op(name, -1, "forward", 0, index, (), False) for index, name in enumerate(names)]
         return replace(
             self.trace,
             ops=alone,
@@ -137,7 +137,12 @@ def _phases(graph: fx.Graph, forward_outputs: int) -> tuple[list[fx.Node], list[
     Forward operators are those that the forward outputs need, and those that AOTAutograd tagged so.
     """
     returned = tree_leaves(graph.output_node().args[0])[:forward_outputs]
-    needed = set(_ancestors(node for node in returned if isinstance(node, fx.Node)))
+    needed, waiting = set[fx.Node](), [node for node in returned if isinstance(node, fx.Node)]
+    while waiting:
+        node = waiting.pop()
+        if node not in needed:
+            needed.add(node)
+            waiting += node.all_input_nodes
     forward: list[fx.Node] = []
     backward: list[fx.Node] = []
     for node in graph.nodes:
@@ -146,16 +151,6 @@ def _phases(graph: fx.Graph, forward_outputs: int) -> tuple[list[fx.Node], list[
             first = source in needed or source.meta.get("partitioner_tag") in ("is_forward", "must_be_in_forward")
             (forward if first else backward).append(node)
     return forward, backward
-
-
-def _ancestors(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
-    waiting, seen = list(nodes), set()
-    while waiting:
-        node = waiting.pop()
-        if node not in seen:
-            seen.add(node)
-            yield node
-            waiting += node.all_input_nodes
 
 
 class _Reader:
@@ -418,7 +413,3 @@ def _category(node: fx.Node) -> Category:
     if isinstance(value, torch.Tensor) and (value.requires_grad or isinstance(value, torch.nn.Parameter)):
         return "parameters"
     return "inputs"
-
-
-def _name(text: str) -> str:
-    return str(json.loads(text)["op"])

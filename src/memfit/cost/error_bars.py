@@ -25,9 +25,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     Attributes:
         source: The result file.
         command: The command that made the source.
-        machine: The machine of the measurements.
-        torch_version: The version of torch.
-        date: The date of the measurements.
+        machine, torch_version, date: Those of the measurements.
         rate: The wanted share of steps whose measured peak is within the upper end.
         cases: The number of steps measured.
         workloads: The number of their workloads.

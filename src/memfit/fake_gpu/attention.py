@@ -32,7 +32,6 @@ class Call:
     Attributes:
         query: Shape [batch, heads, length, head size], as those of key and value.
         mask: Shape of the explicit mask; None without one.
-        mask_needs_gradient: Whether the mask requires a gradient.
         same_dtypes: Whether key and value have the query's dtype.
         last_strides_are_1: Whether the last dimensions of all tensors, the mask included, are contiguous.
         needs_gradient: Whether query, key or value require a gradient.

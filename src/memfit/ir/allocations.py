@@ -59,7 +59,6 @@ class _Program:
         self.found: list[AllocationEvent] = []
 
     def events(self, steps: int) -> list[AllocationEvent]:
-        """Return the allocations and frees of some steps."""
         for step in range(steps):
             self._make(-1, self.before)
             for point in range(len(self.labels)):

@@ -101,17 +101,8 @@ def attention_shape(name: str, given: Arguments) -> AttentionShape | None:
         return None
     heads, tokens = (2, 1) if base.startswith(_TOKENS_FIRST) else (1, 2)
     causal = bool(given.get(_CAUSAL[base], "is_causal", given.named.get("custom_mask_type", False)))
-    return AttentionShape(
-        q.shape[0],
-        q.shape[heads],
-        k.shape[heads],
-        q.shape[tokens],
-        k.shape[tokens],
-        q.shape[3],
-        v.shape[3],
-        causal,
-        q.dtype,
-    )
+    counts = (q.shape[heads], k.shape[heads], q.shape[tokens], k.shape[tokens])
+    return AttentionShape(q.shape[0], *counts, q.shape[3], v.shape[3], causal, q.dtype)
 
 
 def _attention_flops(shape: AttentionShape, backward: bool) -> Flops:

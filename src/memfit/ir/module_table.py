@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from memfit.ir.operator_costs import CostTable
-from memfit.ir.remat import Region
+from memfit.ir.remat import Region, enclosing
 from memfit.ir.run_record import ModuleRow
 from memfit.ir.simulate import repeats
 from memfit.ir.trace import Trace
@@ -49,11 +49,8 @@ def _parameter_bytes(trace: Trace) -> dict[str, int]:
     total: dict[str, int] = defaultdict(int)
     for storage in trace.storages:
         if storage.category == "parameters" and storage.owner >= 0:
-            parts = trace.modules[storage.owner].fqn.split(".")
-            for depth in range(len(parts) + 1):
-                fqn = ".".join(parts[:depth])
-                if fqn or depth == 0:
-                    total[fqn] += storage.nbytes
+            for fqn in enclosing(trace.modules[storage.owner].fqn):
+                total[fqn] += storage.nbytes
     return total
 
 

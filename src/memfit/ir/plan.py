@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -15,7 +15,7 @@ from memfit.ir.throughput import Throughput
 Precision = Literal["32-true", "tf32", "bf16-mixed", "16-mixed", "bf16-true"]
 OptimizerLever = Literal["as-is", "in-backward", "fused", "offloaded", "adamw-8bit", "adafactor"]
 Numerics = Literal["exact", "reordered", "reduced", "changed"]
-NUMERICS: tuple[Numerics, ...] = ("exact", "reordered", "reduced", "changed")
+NUMERICS: tuple[Numerics, ...] = get_args(Numerics)
 """Numerics classes, from the strictest to the freest."""
 
 

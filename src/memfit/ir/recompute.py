@@ -55,7 +55,6 @@ class Recomputation:
     """One recomputation of a region call.
 
     Attributes:
-        region: The region call.
         depth: Number of regions around it.
         cut: One past the last operator that runs again.
         kept: Operators before `cut` that do not run again.

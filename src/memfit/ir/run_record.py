@@ -11,13 +11,7 @@ from memfit.ir.timeline import Timeline
 class Comparison(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The plain and the planned step, measured in turn on the same batches from the same state.
 
-    Attributes:
-        plain_peak_bytes: Measured peak allocated of the plain step.
-        planned_peak_bytes: Measured peak allocated of the planned step.
-        plain_step_seconds: Median over interleaved steps of the plain step.
-        planned_step_seconds: Median over interleaved steps of the planned step.
-        plain_losses: Loss of each plain step.
-        planned_losses: Loss of each planned step.
+    Peaks are measured peaks allocated, times are medians over the interleaved steps, and losses are those of each step.
     """
 
     plain_peak_bytes: int

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -17,15 +17,7 @@ from memfit.ir.display import Shown
 
 Phase = Literal["forward", "backward", "recompute", "optimizer"]
 Category = Literal["parameters", "buffers", "gradients", "optimizer state", "inputs", "activations", "temporaries"]
-CATEGORIES: tuple[Category, ...] = (
-    "parameters",
-    "buffers",
-    "gradients",
-    "optimizer state",
-    "inputs",
-    "activations",
-    "temporaries",
-)
+CATEGORIES: tuple[Category, ...] = get_args(Category)
 
 
 class Module(msgspec.Struct, frozen=True, array_like=True):
@@ -70,7 +62,6 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         module: Index into `Trace.modules`.
         parent: Index into `Trace.calls`, or -1.
-        microbatch: Index of its microbatch.
         inputs: The storages of the tensors among its arguments.
         phase: "recompute" for calls that happen inside the backward pass.
         activations: The `inputs` covered by a tensor that has a gradient and is an operator's output.
@@ -150,7 +141,6 @@ class Save(msgspec.Struct, frozen=True, array_like=True):
     """One tensor that autograd keeps for the backward pass.
 
     Attributes:
-        storage: The storage of the tensor.
         at: Number of operators that had run when it was saved, just before operator `at`.
         call: The innermost module call in which it was saved, or -1.
         unpacked: Number of operators that had run when the backward pass first unpacked it; -1 if never.

@@ -29,9 +29,6 @@ class ActivationOffload(Lever):
         Conflict(ACTIVATION_OFFLOAD, JITTOR, "Jittor moves memory by itself", "leave out offload="),
     )
 
-    def is_used(self, levers: Levers, batch_size: int) -> bool:
-        return any(region.offload for region in levers.regions)
-
     def setting(self, levers: Levers, batch_size: int) -> str:
         return f"{_offloading(levers):,} of them with what they keep in host memory"
 

@@ -23,6 +23,7 @@ from torch import nn
 from memfit._torch.foreach import foreach_copy_
 from memfit._torch.modules import NormBase, own_parameters
 from memfit.levers.casts import casting, modules_within
+from memfit.levers.parameter_updates import restricted
 from memfit.workload import Workload
 
 Swaps = Mapping[nn.Parameter, nn.Parameter]
@@ -135,8 +136,7 @@ def _with_masters(
     stack.callback(_swap_in_optimizer, optimizer, {master: half for half, master in widened.items()})
     for half, master in masters.items():
         if half.requires_grad:
-            handle = half.register_post_accumulate_grad_hook(_giving_gradient_to(master))
-            stack.callback(handle.remove)
+            stack.callback(half.register_post_accumulate_grad_hook(_giving_gradient_to(master)).remove)
     stack.callback(model.register_state_dict_post_hook(_showing(masters)).remove)
     stack.callback(model.register_load_state_dict_pre_hook(_loading(masters)).remove)
     trained = [(half, master) for half, master in masters.items() if half.requires_grad]
@@ -191,11 +191,7 @@ def _loading(masters: Swaps) -> Callable[..., None]:
 
 
 def _without_masters(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    halves: Swaps,
-    accumulates: bool,
-    stack: contextlib.ExitStack,
+    model: nn.Module, optimizer: torch.optim.Optimizer, halves: Swaps, accumulates: bool, stack: contextlib.ExitStack
 ) -> Bf16Weights:
     _swap_in_model(model, halves)
     _swap_in_optimizer(optimizer, halves)
@@ -222,21 +218,13 @@ def _widen_again(model: nn.Module, optimizer: torch.optim.Optimizer, halves: lis
 
 def _update_one_by_one(optimizer: torch.optim.Optimizer, halves: set[nn.Parameter]) -> None:
     """Have an optimizer update one parameter at a time, widened meanwhile; what it counts by group it counts once."""
-    groups = optimizer.param_groups
-    try:
-        for group in groups:
-            parameters, before = group["params"], dict(group)
-            optimizer.param_groups = [group]
-            try:
-                for parameter in parameters:
-                    if parameter.grad is not None:
-                        group.clear()
-                        group.update(before)
-                        _update_one(optimizer, group, parameter, parameter in halves)
-            finally:
-                group["params"] = parameters
-    finally:
-        optimizer.param_groups = groups
+    for group in optimizer.param_groups:
+        before = dict(group)
+        for parameter in before["params"]:
+            if parameter.grad is not None:
+                group.clear()
+                group.update(before)
+                _update_one(optimizer, group, parameter, parameter in halves)
 
 
 def _update_one(
@@ -248,9 +236,9 @@ def _update_one(
         master.grad, parameter.grad = parameter.grad.to(_WIDE), None
         if parameter in optimizer.state:
             optimizer.state[master] = optimizer.state.pop(parameter)
-    group["params"] = [master]
     try:
-        optimizer.step()
+        with restricted(optimizer, group, [master]):
+            optimizer.step()
         if is_half:
             with torch.no_grad():
                 parameter.copy_(stochastically_rounded(master.detach()))

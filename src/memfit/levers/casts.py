@@ -20,6 +20,7 @@ from torch import nn
 from memfit.errors import PlanError, WorkloadError
 from memfit.hardware.measurement import float32_precision
 from memfit.ir.plan import Precision
+from memfit.ir.remat import enclosing
 from memfit.recomputation.containers import mapped
 
 _AUTOCAST: dict[Precision, torch.dtype] = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
@@ -52,7 +53,7 @@ def modules_within(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Mo
                 f" {', '.join(list(named)[1:6])} and so on"
             )
         outermost |= set(matching)
-    return {n: m for n, m in named.items() if any(n == o or o == "" or n.startswith(f"{o}.") for o in outermost)}
+    return {fqn: module for fqn, module in named.items() if not outermost.isdisjoint(enclosing(fqn))}
 
 
 @contextlib.contextmanager

@@ -24,9 +24,6 @@ class Checkpointing(Lever):
     switchable = True
     recomputes = True
 
-    def is_used(self, levers: Levers, batch_size: int) -> bool:
-        return bool(levers.regions)
-
     def setting(self, levers: Levers, batch_size: int) -> str:
         return f"{_counted(levers, 'module')} recomputed"
 

@@ -112,7 +112,6 @@ class Head:
         self.module, self.rows = module, rows
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Return the logits, without their numbers."""
         kind = hidden.device.type
         is_cast = torch.is_autocast_enabled(kind) and hidden.is_floating_point() and hidden.itemsize < 8
         dtype = torch.get_autocast_dtype(kind) if is_cast else hidden.dtype
@@ -138,7 +137,6 @@ class _Product:
         return _Product(hidden, self.weight, self.bias, self.dtype, self.rows)
 
     def value(self) -> Tensor:
-        """Return the numbers."""
         bias = None if self.bias is None else self.bias.to(self.dtype)
         with torch.autocast(self.hidden.device.type, enabled=False):
             return F.linear(self.hidden.to(self.dtype), self.weight.to(self.dtype), bias)

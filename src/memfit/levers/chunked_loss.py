@@ -13,7 +13,7 @@ from torch import nn
 
 from memfit.capture.step_capture import is_compiled
 from memfit.ir.plan import ChunkedLoss as Chunks
-from memfit.ir.plan import Levers, Numerics
+from memfit.ir.plan import Levers
 from memfit.ir.remat import enclosing
 from memfit.ir.trace import Trace
 from memfit.levers.chunked_cross_entropy import can_defer, chunked, is_chunked
@@ -33,6 +33,7 @@ class ChunkedLoss(Lever):
     name = CHUNKED_LOSS
     field = "chunked_loss"
     switchable = True
+    numerics_class = "reordered"
     conflicts = (
         Conflict(
             CHUNKED_LOSS,
@@ -49,18 +50,12 @@ class ChunkedLoss(Lever):
         Conflict(CHUNKED_LOSS, JITTOR, "it is made of PyTorch's functions", "set levers.chunked_loss to null"),
     )
 
-    def is_used(self, levers: Levers, batch_size: int) -> bool:
-        return levers.chunked_loss is not None
-
     def setting(self, levers: Levers, batch_size: int) -> str:
         assert levers.chunked_loss is not None
         return f"{levers.chunked_loss.rows:,} rows of {levers.chunked_loss.head} at a time"
 
     def brief(self, levers: Levers, batch_size: int) -> str:
         return self.name
-
-    def numerics(self, levers: Levers, couples_batch: bool) -> Numerics:
-        return "reordered"
 
     def names(self, levers: Levers) -> set[str]:
         around = self.not_recomputed(levers)

@@ -7,6 +7,8 @@ it stands for.
 from __future__ import annotations
 
 import contextlib
+import itertools
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -68,16 +70,12 @@ class FusedOptimizer(UpdateLever):
 
     def most_saved_bytes(self, trace: Trace) -> int:
         """Return the most that tensors which only the optimizer's step has take at a time."""
-        changes: dict[int, int] = {}
+        changes = Counter[int]()
         for storage in trace.storages:
             if trace.ops[storage.birth].phase == "optimizer" and storage.death < len(trace.ops):
-                changes[storage.birth] = changes.get(storage.birth, 0) + storage.nbytes
-                changes[storage.death + 1] = changes.get(storage.death + 1, 0) - storage.nbytes
-        most = alive = 0
-        for at in sorted(changes):
-            alive += changes[at]
-            most = max(most, alive)
-        return most
+                changes[storage.birth] += storage.nbytes
+                changes[storage.death + 1] -= storage.nbytes
+        return max(itertools.accumulate(changes[at] for at in sorted(changes)), default=0)
 
 
 def _place_counts(optimizer: torch.optim.Optimizer, on_device: bool) -> None:

@@ -26,9 +26,6 @@ class Lean(Lever):
     switchable = True
     recomputes = True
 
-    def is_used(self, levers: Levers, batch_size: int) -> bool:
-        return bool(levers.lean)
-
     def setting(self, levers: Levers, batch_size: int) -> str:
         return f"{'all norms and activations' if '*' in levers.lean else ', '.join(levers.lean)} made again"
 

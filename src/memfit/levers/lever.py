@@ -96,6 +96,7 @@ class Lever(ABC):
         field: The field of `Levers` that sets it.
         switchable: Whether it may change between two steps.
         recomputes: Whether it has modules run again in the backward pass.
+        numerics_class: Its numerics class, where that does not depend on the step.
         conflicts: What it does not go with.
     """
 
@@ -103,25 +104,26 @@ class Lever(ABC):
     field: ClassVar[str]
     switchable: ClassVar[bool] = False
     recomputes: ClassVar[bool] = False
+    numerics_class: ClassVar[Numerics] = "exact"
     conflicts: ClassVar[tuple[Conflict, ...]] = ()
 
     # What it is set to
 
-    @abstractmethod
     def is_used(self, levers: Levers, batch_size: int) -> bool:
         """Tell whether levers have it change the step."""
+        return levers != self.without(levers, batch_size)
 
     @abstractmethod
     def setting(self, levers: Levers, batch_size: int) -> str:
         """Return its setting, for the table of a plan's levers."""
 
-    @abstractmethod
     def brief(self, levers: Levers, batch_size: int) -> str:
         """Return its setting in a word or two, for a table of many plans."""
+        return self.setting(levers, batch_size)
 
     def numerics(self, levers: Levers, couples_batch: bool) -> Numerics:
         """Return its numerics class; the samples of a batch may be coupled, by the model or by the loss."""
-        return "exact"
+        return self.numerics_class
 
     def without(self, levers: Levers, batch_size: int) -> Levers:
         """Return levers that don't use it."""

@@ -84,7 +84,6 @@ class OffloadedState:
                 yield values, name, value
 
     def _fetch(self, parameter: torch.Tensor) -> None:
-        """Copy a parameter's states to its device."""
         with torch.no_grad():
             for values, name, host in self._states(parameter):
                 if (parameter, name) in self._hosts:

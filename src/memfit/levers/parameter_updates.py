@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from memfit.errors import PlanError
-from memfit.ir.plan import Levers, Numerics, OptimizerLever
+from memfit.ir.plan import Levers, OptimizerLever
 from memfit.ir.trace import Trace
 from memfit.levers.conflicts import CLIPPING, FOREIGN_OPTIMIZER, JITTOR, NO_LINK, SEVERAL_OPTIMIZERS, Conflict
 from memfit.levers.lever import Fallback, Rung, Running, Setting
@@ -40,12 +40,10 @@ class UpdateLever(Fallback):
 
     Attributes:
         value: Of `Levers.optimizer`.
-        numerics_class: Its numerics class.
     """
 
     field = "optimizer"
     value: ClassVar[OptimizerLever]
-    numerics_class: ClassVar[Numerics] = "exact"
 
     def is_used(self, levers: Levers, batch_size: int) -> bool:
         return levers.optimizer == self.value
@@ -55,9 +53,6 @@ class UpdateLever(Fallback):
 
     def brief(self, levers: Levers, batch_size: int) -> str:
         return f"optimizer {self.value}"
-
-    def numerics(self, levers: Levers, couples_batch: bool) -> Numerics:
-        return self.numerics_class
 
     def is_applied(self, workload: Workload) -> bool:
         return _UPDATING.get(workload.optimizer) == self.value

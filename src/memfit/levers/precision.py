@@ -12,7 +12,7 @@ from torch import nn
 
 from memfit.hardware.advice import precisions, supports_tf32
 from memfit.ir.device import Device
-from memfit.ir.plan import Levers, Numerics
+from memfit.ir.plan import Levers
 from memfit.levers.bf16_weights import bf16_weights
 from memfit.levers.casts import autocast, is_cast, kept_in_fp32, tf32, uncast
 from memfit.levers.conflicts import ADAPTING, ROUNDING_RANKS, Conflict
@@ -29,6 +29,7 @@ class Precision(Lever):
 
     name = "precision"
     field = "precision"
+    numerics_class = "reduced"
     conflicts = (
         Conflict(
             "bf16-true",
@@ -52,17 +53,8 @@ class Precision(Lever):
         Conflict("tf32", NO_TF32, "it has no units for TF32", "use '32-true'; NVIDIA's GPUs from Ampere on have TF32"),
     )
 
-    def is_used(self, levers: Levers, batch_size: int) -> bool:
-        return levers.precision != "32-true"
-
     def setting(self, levers: Levers, batch_size: int) -> str:
         return levers.precision
-
-    def brief(self, levers: Levers, batch_size: int) -> str:
-        return levers.precision
-
-    def numerics(self, levers: Levers, couples_batch: bool) -> Numerics:
-        return "reduced"
 
     def names(self, levers: Levers) -> set[str]:
         return {self.name, levers.precision}

@@ -1,27 +1,22 @@
 """The stages, composed."""
 
-from memfit.compiled.backend import CompileBackend, CompiledPlan, compile_backend
+from memfit.compiled.backend import compile_backend
 from memfit.hardware.host import devices, find_device
-from memfit.ir.device import Device
 from memfit.ir.verification import Verification
 from memfit.pipeline._adapt import adapt
 from memfit.pipeline._apply import apply
 from memfit.pipeline._estimate import estimate
 from memfit.pipeline._fit import fit
 from memfit.pipeline._look_up import look_up
-from memfit.pipeline._plan import plan
+from memfit.pipeline._plan import load_plan, plan, save_plan
 from memfit.pipeline._probe_range import probe_range
 from memfit.pipeline._train import compare, train, write_report
 from memfit.pipeline._verify import verify
-from memfit.pipeline.plan_files import load_plan, save_plan
 from memfit.pipeline.workload_files import load_fake_workload, load_workload
 from memfit.planner.prediction import is_elsewhere
 from memfit.report.registration import show_records
 
 __all__ = [
-    "CompileBackend",
-    "CompiledPlan",
-    "Device",
     "Verification",
     "adapt",
     "apply",

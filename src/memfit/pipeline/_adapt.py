@@ -231,7 +231,6 @@ class Adaptive(Recovery):
         return found
 
     def _take(self, arm: int) -> Plan:
-        """Put the step under a plan."""
         self._arm, candidate = arm, self.candidates[arm]
         self._switch.to(candidate.levers)
         peak_bytes = int(self._expected[self._arm].peak_bytes)

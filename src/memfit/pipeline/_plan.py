@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from memfit.capture.step_capture import without_collector
 from memfit.errors import UsageError
 from memfit.hardware.advice import precisions as precisions_of
 from memfit.hardware.host import find_device
+from memfit.ir import codec
 from memfit.ir.plan import NUMERICS, Numerics, OptimizerLever, Plan, Precision, allows
 from memfit.levers import registry
 from memfit.levers.activation_offload import ACTIVATION_OFFLOAD
@@ -118,3 +120,21 @@ def plan(
     )
     with without_collector():  # which would go through millions of objects, none of which is garbage
         return assemble(request)
+
+
+def load_plan(path: str | Path) -> Plan:
+    """Return the plan that a file holds.
+
+    Raises:
+        PlanError: It can't be read, or is not a plan.
+    """
+    return codec.read(path, Plan)
+
+
+def save_plan(plan: Plan, path: str | Path) -> Path:
+    """Write a plan to a file: the whole of it, or nothing.
+
+    Raises:
+        OutputError: The file can't be written.
+    """
+    return codec.write_atomic(path, codec.encode(plan))

@@ -210,12 +210,7 @@ def train(
             host_bytes,
         )
         check_disk(
-            folder,
-            plan,
-            workload,
-            steps=steps,
-            checkpoint_every=checkpoint_every,
-            keep_checkpoints=keep_checkpoints,
+            folder, plan, workload, steps=steps, checkpoint_every=checkpoint_every, keep_checkpoints=keep_checkpoints
         )
         comparison = compare(plan, workload, steps=compare_steps, progress=progress) if compare_steps else None
         drawn = codec.encode(views(plan, workload, comparison))

@@ -112,7 +112,6 @@ class _Runs:
         progress(step, 0, total)
 
     def add(self, count: int = 1) -> None:
-        """Take note of runs that are done."""
         self._done += count
         self._progress(self._step, self._done, self._total)
 

@@ -85,11 +85,9 @@ class _Steps:
         self._predictions: dict[Levers, Prediction] = {}
 
     def uses(self, levers: Levers) -> tuple[LeverUse, ...]:
-        """Return the levers that are used, in words."""
         return registry.uses(levers, self.batch_size, self.coupling is not None)
 
     def allows(self, levers: Levers) -> bool:
-        """Tell whether the numerics class of some levers is allowed."""
         return allows(self.numerics, freest(self.uses(levers)))
 
     def trace(self, levers: Levers) -> Trace:
@@ -102,13 +100,11 @@ class _Steps:
         return self.traces[levers]
 
     def predicted(self, levers: Levers) -> Prediction:
-        """Return the prediction for the step with some levers."""
         if levers not in self._predictions:
             self._predictions[levers] = self.prediction_of(self.trace(levers))
         return self._predictions[levers]
 
     def prediction_of(self, trace: Trace) -> Prediction:
-        """Return the prediction for a captured step."""
         return predict(trace, costs_of([trace], self.device), self.device, tokens_per_sample(self.workload.batch))[0]
 
     def captured(self, wanted: Sequence[Levers]) -> list[Levers]:
@@ -169,7 +165,6 @@ class _Assembly:
         self.solving_seconds = 0.0
 
     def plan(self) -> Plan:
-        """Capture, search and confirm."""
         self._capture_all()
         request, steps, started = self.request, self.steps, time.monotonic()
         while True:
@@ -269,7 +264,6 @@ class _Assembly:
 
     @property
     def limits(self) -> Limits:
-        """The limits of a plan."""
         assert self.steps.budget_bytes is not None
         return Limits(self.steps.budget_bytes, self.steps.costs.peak_error, self.request.numerics)
 

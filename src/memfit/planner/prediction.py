@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import get_args
 
 from msgspec.structs import replace
 
@@ -25,7 +26,7 @@ from memfit.levers import registry
 from memfit.levers.circumstances import circumstances
 from memfit.workload import Workload
 
-PRECISIONS: tuple[Precision, ...] = ("32-true", "tf32", "bf16-mixed", "16-mixed", "bf16-true")
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 _FALLBACK_ERROR = 0.25  # of a GPU's peak predicted from the CPU's program: 8 % was seen on a small GPT
 
 Progress = Callable[[str, int, int], None]

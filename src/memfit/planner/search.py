@@ -68,11 +68,7 @@ class Limits(NamedTuple):
 
 
 def fastest_that_fits(
-    combinations: Sequence[Combination],
-    limits: Limits,
-    confirm: Confirm,
-    seconds: float,
-    best: Confirmed | None = None,
+    combinations: Sequence[Combination], limits: Limits, confirm: Confirm, seconds: float, best: Confirmed | None = None
 ) -> tuple[Confirmed | None, float]:
     """Return the fastest plan whose applied step is predicted to fit, and the seconds that solving took.
 

@@ -63,7 +63,6 @@ class Trials:
         return [f"{names}: left out, since the step then fails ({why})" for why, names in listed.items()]
 
     def _names(self, levers: Levers) -> frozenset[str]:
-        """Return the levers that are used, in a word or two each."""
         batch_size = self._plain.microbatch_size
         return frozenset(lever.brief(levers, batch_size) for lever in registry.used(levers, batch_size))
 

@@ -115,7 +115,6 @@ class _Numpy:
         return last[2]
 
     def write(self, state: dict[str, Any]) -> None:
-        """Set the generator's state."""
         self._last = None  # the state may differ in more than its bits
         np.random.set_state(state)
 

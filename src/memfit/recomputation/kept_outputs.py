@@ -168,7 +168,6 @@ class ReusingMode(_Mode):
     """A dispatch mode that reuses kept outputs while all calls of a pass run again.
 
     Args:
-        kept: The outputs.
         is_statistic: Tells the running statistics of normalisations.
         report: Called with a description and a device where an operator would take other values than before.
     """

@@ -140,14 +140,12 @@ class _Root:
 
 
 def _begin(fqn: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-    """Begin a lean module's call: its forward pre-hook."""
     layer = _current()
     if layer is not None and torch.is_grad_enabled():
         layer.running.append(Call(fqn, module, (args, kwargs), layer.call_of))
 
 
 def _end(module: nn.Module, args: Any, output: Any) -> None:
-    """End a lean module's call: its forward hook."""
     layer = _current()
     if layer is not None and layer.running and layer.running[-1].module is module:
         call = layer.running.pop()

@@ -94,7 +94,6 @@ class Call:
     """One call of a lean module.
 
     Attributes:
-        module: The module.
         saves: The tensors that autograd saves in it, in order.
         waiting: The dropped tensors that it recomputes.
         version: The version of its output when it returned.
@@ -226,7 +225,6 @@ class Call:
         return output.detach(), inside, count
 
     def _values(self, task: int) -> Any:
-        """Return the arguments."""
         values = [
             (origin.output(task) if isinstance(origin, Call) else origin.take()).detach().requires_grad_(needs)
             for origin, needs in zip(self._arguments, self._needs_gradient, strict=True)

@@ -158,6 +158,5 @@ def _integer(tensor: torch.Tensor) -> torch.dtype:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's bits as integers."""
     real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     return real.contiguous().view(_integer(real))

@@ -21,7 +21,7 @@ from memfit._torch.compilers import disable_dynamo
 from memfit._torch.modules import NormBase, compiled_call
 from memfit.errors import PlanError, PlanMismatchError
 from memfit.held_state import Reader, generators_of
-from memfit.ir.remat import Region
+from memfit.ir.remat import Region, enclosing
 from memfit.recomputation.containers import tensors_in
 from memfit.recomputation.frame import Frame
 from memfit.recomputation.generators import ForeignGenerator, foreign_generators
@@ -80,10 +80,6 @@ def _is_recomputed(module: nn.Module) -> bool:
     return isinstance(module.__dict__.get(_place(module)), _Recomputed)
 
 
-def _within(inner: str, outer: str) -> bool:
-    return outer == "" or inner == outer or inner.startswith(outer + ".")
-
-
 def _check(modules: Mapping[str, nn.Module], regions: Sequence[Region]) -> None:
     active = [fqn for fqn, module in modules.items() if _is_recomputed(module)]
     named = [(fqn, region) for region in regions for fqn in region.modules]
@@ -92,13 +88,13 @@ def _check(modules: Mapping[str, nn.Module], regions: Sequence[Region]) -> None:
             raise PlanMismatchError(
                 f"the plan checkpoints the module {fqn!r}, which the model does not have: the plan is for another model"
             )
-        earlier = next((name for name in active if _within(fqn, name) or _within(name, fqn)), None)
+        earlier = next((name for name in active if name in enclosing(fqn) or fqn in enclosing(name)), None)
         if earlier is not None:
             raise PlanError(f"{earlier!r} is checkpointed by a plan already: call close() on the earlier step first")
     for region in regions:
         _check_offload(modules, region)
     for (inner, region), (outer, around) in itertools.permutations(named, 2):
-        if _within(inner, outer):
+        if outer in enclosing(inner):
             _check_nested(inner, region, outer, around)
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
+from memfit.ir.remat import enclosing
 from memfit.ir.trace import Trace
 
 Mode = Literal["ddp", "zero1", "zero2", "zero3"]
-MODES: tuple[Mode, ...] = ("ddp", "zero1", "zero2", "zero3")
+MODES: tuple[Mode, ...] = get_args(Mode)
 
 _MIB = 2**20
 _CONTAINERS = ("ModuleList", "Sequential")
@@ -55,11 +56,11 @@ def repeated_blocks(trace: Trace) -> tuple[str, ...]:
     siblings: dict[tuple[str, str], int] = defaultdict(int)
     for fqn, kind in kinds.items():
         siblings[_parent(fqn), kind] += 1
+    filled = {fqn for parameter in trace.parameters for fqn in enclosing(parameter.fqn)}
     blocks: list[str] = []
     for fqn, kind in kinds.items():
         listed = fqn in called and kinds.get(_parent(fqn)) in _CONTAINERS and siblings[_parent(fqn), kind] > 1
-        filled = any(within(parameter.fqn, fqn) for parameter in trace.parameters)
-        if fqn and listed and filled and not any(within(fqn, outer) for outer in blocks):
+        if fqn and listed and fqn in filled and enclosing(fqn).isdisjoint(blocks):
             blocks.append(fqn)
     return tuple(blocks)
 
@@ -68,13 +69,9 @@ def _parent(fqn: str) -> str:
     return fqn.rpartition(".")[0]
 
 
-def within(fqn: str, outer: str) -> bool:
-    return not outer or f"{fqn}.".startswith(f"{outer}.")
-
-
 def innermost(fqn: str, units: Iterable[str]) -> str:
     """Return the innermost unit that contains a module or parameter."""
-    return max((unit for unit in units if within(fqn, unit)), key=len)
+    return max(enclosing(fqn).intersection(units), key=len)
 
 
 def gradients_by_parameter(trace: Trace) -> dict[int, int]:

@@ -83,9 +83,15 @@ class Insertion:
 
     def result(self) -> Trace:
         """Return the step with all insertions."""
-        order = sorted(range(len(self._inserted)), key=lambda i: self._inserted[i].before)
-        return _Renumbered(self.trace, [self._inserted[i] for i in order]).trace(
-            self.storages, [*self.trace.signatures, *self._signatures], [*self.trace.works, *self._works]
+        new = _Renumbered(self.trace, sorted(self._inserted, key=lambda inserted: inserted.before))
+        return replace(
+            self.trace,
+            calls=[new.call(call) for call in self.trace.calls],
+            ops=new.ops,
+            storages=[new.storage(storage) for storage in self.storages],
+            saves=[new.save(save) for save in self.trace.saves],
+            signatures=[*self.trace.signatures, *self._signatures],
+            works=[*self.trace.works, *self._works],
         )
 
 
@@ -93,7 +99,6 @@ class _Renumbered:
     """The operators in their new order, and the new index of each moment."""
 
     def __init__(self, trace: Trace, inserted: list[Inserted]) -> None:
-        self.old = trace
         self.ops: list[Op] = []
         self.position: list[int] = []
         self.of: dict[Inserted, int] = {}
@@ -114,25 +119,14 @@ class _Renumbered:
             return self.of[moment]
         return moment if moment < 0 else self.position[moment]
 
-    def trace(self, storages: list[Storage | Block], signatures: list[str], works: list[Work]) -> Trace:
-        return replace(
-            self.old,
-            calls=[self._call(call) for call in self.old.calls],
-            ops=self.ops,
-            storages=[self._storage(storage) for storage in storages],
-            saves=[self._save(save) for save in self.old.saves],
-            signatures=signatures,
-            works=works,
-        )
-
-    def _call(self, call: Call) -> Call:
+    def call(self, call: Call) -> Call:
         end = self.at(call.end - 1) + 1 if call.end > call.start else self.at(call.start)
         return replace(call, start=self.at(call.start), end=end)
 
-    def _storage(self, old: Storage | Block) -> Storage:
+    def storage(self, old: Storage | Block) -> Storage:
         death = self.at(old.death)
         release = self.at(old.release) if isinstance(old, Storage) else death
         return Storage(old.nbytes, self.at(old.birth), death, release, old.category, old.owner, old.parameter)
 
-    def _save(self, save: Save) -> Save:
+    def save(self, save: Save) -> Save:
         return replace(save, at=self.at(save.at), unpacked=self.at(save.unpacked), death=self.at(save.death))

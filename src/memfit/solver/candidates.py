@@ -33,7 +33,6 @@ class Option:
     Attributes:
         regions: The region, and the regions inside it.
         kept: For each call of the region, the operators whose outputs it keeps.
-        recomputations: Its recomputations.
         seconds: Seconds that it adds to the step.
         transfers: Storages that wait in host memory.
         host_bytes: Bytes of these storages in host memory.

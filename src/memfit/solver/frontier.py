@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import thread_time
 
 import numpy as np
@@ -34,8 +34,6 @@ class Combination:
     levers: Levers
     problem: Problem
     uses_of: Callable[[Levers], tuple[LeverUse, ...]]
-    numerics: Numerics = field(init=False)
-    solver: Solver = field(init=False)
 
     def __post_init__(self) -> None:
         self.numerics = freest(self.uses_of(self.levers))
@@ -44,8 +42,7 @@ class Combination:
     def plain(self) -> Choice:
         """Return the choice of no checkpointing."""
         x = np.zeros(len(self.problem.options), np.int64)
-        peak = int(self.problem.row_peaks(x).max(initial=0))
-        return Choice(x, peak, self.problem.plain_seconds, "optimal", self.problem.plain_seconds)
+        return Choice(x, self.problem.peak_bytes(x), self.problem.plain_seconds, "optimal", self.problem.plain_seconds)
 
     def leanest(self, time_limit_seconds: float) -> Choice:
         """Return the choice of the lowest peak."""

@@ -26,7 +26,6 @@ class Rows:
     Attributes:
         starts: Start of each row's coefficients, and the end of the last row's.
         columns: The variable of each coefficient.
-        values: The coefficients.
         upper: Upper limit of each row's sum.
     """
 

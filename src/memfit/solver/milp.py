@@ -213,7 +213,6 @@ class Solver:
         return Choice(lowest, peak, self.problem.seconds(lowest), status, bound)
 
     def _value(self, goal: _Goal, x: Ints) -> float:
-        """Return the objective of a choice."""
         last = 1.0 if goal.budget_bytes is not None else self.problem.peak_bytes(x) / _UNIT
         return float(goal.cost[: self._n_x] @ x + goal.cost[-1] * last)
 

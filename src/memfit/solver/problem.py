@@ -13,8 +13,8 @@ import bisect
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,8 +30,7 @@ NO_ROOM = 2**62
 """The peak of a choice that exceeds the host's budget."""
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """A point of the step: its place on the axis, and for a recomputation's peak, its option and bytes."""
 
     axis: int
@@ -62,13 +61,6 @@ class Problem:
     rows: list[Row]
     plain_seconds: float
     host_budget_bytes: int = 0
-    row_axis: npt.NDArray[np.int64] = field(init=False)
-    row_option: npt.NDArray[np.int64] = field(init=False)
-    row_bytes: npt.NDArray[np.int64] = field(init=False)
-    host_bytes: npt.NDArray[np.int64] = field(init=False)
-    _terms: npt.NDArray[np.int64] = field(init=False)
-    _constants: npt.NDArray[np.int64] = field(init=False)
-    _starts: npt.NDArray[np.int64] = field(init=False)
 
     def __post_init__(self) -> None:
         activities = [activity for reasons in self.reasons for activity in reasons]
@@ -76,9 +68,7 @@ class Problem:
         self._terms = np.array(entries, np.int64).reshape(-1, 3).T
         self._constants = np.array([int(lost) for lost, _ in activities], np.int64)
         self._starts = np.cumsum([0, *map(len, self.reasons)])[:-1]
-        self.row_axis = np.array([r.axis for r in self.rows], np.int64)
-        self.row_option = np.array([r.option for r in self.rows], np.int64)
-        self.row_bytes = np.array([r.nbytes for r in self.rows], np.int64)
+        self.row_axis, self.row_option, self.row_bytes = np.array(self.rows, np.int64).reshape(-1, 3).T
         self.host_bytes = np.array([o.host_bytes for o in self.options], np.int64)
 
     def peak_bytes(self, x: npt.NDArray[np.int64]) -> int:
