@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmarks.common import Case
 from benchmarks.markdown import head, made_by, row
+from benchmarks.published.figures import WITHIN_SECONDS
 from benchmarks.published.rows import Source, sources
 from benchmarks.tables import ROOT, results
 from memfit.ir.codec import write_atomic
@@ -25,13 +26,22 @@ _KINDS = {"allocated": "allocated", "after": "after the step", "reserved": "rese
 def page(result: dict[str, Any]) -> str:
     """Return the page for a result of `benchmarks.published`."""
     summary = result["summary"]
+    left = [abs(case["errors"]["step"]) for case in result["cases"] if _is_left_out_of_the_fit(case)]
     return TEMPLATE.read_text().format(
         summary=summary_table(summary),
         rows=summary["rows"],
         sources=summary["sources"],
         tables="\n\n".join(_section(source, result["cases"], name) for name, source in sources().items()),
         made=made_by(result),
+        left_count=len(left),
+        left_share=_percent(sum(error <= WITHIN_SECONDS for error in left) / max(1, len(left)), 0),
     )
+
+
+def _is_left_out_of_the_fit(case: Case) -> bool:
+    """Tell whether a row has a time, and no rate was chosen with its group in view."""
+    timed = "step" in case.get("published", {})
+    return timed and case["source"] != "book" and not case["id"].startswith("LK-01")
 
 
 def summary_table(summary: dict[str, Any]) -> str:
@@ -58,9 +68,14 @@ def _section(source: Source, cases: list[Case], name: str) -> str:
     parts = [f"### {source.title}"]
     if own:
         parts += [f"[{source.url.removeprefix('https://')}]({source.url}): {source.at}. Assumed: {source.assumed}."]
+        absent = len(source.rows) - len(own)
         lines = head(("row", "step", "figure", "measured", "predicted", "error"))
         lines += [line for case in own for line in _rows(case)]
         parts.append("\n".join(lines))
+        if absent:
+            parts.append(f"{absent} more rows of this source are in `rows.toml` and were not run for this page.")
+    elif source.rows:
+        parts.append(f"{len(source.rows)} rows are in `rows.toml` and were not run for this page.")
     if source.left_out:
         parts.append("\n".join(f"- Left out, {ids}: {reason}." for ids, reason in source.left_out.items()))
     return "\n\n".join(parts)
