@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from memfit.units import format_bytes, format_seconds
 
 PAGE = ROOT / "docs" / "results" / "published.md"
 TEMPLATE = Path(__file__).with_name("page.md")
+_MOST_LINES = 24
 _KINDS = {"allocated": "allocated", "after": "after the step", "reserved": "reserved", "process": "whole process"}
 
 
@@ -69,9 +72,7 @@ def _section(source: Source, cases: list[Case], name: str) -> str:
     if own:
         parts += [f"[{source.url.removeprefix('https://')}]({source.url}): {source.at}. Assumed: {source.assumed}."]
         absent = len(source.rows) - len(own)
-        lines = head(("row", "step", "figure", "measured", "predicted", "error"))
-        lines += [line for case in own for line in _rows(case)]
-        parts.append("\n".join(lines))
+        parts += _tables(own)
         if absent:
             parts.append(f"{absent} more rows of this source are in `rows.toml` and were not run for this page.")
     elif source.rows:
@@ -79,6 +80,17 @@ def _section(source: Source, cases: list[Case], name: str) -> str:
     if source.left_out:
         parts.append("\n".join(f"- Left out, {ids}: {reason}." for ids, reason in source.left_out.items()))
     return "\n\n".join(parts)
+
+
+def _tables(cases: Iterable[Case]) -> list[str]:
+    """Return cases in tables of a length that is read at once, those of one row of the source together."""
+    tables: list[list[str]] = []
+    for _, group in itertools.groupby(cases, lambda case: case["id"].partition("/")[0]):
+        lines = [line for case in group for line in _rows(case)]
+        if not tables or len(tables[-1]) + len(lines) > _MOST_LINES:
+            tables.append([])
+        tables[-1] += lines
+    return ["\n".join((*head(("row", "step", "figure", "measured", "predicted", "error")), *t)) for t in tables]
 
 
 def _rows(case: Case) -> list[str]:
