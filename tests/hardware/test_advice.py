@@ -18,7 +18,7 @@ from memfit.ir.device import Device
 
 KNOWN = catalogue()
 OLD = {"t4", "rtx-2080-ti", "v100-16gb", "v100-32gb"}
-FLOAT8 = {"rtx-4090", "rtx-5090", "l4", "l40s", "h100", "h200", "b200", "mi300x"}
+FLOAT8 = {"rtx-4090", "rtx-5090", "l4", "l40s", "h100", "h100-pcie", "h200", "b200", "mi300x"}
 
 
 @pytest.mark.parametrize("device", KNOWN.values(), ids=KNOWN)
