@@ -90,7 +90,7 @@ class Course:
 
     @property
     def draws(self) -> bool:
-        """Whether random numbers may have decided what ran."""
+        """Whether random numbers may have decided the operators that ran."""
         began = self._at.get((self._step, 0))
         moved = began is not None and self._ended is not None and not self._ended.has_states_of(began)
         return moved or self.reads_draws

@@ -1,4 +1,4 @@
-"""Random numbers that decide what a step runs, as where layers are dropped at random.
+"""Random numbers that decide the operators of a step, as where layers are dropped at random.
 
 A capture starts from the present states of the generators. Other draws are tried with generators that draw the least
 and the greatest numbers, and with other seeds.

@@ -76,7 +76,7 @@ def _unpack_and_call(setters: bytes, body: bytes, progress: Callable[..., None])
 
 
 def _settings() -> list[Setter]:
-    """Return PyTorch's settings in this process that change what a step computes or which kernels it runs."""
+    """Return PyTorch's settings in this process that change a step's results or its kernels."""
     kernels = torch.backends.cuda
     return [
         (torch.set_default_dtype, torch.get_default_dtype()),

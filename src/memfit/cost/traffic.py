@@ -36,7 +36,7 @@ def traffic_bytes(name: str, signature: str, work: Work) -> int:
 
 
 def repeated_bytes(name: str, signature: str, device: Device) -> int:
-    """Return the bytes that softmax's kernels read again, and what its product of gradient and output moves.
+    """Return the bytes that softmax's kernels read again, and those of its product of gradient and output.
 
     `SoftMax.cu`: rows of up to 1024 elements stay in registers. Longer ones are read once for the maximum, once for the
     sum and once for the result; in the backward pass the gradient once for the sum, once for the result. Rows that are
