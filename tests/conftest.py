@@ -96,6 +96,7 @@ def _own_cache() -> Iterator[None]:
     torch.set_num_threads(1)  # threads that wait for a busy machine are slower than one
     gc.freeze()  # captures collect garbage, which is slow among all the objects of PyTorch
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "get_freeze_count", lambda: 1)  # which counts one by one, and each capture asks
         patch.setenv("MEMFIT_CACHE_DIR", os.environ[_SHARED] + "/cache")  # the shim of fake CUDA is built in it, once
         defaults = inspect.unwrap(_plan.plan).__kwdefaults__
         assert defaults is not None

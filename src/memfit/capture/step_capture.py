@@ -58,6 +58,8 @@ _COMPILED = (
     " mostly less memory for activations"
 )
 
+_is_collector_off = False  # within `without_collector`
+
 BuildStep = Callable[[Workload], contextlib.AbstractContextManager[StepProgram]]
 """A function that builds the step from a copy of the workload, as a context that undoes its changes to the copy."""
 
@@ -204,14 +206,20 @@ def _moved_batch(batch: Any, values: KnownValues) -> Any:
 @contextlib.contextmanager
 def without_collector() -> Iterator[None]:
     """Run Python's garbage collector only where it is called, until the context is left."""
+    global _is_collector_off
+    if _is_collector_off:  # asking for the count of frozen objects goes through all of them
+        yield
+        return
     # Objects alive now are frozen: going through all of PyTorch's takes most of a collection's time.
     enabled, freeze = gc.isenabled(), gc.get_freeze_count() == 0
     gc.disable()
     if freeze:
         gc.freeze()
+    _is_collector_off = True
     try:
         yield
     finally:
+        _is_collector_off = False
         if freeze:
             gc.unfreeze()
         if enabled:
