@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Python compiles what is imported, and keeps that; of what is installed most never is.
+INSTALL := -m pip install --quiet --no-compile --disable-pip-version-check
+unexport PYTHONDONTWRITEBYTECODE
 
 JITTOR_VENV := build/jittor-venv
 JITTOR_STAMP := $(JITTOR_VENV)/.installed
@@ -18,7 +21,7 @@ setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python $(INSTALL) --constraint constraints.txt --editable '.[dev]'
 	touch $(STAMP)
 
 demo: $(STAMP)
@@ -54,14 +57,29 @@ test-more: $(STAMP)
 # the user's, which its compilers read while another writes it, and fail; with one and the same home it writes nothing.
 JITTOR_HOMES := HOME=$(CURDIR)/build/jittor-home JITTOR_HOME=$(CURDIR)/build/jittor-home
 
-test-jittor: $(JITTOR_STAMP)
+# Jittor compiles each kernel that it meets, and what it includes is most of that: it is parsed once, for the core and for
+# kernels, with the options of each.
+JITTOR_HEADER := $(CURDIR)/build/jittor-precompiled/precompiled.h
+JITTOR_FLAGS := $(JITTOR_HOMES) cc_flags="-include $(JITTOR_HEADER)" kernel_flags="-DJIT=1"
+
+test-jittor: $(JITTOR_STAMP) $(JITTOR_HEADER).gch/kernel
 	mkdir -p build/jittor-home
-	$(JITTOR_HOMES) $(JITTOR_VENV)/bin/memfit doctor jittor
-	$(JITTOR_HOMES) $(JITTOR_VENV)/bin/python -m pytest tests/jittor
+	$(JITTOR_FLAGS) $(JITTOR_VENV)/bin/memfit doctor jittor
+	$(JITTOR_FLAGS) $(JITTOR_VENV)/bin/python -m pytest tests/jittor
+
+$(JITTOR_HEADER).gch/kernel: tests/jittor/precompiled.h $(JITTOR_STAMP)
+	mkdir -p $(@D)
+	cp $< $(JITTOR_HEADER)
+	set -e; \
+	python_headers=`$(JITTOR_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["include"])'`; \
+	jittor_headers=`echo $(JITTOR_VENV)/lib/python3*/site-packages/jittor/src`; \
+	options="-x c++-header -std=c++14 -fPIC -march=native -I$$python_headers -I$$jittor_headers"; \
+	g++ $(JITTOR_HEADER) $$options -O2 -o $(@D)/core; \
+	g++ $(JITTOR_HEADER) $$options -Ofast -fopenmp -g -DJIT=1 -o $@
 
 $(JITTOR_STAMP): pyproject.toml constraints.txt
 	test -x $(JITTOR_VENV)/bin/python || $(PYTHON) -m venv $(JITTOR_VENV)
-	$(JITTOR_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[jittor]' pytest pytest-timeout
+	$(JITTOR_VENV)/bin/python $(INSTALL) --constraint constraints.txt --editable '.[jittor]' pytest pytest-timeout
 	touch $(JITTOR_STAMP)
 
 test-keras: $(KERAS_STAMP)
@@ -69,7 +87,7 @@ test-keras: $(KERAS_STAMP)
 
 $(KERAS_STAMP): pyproject.toml constraints.txt
 	test -x $(KERAS_VENV)/bin/python || $(PYTHON) -m venv $(KERAS_VENV)
-	$(KERAS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable . tensorflow-cpu pytest pytest-timeout
+	$(KERAS_VENV)/bin/python $(INSTALL) --constraint constraints.txt --editable . tensorflow-cpu pytest pytest-timeout
 	touch $(KERAS_STAMP)
 
 # As its users install it: the wheel of this tree, in an environment of its own, used in another folder.
@@ -82,8 +100,8 @@ packages: $(PACKAGES_STAMP)
 
 $(PACKAGES_STAMP): pyproject.toml constraints.txt $(PACKAGES_REQUIREMENTS)
 	test -x $(PACKAGES_VENV)/bin/python || $(PYTHON) -m venv $(PACKAGES_VENV)
-	$(PACKAGES_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
-	$(PACKAGES_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement $(PACKAGES_REQUIREMENTS)
+	$(PACKAGES_VENV)/bin/python $(INSTALL) --constraint constraints.txt --editable .
+	$(PACKAGES_VENV)/bin/python $(INSTALL) --no-deps --requirement $(PACKAGES_REQUIREMENTS)
 	touch $(PACKAGES_STAMP)
 
 format: $(STAMP)

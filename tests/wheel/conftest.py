@@ -47,7 +47,9 @@ def environment(distributions: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 def install(python: Path, *packages: str) -> None:
     constraints = ("--constraint", str(ROOT / "constraints.txt"))
-    subprocess.run([python, "-m", "pip", "install", "--quiet", *constraints, *packages], check=True, env=_clean())
+    subprocess.run(
+        [python, "-m", "pip", "install", "--quiet", "--no-compile", *constraints, *packages], check=True, env=_clean()
+    )
 
 
 @pytest.fixture
