@@ -14,18 +14,18 @@ import pytest
 import memfit
 from memfit.cli import streams
 from memfit.cli.output import print_json
-from tests.workloads import tiny
+from tests.workloads import lean
 
 NOISY = """
 import atexit, ctypes, dataclasses, logging, os, sys, warnings
-from tests.workloads import tiny
+from tests.workloads import lean
 
 print("on import")
 atexit.register(lambda: print("at exit"))
 logging.basicConfig(stream=sys.stdout)
 
 def workload():
-    found = tiny()
+    found = lean()
     print("in python", flush=True)
     print("without an end", end="")
     os.system("echo in a child")
@@ -105,7 +105,7 @@ def test_without_json_nothing_is_moved(noisy: str) -> None:
 
 @pytest.mark.slow
 def test_what_pytorch_says_of_memory_it_measured_in_part_is_kept_out(noisy: str, tmp_path: Path) -> None:
-    plan = memfit.save_plan(memfit.plan(tiny(), budget="1GiB", precisions=["32-true"], points=1), tmp_path / "plan")
+    plan = memfit.save_plan(memfit.plan(lean(), budget="1GiB", precisions=["32-true"], points=1), tmp_path / "plan")
     folder = str(tmp_path / "run")
     done = run("train", f"{noisy}:workload", "--plan", str(plan), "--out", folder, "--steps", "3", "--json")
     assert json.loads(done.stdout)["measured_peak_bytes"] > 0

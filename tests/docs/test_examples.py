@@ -17,7 +17,7 @@ import memfit
 from tests import workloads
 from tests.docs.pages import DOCS, PAGES, ROOT, Block, blocks, name_of, run_python, run_shell
 
-MINE = {"docs/guides/resume.md": "tiny"}
+MINE = {"docs/guides/resume.md": "lean"}
 """Pages whose `mine.py` needs batches that come back on resume; all others have a quicker one."""
 ELSEWHERE = {"docs/guides/jittor.md": "tests/jittor", "docs/guides/keras.md": "tests/keras"}
 """Pages whose examples need an environment of their own, and the tests that run them there."""
@@ -45,7 +45,9 @@ OTHERWISE = {
         "--steps 10000": "--steps 4",
     },
     "docs/guides/another-card.md": {"mine.py:workload": "examples/mine.py:workload"},
+    "docs/guides/budget.md": {"memfit plan": "memfit plan --precision 32-true --points 2"},
     "docs/guides/ladder.md": {"memfit ladder": "memfit ladder --seconds 0.05"},
+    "docs/quickstart.md": {"--steps 20": "--steps 2", "--checkpoint-every 10": "--checkpoint-every 1"},
 }
 """What is put in the place of what would take too long, or needs a scheduler."""
 SAID = {

@@ -138,7 +138,7 @@ def offload() -> Any:
 @scenario("offload planned")
 def offload_planned() -> Any:
     """Plans within a budget, without the host's memory and with some."""
-    workload = byte_lm(n_layer=6, d_model=512, n_head=8, context=512, batch_size=16, max_bytes=100_000)
+    workload = byte_lm(n_layer=3, d_model=512, n_head=8, context=512, batch_size=16, max_bytes=100_000, dropout=0.0)
     device = "a100-80gb"
     plain = estimate(workload, device=device)
     options = {"device": device, "numerics": "exact", "precisions": ["32-true"], "points": 1, "time_limit_seconds": 2.0}

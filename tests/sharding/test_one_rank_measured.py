@@ -68,11 +68,11 @@ CASES = {
 
 
 def workload() -> Workload:
-    return transformer(batch=8, tokens=16, dim=128, layers=4)
+    return transformer(batch=8, tokens=16, dim=128, layers=3)
 
 
 def blocks(case: Case) -> dict[str, tuple[str, ...]]:
-    return {f"blocks.{i}": () for i in range(4)} if case.regions else {}
+    return {f"blocks.{i}": () for i in range(3)} if case.regions else {}
 
 
 class InPlaceAllGather(DefaultAllGather):
@@ -200,4 +200,4 @@ def test_buckets_are_those_of_the_reducer(measured: dict[str, list[tuple[int, li
 
 
 def test_the_ranks_are_sharded_by_the_blocks_that_are_found() -> None:
-    assert repeated_blocks(trace_of(CASES["zero3"])) == tuple(f"blocks.{i}" for i in range(4))
+    assert repeated_blocks(trace_of(CASES["zero3"])) == tuple(f"blocks.{i}" for i in range(3))
