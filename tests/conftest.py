@@ -20,7 +20,7 @@ import torch
 from memfit.cost import calibrate
 from memfit.fake_gpu import shim
 from memfit.ir.plan import Levers
-from memfit.pipeline import _plan
+from memfit.pipeline import _fit, _plan
 from memfit.planner import captures as captured_steps
 from memfit.workload import Workload
 from tests import warm
@@ -98,9 +98,10 @@ def _own_cache() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gc, "get_freeze_count", lambda: 1)  # which counts one by one, and each capture asks
         patch.setenv("MEMFIT_CACHE_DIR", os.environ[_SHARED] + "/cache")  # the shim of fake CUDA is built in it, once
-        defaults = inspect.unwrap(_plan.plan).__kwdefaults__
-        assert defaults is not None
-        patch.setitem(defaults, "time_limit_seconds", 2.0)  # tests ask for many plans
+        for verb in (_plan.plan, _fit.fit):
+            defaults = inspect.unwrap(verb).__kwdefaults__
+            assert defaults is not None
+            patch.setitem(defaults, "time_limit_seconds", 0.5)  # tests ask for many plans
         patch.setattr(shim, "command", warm.fake_cuda_command)
         patch.setattr(calibrate, "_interpreter", lambda code: warm.command("-c", code))
         yield

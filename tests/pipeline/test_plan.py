@@ -8,6 +8,7 @@ import itertools
 import random
 import types
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -69,9 +70,7 @@ def test_lowest_budget_fits_and_the_one_below_does_not(lowest: InfeasibleError) 
 
 
 @pytest.mark.parametrize("slack", [0.01, 0.2])
-def test_lowest_budget_fits_where_other_plans_of_that_peak_are_less_sure(
-    slack: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lowest_budget_fits_where_other_plans_of_that_peak_are_less_sure(slack: float) -> None:
     captured: list[Levers] = []
     capture = Confirmation.confirmed
 
@@ -79,11 +78,11 @@ def test_lowest_budget_fits_where_other_plans_of_that_peak_are_less_sure(
         captured.append(levers)
         return replace(capture(self, levers), slack=0.0 if levers == captured[0] else slack)
 
-    monkeypatch.setattr(Confirmation, "confirmed", less_sure_of_others)
-    with pytest.raises(InfeasibleError) as caught:
-        memfit.plan(tiny(), budget="1MiB", numerics="exact", precisions=["32-true"], points=1)
-    budget = caught.value.lowest_peak_bytes
-    plan = memfit.plan(tiny(), budget=budget, numerics="exact", precisions=["32-true"], points=1)
+    with mock.patch.object(Confirmation, "confirmed", less_sure_of_others):
+        with pytest.raises(InfeasibleError) as caught:
+            memfit.plan(tiny(), budget="1MiB", numerics="exact", precisions=["32-true"], points=1)
+        budget = caught.value.lowest_peak_bytes
+        plan = memfit.plan(tiny(), budget=budget, numerics="exact", precisions=["32-true"], points=1)
     assert plan.levers == captured[0]
 
 
@@ -130,7 +129,7 @@ def test_no_row_of_the_frontier_contradicts_the_plan(plain_bytes: int) -> None:
 
 @pytest.mark.parametrize(("slower", "is_taken"), [(100.0, True), (1.0, False)])
 def test_a_row_that_is_faster_than_the_captured_plan_is_captured_and_taken(
-    slower: float, is_taken: bool, monkeypatch: pytest.MonkeyPatch
+    slower: float, is_taken: bool
 ) -> None:
     """Applied, a plan may be slower than the solver knew, as of one kind of region here."""
     confirm = assembly._Assembly._confirm
@@ -142,8 +141,8 @@ def test_a_row_that_is_faster_than_the_captured_plan_is_captured_and_taken(
         is_cut = candidate.levers.microbatch_size < 4
         return replace(found, step_seconds=found.step_seconds * (slower if is_cut else 1.0))
 
-    monkeypatch.setattr(assembly._Assembly, "_confirm", slower_with_microbatches)
-    plan = memfit.plan(tiny(), budget="0.75x", points=6)
+    with mock.patch.object(assembly._Assembly, "_confirm", slower_with_microbatches):
+        plan = memfit.plan(tiny(), budget="0.75x", precisions=["32-true"], points=6)
     cut = [levers for levers in confirmed if levers.microbatch_size < 4]
     if is_taken:
         assert plan.levers.microbatch_size == 4 and plan.levers in confirmed
@@ -158,7 +157,7 @@ def test_a_row_that_is_faster_than_the_captured_plan_is_captured_and_taken(
     ("budget", "of"),
     [("50%", "50% of the"), ("0.9x", "0.9x of the plain step's peak of"), ("1GiB", "")],
 )
-def test_a_plan_says_what_a_share_was_of(budget: str, of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_says_what_a_share_was_of(budget: str, of: str) -> None:
     plan = memfit.plan(tiny(), budget=budget, points=1, numerics="exact")
     assert plan.budget_share.startswith(of) and bool(plan.budget_share) == bool(of)
     assert any("'0.5x'" in note for note in plan.notes) == (budget == "50%")

@@ -51,7 +51,7 @@ def main() -> None:
     fixed_costs().__enter__()
     options = inspect.unwrap(_plan.plan).__kwdefaults__
     assert options is not None
-    options["time_limit_seconds"] = 2.0  # as tests/conftest.py
+    options["time_limit_seconds"] = 0.5  # as tests/conftest.py
     if traces:
         remembered_captures(Path(traces)).__enter__()
     shim.command = lambda module, *line: warm.fake_cuda_command(module, *line, folder=folder)
