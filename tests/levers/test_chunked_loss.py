@@ -92,7 +92,7 @@ def test_exact_plans_keep_the_loss_whole() -> None:
 
 def test_one_capture_tells_where_it_does_not_matter(captures: list[Levers], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lean, "worthwhile", lambda *_: False)  # which has captures of its own
-    small = byte_lm(n_layer=1, d_model=64, n_head=4, context=64, batch_size=4, max_bytes=200_000)
+    small = byte_lm(n_layer=2, d_model=64, n_head=4, context=64, batch_size=4, max_bytes=200_000)
     memfit.plan(small, budget="1GiB", precisions=["32-true"], points=1)
     assert len(captures) == 4 and not any(levers.chunked_loss for levers in captures)
     for within, expected in ((1e9, [False, True, True]), (-1.0, [False, True, False, True])):
