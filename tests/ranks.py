@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import multiprocessing
 
 from tests import warm
 
@@ -50,6 +52,22 @@ def on_two_ranks(program: Callable[..., Iterable[Any]], *args: Any) -> list[list
             time.sleep(0.05)
         assert [rank.returncode for rank in ranks] == [0] * WORLD_SIZE, "a rank failed: see what it wrote"
         return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(WORLD_SIZE)]
+
+
+def on_two_spawned_ranks(program: Callable[..., Iterable[Any]], *args: Any) -> list[list[Any]]:
+    """Run a program as `on_two_ranks` does, in processes that `torch.multiprocessing` starts."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "program").write_bytes(pickle.dumps((program, args)))
+        multiprocessing.spawn(_spawned, args=(free_port(), folder), nprocs=WORLD_SIZE)
+        return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(WORLD_SIZE)]
+
+
+def _spawned(rank: int, port: int, folder: Path) -> None:
+    _main(rank, port, folder)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # on a busy machine, threads of gloo that outlive the group abort a process that ends by itself
 
 
 def _main(rank: int, port: int, folder: Path) -> None:
