@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import inspect
 import os
 import random
 import shutil
@@ -20,11 +19,11 @@ import torch
 from memfit.cost import calibrate
 from memfit.fake_gpu import shim
 from memfit.ir.plan import Levers
-from memfit.pipeline import _plan
 from memfit.planner import captures as captured_steps
 from memfit.workload import Workload
 from tests import warm
 from tests.fixed_costs import fixed_costs
+from tests.quick_plans import quick_plans
 from tests.remembered import remembered_captures
 
 _SHARED = "MEMFIT_TESTS_SHARED"
@@ -95,12 +94,9 @@ def _own_cache() -> Iterator[None]:
     gc.collect()
     torch.set_num_threads(1)  # threads that wait for a busy machine are slower than one
     gc.freeze()  # captures collect garbage, which is slow among all the objects of PyTorch
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, quick_plans():
         patch.setattr(gc, "get_freeze_count", lambda: 1)  # which counts one by one, and each capture asks
         patch.setenv("MEMFIT_CACHE_DIR", os.environ[_SHARED] + "/cache")  # the shim of fake CUDA is built in it, once
-        defaults = inspect.unwrap(_plan.plan).__kwdefaults__
-        assert defaults is not None
-        patch.setitem(defaults, "time_limit_seconds", 2.0)  # tests ask for many plans
         patch.setattr(shim, "command", warm.fake_cuda_command)
         patch.setattr(calibrate, "_interpreter", lambda code: warm.command("-c", code))
         yield

@@ -1,17 +1,24 @@
-"""Two ranks over gloo, each a process of its own on this machine."""
+"""Two ranks over gloo, each a process of its own on this machine: a fork of the warm server."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import socket
+import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import multiprocessing
+
+from tests import warm
 
 WORLD_SIZE = 2
 
@@ -33,24 +40,47 @@ def on_two_ranks(program: Callable[..., Iterable[Any]], *args: Any) -> list[list
     Returns:
         What each rank yielded, by rank.
     """
-    queue = multiprocessing.get_context("spawn").SimpleQueue()
-    multiprocessing.spawn(_rank_main, args=(free_port(), queue, program, args), nprocs=WORLD_SIZE)
-    found: list[list[Any]] = [[] for _ in range(WORLD_SIZE)]
-    while not queue.empty():
-        rank, result = queue.get()
-        found[rank].append(result)
-    return found
+    with tempfile.TemporaryDirectory() as name:
+        folder, port = Path(name), str(free_port())
+        (folder / "program").write_bytes(pickle.dumps((program, args)))
+        lines = [warm.command("-m", "tests.ranks", str(rank), port, name) for rank in range(WORLD_SIZE)]
+        ranks = [subprocess.Popen(line, cwd=warm.ROOT) for line in lines]
+        while any(rank.poll() is None for rank in ranks):
+            if any(rank.poll() for rank in ranks):  # which the others would wait for
+                for rank in ranks:
+                    rank.terminate()
+            time.sleep(0.05)
+        assert [rank.returncode for rank in ranks] == [0] * WORLD_SIZE, "a rank failed: see what it wrote"
+        return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(WORLD_SIZE)]
 
 
-def _rank_main(rank: int, port: int, queue: Any, program: Callable[..., Iterable[Any]], args: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, WORLD_SIZE, is_master=rank == 0)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE)
-    try:
-        for result in program(rank, *args):
-            queue.put((rank, result))
-    finally:
-        dist.destroy_process_group()
+def on_two_spawned_ranks(program: Callable[..., Iterable[Any]], *args: Any) -> list[list[Any]]:
+    """Run a program as `on_two_ranks` does, in processes that `torch.multiprocessing` starts."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "program").write_bytes(pickle.dumps((program, args)))
+        multiprocessing.spawn(_spawned, args=(free_port(), folder), nprocs=WORLD_SIZE)
+        return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(WORLD_SIZE)]
+
+
+def _spawned(rank: int, port: int, folder: Path) -> None:
+    _main(rank, port, folder)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # on a busy machine, threads of gloo that outlive the group abort a process that ends by itself
+
+
+def _main(rank: int, port: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    program, args = pickle.loads((folder / "program").read_bytes())
+    store = dist.TCPStore("127.0.0.1", port, WORLD_SIZE, is_master=rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE)
+    try:
+        found = list(program(rank, *args))
+    finally:
+        dist.destroy_process_group()
+    (folder / str(rank)).write_bytes(pickle.dumps(found))
+
+
+if __name__ == "__main__":
+    _main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

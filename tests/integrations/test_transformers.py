@@ -39,6 +39,7 @@ def trainer_of(
     *,
     kind: Any = transformers.Trainer,
     dropout: float = 0.0,
+    layers: int = 1,
     given: Any = None,
     model: Any = None,
     **changes: Any,
@@ -46,7 +47,7 @@ def trainer_of(
     """Return a trainer of a kind, given more than arguments where there is more; `changes` are of the arguments."""
     transformers.set_seed(0)
     config = transformers.GPT2Config(
-        n_layer=2,
+        n_layer=layers,
         n_embd=32,
         n_head=2,
         vocab_size=64,
@@ -153,9 +154,13 @@ UNDER: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", UNDER)
+MORE = ("evaluation", "sgd")
+"""Ways that share their mechanisms with others: CI runs them."""
+
+
+@pytest.mark.parametrize("way", [pytest.param(w, marks=pytest.mark.ci) if w in MORE else w for w in UNDER])
 def test_what_else_a_trainer_does_stays_bitwise_and_within_the_budget(tmp_path: Path, way: str) -> None:
-    changes = {"dropout": 0.1} | UNDER[way]
+    changes = {"dropout": 0.1, "layers": 2} | UNDER[way]
     expected_losses, expected = trained(trainer_of(tmp_path / "plain", **changes))
     trainer = trainer_of(tmp_path / "planned", **changes)
     callback = MemfitCallback(trainer, budget="0.7x", numerics="exact", points=1, time_limit_seconds=0.5)
@@ -176,7 +181,7 @@ def test_a_trainer_is_planned_with_the_optimizer_it_is_given(tmp_path: Path) -> 
 
 
 def test_training_resumes_bitwise(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"dropout": 0.1, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    options: dict[str, Any] = {"dropout": 0.1, "layers": 2, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     expected_losses, expected = trained(trainer_of(tmp_path / "plain", **options))
 
     def planned() -> Any:
@@ -203,7 +208,7 @@ def test_a_global_batch_of_several_microbatches_stays(tmp_path: Path) -> None:
 
 def test_an_evaluation_beyond_the_budget_is_refused_before_training(tmp_path: Path) -> None:
     given = {"eval_dataset": {"short": Tokens(), "long": Tokens()}}
-    changes = {"eval_strategy": "steps", "per_device_eval_batch_size": 24, "optim": "sgd", "given": given}
+    changes = {"layers": 2, "eval_strategy": "steps", "per_device_eval_batch_size": 24, "optim": "sgd", "given": given}
     trainer = trainer_of(tmp_path, **changes)
     options: dict[str, Any] = {"numerics": "exact", "points": 1, "time_limit_seconds": 0.5}
     with pytest.raises(UsageError, match=r"per_device_eval_batch_size=24 \(eval_dataset\['short'\]\).* at most 4 "):

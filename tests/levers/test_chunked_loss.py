@@ -26,7 +26,7 @@ from tests.measuring import peaks
 
 
 def large_vocabulary(**options: Any) -> Workload:
-    shape = {"n_layer": 2, "d_model": 64, "n_head": 4, "context": 64, "batch_size": 4, "dropout": 0.0}
+    shape = {"n_layer": 1, "d_model": 64, "n_head": 4, "context": 64, "batch_size": 4, "dropout": 0.0}
     return byte_lm(max_bytes=200_000, **{**shape, "vocabulary_size": 32768, **options})
 
 

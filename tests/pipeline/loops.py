@@ -10,10 +10,10 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 Loop = Callable[[list[nn.Module], list[Optimizer]], list[float]]
-STEPS = 4
+STEPS = 3
 
 
-def deep(width: int = 64, blocks: int = 4) -> nn.Module:
+def deep(width: int = 64, blocks: int = 2) -> nn.Module:
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(blocks)]
     return nn.Sequential(*layers, nn.Dropout(0.1), nn.LayerNorm(width), nn.Linear(width, 10))
@@ -28,8 +28,8 @@ def batches(samples: int = 2048, width: int = 64) -> Iterator[tuple[torch.Tensor
         )
 
 
-def one(optimizer: type[Optimizer] = AdamW) -> tuple[list[nn.Module], list[Optimizer]]:
-    model = deep()
+def one(optimizer: type[Optimizer] = AdamW, blocks: int = 2) -> tuple[list[nn.Module], list[Optimizer]]:
+    model = deep(blocks=blocks)
     return [model], [optimizer(model.parameters(), lr=1e-3)]
 
 
@@ -241,5 +241,5 @@ def distilling(models: list[nn.Module], optimizers: list[Optimizer]) -> list[flo
 
 
 def taught() -> tuple[list[nn.Module], list[Optimizer]]:
-    model, teacher = deep(), deep(blocks=2)
+    model, teacher = deep(), deep(blocks=1)
     return [model, teacher], [AdamW(model.parameters(), lr=1e-3)]

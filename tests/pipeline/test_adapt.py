@@ -24,7 +24,7 @@ TOKENS = 64
 
 
 def workload() -> memfit.Workload:
-    return transformer(batch=4, tokens=TOKENS, dim=32, layers=3, dropout=0.0)
+    return transformer(batch=4, tokens=TOKENS, dim=32, layers=2, dropout=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -47,14 +47,14 @@ def test_every_batch_stays_within_the_budget_and_its_prediction(plan: Plan) -> N
     work, rng = workload(), random.Random(1)
     with memfit.adapt(plan, work, limit_bytes=plan.budget_bytes) as step:
         adaptive = adaptive_of(step)
-        for _ in range(24):
+        for _ in range(12):
             batch = cut(work, rng.randrange(4, TOKENS + 1, 12), rng.choice([4, 4, 4, 1]))
             step(batch)
             predicted = step.options.predicted_peak_bytes
             measured = memfit.memory_summary(step).peak_bytes
             assert predicted is not None and measured is not None and measured <= 1.001 * predicted
         assert adaptive.events == [] and adaptive.controller.correction < 1.001
-        assert sum(adaptive.taken.values()) == 24
+        assert sum(adaptive.taken.values()) == 12
         buckets = {arm: {b for b, a in adaptive.taken if a == arm} for _, arm in adaptive.taken}
         assert 0 in buckets and len(buckets) > 1  # short batches run plain, long ones don't
         assert "batches, from the smallest shapes" in str(adaptive)
@@ -124,7 +124,7 @@ def test_modules_in_fp32_stay_so_while_plans_change() -> None:
     """Another shape is predicted from the modules as they were made; what runs is cast as before."""
 
     def mixed() -> memfit.Workload:
-        made = transformer(batch=1, tokens=TOKENS, dim=32, layers=3, dropout=0.0)
+        made = transformer(batch=1, tokens=TOKENS, dim=32, layers=2, dropout=0.0)
         return dataclasses.replace(made, fp32_modules=("head", "blocks.0.mlp.*"))
 
     budget = int(0.95 * memfit.estimate(mixed(), precision="bf16-mixed").peak_bytes)

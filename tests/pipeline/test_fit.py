@@ -29,7 +29,11 @@ CASES: dict[str, tuple[loops.Loop, Make, str]] = {
     ),
     "accumulating": (loops.accumulating, loops.one, "4 calls of Sequential, 4 backward passes, 1 update by AdamW"),
     "penalty": (loops.with_a_penalty, loops.one, "1 call of Sequential, 1 backward pass"),
-    "mixed precision": (loops.with_autocast_and_scaler, loops.one, "1 update by AdamW, gradients clipped"),
+    "mixed precision": (
+        loops.with_autocast_and_scaler,
+        lambda: loops.one(blocks=4),
+        "1 update by AdamW, gradients clipped",
+    ),
     "closure": (loops.with_a_closure, lambda: loops.one(Adam), "1 update by Adam"),
     "function": (loops.with_a_function_of_its_own, lambda: loops.one(SGD), "gradients not clipped"),
     "two optimizers": (
@@ -286,7 +290,7 @@ def test_what_the_loop_itself_could_do_is_told_with_its_figures_where_the_plan_i
 
 def test_mixed_precision_of_a_loop_is_predicted_as_the_loop_would_take_it() -> None:
     """The figure of the advice is that of the loop's own step, once it has autocast."""
-    (model,), (optimizer,) = loops.one()
+    (model,), (optimizer,) = loops.one(blocks=4)
     predicted: list[object] = []
 
     class Noting(Fitted):
@@ -298,13 +302,13 @@ def test_mixed_precision_of_a_loop_is_predicted_as_the_loop_would_take_it() -> N
         lambda: [optimizer],
         lambda _: None,
         _fit.silent,
-        {"budget": "0.6x", "numerics": "exact", "host_budget": None},
+        {"budget": "0.6x", "numerics": "exact", "host_budget": None, "time_limit_seconds": 0.5},
     )
     with pytest.MonkeyPatch.context() as patch, noting.watching():
         patch.setattr(_fit, "is_slow", lambda plan: True)
         loops.loss_outside([model], [optimizer])
     (found,) = predicted
-    models, optimizers = loops.one()
+    models, optimizers = loops.one(blocks=4)
     _, peak_bytes = measured(loops.with_autocast_and_scaler, models, optimizers)
     assert isinstance(found, Prediction) and found.peak_bytes == pytest.approx(peak_bytes, rel=0.1)
 

@@ -40,7 +40,7 @@ def train(workload: Workload, epochs: int, learning_rate: float) -> float:
 
 @cache
 def trained() -> Workload:
-    workload = digits_resnet.workload(size=16)
+    workload = digits_resnet.workload(size=8)
     train(workload, 8, 0.02)
     return workload
 

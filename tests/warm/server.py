@@ -6,7 +6,6 @@ import array
 import atexit
 import gc
 import importlib
-import inspect
 import json
 import os
 import runpy
@@ -39,9 +38,9 @@ def main() -> None:
 
     import memfit
     from memfit.fake_gpu import shim
-    from memfit.pipeline import _plan
     from tests import warm
     from tests.fixed_costs import fixed_costs
+    from tests.quick_plans import quick_plans
     from tests.remembered import remembered_captures
 
     assert memfit.plan
@@ -49,9 +48,7 @@ def main() -> None:
         importlib.import_module(name)
     torch.set_num_threads(1)
     fixed_costs().__enter__()
-    options = inspect.unwrap(_plan.plan).__kwdefaults__
-    assert options is not None
-    options["time_limit_seconds"] = 2.0  # as tests/conftest.py
+    quick_plans().__enter__()
     if traces:
         remembered_captures(Path(traces)).__enter__()
     shim.command = lambda module, *line: warm.fake_cuda_command(module, *line, folder=folder)

@@ -20,7 +20,7 @@ from memfit.training.guards import host_memory
 from memfit.training.guards.host_memory import HostWatch, check_host, checkpoint_bytes, host_needs
 from memfit.training.step import Step
 from memfit.workload import tensors_of
-from tests.models import BUILDERS
+from tests.models import BUILDERS, transformer
 
 GIB = 2**30
 
@@ -96,7 +96,7 @@ def test_a_run_that_takes_too_much_stops_with_a_checkpoint_that_is_gone_on_from(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_memory, "CHECK_SECONDS", 0.0)
-    workload, whole = BUILDERS["transformer"](), BUILDERS["transformer"]()
+    workload, resumed, whole = (transformer(layers=1, dim=16) for _ in range(3))
     plan = plan_of(workload)
     own, left = [10 * GIB] * 4 + [14 * GIB], [GIB] * 4 + [2**20]
     options: dict[str, Any] = {"host_budget": "2GiB"} if what == "the process grows" else {}
@@ -110,7 +110,6 @@ def test_a_run_that_takes_too_much_stops_with_a_checkpoint_that_is_gone_on_from(
     assert caught.value.where == "between two steps" and "checkpoint-3" in caught.value.__notes__[0]
     assert json.loads((tmp_path / "run/run.json").read_text())["status"] == "failed"
     monkeypatch.undo()
-    resumed = BUILDERS["transformer"]()
     memfit.train(plan, resumed, out=tmp_path / "run", steps=6, resume=True)
     torch.manual_seed(0)
     memfit.train(plan, whole, out=tmp_path / "whole", steps=6)

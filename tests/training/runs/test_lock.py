@@ -26,7 +26,7 @@ from memfit.training.runs.folder import held_folder
 from memfit.training.runs.lock import LOCK, Holder, holder_of, locked
 from memfit.training.step import Step
 from memfit.training.trainer import Trainer
-from tests.ranks import on_two_ranks
+from tests.ranks import on_two_spawned_ranks
 
 _HOLDS = """
 import multiprocessing, os, pathlib, signal, sys, time
@@ -262,7 +262,7 @@ def sharing(rank: int, folder: str) -> Iterator[bool]:
 
 @pytest.mark.slow
 def test_ranks_of_one_run_share_a_folder(tmp_path: Path) -> None:
-    assert on_two_ranks(sharing, str(tmp_path / "run")) == [[True], [True]]
+    assert on_two_spawned_ranks(sharing, str(tmp_path / "run")) == [[True], [True]]
     assert not (tmp_path / "run" / LOCK).exists()
 
 

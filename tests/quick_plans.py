@@ -1,0 +1,27 @@
+"""Plans that solve for less long than users' do: tests ask for many, of steps that are solved in an instant."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from unittest import mock
+
+from memfit.pipeline import _fit, _plan
+from memfit.solver import milp
+
+TIME_LIMIT_SECONDS = 0.5
+ROUND_SECONDS = 0.02
+"""What each round of a search may take once its time is over: tens of rounds of 0.1 seconds are most of a plan."""
+
+
+@contextlib.contextmanager
+def quick_plans() -> Iterator[None]:
+    """Take these limits where a test names none."""
+    with contextlib.ExitStack() as stack:
+        for verb in (_plan.plan, _fit.fit):
+            defaults = inspect.unwrap(verb).__kwdefaults__
+            assert defaults is not None
+            stack.enter_context(mock.patch.dict(defaults, time_limit_seconds=TIME_LIMIT_SECONDS))
+        stack.enter_context(mock.patch.object(milp, "_LEAST_SECONDS", ROUND_SECONDS))
+        yield
