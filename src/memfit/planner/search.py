@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -11,6 +12,7 @@ from msgspec.structs import replace
 from memfit.errors import InfeasibleError
 from memfit.ir.plan import Candidate, Numerics, Prediction, allows, uses_text
 from memfit.solver.frontier import SIMPLER_WITHIN, Combination, fastest
+from memfit.solver.milp import Choice
 from memfit.units import format_bytes
 
 _ATTEMPTS = 6
@@ -104,14 +106,19 @@ def leanest_that_fits(
         InfeasibleError: It does not fit.
     """
     allowed = limits.allow(combinations)
-    choices = [(c, c.lowest(seconds / len(allowed))) for c in allowed]
-    combination, lowest = min(choices, key=lambda pair: pair[1].peak_bytes)
+    choices: dict[int, Choice] = {}
+    for index in sorted(range(len(allowed)), key=lambda index: allowed[index].solver.peak_floor_bytes):
+        least = min((choice.peak_bytes for choice in choices.values()), default=math.inf)
+        if allowed[index].solver.peak_floor_bytes <= least:  # others are not leaner
+            choices[index] = allowed[index].lowest(seconds / len(allowed))
+    chosen = min(choices, key=lambda index: (choices[index].peak_bytes, index))
+    combination, lowest = allowed[chosen], choices[chosen]
     candidate = combination.candidate(lowest, limits.budget_bytes)
     prediction = confirm(candidate)
     if limits.fit(prediction):
         bound = min(c.problem.plain_seconds for c in allowed)
         return Confirmed(replace(candidate, status="feasible", bound_seconds=bound), prediction)
-    is_proven = lowest.status == "optimal" and all(c.bound >= lowest.bound for _, c in choices)
+    is_proven = lowest.status == "optimal" and all(c.bound >= lowest.bound for c in choices.values())
     raise _infeasible(
         Confirmed(candidate, prediction), limits, is_proven, [c for c in combinations if c not in allowed], batch
     )
@@ -172,7 +179,9 @@ def _infeasible(
     prediction, budget_bytes = leanest.prediction, limits.budget_bytes
     needed_bytes = prediction.peak_upper_bytes + _ROUNDING_BYTES
     advice = [f"raise budget= to {format_bytes(needed_bytes)} ({needed_bytes} bytes)"]
-    if any(c.solver.leanest(_ADVICE_SECONDS).peak_bytes * (1 + limits.peak_error) <= budget_bytes for c in freer):
+    target = budget_bytes / (1 + limits.peak_error)
+    possible = [c.solver for c in freer if c.solver.peak_floor_bytes <= target]
+    if any(solver.leanest(_ADVICE_SECONDS).peak_bytes <= target for solver in possible):
         advice.append("allow numerics='reduced', with which a plan fits")
     advice.append(f"make {batch} smaller, or the model")
     return InfeasibleError(

@@ -119,7 +119,8 @@ class Solver:
             return None
         # Integer solutions round up: choices for smaller budgets help.
         for share in _LEANER if thread_time() < deadline else ():
-            leaner = self._relaxed_for(int(self._floor + share * (budget_bytes - self._floor)), deadline)
+            floor = self.peak_floor_bytes
+            leaner = self._relaxed_for(int(floor + share * (budget_bytes - floor)), deadline)
             relaxed = relaxed if leaner is None else replace(relaxed, x=relaxed.x + leaner.x)
         best, bound = self._best(goal, relaxed, self._known(budget_bytes), tolerance, deadline)
         if best is None:  # only the leanest choice can be found in time
@@ -181,10 +182,12 @@ class Solver:
         return replace(lowest, x=x, peak_bytes=self.problem.peak_bytes(x), seconds=self.problem.seconds(x))
 
     @cached_property
-    def _floor(self) -> float:
-        """A lower bound on the peak of every choice, in bytes."""
+    def peak_floor_bytes(self) -> float:
+        """A quick lower bound on the peak of every choice."""
+        if not self._n_x:
+            return float(self._nothing_to_choose().peak_bytes)
         relaxed = self._relaxed(self._peak_goal(), thread_time() + 1.0)
-        return 0.0 if relaxed is None else relaxed.value * _UNIT
+        return 0.0 if relaxed is None else max(0.0, relaxed.value - _TIE) * _UNIT
 
     def _peak_goal(self) -> _Goal:
         slower = np.array([o.seconds for o in self.problem.options])
@@ -267,7 +270,8 @@ class Solver:
             x = np.round(result.x[: self._n_x]).astype(np.int64)
             if goal.budget_bytes is None:
                 best = x if best is None else min(x, best, key=lambda one: self._value(goal, one))
-                if not self._take_up(rows, self.problem.row_peaks(x), result.x[-1] * _UNIT + 1024):
+                violated = self._take_up(rows, self.problem.row_peaks(x), result.x[-1] * _UNIT + 1024)
+                if not violated or thread_time() > deadline:
                     return best, proven
                 continue
             if self._take_up(rows, self.problem.row_peaks(x), goal.budget_bytes):
