@@ -31,6 +31,7 @@ from memfit.planner.search import (
 )
 from memfit.solver.candidates import options
 from memfit.solver.frontier import SIMPLER_WITHIN, Combination, frontier
+from memfit.solver.milp import Choice
 from memfit.solver.problem import build
 
 FOLDER = Path(__file__).parent / "traces"
@@ -170,6 +171,24 @@ def test_advice_names_a_freer_class_only_where_a_plan_of_it_fits() -> None:
                 batch="batch",
             )
         assert ("numerics='reduced'" in str(error.value)) == is_named
+
+
+def test_only_combinations_that_may_be_leaner_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[Levers] = []
+    lowest = Combination.lowest
+
+    def noted(combination: Combination, seconds: float) -> Choice:
+        searched.append(combination.levers)
+        return lowest(combination, seconds)
+
+    whole, cut = (c for c in combinations() if c.levers.precision == "32-true")
+    assert whole.solver.peak_floor_bytes > cut.solver.leanest(SECONDS).peak_bytes
+    monkeypatch.setattr(Combination, "lowest", noted)
+    with pytest.raises(InfeasibleError) as error:
+        leanest_that_fits([whole, cut], limits(1000, "reordered"), Applied(), SECONDS, batch="batch")
+    assert searched == [cut.levers]
+    needed = error.value.lowest_peak_bytes
+    assert needed is not None and needed >= cut.solver.peak_floor_bytes
 
 
 def test_a_known_plan_stays_where_others_are_hardly_faster() -> None:

@@ -148,6 +148,7 @@ def test_the_leanest_is_the_leanest_of_all(name: str, seed: int) -> None:
     assert lowest <= choice.peak_bytes <= lowest + 2048
     assert choice.bound <= lowest
     assert choice.status == "optimal"
+    assert 0 < Solver(problem).peak_floor_bytes <= lowest
 
 
 @pytest.mark.parametrize(("name", "seed"), CASES)
@@ -217,6 +218,30 @@ def test_on_a_busy_machine_the_solver_gets_longer_by_the_clock(monkeypatch: pyte
     plain = int(problem.row_peaks(np.zeros(len(problem.options), np.int64)).max())
     assert Solver(problem).fastest(plain * 3 // 4, time_limit_seconds=10.0) is not None
     assert limits and 10.0 < max(limits) <= 3.01 * 10.0
+
+
+def test_the_search_for_the_lowest_peak_ends_at_its_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = plain_trace("transformer", large=True)
+    costs = with_workspaces(trace)
+    problem = build(Regions(trace), costs, options(Regions(trace), costs))
+    now, late = 0.0, []
+
+    def counted(*arguments: Any, **others: Any) -> Solution:
+        nonlocal now
+        found = minimized(*arguments, **others)
+        if others["whole"] is not None:
+            late.append(now > 0.0)
+            now = 1e6  # the time is over once the first integer program is solved
+        return found
+
+    monkeypatch.setattr(module, "minimized", counted)
+    monkeypatch.setattr(module, "thread_time", lambda: now)
+    leanest = Solver(problem).leanest()
+    check(problem, leanest)
+    assert late == [False]
+    now = 0.0
+    monkeypatch.setattr(module, "thread_time", lambda: 0.0)
+    assert Solver(problem).leanest().peak_bytes <= leanest.peak_bytes and len(late) > 2
 
 
 def test_the_leanest_without_time_is_the_best_policy(monkeypatch: pytest.MonkeyPatch) -> None:
