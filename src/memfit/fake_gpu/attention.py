@@ -218,7 +218,8 @@ class Attention:
     def notes(self) -> list[str]:
         """Return the chosen kernels as notes for the user."""
         return [
-            f"attention on {self.device.name}: {count} calls take the {_NAMES[kernel]} kernel{why and ': '}{why}"
+            f"attention on {self.device.name}: {'1 call takes' if count == 1 else f'{count} calls take'} the"
+            f" {_NAMES[kernel]} kernel{why and ': '}{why}"
             for (kernel, why), count in self.chosen.items()
         ]
 
