@@ -126,7 +126,7 @@ TABLE: list[tuple[str, int, str]] = [
     ),
     ("train mine:tiny --plan plan.json --out run", 2, "give one of --steps and --epochs"),
     ("train mine:tiny --plan plan.json --out run --steps 2 --limit 90%", 2, "--limit='90%' can't be read"),
-    ("train tests.workloads:tiny --plan plan.json --out mine.py --steps 2", 2, "mine.py"),
+    ("train tests.workloads:lean --plan plan.json --out mine.py --steps 2", 2, "mine.py"),
     ("report nowhere", 2, "nowhere"),
     # scripts
     ("run --budget 1GiB nowhere.py", 2, "there is no script 'nowhere.py'"),
