@@ -177,7 +177,14 @@ def test_a_step_without_data_says_what_to_give() -> None:
         memfit.estimate(workload)
 
 
-@pytest.mark.parametrize("case", ["packed, of an LSTM", "a graph", "a sparse adjacency", "slots"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "packed, of an LSTM",
+        "slots",
+        *(pytest.param(c, marks=pytest.mark.ci) for c in ("a graph", "a sparse adjacency")),
+    ],
+)
 def test_a_gpu_that_is_not_here_is_predicted_for(case: str) -> None:
     assert memfit.estimate(CASES[case](), device="h200").peak_bytes > 0
 
