@@ -139,7 +139,12 @@ def test_precision_is_set_where_reduced_is_allowed(tmp_path: Path) -> None:
 
 
 UNDER: dict[str, dict[str, Any]] = {
-    "evaluation": {"eval_strategy": "steps", "eval_steps": 2, "given": {"eval_dataset": Tokens()}},
+    "evaluation": {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "per_device_eval_batch_size": 4,
+        "given": {"eval_dataset": Tokens()},
+    },
     "evaluation of several": {
         "eval_strategy": "steps",
         "eval_steps": 2,
