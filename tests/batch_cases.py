@@ -75,7 +75,7 @@ def by_key(model: nn.Module, batch: Any) -> Tensor:
 
 
 def of(model: nn.Module, batch: Any, loss_fn: Callable[[nn.Module, Any], Any], **options: Any) -> Workload:
-    return Workload(model, batch, loss_fn, torch.optim.AdamW(model.parameters()), **options)
+    return Workload(model, batch, loss_fn, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), **options)
 
 
 CONTAINERS: dict[str, Callable[[], Workload]] = {

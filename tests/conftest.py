@@ -29,8 +29,8 @@ from tests.remembered import remembered_captures
 _SHARED = "MEMFIT_TESTS_SHARED"
 _CAPTURING = ("_torch", "capture", "cost", "fake_gpu", "jittor", "keras", "recomputation", "wheel")
 """The folders whose tests capture every step themselves."""
-_MEASURING = ("test_fit",)
-"""The modules whose tests measure what a process allocates while it plans, as remembering a capture does too."""
+_MEASURING = ("test_a_loop_keeps_its_losses_and_the_budget",)
+"""Tests that measure what a process allocates while it plans, as remembering a capture does too."""
 _HARMLESS = {"captures", "memfit", "folder"}
 """Fixtures that use `monkeypatch`, and change nothing of how steps are captured."""
 _NO_LSTM = "could not create a primitive descriptor for the LSTM"
@@ -67,7 +67,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 def _captures_itself(item: pytest.Item) -> bool:
     """Tell whether a test may depend on how steps are captured: by where it is, or since it changes memfit."""
     fixtures = getattr(item, "_fixtureinfo", None)
-    if fixtures is None or item.path.parent.name in _CAPTURING or item.path.stem in _MEASURING:
+    if fixtures is None or item.path.parent.name in _CAPTURING or getattr(item, "originalname", "") in _MEASURING:
         return True
     changing = {name for name, found in fixtures.name2fixturedefs.items() if "monkeypatch" in found[-1].argnames}
     return "monkeypatch" in fixtures.argnames or bool(changing - _HARMLESS)

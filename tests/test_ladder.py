@@ -40,7 +40,7 @@ def deep(batch: int = 64) -> Workload:
 
 @functools.cache
 def climbed(batch: int = 512) -> Ladder:
-    return memfit.ladder(deep(batch), numerics="reordered", min_run_seconds=0.05)
+    return memfit.ladder(deep(batch), numerics="reordered", min_run_seconds=0.02)
 
 
 def named(ladder: Ladder) -> dict[str, Rung]:

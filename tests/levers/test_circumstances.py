@@ -33,12 +33,12 @@ from memfit.levers.switch import candidates_of
 from memfit.recipes import byte_lm
 from memfit.training.optimizers import Optimizers
 from memfit.workload import Workload
-from tests.workloads import tiny
+from tests.workloads import lean
 
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    return memfit.plan(tiny(), budget="1GiB", numerics="exact", precisions=["32-true"], points=1)
+    return memfit.plan(lean(), budget="1GiB", numerics="exact", precisions=["32-true"], points=1)
 
 
 def row_of(pair: tuple[str, str]) -> str:
@@ -47,7 +47,7 @@ def row_of(pair: tuple[str, str]) -> str:
 
 
 def unclipped() -> Workload:
-    return dataclasses.replace(tiny(), max_grad_norm=None)
+    return dataclasses.replace(lean(), max_grad_norm=None)
 
 
 def with_batch_norm() -> Workload:
@@ -67,7 +67,7 @@ class Foreign(torch.optim.SGD):
 
 
 def compiled() -> Workload:
-    workload = tiny()
+    workload = lean()
     workload.model._compiled_call_impl = workload.model.forward  # as model.compile() leaves it
     return workload
 
@@ -82,14 +82,14 @@ IN_BACKWARD = Levers(microbatch_size=4, optimizer="in-backward")
 FUSED = Levers(microbatch_size=4, optimizer="fused")
 CASES: dict[tuple[str, str], tuple[Callable[[], Workload], Levers]] = {
     (MICROBATCHES, conflicts.BATCH_NORM): (with_batch_norm, Levers(microbatch_size=2)),
-    ("bf16-true", precision.NO_UPDATES): (tiny, Levers(precision="bf16-true", microbatch_size=4)),
-    ("tf32", precision.NO_TF32): (tiny, Levers(precision="tf32", microbatch_size=4)),
+    ("bf16-true", precision.NO_UPDATES): (lean, Levers(precision="bf16-true", microbatch_size=4)),
+    ("tf32", precision.NO_TF32): (lean, Levers(precision="tf32", microbatch_size=4)),
     (ACTIVATION_OFFLOAD, conflicts.NO_LINK): (
-        tiny,
+        lean,
         Levers(microbatch_size=4, regions=(Region(("blocks.0",), offload=True),)),
     ),
     (CHUNKED_LOSS, HEAD_INSIDE): (
-        tiny,
+        lean,
         Levers(microbatch_size=4, regions=(Region(("",)),), chunked_loss=ChunkedLoss(head="head", rows=1)),
     ),
     (CHUNKED_LOSS, conflicts.COMPILED): (
@@ -97,16 +97,16 @@ CASES: dict[tuple[str, str], tuple[Callable[[], Workload], Levers]] = {
         Levers(microbatch_size=4, chunked_loss=ChunkedLoss(head="head", rows=1)),
     ),
     (optimizer_in_backward.IN_BACKWARD, MICROBATCHES): (unclipped, replace(IN_BACKWARD, microbatch_size=1)),
-    (optimizer_in_backward.IN_BACKWARD, conflicts.CLIPPING): (tiny, IN_BACKWARD),
+    (optimizer_in_backward.IN_BACKWARD, conflicts.CLIPPING): (lean, IN_BACKWARD),
     (optimizer_in_backward.IN_BACKWARD, "16-mixed"): (unclipped, replace(IN_BACKWARD, precision="16-mixed")),
     (optimizer_in_backward.IN_BACKWARD, "bf16-true"): (
         lambda: dataclasses.replace(unclipped(), bf16_updates="master-weights"),
         replace(IN_BACKWARD, precision="bf16-true"),
     ),
     (optimizer_in_backward.IN_BACKWARD, conflicts.SEVERAL_OPTIMIZERS): (with_two_optimizers, IN_BACKWARD),
-    (offloaded_optimizer.OFFLOADED, conflicts.NO_LINK): (tiny, OFFLOADED),
+    (offloaded_optimizer.OFFLOADED, conflicts.NO_LINK): (lean, OFFLOADED),
     (offloaded_optimizer.OFFLOADED, "bf16-true"): (
-        lambda: dataclasses.replace(tiny(), bf16_updates="master-weights"),
+        lambda: dataclasses.replace(lean(), bf16_updates="master-weights"),
         replace(OFFLOADED, precision="bf16-true"),
     ),
     (offloaded_optimizer.OFFLOADED, conflicts.SEVERAL_OPTIMIZERS): (with_two_optimizers, OFFLOADED),
@@ -116,11 +116,11 @@ CASES: dict[tuple[str, str], tuple[Callable[[], Workload], Levers]] = {
         Levers(microbatch_size=4, optimizer="adamw-8bit"),
     ),
     (ADAMW_8BIT, "bf16-true"): (
-        lambda: dataclasses.replace(tiny(), bf16_updates="master-weights"),
+        lambda: dataclasses.replace(lean(), bf16_updates="master-weights"),
         Levers(microbatch_size=4, precision="bf16-true", optimizer="adamw-8bit"),
     ),
     (ADAFACTOR, "bf16-true"): (
-        lambda: dataclasses.replace(tiny(), bf16_updates="master-weights"),
+        lambda: dataclasses.replace(lean(), bf16_updates="master-weights"),
         Levers(microbatch_size=4, precision="bf16-true", optimizer="adafactor"),
     ),
     (ADAFACTOR, conflicts.SEVERAL_OPTIMIZERS): (
@@ -130,7 +130,7 @@ CASES: dict[tuple[str, str], tuple[Callable[[], Workload], Levers]] = {
     (optimizer_in_backward.IN_BACKWARD, conflicts.FOREIGN_OPTIMIZER): (foreign, IN_BACKWARD),
     (fused_optimizer.FUSED, fused_optimizer.NO_FUSED): (foreign, FUSED),
     (fused_optimizer.FUSED, "bf16-true"): (
-        lambda: dataclasses.replace(tiny(), bf16_updates="master-weights"),
+        lambda: dataclasses.replace(lean(), bf16_updates="master-weights"),
         replace(FUSED, precision="bf16-true"),
     ),
 }
@@ -157,7 +157,7 @@ def test_every_row_but_those_of_other_frameworks_is_tested() -> None:
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(PlanError, match=r"bitsandbytes not installed.*pip install 'memfit\[optimizers\]'"):
-        check_combination(Levers(microbatch_size=4, optimizer="adamw-8bit"), tiny())
+        check_combination(Levers(microbatch_size=4, optimizer="adamw-8bit"), lean())
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_does_the_mathematics_of_adamw_is_known(kind: Any, options: dict[str, Any], is_adamw: bool) -> None:
-    workload = tiny()
+    workload = lean()
     workload = dataclasses.replace(workload, optimizer=kind(workload.model.parameters(), **options))
     assert (replaced_optimizer.NOT_ADAMW in circumstances(workload)) != is_adamw
 
@@ -200,18 +200,18 @@ def test_verbs_refuse_plans_made_by_hand(plan: Plan, levers: dict[str, Any]) -> 
     edited = replace(plan, levers=replace(plan.levers, **levers))
     for verb in (memfit.apply, memfit.verify, memfit.adapt):
         with pytest.raises(PlanError, match="does not go with .* The row in docs/reference/combinations.md: "):
-            verb(edited, tiny())  # type: ignore[operator]
+            verb(edited, lean())  # type: ignore[operator]
 
 
 def test_arguments_are_named() -> None:
     with pytest.raises(PlanError, match="^precision='tf32' on cpu: tf32 does not go with a device without TF32"):
-        memfit.estimate(tiny(), precision="tf32")
+        memfit.estimate(lean(), precision="tf32")
     with pytest.raises(PlanError, match="^host_budget='1GiB' on cpu: activation offload does not go with a device"):
-        memfit.plan(tiny(), budget="1GiB", host_budget="1GiB")
+        memfit.plan(lean(), budget="1GiB", host_budget="1GiB")
 
 
 def test_the_optimizer_is_changed_where_nothing_else_is_cheap(captures: list[Levers]) -> None:
-    sizes = {"n_layer": 3, "d_model": 128, "n_head": 2, "context": 32, "batch_size": 1}
+    sizes = {"n_layer": 2, "d_model": 128, "n_head": 2, "context": 32, "batch_size": 1}
     workload = byte_lm(max_grad_norm=None, max_bytes=200_000, dropout=0.0, **sizes)  # type: ignore[arg-type]
     plain_bytes = memfit.estimate(workload).peak_bytes
     gradient_bytes = sum(p.nbytes for p in workload.model.parameters())

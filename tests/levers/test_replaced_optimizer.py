@@ -31,7 +31,7 @@ def workload(**options: Any) -> Workload:
 
 
 @pytest.mark.parametrize("lever", LEVERS)
-@pytest.mark.parametrize("microbatch_size", [1, 2])
+@pytest.mark.parametrize("microbatch_size", [1, pytest.param(2, marks=pytest.mark.ci)])
 def test_saving_is_predicted(lever: OptimizerLever, microbatch_size: int) -> None:
     plain = Levers(microbatch_size=microbatch_size)
     predicted, measured = peaks(workload(), plain)
@@ -147,7 +147,7 @@ def with_optimizer(plan: Plan, lever: OptimizerLever) -> Plan:
     return replace(plan, levers=replace(plan.levers, optimizer=lever), allowed="changed", frontier=[])
 
 
-@pytest.mark.parametrize("lever", [*LEVERS, "in-backward"])
+@pytest.mark.parametrize("lever", ["adamw-8bit", pytest.param("adafactor", marks=pytest.mark.ci), "in-backward"])
 def test_a_training_is_resumed_bitwise(lever: OptimizerLever, plan: Plan, tmp_path: Path) -> None:
     made = workload(max_grad_norm=None)
     weights = []
@@ -178,7 +178,9 @@ def test_it_is_another_optimizer_of_the_same_workload() -> None:
         assert fingerprint(step.workload) == before
 
 
-@pytest.mark.parametrize(("numerics", "lever"), [("reduced", "adamw-8bit"), ("changed", "adafactor")])
+@pytest.mark.parametrize(
+    ("numerics", "lever"), [pytest.param("reduced", "adamw-8bit", marks=pytest.mark.ci), ("changed", "adafactor")]
+)
 def test_plans_take_them_where_nothing_else_fits(numerics: Any, lever: str) -> None:
     made = workload()
     with pytest.raises(memfit.InfeasibleError) as lowest:

@@ -123,7 +123,9 @@ def test_an_exact_plan_trains_as_a_plain_loop(case: str) -> None:
         assert torch.equal(planned, plain)
 
 
-@pytest.mark.parametrize("case", ["a graph", "a sparse adjacency", "packed", "mapping"])
+@pytest.mark.parametrize(
+    "case", ["a graph", "packed", *(pytest.param(c, marks=pytest.mark.ci) for c in ("a sparse adjacency", "mapping"))]
+)
 def test_a_plan_is_what_it_says(case: str) -> None:
     plan = lowest(CASES[case](), "reordered")
     assert not memfit.verify(plan, CASES[case]()).failures
@@ -177,7 +179,14 @@ def test_a_step_without_data_says_what_to_give() -> None:
         memfit.estimate(workload)
 
 
-@pytest.mark.parametrize("case", ["packed, of an LSTM", "a graph", "a sparse adjacency", "slots"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "packed, of an LSTM",
+        "slots",
+        *(pytest.param(c, marks=pytest.mark.ci) for c in ("a graph", "a sparse adjacency")),
+    ],
+)
 def test_a_gpu_that_is_not_here_is_predicted_for(case: str) -> None:
     assert memfit.estimate(CASES[case](), device="h200").peak_bytes > 0
 

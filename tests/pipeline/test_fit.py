@@ -51,7 +51,15 @@ CASES: dict[str, tuple[loops.Loop, Make, str]] = {
     "teacher": (loops.distilling, loops.taught, "1 call of Sequential, 1 backward pass"),
 }
 
-MORE = ("function", "two optimizers, three passes", "running mean")
+MORE = (
+    "function",
+    "two optimizers, three passes",
+    "running mean",
+    "mixed precision",
+    "accumulating",
+    "transforms",
+    "teacher",
+)
 """Loops that share their mechanisms with others: CI runs them."""
 
 SHARES = {"penalty": 0.9}
@@ -270,7 +278,9 @@ def test_wrong_arguments_are_named_before_the_loop_begins(
         raise AssertionError("the loop began")
 
 
-@pytest.mark.parametrize(("name", "told"), [("accumulating", True), ("mixed precision", False)])
+@pytest.mark.parametrize(
+    ("name", "told"), [("accumulating", True), pytest.param("mixed precision", False, marks=pytest.mark.ci)]
+)
 def test_what_the_loop_itself_could_do_is_told_with_its_figures_where_the_plan_is_slow(name: str, told: bool) -> None:
     loop, make, _ = CASES[name]
     models, optimizers = make()

@@ -9,16 +9,16 @@ import memfit
 from memfit.errors import BudgetError, InfeasibleError, PlanMismatchError
 from memfit.ir.plan import Plan
 from tests.measuring import step_peak_bytes
-from tests.workloads import other, tiny
+from tests.workloads import lean, other
 
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    return memfit.plan(tiny(), budget="1GiB", precisions=["32-true"], points=4)
+    return memfit.plan(lean(), budget="1GiB", precisions=["32-true"], points=4)
 
 
 def test_any_budget_is_the_fastest_point_that_fits_and_is_kept(plan: Plan) -> None:
-    workload = tiny()
+    workload = lean()
     lowest = min(c.peak_bytes for c in plan.frontier)
     seconds = []
     for share in (1.02, 1.3, 1.8):
@@ -38,15 +38,15 @@ def test_any_budget_is_the_fastest_point_that_fits_and_is_kept(plan: Plan) -> No
 def test_only_what_the_numerics_allow_is_taken(plan: Plan) -> None:
     exact = replace(plan, allowed="exact")
     budget = min(c.peak_bytes for c in plan.frontier if c.numerics == "exact") * 102 // 100
-    found = memfit.look_up(exact, tiny(), budget=budget)
+    found = memfit.look_up(exact, lean(), budget=budget)
     assert found.numerics == "exact" and found.levers.microbatch_size == found.batch_size
 
 
 def test_what_no_point_fits_is_said(plan: Plan) -> None:
     with pytest.raises(InfeasibleError, match="memfit.plan") as caught:
-        memfit.look_up(plan, tiny(), budget="1MiB")
+        memfit.look_up(plan, lean(), budget="1MiB")
     assert not caught.value.proven and caught.value.lowest_peak_bytes > caught.value.budget_bytes
     with pytest.raises(PlanMismatchError):
         memfit.look_up(plan, other(), budget="1GiB")
     with pytest.raises(BudgetError):
-        memfit.look_up(plan, tiny(), budget="much")
+        memfit.look_up(plan, lean(), budget="much")

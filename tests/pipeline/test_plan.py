@@ -31,17 +31,17 @@ from memfit.rng import rng_state
 from memfit.solver.frontier import SIMPLER_WITHIN
 from memfit.workload import Workload
 from tests.measuring import step_peak_bytes
-from tests.workloads import other, tiny
+from tests.workloads import lean, other
 
 
 @pytest.fixture(scope="module")
 def plain_bytes() -> int:
-    return memfit.estimate(tiny()).peak_bytes
+    return memfit.estimate(lean()).peak_bytes
 
 
 def small() -> Workload:
     """Of one layer: for what has no need of more, and captures many steps."""
-    return byte_lm(n_layer=1, d_model=64, n_head=4, context=64, batch_size=2, max_bytes=200_000)
+    return byte_lm(n_layer=1, d_model=64, n_head=4, context=64, batch_size=2, dropout=0.0, max_bytes=200_000)
 
 
 @pytest.fixture(scope="module")
@@ -52,15 +52,24 @@ def lowest() -> InfeasibleError:
 
 
 def test_estimate_is_what_is_measured(plain_bytes: int) -> None:
-    assert plain_bytes == pytest.approx(step_peak_bytes(tiny(), Levers(microbatch_size=4)), rel=0.02)
+    assert plain_bytes == pytest.approx(step_peak_bytes(lean(), Levers(microbatch_size=4)), rel=0.02)
 
 
-@pytest.mark.parametrize("share", [0.9, 0.7, 0.55])
-@pytest.mark.parametrize("numerics", ["exact", "reordered"])
-def test_planned_step_stays_within_its_budget(plain_bytes: int, share: float, numerics: memfit.Plan) -> None:
+@pytest.mark.parametrize(
+    ("numerics", "share"),
+    [
+        ("exact", 0.75),
+        ("reordered", 0.55),
+        *(
+            pytest.param(*case, marks=pytest.mark.ci)
+            for case in (("exact", 0.9), ("reordered", 0.9), ("reordered", 0.7))
+        ),
+    ],
+)
+def test_planned_step_stays_within_its_budget(plain_bytes: int, share: float, numerics: Any) -> None:
     budget = int(share * plain_bytes)
-    plan = memfit.plan(tiny(), budget=budget, numerics=numerics, precisions=["32-true"], points=1)
-    peak = step_peak_bytes(tiny(), plan.levers)
+    plan = memfit.plan(lean(), budget=budget, numerics=numerics, precisions=["32-true"], points=1)
+    peak = step_peak_bytes(lean(), plan.levers)
     assert peak <= budget
     assert plan.predicted.peak_bytes == pytest.approx(peak, rel=0.02)
     assert plan.predicted.peak_upper_bytes <= budget
@@ -86,9 +95,9 @@ def test_lowest_budget_fits_where_other_plans_of_that_peak_are_less_sure(slack: 
 
     with mock.patch.object(Confirmation, "confirmed", less_sure_of_others):
         with pytest.raises(InfeasibleError) as caught:
-            memfit.plan(tiny(), budget="1MiB", numerics="exact", precisions=["32-true"], points=1)
+            memfit.plan(lean(), budget="1MiB", numerics="exact", precisions=["32-true"], points=1)
         budget = caught.value.lowest_peak_bytes
-        plan = memfit.plan(tiny(), budget=budget, numerics="exact", precisions=["32-true"], points=1)
+        plan = memfit.plan(lean(), budget=budget, numerics="exact", precisions=["32-true"], points=1)
     assert plan.levers == captured[0]
 
 
@@ -101,13 +110,13 @@ def test_infeasible_says_what_where_and_what_to_do(lowest: InfeasibleError) -> N
 
 
 def test_plain_step_is_left_alone_where_it_fits(plain_bytes: int) -> None:
-    plan = memfit.plan(tiny(), budget=2 * plain_bytes, numerics="exact", points=1)
+    plan = memfit.plan(lean(), budget=2 * plain_bytes, numerics="exact", points=1)
     assert plan.levers == Levers(microbatch_size=4)
     assert plan.classes == {}
 
 
 def test_frontier_is_undominated_and_holds_the_plan(plain_bytes: int, captures: list[Levers]) -> None:
-    plan = memfit.plan(tiny(), budget=int(0.5 * plain_bytes), points=4)
+    plan = memfit.plan(lean(), budget=int(0.55 * plain_bytes), points=4)
     assert plan.levers in [c.levers for c in plan.frontier]
     seconds = [c.step_seconds for c in plan.frontier]
     assert seconds == sorted(seconds)
@@ -118,7 +127,7 @@ def test_frontier_is_undominated_and_holds_the_plan(plain_bytes: int, captures: 
 
 
 def test_no_row_of_the_frontier_contradicts_the_plan(plain_bytes: int) -> None:
-    plan = memfit.plan(tiny(), budget="0.6x", points=6)
+    plan = memfit.plan(lean(), budget="0.6x", points=6)
     (own,) = [c for c in plan.frontier if c.levers == plan.levers]
     assert own.is_captured
     assert (own.peak_bytes, own.held_bytes) == (plan.predicted.peak_bytes, plan.predicted.peak_upper_bytes)
@@ -146,7 +155,7 @@ def test_a_row_that_is_faster_than_the_captured_plan_is_captured_and_taken(slowe
         return replace(found, step_seconds=found.step_seconds * (slower if is_cut else 1.0))
 
     with mock.patch.object(assembly._Assembly, "_confirm", slower_with_microbatches):
-        plan = memfit.plan(tiny(), budget="0.75x", precisions=["32-true"], points=6)
+        plan = memfit.plan(lean(), budget="0.75x", precisions=["32-true"], points=6)
     cut = [levers for levers in confirmed if levers.microbatch_size < 4]
     if is_taken:
         assert plan.levers.microbatch_size == 4 and plan.levers in confirmed
@@ -162,7 +171,7 @@ def test_a_row_that_is_faster_than_the_captured_plan_is_captured_and_taken(slowe
     [("50%", "50% of the"), ("0.9x", "0.9x of the plain step's peak of"), ("1GiB", "")],
 )
 def test_a_plan_says_what_a_share_was_of(budget: str, of: str) -> None:
-    plan = memfit.plan(tiny(), budget=budget, points=1, numerics="exact")
+    plan = memfit.plan(lean(), budget=budget, points=1, numerics="exact")
     assert plan.budget_share.startswith(of) and bool(plan.budget_share) == bool(of)
     assert any("'0.5x'" in note for note in plan.notes) == (budget == "50%")
 
@@ -197,7 +206,7 @@ def test_slow_precisions_are_microbatched_where_nothing_else_is_as_fast(
 
 
 def test_planning_changes_nothing_of_the_users() -> None:
-    workload = tiny()
+    workload = lean()
     before = {name: value.clone() for name, value in workload.model.state_dict().items()}
     random_state = rng_state()
     memfit.plan(workload, budget="20MiB", points=1)
@@ -256,25 +265,25 @@ def test_batch_norm_is_not_microbatched_unless_allowed() -> None:
 )
 def test_wrong_arguments_are_named(arguments: dict[str, object], error: type[Exception]) -> None:
     with pytest.raises(error, match=str(list(arguments)[-1])):
-        memfit.plan(tiny(), **arguments)  # type: ignore[arg-type]
+        memfit.plan(lean(), **arguments)  # type: ignore[arg-type]
 
 
 def test_a_model_without_data_is_estimated_alike_and_not_run() -> None:
     with torch.device("meta"):
-        empty = tiny()
-    assert memfit.estimate(empty).peak_bytes == memfit.estimate(tiny()).peak_bytes
-    plan = memfit.plan(tiny(), budget="1GiB")
+        empty = lean()
+    assert memfit.estimate(empty).peak_bytes == memfit.estimate(lean()).peak_bytes
+    plan = memfit.plan(lean(), budget="1GiB")
     with pytest.raises(WorkloadError, match="holds no data"):
         memfit.verify(plan, empty)
 
 
 def test_ranks_and_snapshots_that_make_no_sense_are_refused() -> None:
     with pytest.raises(UsageError, match="world_size=0"):
-        memfit.estimate(tiny(), world_size=0)
+        memfit.estimate(lean(), world_size=0)
     with pytest.raises(UsageError, match="mode='zero4'"):
-        memfit.estimate(tiny(), world_size=2, sharding="zero4")  # type: ignore[arg-type]
+        memfit.estimate(lean(), world_size=2, sharding="zero4")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="snapshot="):
-        memfit.estimate(tiny(), snapshot="never-written.pickle")
+        memfit.estimate(lean(), snapshot="never-written.pickle")
 
 
 def test_model_elsewhere_is_refused() -> None:
@@ -283,7 +292,7 @@ def test_model_elsewhere_is_refused() -> None:
             return iter([types.SimpleNamespace(device=torch.device("xpu", 0))])
 
     with pytest.raises(WorkloadError, match="is on xpu, which device='cpu' is not"):
-        memfit.estimate(dataclasses.replace(tiny(), model=Elsewhere()))
+        memfit.estimate(dataclasses.replace(lean(), model=Elsewhere()))
 
 
 def test_microbatch_sizes_divide_the_batch() -> None:
@@ -299,10 +308,10 @@ class TestApply:
     @pytest.fixture(scope="class")
     @classmethod
     def plan(cls) -> Plan:
-        return memfit.plan(tiny(), budget="20MiB", numerics="exact", precisions=["32-true"], points=1)
+        return memfit.plan(lean(), budget="20MiB", numerics="exact", precisions=["32-true"], points=1)
 
     def test_step_trains_and_close_restores(self, plan: Plan) -> None:
-        workload = tiny()
+        workload = lean()
         step = memfit.apply(plan, workload)
         losses = [step(workload.batch).loss for _ in range(3)]
         assert losses[-1] < losses[0]
@@ -316,7 +325,7 @@ class TestApply:
             memfit.apply(plan, other())
 
     def test_applying_twice_is_refused(self, plan: Plan) -> None:
-        workload = tiny()
+        workload = lean()
         edited = replace(plan, levers=replace(plan.levers, regions=(Region(("blocks.0",)),)))
         with memfit.apply(edited, workload):
             with pytest.raises(PlanError, match=r"close\(\)"):
@@ -329,7 +338,7 @@ class TestApply:
     @pytest.mark.parametrize("size", [0, 5, -1])
     def test_illegal_microbatch_size_is_refused(self, plan: Plan, size: int) -> None:
         with pytest.raises(PlanError, match="microbatch_size"):
-            memfit.apply(replace(plan, levers=replace(plan.levers, microbatch_size=size)), tiny())
+            memfit.apply(replace(plan, levers=replace(plan.levers, microbatch_size=size)), lean())
 
 
 class Caching(nn.Module):
@@ -347,11 +356,11 @@ class Caching(nn.Module):
 
 def test_modules_that_do_something_else_when_they_run_again_are_left_out() -> None:
     torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256), nn.Tanh()) for _ in range(3)]
+    blocks = [nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.Tanh()) for _ in range(3)]
     model = nn.Sequential(blocks[0], Caching(), blocks[1], Caching(), blocks[2])
     workload = Workload(
         model=model,
-        batch=torch.randn(2048, 256),
+        batch=torch.randn(1024, 64),
         loss_fn=lambda model, batch: model(batch).square().mean(),
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         name="caching",
@@ -370,7 +379,7 @@ def test_progress_ends_where_it_said_that_it_would() -> None:
     def progress(stage: str, done: int, total: int) -> None:
         told.setdefault(stage, []).append((done, total))
 
-    memfit.plan(tiny(), budget="20MiB", points=2, progress=progress)
+    memfit.plan(lean(), budget="20MiB", points=2, progress=progress)
     assert {"capture", "solve", "frontier"} <= told.keys()
     for stage, steps in told.items():
         assert steps[-1][0] == steps[-1][1], stage

@@ -118,7 +118,7 @@ def test_layers_dropped_by_python_are_planned_exactly() -> None:
 
     def make() -> Workload:
         made = workload()
-        model = nn.Sequential(*(Dropped() for _ in range(4)))
+        model = nn.Sequential(*(Dropped() for _ in range(3)))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         return dataclasses.replace(made, model=model, optimizer=optimizer)
 

@@ -57,7 +57,11 @@ def random_accuracy(workload: Workload) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "lever", [lambda w: separable_convolutions(w, multiply_adds=0.5), lambda w: prune(w, multiply_adds=0.5)]
+    "lever",
+    [
+        pytest.param(lambda w: separable_convolutions(w, multiply_adds=0.5), marks=pytest.mark.ci),
+        lambda w: prune(w, multiply_adds=0.5),
+    ],
 )
 def test_half_the_multiply_adds_are_within_a_point_after_fine_tuning(lever: Any) -> None:
     workload = trained()

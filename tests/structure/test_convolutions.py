@@ -74,7 +74,7 @@ def test_groups_keep_the_weights_within_them() -> None:
     assert len(found.changes) == 4 and "4 groups" in str(found)
 
 
-@pytest.mark.parametrize("make", [convnet, unet])
+@pytest.mark.parametrize("make", [convnet, pytest.param(unet, marks=pytest.mark.ci)])
 def test_prices_are_counted_and_the_original_stays(make: Any) -> None:
     workload = make()
     before = copy.deepcopy(workload.model.state_dict())
@@ -190,7 +190,10 @@ def test_what_is_separable_already_is_found_again() -> None:
 
 
 @pytest.mark.parametrize("lever", [separable_convolutions, lambda w: grouped_convolutions(w, groups=4)])
-@pytest.mark.parametrize("make, sizes", [(convnet, LARGE["convnet"] | {"channels": 64}), (unet, LARGE["unet"])])
+@pytest.mark.parametrize(
+    "make, sizes",
+    [(convnet, LARGE["convnet"] | {"channels": 64}), pytest.param(unet, LARGE["unet"], marks=pytest.mark.ci)],
+)
 def test_predicted_saving_is_the_measured_one(make: Any, sizes: Any, lever: Any) -> None:
     workload = make(**sizes)
     predicted, really = savings(workload, lever(workload))

@@ -125,7 +125,7 @@ def test_features_come_near_through_a_projection() -> None:
         (convnet, LARGE["convnet"], {"channels": 32}, {"teacher_microbatch_size": 2}),
         (convnet, LARGE["convnet"], {"channels": 32}, {"features": {"stages.0": "stages.1"}}),
         (unet, LARGE["unet"], {"width": 24}, {"teacher_dtype": torch.bfloat16}),
-        (transformer, LARGE["transformer"], {"dim": 128}, {"channel_dim": -1}),
+        pytest.param(transformer, LARGE["transformer"], {"dim": 128}, {"channel_dim": -1}, marks=pytest.mark.ci),
     ],
 )
 def test_predictions_count_the_teacher(make: Any, sizes: Any, large: Any, options: Any) -> None:

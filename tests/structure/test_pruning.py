@@ -42,7 +42,12 @@ def volume() -> Workload:
 
 @pytest.mark.parametrize(
     "make, is_global, importance",
-    [(convnet, False, "l1"), (convnet, True, "batch-norm"), (unet, True, "l1"), (volume, False, "l1")],
+    [
+        (convnet, False, "l1"),
+        (convnet, True, "batch-norm"),
+        pytest.param(unet, True, "l1", marks=pytest.mark.ci),
+        (volume, False, "l1"),
+    ],
 )
 def test_state_goes_with_the_channels_that_are_left(make: Any, is_global: bool, importance: Any) -> None:
     workload = make()
@@ -122,7 +127,9 @@ def test_plan_is_made_anew_for_the_smaller_model() -> None:
         step(found.workload.batch)
 
 
-@pytest.mark.parametrize("make, sizes", [(convnet, LARGE["convnet"]), (unet, LARGE["unet"])])
+@pytest.mark.parametrize(
+    "make, sizes", [(convnet, LARGE["convnet"]), pytest.param(unet, LARGE["unet"], marks=pytest.mark.ci)]
+)
 def test_predicted_saving_is_the_measured_one(make: Any, sizes: Any) -> None:
     workload = make(**sizes)
     predicted, really = savings(workload, prune(workload, multiply_adds=0.5))

@@ -26,7 +26,7 @@ def plan_of(workload: memfit.Workload) -> Plan:
     return memfit.plan(workload, budget="90%", numerics="exact", precisions=["32-true"], points=1)
 
 
-@pytest.mark.parametrize("name", ["transformer", "convnet", "recurrent"])
+@pytest.mark.parametrize("name", [pytest.param("transformer", marks=pytest.mark.ci), "convnet", "recurrent"])
 def test_what_it_counts_is_what_is_predicted_and_what_the_allocator_reports(name: str) -> None:
     workload = BUILDERS[name](**LARGE[name])
     plan = plan_of(workload)
