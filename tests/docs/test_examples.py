@@ -56,7 +56,11 @@ OTHERWISE = {
     "docs/guides/another-card.md": {"mine.py:workload": "examples/mine.py:workload"},
     "docs/guides/budget.md": {"memfit plan": "memfit plan --precision 32-true --points 2"},
     "docs/guides/ladder.md": {"memfit ladder": "memfit ladder --seconds 0.05"},
-    "docs/quickstart.md": {"--steps 20": "--steps 2", "--checkpoint-every 10": "--checkpoint-every 1"},
+    "docs/quickstart.md": {
+        "--numerics exact -o": "--numerics exact --points 2 -o",
+        "--steps 20": "--steps 2",
+        "--checkpoint-every 10": "--checkpoint-every 1",
+    },
 }
 """What is put in the place of what would take too long, or needs a scheduler."""
 SAID = {
