@@ -25,10 +25,10 @@ def lean() -> Workload:
 
 
 def large() -> Workload:
-    """A GPT of 6.87 billion parameters in few layers, to be estimated and not run."""
+    """A GPT of 7.89 billion parameters in few layers, to be estimated and not run."""
     from examples.large_gpt import gpt
 
-    return gpt("large", n_layer=8, width=8192, n_head=64, batch_size=4)
+    return gpt("large", n_layer=4, width=12288, n_head=96, batch_size=4)
 
 
 def quick() -> Workload:

@@ -76,6 +76,7 @@ def test_the_table_has_every_workload_its_failures_and_the_rivals() -> None:
     assert "| one that fails, plain | 0 | 2 |" in table
 
 
+@pytest.mark.ci  # `make test` has it of `benchmarks.steps`, by the same function
 def test_a_workload_whose_process_dies_gives_a_failure_for_each_of_its_cases(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -21,6 +21,7 @@ from memfit.capture.step_capture import without_collector
 from memfit.errors import CaptureError, WorkloadError
 from memfit.ir.simulate import simulate
 from memfit.workload import Workload, batch_size_of
+from tests.covering import each
 from tests.models import BUILDERS, COSTS, captured, convnet, plain_trace, squared_error, step_of, transformer, twice
 
 COUNT_FROZEN = gc.get_freeze_count  # before `tests/conftest.py` answers in its place
@@ -82,8 +83,7 @@ def trained(build: Callable[[], Workload]) -> Workload:
     return workload
 
 
-@pytest.mark.parametrize("real", [False, True])
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize(("name", "real"), each(BUILDERS, [False, True]))
 def test_nothing_of_the_users_changes(name: str, real: bool) -> None:
     workload = trained(BUILDERS[name])
     before = state_of(workload)

@@ -24,9 +24,14 @@ from memfit.levers.stack import applied
 from memfit.planner.captures import capture_levers
 from memfit.planner.prediction import costs_of, predict
 from memfit.workload import Workload
+from tests.covering import some
 
 Course = Callable[[nn.Module, Tensor], Tensor]
 SAMPLES = 128
+
+
+SAME = {"if_bool", "by_integer", "by_numpy", "by_list", "rows_by_position", "validated"}
+"""Code that reads a value as another's does: CI runs it."""
 
 
 class Blocks(nn.Module):
@@ -57,7 +62,7 @@ def workload(course: Course, *, on_meta: bool = False, **settings: Any) -> Workl
     with torch.device("meta" if on_meta else "cpu"):
         model = Blocks(course)
     batch = {"x": torch.randn(SAMPLES, 32), "y": torch.randint(0, 10, (SAMPLES,))}
-    return Workload(model, batch, loss, torch.optim.AdamW(model.parameters()), **settings)
+    return Workload(model, batch, loss, torch.optim.AdamW(model.parameters(), fused=True), **settings)
 
 
 def predicted(course: Course, *, microbatch_size: int = SAMPLES, **settings: Any) -> Prediction:
@@ -162,7 +167,7 @@ READING = [
 ]
 
 
-@pytest.mark.parametrize("course", READING)
+@pytest.mark.parametrize("course", some(READING, [course for course in READING if course.__name__ not in SAME]))
 def test_what_code_reads_is_read_of_the_step_with_data(course: Course) -> None:
     found = predicted(course)
     assert found.peak_bytes == pytest.approx(measured(course), rel=1e-4)
@@ -175,7 +180,7 @@ def test_each_microbatch_reads_its_own(course: Course) -> None:
     assert found.peak_bytes == pytest.approx(measured(course, SAMPLES // 4), rel=1e-4)
 
 
-@pytest.mark.parametrize("course", READING)
+@pytest.mark.parametrize("course", some(READING, [course for course in READING if course.__name__ not in SAME]))
 def test_without_data_the_worse_of_both_answers_is_predicted_and_listed(course: Course) -> None:
     found = predicted(course, on_meta=True)
     if course not in (by_index, by_numpy):  # an integer may be anything: it is to be stated
@@ -250,7 +255,7 @@ def by_bernoulli(block: nn.Module, x: Tensor) -> Tensor:
 DRAWING = [by_python, by_python_choice, by_numpy_draw, by_torch, by_torch_integer, by_bernoulli]
 
 
-@pytest.mark.parametrize("course", DRAWING)
+@pytest.mark.parametrize("course", some(DRAWING, [by_python, by_numpy_draw, by_torch_integer]))
 def test_the_draws_from_the_present_states_are_followed_and_the_worst_is_in_the_interval(course: Course) -> None:
     found = predicted(course)
     assert found.peak_upper_bytes >= predicted(lambda block, x: x + block(x)).peak_bytes

@@ -15,6 +15,7 @@ from memfit.ir.plan import Precision
 from memfit.ir.remat import Regions
 from memfit.ir.simulate import simulate
 from memfit.workload import Workload, batch_size_of
+from tests.covering import each
 from tests.models import BUILDERS, LARGE, captured, plain_trace, regions_of, squared_error, step_of, tied
 
 BIGGER: dict[str, dict[str, int]] = {
@@ -43,9 +44,9 @@ def off(name: str, precision: Precision, microbatches: int) -> tuple[float, int]
     return simulate(trace, calibrate([trace])).peak_bytes / peak - 1, peak
 
 
-@pytest.mark.parametrize(("precision", "microbatches"), [("32-true", 1), ("32-true", 2), ("bf16-mixed", 1)])
-@pytest.mark.parametrize("name", BUILDERS)
-def test_the_predicted_peak_is_the_measured_one(name: str, precision: Precision, microbatches: int) -> None:
+@pytest.mark.parametrize(("name", "levers"), each(BUILDERS, [("32-true", 1), ("32-true", 2), ("bf16-mixed", 1)]))
+def test_the_predicted_peak_is_the_measured_one(name: str, levers: tuple[Precision, int]) -> None:
+    precision, microbatches = levers
     error, peak = off(name, precision, microbatches)
     assert peak > 4 * 2**20
     assert abs(error) < 0.02

@@ -16,6 +16,7 @@ from memfit.errors import CaptureError
 from memfit.ir.plan import Levers
 from memfit.pipeline import _verify
 from memfit.workload import Workload
+from tests.covering import some
 from tests.measuring import peaks
 
 _ROWS, _WIDTH = 900, 32
@@ -85,8 +86,8 @@ def test_predicted_peaks_are_measured(name: str, optimizer: str) -> None:
     ("name", "optimizer", "clip"),
     [
         ("one table", "SGD", None),
-        ("one table", "SparseAdam", None),
-        ("tied", "SGD", 0.5),
+        pytest.param("one table", "SparseAdam", None, marks=pytest.mark.ci),
+        pytest.param("tied", "SGD", 0.5, marks=pytest.mark.ci),
         ("tied", "SparseAdam", 0.5),
         ("bag of means", "SparseAdam", None),
         ("a dense head of the same weight", "SGD", 0.5),
@@ -99,8 +100,9 @@ def test_clipped_and_accumulated_gradients_are_predicted(name: str, optimizer: s
 
 
 def test_plans_with_sparse_gradients_are_verified() -> None:
-    workload = _workload("bag of means", "SparseAdam", rows=128)
-    plan = memfit.plan(workload, budget=int(1.5 * memfit.estimate(workload).peak_bytes), points=1)
+    workload = _workload("bag of means", "SparseAdam", rows=16)
+    budget = int(1.5 * memfit.estimate(workload).peak_bytes)
+    plan = memfit.plan(workload, budget=budget, precisions=["32-true"], points=1)
     found = memfit.verify(plan, workload)
     assert found.failures == [] and found.bitwise
     gradient = torch.sparse_coo_tensor([[0, 3, 3]], torch.ones(3, 2), (5, 2), check_invariants=False)
@@ -109,7 +111,7 @@ def test_plans_with_sparse_gradients_are_verified() -> None:
     assert _verify._relative([(gradient.to_dense(), gradient)]) == 0.0
 
 
-@pytest.mark.parametrize("name", ["one table", "bag of means"])
+@pytest.mark.parametrize("name", some(["one table", "bag of means"], ["one table"]))
 def test_more_microbatches_than_a_capture_runs_are_left_out_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each adds entries, so that none stands for the others: thousands would take minutes."""
     monkeypatch.setattr(partial_steps, "_MOST_OPERATORS", 500)

@@ -16,7 +16,7 @@ from memfit.ir.plan import Precision
 from memfit.ir.simulate import simulate
 from memfit.ir.trace import Trace
 from memfit.workload import Workload, batch_size_of
-from tests.covering import covering
+from tests.covering import covering, each
 from tests.models import BUILDERS, COSTS, captured, convnet, plain_trace, squared_error, step_of, transformer, twice
 
 NORMS = {"aten.linalg_vector_norm.default", "aten._foreach_norm.Scalar"}
@@ -67,7 +67,7 @@ def differences(fake: Trace, real: Trace) -> list[str]:
     return found + ([f"peak {one} {other}"] if abs(one - other) > 1024 else [])
 
 
-@pytest.mark.parametrize(("name", "precision", "microbatches"), covering(BUILDERS, ["32-true", "bf16-mixed"], [1, 2]))
+@pytest.mark.parametrize(("name", "precision", "microbatches"), each(BUILDERS, ["32-true", "bf16-mixed"], [1, 2]))
 def test_the_fake_step_is_the_real_one(name: str, precision: Precision, microbatches: int) -> None:
     workload = BUILDERS[name]()
     size = batch_size_of(workload.batch) // microbatches

@@ -49,7 +49,7 @@ def test_an_estimate_and_what_it_writes(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_model_larger_than_this_machine_and_its_shards() -> None:
     whole = answer("estimate", LARGE, "--device", "a100-80gb", "--precision", "bf16-mixed")
-    assert whole["by_category"]["parameters"] == pytest.approx(6.87e9 * 4, rel=0.01)
+    assert whole["by_category"]["parameters"] == pytest.approx(7.89e9 * 4, rel=0.01)
     assert whole["peak_upper_bytes"] > whole["device_bytes"]
     shares = ("--world-size", "8", "--sharding", "zero3")
     sharded = answer("estimate", LARGE, "--device", "a100-80gb", "--precision", "bf16-mixed", *shares)
@@ -61,7 +61,9 @@ def test_a_model_larger_than_this_machine_and_its_shards() -> None:
 @pytest.mark.slow
 def test_a_plan_for_a_gpu_is_not_run_on_a_cpu(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    done = run("plan", LEAN, "--device", "t4", "--budget", "32MiB", "--numerics", "reduced", "-o", str(path))
+    done = run(
+        "plan", LEAN, "--device", "t4", "--budget", "32MiB", "--numerics", "reduced", "--points", "2", "-o", str(path)
+    )
     assert done.returncode == 0, done.stderr
     plan = json.loads(path.read_text())
     assert plan["device"] == "t4" and plan["predicted"]["peak_upper_bytes"] <= 32 * 2**20

@@ -32,13 +32,22 @@ SLOW = {
     "docs/quickstart.md",
 }
 """Pages that take more than ten seconds, on a quiet machine."""
-LARGE = {
+LONG = {
     "docs/guides/another-card.md",
     "docs/guides/compare-cards.md",
+    "docs/guides/devices.md",
     "docs/guides/ladder.md",
     "docs/guides/offload.md",
+    "docs/guides/out-of-memory.md",
+    "docs/guides/precision.md",
+    "docs/guides/resume.md",
+    "docs/guides/structure.md",
+    "docs/guides/trainers.md",
+    "docs/guides/varying-shapes.md",
+    "docs/reference/levers.md",
+    "docs/reference/verbs.md",
 }
-"""Pages of models of real sizes, and of steps that are timed: CI runs them."""
+"""Pages of models of real sizes, of steps that are timed, and those that call what tests of it call: CI runs them."""
 OTHERWISE = {
     "docs/guides/resume.md": {
         "until memfit train mine.py:workload": "until memfit train mine.py:preempted",
@@ -47,7 +56,11 @@ OTHERWISE = {
     "docs/guides/another-card.md": {"mine.py:workload": "examples/mine.py:workload"},
     "docs/guides/budget.md": {"memfit plan": "memfit plan --precision 32-true --points 2"},
     "docs/guides/ladder.md": {"memfit ladder": "memfit ladder --seconds 0.05"},
-    "docs/quickstart.md": {"--steps 20": "--steps 2", "--checkpoint-every 10": "--checkpoint-every 1"},
+    "docs/quickstart.md": {
+        "--numerics exact -o": "--numerics exact --points 2 -o",
+        "--steps 20": "--steps 2",
+        "--checkpoint-every 10": "--checkpoint-every 1",
+    },
 }
 """What is put in the place of what would take too long, or needs a scheduler."""
 SAID = {
@@ -71,8 +84,7 @@ def pages_with_examples() -> list[object]:
     names = [name_of(page) for page in PAGES if blocks(page, "python") or blocks(page, "sh")]
     here = [name for name in names if name not in ELSEWHERE and name != "README.md"]
     slow = (pytest.mark.slow, pytest.mark.timeout(1500))
-    marks = {name: (*slow, pytest.mark.ci) if name in LARGE else slow for name in SLOW}
-    return [pytest.param(name, marks=marks.get(name, ())) for name in here]
+    return [pytest.param(n, marks=(*slow * (n in SLOW), *(pytest.mark.ci,) * (n in LONG))) for n in here]
 
 
 @pytest.fixture(scope="session")

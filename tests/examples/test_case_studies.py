@@ -56,6 +56,7 @@ def test_language_model_runs() -> None:
     check_language_model(*run(quick=True))
 
 
+@pytest.mark.ci  # `make test` has the language model, and the recipe of the segmentation
 def test_brain_segmentation_runs_and_draws(tmp_path: Path) -> None:
     for package in ("monai", "nilearn", "matplotlib"):
         pytest.importorskip(package)

@@ -23,6 +23,7 @@ def test_the_notebook_is_kept_without_outputs() -> None:
     assert code and all(cell.outputs == [] and cell.execution_count is None for cell in code)
 
 
+@pytest.mark.ci  # `make test` runs the same verbs by the quickstart
 @pytest.mark.slow
 def test_the_notebook_runs_and_shows_what_it_says(tmp_path: Path) -> None:
     notebook = read()

@@ -12,6 +12,7 @@ from memfit.ir.simulate import repeats, simulate
 from memfit.ir.timeline import Timeline
 from memfit.solver.candidates import options
 from memfit.workload import batch_size_of
+from tests.covering import each
 from tests.models import BUILDERS, COSTS, LARGE, captured, plain_trace, random_selection, regions_of
 
 TOLERANCE_BYTES = 4096
@@ -52,16 +53,14 @@ def both(name: str, precision: Precision, microbatches: int, seed: int) -> tuple
     return simulate(plain, COSTS, selection), simulate(applied, COSTS)
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize(("name", "microbatches"), each(BUILDERS, [1, 2]))
 def test_simulated_checkpointing_is_the_applied_one(name: str, microbatches: int) -> None:
     simulated, applied = both(name, "32-true", microbatches, seed=microbatches)
     assert not differs(simulated, applied)
     assert abs(simulated.peak_bytes - applied.peak_bytes) <= TOLERANCE_BYTES
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize(("name", "microbatches"), each(BUILDERS, [1, 2]))
 def test_simulated_checkpointing_under_autocast_is_the_applied_one(name: str, microbatches: int) -> None:
     simulated, applied = both(name, "bf16-mixed", microbatches, seed=5)
     assert not differs(simulated, applied, slack=0.04 if name in SHARES_CASTS else 0.0)

@@ -17,6 +17,7 @@ from memfit.errors import RecomputationError
 from memfit.hardware.cpu_allocations import allocated
 from memfit.ir.remat import Region
 from memfit.recomputation.regions import checkpointed
+from tests.covering import each
 from tests.recomputation.steps import Chain, Residual, blocks, differing, executed, results
 
 transformers = pytest.importorskip("transformers")
@@ -276,12 +277,14 @@ def compiled_chain(what: str, backend: Backend) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    "chosen",
-    [[blocks(0, 1)], [blocks(1)], [blocks(0, 1, 2), Region(("blocks.1.f",))], [Region(("",)), blocks(1, 2)]],
+    ("chosen", "what"),
+    each(
+        [[blocks(0, 1)], [blocks(1)], [blocks(0, 1, 2), Region(("blocks.1.f",))], [Region(("",)), blocks(1, 2)]],
+        ["model", "model in place", "block", "block in place", "part in place"],
+    ),
     ids=str,
 )
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler's own, of arguments
-@pytest.mark.parametrize("what", ["model", "model in place", "block", "block in place", "part in place"])
 def test_models_under_compile(what: str, chosen: list[Region]) -> None:
     plain = results(compiled_chain(what, Backend()), chain_loss)
     backend = Backend()

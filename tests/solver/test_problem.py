@@ -17,6 +17,7 @@ from memfit.ir.simulate import simulate
 from memfit.ir.trace import Trace
 from memfit.solver.candidates import Option, options, refusals
 from memfit.solver.problem import Problem, build
+from tests.covering import each
 from tests.models import BUILDERS, COSTS, plain_trace
 
 
@@ -51,10 +52,7 @@ def disagreements(problem: Problem, trace: Trace, costs: CostTable, seeds: int) 
     return found
 
 
-@pytest.mark.parametrize(
-    ("precision", "microbatches"), [("32-true", 1), ("32-true", 2), ("bf16-mixed", 1), ("bf16-mixed", 2)]
-)
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize(("name", "precision", "microbatches"), each(BUILDERS, ["32-true", "bf16-mixed"], [1, 2]))
 def test_the_problem_is_the_simulation(name: str, precision: Precision, microbatches: int) -> None:
     trace = plain_trace(name, precision, microbatches, large=True)
     costs = with_workspaces(trace)
@@ -64,8 +62,7 @@ def test_the_problem_is_the_simulation(name: str, precision: Precision, microbat
     assert not disagreements(problem, trace, costs, seeds=15)
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize(("name", "microbatches"), each(BUILDERS, [1, 2]))
 def test_the_problem_is_the_simulation_where_activations_wait_in_host_memory(name: str, microbatches: int) -> None:
     trace = plain_trace(name, "32-true", microbatches, large=True)
     costs = msgspec.structs.replace(with_workspaces(trace), link_bytes_per_second=1e9)

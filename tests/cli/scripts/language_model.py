@@ -17,7 +17,7 @@ model = helper.model()
 decay = [p for p in model.parameters() if p.dim() >= 2]
 others = [p for p in model.parameters() if p.dim() < 2]
 groups = [{"params": decay, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-optimizer = torch.optim.AdamW(groups, lr=1e-3)
+optimizer = torch.optim.AdamW(groups, lr=1e-3, fused=True)
 start, path = 0, os.path.join(out, "ckpt.pt")
 if resume:
     kept = torch.load(path, weights_only=False)
