@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
@@ -75,3 +77,16 @@ def test_named_blocks_are_measured_each_for_itself() -> None:
     assert (meters["mine-a"].peak_bytes, meters["mine-a"].net_bytes) == (150 * KIB, 100 * KIB)
     assert (meters["mine-b"].peak_bytes, meters["mine-b"].net_bytes) == (0, -970 * KIB)
     del a, c
+
+
+@pytest.mark.parametrize("is_profiled", [False, True], ids=["unseen", "seen by an earlier profile"])
+def test_a_free_of_an_earlier_tensor_counts_for_nothing(is_profiled: bool) -> None:
+    with allocated() if is_profiled else contextlib.nullcontext():
+        earlier = [torch.empty(1000)]
+    with allocated() as meter:
+        earlier.clear()
+        kept = torch.empty(100)
+        freed = torch.empty(50)
+        del freed
+    assert (meter.peak_bytes, meter.net_bytes) == (600, 400)
+    del kept

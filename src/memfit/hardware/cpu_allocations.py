@@ -70,6 +70,23 @@ def _events(profile: Any) -> Any:
 
 
 def _changes(profile: Any) -> list[tuple[int, int]]:
-    """Return (nanoseconds, bytes allocated or freed) in order of time."""
-    changes = [(e.start_ns(), e.nbytes()) for e in _events(profile) if e.name() == "[memory]"]
-    return sorted(changes, key=lambda change: change[0])
+    """Return (nanoseconds, bytes allocated or freed) in order of time.
+
+    Left out are frees of what was allocated before: PyTorch reports those of what an earlier profile saw.
+    """
+    nodes, allocations = list(profile.kineto_results.experimental_event_tree()), []
+    for node in nodes:  # which grows meanwhile
+        nodes += node.children
+        if hasattr(node.extra_fields, "alloc_size"):
+            allocations.append((node.start_time_ns, node.extra_fields.alloc_size, node.extra_fields.ptr))
+    live: set[int] = set()
+    changes = []
+    for at, nbytes, pointer in sorted(allocations, key=lambda allocation: allocation[0]):
+        if nbytes > 0:
+            live.add(pointer)
+        elif pointer not in live:
+            continue
+        else:
+            live.discard(pointer)
+        changes.append((at, nbytes))
+    return changes
