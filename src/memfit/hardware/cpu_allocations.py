@@ -84,9 +84,9 @@ def _changes(profile: Any) -> list[tuple[int, int]]:
     for at, nbytes, pointer in sorted(allocations, key=lambda allocation: allocation[0]):
         if nbytes > 0:
             live.add(pointer)
-        elif pointer not in live:
-            continue
+        elif pointer in live:
+            live.remove(pointer)
         else:
-            live.discard(pointer)
+            continue
         changes.append((at, nbytes))
     return changes
