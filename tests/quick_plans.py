@@ -12,7 +12,7 @@ from memfit.solver import milp
 
 TIME_LIMIT_SECONDS = 0.5
 ROUND_SECONDS = 0.02
-"""What each round of a search may take once its time is over: tens of rounds of 0.1 seconds are most of a plan."""
+"""The least time of each round of a search within a budget, also once its time is over; users have 0.1 seconds."""
 
 
 @contextlib.contextmanager

@@ -47,7 +47,7 @@ LONG = {
     "docs/reference/levers.md",
     "docs/reference/verbs.md",
 }
-"""Pages of models of real sizes, of steps that are timed, and those that call what tests of it call: CI runs them."""
+"""Pages of real sizes, of timed steps, and long ones whose verbs have tests of their own: CI runs them."""
 OTHERWISE = {
     "docs/guides/resume.md": {
         "until memfit train mine.py:workload": "until memfit train mine.py:preempted",
