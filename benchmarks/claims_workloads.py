@@ -9,22 +9,15 @@ from collections.abc import Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    ResNetConfig,
-    ResNetForImageClassification,
-)
 
 from memfit import Workload
 
 
 def resnet50(batch_size: int, pixels: int) -> Workload:
     """transformers' ResNet-50 (v1.5, 25.6 M parameters, 1000 classes), SGD with momentum."""
-    model = ResNetForImageClassification(ResNetConfig(num_labels=1000)).train()
+    model = transformers.ResNetForImageClassification(transformers.ResNetConfig(num_labels=1000)).train()
     batch = {"x": torch.randn(batch_size, 3, pixels, pixels), "y": torch.randint(1000, (batch_size,))}
     return Workload(model, batch, _classify, _sgd(model), name="resnet50")
 
@@ -37,7 +30,7 @@ def bert(
     batch_size: int, length: int, *, attention: str, width: int = 1024, layers: int = 24, vocabulary: int = 30522
 ) -> Workload:
     """transformers' BERT for masked language modelling, BERT-large unless made smaller, AdamW."""
-    config = BertConfig(
+    config = transformers.BertConfig(
         vocab_size=vocabulary,
         hidden_size=width,
         num_hidden_layers=layers,
@@ -45,7 +38,7 @@ def bert(
         intermediate_size=4 * width,
         attn_implementation=attention,
     )
-    model = BertForMaskedLM(config).train()
+    model = transformers.BertForMaskedLM(config).train()
     model.loss_type = "ForMaskedLM"
     batch = {"tokens": torch.randint(config.vocab_size, (batch_size, length))}
     return Workload(model, batch, _language, torch.optim.AdamW(model.parameters()), name="bert")
@@ -53,7 +46,7 @@ def bert(
 
 def gpt2(batch_size: int, length: int, *, width: int = 768, layers: int = 12, vocabulary: int = 50257) -> Workload:
     """transformers' GPT-2, of the smallest published size unless made smaller, without dropout, AdamW."""
-    config = GPT2Config(
+    config = transformers.GPT2Config(
         vocab_size=vocabulary,
         n_layer=layers,
         n_embd=width,
@@ -66,7 +59,7 @@ def gpt2(batch_size: int, length: int, *, width: int = 768, layers: int = 12, vo
         bos_token_id=0,
         eos_token_id=0,
     )
-    model = GPT2LMHeadModel(config).train()
+    model = transformers.GPT2LMHeadModel(config).train()
     model.loss_type = "ForCausalLM"
     batch = {"tokens": torch.randint(config.vocab_size, (batch_size, length))}
     return Workload(model, batch, _language, torch.optim.AdamW(model.parameters()), name="gpt2")

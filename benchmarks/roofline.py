@@ -17,15 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+import transformers
 from scipy.optimize import differential_evolution
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    ResNetConfig,
-    ResNetForImageClassification,
-    ViTConfig,
-    ViTForImageClassification,
-)
 
 from benchmarks.common import Case, main
 from examples import brain, byte_lm, digits_resnet, gpt2
@@ -43,10 +36,10 @@ from memfit.workload import batch_size_of
 
 def bert() -> Workload:
     torch.manual_seed(0)
-    config = BertConfig(
+    config = transformers.BertConfig(
         hidden_size=256, num_hidden_layers=4, num_attention_heads=4, intermediate_size=1024, vocab_size=2000
     )
-    model = BertForMaskedLM(config).train()
+    model = transformers.BertForMaskedLM(config).train()
     ids = torch.randint(0, 2000, (8, 128))
 
     def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
@@ -68,14 +61,18 @@ def classifier(model: torch.nn.Module, size: int, name: str) -> Workload:
 
 def resnet50() -> Workload:
     torch.manual_seed(0)
-    return classifier(ResNetForImageClassification(ResNetConfig.from_dict({"num_labels": 100})), 96, "resnet50")
+    return classifier(
+        transformers.ResNetForImageClassification(transformers.ResNetConfig.from_dict({"num_labels": 100})),
+        96,
+        "resnet50",
+    )
 
 
 def vit() -> Workload:
     torch.manual_seed(0)
     sizes = {"hidden_size": 192, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 3}
-    config = ViTConfig.from_dict({**sizes, "image_size": 96, "num_labels": 100})
-    return classifier(ViTForImageClassification(config), 96, "vit")
+    config = transformers.ViTConfig.from_dict({**sizes, "image_size": 96, "num_labels": 100})
+    return classifier(transformers.ViTForImageClassification(config), 96, "vit")
 
 
 WORKLOADS: dict[str, Callable[[], Workload]] = {

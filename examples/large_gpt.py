@@ -7,8 +7,8 @@ take no memory. The sizes are those of the GPT-3 paper (Brown et al. 2020, table
 from __future__ import annotations
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from memfit import Workload
 
@@ -33,7 +33,7 @@ def gpt_175b() -> Workload:
 
 def gpt(name: str, *, n_layer: int, width: int, n_head: int, batch_size: int) -> Workload:
     """Return a step of a GPT on sequences of 2048 tokens, trained with AdamW."""
-    config = GPT2Config(
+    config = transformers.GPT2Config(
         n_layer=n_layer,
         n_embd=width,
         n_head=n_head,
@@ -44,7 +44,7 @@ def gpt(name: str, *, n_layer: int, width: int, n_head: int, batch_size: int) ->
         attn_pdrop=0.0,
         use_cache=False,
     )
-    model = GPT2LMHeadModel(config).train()
+    model = transformers.GPT2LMHeadModel(config).train()
     model.loss_type = "ForCausalLM"  # the loss that it would take anyway, after printing a message
     return Workload(
         model=model,

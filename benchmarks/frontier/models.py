@@ -12,20 +12,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from monai.networks.nets import UNet
+import transformers
 from torch import Tensor, nn
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    MixtralConfig,
-    MixtralForCausalLM,
-    ResNetConfig,
-    ResNetForImageClassification,
-    ViTConfig,
-    ViTForImageClassification,
-)
 
 from benchmarks.zoo.language import VOCABULARY, next_token_loss, padded, summed_loss, tokens
 from benchmarks.zoo.medical import CLASSES, volumes, voxel_loss
@@ -62,7 +50,7 @@ def _numbered(prefix: str, count: int) -> tuple[str, ...]:
 def gpt(layers: int = 12, width: int = 768, length: int = 512, batch: int = 2) -> Workload:
     """GPT-2 with its dropout and a tied head; SGD, so that the optimizer's state does not hide the activations."""
     torch.manual_seed(50)
-    config = GPT2Config(
+    config = transformers.GPT2Config(
         n_layer=layers,
         n_embd=width,
         n_head=width // 64,
@@ -72,7 +60,7 @@ def gpt(layers: int = 12, width: int = 768, length: int = 512, batch: int = 2) -
         eos_token_id=0,
         use_cache=False,
     )
-    model = GPT2LMHeadModel(config).train()
+    model = transformers.GPT2LMHeadModel(config).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return Workload(model, tokens(batch, length), next_token_loss, optimizer, name="gpt", max_grad_norm=1.0)
 
@@ -80,7 +68,7 @@ def gpt(layers: int = 12, width: int = 768, length: int = 512, batch: int = 2) -
 def bert(layers: int = 12, width: int = 256, length: int = 256, batch: int = 8) -> Workload:
     """BERT, masked language modelling of padded rows: a summed loss and its count, AdamW."""
     torch.manual_seed(51)
-    config = BertConfig(
+    config = transformers.BertConfig(
         hidden_size=width,
         num_hidden_layers=layers,
         num_attention_heads=width // 64,
@@ -88,13 +76,15 @@ def bert(layers: int = 12, width: int = 256, length: int = 256, batch: int = 8) 
         vocab_size=VOCABULARY,
         max_position_embeddings=length,
     )
-    model = BertForMaskedLM(config).train()
+    model = transformers.BertForMaskedLM(config).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     return Workload(model, padded(batch, length, labelled=0.15), summed_loss, optimizer, name="bert")
 
 
 def unet(size: int = 96, batch: int = 2) -> Workload:
     """MONAI's 3-D UNet with residual units, instance norm, PReLU and dropout; Adam."""
+    from monai.networks.nets import UNet  # seconds, which other steps need not take
+
     torch.manual_seed(52)
     model = UNet(3, 1, CLASSES, channels=(16, 32, 64, 128), strides=(2, 2, 2), num_res_units=2, dropout=0.1)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -104,8 +94,8 @@ def unet(size: int = 96, batch: int = 2) -> Workload:
 def resnet50(size: int = 96, batch: int = 32) -> Workload:
     """ResNet-50 with BatchNorm; SGD."""
     torch.manual_seed(53)
-    config = ResNetConfig(depths=[3, 4, 6, 3], layer_type="bottleneck", num_labels=100)
-    model = ResNetForImageClassification(config).train()
+    config = transformers.ResNetConfig(depths=[3, 4, 6, 3], layer_type="bottleneck", num_labels=100)
+    model = transformers.ResNetForImageClassification(config).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=1e-4)
     return Workload(model, images(batch, size), logits_loss, optimizer, name="resnet50")
 
@@ -113,7 +103,7 @@ def resnet50(size: int = 96, batch: int = 32) -> Workload:
 def vit(layers: int = 12, width: int = 192, size: int = 128, batch: int = 8) -> Workload:
     """A vision transformer (Tiny) on 256 patches with dropout; AdamW, clipped gradients."""
     torch.manual_seed(54)
-    config = ViTConfig(
+    config = transformers.ViTConfig(
         hidden_size=width,
         num_hidden_layers=layers,
         num_attention_heads=width // 64,
@@ -123,7 +113,7 @@ def vit(layers: int = 12, width: int = 192, size: int = 128, batch: int = 8) -> 
         num_labels=100,
         hidden_dropout_prob=0.1,
     )
-    model = ViTForImageClassification(config).train()
+    model = transformers.ViTForImageClassification(config).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     return Workload(model, images(batch, size), logits_loss, optimizer, name="vit", max_grad_norm=1.0)
 
@@ -131,7 +121,7 @@ def vit(layers: int = 12, width: int = 192, size: int = 128, batch: int = 8) -> 
 def moe(layers: int = 6, width: int = 256, length: int = 256, batch: int = 8) -> Workload:
     """A Mixtral-like mixture of 4 experts, 2 for each token; SGD."""
     torch.manual_seed(55)
-    config = MixtralConfig(
+    config = transformers.MixtralConfig(
         hidden_size=width,
         intermediate_size=2 * width,
         num_hidden_layers=layers,
@@ -144,7 +134,7 @@ def moe(layers: int = 6, width: int = 256, length: int = 256, batch: int = 8) ->
         use_cache=False,
         experts_implementation="grouped_mm",
     )
-    model = MixtralForCausalLM(config).train()
+    model = transformers.MixtralForCausalLM(config).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return Workload(model, tokens(batch, length), next_token_loss, optimizer, name="moe", max_grad_norm=1.0)
 

@@ -4,26 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import bitsandbytes
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
 
 from memfit import Workload
 
@@ -59,13 +43,13 @@ def padded(batch: int, length: int, labelled: float = 1.0) -> dict[str, Tensor]:
     return {"tokens": ids, "mask": mask, "labels": ids.masked_fill(~kept, _IGNORED)}
 
 
-def _gpt2(length: int = 256, **given: Any) -> GPT2LMHeadModel:
+def _gpt2(length: int = 256, **given: Any) -> transformers.GPT2LMHeadModel:
     settings = {"n_layer": 4, "n_embd": 256, "n_head": 8, "n_positions": length, "vocab_size": VOCABULARY}
     ends = {"bos_token_id": 0, "eos_token_id": 0, "use_cache": False}
-    return GPT2LMHeadModel(GPT2Config(**{**settings, **ends, **given})).train()
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**settings, **ends, **given})).train()
 
 
-def _llama(**given: Any) -> LlamaForCausalLM:
+def _llama(**given: Any) -> transformers.LlamaForCausalLM:
     settings = {
         "hidden_size": 320,
         "intermediate_size": 864,
@@ -76,7 +60,7 @@ def _llama(**given: Any) -> LlamaForCausalLM:
         "max_position_embeddings": 256,
         "use_cache": False,
     }
-    return LlamaForCausalLM(LlamaConfig(**{**settings, **given})).train()
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**settings, **given})).train()
 
 
 def gpt2() -> Workload:
@@ -115,6 +99,8 @@ def llama() -> Workload:
 
 def llama_8bit() -> Workload:
     """Llama with bitsandbytes' 8-bit AdamW."""
+    import bitsandbytes
+
     torch.manual_seed(14)
     model = _llama()
     optimizer = bitsandbytes.optim.AdamW8bit(model.parameters(), lr=3e-4)
@@ -124,7 +110,7 @@ def llama_8bit() -> Workload:
 def gemma() -> Workload:
     """Gemma 3: layers with a sliding window between those with full attention, tied head, Adafactor."""
     torch.manual_seed(15)
-    config = Gemma3TextConfig(
+    config = transformers.Gemma3TextConfig(
         hidden_size=256,
         intermediate_size=768,
         num_hidden_layers=6,
@@ -136,7 +122,7 @@ def gemma() -> Workload:
         sliding_window=64,
         use_cache=False,
     )
-    model = Gemma3ForCausalLM(config).train()
+    model = transformers.Gemma3ForCausalLM(config).train()
     optimizer = torch.optim.Adafactor(model.parameters(), lr=1e-2)
     return Workload(model, tokens(4, 256), next_token_loss, optimizer, name="gemma")
 
@@ -144,7 +130,7 @@ def gemma() -> Workload:
 def bert() -> Workload:
     """BERT, masked language modelling of padded rows: a summed loss and its count, fused AdamW."""
     torch.manual_seed(16)
-    config = BertConfig(
+    config = transformers.BertConfig(
         hidden_size=320,
         num_hidden_layers=4,
         num_attention_heads=5,
@@ -152,7 +138,7 @@ def bert() -> Workload:
         vocab_size=VOCABULARY,
         max_position_embeddings=256,
     )
-    model = BertForMaskedLM(config).train()
+    model = transformers.BertForMaskedLM(config).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     return Workload(model, padded(6, 192, labelled=0.15), summed_loss, optimizer, name="bert")
 
@@ -160,7 +146,7 @@ def bert() -> Workload:
 def t5() -> Workload:
     """T5: encoder and decoder with relative positions, Adafactor."""
     torch.manual_seed(17)
-    config = T5Config(
+    config = transformers.T5Config(
         d_model=256,
         d_kv=32,
         d_ff=1024,
@@ -171,7 +157,7 @@ def t5() -> Workload:
         decoder_start_token_id=0,
         use_cache=False,
     )
-    model = T5ForConditionalGeneration(config).train()
+    model = transformers.T5ForConditionalGeneration(config).train()
     batch = {"source": torch.randint(1, VOCABULARY, (6, 160)), "target": torch.randint(1, VOCABULARY, (6, 96))}
     optimizer = torch.optim.Adafactor(model.parameters(), lr=1e-2)
     return Workload(model, batch, _translation_loss, optimizer, name="t5", max_grad_norm=1.0)
@@ -189,7 +175,7 @@ def mixtral() -> Workload:
     experts that were chosen, so that its shapes depend on values.
     """
     torch.manual_seed(18)
-    config = MixtralConfig(
+    config = transformers.MixtralConfig(
         hidden_size=256,
         intermediate_size=512,
         num_hidden_layers=3,
@@ -202,7 +188,7 @@ def mixtral() -> Workload:
         use_cache=False,
         experts_implementation="grouped_mm",
     )
-    model = MixtralForCausalLM(config).train()
+    model = transformers.MixtralForCausalLM(config).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     return Workload(model, tokens(4, 192), next_token_loss, optimizer, name="mixtral")
 
@@ -210,7 +196,9 @@ def mixtral() -> Workload:
 def mamba() -> Workload:
     """Mamba, whose scan is a loop over the tokens where its CUDA kernels are not at hand."""
     torch.manual_seed(19)
-    config = MambaConfig(hidden_size=192, state_size=16, num_hidden_layers=2, vocab_size=VOCABULARY, use_cache=False)
-    model = MambaForCausalLM(config).train()
+    config = transformers.MambaConfig(
+        hidden_size=192, state_size=16, num_hidden_layers=2, vocab_size=VOCABULARY, use_cache=False
+    )
+    model = transformers.MambaForCausalLM(config).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     return Workload(model, tokens(6, 48), next_token_loss, optimizer, name="mamba")

@@ -1,11 +1,9 @@
-"""Networks of MONAI on volumes."""
+"""Networks of MONAI on volumes. It is imported where a network is made: that takes seconds, and few steps need it."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from monai.losses import DiceCELoss
-from monai.networks.nets import UNETR, DynUNet, SegResNet, SwinUNETR, UNet
 from torch import Tensor, nn
 
 from memfit import Workload
@@ -25,6 +23,8 @@ def voxel_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]
 
 def dice_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Return Dice and cross-entropy, a mean over the samples."""
+    from monai.losses import DiceCELoss
+
     loss: Tensor = DiceCELoss(to_onehot_y=True, softmax=True)(model(batch["x"]).float(), batch["y"][:, None])
     return loss
 
@@ -38,16 +38,20 @@ def deep_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 def monai_unet() -> Workload:
     """MONAI's 3-D UNet with residual units, instance norm and PReLU, Adam."""
+    from monai.networks import nets
+
     torch.manual_seed(30)
-    model = UNet(3, 1, CLASSES, channels=(16, 32, 64, 128), strides=(2, 2, 2), num_res_units=2, dropout=0.1)
+    model = nets.UNet(3, 1, CLASSES, channels=(16, 32, 64, 128), strides=(2, 2, 2), num_res_units=2, dropout=0.1)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     return Workload(model, volumes(2, 64, 64, 64), voxel_loss, optimizer, name="monai_unet")
 
 
 def dynunet() -> Workload:
     """MONAI's DynUNet (nnU-Net): deep supervision, instance norm, leaky ReLU in place, SGD with Nesterov's momentum."""
+    from monai.networks import nets
+
     torch.manual_seed(31)
-    model = DynUNet(
+    model = nets.DynUNet(
         3,
         1,
         CLASSES,
@@ -64,24 +68,32 @@ def dynunet() -> Workload:
 
 def segresnet() -> Workload:
     """MONAI's SegResNet: group norm, ReLU in place, dropout, interpolation; AdamW."""
+    from monai.networks import nets
+
     torch.manual_seed(32)
-    model = SegResNet(3, init_filters=8, in_channels=4, out_channels=CLASSES, dropout_prob=0.2).train()
+    model = nets.SegResNet(3, init_filters=8, in_channels=4, out_channels=CLASSES, dropout_prob=0.2).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=1e-5)
     return Workload(model, volumes(2, 48, 48, 48, channels=4), dice_loss, optimizer, name="segresnet")
 
 
 def swin_unetr() -> Workload:
     """MONAI's SwinUNETR: attention in windows of a volume, convolutions around it, AdamW."""
+    from monai.networks import nets
+
     torch.manual_seed(33)
-    model = SwinUNETR(in_channels=1, out_channels=CLASSES, feature_size=12, depths=(1, 1, 1, 1), window_size=4).train()
+    model = nets.SwinUNETR(
+        in_channels=1, out_channels=CLASSES, feature_size=12, depths=(1, 1, 1, 1), window_size=4
+    ).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     return Workload(model, volumes(1, 32, 64, 96), dice_loss, optimizer, name="swin_unetr", max_grad_norm=1.0)
 
 
 def unetr() -> Workload:
     """MONAI's UNETR: a transformer over patches of a volume, BatchNorm in the decoder, Adam with AMSGrad."""
+    from monai.networks import nets
+
     torch.manual_seed(34)
-    model = UNETR(
+    model = nets.UNETR(
         1, CLASSES, (64, 64, 64), feature_size=8, hidden_size=192, mlp_dim=768, num_heads=6, norm_name="batch"
     ).train()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, amsgrad=True)

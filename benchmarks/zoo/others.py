@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
-from transformers import (
-    Wav2Vec2Config,
-    Wav2Vec2ForSequenceClassification,
-    WhisperConfig,
-    WhisperForConditionalGeneration,
-)
 
 from memfit import Workload
 
@@ -18,7 +13,7 @@ from memfit import Workload
 def whisper() -> Workload:
     """Whisper: convolutions over a spectrogram, encoder and decoder, AdamW, clipped gradients."""
     torch.manual_seed(40)
-    config = WhisperConfig(
+    config = transformers.WhisperConfig(
         d_model=192,
         encoder_layers=3,
         decoder_layers=3,
@@ -38,7 +33,7 @@ def whisper() -> Workload:
         suppress_tokens=None,
         begin_suppress_tokens=None,
     )
-    model = WhisperForConditionalGeneration(config).train()
+    model = transformers.WhisperForConditionalGeneration(config).train()
     batch = {"sound": torch.randn(8, 80, 600), "text": torch.randint(3, 4096, (8, 64))}
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     return Workload(model, batch, _transcription_loss, optimizer, name="whisper", max_grad_norm=1.0)
@@ -52,7 +47,7 @@ def _transcription_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def wav2vec2() -> Workload:
     """Wav2Vec 2.0 that classifies raw sound; its convolutional front end is frozen. Adamax."""
     torch.manual_seed(41)
-    config = Wav2Vec2Config(
+    config = transformers.Wav2Vec2Config(
         hidden_size=192,
         num_hidden_layers=4,
         num_attention_heads=6,
@@ -64,7 +59,7 @@ def wav2vec2() -> Workload:
         apply_spec_augment=False,
         layerdrop=0.0,
     )
-    model = Wav2Vec2ForSequenceClassification(config).train()
+    model = transformers.Wav2Vec2ForSequenceClassification(config).train()
     model.freeze_feature_encoder()
     batch = {"sound": torch.randn(8, 48000), "y": torch.randint(0, 12, (8,))}
     optimizer = torch.optim.Adamax([p for p in model.parameters() if p.requires_grad], lr=1e-3)

@@ -4,17 +4,8 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
-from transformers import (
-    ConvNextConfig,
-    ConvNextForImageClassification,
-    ResNetConfig,
-    ResNetForImageClassification,
-    SwinConfig,
-    SwinForImageClassification,
-    ViTConfig,
-    ViTForImageClassification,
-)
 
 from memfit import Workload
 
@@ -34,8 +25,8 @@ def class_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch["x"]).float(), batch["y"])
 
 
-def _vit() -> ViTForImageClassification:
-    config = ViTConfig(
+def _vit() -> transformers.ViTForImageClassification:
+    config = transformers.ViTConfig(
         hidden_size=256,
         num_hidden_layers=6,
         num_attention_heads=4,
@@ -45,7 +36,7 @@ def _vit() -> ViTForImageClassification:
         num_labels=100,
         hidden_dropout_prob=0.1,
     )
-    return ViTForImageClassification(config).train()
+    return transformers.ViTForImageClassification(config).train()
 
 
 def vit() -> Workload:
@@ -70,8 +61,8 @@ def vit_probe() -> Workload:
 def resnet50() -> Workload:
     """ResNet-50 (bottlenecks 3, 4, 6, 3; BatchNorm), SGD with momentum and weight decay."""
     torch.manual_seed(22)
-    config = ResNetConfig(depths=[3, 4, 6, 3], layer_type="bottleneck", num_labels=100)
-    model = ResNetForImageClassification(config).train()
+    config = transformers.ResNetConfig(depths=[3, 4, 6, 3], layer_type="bottleneck", num_labels=100)
+    model = transformers.ResNetForImageClassification(config).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
     return Workload(model, images(4, 128), logits_loss, optimizer, name="resnet50")
 
@@ -79,8 +70,10 @@ def resnet50() -> Workload:
 def convnext() -> Workload:
     """ConvNeXt: depthwise convolutions, LayerNorm over channels, layer scale, AdamW."""
     torch.manual_seed(23)
-    config = ConvNextConfig(depths=[2, 2, 4, 2], hidden_sizes=[48, 96, 192, 384], num_labels=100, drop_path_rate=0.1)
-    model = ConvNextForImageClassification(config).train()
+    config = transformers.ConvNextConfig(
+        depths=[2, 2, 4, 2], hidden_sizes=[48, 96, 192, 384], num_labels=100, drop_path_rate=0.1
+    )
+    model = transformers.ConvNextForImageClassification(config).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     return Workload(model, images(4, 128), logits_loss, optimizer, name="convnext")
 
@@ -88,7 +81,7 @@ def convnext() -> Workload:
 def swin() -> Workload:
     """Swin: attention in shifted windows, NAdam."""
     torch.manual_seed(24)
-    config = SwinConfig(
+    config = transformers.SwinConfig(
         image_size=128,
         patch_size=4,
         embed_dim=48,
@@ -97,7 +90,7 @@ def swin() -> Workload:
         window_size=4,
         num_labels=100,
     )
-    model = SwinForImageClassification(config).train()
+    model = transformers.SwinForImageClassification(config).train()
     optimizer = torch.optim.NAdam(model.parameters(), lr=3e-4)
     return Workload(model, images(8, 128), logits_loss, optimizer, name="swin")
 

@@ -93,6 +93,27 @@ class ExecutionContext:
             yield
 
 
+@contextlib.contextmanager
+def outside_autocast() -> Iterator[None]:
+    """Run code as outside of the autocast contexts around it, which are as they were on leaving.
+
+    Within them an inner context keeps the weights that it casts when it is left, as if its forward pass went on.
+    """
+    enabled = [kind for kind in _KINDS if torch.is_autocast_enabled(kind)]
+    depth = torch.autocast_increment_nesting() - 1
+    for _ in range(depth + 1):
+        torch.autocast_decrement_nesting()
+    for kind in enabled:
+        torch.set_autocast_enabled(kind, False)
+    try:
+        yield
+    finally:
+        for kind in enabled:
+            torch.set_autocast_enabled(kind, True)
+        for _ in range(depth):
+            torch.autocast_increment_nesting()
+
+
 _KINDS = ("cpu", "cuda")
 
 

@@ -198,6 +198,7 @@ def test_devices_are_measured(memfit: Shell, tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(measurement, "_SECONDS", 0.01)
     monkeypatch.setattr(measurement, "_MATRIX_SIZES", (256,))
+    monkeypatch.setattr(measurement, "_cpu_cache_bytes", lambda: 2**20)  # arrays of eight times that are measured
     path = tmp_path / "devices.toml"
     status, output, _ = memfit("devices", "--probe", "--output", str(path), "--json")
     found = json.loads(output)

@@ -22,6 +22,7 @@ def found() -> Device:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measurement, "_SECONDS", 0.05)
         patch.setattr(measurement, "_MATRIX_SIZES", (256, 512))
+        patch.setattr(measurement, "_cpu_cache_bytes", lambda: 2**20)  # arrays of eight times that are measured
         patch.setenv("MEMFIT_DEVICES", "/nowhere/devices.toml")
         return measurement.probe_all()[0]
 

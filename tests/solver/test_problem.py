@@ -118,8 +118,9 @@ def test_options_keep_only_what_can_be_kept() -> None:
                     assert not mutated.intersection(trace.births[op])
 
 
-def test_casts_under_autocast_are_not_kept() -> None:
-    trace = plain_trace("twice", "bf16-mixed", large=True)
+@pytest.mark.parametrize("stated", ["bf16-mixed", "32-true"], ids=["memfit's autocast", "a loop's own"])
+def test_casts_under_autocast_are_not_kept(stated: Precision) -> None:
+    trace = msgspec.structs.replace(plain_trace("twice", "bf16-mixed", large=True), precision=stated)
     keeps = [key for option in options(Regions(trace), COSTS) for region in option.regions for key in region.keep]
     assert keeps and not any("_to_copy" in key for key in keeps)
 

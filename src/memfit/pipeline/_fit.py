@@ -30,7 +30,7 @@ from memfit.pipeline._plan import plan as make_plan
 from memfit.planner.prediction import Progress, silent
 from memfit.planner.trials import first_line
 from memfit.recomputation.probe import checking
-from memfit.tape import LoopWorkload, ModuleTensor, Tape
+from memfit.tape import ExecutionContext, LoopWorkload, ModuleTensor, Tape, outside_autocast
 from memfit.training.taped import CombinedOptimizers
 from memfit.units import format_bytes, format_seconds, read_budget
 from memfit.workload import Workload
@@ -110,7 +110,8 @@ class Fitted:
 
     def _begin_with(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Put a module under a plan for itself, before its first call."""
-        workload = _workload(module, [args, kwargs], _standing_in, self._optimizers_of([module]), module)
+        loss = functools.partial(_standing_in, ExecutionContext.now())
+        workload = _workload(module, [args, kwargs], loss, self._optimizers_of([module]), module)
         try:
             try:
                 # Where others are trained too, they need a part of the budget, and nobody knows which.
@@ -173,7 +174,7 @@ class Fitted:
         if any(entry.context.autocast for entry in workload.tape.entries):
             return "in use"
         try:
-            with _generators_kept(workload.tape):
+            with _generators_kept(workload.tape), outside_autocast():
                 return estimate(workload, device=_device_of(workload.model), precision="bf16-mixed")
         except MemfitError:  # autocast refuses some losses
             return None
@@ -186,9 +187,10 @@ class Fitted:
 
     def _planned(self, workload: Workload, budget: int | float | str) -> Plan:
         options = {"device": _device_of(workload.model)} | self._options | {"budget": budget}
-        return make_plan(
-            workload, **options, precisions=("32-true",), optimizers=(), points=_POINTS, progress=self._progress
-        )
+        with outside_autocast():  # where the module is called; the step enters its own
+            return make_plan(
+                workload, **options, precisions=("32-true",), optimizers=(), points=_POINTS, progress=self._progress
+            )
 
     def _optimizers_of(self, modules: Sequence[nn.Module]) -> list[torch.optim.Optimizer]:
         return _updating(self._optimizers(), modules)
@@ -378,12 +380,13 @@ def _workload(
     )
 
 
-def _standing_in(model: nn.Module, batch: Any) -> torch.Tensor:
+def _standing_in(context: ExecutionContext, model: nn.Module, batch: Any) -> torch.Tensor:
     """Return a loss in the place of the loop's own: what the model returns as one, or what takes as much as most."""
     args, kwargs = batch
-    found = [t for t in leaves_of(model(*args, **kwargs)) if t.is_floating_point() and t.requires_grad]
-    scalars = [t for t in found if t.dim() == 0]
-    return sum(scalars or [t.float().log_softmax(-1).exp().square().mean() for t in found], torch.zeros(()))
+    with context.entered():
+        found = [t for t in leaves_of(model(*args, **kwargs)) if t.is_floating_point() and t.requires_grad]
+        scalars = [t for t in found if t.dim() == 0]
+        return sum(scalars or [t.float().log_softmax(-1).exp().square().mean() for t in found], torch.zeros(()))
 
 
 def _not_called(model: nn.Module, batch: Any) -> torch.Tensor:

@@ -301,8 +301,8 @@ class _Finder:
         for op in range(region.start, region.cut):
             record, born = trace.ops[op], trace.births[op]
             nbytes = sum(trace.storages[s].nbytes for s in born)
-            if record.name == _CAST and trace.precision != "32-true":
-                continue  # autocast casts a weight that several modules share once, but again in each recomputation
+            if record.name == _CAST:  # autocast, a loop's own too, casts a weight that several modules share once,
+                continue  # but again in each recomputation
             if nbytes and not record.random and not record.mutates and not self.mutated.intersection(born):
                 yield Worth(op, self._extra_bytes(region, born), float(self.seconds[op]))
 
