@@ -31,6 +31,7 @@ from memfit.errors import (
 )
 from memfit.hardware.advice import precisions
 from memfit.hardware.host import find_device
+from memfit.ir.device import Device
 from memfit.ir.ladder import Ladder, Rung
 from memfit.ir.plan import NUMERICS, Levers, LeverUse, Numerics, Prediction, allows, freest
 from memfit.ir.remat import Regions
@@ -40,6 +41,7 @@ from memfit.levers.circumstances import check_combination
 from memfit.levers.lever import NotOffered
 from memfit.levers.lever import Rung as Offer
 from memfit.levers.stack import applied, check_workload
+from memfit.pipeline.placement import device_named
 from memfit.planner.batch_coupling import coupling
 from memfit.planner.captures import capture_levers
 from memfit.planner.prediction import Progress, costs_of, predict, silent
@@ -62,6 +64,7 @@ def ladder(
     workload: Workload,
     *,
     budget: int | float | str | None = None,
+    device: str | None = None,
     numerics: Numerics = "reduced",
     min_run_seconds: float = 2.0,
     progress: Progress = silent,
@@ -69,9 +72,10 @@ def ladder(
     """Climb the advised levers one by one, and measure what each buys on top of those that paid.
 
     Args:
-        workload: The user's workload, on the CPU; nothing of it is changed.
+        workload: The user's workload; nothing of it is changed.
         budget: What the step may take: bytes, a string with a unit ("1.5GiB"), or a share of the machine's memory
             ("90%") or of the plain step's peak ("0.5x"). None for what the plain step takes.
+        device: A device of this machine, "cpu" or "cuda"; None for the one that the model is on. Copies run there.
         numerics: How far the numbers may change: "exact", "reordered", "reduced" or "changed", with which a
             lighter structure is proposed too.
         min_run_seconds: How long each step is timed for, at least (> 0).
@@ -80,19 +84,21 @@ def ladder(
     Raises:
         BudgetError: The budget says no number of bytes.
         UsageError: Another argument is not one.
-        WorkloadError: The model is not on the CPU, or holds no data.
+        WorkloadError: The model is on another device, or holds no data.
         CaptureError: The step can't be captured.
     """
-    device = find_device("cpu")
+    found = find_device(device_named(device, workload))
     asked = None if budget is None else read_budget(budget)
     if numerics not in NUMERICS:
         raise UsageError(f"numerics={numerics!r} is unknown: use one of {', '.join(NUMERICS)}")
     if not min_run_seconds > 0:
         raise UsageError(f"min_run_seconds={min_run_seconds} is not above 0: give seconds to time each step for")
-    if any(p.device.type != "cpu" for p in workload.model.parameters()):
-        raise WorkloadError("Workload.model is not on the CPU, or holds no data: this version measures on the CPU only")
-    check_workload(workload, device)
-    climb = _Climb(workload, asked, numerics, min_run_seconds)
+    if not found.is_here:
+        raise UsageError(f"device={device!r} is not on this machine, on which the ladder measures: name cpu, or cuda")
+    if any(p.device.type == "meta" for p in workload.model.parameters()):
+        raise WorkloadError("Workload.model holds no data: it was built under torch.device('meta'); build it without")
+    check_workload(workload, found)
+    climb = _Climb(workload, found, asked, numerics, min_run_seconds)
     with nothing_changes(workload):
         rungs = climb.rungs(progress)
     return Ladder(
@@ -100,7 +106,7 @@ def ladder(
         torch_version=str(torch.__version__),
         workload=workload.name,
         fingerprint=fingerprint(workload),
-        device=device.name,
+        device=found.name,
         threads=torch.get_num_threads(),
         batch_size=climb.batch_size,
         budget_bytes=climb.limit_bytes,
@@ -115,13 +121,13 @@ class _Climb:
     """The climb of one ladder. It is the `Setting` that levers are asked about."""
 
     workload: Workload
+    device: Device
     budget: Budget | None
     numerics: Numerics
     min_run_seconds: float
     host_budget_bytes: int = 0
 
     def __post_init__(self) -> None:
-        self.device = find_device("cpu")
         self.precisions = precisions(self.device)
         self.budget_bytes: int | None = None  # in bytes once the plain step is measured; None where nobody said one
         self.limit_bytes = 0  # the budget, or what the plain step takes
@@ -199,7 +205,7 @@ class _Climb:
         return with_fields(rung, outcome="does not pay")
 
     def _running(self, levers: Levers, stack: ExitStack) -> Step:
-        step = stack.enter_context(applied(levers, real_copy(self.workload)))
+        step = stack.enter_context(applied(levers, real_copy(self.workload, torch.device(self.device.name))))
         step(step.workload.batch)  # makes the optimizer's state
         return step
 

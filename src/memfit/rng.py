@@ -1,4 +1,4 @@
-"""The global random number generators: PyTorch's, Python's and NumPy's."""
+"""The global random number generators: PyTorch's, on the CPU and on accelerators, Python's and NumPy's."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import numpy as np
 import torch
 
 from memfit.errors import CheckpointError
+from memfit.hardware import accelerators
 
 RngState = dict[str, Any]
 """The state of all generators, as JSON values."""
 
 
 def rng_state() -> RngState:
-    """Return the state of the global generators; those of GPUs only if PyTorch has used one."""
-    is_gpu_used = torch.cuda.is_initialized()
-    gpus = range(torch.cuda.device_count() if is_gpu_used else 0)
+    """Return the state of the global generators; those of accelerators only if PyTorch has used one."""
+    kind = accelerators.used_kind()
     version, internal, gauss_next = random.getstate()
     return {
         "torch": _hex(torch.get_rng_state()),
-        "cuda": [_hex(torch.cuda.get_rng_state(i)) for i in gpus],
+        "accelerators": {} if kind is None else {kind: [_hex(state) for state in accelerators.rng_states(kind)]},
         "python": [version, list(internal), gauss_next],
         "numpy": _listed(np.random.get_state(legacy=False)),
     }
@@ -35,8 +35,9 @@ def check_rng_state(state: RngState) -> None:
         version, internal, gauss_next = state["python"]
         random.Random().setstate((version, tuple(internal), gauss_next))
         torch.Generator().set_state(bytes_tensor(state["torch"]))
-        for text in state["cuda"]:
-            bytes_tensor(text)
+        for texts in state["accelerators"].values():
+            for text in texts:
+                bytes_tensor(text)
         current = np.random.get_state(legacy=False)
         try:
             np.random.set_state(_arrays(state["numpy"]))
@@ -47,27 +48,28 @@ def check_rng_state(state: RngState) -> None:
 
 
 def set_rng_state(state: RngState) -> None:
-    """Set the global generators to a state of `rng_state`. Missing GPUs are ignored."""
+    """Set the global generators to a state of `rng_state`. Those of accelerators that are not here are ignored."""
     version, internal, gauss_next = state["python"]
     random.setstate((version, tuple(internal), gauss_next))
     torch.set_rng_state(bytes_tensor(state["torch"]))
     np.random.set_state(_arrays(state["numpy"]))
-    for index, text in enumerate(state["cuda"][: torch.cuda.device_count()]):
-        torch.cuda.set_rng_state(bytes_tensor(text), index)
+    for kind, texts in state["accelerators"].items():
+        if kind == accelerators.current_kind():
+            accelerators.set_rng_states(kind, [bytes_tensor(text) for text in texts])
 
 
 def rng_snapshot() -> Callable[[], None]:
     """Return a function that restores the present state of the global generators; much cheaper than `rng_state`."""
-    is_gpu_used = torch.cuda.is_initialized()
-    gpus = [torch.cuda.get_rng_state(i) for i in range(torch.cuda.device_count() if is_gpu_used else 0)]
+    kind = accelerators.used_kind()
+    there = [] if kind is None else accelerators.rng_states(kind)
     of_torch, of_python, of_numpy = torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)
 
     def set_back() -> None:
         torch.set_rng_state(of_torch)
         random.setstate(of_python)
         np.random.set_state(of_numpy)
-        for index, state in enumerate(gpus):
-            torch.cuda.set_rng_state(state, index)
+        if kind is not None:
+            accelerators.set_rng_states(kind, there)
 
     return set_back
 

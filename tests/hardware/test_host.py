@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from memfit.errors import UsageError
-from memfit.hardware import host
+from memfit.hardware import accelerators, host
 from memfit.hardware.measurement import _entry, keep
 
 
@@ -68,6 +68,7 @@ RTX_3090 = SimpleNamespace(
 
 def present(monkeypatch: pytest.MonkeyPatch, properties: SimpleNamespace) -> None:
     """Let PyTorch see one GPU with 23.7 GiB, of which 20 are free and one is the allocator's."""
+    monkeypatch.setattr(accelerators, "current_kind", lambda: "cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (20 * GIB, int(23.7 * GIB)))
@@ -86,13 +87,12 @@ def test_a_gpu_that_is_here_has_the_catalogues_rates_and_its_own_memory(monkeypa
         assert gpu.sources["matrix_flops"] == known.sources["matrix_flops"]
 
 
-def test_a_gpu_of_an_unknown_product_is_listed_and_refused(monkeypatch: pytest.MonkeyPatch, own_file: Path) -> None:
+def test_a_gpu_of_an_unknown_product_needs_no_rates(monkeypatch: pytest.MonkeyPatch, own_file: Path) -> None:
     present(monkeypatch, SimpleNamespace(**{**vars(RTX_3090), "name": "NVIDIA Mystery"}))
     gpu = host.devices()[1]
     assert (gpu.description, gpu.capability, gpu.cache_bytes) == ("NVIDIA Mystery", (8, 6), 6 * 2**20)
     assert (gpu.cublas_workspace_bytes, gpu.bandwidth_bytes_per_second) == (8_519_680, 0)
-    with pytest.raises(UsageError, match="NVIDIA Mystery.*--probe"):
-        host.find_device("cuda")
+    assert host.find_device("cuda") == gpu and gpu.is_here
 
 
 def test_a_gpu_that_was_probed_is_known(monkeypatch: pytest.MonkeyPatch, own_file: Path) -> None:

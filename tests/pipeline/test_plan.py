@@ -292,7 +292,7 @@ def test_model_elsewhere_is_refused() -> None:
             return iter([types.SimpleNamespace(device=torch.device("xpu", 0))])
 
     with pytest.raises(WorkloadError, match="is on xpu, which device='cpu' is not"):
-        memfit.estimate(dataclasses.replace(lean(), model=Elsewhere()))
+        memfit.estimate(dataclasses.replace(lean(), model=Elsewhere()), device="cpu")
 
 
 def test_microbatch_sizes_divide_the_batch() -> None:

@@ -12,7 +12,10 @@ def take_snapshot(device: torch.device) -> Any:
 
 def is_initialized(kind: str) -> bool:
     """Tell whether this process has initialized a kind of accelerator, and so has random generators there."""
-    return bool(getattr(torch.get_device_module(kind), "_initialized", False))
+    module = torch.get_device_module(kind)
+    if hasattr(module, "is_initialized"):
+        return bool(module.is_initialized())
+    return bool(getattr(module, "_initialized", False))
 
 
 def answer_for_one_device() -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 
 import torch
 
 from memfit._torch.tensors import storage_key
 from memfit.capture.external_state import external_tensors
+from memfit.errors import UsageError
+from memfit.hardware import accelerators
 from memfit.hardware.cpu_allocations import allocated
 from memfit.sparse import parts
 from memfit.workload import StepProgram, tensors_of
+
+_BLOCK_BYTES = 512  # to which accelerators' allocators round
 
 
 def resident_bytes(step: StepProgram) -> dict[int, int]:
@@ -32,12 +37,57 @@ def _external_storages(step: StepProgram) -> list[weakref.ref[torch.UntypedStora
     return [weakref.ref(part.untyped_storage()) for tensor in tensors for part in parts(tensor)]
 
 
+def measure_peaks(step: StepProgram, batch: object) -> accelerators.Peaks | None:
+    """Run one step on an accelerator, from an empty cache; return its peaks of allocated and reserved bytes.
+
+    None for a step on the CPU, which then did not run.
+    """
+    place = next((p.device for p in step.workload.model.parameters()), torch.device("cpu"))
+    if place.type == "cpu":
+        return None
+    gc.collect()
+    accelerators.release_cache()
+    return _peak_there(step, batch, place, resident_bytes(step), _external_storages(step))
+
+
+def _peak_there(
+    step: StepProgram,
+    batch: object,
+    place: torch.device,
+    resident: dict[int, int],
+    external: list[weakref.ref[torch.UntypedStorage]],
+) -> accelerators.Peaks:
+    """Run a step on an accelerator; return its peaks, less what the device held beside the step."""
+    storages = [storage for reference in external if (storage := reference()) is not None]
+    resident |= {storage_key(storage): storage.nbytes() for storage in storages}
+    del storages
+    own_bytes = sum(-(-nbytes // _BLOCK_BYTES) * _BLOCK_BYTES for nbytes in resident.values())
+    accelerators.synchronize(place)
+    held_bytes, reserved_bytes = accelerators.allocated_bytes(place), accelerators.reserved_bytes(place)
+    accelerators.reset_peaks(place)
+    step(batch)
+    accelerators.synchronize(place)
+    found = accelerators.peaks(place)
+    if found is None:
+        raise UsageError(f"PyTorch does not count the peak of {place}: steps there can't be measured")
+    beside_bytes = max(0, held_bytes - own_bytes)
+    cached_bytes = max(0, reserved_bytes - held_bytes)
+    # What others hold was reserved for them; the cache at the beginning was this step's, or anybody's.
+    return accelerators.Peaks(
+        found.allocated_bytes - beside_bytes, max(0, found.reserved_bytes - beside_bytes - cached_bytes)
+    )
+
+
 def measure_peak_bytes(step: StepProgram, batch: object) -> int:
     """Run one step that is not the first, and return its peak of allocated bytes.
 
-    Tensors held between steps count by their storages, all others by the allocator's events.
+    Tensors held between steps count by their storages, all others by the allocator's events, or on an accelerator by
+    its allocator's statistics, whatever else is on the device.
     """
     resident, external = resident_bytes(step), _external_storages(step)
+    place = next((p.device for p in step.workload.model.parameters()), torch.device("cpu"))
+    if place.type != "cpu":
+        return _peak_there(step, batch, place, resident, external).allocated_bytes
     with allocated() as meter:
         step(batch)
     for storage in (reference() for reference in external):

@@ -21,7 +21,7 @@ from memfit.capture.conversions import in_place_conversions
 from memfit.capture.external_state import external_tensors
 from memfit.capture.fake_workload import fake_copy, mode_of, nothing_changes
 from memfit.capture.hints import explained
-from memfit.capture.known_values import KnownValues, fake_paths_disabled
+from memfit.capture.known_values import KnownValues, device_of, fake_paths_disabled
 from memfit.capture.lifetimes import Categories, assemble_trace, dry_forward_passes, runs_same_operators
 from memfit.capture.partial_steps import (
     MOST_MICROBATCHES,
@@ -83,8 +83,8 @@ def capture(
     Args:
         precision: The precision that the trace names.
         microbatch_size: Samples in a microbatch; None for the whole batch.
-        device: The device that the copy runs on; None for the CPU. A GPU needs fake CUDA in this process
-            (`memfit.fake_gpu.shim`).
+        device: The device that the copy runs on; None for the CPU. A CUDA device needs fake CUDA in this process
+            (`memfit.fake_gpu.shim`); another accelerator must be here.
         warm: Whether the workload comes from `warmed`, and the step updates its parameters as the one there did: then
             one step runs.
         reading: The run with data, for the values that the step reads; None where it can't run.
@@ -121,7 +121,8 @@ def warmed(workload: Workload, build: BuildStep, *, device: Device | None = None
         WorkloadError: The workload can't be copied, or its loss function uses the original model.
     """
     with _fake_copied(workload, device, None) as (copied, values, _):
-        recorder = Recorder(values.fake, "cpu")
+        place = _place(device)
+        recorder = Recorder(values.fake, "cpu" if place is None else place.type)
         with _fake_modes(values), recorder, build(copied) as step:
             values.replay = Replay(stated=workload.values)
             step(copied.batch)
@@ -153,9 +154,9 @@ def _fake_copied(
 ) -> Iterator[tuple[Workload, KnownValues, Attention | None]]:
     """Yield a copy of a workload under fake tensors, for a step to run there."""
     values = KnownValues.of(mode_of(workload))
+    place = _place(device)
     attention = fake_gpu(device) if device is not None and device.kind == "cuda" else None
-    place = torch.device("cuda", 0) if attention else None
-    values.fake.allow_fallback_kernels = attention is None  # fallbacks run operators on real zeros, on the CPU
+    values.fake.allow_fallback_kernels = place is None  # fallbacks run operators on real zeros, on the CPU
     with nothing_changes(workload), without_collector(), torch.autograd.set_multithreading_enabled(False):
         moved = workload if place is None else dataclasses.replace(workload, batch=_moved_batch(workload.batch, values))
         is_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors_of(moved.batch))
@@ -165,6 +166,13 @@ def _fake_copied(
         eager = torch.compiler.set_stance("force_eager")
         with explained(), eager, fake_paths_disabled(), in_place_conversions():
             yield copied, values, attention
+
+
+def _place(device: Device | None) -> torch.device | None:
+    """Return the device of fake tensors for a device that is predicted for; None for the CPU, where tensors are."""
+    if device is None or device.kind == "cpu":
+        return None
+    return torch.device("cuda", 0) if device.kind == "cuda" else torch.device(device.name)
 
 
 def capture_real(
@@ -261,7 +269,8 @@ def _record(
     warm: bool = False,
     course: Course | None = None,
 ) -> Trace:
-    recorder = Recorder(values.fake if values else None, "cuda" if attention else "cpu")
+    kind = next((device_of(t).type for t in [*copied.model.parameters(), *tensors_of(copied.batch)]), "cpu")
+    recorder = Recorder(values.fake if values else None, kind)
     with (
         _fake_modes(values),
         recorder,

@@ -42,7 +42,17 @@ WorkloadName = Annotated[
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print one JSON document instead of tables.", callback=streams.when_asked)
 ]
-DeviceName = Annotated[str, typer.Option(help="Device to predict for; see `memfit devices`.")]
+DeviceHere = Annotated[
+    str | None,
+    typer.Option(help="Device of this machine to run on; by default the one that the model is on.", show_default=False),
+]
+DeviceName = Annotated[
+    str | None,
+    typer.Option(
+        help="Device to predict for; see `memfit devices`. By default the one that the model is on.",
+        show_default=False,
+    ),
+]
 MicrobatchSize = Annotated[
     int | None, typer.Option(help="Samples in one forward and backward pass; the whole batch by default.", min=1)
 ]
@@ -141,7 +151,7 @@ def _print_notes(what: str, error: BaseException) -> None:
 @app.command()
 def estimate(
     workload: WorkloadName,
-    device: DeviceName = "cpu",
+    device: DeviceName = None,
     precision: Annotated[
         PrecisionName, typer.Option(help="Precision of the step; auto takes the mixed one that suits the device.")
     ] = PrecisionName.fp32,
@@ -169,6 +179,7 @@ def estimate(
     if sharding is not None and world_size == 1:
         raise UsageError(f"--sharding {sharding.value} needs several ranks: give --world-size above 1")
     loaded = _load_for(workload, device)
+    device = pipeline.device_named(device, loaded)
     is_auto = precision is PrecisionName.auto
     chosen = precisions(pipeline.find_device(device))[-1] if is_auto else cast("Precision", precision.value)
     with stages() as progress:
@@ -198,7 +209,7 @@ def plan(
     workload: WorkloadName,
     budget: BudgetText,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan there, as JSON.")] = None,
-    device: DeviceName = "cpu",
+    device: DeviceName = None,
     numerics: NumericsOption = NumericsName.reordered,
     precision: Annotated[
         list[PrecisionName] | None,
@@ -428,6 +439,7 @@ def ladder(
     ] = None,
     numerics: NumericsOption = NumericsName.reduced,
     seconds: Annotated[float, typer.Option(help="How long each step is timed for, at least.", min=0.01)] = 2.0,
+    device: DeviceHere = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the ladder there, as JSON.")] = None,
     page: Annotated[Path | None, typer.Option("--html", help="Write a page with table and plot there.")] = None,
     overwrite: Overwrite = False,
@@ -442,7 +454,14 @@ def ladder(
     _check_new("--html", page, overwrite)
     loaded = _load(workload)
     with stages() as progress:
-        climbed = climb(loaded, budget=budget, numerics=numerics.value, min_run_seconds=seconds, progress=progress)
+        climbed = climb(
+            loaded,
+            budget=budget,
+            device=device,
+            numerics=numerics.value,
+            min_run_seconds=seconds,
+            progress=progress,
+        )
     if output is not None:
         codec.write_atomic(output, codec.encode(climbed))
     if page is not None:
@@ -501,13 +520,14 @@ def demo(
         typer.Option(help="Optimizer updates; as many as take about half a minute by default.", min=2),
     ] = None,
     budget: Annotated[str, typer.Option(help="Memory budget; the plain step needs about 573 MiB.")] = "128MiB",
+    device: DeviceHere = "cpu",
     overwrite: Overwrite = False,
 ) -> None:
     """Train a byte-level GPT on Python's standard library under a budget that the plain step does not meet."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported: waiting threads leave the cores
     from memfit.cli.demo import run_demo
 
-    run_demo(output, steps, budget, overwrite)
+    run_demo(output, steps, budget, device or "cpu", overwrite)
 
 
 def _precisions(names: list[PrecisionName]) -> list[Precision] | None:
@@ -522,13 +542,15 @@ def _precisions(names: list[PrecisionName]) -> list[Precision] | None:
     return None
 
 
-def _load_for(workload: str, device: str) -> Workload:
+def _load_for(workload: str, device: str | None) -> Workload:
     """Return a workload to predict for a device; for a GPU, restart in a process with fake CUDA tensors.
 
     There the workload is built under fake tensors, so that a model of any size takes no memory.
     """
     from memfit import pipeline
 
+    if device is None:
+        return _load(workload)
     target = pipeline.find_device(device)
     if pipeline.is_elsewhere(target):
         line = shim.command("memfit", *sys.argv[1:])

@@ -25,11 +25,12 @@ _FEWEST, _MOST = 6, 60
 _BUSY = 50.0  # percent of the processors in use by other programs
 
 
-def run_demo(folder: Path, steps: int | None, budget: str, overwrite: bool) -> None:
+def run_demo(folder: Path, steps: int | None, budget: str, device: str, overwrite: bool) -> None:
     """Estimate, plan, compare, train and report, showing each, in about two minutes.
 
     Args:
         steps: Optimizer updates; None for as many as take about half a minute.
+        device: A device of this machine.
 
     Raises:
         OutputError: The folder can't be written, is not empty, or another run has it.
@@ -39,11 +40,11 @@ def run_demo(folder: Path, steps: int | None, budget: str, overwrite: bool) -> N
         _one_thread_on_a_busy_machine()
         workload = byte_lm()
         with stages() as progress:
-            plain = pipeline.estimate(workload, progress=progress)
+            plain = pipeline.estimate(workload, device=device, progress=progress)
         out.print(Rule("The plain step, predicted without running it"))
-        out.print(estimate_page(plain, f"{workload.name} on cpu, 32-true"))
+        out.print(estimate_page(plain, f"{workload.name} on {device}, 32-true"))
         with stages() as progress:
-            plan = pipeline.plan(workload, budget=budget, progress=progress)
+            plan = pipeline.plan(workload, budget=budget, device=device, progress=progress)
         out.print(Rule(f"The frontier, and the plan for {budget}"))
         out.print(frontier_table(plan))
         out.print(plan_table(plan))

@@ -42,14 +42,14 @@ def _prepare() -> float:
 
 
 def plan_in_jittor(
-    name: str, budget: str, device: str, numerics: Numerics, precisions: Sequence[Precision] | None, points: int
+    name: str, budget: str, device: str | None, numerics: Numerics, precisions: Sequence[Precision] | None, points: int
 ) -> Plan:
     """Return the plan for a workload in Jittor.
 
     Raises:
         UsageError: `device` is not the one that Jittor uses.
     """
-    if device != "cpu":
+    if device not in (None, "cpu"):
         raise UsageError(
             f"--device {device} can't be given with --framework jittor, which measures on its own device: leave it out"
         )

@@ -93,9 +93,13 @@ def known_workspace_bytes() -> dict[str, int]:
 
 def cache_path() -> Path:
     """Return the path of this machine's costs, in MEMFIT_CACHE_DIR or the user's cache folder."""
-    folder = os.environ.get("MEMFIT_CACHE_DIR") or platformdirs.user_cache_dir("memfit")
     machine = f"{host_name()}-torch{torch.__version__}-{torch.get_num_threads()}threads"
-    return Path(folder) / f"costs{_MEASURING}-{machine}.json"
+    return cache_folder() / f"costs{_MEASURING}-{machine}.json"
+
+
+def cache_folder() -> Path:
+    """Return the folder of measured costs."""
+    return Path(os.environ.get("MEMFIT_CACHE_DIR") or platformdirs.user_cache_dir("memfit"))
 
 
 def _read(path: Path) -> CostTable | None:
@@ -252,7 +256,7 @@ def _run_marked(text: str, mark: str) -> tuple[float, int] | None:
     """Run a call under the profiler; return its time and the bytes of its new outputs, or None where it can't run."""
     try:
         func, args, kwargs = rebuild(text, "cpu")
-        known = {storage_key(storage) for storage in _storages((args, kwargs))}
+        known = {storage_key(storage) for storage in storages_of((args, kwargs))}
         clock = _clock()
         with torch.profiler.record_function(mark):
             started = clock()
@@ -261,11 +265,11 @@ def _run_marked(text: str, mark: str) -> tuple[float, int] | None:
     except Exception:  # an operator may be anyone's code, which may raise anything
         return None
     held = (out, args, kwargs)  # a sparse argument that is written gets new memory
-    fresh = {storage_key(storage): storage.nbytes() for storage in _storages(held)}
+    fresh = {storage_key(storage): storage.nbytes() for storage in storages_of(held)}
     return seconds, int(sum(nbytes for key, nbytes in fresh.items() if key not in known))
 
 
-def _storages(values: Any) -> list[torch.UntypedStorage]:
+def storages_of(values: Any) -> list[torch.UntypedStorage]:
     """Return the storages of the tensors among arguments or outputs."""
     tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
     return [part.untyped_storage() for tensor in tensors for part in parts(tensor)]
@@ -277,7 +281,7 @@ def _least_seconds(text: str, evicting: torch.Tensor) -> float:
     Before each, the arguments are evicted from the caches where that matters.
     """
     func, args, kwargs = rebuild(text, "cpu")
-    given = sum(storage.nbytes() for storage in _storages((args, kwargs)))
+    given = sum(storage.nbytes() for storage in storages_of((args, kwargs)))
     call = functools.partial(func, *args, **kwargs)
     clock = _clock()
     call()
@@ -329,7 +333,7 @@ def _thread_clock_is_fine() -> bool:
     return now - started < _FINE_SECONDS
 
 
-class _Count(TorchDispatchMode):
+class Count(TorchDispatchMode):
     """A dispatch mode that counts operators."""
 
     operators = 0
@@ -344,7 +348,7 @@ def _dispatch_seconds() -> float:
     layers = [torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(8)]
     model = torch.nn.Sequential(*layers)
     x = torch.ones(4, 8)
-    with _Count() as count:  # type: ignore[no-untyped-call]
+    with Count() as count:  # type: ignore[no-untyped-call]
         model(x).sum().backward()
     step = _backward_seconds(lambda: model(x)) / count.operators
     bare = measure([json.dumps({"op": "aten.add.Tensor", "args": [{"t": ["float32", [4, 8], [8, 1]]}] * 2})])

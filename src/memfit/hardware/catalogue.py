@@ -102,6 +102,10 @@ def _check(device: Device) -> None:
     """Raise ValueError where the figures of a device contradict each other."""
     if not _NAME.fullmatch(device.name) or _TAKEN.fullmatch(device.name):
         raise ValueError("a name is words of small letters and digits with '-' between them, and not 'cpu' or 'cuda'")
+    if device.kind not in ("cpu", "cuda"):
+        raise ValueError(f"kind is {device.kind!r}: devices that are not here are 'cpu' or 'cuda'")
+    if device.vendor not in ("nvidia", "amd", "cpu"):
+        raise ValueError(f"vendor is {device.vendor!r}: devices that are not here are of 'nvidia' or 'amd', or a 'cpu'")
     if (device.kind == "cpu") != (device.vendor == "cpu"):
         raise ValueError(f"kind {device.kind!r} and vendor {device.vendor!r} contradict each other")
     if device.usable_bytes > device.memory_bytes:

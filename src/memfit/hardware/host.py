@@ -14,47 +14,60 @@ import psutil
 from msgspec.structs import replace
 
 from memfit.errors import UsageError
-from memfit.hardware.catalogue import catalogue, how_to_add, look_up, match, workspace_bytes
+from memfit.hardware.catalogue import catalogue, look_up, match, workspace_bytes
 from memfit.ir.device import Device, Devices, Vendor
 
-_GPU = re.compile(r"cuda(?::(\d+))?")
+_ACCELERATOR = re.compile(r"([a-z]+)(?::(\d+))?")
+_KINDS = ("cuda", "xpu", "mps")
+"""Kinds of accelerator that PyTorch itself knows."""
+_VENDORS: dict[str, Vendor] = {"xpu": "intel", "mps": "apple"}
 _HERE = "this machine, as PyTorch shows it"
 
 
 def devices() -> Devices:
-    """Return the devices of this machine: the CPU, and the GPUs that PyTorch sees.
+    """Return the devices of this machine: the CPU, and the accelerators that PyTorch sees.
 
-    Their figures are those of the catalogue, which includes the last probe's.
+    Their figures are those of the catalogue, which includes the last probe's. Predictions for an accelerator that is
+    here need none of them: its operators are measured.
 
     Raises:
         UsageError: The user's file of devices is invalid.
     """
-    import torch
-
     known = list(catalogue().values())
-    return Devices([_cpu(known), *(_gpu(index, known) for index in range(torch.cuda.device_count()))])
+    return Devices([_cpu(known), *_accelerators(known)])
 
 
 def find_device(name: str) -> Device:
     """Return a device by name: "cpu", "cuda" or "cuda:0" of this machine, or a name of the catalogue.
 
+    "xpu", "mps" and other accelerators that this machine has go by PyTorch's name for their kind.
+
     Raises:
-        UsageError: No such device is on this machine or in the catalogue, or this machine's device has unknown rates.
+        UsageError: No such device is on this machine or in the catalogue.
     """
     wanted = name.strip().lower()
-    gpu = _GPU.fullmatch(wanted)
-    if gpu is None and wanted != "cpu":
-        return look_up(name)
+    accelerator = _ACCELERATOR.fullmatch(wanted)
+    kind = accelerator[1] if accelerator else ""
+    if wanted != "cpu" and kind not in _KINDS:
+        try:
+            return look_up(name)
+        except UsageError:
+            if kind != _current_kind():  # of another package, which PyTorch must be imported to know
+                raise
     here = {d.name: d for d in devices()}
-    device = here.get(f"cuda:{gpu[1] or 0}" if gpu else "cpu")
+    device = here.get("cpu" if wanted == "cpu" else f"{kind}:{(accelerator and accelerator[2]) or 0}")
     if device is None:
         raise UsageError(
             f"device={name!r} is not on this machine, which has {', '.join(here)}:"
             " name one of these, or a device of the catalogue (`memfit devices`)"
         )
-    if gpu and not device.bandwidth_bytes_per_second:
-        raise UsageError(f"device={name!r} is a {device.description}, which is not in the catalogue. {how_to_add()}")
     return device
+
+
+def _current_kind() -> str | None:
+    from memfit.hardware import accelerators
+
+    return accelerators.current_kind()
 
 
 def _cpu(known: Iterable[Device]) -> Device:
@@ -69,13 +82,42 @@ def _cpu(known: Iterable[Device]) -> Device:
     return Device(kind="cpu", vendor="cpu", description=cpu_model(), cores=threads, **now)
 
 
-def _gpu(index: int, known: Iterable[Device]) -> Device:
+def _accelerators(known: Iterable[Device]) -> list[Device]:
+    """Return this machine's accelerators; PyTorch has one kind of them at a time."""
     import torch
 
-    vendor: Vendor = "amd" if torch.version.hip else "nvidia"
-    free, total = torch.cuda.mem_get_info(index)
-    free += torch.cuda.memory_reserved(index)  # held by this process's allocator
-    return present_gpu(index, torch.cuda.get_device_properties(index), vendor, free, total, known)
+    from memfit.hardware import accelerators
+
+    kind = accelerators.current_kind()
+    if kind is None:
+        return []
+    module, found = torch.get_device_module(kind), []
+    for index in range(module.device_count()):
+        device = torch.device(kind, index)
+        free, total = accelerators.memory_info(device)
+        free += accelerators.reserved_bytes(device)  # held by this process's allocator
+        properties = module.get_device_properties(index) if hasattr(module, "get_device_properties") else None
+        if kind == "cuda":
+            found.append(present_gpu(index, properties, "amd" if torch.version.hip else "nvidia", free, total, known))
+        else:
+            found.append(_other_accelerator(f"{kind}:{index}", properties, free, total))
+    return found
+
+
+def _other_accelerator(name: str, properties: Any, free_bytes: int, total_bytes: int) -> Device:
+    """Return an accelerator of this machine that is no CUDA device, with what PyTorch says of it."""
+    kind = name.partition(":")[0]
+    return Device(
+        name=name,
+        kind=kind,
+        vendor=_VENDORS.get(kind, "other"),
+        description=getattr(properties, "name", kind),
+        products=(getattr(properties, "name", kind),),
+        memory_bytes=total_bytes,
+        usable_bytes=free_bytes,
+        cores=max(1, getattr(properties, "multi_processor_count", 1)),
+        sources=dict.fromkeys(("description", "memory_bytes", "usable_bytes", "cores"), _HERE),
+    )
 
 
 def present_gpu(

@@ -22,6 +22,7 @@ import torch
 from msgspec.structs import replace
 
 from memfit.errors import UsageError
+from memfit.hardware.accelerators import synchronize
 from memfit.hardware.catalogue import parse, read_text, user_file
 from memfit.hardware.host import cpu_model, devices, host_name
 from memfit.ir import codec
@@ -30,6 +31,7 @@ from memfit.ir.device import Device
 _SECONDS = 0.3  # duration of one measurement, unless one call takes longer
 _LONGEST_CALL_SECONDS = 0.5
 _MIB = 2**20
+_LINK_BYTES = 256 * _MIB
 _DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -92,7 +94,7 @@ def _steps(at: torch.device, device: Device, figures: dict[str, Any]) -> list[_M
         return [*steps, *each("vector_flops", _vector_flops)]
     if not torch.version.hip and torch.cuda.get_device_capability(at) >= (8, 0):
         steps.append(("matrix_flops", "tf32", functools.partial(_matrix_flops, at, torch.float32)))
-    return [*steps, ("link_bytes_per_second", "", functools.partial(_link, at))]
+    return [*steps, ("link_bytes_per_second", "", functools.partial(link_rate, at))]
 
 
 def _entry(device: Device, figures: dict[str, Any]) -> Device:
@@ -119,17 +121,12 @@ def _least_seconds(at: torch.device, call: Callable[[], Any]) -> float:
     """Return the shortest time of several calls, after one to warm up."""
     least, started = math.inf, time.perf_counter()
     while time.perf_counter() - started < _SECONDS or least == math.inf:
-        _wait(at)
+        synchronize(at)
         before = time.perf_counter()
         call()
-        _wait(at)
+        synchronize(at)
         least = min(least, time.perf_counter() - before)
     return least
-
-
-def _wait(at: torch.device) -> None:
-    if at.type == "cuda":
-        torch.cuda.synchronize(at)
 
 
 def _bandwidth(at: torch.device, cache_bytes: int, usable_bytes: int) -> float:
@@ -194,11 +191,14 @@ def _launch_seconds(at: torch.device) -> float:
     return _least_seconds(at, tiny) / _DISPATCHES
 
 
-def _link(at: torch.device) -> float:
-    """Return the rate of a copy of pinned memory to the device."""
-    host = torch.ones(256 * _MIB, dtype=torch.uint8, pin_memory=True)
-    there = torch.empty(host.shape, dtype=host.dtype, device=at)
-    return _rounded(host.nbytes / _least_seconds(at, lambda: there.copy_(host, non_blocking=True)))
+def link_rate(at: torch.device) -> float:
+    """Return the rate of a copy of pinned memory to the device; 0 where the device pins none, or has no room."""
+    try:
+        host = torch.ones(_LINK_BYTES, dtype=torch.uint8).pin_memory()
+        there = torch.empty(host.shape, dtype=host.dtype, device=at)
+        return _rounded(host.nbytes / _least_seconds(at, lambda: there.copy_(host, non_blocking=True)))
+    except RuntimeError:
+        return 0.0
 
 
 def _cpu_cache_bytes() -> int:

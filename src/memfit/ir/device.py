@@ -9,7 +9,7 @@ import msgspec
 from memfit.allocator.caching_allocator import AllocatorSettings
 from memfit.ir.display import Shown, ShownList
 
-Vendor = Literal["nvidia", "amd", "cpu"]
+Vendor = Literal["nvidia", "amd", "intel", "apple", "other", "cpu"]
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Bytes = Annotated[int, msgspec.Meta(ge=0)]
 Figure = Annotated[float, msgspec.Meta(ge=0)]
@@ -22,7 +22,8 @@ class Device(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     Attributes:
         name: Name for `device=`.
-        kind: PyTorch's device type; "cuda" also for ROCm builds of PyTorch.
+        kind: PyTorch's device type; "cuda" also for ROCm builds of PyTorch. The catalogue has "cpu" and "cuda"; an
+            accelerator that is here may be of any kind.
         description: Description for people.
         memory_bytes: Total memory.
         usable_bytes: Memory that PyTorch's allocator can take: without the driver's share and the context
@@ -45,7 +46,7 @@ class Device(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """
 
     name: str
-    kind: Literal["cpu", "cuda"]
+    kind: str
     vendor: Vendor
     description: str
     memory_bytes: Count
@@ -63,6 +64,11 @@ class Device(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     cublas_workspace_bytes: Bytes = 0
     allocator: AllocatorSettings = AllocatorSettings()
     sources: dict[str, str] = {}
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is the CPU or an accelerator of this machine ("cuda:0"), and not one of the catalogue."""
+        return self.name == "cpu" or ":" in self.name
 
 
 class Devices(ShownList[Device]):

@@ -28,6 +28,8 @@ class Verification(Shown, frozen=True, kw_only=True):
         gradient_difference: Relative difference of the gradients, over all parameters together.
         bitwise: Whether the loss and every gradient are equal bit for bit.
         measured_peak_bytes: Measured peak of the planned step.
+        measured_reserved_bytes: What an accelerator's allocator reserved for it at most, from an empty cache; None on
+            the CPU.
         plain_measured_peak_bytes: Measured peak of the plain step.
     """
 
@@ -41,6 +43,7 @@ class Verification(Shown, frozen=True, kw_only=True):
     gradients: list[GradientDifference]
     predicted_peak_bytes: int
     measured_peak_bytes: int
+    measured_reserved_bytes: int | None = None
     plain_measured_peak_bytes: int
     budget_bytes: int
     notes: list[str]

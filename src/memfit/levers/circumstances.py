@@ -21,8 +21,7 @@ def circumstances(workload: Workload, device: Device | None = None) -> set[str]:
         conflicts.COMPILED: is_compiled(workload),
         conflicts.SEVERAL_OPTIMIZERS: is_several,
         conflicts.FOREIGN_OPTIMIZER: not is_several and not type(optimizer).__module__.startswith("torch.optim"),
-        conflicts.NO_LINK: device is not None
-        and not (device.kind == "cuda" and device.link_bytes_per_second is not None),
+        conflicts.NO_LINK: device is not None and device.kind == "cpu",
     }
     common = {name for name, does in holds.items() if does}
     return common.union(*(lever.circumstances(workload, device) for lever in registry.LEVERS))

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from memfit.errors import PlanError, PlanMismatchError, WorkloadError
-from memfit.hardware.host import find_device
 from memfit.ir.device import Device
 from memfit.ir.plan import Levers, Plan
 from memfit.levers import registry
@@ -101,24 +100,3 @@ def check_untouched(workload: Workload) -> None:
         raise PlanError(
             f"a plan is applied to the workload already ({', '.join(applied)}): call close() on its step first"
         )
-
-
-def check_runs_here(plan: Plan, workload: Workload) -> Device:
-    """Check that a plan is for a workload, and that this version can run and measure both here; return the device.
-
-    Raises:
-        PlanMismatchError: The plan was made for another workload.
-        PlanError: It was made for another device, or a plan is applied to the workload.
-        WorkloadError: The model is not on the CPU, or holds no data.
-    """
-    device = find_device("cpu")
-    if plan.device != device.name:
-        raise PlanError(
-            f"the plan was made for device={plan.device!r}: this version runs and measures plans on the CPU only. Make"
-            " one with device='cpu', or apply this one there with memfit.apply(plan, workload)"
-        )
-    if any(p.device.type == "meta" for p in workload.model.parameters()):
-        raise WorkloadError("Workload.model holds no data: it was built under torch.device('meta'); build it without")
-    check_workload(workload, device)
-    check_plan(plan, workload)
-    return device

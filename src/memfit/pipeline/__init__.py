@@ -12,8 +12,9 @@ from memfit.pipeline._plan import load_plan, plan, save_plan
 from memfit.pipeline._probe_range import probe_range
 from memfit.pipeline._train import compare, train, write_report
 from memfit.pipeline._verify import verify
+from memfit.pipeline.placement import device_named
 from memfit.pipeline.workload_files import load_fake_workload, load_workload
-from memfit.planner.prediction import is_elsewhere
+from memfit.planner.gpu_process import is_elsewhere
 from memfit.report.registration import show_records
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "apply",
     "compare",
     "compile_backend",
+    "device_named",
     "devices",
     "estimate",
     "find_device",

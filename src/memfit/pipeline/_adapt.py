@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from memfit.batch import map_tensors
 from memfit.cost.calibrate import with_workspaces
 from memfit.errors import UsageError
+from memfit.hardware import accelerators
 from memfit.hardware.host import find_device
 from memfit.ir.plan import Plan
 from memfit.ir.simulate import simulate
@@ -25,10 +26,12 @@ from memfit.levers import registry
 from memfit.levers.conflicts import ADAPTING
 from memfit.levers.switch import Switch, candidates_of, lowered
 from memfit.pipeline._apply import join, snapshots_of, switchable
+from memfit.pipeline.placement import placed
 from memfit.planner.batch_coupling import without_coupled
 from memfit.planner.captures import Captures
 from memfit.planner.prediction import costs_of
 from memfit.solver.controller import Controller, Expected
+from memfit.training.guards.ledger import device_of
 from memfit.training.guards.limits import CpuLimit
 from memfit.training.guards.recovery import Recovery
 from memfit.training.step import Step, StepResult
@@ -72,7 +75,7 @@ def adapt(
         PlanError: Its precision is bf16-true, or its levers don't go together.
         UsageError: `limit_bytes` is not positive, or a batch, when the step is called, is larger than the workload's.
     """
-    plan = without_coupled(plan, workload)
+    plan, workload = without_coupled(plan, workload), placed(workload, plan)
     with contextlib.ExitStack() as stack:
         switch = stack.enter_context(switchable(plan, workload, limit_bytes=limit_bytes))
         adaptive = stack.enter_context(contextlib.closing(Adaptive(switch, plan, snapshots)))
@@ -145,6 +148,7 @@ class Adaptive(Recovery):
         self._base = plan
         self._switch = switch
         self._workload, self._device = switch.step.workload, find_device(plan.device)
+        self._place_of_step = device_of(switch.step)
         self._largest = shapes_of(self._workload.batch)
         self._way: Way | None = None
         self._at: list[list[Expected]] = []
@@ -157,8 +161,7 @@ class Adaptive(Recovery):
         self._bucket = min(BUCKETS - 1, int(place * BUCKETS))
         self._expected = self.expected_at(place)
         self._take(self._chosen())
-        if self._device.kind == "cuda":
-            torch.cuda.reset_peak_memory_stats()
+        accelerators.reset_peaks(self._place_of_step)
         try:
             result = super().__call__(run, batch)
         finally:
@@ -219,7 +222,7 @@ class Adaptive(Recovery):
         with self._switch.lifted():
             captures = Captures(workload, self._device)
             traces = {levers: captures(levers) for levers in dict.fromkeys(bare)}
-        if batch is self._workload.batch or self._device.kind == "cuda":
+        if batch is self._workload.batch or self._device.kind != "cpu":
             self._costs = costs_of(traces.values(), self._device)
         else:
             self._costs = with_workspaces(self._costs, traces.values())
@@ -259,8 +262,8 @@ class Adaptive(Recovery):
         return None if math.isinf(slowest) else slowest, None if fullest < 0 else int(fullest)
 
     def _peak_bytes(self) -> int | None:
-        if self._device.kind == "cuda":
-            return torch.cuda.max_memory_allocated()
+        if (peaks := accelerators.peaks(self._place_of_step)) is not None:
+            return peaks.allocated_bytes
         return self.step.limit.peak_bytes if isinstance(self.step.limit, CpuLimit) else None
 
 

@@ -18,11 +18,12 @@ from memfit.levers import registry
 from memfit.levers.conflicts import ROUNDING_RANKS
 from memfit.levers.stack import applied, check_plan, check_untouched, host_bytes_of
 from memfit.levers.switch import Switch, without_switched
+from memfit.pipeline.placement import placed
 from memfit.pipeline.predicted_snapshots import write_predicted_snapshot
 from memfit.planner.batch_coupling import without_coupled
 from memfit.training.guards.host_memory import check_host, host_needs
 from memfit.training.guards.ledger import device_of, held_tensors, live
-from memfit.training.guards.limits import CpuLimit, CudaLimit
+from memfit.training.guards.limits import AcceleratorLimit, CpuLimit
 from memfit.training.guards.rank_agreement import check_can_recover
 from memfit.training.guards.recovery import OutOfMemoryObserver, Recovery
 from memfit.training.guards.snapshots import Snapshots
@@ -43,7 +44,9 @@ def apply(
     """Return the training step that runs a plan on a workload.
 
     The workload's modules are checkpointed in place, through PyTorch's public mechanisms; `step.close()`
-    undoes it, and so does leaving the step as a context.
+    undoes it, and so does leaving the step as a context. A workload on the CPU is moved to the accelerator that the
+    plan was made for, where that is here: the model and the optimizer's state as by `model.to(device)`, which keeps
+    their tensors' identity, and tensors that `loss_fn` holds. The step takes batches that are on the CPU.
 
     Args:
         plan: A plan for this workload.
@@ -63,12 +66,13 @@ def apply(
         BudgetError: The plan offloads activations, and the host has less memory left than they may take.
         PlanError: A plan is applied to the workload already, its levers are not legal, or it cuts batches whose samples
             the loss couples.
+        WorkloadError: The model is on another device than the plan's.
         UsageError: `limit_bytes` is not positive, `process_group` is given without `recover`, the ranks have different
             plans, or the model is one whose ranks can't recover together.
     """
     if process_group is not None and not recover:
         raise UsageError("process_group= has ranks undo steps together: give recover=True too")
-    plan = without_coupled(plan, workload)
+    plan, workload = without_coupled(plan, workload), placed(workload, plan)
     with contextlib.ExitStack() as stack:
         switch = stack.enter_context(switchable(plan, workload, limit_bytes=limit_bytes))
         writer = snapshots_of(switch, snapshots)
@@ -130,11 +134,11 @@ def switchable(plan: Plan, workload: Workload, *, limit_bytes: int | None) -> It
         yield switch
 
 
-def _limit(limit_bytes: int, step: Step) -> CpuLimit | CudaLimit:
+def _limit(limit_bytes: int, step: Step) -> CpuLimit | AcceleratorLimit:
     """Return the limit of a step on the device of its parameters."""
     device = device_of(step)
     named = functools.partial(held_tensors, step)
-    if device.type == "cuda":
-        return CudaLimit(limit_bytes, named, device)
+    if device.type != "cpu":
+        return AcceleratorLimit(limit_bytes, named, device)
     inside = known_workspace_bytes()
     return CpuLimit(limit_bytes, named, lambda text: inside.get(text, 0), Accumulation().engine_operator)

@@ -17,9 +17,10 @@ from memfit.ir.device import Device
 from memfit.ir.plan import Levers, Precision, Prediction
 from memfit.ir.trace import Trace
 from memfit.levers.stack import check_workload
+from memfit.pipeline.placement import device_named
 from memfit.planner import gpu_process
 from memfit.planner.captures import BENCHMARK_ERROR, capture_plain
-from memfit.planner.prediction import Progress, check_precision, costs_of, is_elsewhere, predict, silent
+from memfit.planner.prediction import Progress, check_precision, costs_of, predict, silent
 from memfit.planner.readings import readings_to_send
 from memfit.report.chrome_trace import write_chrome_trace
 from memfit.report.memory_snapshot import write_snapshot
@@ -34,7 +35,7 @@ from memfit.workload import Workload, precision_label, samples_of, tokens_per_sa
 def estimate(
     workload: Workload,
     *,
-    device: str = "cpu",
+    device: str | None = None,
     precision: Precision | Literal["auto"] = "32-true",
     microbatch_size: int | None = None,
     world_size: int = 1,
@@ -50,7 +51,8 @@ def estimate(
 
     Args:
         workload: The user's workload; nothing of it is changed.
-        device: The device's name: "cpu", "cuda", or one of the catalogue (`memfit devices` shows it).
+        device: The device's name: "cpu", "cuda", or one of the catalogue (`memfit devices` shows it); None for the one
+            that the model is on.
         precision: Of the step; "auto" takes the mixed one that the device is made for.
         microbatch_size: Samples in one forward and backward pass; None for the whole batch.
         world_size: Ranks that train together (≥ 1); the batch is that of one of them, and so is the prediction.
@@ -66,6 +68,7 @@ def estimate(
         CaptureError: The step can't be captured.
     """
     check_supported(workload)
+    device = device_named(device, workload)
     found = find_device(device)
     if precision == "auto":
         precision = precisions(found)[-1]
@@ -77,7 +80,7 @@ def estimate(
     for path in (snapshot, chrome_trace):
         if path is not None:
             codec.check_writable(path)
-    if is_elsewhere(found):
+    if gpu_process.is_elsewhere(found):
         options = {
             "device": device,
             "precision": precision,
@@ -99,7 +102,7 @@ def estimate(
         costs = replace(costs, peak_error=costs.peak_error + BENCHMARK_ERROR)
     if world_size > 1:
         trace = _sharded(trace, Sharding(world_size=world_size, mode=sharding), found)
-        costs = costs_of([trace], found) if found.kind == "cuda" else costs
+        costs = costs_of([trace], found) if found.kind != "cpu" else costs
     if (label := precision_label(workload, precision)) != precision:
         note = f"the model is not in fp32, so precision={precision!r} runs it as it was built: {label}"
         trace = replace(trace, notes=[*trace.notes, note])

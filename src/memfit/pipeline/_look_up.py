@@ -11,7 +11,7 @@ from memfit.levers.stack import check_plan, check_workload
 from memfit.levers.switch import at_point
 from memfit.planner import gpu_process
 from memfit.planner.captures import capture_levers
-from memfit.planner.prediction import Progress, costs_of, is_elsewhere, predict, silent
+from memfit.planner.prediction import Progress, costs_of, predict, silent
 from memfit.report.notebook_progress import stages, with_bars
 from memfit.units import format_bytes, read_budget
 from memfit.workload import Workload, tokens_per_sample
@@ -45,7 +45,7 @@ def _looked_up(workload: Workload, *, plan: Plan, budget: int | float | str, pro
     plain_bytes = plan.plain.peak_reserved_bytes or plan.plain.peak_bytes
     budget_bytes = asked.nbytes(device_bytes=device.usable_bytes, plain_bytes=plain_bytes)
     check_plan(plan, workload)
-    if is_elsewhere(device):
+    if gpu_process.is_elsewhere(device):
         return gpu_process.call(_looked_up, workload, {"plan": plan, "budget": budget}, progress)
     check_workload(workload, device)
     allowed = NUMERICS[: NUMERICS.index(plan.allowed) + 1]

@@ -16,9 +16,10 @@ from memfit.levers.activation_offload import ACTIVATION_OFFLOAD
 from memfit.levers.circumstances import circumstances
 from memfit.levers.microbatches import microbatch_sizes
 from memfit.levers.stack import check_workload
+from memfit.pipeline.placement import device_named
 from memfit.planner import gpu_process
 from memfit.planner.assembly import Request, assemble
-from memfit.planner.prediction import Progress, check_precision, is_elsewhere, silent
+from memfit.planner.prediction import Progress, check_precision, silent
 from memfit.planner.readings import readings_to_send
 from memfit.report.notebook_progress import stages, with_bars
 from memfit.training.refusals import check_supported
@@ -31,7 +32,7 @@ def plan(
     workload: Workload,
     *,
     budget: int | float | str,
-    device: str = "cpu",
+    device: str | None = None,
     numerics: Numerics = "reordered",
     precisions: Sequence[Precision] | None = None,
     optimizers: Sequence[OptimizerLever] | None = None,
@@ -51,8 +52,8 @@ def plan(
         workload: The user's workload; nothing of it is changed.
         budget: Bytes, a string with a unit ("1.5GiB"), or a share of the device's memory ("90%") or of the plain
             step's peak ("0.5x").
-        device: The device's name: "cpu", "cuda", or one of the catalogue. For a GPU the budget is held
-            against what the allocator reserves, and the frontier's peaks are live bytes.
+        device: The device's name: "cpu", "cuda", or one of the catalogue; None for the one that the model is on. For a
+            GPU the budget is held against what the allocator reserves, and the frontier's peaks are live bytes.
         numerics: How far the numbers may change: "exact", "reordered", "reduced" or "changed".
         precisions: Precisions to search; None for "32-true" and the mixed one that the device is made
             for; "tf32" and "bf16-true" only when asked for. Those that `numerics` does not allow are solved for
@@ -72,6 +73,7 @@ def plan(
         CaptureError: The step can't be captured.
     """
     check_supported(workload)
+    device = device_named(device, workload)
     found = find_device(device)
     asked = read_budget(budget)
     if numerics not in NUMERICS:
@@ -92,7 +94,7 @@ def plan(
         raise UsageError(
             f"precisions={list(searched)} are not allowed by numerics={numerics!r}: allow numerics='reduced'"
         )
-    if is_elsewhere(found):
+    if gpu_process.is_elsewhere(found):
         options = {
             "budget": budget,
             "device": device,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import statistics
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,16 +15,18 @@ import torch
 from memfit.capture.fake_workload import nothing_changes, real_copy
 from memfit.capture.measured_peak import measure_peak_bytes
 from memfit.errors import UsageError
+from memfit.hardware.accelerators import synchronize
 from memfit.hardware.host import find_device, free_bytes
 from memfit.ir import codec
 from memfit.ir.module_table import module_table
 from memfit.ir.plan import Levers, Plan
 from memfit.ir.run_record import Comparison, RunRecord, Views
 from memfit.ir.simulate import simulate
-from memfit.levers.stack import applied, check_plan, check_runs_here, host_bytes_of
+from memfit.levers.stack import applied, check_plan, host_bytes_of
 from memfit.pipeline._adapt import adapt
 from memfit.pipeline._apply import apply
-from memfit.planner.captures import capture_levers
+from memfit.pipeline.placement import check_runs_here, place_of, placed
+from memfit.planner.captures import capture_each
 from memfit.planner.prediction import costs_of
 from memfit.report.html import write as write_html
 from memfit.report.notebook import ReportFile
@@ -43,8 +46,7 @@ def views(plan: Plan, workload: Workload, comparison: Comparison | None = None) 
     """Return what a report draws: the predicted timelines of the plain and the planned step, and the modules."""
     check_plan(plan, workload)
     device = find_device(plan.device)
-    plain = capture_levers(workload, Levers(microbatch_size=plan.batch_size), device)
-    planned = capture_levers(workload, plan.levers, device)
+    plain, planned = capture_each(workload, [Levers(microbatch_size=plan.batch_size), plan.levers], device)
     costs = costs_of([plain, planned], device)
     return Views(
         plain=simulate(plain, costs),
@@ -77,10 +79,10 @@ def compare(
         steps: Steps of each (≥ 2).
         progress: Called with how many steps are done, of how many; by default bars in a notebook.
     """
-    check_runs_here(plan, workload)
+    place = check_runs_here(plan, workload)
     batches = first_batches(workload, steps)
     with nothing_changes(workload):
-        both = [real_copy(workload), real_copy(workload)]
+        both = [real_copy(workload, place), real_copy(workload, place)]
         with (
             applied(Levers(microbatch_size=plan.batch_size), both[0]) as plain,
             applied(plan.levers, both[1]) as planned,
@@ -130,10 +132,11 @@ def _interleave(
     for index, batch in enumerate(batches):
         for which, step in enumerate(steps):
             torch.manual_seed(index)
-            result = step(batch)
-            losses[which].append(result.loss)
+            started = time.perf_counter()
+            losses[which].append(step(batch).loss)
+            synchronize(place_of(step.workload))  # or the next step would wait for this one's update
             if index > 0 or len(batches) == 1:
-                seconds[which].append(result.seconds)
+                seconds[which].append(time.perf_counter() - started)
         if progress is not None:
             progress(index + 1, len(batches))
     return losses, seconds
@@ -173,8 +176,10 @@ def train(
 ) -> RunRecord:
     """Train a workload with a plan; the run's folder then holds all that `write_report` needs.
 
-    The workload's own model and optimizer are trained. For arguments not named here see `Trainer`. On SIGTERM a
-    checkpoint is written after the step at hand, and SystemExit raised with status 75: run it again, with `resume`.
+    The workload's own model and optimizer are trained, on the device that the plan was made for: what is on the CPU is
+    moved there (`memfit.apply`), and so is each batch; `Workload.evaluate` must move its own data. For arguments not
+    named here see `Trainer`. On SIGTERM a checkpoint is written after the step at hand, and SystemExit raised with
+    status 75: run it again, with `resume`.
 
     Args:
         plan: The plan.
@@ -202,6 +207,7 @@ def train(
     """
     folder = Path(out)
     check_runs_here(plan, workload)
+    workload = placed(workload, plan)
     with held_folder(folder, overwrite=overwrite, resume=resume):
         host_bytes = None if host_budget is None else parse_budget(host_budget, free_bytes(), "host_budget")
         recovers = recover or adaptive

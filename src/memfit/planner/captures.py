@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 from msgspec.structs import replace
@@ -17,7 +17,8 @@ from memfit.ir.plan import Levers
 from memfit.ir.trace import Trace
 from memfit.levers import registry
 from memfit.levers.stack import applied, described
-from memfit.planner.readings import DataRuns
+from memfit.planner import gpu_process
+from memfit.planner.readings import DataRuns, readings_to_send
 from memfit.workload import Loop, StepProgram, Workload, samples_of
 
 BENCHMARK_ERROR = 0.15
@@ -31,7 +32,28 @@ def capture_levers(workload: Workload, levers: Levers, device: Device, data: Dat
 
     `data` has what the step reads with data; without it the step runs with data where that is asked.
     """
-    return _captured(workload, levers, device, data or DataRuns(workload))
+    return capture_each(workload, [levers], device, data)[0]
+
+
+def capture_each(
+    workload: Workload, levers: Sequence[Levers], device: Device, data: DataRuns | None = None
+) -> list[Trace]:
+    """Return the traces of a workload's step with some levers each, as `capture_levers` does.
+
+    For a GPU they are captured in a process with fake CUDA, where this one has none.
+    """
+    if gpu_process.is_elsewhere(device):
+        readings = readings_to_send(workload, sorted({each.microbatch_size for each in levers}))
+        options = {"levers": list(levers), "device": device}
+        return gpu_process.call(_captured_there, workload, options, lambda *_: None, readings)
+    data = data or DataRuns(workload)
+    return [_captured(workload, each, device, data) for each in levers]
+
+
+def _captured_there(
+    workload: Workload, *, levers: list[Levers], device: Device, progress: gpu_process.Progress
+) -> list[Trace]:
+    return capture_each(workload, levers, device)
 
 
 def capture_plain(workload: Workload, levers: Levers, device: Device) -> Trace:
@@ -56,6 +78,8 @@ class Captures:
 
     def __call__(self, levers: Levers) -> Trace:
         """Return the trace of the step with levers applied, as `capture_levers` does."""
+        if gpu_process.is_elsewhere(self.device):
+            return capture_levers(self.workload, levers, self.device, self.data)
         as_before = not any(lever.changes_state(levers) for lever in registry.used(levers, samples_of(self.workload)))
         if as_before and self._warm is not None:
             try:

@@ -7,11 +7,18 @@ from typing import Any, TypeVar
 
 from memfit.capture.control_flow import Readings
 from memfit.capture.transport import packed
-from memfit.fake_gpu import process
+from memfit.fake_gpu import process, shim
+from memfit.fake_gpu.process import Progress as Progress  # re-exported: what functions called there take
+from memfit.ir.device import Device
 from memfit.planner.readings import receive
 from memfit.workload import Workload
 
 T = TypeVar("T")
+
+
+def is_elsewhere(device: Device) -> bool:
+    """Tell whether another process must predict for a device, since fake CUDA tensors work there and not here."""
+    return device.kind == "cuda" and not shim.is_loaded() and shim.why_not() is None
 
 
 def call(

@@ -8,6 +8,7 @@ from typing import get_args
 from msgspec.structs import replace
 
 from memfit.allocator.replay import AllocationEvent, replay
+from memfit.cost.accelerator_costs import measured_costs
 from memfit.cost.calibrate import calibrate
 from memfit.cost.roofline import roofline
 from memfit.errors import UsageError
@@ -27,6 +28,8 @@ from memfit.levers.circumstances import circumstances
 from memfit.workload import Workload
 
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+_CACHING = ("cuda", "xpu")
+"""Kinds of device with the caching allocator that is simulated (`c10/cuda`, and `c10/xpu` after it)."""
 _FALLBACK_ERROR = 0.25  # of a GPU's peak predicted from the CPU's program: 8 % was seen on a small GPT
 
 Progress = Callable[[str, int, int], None]
@@ -37,19 +40,16 @@ def silent(stage: str, done: int, total: int) -> None:
     """Report nothing."""
 
 
-def is_elsewhere(device: Device) -> bool:
-    """Tell whether another process must predict for a device, since fake CUDA tensors work there and not here."""
-    return device.kind == "cuda" and not shim.is_loaded() and shim.why_not() is None
-
-
 def costs_of(traces: Iterable[Trace], device: Device, progress: Callable[[int, int], None] | None = None) -> CostTable:
-    """Return what the operators of some traces cost: measured on the CPU at hand, modelled for a GPU.
+    """Return what the operators of some traces cost: measured on a device that is here, modelled for others.
 
     Traces in TF32 have the operators of those in fp32, and cost less: they need a table of their own.
     """
     if device.kind == "cpu":
         return calibrate(traces, progress)
     traces = list(traces)
+    if device.is_here:
+        return measured_costs(traces, device, progress, matmul=_matmul(traces))
     costs = roofline(traces, device, matmul=_matmul(traces))
     return costs if shim.is_loaded() else replace(costs, peak_error=_FALLBACK_ERROR)
 
@@ -65,12 +65,14 @@ def predict(
     timeline = simulate(trace, costs)
     allocated, reserved, by_category = timeline.peak_bytes, None, timeline.at_peak()
     retries = None
-    if device.kind == "cuda":
+    if device.kind != "cpu":
         events = allocations(trace, costs)
         report = replay(events, device.allocator, total_bytes=device.memory_bytes)
-        allocated, reserved = report.peak_allocated_bytes, report.peak_reserved_bytes
+        allocated = report.peak_allocated_bytes
         by_category["rounding"] = allocated - timeline.peak_bytes
-        retries = _retries(events, device) if reserved > device.usable_bytes else 0
+        if device.kind in _CACHING:
+            reserved = report.peak_reserved_bytes
+            retries = _retries(events, device) if reserved > device.usable_bytes else 0
     prediction = Prediction(
         peak_bytes=allocated,
         peak_reserved_bytes=reserved,

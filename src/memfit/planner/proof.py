@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from memfit.capture.fake_workload import nothing_changes, real_copy
 from memfit.hardware.host import free_bytes
 from memfit.held_state import generators_of
@@ -25,6 +27,8 @@ def why_not_here(workload: Workload, device: Device, plain: Prediction, step_sec
     free = free_bytes()
     if isinstance(workload, LoopWorkload):
         return "the loop's own step, which takes no more memory for it"
+    if device.is_here and device.kind != "cpu":
+        return f"it runs on {device.name}"
     if device.kind != "cpu":
         return f"planned for {device.name}, which computes otherwise than this machine's CPU"
     if not has_data(workload):
@@ -36,24 +40,25 @@ def why_not_here(workload: Workload, device: Device, plain: Prediction, step_sec
     return ""
 
 
-def differences(workload: Workload, levers: Levers) -> Differences:
+def differences(workload: Workload, levers: Levers, place: torch.device | None = None) -> Differences:
     """Return what makes something else when it is recomputed than the forward pass did, by its modules.
 
     Runs one forward and backward pass with data, on a copy of the workload, and compares every tensor that is
-    recomputed with the one that autograd saved, bit by bit.
+    recomputed with the one that autograd saved, bit by bit. The copy is on the device `place`; None for the
+    workload's own.
     """
     with nothing_changes(workload):
-        copied = real_copy(workload)
+        copied = real_copy(workload, place)
         held = foreign_generators(generators_of(copied.model.modules()))  # those in globals are no part of the copy
         with preserved(held), applied(levers, copied) as step, probing() as found:
             step.gradients(copied.batch)
     return found
 
 
-def probe_regions(workload: Workload, levers: Levers) -> dict[Region, str]:
+def probe_regions(workload: Workload, levers: Levers, place: torch.device | None = None) -> dict[Region, str]:
     """Return the regions whose recomputation makes something else than the forward pass did, and what differs."""
     named = {region.modules: region for region in levers.regions}
     return {
         named.get(modules, Region(modules)): f"{error.module}, run again, does something else ({error.how})"
-        for modules, error in differences(workload, levers).items()
+        for modules, error in differences(workload, levers, place).items()
     }

@@ -160,7 +160,7 @@ class BatchStream:
 
     def _make_ahead(self) -> tuple[Any, Any]:
         batch, own = self._make()
-        return (pinned(batch) if self._device.type == "cuda" else batch), own
+        return (batch if self._device.type == "cpu" else pinned(batch)), own
 
     def _check_draws(self, before: dict[str, Any]) -> None:
         """Raise WorkloadError if a batch other than an iterator's first drew from the global generators."""

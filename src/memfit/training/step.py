@@ -23,7 +23,10 @@ from memfit.training.guards.rank_agreement import SingleProcess
 from memfit.training.loss_scaling import LossScaler
 from memfit.training.nonfinite import FirstNotFinite, watching
 from memfit.training.optimizers import parameters_of
-from memfit.workload import Workload, part_of, samples_of
+from memfit.training.prefetch import on_device
+from memfit.workload import Workload, part_of, samples_of, tensors_of
+
+_CPU = torch.device("cpu")
 
 
 class InBackward(Protocol):
@@ -199,6 +202,7 @@ class Step:
 
     def _once(self, batch: Any) -> StepResult:
         started = time.perf_counter()
+        batch = self._arrived(batch)
         proving = self.options.proving
         if proving is not None and self.options.in_backward is not None:
             with self._within(batch), proving():
@@ -217,6 +221,7 @@ class Step:
 
     def gradients(self, batch: Any) -> tuple[float, dict[str, torch.Tensor]]:
         """Return the loss and the unclipped gradient of every parameter by FQN, and update nothing."""
+        batch = self._arrived(batch)
         parameters = self.parameters()
         _clear(parameters)
         try:
@@ -228,6 +233,13 @@ class Step:
             return loss, {name: _copy(p.grad) for name, p in self.named_owners() if p.grad is not None}
         finally:
             _clear(parameters)
+
+    def _arrived(self, batch: Any) -> Any:
+        """Return a batch on the model's accelerator, where all of it was left on the CPU."""
+        place = next((p.device for p in self.workload.model.parameters()), _CPU)
+        if place.type == "cpu" or any(tensor.device.type != "cpu" for tensor in tensors_of(batch)):
+            return batch
+        return on_device(batch, place)
 
     # What a step consists of
 

@@ -16,7 +16,7 @@ from memfit.capture.measured_peak import measure_peak_bytes
 from memfit.errors import MemoryLimitError, UsageError
 from memfit.hardware.cpu_allocations import allocated
 from memfit.ir.plan import Plan
-from memfit.training.guards.limits import CpuLimit, CudaLimit, has_room
+from memfit.training.guards.limits import AcceleratorLimit, CpuLimit, has_room
 from tests.models import BUILDERS, LARGE
 
 CPU = torch.device("cpu")
@@ -137,7 +137,7 @@ def test_on_a_gpu_the_allocator_keeps_the_limit(monkeypatch: pytest.MonkeyPatch)
     )
     monkeypatch.setattr(torch, "cuda", cuda)
     weight = torch.empty(50)
-    limit = CudaLimit(400, lambda batch: {"parameters": [weight], "inputs": [batch]}, torch.device("cuda", 0))
+    limit = AcceleratorLimit(400, lambda batch: {"parameters": [weight], "inputs": [batch]}, torch.device("cuda", 0))
 
     @contextlib.contextmanager
     def failing(error: Exception) -> Iterator[None]:

@@ -12,6 +12,7 @@ import psutil
 import torch
 
 from memfit.errors import UsageError
+from memfit.hardware import accelerators
 from memfit.hardware.host import free_bytes
 from memfit.training.guards.limits import CpuLimit, held_by_category
 from memfit.training.optimizers import parameters_of, state_of
@@ -151,9 +152,8 @@ def device_of(step: Step) -> torch.device:
 
 
 def allocation_retries(step: Step) -> int | None:
-    """Return how often the allocator of a step's GPU released its cache and retried; None on the CPU."""
-    device = device_of(step)
-    return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0)) if device.type == "cuda" else None
+    """Return how often the allocator of a step's accelerator released its cache and retried; None on the CPU."""
+    return accelerators.allocation_retries(device_of(step))
 
 
 def held_tensors(step: Step, batch: Any) -> dict[str, list[torch.Tensor]]:
@@ -178,8 +178,7 @@ def _grouped(by_category: Mapping[str, int]) -> dict[str, int]:
 
 def _measured(step: Step, device: torch.device) -> tuple[int | None, int | None, int | None]:
     """Return peak allocated, peak reserved, and allocation retries; None for unknown ones."""
-    if device.type == "cuda":
-        peaks = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    if (peaks := accelerators.peaks(device)) is not None:
         return *peaks, allocation_retries(step)
     return (step.limit.peak_bytes or None if isinstance(step.limit, CpuLimit) else None), None, None
 

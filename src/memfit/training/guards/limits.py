@@ -1,9 +1,9 @@
 """Limits on the bytes of a step, which fail before they are exceeded; and a check for free memory.
 
-On GPUs PyTorch's allocator keeps the limit itself. Its allocator for the CPU can't, and the operating system counts
-something else: `RLIMIT_AS` limits address space, which the C library keeps after tensors are freed. So on the CPU a
-dispatch mode adds up the storages alive, and the new bytes of each operator, known since its first call with arguments
-of these shapes.
+On accelerators PyTorch's allocator keeps the limit itself. Its allocator for the CPU can't, and the operating system
+counts something else: `RLIMIT_AS` limits address space, which the C library keeps after tensors are freed. So on the
+CPU a dispatch mode adds up the storages alive, and the new bytes of each operator, known since its first call with
+arguments of these shapes.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from memfit._torch.pytree import tree_leaves, tree_map
 from memfit._torch.tensors import storage_key_of
 from memfit.batch import tensors_of
 from memfit.errors import MemoryLimitError
+from memfit.hardware import accelerators
 from memfit.hardware.out_of_memory import allocations_can_fail, out_of_memory
 from memfit.signature import signature
 from memfit.units import format_bytes
@@ -144,36 +145,38 @@ class CpuLimit(TorchDispatchMode):
         return needed
 
 
-class CudaLimit:
-    """A limit on a GPU, kept by PyTorch's allocator. Enter it around every step.
+class AcceleratorLimit:
+    """A limit on an accelerator, kept by PyTorch's allocator. Enter it around every step.
 
-    It counts the bytes that the allocator reserves, which it takes from the GPU.
+    It counts the bytes that the allocator reserves, which it takes from the device.
+
+    Raises:
+        UsageError: PyTorch can't limit a device of this kind.
     """
 
     def __init__(self, limit_bytes: int, named: Named, device: torch.device) -> None:
         self.limit_bytes, self.device = limit_bytes, device
-        self._named = named
+        self._named, self._fraction = named, accelerators.MemoryFraction(device)
         self._batch: Any = None
         self._before = 1.0
 
-    def __call__(self, batch: Any) -> CudaLimit:
+    def __call__(self, batch: Any) -> AcceleratorLimit:
         """Return this limit, to be entered around a step on a batch."""
         self._batch = batch
         return self
 
-    def __enter__(self) -> CudaLimit:
-        self._before = torch.cuda.get_per_process_memory_fraction(self.device)
-        total_bytes = torch.cuda.mem_get_info(self.device)[1]
-        torch.cuda.set_per_process_memory_fraction(min(self._before, self.limit_bytes / total_bytes), self.device)
+    def __enter__(self) -> AcceleratorLimit:
+        self._before = self._fraction.get()
+        self._fraction.set(min(self._before, self.limit_bytes / self._fraction.total_bytes))
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        torch.cuda.set_per_process_memory_fraction(self._before, self.device)
+        self._fraction.set(self._before)
         batch, self._batch = self._batch, None
         record = None if error is None else out_of_memory(error)
         if record is None or record.kind != "allocator":
             return
-        held_bytes, named = torch.cuda.memory_allocated(self.device), self._named(batch)
+        held_bytes, named = accelerators.allocated_bytes(self.device), self._named(batch)
         raise _limit_error(self.limit_bytes, held_bytes, record.requested_bytes or 0, named, "an operator") from error
 
 
@@ -252,10 +255,8 @@ def has_room(wanted_bytes: int, device: torch.device) -> bool:
         if CpuLimit.active is not None and wanted_bytes > CpuLimit.active.room_bytes:
             return False
         return not allocations_can_fail() or _can_take(wanted_bytes, device)
-    if device.type == "cuda":
-        cached_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        if cached_bytes > 2 * wanted_bytes:  # twice, since cached memory may be fragmented
-            return True
+    if accelerators.cached_bytes(device) > 2 * wanted_bytes:  # twice, since cached memory may be fragmented
+        return True
     return _can_take(wanted_bytes, device)
 
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import torch
 from torch.distributed import ProcessGroup
 
 from memfit.errors import MemfitError, OutOfMemoryError
+from memfit.hardware import accelerators
 from memfit.hardware.out_of_memory import OutOfMemory, out_of_memory
 from memfit.ir.plan import Plan, uses_text
 from memfit.training.guards.rank_agreement import PeerError, Ranks
@@ -29,7 +29,7 @@ class OutOfMemoryEvent:
     """A step that ran out of memory and was undone.
 
     Attributes:
-        held_bytes: Bytes that tensors on GPUs still held afterwards, beyond those before the step.
+        held_bytes: Bytes that tensors on accelerators still held afterwards, beyond those before the step.
         lower: The plan under which the batch was run next; None where there was none.
         snapshot: Text on the memory snapshot; "" where none was requested.
     """
@@ -142,7 +142,7 @@ class Recovery(OutOfMemoryObserver):
             OutOfMemoryError: No lower plan is left, or the optimizer had begun to change the weights.
             MemfitError: Another rank failed otherwise. Nothing was updated.
         """
-        before_bytes = _held_bytes()
+        before_bytes = accelerators.held_bytes()
         for attempt in range(self._retries + 1):
             outcome = self._attempt(run, batch)
             if isinstance(outcome, StepResult):
@@ -156,7 +156,7 @@ class Recovery(OutOfMemoryObserver):
             snapshot = "" if outcome.kind == "another rank" else self._write_snapshot(batch)
             lowered = self._lower(plan) if is_restored and attempt < self._retries else None
             lowered = lowered if self._ranks.all(lowered is not None) else None
-            held_bytes = max(0, _held_bytes() - before_bytes)
+            held_bytes = max(0, accelerators.held_bytes() - before_bytes)
             self.events.append(OutOfMemoryEvent(self.step.steps + 1, outcome, held_bytes, plan, lowered, snapshot))
             if lowered is None:
                 raise self._error(outcome, attempt, is_torn=not is_restored)
@@ -206,12 +206,4 @@ class Recovery(OutOfMemoryObserver):
 def _release() -> None:
     """Free reference cycles, and release the allocator's cache to the device."""
     gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
-
-
-def _held_bytes() -> int:
-    """Return the bytes that tensors hold on the GPUs."""
-    if not torch.cuda.is_initialized():
-        return 0
-    return sum(torch.cuda.memory_allocated(i) for i in range(torch.cuda.device_count()))
+    accelerators.release_cache()

@@ -1,0 +1,270 @@
+"""Costs of operators on an accelerator that is here: measured there for each distinct call, and cached.
+
+Times are by the device's own events, over calls in a row; workspaces by the allocator's own peak around one call, once
+libraries have made their handles. CUDA is measured in a process of its own, so that neither the user's statistics nor
+a process with fake CUDA are touched. A call that can't be run there is modelled (`memfit.cost.roofline`) where the
+device's rates are known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from msgspec.structs import replace
+
+from memfit.cost.calibrate import cache_folder, storages_of
+from memfit.cost.roofline import PEAK_ERROR, PEAK_ERROR_CONVOLUTIONS, check_figures, floor_seconds, roofline
+from memfit.cost.workspaces import resident_bytes
+from memfit.errors import CaptureError, OutputError, PlanError, UsageError
+from memfit.hardware.accelerators import allocated_bytes, peaks, reset_peaks, stopwatch, synchronize
+from memfit.hardware.measurement import link_rate
+from memfit.ir import codec
+from memfit.ir.device import Device
+from memfit.ir.flops import Matmul
+from memfit.ir.offload import COPY_IN, COPY_OUT
+from memfit.ir.operator_classes import CONVOLUTIONS, operator_class
+from memfit.ir.operator_costs import CostTable, OpCost
+from memfit.ir.trace import Trace
+from memfit.signature import rebuild
+
+STEP_ERROR = 0.2
+_MEASURING = 1  # version of the measurement, in the cache's name
+_BLOCK_BYTES = 512  # to which allocators round
+_SECONDS, _BATCHES, _MOST_CALLS = 0.005, 3, 100
+_TINY_STEPS = 20
+_DRIVER = Path("/proc/driver/nvidia/version")
+
+Progress = Callable[[int, int], None]
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """The figures of an accelerator's operators.
+
+    Attributes:
+        ops: Seconds and workspace bytes by signature; without calls that can't be run there.
+        launch_seconds: Time from one operator to the next in a step of tiny modules.
+        checkpoint_seconds: Overhead of a checkpointed call.
+        link_bytes_per_second: Bandwidth of copies of pinned memory; 0 where there is none.
+    """
+
+    ops: dict[str, tuple[float, int]] = {}
+    launch_seconds: float = 0.0
+    checkpoint_seconds: float = 0.0
+    link_bytes_per_second: float = 0.0
+
+
+def measured_costs(
+    traces: Iterable[Trace], device: Device, progress: Progress | None = None, *, matmul: Matmul = "highest"
+) -> CostTable:
+    """Return the costs of the operators of some traces on an accelerator of this machine.
+
+    Args:
+        traces: Captured for this device.
+        device: One for which `Device.is_here`.
+        progress: Told how many of the calls are measured.
+        matmul: Whether products of float32 may run as TF32 ("high").
+
+    Raises:
+        CaptureError: The process that measures ended without a result.
+    """
+    traces = list(traces)
+    path = cache_path(device, matmul)
+    known = _read(path)
+    wanted = dict.fromkeys(s for trace in traces for s in trace.signatures)
+    missing = [text for text in wanted if text not in known.ops and _name(text) not in (COPY_IN, COPY_OUT)]
+    if missing or not known.launch_seconds:
+        found = _measure(missing, device, matmul, progress)
+        known = replace(found, ops={**known.ops, **found.ops})
+        with contextlib.suppress(OutputError):  # without a cache, the next run measures again
+            codec.write_atomic(path, codec.encode(known))
+    return _table(traces, replace(device, launch_seconds=known.launch_seconds), known, matmul)
+
+
+def _table(traces: list[Trace], device: Device, known: Measured, matmul: Matmul) -> CostTable:
+    """Return measured costs, with modelled ones for calls that could not be run."""
+    modelled = _modelled(traces, device, matmul)
+    ops: dict[str, OpCost] = {}
+    for trace in traces:
+        for op in trace.ops:
+            text = trace.signatures[op.signature]
+            if text in ops:
+                continue
+            if op.name in (COPY_IN, COPY_OUT):
+                ops[text] = OpCost(_copy_seconds(text, known.link_bytes_per_second), 0, True)
+            elif text in known.ops:
+                seconds, nbytes = known.ops[text]
+                floor = floor_seconds(op.name, text, trace.works[op.signature], device)
+                ops[text] = OpCost(max(seconds, floor), nbytes, True)
+            else:
+                ops[text] = modelled.get(text, OpCost(known.launch_seconds, 0, False))
+    convolves = any(operator_class(op.name) == CONVOLUTIONS for trace in traces for op in trace.ops)
+    return CostTable(
+        device=device.name,
+        torch_version=str(torch.__version__),
+        threads=0,
+        ops=ops,
+        dispatch_seconds=0.0,  # within each operator's time, as the accelerator works on while the host dispatches
+        checkpoint_seconds=known.checkpoint_seconds,
+        selective_op_seconds=0.0,
+        # Those of modelled GPUs, until measured steps on a card say otherwise.
+        peak_error=PEAK_ERROR_CONVOLUTIONS if convolves else PEAK_ERROR,
+        step_error=STEP_ERROR,
+        resident_workspace_bytes=max((resident_bytes(trace, device) for trace in traces), default=0),
+        link_bytes_per_second=known.link_bytes_per_second,
+    )
+
+
+def _modelled(traces: list[Trace], device: Device, matmul: Matmul) -> dict[str, OpCost]:
+    try:
+        check_figures(device)
+    except UsageError:  # a card that the catalogue does not know
+        return {}
+    return roofline(traces, device, matmul=matmul).ops
+
+
+def _name(signature: str) -> str:
+    return str(json.loads(signature)["op"])
+
+
+def _copy_seconds(signature: str, rate: float) -> float:
+    """Return the time of a copy between host and device."""
+    _, args, kwargs = rebuild(signature, "meta")
+    nbytes = max((storage.nbytes() for storage in storages_of((args, kwargs))), default=0)
+    return nbytes / rate if rate else 0.0
+
+
+def cache_path(device: Device, matmul: Matmul) -> Path:
+    """Return the path of a device's costs: by product, driver, PyTorch, and how it multiplies float32."""
+    try:
+        driver = re.search(r"\d+\.\d+[.\d]*", _DRIVER.read_text())
+    except OSError:
+        driver = None
+    name = f"{device.description}-{driver[0] if driver else device.kind}-torch{torch.__version__}-{matmul}"
+    return cache_folder() / f"accelerator_costs{_MEASURING}-{re.sub(r'[^A-Za-z0-9.+]+', '-', name)}.json"
+
+
+def _read(path: Path) -> Measured:
+    with contextlib.suppress(PlanError):
+        return codec.read(path, Measured) if path.exists() else Measured()
+    return Measured()
+
+
+def _measure(signatures: list[str], device: Device, matmul: Matmul, progress: Progress | None) -> Measured:
+    if device.kind != "cuda":
+        return measure(signatures, torch.device(device.name), matmul, progress)
+    asked = json.dumps({"signatures": signatures, "device": device.name, "matmul": matmul})
+    line = [sys.executable, "-c", "from memfit.cost import accelerator_costs; accelerator_costs._measure_from_stdin()"]
+    path = os.pathsep.join(folder for folder in sys.path if folder)
+    environment = os.environ | {"PYTHONPATH": path}
+    done = subprocess.run(line, input=asked, stdout=subprocess.PIPE, env=environment, text=True, check=False)
+    if done.returncode:
+        raise CaptureError(
+            f"the process that measures operators on {device.name} ended with status {done.returncode}: what it printed"
+            " stands above"
+        )
+    if progress is not None:
+        progress(len(signatures), len(signatures))
+    return msgspec.json.decode(done.stdout, type=Measured)
+
+
+def _measure_from_stdin() -> None:
+    """Measure the calls that standard input names, and write their figures to standard output."""
+    asked = json.load(sys.stdin)
+    found = measure(asked["signatures"], torch.device(asked["device"]), asked["matmul"], None)
+    sys.stdout.write(msgspec.json.encode(found).decode())
+
+
+def measure(signatures: list[str], device: torch.device, matmul: Matmul, progress: Progress | None) -> Measured:
+    """Return the figures of calls on an accelerator, measured in this process."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(matmul)
+    ops = {}
+    try:
+        with torch.random.fork_rng([device.index or 0], device_type=device.type):
+            for index, text in enumerate(signatures):
+                if (cost := _cost(text, device)) is not None:
+                    ops[text] = cost
+                if progress is not None:
+                    progress(index + 1, len(signatures))
+            launch_seconds, checkpoint_seconds = _overheads(device)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    return Measured(
+        ops=ops,
+        launch_seconds=launch_seconds,
+        checkpoint_seconds=checkpoint_seconds,
+        link_bytes_per_second=link_rate(device),
+    )
+
+
+def _cost(text: str, device: torch.device) -> tuple[float, int] | None:
+    """Return the seconds and the workspace of a call; None where it can't be run."""
+    try:
+        func, args, kwargs = rebuild(text, str(device))
+
+        def call() -> Any:
+            return func(*args, **kwargs)
+
+        call()  # makes the libraries' handles, and chooses algorithms
+        synchronize(device)
+        given = {storage.data_ptr() for storage in storages_of((args, kwargs))}
+        before_bytes = allocated_bytes(device)
+        reset_peaks(device)
+        out = call()
+        synchronize(device)
+        made = {s.data_ptr(): -(-s.nbytes() // _BLOCK_BYTES) * _BLOCK_BYTES for s in storages_of(out)}
+        found = peaks(device)
+        out_bytes = sum(nbytes for pointer, nbytes in made.items() if pointer not in given)
+        workspace_bytes = 0 if found is None else max(0, found.allocated_bytes - before_bytes - out_bytes)
+        del out
+        return _least_seconds(call, device), workspace_bytes
+    except Exception:  # an operator may be anyone's code, which may raise anything; or memory is too small
+        return None
+
+
+def _least_seconds(call: Callable[[], Any], device: torch.device) -> float:
+    """Return the least time of a call, over some batches of calls in a row."""
+    timed = stopwatch(device)
+    once = timed(call, 1)
+    count = max(1, min(_MOST_CALLS, int(_SECONDS / max(once, 1e-7))))
+    return min(once, *(timed(call, count) for _ in range(_BATCHES)))
+
+
+def _overheads(device: torch.device) -> tuple[float, float]:
+    """Return the time from one operator to the next in a step of tiny modules, and of a checkpointed call."""
+    from torch.utils.checkpoint import checkpoint
+
+    from memfit.cost.calibrate import Count
+
+    layers = [torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(8)]
+    model = torch.nn.Sequential(*layers).to(device)
+    x = torch.ones(4, 8, device=device)
+
+    def step() -> None:
+        model(x).sum().backward()
+
+    def again() -> None:
+        value = x
+        for layer in model:
+            value = checkpoint(layer, value, use_reentrant=False)
+        value.sum().backward()
+
+    with Count() as plain:  # type: ignore[no-untyped-call]
+        step()
+    with Count() as recomputed:  # type: ignore[no-untyped-call]
+        again()
+    timed = stopwatch(device)
+    plain_seconds, again_seconds = (min(timed(run, 1) for _ in range(_TINY_STEPS)) for run in (step, again))
+    launch_seconds = plain_seconds / plain.operators
+    more = again_seconds - plain_seconds - (recomputed.operators - plain.operators) * launch_seconds
+    return launch_seconds, max(0.0, more / len(layers))

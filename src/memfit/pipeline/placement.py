@@ -1,0 +1,106 @@
+"""The device that a plan runs on, and a workload's move to it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from memfit.capture.external_state import external_tensors
+from memfit.errors import PlanError, WorkloadError
+from memfit.hardware.catalogue import match
+from memfit.hardware.host import devices, find_device
+from memfit.ir.device import Device
+from memfit.ir.plan import Plan
+from memfit.levers.stack import check_plan, check_workload
+from memfit.training.prefetch import on_device
+from memfit.workload import Workload, tensors_of
+
+
+def device_named(device: str | None, workload: Workload) -> str:
+    """Return the name of the device to predict or run on: the one that is given, or the one that the model is on."""
+    if device is not None:
+        return device
+    place = place_of(workload)
+    return "cpu" if place.type in ("cpu", "meta") else f"{place.type}:{place.index or 0}"
+
+
+def place_of(workload: Workload) -> torch.device:
+    """Return the device of a workload's model."""
+    held = [*workload.model.parameters(), *workload.model.buffers()]
+    return held[0].device if held else torch.device("cpu")
+
+
+def device_here(plan: Plan) -> Device | None:
+    """Return this machine's device that a plan was made for: by its name, or by its product; None without one."""
+    planned = find_device(plan.device)
+    if planned.is_here:
+        return planned
+    here = (device for device in devices() if device.kind == planned.kind != "cpu")
+    return next((device for device in here if match(device.description, device.memory_bytes, [planned])), None)
+
+
+def check_runs_here(plan: Plan, workload: Workload) -> torch.device:
+    """Check that a plan is for a workload, and that both can be run and measured here; return where.
+
+    Raises:
+        PlanMismatchError: The plan was made for another workload.
+        PlanError: It was made for a device that is not here, or a plan is applied to the workload.
+        WorkloadError: The model is on another device, or holds no data.
+    """
+    device = device_here(plan)
+    if device is None:
+        names = ", ".join(device.name for device in devices())
+        raise PlanError(
+            f"the plan was made for device={plan.device!r}, which is not on this machine ({names}): make one with"
+            " device='cpu', or take the plan to a machine that has it"
+        )
+    if any(p.device.type == "meta" for p in workload.model.parameters()):
+        raise WorkloadError("Workload.model holds no data: it was built under torch.device('meta'); build it without")
+    _check_place(workload, device)
+    check_workload(workload, device)
+    check_plan(plan, workload)
+    return torch.device(device.name)
+
+
+def placed(workload: Workload, plan: Plan) -> Workload:
+    """Return a workload on the device that its plan was made for, where that is here.
+
+    What is on the CPU is moved, as `model.to(device)` moves it: the model, the optimizer's state and tensors that the
+    loss function holds in place, so that references to them stay good, and the batch by a copy. A workload on the meta
+    device, or for a device that is not here, is returned as it is.
+
+    Raises:
+        WorkloadError: The model is on another accelerator.
+    """
+    device = device_here(plan)
+    if device is None or place_of(workload).type == "meta":
+        return workload
+    _check_place(workload, device)
+    place = torch.device(device.name)
+    if place.type == "cpu":
+        return workload
+    workload.model.to(place)
+    for tensor in external_tensors(workload):
+        if tensor.device.type == "cpu":
+            tensor.data = tensor.data.to(place)
+    if any(tensor.device.type == "cpu" for tensor in _large(list(workload.optimizer.state.values()))):
+        workload.optimizer.load_state_dict(workload.optimizer.state_dict())  # which puts it where parameters are
+    return dataclasses.replace(workload, batch=on_device(workload.batch, place))
+
+
+def _large(state: Any) -> list[torch.Tensor]:
+    """Return the tensors of an optimizer's state that belong to its parameter's device: all but step counters."""
+    return [tensor for tensor in tensors_of(state) if tensor.dim() > 0]
+
+
+def _check_place(workload: Workload, device: Device) -> None:
+    place = place_of(workload)
+    if place.type in ("cpu", "meta") or str(place) == device.name or (place.type == device.kind and not place.index):
+        return
+    way = "workload.model.cpu()" if device.kind == "cpu" else f"workload.model.to({device.name!r})"
+    raise WorkloadError(
+        f"Workload.model is on {place}, and the plan was made for device={device.name!r}: move it with {way} before its"
+        f" optimizer is made, or make a plan with device={str(place)!r}"
+    )
