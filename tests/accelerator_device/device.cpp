@@ -372,18 +372,22 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   for (const char* name : kComposite) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
   }
-  // Where the CPU has a kernel, a composite one for other devices would round differently. Those that allocate
-  // their results, then call the kernel that fills them, are better than the fallback: nothing is copied.
-  std::set<std::string> filling;
-  for (const auto& name : registered(c10::DispatchKey::CompositeExplicitAutogradNonFunctional)) {
-    filling.insert(c10::toString(name));
-  }
+  // Where the CPU has a kernel, a composite one for other devices would round differently.
   for (const auto& name : registered(c10::DispatchKey::CPU)) {
     auto full = c10::toString(name);
-    if (!kNative.count(full) && !filling.count(full)) {
+    if (!kNative.count(full)) {
       m.impl(full.substr(6).c_str(), torch::CppFunction::makeFromBoxedFunction<&fallback>());
     }
   }
+}
+
+// Copies resolve these lazy operations themselves; resolving them before would take a copy, and so on.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(aten, Negative, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }
 
 const std::set<std::string> kLowered = {

@@ -26,6 +26,9 @@ class DeviceProperties:
     minor: int = 0
 
 
+_initialized = True  # `torch.utils.checkpoint` keeps the random state of no other device
+
+
 def is_available() -> bool:
     return True
 
@@ -192,7 +195,8 @@ def current_stream(where: Where = None) -> torch.Stream:
 
 
 def default_stream(where: Where = None) -> torch.Stream:
-    return torch.Stream(stream_id=0, device_index=_check(where), device_type=torch._C._autograd.DeviceType.PrivateUse1)
+    kind = int(torch._C._autograd.DeviceType.PrivateUse1)
+    return torch.Stream(stream_id=0, device_index=_check(where), device_type=kind)
 
 
 def set_stream(stream: torch.Stream) -> None:

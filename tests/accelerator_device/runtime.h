@@ -16,7 +16,7 @@ namespace acc {
 class Generator final : public c10::GeneratorImpl {
  public:
   explicit Generator(at::Generator numbers)
-      : c10::GeneratorImpl(device(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)), numbers_(std::move(numbers)) {}
+      : c10::GeneratorImpl(acc::device(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)), numbers_(std::move(numbers)) {}
 
   static at::Generator make() {
     return at::make_generator<Generator>(at::detail::createCPUGenerator());

@@ -232,7 +232,7 @@ def test_devices_do_not_mix() -> None:
 
 def test_memory_is_counted() -> None:
     acc.empty_cache()
-    before = acc.memory_allocated()
+    before, requested = acc.memory_allocated(), acc.memory_stats()["requested_bytes.all.current"]
     acc.reset_peak_memory_stats()
     a = torch.empty(1000, device="acc")
     b = torch.empty(2**20, dtype=torch.uint8, device="acc")
@@ -246,7 +246,7 @@ def test_memory_is_counted() -> None:
     assert statistics["allocated_bytes.all.current"] == torch.accelerator.memory_allocated() == acc.memory_allocated()
     assert statistics["allocated_bytes.all.peak"] == acc.max_memory_allocated()
     assert statistics["reserved_bytes.all.peak"] == acc.max_memory_reserved()
-    assert statistics["requested_bytes.all.current"] - before == 4000
+    assert statistics["requested_bytes.all.current"] - requested == 4000
     del a
     acc.empty_cache()
     acc.reset_peak_memory_stats()
@@ -272,8 +272,9 @@ def test_limit_holds_and_work_goes_on_after_it() -> None:
     with pytest.raises(torch.OutOfMemoryError):
         kept = [a + i for i in range(4)]
     assert acc.memory_stats()["num_ooms"] == refused + 2
+    gc.collect()  # the error holds the frame that holds tensors
     kept = [a + i for i in range(3)]
-    assert kept[-1].sum().item() == 3 * 2**20 and acc.memory_reserved() <= 2**24
+    assert kept[-1].cpu().sum().item() == 3 * 2**20 and acc.memory_reserved() == 2**24
     retries = acc.memory_stats()["num_alloc_retries"]
     del kept
     assert torch.ones(2**21, device="acc").sum().item() == 2**21  # what was freed is of another size
@@ -398,7 +399,8 @@ def test_fake_tensors_take_no_memory() -> None:
     with FakeTensorMode(allow_non_fake_inputs=False) as mode:
         empty = torch.empty(2, device="acc")
         assert empty.device == torch.device("acc:0")
-        module = LanguageModel().to("acc")
+        with torch.device("acc"):
+            module, convnet = LanguageModel(), _convnet()
         module(torch.zeros(2, 16, dtype=torch.long, device="acc")).backward()
         assert module.head.weight.grad is not None and module.head.weight.grad.device.type == "acc"
         torch.optim.AdamW(module.parameters(), fused=True).step()
@@ -410,7 +412,6 @@ def test_fake_tensors_take_no_memory() -> None:
         assert all(fake[name].grad is not None for name in names)
         with torch.autocast("acc", dtype=torch.bfloat16):
             assert F.linear(mode.from_tensor(x), fake["out.weight"]).dtype == torch.bfloat16
-        convnet = _convnet().to("acc")
         convnet(torch.zeros(4, 3, 12, 12, device="acc")).sum().backward()
     assert acc.memory_allocated() == before
 
