@@ -20,7 +20,7 @@ from memfit.fake_gpu.shim import compiler
 NAME = "acc"
 TOTAL_BYTES = 2 * 2**30
 _FOLDER = Path(__file__).parent
-_SOURCES = [_FOLDER / name for name in ("device.cpp", "memory.h", "runtime.h")]
+_SOURCES = [_FOLDER / name for name in ("device.cpp", "autocast.h", "memory.h", "recurrent.h", "runtime.h")]
 
 
 def load(total_bytes: int = TOTAL_BYTES) -> ModuleType:
