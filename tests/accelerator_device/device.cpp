@@ -6,6 +6,7 @@
 #include <ATen/ops/_fused_sdp_choice.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/ones_like.h>
+#include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 
 #include "autocast.h"
@@ -98,6 +99,9 @@ class Call {
       if (other.is_same(tensor) || other.is_alias_of(tensor)) {
         return tensor;
       }
+    }
+    if (tensor._is_zerotensor()) {  // has sizes without memory
+      return to_device(at::zeros(tensor.sizes(), tensor.options()));
     }
     TORCH_CHECK(tensor.layout() == at::kStrided, "acc has no tensors of layout ", tensor.layout());
     return like(tensor, to_device(tensor.storage()), c10::DispatchKey::PrivateUse1);

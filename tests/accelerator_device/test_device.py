@@ -20,105 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from tests.accelerator_device import load
+from tests.accelerator_device.cases import MODELS, Block, LanguageModel, assert_same, convnet, train
 
 acc = load()
 TOTAL = 2 * 2**30
-
-
-class Block(nn.Module):
-    """A transformer's block, with dropout in and after its attention."""
-
-    def __init__(self, width: int = 32, heads: int = 4, dropout: float = 0.1, attention_dropout: float = 0.0) -> None:
-        super().__init__()
-        self.heads, self.attention_dropout = heads, attention_dropout
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, length, width = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.attention_dropout, is_causal=True)
-        x = x + self.dropout(self.out(y.transpose(1, 2).reshape(batch, length, width)))
-        return x + self.dropout(self.mlp(self.norm2(x)))
-
-
-class LanguageModel(nn.Module):
-    """Embeddings, a block and the loss of the next word."""
-
-    def __init__(self, words: int = 50, width: int = 32) -> None:
-        super().__init__()
-        self.words, self.places = nn.Embedding(words, width), nn.Embedding(16, width)
-        self.block, self.head = Block(width), nn.Linear(width, words)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        places = torch.arange(x.shape[1], device=x.device)
-        logits = self.head(self.block(self.words(x) + self.places(places)))
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1), x[:, 1:].flatten())
-
-
-def _convnet() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1, bias=False),
-        nn.BatchNorm2d(8),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(8, 8, 3, stride=2, groups=2),
-        nn.GroupNorm(2, 8),
-        nn.ConvTranspose2d(8, 4, 2),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(4, 5),
-    )
-
-
-def _with_linear_loss(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda x: module(x).float().pow(2).mean()
-
-
-MODELS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
-    "block": lambda: (Block(), torch.randn(2, 16, 32)),
-    "attention dropout": lambda: (Block(attention_dropout=0.3), torch.randn(2, 16, 32)),
-    "convnet": lambda: (_convnet(), torch.randn(4, 3, 12, 12)),
-    "language model": lambda: (LanguageModel(), torch.randint(0, 50, (2, 16))),
-}
-
-
-def _train(
-    name: str,
-    device: str,
-    steps: int = 3,
-    autocast: torch.dtype | None = None,
-    scaler: bool = False,
-    **options: bool,
-) -> list[torch.Tensor]:
-    """Return losses, weights, buffers and the optimizer's state after some steps."""
-    torch.manual_seed(0)
-    module, x = MODELS[name]()
-    module, x = module.to(device), x.to(device)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, **options)
-    scale = torch.amp.GradScaler(device, enabled=scaler, init_scale=1024.0)
-    run = module if isinstance(module, LanguageModel) else _with_linear_loss(module)
-    found: list[torch.Tensor] = []
-    torch.manual_seed(1)
-    for _ in range(steps):
-        with torch.autocast(device, dtype=autocast or torch.bfloat16, enabled=autocast is not None):
-            loss = run(x)
-        scale.scale(loss).backward()
-        scale.step(optimizer)
-        scale.update()
-        optimizer.zero_grad()
-        found.append(loss.detach())
-    found += module.state_dict().values()
-    found += [value for state in optimizer.state.values() for value in state.values()]
-    return [value.cpu() for value in found]
-
-
-def _assert_same(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:
-    assert len(left) == len(right)
-    for i, (a, b) in enumerate(zip(left, right, strict=True)):
-        assert a.dtype == b.dtype and torch.equal(a, b), f"{i}: {(a - b).abs().max()}"
 
 
 @pytest.fixture(autouse=True)
@@ -133,20 +38,20 @@ def clean() -> Iterator[None]:
 @pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}, {"foreach": False}], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_training_is_the_cpu_s(name: str, options: dict[str, bool]) -> None:
-    _assert_same(_train(name, "acc", **options), _train(name, "cpu", **options))
+    assert_same(train(name, "acc", **options), train(name, "cpu", **options))
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_autocast_is_the_cpu_s(name: str) -> None:
-    found = _train(name, "acc", autocast=torch.bfloat16)
-    _assert_same(found, _train(name, "cpu", autocast=torch.bfloat16))
-    assert not all(torch.equal(a, b) for a, b in zip(found, _train(name, "cpu"), strict=True))
+    found = train(name, "acc", autocast=torch.bfloat16)
+    assert_same(found, train(name, "cpu", autocast=torch.bfloat16))
+    assert not all(torch.equal(a, b) for a, b in zip(found, train(name, "cpu"), strict=True))
 
 
 @pytest.mark.parametrize("name", ["block", "language model"])
 def test_scaled_gradients_in_half_precision_are_the_cpu_s(name: str) -> None:
     options = {"autocast": torch.float16, "scaler": True}
-    _assert_same(_train(name, "acc", **options), _train(name, "cpu", **options))
+    assert_same(train(name, "acc", **options), train(name, "cpu", **options))
 
 
 def test_autocast_knows_every_operator_that_the_cpu_s_knows() -> None:
@@ -191,6 +96,8 @@ def test_views_share_memory() -> None:
     assert base._version == 5
     assert torch.view_as_real(torch.zeros(2, dtype=torch.cfloat, device="acc"))._base is not None
     assert base.unfold(0, 3, 3)._base is base and matrix.diagonal()._base is base
+    sign = torch.ones(2, device="acc", requires_grad=True)
+    assert torch.autograd.grad(sign.sgn().sum(), sign)[0].tolist() == [0, 0]  # a tensor of zeros without memory
     assert torch.equal(torch.conj(torch.tensor([1 + 2j], device="acc")).cpu(), torch.tensor([1 - 2j]))
 
 
@@ -269,7 +176,7 @@ def test_memory_is_counted() -> None:
 def test_training_leaves_no_memory_behind() -> None:
     gc.collect()
     before = acc.memory_allocated()
-    _train("language model", "acc", autocast=torch.bfloat16)
+    train("language model", "acc", autocast=torch.bfloat16)
     gc.collect()
     assert acc.memory_allocated() == before
 
@@ -322,7 +229,7 @@ def test_numbers_are_random_as_on_the_cpu_and_apart_from_it() -> None:
     state = torch.get_rng_state()
     on_acc = [draw("acc").cpu() for draw in draws]
     assert torch.equal(torch.get_rng_state(), state)
-    _assert_same(on_cpu, on_acc)
+    assert_same(on_cpu, on_acc)
 
 
 def test_random_states_can_be_kept() -> None:
@@ -364,12 +271,12 @@ def test_modules_move_and_are_saved(tmp_path: Path) -> None:
     assert where == torch.device("acc:0")
     mapped = torch.load(tmp_path / "state.pt", map_location="cpu")
     loaded = safetensors.torch.load_file(tmp_path / "state.safetensors")
-    _assert_same(list(mapped.values()), list(loaded.values()) and [loaded[name] for name in mapped])
+    assert_same(list(mapped.values()), list(loaded.values()) and [loaded[name] for name in mapped])
     other = Block().acc()
     other.load_state_dict(loaded)
     twin = copy.deepcopy(other)
     assert twin.out.weight.device.type == "acc" and twin.out.weight.data_ptr() != other.out.weight.data_ptr()
-    _assert_same(list(twin.cpu().state_dict().values()), list(module.cpu().state_dict().values()))
+    assert_same(list(twin.cpu().state_dict().values()), list(module.cpu().state_dict().values()))
     assert torch.ones(2).acc().is_acc and torch.ones(2, device="acc").cpu().device.type == "cpu"
 
 
@@ -382,8 +289,8 @@ def test_checkpoint_draws_the_same_numbers_again() -> None:
         y.sum().backward()
         return [p.grad.cpu() for p in block.parameters() if p.grad is not None]
 
-    _assert_same(gradients("acc", False), gradients("acc", True))
-    _assert_same(gradients("acc", False), gradients("cpu", True))
+    assert_same(gradients("acc", False), gradients("acc", True))
+    assert_same(gradients("acc", False), gradients("cpu", True))
 
 
 def test_saved_tensors_can_be_moved() -> None:
@@ -412,18 +319,18 @@ def test_fake_tensors_take_no_memory() -> None:
         empty = torch.empty(2, device="acc")
         assert empty.device == torch.device("acc:0")
         with torch.device("acc"):
-            module, convnet = LanguageModel(), _convnet()
+            module, images = LanguageModel(), convnet()
         module(torch.zeros(2, 16, dtype=torch.long, device="acc")).backward()
         assert module.head.weight.grad is not None and module.head.weight.grad.device.type == "acc"
         torch.optim.AdamW(module.parameters(), fused=True).step()
-        convnet(torch.zeros(4, 3, 12, 12, device="acc")).sum().backward()
+        images(torch.zeros(4, 3, 12, 12, device="acc")).sum().backward()
         names = [name for name, _ in real.named_parameters()]
         fake = {name: mode.from_tensor(p) for name, p in real.named_parameters()}
         assert fake["out.weight"].device == torch.device("acc:0") and isinstance(fake["out.weight"], nn.Parameter)
         y = torch.func.functional_call(real, fake, (mode.from_tensor(x),))
         F.mse_loss(y, torch.zeros_like(y)).backward()
         assert all(fake[name].grad is not None for name in names)
-        del module, convnet  # a constant made under fake tensors is real, and its fake tensor keeps it
+        del module, images  # a constant made under fake tensors is real, and its fake tensor keeps it
         with torch.autocast("acc", dtype=torch.bfloat16):
             assert F.linear(mode.from_tensor(x), fake["out.weight"]).dtype == torch.bfloat16
     gc.collect()
