@@ -15,7 +15,7 @@ PACKAGES_VENV := build/packages-venv
 PACKAGES_STAMP := $(PACKAGES_VENV)/.installed
 PACKAGES_REQUIREMENTS := benchmarks/packages/requirements.txt
 
-.PHONY: setup demo docs test check lint types contracts unit test-more test-jittor test-keras test-wheel packages format clean
+.PHONY: setup demo docs test check lint types contracts unit test-more test-accelerator test-jittor test-keras test-wheel packages format clean
 
 setup: $(STAMP)
 
@@ -52,6 +52,11 @@ unit: $(STAMP)
 # More models and sizes of what `make test` has tested.
 test-more: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m ci
+
+# On an accelerator that lives on the CPU, and is then the only one of its process: what needs no GPU's own kernels.
+test-accelerator: $(STAMP)
+	MEMFIT_TEST_ACCELERATOR=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile \
+		tests/accelerator_device tests/accelerators
 
 # Jittor needs NumPy 1 and compiles itself: an environment and a cache of its own, both kept in build/. It notes its home in
 # the user's, which its compilers read while another writes it, and fail; with one and the same home it writes nothing.

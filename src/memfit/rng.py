@@ -62,6 +62,7 @@ def rng_snapshot() -> Callable[[], None]:
     """Return a function that restores the present state of the global generators; much cheaper than `rng_state`."""
     kind = accelerators.used_kind()
     there = [] if kind is None else accelerators.rng_states(kind)
+    seed = torch.initial_seed()
     of_torch, of_python, of_numpy = torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)
 
     def set_back() -> None:
@@ -70,6 +71,8 @@ def rng_snapshot() -> Callable[[], None]:
         np.random.set_state(of_numpy)
         if kind is not None:
             accelerators.set_rng_states(kind, there)
+        elif (used := accelerators.used_kind()) is not None:  # for the first time meanwhile: as if for the first time
+            accelerators.seed(used, seed)
 
     return set_back
 

@@ -18,8 +18,11 @@ from memfit.workload import StepProgram, tensors_of
 _BLOCK_BYTES = 512  # to which accelerators' allocators round
 
 
-def resident_bytes(step: StepProgram) -> dict[int, int]:
-    """Return the bytes held between steps, by storage: parameters, buffers, optimizer state, the workload's batch."""
+def resident_bytes(step: StepProgram, kind: str | None = None) -> dict[int, int]:
+    """Return the bytes held between steps, by storage: parameters, buffers, optimizer state, the workload's batch.
+
+    Where a kind of device is named, only those there: step counters of optimizers are on the CPU.
+    """
     workload = step.workload
     tensors = [*workload.model.parameters(), *workload.model.buffers(), *tensors_of(workload.batch)]
     tensors += [p for group in workload.optimizer.param_groups for p in group["params"]]
@@ -27,7 +30,7 @@ def resident_bytes(step: StepProgram) -> dict[int, int]:
         tensors += tensors_of(values)
     tensors += [t.grad for t in tensors_of(workload.batch) if t.is_leaf and t.grad is not None]
     storages = [part.untyped_storage() for tensor in tensors for part in parts(tensor)]
-    return {storage_key(storage): storage.nbytes() for storage in storages}
+    return {storage_key(storage): storage.nbytes() for storage in storages if kind in (None, storage.device.type)}
 
 
 def _external_storages(step: StepProgram) -> list[weakref.ref[torch.UntypedStorage]]:
@@ -47,20 +50,16 @@ def measure_peaks(step: StepProgram, batch: object) -> accelerators.Peaks | None
         return None
     gc.collect()
     accelerators.release_cache()
-    return _peak_there(step, batch, place, resident_bytes(step), _external_storages(step))
+    return _peak_there(step, batch, place)
 
 
-def _peak_there(
-    step: StepProgram,
-    batch: object,
-    place: torch.device,
-    resident: dict[int, int],
-    external: list[weakref.ref[torch.UntypedStorage]],
-) -> accelerators.Peaks:
+def _peak_there(step: StepProgram, batch: object, place: torch.device) -> accelerators.Peaks:
     """Run a step on an accelerator; return its peaks, less what the device held beside the step."""
-    storages = [storage for reference in external if (storage := reference()) is not None]
-    resident |= {storage_key(storage): storage.nbytes() for storage in storages}
-    del storages
+    resident = resident_bytes(step, place.type)
+    for reference in _external_storages(step):
+        if (storage := reference()) is not None and storage.device.type == place.type:
+            resident[storage_key(storage)] = storage.nbytes()
+        del storage
     own_bytes = sum(-(-nbytes // _BLOCK_BYTES) * _BLOCK_BYTES for nbytes in resident.values())
     accelerators.synchronize(place)
     held_bytes, reserved_bytes = accelerators.allocated_bytes(place), accelerators.reserved_bytes(place)
@@ -84,10 +83,10 @@ def measure_peak_bytes(step: StepProgram, batch: object) -> int:
     Tensors held between steps count by their storages, all others by the allocator's events, or on an accelerator by
     its allocator's statistics, whatever else is on the device.
     """
-    resident, external = resident_bytes(step), _external_storages(step)
     place = next((p.device for p in step.workload.model.parameters()), torch.device("cpu"))
     if place.type != "cpu":
-        return _peak_there(step, batch, place, resident, external).allocated_bytes
+        return _peak_there(step, batch, place).allocated_bytes
+    resident, external = resident_bytes(step), _external_storages(step)
     with allocated() as meter:
         step(batch)
     for storage in (reference() for reference in external):

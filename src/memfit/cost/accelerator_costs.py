@@ -47,7 +47,7 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 Progress = Callable[[int, int], None]
 
 
-class Measured(msgspec.Struct, frozen=True, kw_only=True):
+class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The figures of an accelerator's operators.
 
     Attributes:
@@ -57,6 +57,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
         link_bytes_per_second: Bandwidth of copies of pinned memory; 0 where there is none.
     """
 
+    schema: str = "memfit.accelerator_costs/1"
     ops: dict[str, tuple[float, int]] = {}
     launch_seconds: float = 0.0
     checkpoint_seconds: float = 0.0

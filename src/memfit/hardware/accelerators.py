@@ -152,6 +152,11 @@ def set_rng_states(kind: str, states: Sequence[torch.Tensor]) -> None:
         module.set_rng_state(state, *_index(device))
 
 
+def seed(kind: str, value: int) -> None:
+    """Seed the global random generators of each device of a kind."""
+    torch.get_device_module(kind).manual_seed_all(value)
+
+
 def stopwatch(device: torch.device) -> Callable[[Callable[[], Any], int], float]:
     """Return a function that returns the seconds of one of several calls in a row, by the device's own clock.
 

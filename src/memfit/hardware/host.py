@@ -18,7 +18,7 @@ from memfit.hardware.catalogue import catalogue, look_up, match, workspace_bytes
 from memfit.ir.device import Device, Devices, Vendor
 
 _ACCELERATOR = re.compile(r"([a-z]+)(?::(\d+))?")
-_KINDS = ("cuda", "xpu", "mps")
+KINDS = ("cuda", "xpu", "mps")
 """Kinds of accelerator that PyTorch itself knows."""
 _VENDORS: dict[str, Vendor] = {"xpu": "intel", "mps": "apple"}
 _HERE = "this machine, as PyTorch shows it"
@@ -48,7 +48,7 @@ def find_device(name: str) -> Device:
     wanted = name.strip().lower()
     accelerator = _ACCELERATOR.fullmatch(wanted)
     kind = accelerator[1] if accelerator else ""
-    if wanted != "cpu" and kind not in _KINDS:
+    if wanted != "cpu" and kind not in KINDS:
         try:
             return look_up(name)
         except UsageError:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ import torch
 from memfit.capture.external_state import external_tensors
 from memfit.errors import PlanError, WorkloadError
 from memfit.hardware.catalogue import match
-from memfit.hardware.host import devices, find_device
+from memfit.hardware.host import KINDS, devices, find_device
 from memfit.ir.device import Device
 from memfit.ir.plan import Plan
 from memfit.levers.stack import check_plan, check_workload
@@ -81,13 +83,39 @@ def placed(workload: Workload, plan: Plan) -> Workload:
     place = torch.device(device.name)
     if place.type == "cpu":
         return workload
-    workload.model.to(place)
+    with _same_parameters(place):
+        workload.model.to(place)
     for tensor in external_tensors(workload):
         if tensor.device.type == "cpu":
-            tensor.data = tensor.data.to(place)
+            _move(tensor, place)
     if any(tensor.device.type == "cpu" for tensor in _large(list(workload.optimizer.state.values()))):
         workload.optimizer.load_state_dict(workload.optimizer.state_dict())  # which puts it where parameters are
     return dataclasses.replace(workload, batch=on_device(workload.batch, place))
+
+
+def _move(tensor: torch.Tensor, place: torch.device) -> None:
+    """Move a tensor that others refer to."""
+    moved = tensor.detach().to(place)
+    if place.type in KINDS:
+        tensor.data = moved
+    elif isinstance(tensor, torch.nn.Parameter):
+        torch.utils.swap_tensors(tensor, torch.nn.Parameter(moved, tensor.requires_grad))
+    else:
+        torch.utils.swap_tensors(tensor, moved.requires_grad_(tensor.requires_grad))
+
+
+@contextlib.contextmanager
+def _same_parameters(place: torch.device) -> Iterator[None]:
+    """Have `Module.to` keep the parameters that an optimizer holds, until the context is left.
+
+    It gives them other memory where PyTorch itself knows the kind, and makes new ones for kinds of other packages.
+    """
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(before or place.type not in KINDS)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
 
 
 def _large(state: Any) -> list[torch.Tensor]:

@@ -83,7 +83,7 @@ def brain_segmentation(
     """
     check_positive(batch_size=batch_size, learning_rate=learning_rate, batches_per_epoch=batches_per_epoch)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(check_seed(seed))
+        torch.default_generator.manual_seed(check_seed(seed))  # not those of accelerators, which nobody restores
         model = unet(channels, n_residual_units=n_residual_units, norm=norm, dropout=dropout)
     _check_patch_shape(patch, channels)
     training, validation = load_slabs(resolution)

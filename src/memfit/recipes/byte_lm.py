@@ -76,7 +76,7 @@ def byte_lm(
     if max_grad_norm is not None:
         check_positive(max_grad_norm=max_grad_norm)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(check_seed(seed))
+        torch.default_generator.manual_seed(check_seed(seed))  # not those of accelerators, which nobody restores
         model = ByteLM(
             n_layer,
             d_model,
