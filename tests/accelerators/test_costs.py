@@ -1,0 +1,102 @@
+"""Costs of operators on an accelerator that is here, of which the catalogue knows nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from msgspec.structs import replace
+
+from memfit.cost import accelerator_costs
+from memfit.cost.accelerator_costs import Measured, cache_path, measured_costs
+from memfit.cost.roofline import floor_seconds
+from memfit.errors import CaptureError
+from memfit.hardware.host import find_device
+from memfit.ir.device import Device
+from memfit.ir.plan import Levers
+from memfit.ir.trace import Trace
+from memfit.planner.captures import capture_levers
+from tests.accelerators.steps import convnet
+
+SUM = json.dumps({"op": "aten.add.Tensor", "args": [{"t": ["float32", [512, 512], [512, 1]]}] * 2})
+PRODUCT = json.dumps({"op": "aten.mm.default", "args": [{"t": ["float32", [512, 512], [512, 1]]}] * 2})
+IMPOSSIBLE = json.dumps({"op": "aten.mm.default", "args": [{"t": ["float32", [2, 3], [3, 1]]}] * 2})
+
+
+@pytest.fixture
+def device(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    monkeypatch.setenv("MEMFIT_CACHE_DIR", str(tmp_path))
+    yield find_device(kind)
+
+
+@pytest.fixture
+def trace(device: Device) -> Trace:
+    return capture_levers(convnet(), Levers(microbatch_size=4), device)
+
+
+def test_every_call_of_a_step_is_measured_once(device: Device, trace: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, int]] = []
+    first = measured_costs([trace], device, lambda done, total: seen.append((done, total)))
+    assert all(cost.measured and cost.seconds > 0 for cost in first.ops.values())
+    assert set(first.ops) == {trace.signatures[op.signature] for op in trace.ops}
+    assert seen and seen[-1][0] == seen[-1][1]
+    assert cache_path(device, "highest").exists()
+    monkeypatch.setattr(accelerator_costs, "_measure", lambda *_: pytest.fail("measured again"))
+    assert measured_costs([trace], device) == first
+
+
+def test_no_operator_is_quicker_than_one_can_be_dispatched(device: Device, trace: Trace) -> None:
+    costs = measured_costs([trace], device)
+    known = msgspec.json.decode(cache_path(device, "highest").read_bytes(), type=Measured)
+    assert known.launch_seconds > 1e-7 and known.link_bytes_per_second > 1e6
+    measured = replace(device, launch_seconds=known.launch_seconds)
+    for op in trace.ops:
+        text = trace.signatures[op.signature]
+        floor = floor_seconds(op.name, text, trace.works[op.signature], measured)
+        assert costs.of(text).seconds >= floor > 0
+
+
+def test_a_larger_call_takes_longer(place: torch.device) -> None:
+    small = SUM.replace("512, 512", "8, 8").replace("512, 1", "8, 1")
+    found = accelerator_costs.measure([small, SUM, PRODUCT], place, "highest", None).ops
+    assert found[small][0] < found[SUM][0] < found[PRODUCT][0]
+
+
+def test_a_call_that_can_not_be_run_is_not_called_measured(device: Device, trace: Trace, place: torch.device) -> None:
+    assert accelerator_costs.measure([IMPOSSIBLE], place, "highest", None).ops == {}
+    other = replace(trace, signatures=[IMPOSSIBLE, *trace.signatures[1:]])
+    assert not measured_costs([other], device).of(IMPOSSIBLE).measured
+
+
+def test_a_process_of_its_own_measures_the_same_calls(kind: str, place: torch.device) -> None:
+    """As it is done for CUDA."""
+    load = "from tests.accelerator_device import load; load(); " if kind == "acc" else ""
+    code = f"{load}from memfit.cost import accelerator_costs; accelerator_costs._measure_from_stdin()"
+    asked = json.dumps({"signatures": [SUM, IMPOSSIBLE], "device": str(place), "matmul": "high"})
+    done = subprocess.run([sys.executable, "-c", code], input=asked, capture_output=True, text=True, check=True)
+    found = msgspec.json.decode(done.stdout, type=Measured)
+    assert list(found.ops) == [SUM] and found.ops[SUM][0] > 0
+
+
+def test_a_process_that_ends_is_an_error(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(CaptureError, match="process that measures operators on cuda:0 ended with status 1"):
+        accelerator_costs._measure([SUM], replace(device, kind="cuda", name="cuda:0"), "highest", None)
+
+
+def test_measuring_leaves_random_states_and_precision_alone(place: torch.device) -> None:
+    drop = json.dumps(
+        {"op": "aten.native_dropout.default", "args": [{"t": ["float32", [8, 8], [8, 1]]}, {"f": "0.5"}, True]}
+    )
+    torch.manual_seed(3)
+    expected = torch.rand(3, device=place)
+    torch.manual_seed(3)
+    assert drop in accelerator_costs.measure([drop], place, "high", None).ops
+    assert torch.equal(torch.rand(3, device=place), expected)
+    assert torch.get_float32_matmul_precision() == "highest"
