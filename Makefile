@@ -15,7 +15,7 @@ PACKAGES_VENV := build/packages-venv
 PACKAGES_STAMP := $(PACKAGES_VENV)/.installed
 PACKAGES_REQUIREMENTS := benchmarks/packages/requirements.txt
 
-.PHONY: setup demo docs test check lint types contracts unit test-more test-accelerator test-jittor test-keras test-wheel packages format clean
+.PHONY: setup demo docs test check lint types contracts unit test-more test-accelerator test-jittor test-keras test-wheel gpu packages format clean
 
 setup: $(STAMP)
 
@@ -98,6 +98,12 @@ $(KERAS_STAMP): pyproject.toml constraints.txt
 # As its users install it: the wheel of this tree, in an environment of its own, used in another folder.
 test-wheel: $(STAMP)
 	MEMFIT_TEST_WHEEL=1 $(BIN)/python -m pytest tests/wheel
+
+# On a card: measures what is to be measured there, in parts that go on where they stopped (status 75: run it again). Where the
+# package registry is out of reach, `make gpu GPU_PYTHON=python3` takes an environment that has what is needed.
+GPU_PYTHON ?= $(BIN)/python
+gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(STAMP))
+	PYTHONPATH=src:. CUBLAS_WORKSPACE_CONFIG=:4096:8 $(GPU_PYTHON) -m benchmarks.gpu $(GPU_OPTIONS)
 
 # Other people's packages, for `python -m benchmarks.packages`. Their requirements are all listed, so that none is looked for
 # and none brings another torch or CUDA's libraries.

@@ -13,9 +13,12 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from benchmarks import on_cuda
+import torch
+
+from benchmarks import on_accelerator
 from benchmarks.common import Case, Measured, whole_run_peak_bytes
 from memfit import InfeasibleError, Plan, Workload, estimate, plan
+from memfit.hardware.host import find_device
 from memfit.ir.plan import Levers, Numerics, Precision, Prediction
 from memfit.ir.timeline import WORKSPACE
 from memfit.workload import batch_size_of
@@ -24,11 +27,13 @@ NUMERICS: dict[Precision, Numerics] = {"32-true": "reordered", "bf16-mixed": "re
 """For each precision, how far its plan may go."""
 SHARE = 0.6
 """Of the plain peak: the budget of the planned step, or else the lowest that fits."""
-MEASURED: dict[str, Callable[[Workload, Levers], Measured]] = {
-    "cpu": lambda workload, levers: Measured(whole_run_peak_bytes(workload, levers)),
-    "cuda": on_cuda.measure,
-}
-"""For each device, the truth."""
+
+
+def measured(workload: Workload, levers: Levers, device: str) -> Measured:
+    """Return the truth about a step on a device."""
+    if device == "cpu":
+        return Measured(whole_run_peak_bytes(workload, levers))
+    return on_accelerator.measure(workload, levers, torch.device(find_device(device).name))
 
 
 def cases(make: Callable[[], Workload], device: str = "cpu") -> Iterator[Case]:
@@ -51,7 +56,7 @@ def plain_case(workload: Workload, device: str, precision: Precision) -> Case:
     from benchmarks.rivals import RIVALS  # what only benchmarks need is imported where they run
 
     return {
-        **_compared(predicted, MEASURED[device](workload, levers)),
+        **_compared(predicted, measured(workload, levers, device)),
         "rivals": {name: _or_none(rival, workload, precision) for name, rival in RIVALS.items()},
     }
 
@@ -67,7 +72,7 @@ def planned_case(workload: Workload, device: str, precision: Precision, numerics
     except InfeasibleError as e:
         made = planned(e.lowest_peak_bytes)
     return {
-        **_compared(made.predicted, MEASURED[device](workload, made.levers)),
+        **_compared(made.predicted, measured(workload, made.levers, device)),
         "budget_bytes": made.budget_bytes,
         "microbatches": -(-made.batch_size // made.levers.microbatch_size),
         "regions": len(made.levers.regions),

@@ -8,6 +8,7 @@ gradient as the optimizer sees it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ import memfit
 from benchmarks.common import Case, main
 from benchmarks.frontier.models import QUICK, SUBJECTS, Subject
 from memfit import InfeasibleError, Plan, Workload
+from memfit.pipeline.placement import placed
 from memfit.training.step import Step
 from memfit.units import format_bytes
 
@@ -29,22 +31,23 @@ Trace = list[tuple[float, str]]
 
 
 def run(
-    quick: bool, models: Sequence[str] | None = None, threads: int | None = None
+    quick: bool, models: Sequence[str] | None = None, threads: int | None = None, device: str = "cpu"
 ) -> tuple[list[Case], dict[str, Any]]:
     """Return a row for each model, and in how many every step was equal."""
     if threads is not None:
         torch.set_num_threads(threads)
     subjects = QUICK if quick else SUBJECTS
-    cases = [compared(name, subjects[name]) for name in models or subjects]
+    cases = [compared(name, subjects[name], device=device) for name in models or subjects]
     equal = sum(case["equal_steps"] == STEPS for case in cases)
     return cases, {"models": len(cases), "models_bitwise_equal": equal, "steps": STEPS}
 
 
-def compared(name: str, subject: Subject, steps: int = STEPS) -> Case:
+def compared(name: str, subject: Subject, steps: int = STEPS, device: str = "cpu") -> Case:
     """Return how many steps of a model's exact plan have the plain one's loss and gradients."""
-    plan = _plan(subject.make())
+    torch.use_deterministic_algorithms(device == "cuda", warn_only=True)  # needs CUBLAS_WORKSPACE_CONFIG too
+    plan = _plan(subject.make(), device)
     planned = trained(subject.make(), steps, plan)
-    plain = trained(subject.make(), steps)
+    plain = trained(placed(subject.make(), plan), steps)
     row = {
         "model": name,
         "equal_steps": sum(a == b for a, b in zip(planned, plain, strict=True)),
@@ -61,12 +64,13 @@ def compared(name: str, subject: Subject, steps: int = STEPS) -> Case:
     return row
 
 
-def _plan(workload: Workload) -> Plan:
-    plain = memfit.estimate(workload).peak_bytes
+def _plan(workload: Workload, device: str) -> Plan:
+    plain = memfit.estimate(workload, device=device)
+    plan = functools.partial(memfit.plan, workload, device=device, numerics="exact", precisions=("32-true",), points=1)
     try:
-        return memfit.plan(workload, budget=int(SHARE * plain), numerics="exact", precisions=("32-true",), points=1)
+        return plan(budget=int(SHARE * (plain.peak_reserved_bytes or plain.peak_bytes)))
     except InfeasibleError as e:
-        return memfit.plan(workload, budget=e.lowest_peak_bytes, numerics="exact", precisions=("32-true",), points=1)
+        return plan(budget=e.lowest_peak_bytes)
 
 
 def trained(workload: Workload, steps: int, plan: Plan | None = None) -> Trace:
@@ -93,7 +97,7 @@ def _digests(workload: Workload) -> Iterator[list[str]]:
         digest = hashlib.blake2b()
         for parameter in workload.model.parameters():
             if parameter.grad is not None:
-                digest.update(parameter.grad.reshape(-1).view(torch.uint8).numpy().data)
+                digest.update(parameter.grad.cpu().reshape(-1).view(torch.uint8).numpy().data)
         digests.append(digest.hexdigest())
 
     handle = workload.optimizer.register_step_pre_hook(add)
@@ -110,6 +114,7 @@ if __name__ == "__main__":
         __doc__,
         options={
             "--models": {"nargs": "+", "choices": list(SUBJECTS), "help": "all by default"},
+            "--device": {"default": "cpu", "help": "where the steps run: cpu, or cuda"},
             "--threads": {"type": int, "help": "PyTorch's own number by default"},
         },
     )

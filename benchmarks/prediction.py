@@ -14,6 +14,7 @@ from typing import Any
 
 from benchmarks.cases import NUMERICS
 from benchmarks.common import Case, main
+from benchmarks.on_accelerator import python
 from benchmarks.processes import output_of
 from memfit.errors import UsageError
 
@@ -22,9 +23,8 @@ _TIMEOUT_SECONDS = 600
 OPTIONS: dict[str, dict[str, Any]] = {
     "--only": {"nargs": "+", "metavar": "NAME", "help": "some workloads"},
     "--device": {
-        "choices": ("cpu", "cuda"),
         "default": "cpu",
-        "help": "where the steps run; write cuda's result elsewhere",
+        "help": "where the steps run: cpu, or cuda; write cuda's result elsewhere",
     },
 }
 
@@ -99,7 +99,7 @@ def accuracy(found: Sequence[tuple[int, int, int]]) -> dict[str, Any]:
 def _isolated(name: str, device: str) -> Iterator[Case]:
     """Yield the cases of a workload from a process of its own; those that it dies before are failures."""
     expected = [(precision, kind) for precision in NUMERICS for kind in ("plain", "planned")]
-    command = [sys.executable, "-m", "benchmarks.cases", name, "--device", device]
+    command = [*python(device), "benchmarks.cases", name, "--device", device]
     output = output_of(command, _TIMEOUT_SECONDS)
     yield from output.rows
     if len(output.rows) < len(expected) or any("error_message" in row for row in output.rows):

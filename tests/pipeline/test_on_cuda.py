@@ -5,15 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 
 import memfit
-from benchmarks.on_cuda import measure
+from benchmarks import on_accelerator
+from benchmarks.common import Measured
 from memfit.ir.plan import Levers, Precision
 from memfit.recipes import byte_lm
 from memfit.workload import Workload, batch_size_of
 from tests.models import BUILDERS, LARGE
 
 pytestmark = pytest.mark.gpu
+
+
+def measure(workload: Workload, levers: Levers) -> Measured:
+    return on_accelerator.measure(workload, levers, torch.device("cuda", 0))
+
+
 MAKERS: dict[str, Callable[[], Workload]] = {
     "byte_lm": lambda: byte_lm(n_layer=8, d_model=512, n_head=8, context=512, batch_size=16),
     **{name: lambda name=name: BUILDERS[name](**LARGE[name]) for name in ("convnet", "unet")},  # type: ignore[misc]

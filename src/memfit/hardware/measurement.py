@@ -76,7 +76,7 @@ def probe(device: Device, progress: Progress = _silent) -> Device:
         else:
             figures.setdefault(attribute, {}).update({name: figure} if figure else {})
     progress(f"probe {device.name}", len(steps), len(steps))
-    if at.type == "cuda":  # eager elementwise kernels never reach the peak of a GPU's vector units; products do
+    if at.type != "cpu":  # eager elementwise kernels never reach the peak of a GPU's vector units; products do
         figures["vector_flops"] = {"float32": figures["matrix_flops"]["float32"]}
     return _entry(device, figures)
 
@@ -92,7 +92,7 @@ def _steps(at: torch.device, device: Device, figures: dict[str, Any]) -> list[_M
     steps: list[_Measured] = [("bandwidth_bytes_per_second", "", bandwidth), *each("matrix_flops", _matrix_flops)]
     if at.type == "cpu":
         return [*steps, *each("vector_flops", _vector_flops)]
-    if not torch.version.hip and torch.cuda.get_device_capability(at) >= (8, 0):
+    if device.vendor == "nvidia" and device.capability is not None and device.capability >= (8, 0):
         steps.append(("matrix_flops", "tf32", functools.partial(_matrix_flops, at, torch.float32)))
     return [*steps, ("link_bytes_per_second", "", functools.partial(link_rate, at))]
 

@@ -1,0 +1,47 @@
+"""The truth about a step on an accelerator that is here: what PyTorch's allocator counted, and how long it took."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import sys
+import time
+
+import torch
+
+from benchmarks.common import Measured
+from memfit.capture.fake_workload import real_copy
+from memfit.hardware.accelerators import current_kind, peaks, release_cache, reset_peaks, synchronize
+from memfit.ir.plan import Levers
+from memfit.levers.stack import applied
+from memfit.workload import Workload
+
+_WARM_UP, _TIMED = 3, 7
+_IN_PYTHON = "acc"  # tests/accelerator_device, which each process must load
+
+
+def python(kind: str | None = None) -> list[str]:
+    """Return the command that runs a module in a process that has this one's accelerator, or another kind's."""
+    found = kind or current_kind() or ""
+    return [sys.executable, "-m", *(["tests.accelerator_device"] if found.startswith(_IN_PYTHON) else [])]
+
+
+def measure(workload: Workload, levers: Levers, device: torch.device) -> Measured:
+    """Run a copy of a workload there with levers applied, from an empty cache."""
+    gc.collect()
+    release_cache()
+    reset_peaks(device)
+    copied = real_copy(workload, device)
+    with applied(levers, copied) as step:
+        for _ in range(_WARM_UP):
+            step(copied.batch)
+        seconds = []
+        for _ in range(_TIMED):
+            synchronize(device)
+            started = time.perf_counter()
+            step(copied.batch)
+            synchronize(device)
+            seconds.append(time.perf_counter() - started)
+    found = peaks(device)
+    assert found is not None, "this kind of device counts no peaks"
+    return Measured(found.allocated_bytes, found.reserved_bytes, statistics.median(seconds))
