@@ -23,7 +23,7 @@ def test_rows_have_ids_of_their_own_a_card_of_the_catalogue_and_a_figure() -> No
         assert any(value is not None for value in told), row.id
 
 
-@pytest.mark.parametrize("module", ["operators", "book", "lit", "language"])
+@pytest.mark.parametrize("module", ["operators", "book", "lit", "language", "hub"])
 def test_functions_take_the_options_of_their_rows(module: str) -> None:
     for row in every_row().values():
         where, _, name = row.build.partition(":")
