@@ -44,6 +44,7 @@ def case(row: Row) -> Case:
         "upper_bytes": found.peak_upper_bytes,
         "usable_bytes": found.device_bytes,
         "context_bytes": found.context_bytes,
+        "context_upper_bytes": found.context_upper_bytes,
         "retries": found.retries,
         "fits": found.retries is not None,
         "step_seconds": timed.step_seconds,
