@@ -59,8 +59,8 @@ def softmax_with_input(x: Tensor, dim: int) -> Tensor:
 class FlashOfPackedTokens(torch.autograd.Function):
     """The flash attention of torch 2.0 and of the nightlies of 2.1 up to August 2023, in front of FlashAttention 1.
 
-    `attention.cu` and `attention_backward.cu` of those versions reshape queries, keys and values to rows of tokens, once
-    in each pass, and give the output in that layout. Where the sequence comes before the batch, as in
+    `attention.cu` and `attention_backward.cu` of those versions reshape queries, keys and values to rows of tokens,
+    once in each pass, and give the output in that layout. Where the sequence comes before the batch, as in
     `nn.MultiheadAttention`, each of these is a copy, and what uses the output copies it back and keeps both. Later
     versions take any strides and give the output those of the queries. The kernel itself is today's.
     """
