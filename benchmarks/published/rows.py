@@ -39,7 +39,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         process: Whole device or process in bytes, the context included.
         idle: Bytes of `process` outside of the allocator that the source measured before the model was there, or with
             the smallest ones; None where it does not say.
-        loads_all: Whether the process loads all kernels of its libraries at once, as `idle` shows.
+        loads_all: Whether the process loads all kernels of its libraries at once: as `idle` shows, or since its CUDA is
+            older than 11.7.
         driver: Bytes that the source's meter shows on an idle card: the driver's own.
         step: Seconds of a step.
         timed: Arguments that differ in the source's timing of the step.
