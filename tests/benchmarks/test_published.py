@@ -122,3 +122,21 @@ def test_the_old_flash_attention_is_for_halves_without_a_mask() -> None:
         mask = torch.ones(4, 4, dtype=torch.bool)
         assert torch.equal(patched(q.half(), q.half(), q.half(), mask), current(q.half(), q.half(), q.half(), mask))
     assert torch.nn.functional.scaled_dot_product_attention is current
+
+
+def scored(source: str, *scores: float) -> dict[str, Any]:
+    return {"id": source, "source": source, "scores": dict(zip(figures.MEMORY, scores, strict=False))}
+
+
+def test_a_source_is_held_against_the_intervals_that_the_others_need() -> None:
+    others = [scored(name, 0.1, 0.2, 0.3, 0.4) for name in "abcdefgh"]
+    found = figures.left_out_intervals([*others, scored("wide", 0.2, 2.0)])
+    assert found["wide"] == (pytest.approx(0.4), [True, False])
+    width, inside = found["a"]
+    assert 0.4 <= width <= 2.0 and all(inside)
+
+
+@pytest.mark.parametrize(("measured", "score"), [(900, 0.0), (945, 0.5), (855, 0.5), (990, 1.0), (1080, 2.0)])
+def test_scores_are_shares_of_the_way_to_the_intervals_end(measured: int, score: float) -> None:
+    case = figures.compared("s", a_row(allocated=measured), FOUND)
+    assert case["scores"]["allocated"] == pytest.approx(score) and case["within"]["allocated"] is (score <= 1)
