@@ -103,7 +103,7 @@ def flash_of_packed_tokens() -> Iterator[None]:
         dropout, is_causal = (*rest, *(0.0, False)[len(rest) :])[:2]
         return FlashOfPackedTokens.apply(query, key, value, dropout, is_causal)  # type: ignore[no-any-return, no-untyped-call]
 
-    F.scaled_dot_product_attention = attention
+    F.scaled_dot_product_attention = attention  # type: ignore[assignment]
     try:
         yield
     finally:

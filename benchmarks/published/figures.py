@@ -80,8 +80,8 @@ def _score(row: Row, found: Case, name: str) -> float:
 def left_out_intervals(cases: Sequence[Case]) -> dict[str, tuple[float, list[bool]]]:
     """Return by source the width of interval that the other sources need, and which of its own figures are within.
 
-    The width is a share of the stated interval, that which has `RATE` of the others' figures (`benchmarks.calibration`);
-    the whole of it where they are too few.
+    The width is a share of the stated interval: that which has `RATE` of the others' figures in it
+    (`benchmarks.calibration`), and the whole where they are too few.
     """
     scores: dict[str, list[float]] = {}
     for case in cases:

@@ -16,9 +16,9 @@ KERNELS_BYTES = 1024 * 2**20
 """Every kernel of PyTorch and cuBLAS: 921 MiB beyond the card's `context_bytes` on an A100 (GPUMemNet's smallest
 multilayer perceptrons: 1443 MiB, of which 22 MiB are reserved), 993 MiB on a V100 (transformers: 1343 MiB after a
 tensor of one element)."""
-CUDNN_KERNELS_BYTES = 314 * 2**20
-"""Those of cuDNN, on an A100: 13 of timm's models at batch 8 hold 1735 MiB (1725 to 1790) beyond their predicted
-reserved bytes, the perceptrons of the same machine 1421 MiB (GPUMemNet, fake_tensor.xlsx and mlp_data_step1.csv)."""
+CUDNN_KERNELS_BYTES = 283 * 2**20
+"""Those of cuDNN, on an A100: 13 of timm's models at batch 8 hold 1704 MiB (the median; 1569 to 1790) beyond their
+predicted reserved bytes, perceptrons on the same machine 1421 MiB (GPUMemNet, fake_tensor.xlsx, mlp_data_step1.csv)."""
 
 
 def kernels_bytes(trace: Trace) -> int:
