@@ -85,7 +85,8 @@ def _section(source: Source, cases: list[Case], name: str) -> str:
     elif source.rows:
         parts.append(f"{len(source.rows)} rows are in `rows.toml` and were not run for this page.")
     if source.left_out:
-        parts.append("\n".join(f"- Left out, {ids}: {reason}." for ids, reason in source.left_out.items()))
+        lines = head(("left out", "why"))
+        parts.append("\n".join((*lines, *(row([ids, reason]) for ids, reason in source.left_out.items()))))
     return "\n\n".join(parts)
 
 
