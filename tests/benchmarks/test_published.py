@@ -8,12 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
-from benchmarks.published import building, figures, page
+from benchmarks.published import building, case, figures, page
 from benchmarks.published.rows import Row, every_row, sources
 from benchmarks.tables import results
 from memfit.cost.outside import KERNELS_BYTES
+from memfit.cost.roofline import roofline
 from memfit.hardware.catalogue import catalogue
+from memfit.planner.prediction import predict
+from tests.gpus import AMPERE
+from tests.models import plain_trace
 
 
 def test_rows_have_ids_of_their_own_a_card_of_the_catalogue_and_a_figure() -> None:
@@ -140,3 +145,21 @@ def test_a_source_is_held_against_the_intervals_that_the_others_need() -> None:
 def test_scores_are_shares_of_the_way_to_the_intervals_end(measured: int, score: float) -> None:
     case = figures.compared("s", a_row(allocated=measured), FOUND)
     assert case["scores"]["allocated"] == pytest.approx(score) and case["within"]["allocated"] is (score <= 1)
+
+
+def test_kernels_that_are_all_loaded_leave_less_of_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = plain_trace("transformer")
+    found, _ = predict(trace, roofline([trace], AMPERE), AMPERE)
+    assert found.peak_reserved_bytes is not None and found.retries == 0
+    monkeypatch.setattr(case, "built", lambda row, options: None)
+    monkeypatch.setattr(case, "samples_of", lambda workload: 1)
+    monkeypatch.setattr(case, "capture_plain", lambda workload, levers, device: trace)
+
+    def retries(usable_bytes: int, **given: Any) -> int | None:
+        monkeypatch.setattr(case, "look_up", lambda name: replace(AMPERE, usable_bytes=usable_bytes))
+        return case.retries(a_row(fits=True, **given), found)
+
+    enough = found.peak_reserved_bytes + KERNELS_BYTES
+    assert retries(enough, loads_all=True) == 0
+    assert retries(enough - 1, loads_all=True) != 0
+    assert retries(enough - 1) == 0
