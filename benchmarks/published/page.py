@@ -144,7 +144,8 @@ def main() -> None:
     text = page(results("published"))
     if parser.parse_args().check:
         stale = not PAGE.exists() or PAGE.read_text() != text
-        sys.exit("docs/results/published.md is not that of benchmarks/results; run benchmarks.published.page" * stale)
+        told = "docs/results/published.md is not that of benchmarks/results; run benchmarks.published.page"
+        sys.exit(told if stale else 0)
     write_atomic(PAGE, text.encode())
 
 
