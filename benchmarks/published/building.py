@@ -56,6 +56,60 @@ def softmax_with_input(x: Tensor, dim: int) -> Tensor:
     return found
 
 
+class FlashOfPackedTokens(torch.autograd.Function):
+    """The flash attention of torch 2.0 and of the nightlies of 2.1 up to August 2023, in front of FlashAttention 1.
+
+    `attention.cu` and `attention_backward.cu` of those versions reshape queries, keys and values to rows of tokens,
+    once in each pass, and give the output in that layout. Where the sequence comes before the batch, as in
+    `nn.MultiheadAttention`, each of these is a copy, and what uses the output copies it back and keeps both. Later
+    versions take any strides and give the output those of the queries. The kernel itself is today's.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, dropout: float, is_causal: bool) -> Tensor:
+        packed = [_packed(x) for x in (query, key, value)]
+        found = torch.ops.aten._scaled_dot_product_flash_attention(*packed, dropout, is_causal)
+        output, logsumexp, *rest = found[:8]
+        ctx.save_for_backward(query, key, value, output, logsumexp)
+        ctx.rest, ctx.options = rest, (dropout, is_causal)
+        return output  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, output, logsumexp = ctx.saved_tensors
+        cumulative_q, cumulative_k, longest_q, longest_k, seed, offset = ctx.rest
+        given = [_packed(x) for x in (gradient, query, key, value, output)]
+        gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            *given, logsumexp, cumulative_q, cumulative_k, longest_q, longest_k, *ctx.options, seed, offset
+        )
+        return *gradients, None, None
+
+
+def _packed(x: Tensor) -> Tensor:
+    """Return heads x tokens as rows of tokens, and as heads x tokens again: a copy where tokens aren't rows already."""
+    batch, heads, length, width = x.shape
+    rows = x.transpose(1, 2).reshape(batch * length, heads, width)
+    return rows.view(batch, length, heads, width).transpose(1, 2)
+
+
+@contextlib.contextmanager
+def flash_of_packed_tokens() -> Iterator[None]:
+    """Have `scaled_dot_product_attention` take that flash attention for 16-bit inputs."""
+    current = F.scaled_dot_product_attention
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *rest: Any) -> Tensor:
+        if mask is not None or query.dtype not in (torch.float16, torch.bfloat16):
+            return current(query, key, value, mask, *rest)
+        dropout, is_causal = (*rest, *(0.0, False)[len(rest) :])[:2]
+        return FlashOfPackedTokens.apply(query, key, value, dropout, is_causal)  # type: ignore[no-any-return, no-untyped-call]
+
+    F.scaled_dot_product_attention = attention  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = current
+
+
 def causal_loss(logits: Tensor, labels: Tensor, upcast: bool = True) -> Tensor:
     """Return transformers' loss of a causal language model."""
     if upcast:

@@ -148,7 +148,10 @@ def _causal(
         # transformers computes the loss within the model's forward pass, whose variables are alive meanwhile
         hidden = model.base_model(input_ids=batch["tokens"])[0]  # type: ignore[operator]
         logits = model.lm_head(hidden)  # type: ignore[operator]
-        return causal_loss(logits / divisor if divisor else logits, batch["tokens"], upcast)
+        if divisor:  # Granite in transformers 4.45 gives each result the name of what it came from, which is then free
+            logits = logits / divisor
+            logits = logits.float()
+        return causal_loss(logits, batch["tokens"], upcast)
 
     return Workload(
         model,

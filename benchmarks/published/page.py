@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import statistics
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -29,6 +30,8 @@ _KINDS = {"allocated": "allocated", "after": "after the step", "reserved": "rese
 def page(result: dict[str, Any]) -> str:
     """Return the page for a result of `benchmarks.published`."""
     summary = result["summary"]
+    convolved = sorted(abs(case["errors"]["process"]) for case in result["cases"] if case["source"] == "gpumemnet")
+    widths = summary["left_out_widths"].values()
     left = [abs(case["errors"]["step"]) for case in result["cases"] if _is_left_out_of_the_fit(case)]
     return TEMPLATE.read_text().format(
         summary=summary_table(summary),
@@ -36,6 +39,10 @@ def page(result: dict[str, Any]) -> str:
         sources=summary["sources"],
         tables="\n\n".join(_section(source, result["cases"], name) for name, source in sources().items()),
         made=made_by(result),
+        conv_count=len(convolved),
+        conv_median=_percent(statistics.median(convolved), 1),
+        widths=f"{min(widths):.2f} to {max(widths):.2f}",
+        left_out_within=_percent(summary["within_left_out_interval"], 0),
         left_count=len(left),
         left_share=_percent(sum(error <= WITHIN_SECONDS for error in left) / max(1, len(left)), 0),
     )
@@ -55,7 +62,7 @@ def summary_table(summary: dict[str, Any]) -> str:
         lines.append(row([title, str(summary[f"{key}_figures"]), *errors]))
     lines += ["", *head(("question", "of", "right"))]
     shares = (
-        ("measured bytes within the stated interval", "", "within_interval"),
+        ("measured bytes within the stated interval", "byte_figures", "within_interval"),
         ("fits, or does not", "fit_figures", "fit_right"),
         ("step time within 30 %", "times", "time_within_30_percent"),
         ("ratio of two settings' times within 15 %", "time_ratios", "time_ratio_within_15_percent"),
@@ -78,7 +85,8 @@ def _section(source: Source, cases: list[Case], name: str) -> str:
     elif source.rows:
         parts.append(f"{len(source.rows)} rows are in `rows.toml` and were not run for this page.")
     if source.left_out:
-        parts.append("\n".join(f"- Left out, {ids}: {reason}." for ids, reason in source.left_out.items()))
+        lines = head(("left out", "why"))
+        parts.append("\n".join((*lines, *(row([ids, reason]) for ids, reason in source.left_out.items()))))
     return "\n\n".join(parts)
 
 
@@ -136,7 +144,8 @@ def main() -> None:
     text = page(results("published"))
     if parser.parse_args().check:
         stale = not PAGE.exists() or PAGE.read_text() != text
-        sys.exit("docs/results/published.md is not that of benchmarks/results; run benchmarks.published.page" * stale)
+        told = "docs/results/published.md is not that of benchmarks/results; run benchmarks.published.page"
+        sys.exit(told if stale else 0)
     write_atomic(PAGE, text.encode())
 
 

@@ -37,7 +37,11 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         after: Bytes allocated after the step.
         reserved: Peak reserved in bytes.
         process: Whole device or process in bytes, the context included.
-        idle: Bytes of `process` that the source measured before the model was there; None where it does not say.
+        idle: Bytes of `process` outside of the allocator that the source measured before the model was there, or with
+            the smallest ones; None where it does not say.
+        loads_all: Whether the process loads all kernels of its libraries at once: as `idle` shows, or since its CUDA is
+            older than 11.7.
+        driver: Bytes that the source's meter shows on an idle card: the driver's own.
         step: Seconds of a step.
         timed: Arguments that differ in the source's timing of the step.
         fits: Whether the step ran on the card; None where that is not of interest.
@@ -58,6 +62,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     reserved: int | None = None
     process: int | None = None
     idle: int | None = None
+    loads_all: bool = False
+    driver: int = 0
     step: float | None = None
     timed: dict[str, Any] = {}
     fits: bool | None = None
@@ -105,7 +111,7 @@ def _written_out(group: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the rows of a group: those of `over`'s values in step, whose figures stand in the same order."""
     over = group.pop("over", {})
     count = len(next(iter(over.values()))) if over else 1
-    figures = {name: _quantities(group.pop(name), count) for name in (*FIGURES, "idle") if name in group}
+    figures = {name: _quantities(group.pop(name), count) for name in (*FIGURES, "idle", "driver") if name in group}
     fits = group.pop("fits", None)
     rows = []
     for i in range(count):

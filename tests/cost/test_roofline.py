@@ -13,7 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from memfit.cost.roofline import STEP_ERROR, figures, kernel_seconds, narrowest_dimension, roofline, runs_kernel
+from memfit.cost.roofline import (
+    STEP_ERROR,
+    attained_rates,
+    figures,
+    kernel_seconds,
+    narrowest_dimension,
+    roofline,
+    runs_kernel,
+)
 from memfit.errors import UsageError
 from memfit.hardware.catalogue import catalogue
 from memfit.ir.flops import call_flops
@@ -125,6 +133,39 @@ def test_narrow_products_reach_less() -> None:
     backward = "aten.convolution_backward.default"
     args = [tensor(1, 8, 9, 9), tensor(1, 3, 9, 9), tensor(8, 3, 3, 3)]
     assert narrowest_dimension(backward, json.dumps({"op": backward, "args": args})) == 3
+
+
+HALVED = replace(AMPERE, float32_accumulation_share=0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "reached"),
+    [
+        (MM, [tensor(4096, 4096), tensor(4096, 4096)], 0.95),  # 0.8 of the full rate is more than there is
+        ("aten.convolution.default", [tensor(64, 64, 32, 32), tensor(64, 64, 3, 3)], 0.95),
+        (
+            "aten.convolution.default",
+            [tensor(8, 64, 32, 32, dtype="float32"), tensor(64, 64, 3, 3, dtype="float32")],
+            0.6,
+        ),
+    ],
+)
+def test_kernels_reach_as_much_of_the_full_rate_where_a_card_halves_it(
+    name: str, args: list[Any], reached: float
+) -> None:
+    dtype = args[0]["t"][0]
+    work, text = Work(10**12, 2**20, 2**20, dtype, True), json.dumps({"op": name, "args": args})
+    peak = AMPERE.matrix_flops["tf32" if dtype == "float32" else dtype]
+    assert attained_rates(name, text, work, HALVED).flops_per_second == pytest.approx(reached * peak)
+    assert attained_rates(name, text, work, AMPERE).flops_per_second < reached * peak
+
+
+@pytest.mark.parametrize("left", [0.3, 0.5, 0.9, 1.0])
+def test_a_halved_rate_is_never_a_reason_to_reach_less_of_it(left: float) -> None:
+    work, text = Work(10**12, 2**20, 2**20, "bfloat16", True), json.dumps({"op": MM, "args": [tensor(512, 512)] * 2})
+    device = replace(AMPERE, float32_accumulation_share=left)
+    plain, found = (attained_rates(MM, text, work, card).flops_per_second for card in (AMPERE, device))
+    assert plain <= found <= AMPERE.matrix_flops["bfloat16"]
 
 
 def test_convolutions_that_are_not_channels_last_are_copied_first() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from memfit.cost.workspaces import _RULES, resident_bytes, workspace_bytes
+from memfit.cost.workspaces import _RULES, layout_bytes, resident_bytes, workspace_bytes
 from memfit.ir.trace import Op, Trace, Work
 from tests.gpus import AMPERE
 from tests.ir.test_flops import call, tensor
@@ -159,9 +160,38 @@ def convolution(dtype: str = "bfloat16", channels: int = 64, last: bool = False,
 def test_convolutions_on_matrix_units_copy_what_is_not_channels_last() -> None:
     x, weight = 8 * 64 * 32 * 32, 64 * 64 * 9
     assert convolution() == 2 * (x + weight) + 1_000_000
-    assert convolution("float32") == 4 * (x + weight) + 1_000_000
     assert convolution(last=True) == 0 and convolution(channels=1) == 0
     assert convolution("float32", device=replace(AMPERE, matrix_flops={})) == 0
+
+
+@pytest.mark.parametrize("kernel", [(3,), (5, 5), (1, 7), (3, 3, 3)])
+def test_convolutions_of_several_pixels_take_three_copies_in_tf32(kernel: tuple[int, ...]) -> None:
+    pixels = (16,) * len(kernel)
+    sizes = [(8, 64, *pixels), (32, 64, *kernel), (8, 32, *pixels)]
+    copies = sum(math.prod(size) for size in sizes) * 4
+
+    def both(dtype: str, kernel: tuple[int, ...]) -> list[int]:
+        x, weight, y = (tensor(*size, dtype=dtype) for size in (sizes[0], (32, 64, *kernel), sizes[2]))
+        work = Work(10**9, 1, math.prod(sizes[2]) * (4 if dtype == "float32" else 2), dtype, True)
+        names = ("aten.convolution.default", "aten.convolution_backward.default")
+        return [hidden(name, args, work) for name, args in zip(names, ([x, weight], [y, x, weight]), strict=True)]
+
+    assert both("float32", kernel) == [3 * copies] * 2
+    assert both("bfloat16", kernel) == [copies // 2] * 2
+    assert both("float32", (1,) * len(kernel)) == [0, 4 * 32 * 64]  # a product of matrices, which needs no copies
+
+
+def test_the_time_of_copying_is_that_of_one_copy() -> None:
+    x, weight = tensor(8, 64, 32, 32, dtype="float32"), tensor(64, 64, 3, 3, dtype="float32")
+    work = Work(10**9, 1, 8 * 64 * 32 * 32 * 4, "float32", True)
+    text = json.dumps({"op": "aten.convolution.default", "args": [x, weight]})
+    assert 3 * layout_bytes("aten.convolution.default", text, work, AMPERE) == convolution_bytes(text, work)
+    assert layout_bytes("aten.convolution.default", text, work, replace(AMPERE, kind="cpu")) == 0
+    assert layout_bytes("aten.mm.default", text, work, AMPERE) == 0
+
+
+def convolution_bytes(text: str, work: Work) -> int:
+    return workspace_bytes("aten.convolution.default", text, work, AMPERE)
 
 
 def test_convolution_backward_copies_the_gradient_and_keeps_a_float32_sum() -> None:

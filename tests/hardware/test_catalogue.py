@@ -69,6 +69,11 @@ def test_rates_fit_together(device: Device) -> None:
 
 
 @each_device
+def test_geforce_cards_halve_the_rate_of_their_matrix_units(device: Device) -> None:
+    assert device.float32_accumulation_share == (0.5 if "GeForce" in device.description else None)
+
+
+@each_device
 def test_float32_is_what_its_cores_can_do(device: Device) -> None:
     """A multiprocessor does 64 or 128 multiply-adds a clock (CDNA 3: 256), at 1 to 2.7 GHz."""
     lanes = 128

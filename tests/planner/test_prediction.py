@@ -9,6 +9,7 @@ import torch
 from msgspec.structs import replace
 from torch import nn
 
+from memfit.cost.outside import KERNELS_BYTES
 from memfit.cost.roofline import roofline
 from memfit.hardware.host import find_device
 from memfit.ir.plan import Levers, OptimizerLever, Precision
@@ -99,6 +100,7 @@ def test_a_full_card_is_retried_before_it_is_said_to_be_too_small() -> None:
     costs = roofline([trace], roomy)
     found, _ = predict(trace, costs, roomy)
     assert found.retries == 0 and found.context_bytes == roomy.context_bytes
+    assert found.context_upper_bytes == roomy.context_bytes + KERNELS_BYTES
     assert found.peak_reserved_bytes is not None
     tight, _ = predict(trace, costs, replace(roomy, usable_bytes=found.peak_reserved_bytes - 1))
     small, _ = predict(trace, costs, replace(roomy, usable_bytes=found.peak_bytes // 2))

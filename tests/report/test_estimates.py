@@ -65,6 +65,10 @@ def test_the_process_is_what_is_reserved_and_the_context() -> None:
     told = msgspec.structs.replace(ON_A_GPU, context_bytes=GIB // 2)
     assert told.process_bytes == 22 * GIB + GIB // 2
     assert "22.5 GiB, 512.0 MiB of it the driver's context" in " ".join(shown(told).split())
+    told = msgspec.structs.replace(told, context_upper_bytes=GIB)
+    assert told.process_upper_bytes == 23 * GIB + GIB
+    assert "at most 24.0 GiB, with every kernel loaded" in " ".join(shown(told).split())
+    assert ON_A_GPU.process_upper_bytes is None
     assert ON_A_GPU.process_bytes is None and "nvidia-smi" not in shown(ON_A_GPU)
 
 

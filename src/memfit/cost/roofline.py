@@ -222,11 +222,23 @@ def _arithmetic_rate(name: str, signature: str, work: Work, device: Device, matm
     if peak <= device.vector_flops.get(work.dtype, vector):
         return float(own["vector"] * peak)
     if kind == ATTENTION:
-        return peak * _attention_share(name, device)
+        return peak * _of_what_is_left(_attention_share(name, device), device)
     share = own.get("tf32" if work.dtype == "float32" else "matrix", own["matrix"])
     if kind == MATRIX and not _is_aligned(signature):
         share *= own["unaligned"]
-    return float(peak * share)
+    return float(peak * _of_what_is_left(share, device))
+
+
+def _of_what_is_left(share: float, device: Device) -> float:
+    """Return the share of its peak that a kernel reaches where the card halves the rate of its matrix units.
+
+    What else limits it (loads, addresses, synchronisation) is the same as on a card with the full rate, so that it
+    reaches as much of that rate, up to a ceiling. `share` is of cards with the full rate.
+    """
+    if device.float32_accumulation_share is None:
+        return share
+    ceiling = float(figures()["device"]["halved_ceiling"])
+    return max(share, min(share / device.float32_accumulation_share, ceiling))
 
 
 def _is_aligned(signature: str) -> bool:

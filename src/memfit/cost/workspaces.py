@@ -1,8 +1,8 @@
 """Workspaces of CUDA operators, which fake tensors don't show: one function for each operator.
 
 Sources are files of PyTorch 2.13 (`aten/src/ATen/native/...`, shortened to their names). Sizes are as requested; the
-allocator rounds them. Sizes that no source fixes (cuDNN's choice of algorithm) are upper bounds, and named so. Not yet
-measured on CUDA.
+allocator rounds them. Sizes that no source fixes (cuDNN's choice of algorithm) are upper bounds or estimates, and named
+so. docs/results/published.md holds them against other people's measurements.
 """
 
 from __future__ import annotations
@@ -220,22 +220,47 @@ def _recurrent(name: str, given: Arguments, work: Work, device: Device) -> int:
 
 
 def _convolution(name: str, given: Arguments, work: Work, device: Device) -> int:
-    """Copies of other layouts to channels-last, which matrix units need; an estimate of cuDNN's workspace.
+    """An estimate of cuDNN's workspace: copies of operands, or the float32 accumulator of the weight's gradient.
 
-    Of the forward product and the gradients of input and weight, which run in turn, the one that copies most; for
-    channels-last data the float32 accumulator of the weight's gradient. Depthwise kernels are PyTorch's own and have
-    none. cuDNN may request more: only `CUDNN_CONV_WSCAP_DBG` limits it.
+    cuDNN may request more: only `CUDNN_CONV_WSCAP_DBG` limits it.
+    """
+    weight = given.get(2 if "backward" in name else 1, "weight")
+    if not isinstance(weight, Tensor) or not _uses_matrix_units(weight, work, device):
+        return 0
+    if copies := _layout_copies(name, given, work):
+        return copies * (_TRANSFORMED_COPIES if work.dtype == "float32" else 1)
+    return _FLOAT * weight.elements if "backward" in name else 0
+
+
+_TRANSFORMED_COPIES = 3
+"""How many copies of its operands a convolution of several pixels takes in TF32.
+
+cuDNN documents neither which algorithm it takes nor its workspace. Winograd's alone holds 36/16 of input and output for
+tiles of 4 x 4 (Lavin, Gray, 2015, *Fast Algorithms for Convolutional Neural Networks*), beside the copies of layout.
+The number was fitted: of 1 to 5 it has the least error over 39 steps of 13 of timm's models on an A100 (GPUMemNet,
+fake_tensor.xlsx), of which none is a row of docs/results/published.md. That page has the errors.
+"""
+
+
+def _uses_matrix_units(weight: Tensor, work: Work, device: Device) -> bool:
+    """Tell whether cuDNN computes a convolution on matrix units. Depthwise kernels are PyTorch's own and don't."""
+    vector = device.vector_flops.get(work.dtype, device.vector_flops.get("float32", 0.0))
+    return weight.shape[1] != 1 and peak_flops(device, work.dtype, CONVOLUTIONS) > vector
+
+
+def _layout_copies(name: str, given: Arguments, work: Work) -> int:
+    """Copies of other layouts to channels-last, which matrix units need where a kernel has several pixels.
+
+    Of the forward product and the gradients of input and weight, which run in turn, the one that copies most. Kernels
+    of one pixel are products of matrices, which take either layout: MobileNets show no copies.
     """
     backward = "backward" in name
     first = 1 if backward else 0
     x, weight = given.get(first, "input"), given.get(first + 1, "weight")
     if not isinstance(x, Tensor) or not isinstance(weight, Tensor):
         return 0
-    vector = device.vector_flops.get(work.dtype, device.vector_flops.get("float32", 0.0))
-    if weight.shape[1] == 1 or peak_flops(device, work.dtype, CONVOLUTIONS) <= vector:
+    if x.channels_last or weight.channels_last or math.prod(weight.shape[2:]) == 1:
         return 0
-    if x.channels_last or weight.channels_last:
-        return _FLOAT * weight.elements if backward else 0
     gradient = given.get(0, "grad_output")
     other = gradient.nbytes if backward and isinstance(gradient, Tensor) else work.write_bytes
     return x.nbytes + weight.nbytes + other
@@ -243,9 +268,13 @@ def _convolution(name: str, given: Arguments, work: Work, device: Device) -> int
 
 def layout_bytes(name: str, signature: str, work: Work, device: Device) -> int:
     """Return the bytes that a convolution copies to and from channels-last: for one product forward, two backward."""
-    if operator_class(name) != CONVOLUTIONS or any(t.channels_last for t in arguments(signature).tensors):
+    if operator_class(name) != CONVOLUTIONS or device.kind != "cuda" or not work.kernel:
         return 0
-    return workspace_bytes(name, signature, work, device) * (2 if "backward" in name else 1)
+    given = arguments(signature)
+    weight = given.get(2 if "backward" in name else 1, "weight")
+    if not isinstance(weight, Tensor) or not _uses_matrix_units(weight, work, device):
+        return 0
+    return _layout_copies(name, given, work) * (2 if "backward" in name else 1)
 
 
 _RULES: dict[str, Rule] = {

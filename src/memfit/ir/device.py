@@ -35,6 +35,8 @@ class Device(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
         matrix_flops: Peak rate of matrix units that accumulate in float32, by dtype name ("tf32", "bfloat16",
             "float16", "float8", "float64", and "float32" where they multiply it as it is, as on CDNA);
             absent where the device has no such unit. For a probed machine, the rate of `torch.mm`.
+        float32_accumulation_share: What accumulation in float32 leaves of the matrix units' full rate: half on GeForce
+            cards, which `matrix_flops` has already lost; None where it is the full rate.
         vector_flops: Peak rate without matrix units, by dtype name ("float32", "float16", ...).
         capability: CUDA compute capability, None for others.
         link_bytes_per_second: Bandwidth between host and device, in one direction.
@@ -56,6 +58,7 @@ class Device(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     bandwidth_bytes_per_second: Figure = 0.0
     cache_bytes: Bytes = 0
     matrix_flops: dict[str, Figure] = {}
+    float32_accumulation_share: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
     vector_flops: dict[str, Figure] = {}
     capability: tuple[int, int] | None = None
     link_bytes_per_second: Figure = 0.0

@@ -106,7 +106,9 @@ class Prediction(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
         after_step_bytes: What is allocated once the step is over; None where that was not recorded.
         phase_seconds: How `step_seconds` is spent, by phase ("forward", "backward", "recompute", "optimizer").
         context_bytes: What a GPU holds for the process outside of the allocator: the driver's context with the
-            libraries' handles and loaded kernels. None elsewhere.
+            libraries' handles and the kernels that were launched. None elsewhere.
+        context_upper_bytes: The same with every kernel of the libraries, as processes with drivers older than CUDA 12.2
+            may hold it (`memfit.cost.outside`). None elsewhere.
         retries: How often the allocator gives its cache back to a full GPU and tries again, in a first and a steady
             step; 0 where all that it reserves has room. None where the step runs out of memory, and elsewhere.
     """
@@ -123,6 +125,7 @@ class Prediction(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     after_step_bytes: int | None = None
     phase_seconds: dict[str, float] = {}
     context_bytes: int | None = None
+    context_upper_bytes: int | None = None
     retries: int | None = None
 
     @property
@@ -131,6 +134,11 @@ class Prediction(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if self.peak_reserved_bytes is None or self.context_bytes is None:
             return None
         return self.peak_reserved_bytes + self.context_bytes
+
+    @property
+    def process_upper_bytes(self) -> int | None:
+        """Upper end of `process_bytes`: of what is reserved, and with every kernel loaded."""
+        return None if self.context_upper_bytes is None else self.peak_upper_bytes + self.context_upper_bytes
 
 
 class Candidate(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):

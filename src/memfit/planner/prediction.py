@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from memfit.allocator.replay import AllocationEvent, replay
 from memfit.cost.accelerator_costs import measured_costs
 from memfit.cost.calibrate import calibrate
+from memfit.cost.outside import kernels_bytes
 from memfit.cost.roofline import roofline
 from memfit.errors import UsageError
 from memfit.fake_gpu import shim
@@ -84,6 +85,7 @@ def predict(
         where=timeline.where(),
         device_bytes=device.usable_bytes,
         context_bytes=device.context_bytes if device.kind == "cuda" else None,
+        context_upper_bytes=device.context_bytes + kernels_bytes(trace) if device.kind == "cuda" else None,
         retries=retries,
         throughput=throughput(
             trace,

@@ -47,6 +47,8 @@ def _memory(prediction: Prediction) -> list[tuple[str, Text]]:
     if prediction.process_bytes is not None:
         held = format_bytes(prediction.context_bytes or 0)
         text = f"{format_bytes(prediction.process_bytes)}, {held} of it the driver's context, outside of the allocator"
+        if prediction.process_upper_bytes is not None:
+            text += f"; at most {format_bytes(prediction.process_upper_bytes)}, with every kernel loaded"
         lines.append(("nvidia-smi", Text(text)))
     if prediction.after_step_bytes is not None:
         lines.append(("After it", Text(f"{format_bytes(prediction.after_step_bytes)} stay allocated between steps")))
