@@ -14,6 +14,7 @@ from torch import nn
 import memfit
 from memfit._ladder import PAYS, _Climb, pays
 from memfit.errors import BudgetError, UsageError, WorkloadError
+from memfit.hardware.host import find_device
 from memfit.ir import codec
 from memfit.ir.ladder import Ladder, Rung
 from memfit.ir.plan import Levers
@@ -103,7 +104,7 @@ def test_a_budget_is_climbed_down_to() -> None:
 
 
 def test_batch_norm_leaves_microbatches_out() -> None:
-    climb = _Climb(convnet(), None, "reordered", 0.02)
+    climb = _Climb(convnet(), find_device("cpu"), None, "reordered", 0.02)
     with pytest.raises(NotOffered, match="BatchNorm"):
         dict(registry.rungs())["microbatches"](climb, climb.plain)
 

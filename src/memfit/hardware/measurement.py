@@ -56,7 +56,8 @@ def probe_all(progress: Progress = _silent) -> list[Device]:
     """Measure this machine's CPU and GPUs, one GPU of each product."""
     products: dict[tuple[str, str], Device] = {}
     for device in devices():
-        products.setdefault((device.kind, device.description), device)
+        if device.kind in ("cpu", "cuda"):  # others are in no file of devices: plans measure what they need of them
+            products.setdefault((device.kind, device.description), device)
     return [probe(device, progress) for device in products.values()]
 
 

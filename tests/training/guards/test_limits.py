@@ -135,7 +135,7 @@ def test_on_a_gpu_the_allocator_keeps_the_limit(monkeypatch: pytest.MonkeyPatch)
         set_per_process_memory_fraction=lambda fraction, device: fractions.append(fraction),
         memory_allocated=lambda device: 300,
     )
-    monkeypatch.setattr(torch, "cuda", cuda)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: cuda)
     weight = torch.empty(50)
     limit = AcceleratorLimit(400, lambda batch: {"parameters": [weight], "inputs": [batch]}, torch.device("cuda", 0))
 
