@@ -2,7 +2,7 @@
 
 Williams, Waterman, Patterson (2009), *Roofline: An Insightful Visual Performance Model for Multicore Architectures*: a
 kernel's time is the larger of its arithmetic and its memory traffic, each at the rate that its class of operator
-attains (`efficiency.toml`, with sources). Not yet measured on CUDA. `benchmarks/roofline.py` fits the form to this CPU.
+attains (`efficiency.toml`, with sources). `benchmarks/roofline.py` fits the form to this CPU.
 """
 
 from __future__ import annotations
