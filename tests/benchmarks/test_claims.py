@@ -28,7 +28,7 @@ def result() -> dict[str, Any]:
 
 def test_the_page_is_that_of_the_result_file(result: dict[str, Any]) -> None:
     assert stale(files(result)) == []
-    assert "predicted, not yet measured on CUDA" in page(result)
+    assert "Figures for GPUs are **predicted**" in page(result)
 
 
 def test_other_figures_make_another_page(result: dict[str, Any]) -> None:
