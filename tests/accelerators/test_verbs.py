@@ -215,6 +215,19 @@ def test_a_loop_of_ones_own_is_fitted_there(name: str, place: torch.device) -> N
     assert plain == fitted and fitted_bytes < 0.85 * plain_bytes
 
 
+def test_an_evaluation_on_data_of_the_cpu_says_what_to_move(kind: str, place: torch.device, tmp_path: Path) -> None:
+    workload = language_model()
+
+    def evaluate(model: torch.nn.Module) -> dict[str, float]:
+        total, count = workload.loss_fn(model, workload.batch)  # type: ignore[misc]
+        return {"loss": float(total) / float(count)}
+
+    plan = plan_of("language_model", kind)
+    with pytest.raises(RuntimeError, match="same device") as caught:
+        memfit.train(plan, dataclasses.replace(workload, evaluate=evaluate), out=tmp_path, steps=1)
+    assert any(f"model is on {place}: Workload.evaluate must move" in note for note in caught.value.__notes__)
+
+
 def test_mixed_precision_trains_there_with_a_scaler_that_is_resumed(kind: str, tmp_path: Path) -> None:
     """HF#34053, Acc#4289: a scaler that begins again at 65536."""
     scaling = memfit.LossScaling(initial=2.0**10, growth_interval=3)

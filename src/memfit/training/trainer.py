@@ -28,7 +28,7 @@ from memfit.ir.plan import Plan, uses_text
 from memfit.ir.run_record import RunRecord
 from memfit.rng import rng_preserved, set_rng_state
 from memfit.training.batches import BatchStream
-from memfit.training.guards.ledger import allocation_retries
+from memfit.training.guards.ledger import allocation_retries, device_of
 from memfit.training.guards.recovery import OutOfMemoryObserver, Recovery
 from memfit.training.interrupt import Interrupt, deferred_interrupts
 from memfit.training.runs import checkpoint
@@ -287,7 +287,15 @@ class Trainer:
         if workload.evaluate is None:
             return
         with evaluation_mode(workload.model):
-            values = workload.evaluate(workload.model)
+            try:
+                values = workload.evaluate(workload.model)
+            except RuntimeError as e:
+                if "same device" in str(e):  # of data that stayed on the CPU, where the model was before
+                    e.add_note(
+                        f"memfit: the model is on {device_of(self.step)}: Workload.evaluate must move its data there,"
+                        " to next(model.parameters()).device"
+                    )
+                raise
         self._write_line(evaluation_line(self.step.steps, self._stream.epoch, _figures(values)))
 
     def _save(self, position: dict[str, Any] | None = None) -> None:
