@@ -33,7 +33,8 @@ from memfit.hardware.host import find_device
 from memfit.ir.codec import write_atomic
 
 PARTS = ("tests", "rates", "exactness", "prediction")
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS, TESTS = ROOT / "benchmarks" / "results", ROOT / "tests" / "accelerators"
 GO_ON = 75
 """The exit status of a run that is to go on (EX_TEMPFAIL)."""
 _LONGEST_SECONDS = 540  # of one command
@@ -58,8 +59,12 @@ class Command:
 def commands(device: str, quick: bool) -> Iterator[Command]:
     """Yield every command, in order."""
     run = python(device)
-    yield Command("tests", "tests", (sys.executable, "-m", "pytest", "-q", "tests/accelerators"), "")
+    for path in sorted(TESTS.glob("test_*.py")):  # one by one: each plan for a GPU takes a process of its own
+        for name in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE):
+            one = (sys.executable, "-m", "pytest", "-q", f"{path.relative_to(ROOT)}::{name}")
+            yield Command("tests", f"{path.stem}-{name}", one, "")
     yield Command("rates", "rates", (*run, "memfit", "devices", "--probe", "--output", "{file}"), ".toml")
+    line: tuple[str, ...]
     for name in QUICK if quick else SUBJECTS:
         line = (*run, "benchmarks.exactness", "--device", device, "--models", name, "--json", "{file}")
         yield Command("exactness", f"exactness-{name}", (*line, *(["--quick"] if quick else [])))
