@@ -17,7 +17,7 @@ from memfit.ir.run_record import RunRecord, Views
 def test_demo_trains_under_a_budget_that_the_plain_step_does_not_meet(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_demo(tmp_path / "demo", steps=4, budget="128MiB", overwrite=False)
+    run_demo(tmp_path / "demo", steps=4, budget="128MiB", device="cpu", overwrite=False)
     shown = capsys.readouterr().out
     for part in ("predicted without running it", "Frontier", "Budget", "Peak, measured", "report.html"):
         assert part in shown
