@@ -40,12 +40,17 @@ def _external_storages(step: StepProgram) -> list[weakref.ref[torch.UntypedStora
     return [weakref.ref(part.untyped_storage()) for tensor in tensors for part in parts(tensor)]
 
 
+def _place_of(step: StepProgram) -> torch.device:
+    """Return the device of a step's parameters."""
+    return next((p.device for p in step.workload.model.parameters()), torch.device("cpu"))
+
+
 def measure_peaks(step: StepProgram, batch: object) -> accelerators.Peaks | None:
     """Run one step on an accelerator, from an empty cache; return its peaks of allocated and reserved bytes.
 
     None for a step on the CPU, which then did not run.
     """
-    place = next((p.device for p in step.workload.model.parameters()), torch.device("cpu"))
+    place = _place_of(step)
     if place.type == "cpu":
         return None
     gc.collect()
@@ -54,7 +59,7 @@ def measure_peaks(step: StepProgram, batch: object) -> accelerators.Peaks | None
 
 
 def _peak_there(step: StepProgram, batch: object, place: torch.device) -> accelerators.Peaks:
-    """Run a step on an accelerator; return its peaks, less what the device held beside the step."""
+    """Run a step on an accelerator; return its peaks without the device's other tensors."""
     resident = resident_bytes(step, place.type)
     for reference in _external_storages(step):
         if (storage := reference()) is not None and storage.device.type == place.type:
@@ -83,7 +88,7 @@ def measure_peak_bytes(step: StepProgram, batch: object) -> int:
     Tensors held between steps count by their storages, all others by the allocator's events, or on an accelerator by
     its allocator's statistics, whatever else is on the device.
     """
-    place = next((p.device for p in step.workload.model.parameters()), torch.device("cpu"))
+    place = _place_of(step)
     if place.type != "cpu":
         return _peak_there(step, batch, place).allocated_bytes
     resident, external = resident_bytes(step), _external_storages(step)

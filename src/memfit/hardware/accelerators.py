@@ -38,7 +38,7 @@ def used_kind() -> str | None:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a device has done what it was given; the CPU always has."""
+    """Wait until a device has finished its work; the CPU always has."""
     if device.type != "cpu":
         torch.get_device_module(device).synchronize(*_index(device))
 
@@ -85,7 +85,7 @@ def cached_bytes(device: torch.device) -> int:
 
 
 def release_cache() -> None:
-    """Have the allocators of used accelerators give back what no tensor holds."""
+    """Empty the caches of used accelerators' allocators."""
     kind = used_kind()
     if kind is not None and hasattr(torch.get_device_module(kind), "empty_cache"):
         torch.get_device_module(kind).empty_cache()

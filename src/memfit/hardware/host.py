@@ -105,7 +105,7 @@ def _accelerators(known: Iterable[Device]) -> list[Device]:
 
 
 def _other_accelerator(name: str, properties: Any, free_bytes: int, total_bytes: int) -> Device:
-    """Return an accelerator of this machine that is no CUDA device, with what PyTorch says of it."""
+    """Return an accelerator of this machine that is no CUDA device, with PyTorch's figures of it."""
     kind = name.partition(":")[0]
     return Device(
         name=name,

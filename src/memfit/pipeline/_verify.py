@@ -148,7 +148,7 @@ def _on_cpu(tensors: _Tensors) -> _Tensors:
 
 
 def _peak(workload: Workload, levers: Levers, runs: _Runs, place: torch.device) -> tuple[int, int | None]:
-    """Return the measured peak of a step, and on an accelerator what its allocator reserved."""
+    """Return the measured peaks of a step: allocated bytes, and on an accelerator reserved bytes."""
     copied = real_copy(workload, place)
     # The steps compared after this one draw from the same generators.
     held = foreign_generators(generators_of(copied.model.modules()))

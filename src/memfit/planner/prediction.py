@@ -42,7 +42,7 @@ def silent(stage: str, done: int, total: int) -> None:
 
 
 def costs_of(traces: Iterable[Trace], device: Device, progress: Callable[[int, int], None] | None = None) -> CostTable:
-    """Return what the operators of some traces cost: measured on a device that is here, modelled for others.
+    """Return the costs of some traces' operators: measured on a device that is here, modelled for others.
 
     Traces in TF32 have the operators of those in fp32, and cost less: they need a table of their own.
     """
