@@ -1,4 +1,6 @@
-"""Makes the error bars of predicted peaks from a committed result: `python -m benchmarks.calibration [FILE]`.
+"""Makes the error bars of predictions from results: `python -m benchmarks.calibration [FILE]` for those of the CPU.
+
+`benchmarks.gpu` makes those of an accelerator, beside the corrections of its modelled times.
 
 How honest they are is in the file as well: the share of the steps within the upper end that all other workloads give.
 """
@@ -8,20 +10,25 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Case
 from benchmarks.tables import ROOT, newest
+from memfit.cost.card_measurements import CardMeasurement, CardMeasurements
 from memfit.cost.error_bars import Calibration
-from memfit.ir.codec import encode, write_atomic
+from memfit.errors import UsageError
+from memfit.ir.codec import encode, read, write_atomic
 
 RATE = 0.98
 FLOOR = 0.001
 """The zoo's predictions are right to far less, but it does not have every model, and one machine measured it."""
+CARD_FLOOR = 0.01
+"""The same on an accelerator, where another driver or library may choose algorithms with other workspaces."""
 _ROUNDING = 1e-9  # of rates such as 0.9
 TARGET = ROOT / "src" / "memfit" / "cost" / "calibration.json"
+CARDS = ROOT / "src" / "memfit" / "cost" / "card_measurements.json"
 
 Scored = tuple[str, float]
 """A workload, and the score of one of its steps."""
@@ -55,6 +62,59 @@ def calibrated(result: dict[str, Any], source: str, rate: float = RATE) -> Calib
     )
 
 
+def measured_card(
+    predictions: Mapping[str, Any], corrections: Mapping[str, Any], sources: Sequence[str], rate: float = RATE
+) -> CardMeasurement:
+    """Return what an accelerator's results say of predictions for it and for others of its family.
+
+    Args:
+        predictions: A result of `benchmarks.prediction` there.
+        corrections: A result of `benchmarks.corrections` there.
+        sources: Their files.
+    """
+    done = [case for case in predictions["cases"] if "measured_peak_bytes" in case]
+    scores = [(case["workload"], score(case)) for case in done]
+    times = [time_score(case) for case in done if "step_error" in case]
+    factors: dict[str, dict[str, float]] = {}
+    for one in corrections["summary"]["factors"]:
+        factors.setdefault(one["class"], {})[one["dtype"]] = one["factor"]
+    try:
+        peak_error, step_error = max(upper_error([s for _, s in scores], rate), CARD_FLOOR), upper_error(times, rate)
+        coverage = _share(covered for _, covered in leave_one_out(scores, rate))
+    except ValueError:  # too few for this rate: the estimates stay in use
+        peak_error = step_error = coverage = None
+    return CardMeasurement(
+        device=predictions["machine"]["accelerator"],
+        sources=tuple(sources),
+        torch_version=predictions["versions"]["torch"],
+        date=predictions["date"],
+        rate=rate,
+        cases=len(scores),
+        workloads=len({name for name, _ in scores}),
+        peak_error=peak_error,
+        step_error=step_error,
+        coverage=coverage,
+        time_factors=factors,
+    )
+
+
+def calibrate_card(predictions: Path, corrections: Path, target: Path, rate: float = RATE) -> CardMeasurement:
+    """Add what an accelerator's results say to a file of measurements; what it says of other families stays.
+
+    Raises:
+        UsageError: A result is missing.
+    """
+    for path in (predictions, corrections):
+        if not path.exists():
+            raise UsageError(f"{path} is missing, from which error bars and rates are made: measure that part first")
+    results = [json.loads(path.read_text()) for path in (predictions, corrections)]
+    found = measured_card(results[0], results[1], [predictions.name, corrections.name], rate)
+    known = read(target, CardMeasurements).cards if target.exists() else {}
+    cards = {**known, results[1]["summary"]["key"]: found}
+    write_atomic(target, encode(CardMeasurements(cards=cards)))
+    return found
+
+
 def upper_error(scores: Sequence[float], rate: float) -> float:
     """Return the share by which upper ends lie above predictions, at least 0.
 
@@ -73,7 +133,9 @@ def upper_error(scores: Sequence[float], rate: float) -> float:
 
 
 def score(case: Case) -> float:
-    """Return how far the measured peak is above the predicted one, as a share of the predicted."""
+    """Return how far the measured peak is above the predicted one, as a share of the predicted; reserved if counted."""
+    if "reserved_error" in case:
+        return float(1 / (1 + case["reserved_error"]) - 1)
     return float(case["measured_peak_bytes"] / case["predicted_peak_bytes"] - 1)
 
 
@@ -81,6 +143,11 @@ def score_without_workspaces(case: Case) -> float:
     """Return the same had no operator's buffers been measured: those at the peak are taken off the prediction."""
     blind: int = case["predicted_peak_bytes"] - case["workspace_bytes"]
     return float(case["measured_peak_bytes"] / blind - 1)
+
+
+def time_score(case: Case) -> float:
+    """Return how far the measured time is from the predicted one, as a share of the predicted."""
+    return abs(float(1 / (1 + case["step_error"]) - 1))
 
 
 def leave_one_out(scores: Sequence[Scored], rate: float) -> list[tuple[str, bool]]:

@@ -6,6 +6,7 @@ import argparse
 import datetime
 import json
 import platform
+import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ import torch
 
 from memfit.capture.fake_workload import real_copy
 from memfit.hardware.cpu_allocations import allocated
-from memfit.hardware.host import devices, host_name
+from memfit.hardware.host import devices, find_device, host_name
 from memfit.ir import codec
 from memfit.ir.plan import Levers
 from memfit.levers.stack import applied
@@ -66,21 +67,41 @@ def main(
     cases, summary = run(arguments.quick, **{name: getattr(arguments, name) for name in added})
     print(json.dumps(summary, indent=2))
     if arguments.json is not None:
-        result = {
-            "command": _command(f"{package}.{name}", sys.argv[1:]),
-            "machine": {
-                "name": host_name(),
-                "description": devices()[0].description,
-                "threads": torch.get_num_threads(),
-                "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-            },
-            "versions": {"memfit": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
-            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-            "cases": cases,
-            "summary": summary,
-        }
-        codec.write_atomic(arguments.json, json.dumps(result, indent=1).encode() + b"\n")
-        print(f"written to {arguments.json}", file=sys.stderr)
+        command = _command(f"{package}.{name}", sys.argv[1:])
+        write_result(arguments.json, result_of(command, cases, summary, getattr(arguments, "device", "cpu")))
+
+
+def result_of(command: str, cases: Sequence[Case], summary: Mapping[str, Any], device: str = "cpu") -> dict[str, Any]:
+    """Return a result as its file has it.
+
+    Args:
+        command: What made it.
+        device: Where the steps ran.
+    """
+    return {
+        "command": command,
+        "machine": {
+            "name": host_name(),
+            "description": devices()[0].description,
+            "threads": torch.get_num_threads(),
+            "accelerator": None if device == "cpu" else find_device(device).description,
+        },
+        "versions": {"memfit": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "cases": list(cases),
+        "summary": dict(summary),
+    }
+
+
+def write_result(path: Path, result: Mapping[str, Any]) -> None:
+    """Write a result file, and say so."""
+    codec.write_atomic(path, json.dumps(result, indent=1).encode() + b"\n")
+    print(f"written to {path}", file=sys.stderr)
+
+
+def slug(text: str) -> str:
+    """Return a text in small letters and digits, with "-" between its words."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
 def _command(module: str, given: Sequence[str]) -> str:

@@ -19,8 +19,9 @@ def head(headings: Iterable[str]) -> list[str]:
 
 def made_by(result: dict[str, Any]) -> str:
     """Return the command, machine, version and day of a result."""
-    threads = result["machine"]["threads"]
+    machine, threads = result["machine"], result["machine"]["threads"]
+    where = f"{name} in a machine with {machine['description']}" if (name := machine.get("accelerator")) else ""
     return (
-        f"`{result['command']}`, {result['machine']['description']}, {threads} thread{'s' * (threads > 1)},"
+        f"`{result['command']}`, {where or machine['description']}, {threads} thread{'s' * (threads > 1)},"
         f" torch {result['versions']['torch']}, {result['date']}"
     )

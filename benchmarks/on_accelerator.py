@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import statistics
 import sys
 import time
@@ -18,6 +19,20 @@ from memfit.workload import Workload
 
 _WARM_UP, _TIMED = 3, 7
 _IN_PYTHON = "acc"  # tests/accelerator_device, which each process must load
+
+
+def bring(kind: str) -> None:
+    """Give this process the accelerator in Python, where that is the kind."""
+    if kind.startswith(_IN_PYTHON):
+        from tests.accelerator_device import load
+
+        load()
+
+
+def environment(kind: str) -> dict[str, str]:
+    """Return the environment of commands for a kind of accelerator, which says where tests want the one in Python."""
+    given = os.environ | {"PYTHONPATH": os.pathsep.join(["src", "."])}
+    return given | ({"MEMFIT_TEST_ACCELERATOR": "1"} if kind.startswith(_IN_PYTHON) else {})
 
 
 def python(kind: str | None = None) -> list[str]:

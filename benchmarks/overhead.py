@@ -23,6 +23,8 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.common import Case, main
 from memfit import Workload
 from memfit.capture.fake_workload import real_copy
+from memfit.hardware.accelerators import synchronize
+from memfit.hardware.host import find_device
 from memfit.ir.plan import Levers
 from memfit.ir.remat import Region
 from memfit.levers.stack import applied
@@ -99,7 +101,7 @@ def by_hand(workload: Workload, checkpointing: bool) -> Iterator[OneStep]:
         total: Any = 0.0
         for start in range(0, MICROBATCHES * size, size):
             microbatch = {name: tensor[start : start + size] for name, tensor in batch.items()}
-            with torch.autocast("cpu", dtype=torch.bfloat16):
+            with torch.autocast(parameters[0].device.type, dtype=torch.bfloat16):
                 value = workload.loss_fn(model, microbatch)
             loss = value / MICROBATCHES if isinstance(value, torch.Tensor) else value[0] / (value[1] * MICROBATCHES)
             loss.backward()
@@ -130,10 +132,11 @@ def by_memfit(workload: Workload, checkpointing: bool) -> Iterator[OneStep]:
         yield step
 
 
-def compare(name: str, rounds: int, clock: Callable[[], float]) -> Case:
-    """Time both steps in turns."""
+def compare(name: str, rounds: int, clock: Callable[[], float], device: str = "cpu") -> Case:
+    """Time both steps in turns, on a device of this machine."""
     make, at_once, checkpointing = WORKLOADS[name]
-    workload = make()
+    place = torch.device(find_device(device).name)
+    workload = real_copy(make(), place)
     both = by_hand(real_copy(workload), checkpointing), by_memfit(real_copy(workload), checkpointing)
     with both[0] as hand, both[1] as memfit:
         steps = {"by hand": hand, "memfit": memfit}
@@ -141,9 +144,11 @@ def compare(name: str, rounds: int, clock: Callable[[], float]) -> Case:
         seconds: dict[str, list[float]] = {which: [] for which in steps}
         for index in range(rounds):
             for which in sorted(steps, reverse=index % 2 == 1):
+                synchronize(place)
                 started = clock()
                 for _ in range(at_once):
                     steps[which](workload.batch)
+                synchronize(place)
                 seconds[which].append((clock() - started) / at_once)
     pairs = list(zip(seconds["memfit"], seconds["by hand"], strict=True))
     difference = max(
@@ -159,10 +164,11 @@ def compare(name: str, rounds: int, clock: Callable[[], float]) -> Case:
     }
 
 
-def run(quick: bool, cpu_time: bool) -> tuple[list[Case], dict[str, Any]]:
+def run(quick: bool, cpu_time: bool, device: str = "cpu") -> tuple[list[Case], dict[str, Any]]:
     """Return a case for each workload, and the ratios."""
     clock = time.process_time if cpu_time else time.perf_counter
-    cases = [compare(name, (30 if quick else 200) * (1 if name == "byte_lm" else 4), clock) for name in WORKLOADS]
+    rounds = {name: (30 if quick else 200) * (1 if name == "byte_lm" else 4) for name in WORKLOADS}
+    cases = [compare(name, count, clock, device) for name, count in rounds.items()]
     print(f"{'':28} {'by hand':>12} {'memfit':>12} {'ratio':>8}")
     for case in cases:
         hand, ours = format_seconds(case["by_hand_seconds"]), format_seconds(case["memfit_seconds"])
@@ -176,5 +182,8 @@ if __name__ == "__main__":
         "overhead",
         run,
         __doc__,
-        {"--cpu-time": {"action": "store_true", "help": "count processor time, not wall time"}},
+        {
+            "--cpu-time": {"action": "store_true", "help": "count processor time, not wall time"},
+            "--device": {"default": "cpu", "help": "where the steps run: cpu, or cuda"},
+        },
     )

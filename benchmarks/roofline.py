@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,14 +24,16 @@ from scipy.optimize import differential_evolution
 from benchmarks.common import Case, main
 from examples import brain, byte_lm, digits_resnet, gpt2
 from memfit import Workload
-from memfit.cost.calibrate import calibrate
 from memfit.cost.roofline import AttainedRates, narrowest_dimension, runs_kernel
 from memfit.cost.traffic import traffic_bytes
 from memfit.hardware.host import find_device
+from memfit.ir.device import Device
 from memfit.ir.flops import call_flops
 from memfit.ir.operator_classes import operator_class
 from memfit.ir.plan import Levers, Precision
+from memfit.ir.trace import Work
 from memfit.planner.captures import capture_levers
+from memfit.planner.prediction import costs_of
 from memfit.workload import batch_size_of
 
 
@@ -106,25 +109,49 @@ class Measured:
         self.seconds, self.calls = seconds, calls
 
 
-def measured(make: Callable[[], Workload], precision: Precision) -> list[Measured]:
-    """Return the operators of a workload's step that run a kernel, with their times on this CPU."""
+@dataclass(frozen=True)
+class Call:
+    """A distinct operator call of a step that runs a kernel.
+
+    Attributes:
+        seconds: Measured, alone.
+        times: How often the step makes it.
+    """
+
+    name: str
+    signature: str
+    work: Work
+    seconds: float
+    times: int
+
+    @property
+    def kind(self) -> tuple[str, str]:
+        """Its class and dtype."""
+        return operator_class(self.name), self.work.dtype
+
+
+def calls_of(make: Callable[[], Workload], precision: Precision, device: Device) -> Iterator[Call]:
+    """Yield the operators of a workload's step that run a kernel, with their times on a device of this machine."""
     workload = make()
     levers = Levers(precision=precision, microbatch_size=batch_size_of(workload.batch))
-    trace = capture_levers(workload, levers, find_device("cpu"))
-    table = calibrate([trace])
-    calls: dict[int, int] = defaultdict(int)
-    for op in trace.ops:
-        calls[op.signature] += 1
-    found = []
+    trace = capture_levers(workload, levers, device)
+    table = costs_of([trace], device)
+    times = Counter(op.signature for op in trace.ops)
     for op in {op.signature: op for op in trace.ops}.values():
         text, work = trace.signatures[op.signature], trace.works[op.signature]
         cost = table.of(text)
         if cost.measured and cost.seconds > 0 and runs_kernel(op.name, work):
-            flops, nbytes = call_flops(op.name, text, work).hardware, traffic_bytes(op.name, text, work)
-            kind = (operator_class(op.name), work.dtype)
-            found.append(
-                Measured(kind, flops, nbytes, narrowest_dimension(op.name, text), cost.seconds, calls[op.signature])
-            )
+            yield Call(op.name, text, work, cost.seconds, times[op.signature])
+
+
+def measured(make: Callable[[], Workload], precision: Precision) -> list[Measured]:
+    """Return the operators of a workload's step that run a kernel, with their times on this CPU."""
+    found = []
+    for call in calls_of(make, precision, find_device("cpu")):
+        flops = call_flops(call.name, call.signature, call.work).hardware
+        nbytes = traffic_bytes(call.name, call.signature, call.work)
+        width = narrowest_dimension(call.name, call.signature)
+        found.append(Measured(call.kind, flops, nbytes, width, call.seconds, call.times))
     return found
 
 

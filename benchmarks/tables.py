@@ -30,8 +30,10 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def newest(name: str) -> Path:
-    """Return the file of the newest committed result of a benchmark."""
-    return max(RESULTS.glob(f"{name}-*.json"), key=lambda path: (str(json.loads(path.read_text())["date"]), path.name))
+    """Return the file of the newest committed result of a benchmark on a CPU; accelerators have a page of their own."""
+    found = {path: json.loads(path.read_text()) for path in RESULTS.glob(f"{name}-*.json")}
+    here = [path for path, result in found.items() if not result["machine"].get("accelerator")]
+    return max(here, key=lambda path: (str(found[path]["date"]), path.name))
 
 
 def results(name: str) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The frontier of time and memory on seven models: memfit's plans, and what others reach.
 
-Each method's peak, parameters included, is what PyTorch's allocator reported of a steady step; its time is that of a
+Each method's peak, parameters included, is what PyTorch's allocator reported of a steady step (on a GPU, what it
+reserved); its time is that of a
 step over the plain one's, run in turns; its gradients are held against the plain ones. A full run is long: rows are
 written to a file as they come, and `--resume` takes the models that are not run from an earlier result.
 """
@@ -20,6 +21,7 @@ from benchmarks.common import Case, main
 from benchmarks.frontier.cells import summarised
 from benchmarks.frontier.methods import KINDS
 from benchmarks.frontier.models import QUICK, SUBJECTS
+from benchmarks.on_accelerator import python
 from memfit.errors import UsageError
 
 QUICK_SECONDS = 5.0
@@ -36,6 +38,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "default": torch.get_num_threads(),
         "help": "with 1, times are those of the process",
     },
+    "--shares": {"nargs": "+", "type": float, "help": "budgets, of the plain step's peak; fewer than all"},
+    "--device": {"default": "cpu", "help": "where the steps run: cpu, or cuda; write cuda's result elsewhere"},
     "--partial": {
         "type": Path,
         "default": Path("runs/frontier-partial.jsonl"),
@@ -52,6 +56,8 @@ def run(
     kinds: Sequence[str] = ("eager",),
     seconds: float = 120.0,
     threads: int = 2,
+    shares: Sequence[float] | None = None,
+    device: str = "cpu",
     partial: Path = Path("runs/frontier-partial.jsonl"),
     resume: Path | None = None,
 ) -> tuple[list[Case], dict[str, Any]]:
@@ -66,12 +72,13 @@ def run(
     wanted = list(models or (QUICK if quick else SUBJECTS))
     earlier = [] if resume is None else read(resume)
     timing = ["--seconds", str(QUICK_SECONDS if quick else seconds), "--threads", str(threads)]
-    options = ["--kinds", *kinds, *timing, *(["--quick"] * quick)]
+    options = ["--kinds", *kinds, *timing, *(["--quick"] * quick), "--device", device]
+    options += [] if shares is None else ["--shares", *map(str, shares)]
     rows = []
     partial.parent.mkdir(parents=True, exist_ok=True)
     with partial.open("a") as file:
         for name in wanted:
-            for row in isolated(name, options):
+            for row in isolated(name, options, device):
                 print(json.dumps(row), file=file, flush=True)
                 rows.append(row)
     merged = merge(earlier, rows)
@@ -99,13 +106,13 @@ def merge(earlier: Sequence[Case], rows: Sequence[Case]) -> list[Case]:
     return [row for key in order for row in latest[key]]
 
 
-def isolated(name: str, options: Sequence[str]) -> Iterator[Case]:
+def isolated(name: str, options: Sequence[str], device: str = "cpu") -> Iterator[Case]:
     """Yield the rows of a model from a process of its own, as they come.
 
     Raises:
         RuntimeError: The process ended with an error; the rows before it are in the partial file.
     """
-    command = [sys.executable, "-m", "benchmarks.frontier.subject", name, *options]
+    command = [*python(device), "benchmarks.frontier.subject", name, *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:

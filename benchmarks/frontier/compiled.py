@@ -16,7 +16,6 @@ import memfit
 from benchmarks.frontier.checkpointing import checkpointed, forwarding, holding, segment_sizes, segments, whole
 from benchmarks.frontier.methods import LOWEST, OURS, PLAIN, Apply, Method, Prepared, Task, Unsupported
 from memfit import InfeasibleError
-from memfit.capture.fake_workload import real_copy
 from memfit.training.step import Step
 from memfit.units import format_bytes
 from memfit.workload import Loss, Workload
@@ -103,8 +102,8 @@ class _Floor:
 
 def _floor(task: Task) -> _Floor:
     """Find the smallest budget that fits, as the error for one that does not says it."""
-    state_bytes = _state_bytes(task.workload)
-    copied = real_copy(task.workload)
+    state_bytes = _state_bytes(task)
+    copied = task.copied()
     backend = memfit.compile_backend(budget=state_bytes + 1, reserved_bytes=state_bytes)
     with compiling(backend)(copied) as step:
         try:
@@ -114,9 +113,9 @@ def _floor(task: Task) -> _Floor:
     raise AssertionError("a budget of nothing fitted")
 
 
-def _state_bytes(workload: Workload) -> int:
+def _state_bytes(task: Task) -> int:
     """Return what an optimizer's state takes once it has made a step."""
-    copied = real_copy(workload)
+    copied = task.copied()
     Step(copied)(copied.batch)
     state = [value for values in copied.optimizer.state.values() for value in values.values()]
     return sum(t.untyped_storage().nbytes() for t in state if isinstance(t, torch.Tensor))

@@ -15,10 +15,10 @@ from torch import nn
 
 import memfit
 from benchmarks.frontier.checkpointing import checkpointing, whole
-from benchmarks.frontier.measuring import peak_bytes
+from benchmarks.frontier.measuring import peak_of
 from benchmarks.frontier.methods import OURS, Apply, Method, Prepared, Task, Unsupported, accumulating, stepping
 from benchmarks.frontier.ours import facts, plan_for
-from memfit.capture.fake_workload import nothing_changes, real_copy
+from memfit.capture.fake_workload import nothing_changes
 from memfit.workload import batch_size_of
 
 SHARES = (0.6, 0.45, 0.3)
@@ -85,9 +85,9 @@ def _microbatched(task: Task, apply: Apply, find: Callable[[Fits, int], int | No
 
     @functools.cache
     def fits(size: int) -> bool:
-        copied = real_copy(task.workload)
+        copied = task.copied()
         with nothing_changes(task.workload):
-            return peak_bytes(accumulating(apply, size), copied) <= task.budget_bytes(share)
+            return peak_of(accumulating(apply, size), copied).held_bytes <= task.budget_bytes(share)
 
     found = find(fits, batch_size_of(task.workload.batch))
     if found is None:

@@ -1,4 +1,8 @@
-"""The measured truth of a step: its peak, its gradients, and its time beside others'."""
+"""The measured truth of a step: its peak, its gradients, and its time beside others'.
+
+On an accelerator peaks are what its allocator counted, and clocks wait for it; gradients are compared on the CPU, so
+that little else than the step is on the device.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,10 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.frontier.methods import Apply
-from memfit.capture.measured_peak import measure_peak_bytes
+from memfit.capture.measured_peak import measure_peak_bytes, measure_peaks
+from memfit.hardware.accelerators import synchronize
+from memfit.pipeline.placement import place_of
+from memfit.planner.prediction import CACHING
 from memfit.training.step import Step
 from memfit.workload import Workload
 
@@ -27,7 +34,25 @@ Times = list[float | None]
 """Seconds of a step in each round; None in rounds that it did not take part in."""
 
 
-def peak_bytes(apply: Apply, workload: Workload, warm: bool = False) -> int:
+@dataclass(frozen=True)
+class Peak:
+    """What a step takes at most.
+
+    Attributes:
+        allocated_bytes: Peak allocated.
+        reserved_bytes: What the allocator took from the device; None where budgets are not held against that.
+    """
+
+    allocated_bytes: int
+    reserved_bytes: int | None = None
+
+    @property
+    def held_bytes(self) -> int:
+        """What is held against a budget."""
+        return self.allocated_bytes if self.reserved_bytes is None else self.reserved_bytes
+
+
+def peak_of(apply: Apply, workload: Workload, warm: bool = False) -> Peak:
     """Return the peak of a step that is not the first, parameters and optimizer state included.
 
     Args:
@@ -36,7 +61,11 @@ def peak_bytes(apply: Apply, workload: Workload, warm: bool = False) -> int:
     with apply(workload) as step:
         if not warm:
             step(workload.batch)
-        return measure_peak_bytes(step, workload.batch)
+        found = measure_peaks(step, workload.batch)
+        if found is None:
+            return Peak(measure_peak_bytes(step, workload.batch))
+    reserves = place_of(workload).type in CACHING
+    return Peak(found.allocated_bytes, found.reserved_bytes if reserves else None)
 
 
 @dataclass
@@ -51,7 +80,7 @@ class Gradients:
 
     def __post_init__(self) -> None:
         self.names = {id(p): name for name, p in self.workload.model.named_parameters()}
-        self.values = {name: p.detach().clone() for name, p in self.workload.model.named_parameters()}
+        self.values = {name: p.detach().cpu().clone() for name, p in self.workload.model.named_parameters()}
 
     def of(
         self, apply: Apply, values: Mapping[str, torch.Tensor] | None = None
@@ -68,7 +97,7 @@ class Gradients:
         with apply(self.workload) as step:
             now = {name: self.names[id(p)] for name, p in step.workload.model.named_parameters()}
             loss, found = step.gradients(self.workload.batch)
-        return loss, {now[name]: gradient for name, gradient in found.items()}
+        return loss, {now[name]: gradient.cpu() for name, gradient in found.items()}
 
 
 def difference(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> tuple[float, bool]:
@@ -136,19 +165,23 @@ def interleaved(
 def step_seconds(apply: Apply, workload: Workload) -> float:
     """Return the time of one step, without garbage collection in it.
 
-    With one thread it is the process's time on the CPU, which other programs on the machine add little to.
+    On the CPU with one thread it is the process's time, which other programs on the machine add little to.
     """
     with apply(workload) as step:
         return _timed(step, workload)
 
 
 def _timed(step: Step, workload: Workload) -> float:
-    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    place = place_of(workload)
+    alone = place.type == "cpu" and torch.get_num_threads() == 1
+    clock = time.process_time if alone else time.perf_counter
     gc.collect()
     gc.disable()
     try:
+        synchronize(place)
         started = clock()
         step(workload.batch)
+        synchronize(place)
         return clock() - started
     finally:
         gc.enable()

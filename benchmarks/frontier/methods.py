@@ -8,7 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
+
 from benchmarks.frontier.models import Subject
+from memfit.capture.fake_workload import real_copy
 from memfit.training.step import Step
 from memfit.workload import Workload
 
@@ -24,15 +27,26 @@ class Task:
     """What methods are compared on.
 
     Attributes:
-        workload: Nothing of it is changed, outside of the contexts of methods.
-        plain_peak_bytes: What the plain eager step was measured to allocate, parameters included.
+        workload: On the CPU; nothing of it is changed, outside of the contexts of methods.
+        plain_peak_bytes: What the plain eager step was measured to take, parameters included.
         shares: Budgets, as shares of that.
+        device: Where steps run, by the name that PyTorch has for it here.
     """
 
     subject: Subject
     workload: Workload
     plain_peak_bytes: int
     shares: Sequence[float]
+    device: str = "cpu"
+
+    @property
+    def place(self) -> torch.device:
+        """Where steps run."""
+        return torch.device(self.device)
+
+    def copied(self) -> Workload:
+        """Return a copy of the workload where steps run."""
+        return real_copy(self.workload, self.place)
 
     def budget_bytes(self, share: float) -> int:
         """Return the budget that is a share of the plain peak."""

@@ -22,7 +22,9 @@ def plan_for(task: Task, share: float | str, numerics: Any = "exact") -> Plan:
     """
 
     def planned(budget: int) -> Plan:
-        return memfit.plan(task.workload, budget=budget, numerics=numerics, precisions=("32-true",), points=1)
+        return memfit.plan(
+            task.workload, budget=budget, device=task.device, numerics=numerics, precisions=("32-true",), points=1
+        )
 
     if share != LOWEST:
         return planned(task.budget_bytes(float(share)))
@@ -47,6 +49,7 @@ def facts(plan: Plan) -> dict[str, Any]:
     return {
         "budget_bytes": plan.budget_bytes,
         "predicted_peak_bytes": plan.predicted.peak_bytes,
+        **({"predicted_reserved_bytes": reserved} if (reserved := plan.predicted.peak_reserved_bytes) else {}),
         "predicted_seconds": plan.predicted.step_seconds,
         "predicted_ratio": plan.predicted.step_seconds / plan.plain.step_seconds,
         "status": plan.solution.status,

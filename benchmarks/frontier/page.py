@@ -43,7 +43,12 @@ COLUMNS = (
 )
 """Of the CSV files; `ratio` is the step's time over the plain one's, `ratio_error` its standard error."""
 BY_HAND = "by hand"
-FAMILIES = {"torch sac_milp": "sac_milp", "xFormers' policy, memory_budget": "xFormers", OURS: OURS}
+FAMILIES = {
+    "torch sac_milp": "sac_milp",
+    "xFormers as it comes": "xFormers",
+    "xFormers' policy, memory_budget": "xFormers",
+    OURS: OURS,
+}
 """Methods with a line of their own; all others are what users set by hand."""
 _COLOURS = dict(zip((OURS, BY_HAND, "sac_milp", "xFormers"), COLOURS, strict=True))
 OVERVIEW = ("gpt", "unet")
@@ -190,7 +195,7 @@ def family_lines(rows: Sequence[Case], model: str, kind: Kind) -> list[Line]:
             family, share = FAMILIES.get(row["method"], BY_HAND), row["peak_bytes"] / row["plain_peak_bytes"]
             if share <= 1:
                 families.setdefault(family, []).append((share, row["ratio"]))
-    order = [name for name in (BY_HAND, *FAMILIES.values()) if name in families]
+    order = [name for name in dict.fromkeys((BY_HAND, *FAMILIES.values())) if name in families]
     return [Line(name, pareto(families[name]), _COLOURS[name]) for name in order]
 
 

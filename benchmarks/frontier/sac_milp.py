@@ -1,6 +1,7 @@
-"""PyTorch's `sac_milp` (torch.distributed._tools), on the CPU: its statistics, its program, its greedy order applied.
+"""PyTorch's `sac_milp` (torch.distributed._tools): its statistics, its program, its greedy order applied.
 
-Its estimators time operators with CUDA events; here they are given the times that the operators take on this machine.
+Its estimators time operators with CUDA events: on CUDA they run as they come, and on the CPU they are given the times
+that the operators take on this machine.
 What stops it is put right in its favour: modules without bytes of their own, modules that are called twice, and modules
 of so few operators that its fit of their curve is not a number. So is its order where random operators work in place,
 as dropouts do: it would draw some of a module's random numbers again and keep others. Everything else is PyTorch's.
@@ -24,12 +25,14 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from benchmarks.common import slug
 from benchmarks.frontier.checkpointing import Contexts, checkpointing
 from benchmarks.frontier.methods import Method, Prepared, Task, Unsupported, stepping
 from benchmarks.frontier.selective import contexts_of
 from memfit.capture.fake_workload import fake_copy
 from memfit.capture.known_values import KnownValues, fake_paths_disabled
 from memfit.cost.calibrate import measure
+from memfit.hardware.host import find_device
 from memfit.ir.codec import write_atomic
 from memfit.signature import signature
 from memfit.training.step import Step
@@ -82,7 +85,7 @@ def study(task: Task) -> Statistics:
     from torch.distributed._tools.sac_estimator import SACEstimator
 
     values = KnownValues(FakeTensorMode(allow_non_fake_inputs=True))
-    copied = fake_copy(task.workload, values)
+    copied = fake_copy(task.workload, values, task.place)
     with values.fake, values, fake_paths_disabled(), contextlib.redirect_stdout(io.StringIO()):
         step = Step(copied)
         tracker, runtime, estimator = MemTracker(), RuntimeEstimator(), SACEstimator()
@@ -91,16 +94,18 @@ def study(task: Task) -> Statistics:
             step(copied.batch)
             tracker.reset_mod_stats()
             step(copied.batch)
-        runtime("operator-level-benchmark")._estimate = timed
+        runtime("operator-level-benchmark")
+        estimator("operator-level-benchmark")
+        if task.place.type == "cpu":
+            runtime._estimate = estimator._estimate_runtime = timed
         with runtime:
             step(copied.batch)
-        estimator("operator-level-benchmark")._estimate_runtime = timed
         with estimator:
             loss, _ = step.compute_loss(copied.batch)
         loss.backward()
         for fqn in [fqn for fqn, stats in estimator.sac_mod_stats.items() if not sum(stats.memory)]:
             del estimator.sac_mod_stats[fqn]  # it divides by these bytes; a module that has none is as good as a leaf
-        info = aggregate_stats(copied.model, tracker, runtime, estimator, torch.device("cpu"))
+        info = aggregate_stats(copied.model, tracker, runtime, estimator, task.place)
     order = info["mod_order"]
     order["fw_pre_order"] = list(dict.fromkeys(order["fw_pre_order"]))  # it refuses modules that are called twice
     graph = parse_module_info(info)
@@ -111,7 +116,8 @@ def study(task: Task) -> Statistics:
 
 
 def _make(task: Task, found: Statistics, share: float) -> Prepared:
-    solved = _solved(fingerprint(task.workload), found, share)
+    where = [] if task.place.type == "cpu" else [slug(find_device(task.device).description)]
+    solved = _solved("-".join([fingerprint(task.workload), *where]), found, share)
     discarded, predicted = solved["discarded"], solved["predicted_peak_bytes"]
     if predicted == -1:
         raise Unsupported(f"sac_milp finds no solution within {share:.0%} of its estimated peak")
@@ -125,11 +131,11 @@ def _make(task: Task, found: Statistics, share: float) -> Prepared:
     )
 
 
-def _solved(model: str, found: Statistics, share: float) -> dict[str, Any]:
+def _solved(name: str, found: Statistics, share: float) -> dict[str, Any]:
     """Return what share of each module's bytes to discard, the predicted peak, and the seconds that solving took."""
     from torch.distributed._tools.sac_ilp import sac_milp
 
-    path = SOLVED / f"{model}-{share}.json"
+    path = SOLVED / f"{name}-{share}.json"
     if not path.exists():
         started = time.perf_counter()
         logging.disable(logging.WARNING)

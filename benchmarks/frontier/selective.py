@@ -15,7 +15,7 @@ from benchmarks.frontier.methods import Method, Prepared, Task, stepping
 _aten = torch.ops.aten
 PRODUCTS = (
     *(_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten._grouped_mm.default),
-    *(_aten.convolution.default, _aten.mkldnn_rnn_layer.default),
+    *(_aten.convolution.default, _aten.mkldnn_rnn_layer.default, _aten._cudnn_rnn.default),
 )
 ATTENTION = (
     _aten._scaled_dot_product_flash_attention_for_cpu.default,

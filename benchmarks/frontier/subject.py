@@ -6,6 +6,7 @@ It runs by itself, so that one model's failure or crash leaves the others alone.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import functools
 import gc
@@ -32,15 +33,16 @@ from benchmarks.frontier.measuring import (
     interleaved,
     least_ratio,
     median_ratio,
+    peak_of,
     ratios,
     rounding_of,
     spread,
 )
-from benchmarks.frontier.measuring import peak_bytes as measured_peak
 from benchmarks.frontier.methods import KINDS, LOWEST, OURS, PLAIN, Apply, Kind, Method, Task, Unsupported
 from benchmarks.frontier.models import QUICK, SUBJECTS, Subject
 from memfit.capture.fake_workload import real_copy
 from memfit.errors import MemfitError
+from memfit.hardware.host import find_device
 
 SECONDS = 120.0
 """Of timing, for each model and kind."""
@@ -95,23 +97,26 @@ class Bench:
         name: Of the model.
         shares: Budgets, as shares of the plain peak.
         seconds: Of timing, for each kind.
+        device: Where steps run, by the name that PyTorch has for it here.
     """
 
     name: str
     subject: Subject
     shares: Sequence[float]
     seconds: float
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         workload = self.subject.make()
-        self.shared = real_copy(workload)
+        self.shared = real_copy(workload, torch.device(self.device))
         self.gradients = Gradients(self.shared)
         self.reference: Reference | None = None
         self.parameter_bytes = sum(p.numel() * p.element_size() for p in workload.model.parameters())
         plain = methods("eager")[0]
-        task = Task(self.subject, workload, 0, self.shares)
+        task = Task(self.subject, workload, 0, self.shares, self.device)
         self.plain_apply = plain.make(task, None, "").apply
-        self.task = Task(self.subject, workload, measured_peak(self.plain_apply, self.shared), self.shares)
+        plain_bytes = peak_of(self.plain_apply, self.shared).held_bytes
+        self.task = dataclasses.replace(task, plain_peak_bytes=plain_bytes)
 
     def rows(self, kind: Kind) -> Iterator[Case]:
         """Yield a row for each method and setting of a kind."""
@@ -121,7 +126,7 @@ class Bench:
         measured: dict[str, tuple[Case, Apply]] = {}
         for method in methods(kind):
             for row, apply in self._points(method):
-                row = {"model": self.name, "kind": kind, "method": method.name, **row}
+                row = {"model": self.name, "kind": kind, "device": self.device, "method": method.name, **row}
                 _report(row)
                 if apply is None:
                     yield {**row, "date": _today()}
@@ -131,11 +136,14 @@ class Bench:
 
     def _points(self, method: Method) -> Iterator[tuple[Case, Apply | None]]:
         """Yield what is measured of a method at each setting, and how to run it again; None where it failed."""
+        settings = method.settings(self.task)
+        if not settings:
+            return
         studied, study_seconds, failure = _attempt(functools.partial(method.study, self.task))
         if failure:
             yield {"setting": "", **failure}, None
             return
-        for setting in method.settings(self.task):
+        for setting in settings:
             row: Case = {"setting": str(setting)}
             if method.name == OURS and setting != LOWEST:
                 row["share"] = setting
@@ -165,14 +173,15 @@ class Bench:
         lost = abs(loss / reference.loss - 1)
         del found
         gc.collect()
-        peak = measured_peak(apply, self.shared, warm=True)
+        peak = peak_of(apply, self.shared, warm=True)
         return {
             "loss_difference": lost,
             "gradient_difference": off,
             "gradient_difference_beyond_rounding": beyond,
             "bitwise": bitwise,
-            "peak_bytes": peak,
-            "above_parameters_bytes": peak - self.parameter_bytes,
+            "peak_bytes": peak.held_bytes,
+            **({} if peak.reserved_bytes is None else {"allocated_bytes": peak.allocated_bytes}),
+            "above_parameters_bytes": peak.held_bytes - self.parameter_bytes,
             "plain_peak_bytes": self.task.plain_peak_bytes,
             **({"compile_seconds": compile_seconds} if method.kind == "compiled" else {}),
         }
@@ -249,6 +258,8 @@ def main() -> None:
     parser.add_argument("name", choices=SUBJECTS)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["eager"])
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--shares", nargs="+", type=float)
     parser.add_argument("--seconds", type=float, default=SECONDS)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     arguments = parser.parse_args()
@@ -258,7 +269,9 @@ def main() -> None:
     os.dup2(2, 1)  # libraries print notices, solvers in C too
     torch._dynamo.config.recompile_limit = 10_000  # Dynamo keeps what it compiled for each back end
     subject = (QUICK if arguments.quick else SUBJECTS)[arguments.name]
-    bench = Bench(arguments.name, subject, cells.QUICK_SHARES if arguments.quick else cells.SHARES, arguments.seconds)
+    shares = arguments.shares or (cells.QUICK_SHARES if arguments.quick else cells.SHARES)
+    device = find_device(arguments.device).name
+    bench = Bench(arguments.name, subject, shares, arguments.seconds, device)
     for kind in arguments.kinds:
         for row in bench.rows(kind):
             print(json.dumps(row), file=rows, flush=True)

@@ -1,14 +1,17 @@
 """xFormers' `memory_budget`: for each block, which operators to keep within a fraction of what they make.
 
-As it comes it runs on CUDA only, with torch below 2.12: that is tried first and what it says is kept. Then its program
-is given operators that were timed on this CPU, and what it decides is applied with PyTorch's own selective contexts.
+As it comes it runs on CUDA only, with torch below 2.12: that is tried everywhere, and what it says is kept. On the CPU
+its program is also given operators that were timed there, and what it decides is applied with PyTorch's own selective
+contexts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -16,10 +19,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.frontier.checkpointing import Contexts, checkpointing
-from benchmarks.frontier.methods import Method, Prepared, Task, stepping
+from benchmarks.frontier.checkpointing import Contexts, Replaced, checkpointing, holding
+from benchmarks.frontier.methods import Method, Prepared, Task, Unsupported, stepping
 from benchmarks.frontier.selective import contexts_of
-from memfit.capture.fake_workload import real_copy
+from memfit.workload import Workload
 
 FRACTIONS = (0.9, 0.7, 0.5, 0.3, 0.2, 0.1, 0.0)
 _RUNS = 3
@@ -28,23 +31,52 @@ Profile = list[Any]
 """What xFormers knows of each operator of a block."""
 
 
-def _as_it_comes(task: Task, studied: None, setting: str) -> Prepared:
-    """Wrap each block in xFormers' own module, and run it once."""
-    from xformers.checkpoint import selective_checkpoint_wrapper
+def _checkpoint_module() -> Any:
+    """Return xFormers' module of checkpoints, whose name a function of the package has too.
 
-    copied = real_copy(task.workload)
-    for fqn in task.subject.blocks:
+    Raises:
+        Unsupported: It can't be imported.
+    """
+    try:
+        return importlib.import_module("xformers.checkpoint")
+    except ImportError as e:
+        raise Unsupported(f"xFormers can't be imported ({type(e).__name__}: {e}): pip install xformers") from e
+
+
+def _as_it_comes(task: Task, checkpoint: Any, fraction: float) -> Prepared:
+    """Wrap each block in xFormers' own module, which profiles the block when it is first called."""
+    made: dict[nn.Module, Replaced] = {}
+
+    @contextlib.contextmanager
+    def wrapped(workload: Workload) -> Iterator[None]:
+        model = workload.model
+        if model not in made:
+            made[model] = wrappers(
+                model,
+                task.subject.blocks,
+                functools.partial(checkpoint.selective_checkpoint_wrapper, memory_budget=fraction),
+            )
+        with holding(made[model]):
+            yield
+
+    return Prepared(stepping(wrapped))
+
+
+def wrappers(model: nn.Module, blocks: Sequence[str], wrap: Any) -> Replaced:
+    """Return the children of the modules that hold blocks, with the wrapped blocks in their place."""
+    found: dict[nn.Module, dict[str, nn.Module]] = {}
+    for fqn in blocks:
         parent, _, name = fqn.rpartition(".")
-        holder = copied.model.get_submodule(parent)
-        holder._modules[name] = selective_checkpoint_wrapper(copied.model.get_submodule(fqn), memory_budget=0.5)
-    loss = copied.loss_fn(copied.model, copied.batch)
-    (loss[0] if isinstance(loss, tuple) else loss).backward()
-    raise NotImplementedError("xFormers' wrapper runs here as it comes: measure it rather than its program alone")
+        holder = model.get_submodule(parent)
+        children = found.setdefault(holder, dict(holder.named_children()))
+        children[name] = wrap(children[name])
+    return found
 
 
 def study(task: Task) -> dict[str, Profile]:
     """Profile every block on the inputs that it gets in a step, as xFormers' wrapper does in its first call."""
-    copied = real_copy(task.workload)
+    _checkpoint_module()
+    copied = task.copied()
     found: dict[str, Profile] = {}
     handles = []
 
@@ -100,7 +132,7 @@ def _make(task: Task, profiles: dict[str, Profile], fraction: float) -> Prepared
 
 def _contexts(profile: Profile, fraction: float) -> Contexts:
     """Return contexts that keep what xFormers decides, which counts the operators that it does not skip."""
-    checkpoint = importlib.import_module("xformers.checkpoint")  # the package has a function of that name too
+    checkpoint = _checkpoint_module()
     with mock.patch.object(checkpoint, "_analyze_operators", return_value=profile):
         # a tensor among the arguments says that random operators may be recomputed
         policy = checkpoint.get_optimal_checkpoint_policy(None, torch.empty(0), memory_budget=fraction)
@@ -109,7 +141,12 @@ def _contexts(profile: Profile, fraction: float) -> Contexts:
     return contexts_of(lambda index, func: index in kept, lambda func: func not in skipped, mutation=True)
 
 
+def _given_times(task: Task) -> Sequence[float]:
+    """Return the fractions to try with times of the CPU, which are of use there only."""
+    return FRACTIONS if task.place.type == "cpu" else ()
+
+
 XFORMERS = (
-    Method("xFormers as it comes", "eager", lambda task: ["memory_budget=0.5"], _as_it_comes),
-    Method("xFormers' policy, memory_budget", "eager", lambda task: FRACTIONS, _make, study),
+    Method("xFormers as it comes", "eager", lambda task: FRACTIONS, _as_it_comes, lambda task: _checkpoint_module()),
+    Method("xFormers' policy, memory_budget", "eager", _given_times, _make, study),
 )

@@ -239,7 +239,7 @@ class _Climb:
         from memfit.structure import separable_convolutions  # fits weights, which others don't need
 
         try:
-            found = separable_convolutions(self.workload, measure=True)
+            found = separable_convolutions(self.workload, device=self.device.name, measure=True)
         except MemfitError as e:
             return Rung(name=name, outcome="not available", why=str(e))
         was, now = found.before, found.after

@@ -32,7 +32,7 @@ from benchmarks.frontier.measuring import (
     beyond_rounding,
     difference,
     interleaved,
-    peak_bytes,
+    peak_of,
     rounding_of,
     spread,
 )
@@ -388,7 +388,7 @@ def test_a_method_takes_less_memory_gives_the_same_gradients_and_leaves_the_mode
     assert difference(found, expected) == (0.0, True)
     assert {n: id(p) for n, p in workload.model.named_parameters()} == before
     assert not any("forward" in module.__dict__ for module in workload.model.modules())
-    assert peak_bytes(apply, workload) < peak_bytes(plain, workload)
+    assert peak_of(apply, workload).held_bytes < peak_of(plain, workload).held_bytes
 
 
 class Counted:

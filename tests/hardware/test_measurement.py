@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -11,7 +12,7 @@ import torch
 from memfit.allocator.caching_allocator import AllocatorSettings
 from memfit.errors import OutputError, UsageError
 from memfit.hardware import host, measurement
-from memfit.hardware.catalogue import catalogue, read
+from memfit.hardware.catalogue import catalogue, missing_figures, read
 from memfit.ir.device import Device
 from tests.hardware.test_catalogue import MINE, SHIPPED
 
@@ -111,6 +112,57 @@ def test_float32_precision_is_set_back() -> None:
     with measurement.float32_precision("high"):
         assert torch.get_float32_matmul_precision() == "high"
     assert torch.get_float32_matmul_precision() == before
+
+
+def test_copies_are_timed_from_other_memory_where_none_can_be_pinned_and_by_less_where_room_is_scarce(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes: list[int] = []
+
+    def empty(shape: torch.Size, **options: object) -> torch.Tensor:
+        sizes.append(shape[0])
+        if shape[0] > 2**20:
+            raise torch.OutOfMemoryError("no room")
+        return torch.zeros(shape, dtype=torch.uint8)
+
+    monkeypatch.setattr(measurement, "_SECONDS", 0.01)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", _not_pinned)
+    monkeypatch.setattr(torch, "empty", empty)
+    assert measurement.link_rate(torch.device("cpu")) > 1e8
+    assert sizes == [*measurement._LINK_BYTES]
+
+
+def _not_pinned(tensor: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("cannot pin")
+
+
+def test_an_accelerator_of_another_kind_is_kept_for_where_it_is(own_file: Path) -> None:
+    here = Device(
+        name="xpu:0",
+        kind="xpu",
+        vendor="intel",
+        description="Intel Arc B580",
+        memory_bytes=12_000,
+        usable_bytes=11_000,
+        cores=20,
+        products=("Intel Arc B580",),
+    )
+    rates = {"float32": 1e13}
+    figures = {"matrix_flops": rates, "vector_flops": rates, "bandwidth_bytes_per_second": 4e11}
+    entry = measurement._entry(here, {**figures, "launch_seconds": 1e-5})
+    measurement.keep([entry])
+    properties = SimpleNamespace(name="Intel Arc B580", multi_processor_count=20)
+    found = host._other_accelerator("xpu:0", properties, 10_000, 12_000, catalogue().values())
+    assert (found.name, found.usable_bytes, found.matrix_flops) == ("xpu:0", 10_000, rates)
+    with pytest.raises(UsageError, match="'intel-arc-b580' is of kind 'xpu'.*device='xpu'"):
+        host.find_device("intel-arc-b580")
+
+
+def test_what_could_not_be_measured_is_named() -> None:
+    bare = Device(
+        name="x", kind="xpu", vendor="intel", description="x", memory_bytes=2, usable_bytes=1, cores=1, launch_seconds=1
+    )
+    assert missing_figures(bare) == ["bandwidth_bytes_per_second", "vector_flops.float32"]
 
 
 def test_a_gpu_is_an_entry_of_its_product() -> None:

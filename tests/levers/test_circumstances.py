@@ -188,6 +188,16 @@ def test_an_ordinary_step_meets_no_circumstance_but_what_the_cpu_lacks() -> None
     assert conflicts.NO_LINK not in circumstances(unclipped(), find_device("rtx-3090"))
 
 
+def test_a_link_must_be_known_or_measurable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies whose time nothing tells would look as if they cost nothing."""
+    unknown = replace(find_device("rtx-3090"), link_bytes_per_second=0.0)
+    assert conflicts.NO_LINK in circumstances(unclipped(), unknown)
+    for pins in (True, False):
+        monkeypatch.setattr("memfit.levers.circumstances.pins_memory", lambda kind, pins=pins: pins)
+        here = replace(unknown, name="xpu:0", kind="xpu")
+        assert (conflicts.NO_LINK in circumstances(unclipped(), here)) != pins
+
+
 @pytest.mark.parametrize(
     "levers",
     [

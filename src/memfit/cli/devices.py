@@ -10,7 +10,7 @@ import psutil
 
 from memfit.cli.output import err, out, print_json, stages
 from memfit.hardware.advice import advice, precisions
-from memfit.hardware.catalogue import catalogue, read, user_file
+from memfit.hardware.catalogue import catalogue, missing_figures, read, user_file
 from memfit.hardware.host import devices, find_device
 from memfit.ir import codec
 from memfit.ir.device import Device
@@ -46,6 +46,10 @@ def probe_devices(path: Path | None, as_json: bool) -> None:
         err.print("This machine is busy: figures may come out low. Probe again when it is idle.", highlight=False)
     with stages() as progress:
         probed = probe_all(progress)
+    for device in probed:
+        if missing := missing_figures(device):
+            err.print(f"{device.name} is not kept: {', '.join(missing)} could not be measured", highlight=False)
+    probed = [device for device in probed if not missing_figures(device)]
     written = keep(probed, path)
     if as_json:
         print_json({"written": str(written), "devices": [_with_advice(device) for device in probed]})

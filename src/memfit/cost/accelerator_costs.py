@@ -16,13 +16,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 from msgspec.structs import replace
 
 from memfit.cost.calibrate import cache_folder, storages_of
+from memfit.cost.card_measurements import measured_like
 from memfit.cost.roofline import PEAK_ERROR, PEAK_ERROR_CONVOLUTIONS, check_figures, floor_seconds, roofline
 from memfit.cost.workspaces import resident_bytes
 from memfit.errors import CaptureError, OutputError, PlanError, UsageError
@@ -38,7 +39,7 @@ from memfit.ir.trace import Trace
 from memfit.signature import rebuild
 
 STEP_ERROR = 0.2
-_MEASURING = 1  # version of the measurement, in the cache's name
+_MEASURING = 2  # version of the measurement, in the cache's name
 _BLOCK_BYTES = 512  # to which allocators round
 _SECONDS, _BATCHES, _MOST_CALLS = 0.005, 3, 100
 _TINY_STEPS = 20
@@ -54,7 +55,8 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         ops: Seconds and workspace bytes by signature; without calls that can't be run there.
         launch_seconds: Time from one operator to the next in a step of tiny modules.
         checkpoint_seconds: Overhead of a checkpointed call.
-        link_bytes_per_second: Bandwidth of copies of pinned memory; 0 where there is none.
+        link_bytes_per_second: Bandwidth of copies of pinned memory, or of other memory where none can be pinned; 0
+            where there was no room to measure it.
     """
 
     schema: str = "memfit.accelerator_costs/1"
@@ -80,7 +82,7 @@ def measured_costs(
     """
     traces = list(traces)
     path = cache_path(device, matmul)
-    known = _read(path)
+    known = read_cache(path)
     wanted = dict.fromkeys(s for trace in traces for s in trace.signatures)
     missing = [text for text in wanted if text not in known.ops and _name(text) not in (COPY_IN, COPY_OUT)]
     if missing or not known.launch_seconds:
@@ -109,6 +111,7 @@ def _table(traces: list[Trace], device: Device, known: Measured, matmul: Matmul)
             else:
                 ops[text] = modelled.get(text, OpCost(known.launch_seconds, 0, False))
     convolves = any(operator_class(op.name) == CONVOLUTIONS for trace in traces for op in trace.ops)
+    bars = _error_bars(device, convolves)
     return CostTable(
         device=device.name,
         torch_version=str(torch.__version__),
@@ -117,12 +120,30 @@ def _table(traces: list[Trace], device: Device, known: Measured, matmul: Matmul)
         dispatch_seconds=0.0,  # within each operator's time, as the accelerator works on while the host dispatches
         checkpoint_seconds=known.checkpoint_seconds,
         selective_op_seconds=0.0,
-        # Those of modelled GPUs, until measured steps on a card say otherwise.
-        peak_error=PEAK_ERROR_CONVOLUTIONS if convolves else PEAK_ERROR,
-        step_error=STEP_ERROR,
+        peak_error=bars.peak,
+        step_error=bars.step,
+        notes=bars.notes,
         resident_workspace_bytes=max((resident_bytes(trace, device) for trace in traces), default=0),
         link_bytes_per_second=known.link_bytes_per_second,
     )
+
+
+class _ErrorBars(NamedTuple):
+    """Relative distances of the upper ends of peaks, and of both ends of times, and what is to be said of them."""
+
+    peak: float
+    step: float
+    notes: list[str]
+
+
+def _error_bars(device: Device, convolves: bool) -> _ErrorBars:
+    """Return the error bars of steps measured on a device like this one; else those of modelled GPUs."""
+    peak, step = PEAK_ERROR_CONVOLUTIONS if convolves else PEAK_ERROR, STEP_ERROR
+    like = measured_like(device)
+    if like is None or like.peak_error is None or like.step_error is None:
+        return _ErrorBars(peak, step, [])
+    note = f"error bars are those of {like.cases} steps on {like.device} ({like.date})"
+    return _ErrorBars(like.peak_error, like.step_error, [note])
 
 
 def _modelled(traces: list[Trace], device: Device, matmul: Matmul) -> dict[str, OpCost]:
@@ -138,10 +159,16 @@ def _name(signature: str) -> str:
 
 
 def _copy_seconds(signature: str, rate: float) -> float:
-    """Return the time of a copy between host and device."""
+    """Return the time of a copy between host and device.
+
+    Raises:
+        UsageError: Its rate could not be measured.
+    """
+    if not rate:
+        raise UsageError("the device had no room to measure copies to the host: free memory there, and try again")
     _, args, kwargs = rebuild(signature, "meta")
     nbytes = max((storage.nbytes() for storage in storages_of((args, kwargs))), default=0)
-    return nbytes / rate if rate else 0.0
+    return nbytes / rate
 
 
 def cache_path(device: Device, matmul: Matmul) -> Path:
@@ -154,7 +181,8 @@ def cache_path(device: Device, matmul: Matmul) -> Path:
     return cache_folder() / f"accelerator_costs{_MEASURING}-{re.sub(r'[^A-Za-z0-9.+]+', '-', name)}.json"
 
 
-def _read(path: Path) -> Measured:
+def read_cache(path: Path) -> Measured:
+    """Return the figures in a file of the cache; none where it is missing or damaged."""
     with contextlib.suppress(PlanError):
         return codec.read(path, Measured) if path.exists() else Measured()
     return Measured()

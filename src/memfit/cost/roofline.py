@@ -2,7 +2,8 @@
 
 Williams, Waterman, Patterson (2009), *Roofline: An Insightful Visual Performance Model for Multicore Architectures*: a
 kernel's time is the larger of its arithmetic and its memory traffic, each at the rate that its class of operator
-attains (`efficiency.toml`, with sources). `benchmarks/roofline.py` fits the form to this CPU.
+attains (`efficiency.toml`, with sources), and times what was measured on a device like it
+(`memfit.cost.card_measurements`). `benchmarks/roofline.py` fits the form to this CPU.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from memfit.cost.card_measurements import measured_like
 from memfit.cost.traffic import repeated_bytes, traffic_bytes
 from memfit.cost.workspaces import layout_bytes, resident_bytes, workspace_bytes
 from memfit.errors import UsageError
@@ -73,6 +75,7 @@ def roofline(traces: Iterable[Trace], device: Device, *, matmul: Matmul = "highe
             if text not in ops:
                 ops[text] = _op_cost(op.name, text, trace.works[op.signature], device, matmul)
     convolves = any(operator_class(op.name) == CONVOLUTIONS for trace in traces for op in trace.ops)
+    like = measured_like(device)
     return CostTable(
         device=device.name,
         torch_version=traces[0].torch_version if traces else "",
@@ -85,6 +88,7 @@ def roofline(traces: Iterable[Trace], device: Device, *, matmul: Matmul = "highe
         step_error=STEP_ERROR,
         resident_workspace_bytes=max((resident_bytes(trace, device) for trace in traces), default=0),
         link_bytes_per_second=device.link_bytes_per_second,
+        notes=[f"times are modelled, and corrected by what {like.device} took ({like.date})"] if like else [],
     )
 
 
@@ -110,14 +114,23 @@ def check_figures(device: Device) -> None:
 def _op_cost(name: str, signature: str, work: Work, device: Device, matmul: Matmul) -> OpCost:
     if name in (COPY_OUT, COPY_IN):
         return OpCost(_copy_seconds(signature, device), 0, False)
-    seconds = max(kernel_seconds(name, signature, work, device, matmul), floor_seconds(name, signature, work, device))
+    like, seconds = measured_like(device), kernel_seconds(name, signature, work, device, matmul)
+    if like is not None:
+        seconds *= like.time_factor(operator_class(name), work.dtype)
+    seconds = max(seconds, floor_seconds(name, signature, work, device))
     return OpCost(seconds, workspace_bytes(name, signature, work, device), False)
 
 
 def _copy_seconds(signature: str, device: Device) -> float:
-    """Return the time of a copy between host and device."""
+    """Return the time of a copy between host and device.
+
+    Raises:
+        UsageError: Its rate is not known.
+    """
+    if not device.link_bytes_per_second:
+        raise UsageError(f"device={device.name!r} has no link_bytes_per_second, the rate of copies to the host: add it")
     nbytes = max((math.prod(t.shape) * ITEM_BYTES.get(t.dtype, 1) for t in arguments(signature).tensors), default=0)
-    return nbytes / device.link_bytes_per_second if device.link_bytes_per_second else 0.0
+    return nbytes / device.link_bytes_per_second
 
 
 def floor_seconds(name: str, signature: str, work: Work, device: Device) -> float:
@@ -146,7 +159,7 @@ def runs_kernel(name: str, work: Work) -> bool:
 
 
 def kernel_seconds(name: str, signature: str, work: Work, device: Device, matmul: Matmul = "highest") -> float:
-    """Return the time of an operator's kernels."""
+    """Return the time of an operator's kernels, by the published and estimated efficiencies."""
     if not runs_kernel(name, work):
         return 0.0
     nbytes = traffic_bytes(name, signature, work) + repeated_bytes(name, signature, device)

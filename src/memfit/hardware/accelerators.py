@@ -6,6 +6,7 @@ the same functions by the same names, as far as they have them. What a kind lack
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -95,6 +96,23 @@ def allocation_retries(device: torch.device) -> int | None:
     """Return how often a device's allocator gave back its cache and tried again; None where it does not count."""
     module = _module(device)
     return int(module.memory_stats(device).get("num_alloc_retries", 0)) if hasattr(module, "memory_stats") else None
+
+
+@functools.cache
+def pins_memory(kind: str) -> bool:
+    """Tell whether host memory can be pinned for copies to a kind of accelerator of its own memory.
+
+    CUDA always can, and is not asked: that would take memory for its context.
+    """
+    if kind in ("cpu", "mps"):  # whose memory is the host's
+        return False
+    if kind == "cuda":
+        return True
+    try:
+        torch.empty(1).pin_memory()
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
 
 
 def memory_info(device: torch.device) -> tuple[int, int]:

@@ -44,6 +44,8 @@ def advice(device: Device) -> list[str]:
     """Return advice on a device, in sentences."""
     if device.kind == "cpu":
         return _cpu_advice(device)
+    if device.kind != "cuda":  # of whose units nothing is known here
+        return []
     found = [_half(device), _float32(device)]
     if supports_24_sparsity(device):
         found.append(

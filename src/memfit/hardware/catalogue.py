@@ -21,7 +21,10 @@ from memfit.ir.device import Device, Vendor
 
 DTYPES = ("float64", "float32", "tf32", "bfloat16", "float16", "float8")
 _NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
-_TAKEN = re.compile(r"cpu|cuda\d*")
+_TAKEN = re.compile(r"cpu|(cuda|xpu|mps)\d*")
+_KIND = re.compile(r"[a-z]+")
+ELSEWHERE = ("cpu", "cuda")
+"""Kinds of device that steps are predicted for without having one; entries of other kinds have rates for those here."""
 _VENDOR_WORDS = re.compile(r"^(nvidia|amd|geforce|tesla|instinct)+")
 _SUGGESTIONS = 4
 
@@ -102,12 +105,14 @@ def _check(device: Device) -> None:
     """Raise ValueError where the figures of a device contradict each other."""
     if not _NAME.fullmatch(device.name) or _TAKEN.fullmatch(device.name):
         raise ValueError("a name is words of small letters and digits with '-' between them, and not 'cpu' or 'cuda'")
-    if device.kind not in ("cpu", "cuda"):
-        raise ValueError(f"kind is {device.kind!r}: devices that are not here are 'cpu' or 'cuda'")
-    if device.vendor not in ("nvidia", "amd", "cpu"):
-        raise ValueError(f"vendor is {device.vendor!r}: devices that are not here are of 'nvidia' or 'amd', or a 'cpu'")
+    if not _KIND.fullmatch(device.kind):
+        raise ValueError(
+            f"kind is {device.kind!r}: PyTorch's names for kinds of device are small letters, such as 'cuda'"
+        )
     if (device.kind == "cpu") != (device.vendor == "cpu"):
         raise ValueError(f"kind {device.kind!r} and vendor {device.vendor!r} contradict each other")
+    if device.kind == "cuda" and device.vendor not in ("nvidia", "amd"):
+        raise ValueError(f"vendor is {device.vendor!r}: devices of kind 'cuda' are of 'nvidia' or 'amd'")
     if device.usable_bytes > device.memory_bytes:
         raise ValueError(f"usable_bytes is {device.usable_bytes}, more than memory_bytes, {device.memory_bytes}")
     for attribute in ("matrix_flops", "vector_flops"):
@@ -122,17 +127,17 @@ def _check(device: Device) -> None:
     for attribute in device.sources:
         if attribute not in Device.__struct_fields__:
             raise ValueError(f"sources has no attribute {attribute!r}")
-    _check_gpu(device)
+    if missing := missing_figures(device):
+        raise ValueError(f"{', '.join(missing)} missing, which predictions for a GPU need")
 
 
-def _check_gpu(device: Device) -> None:
-    if device.kind != "cuda":
-        return
+def missing_figures(device: Device) -> list[str]:
+    """Return the attributes that an entry of the catalogue needs and a device lacks."""
+    if device.kind == "cpu":
+        return []
     missing = [a for a in ("bandwidth_bytes_per_second", "launch_seconds") if not getattr(device, a)]
     missing += ["vector_flops.float32"] if "float32" not in device.vector_flops else []
-    missing += ["capability"] if device.vendor == "nvidia" and device.capability is None else []
-    if missing:
-        raise ValueError(f"{', '.join(missing)} missing, which predictions for a GPU need")
+    return missing + (["capability"] if device.vendor == "nvidia" and device.capability is None else [])
 
 
 def workspace_bytes(vendor: Vendor, capability: tuple[int, int] | None) -> int:
@@ -188,13 +193,13 @@ def how_to_add() -> str:
     )
 
 
-def match(product: str, memory_bytes: int, known: Iterable[Device]) -> Device | None:
-    """Return the first known entry for a GPU of this machine, by its name in PyTorch, or None.
+def match(product: str, memory_bytes: int, known: Iterable[Device], kind: str = "cuda") -> Device | None:
+    """Return the first known entry for an accelerator of this machine, by its name in PyTorch, or None.
 
     Its total memory in PyTorch distinguishes cards of the same name.
     """
     for device in known:
         fits = 0.9 * device.memory_bytes < memory_bytes < 1.05 * device.memory_bytes
-        if device.kind == "cuda" and fits and _squash(product) in map(_squash, device.products):
+        if device.kind == kind and fits and _squash(product) in map(_squash, device.products):
             return device
     return None

@@ -14,7 +14,7 @@ import psutil
 from msgspec.structs import replace
 
 from memfit.errors import UsageError
-from memfit.hardware.catalogue import catalogue, look_up, match, workspace_bytes
+from memfit.hardware.catalogue import ELSEWHERE, catalogue, look_up, match, workspace_bytes
 from memfit.ir.device import Device, Devices, Vendor
 
 _ACCELERATOR = re.compile(r"([a-z]+)(?::(\d+))?")
@@ -50,7 +50,7 @@ def find_device(name: str) -> Device:
     kind = accelerator[1] if accelerator else ""
     if wanted != "cpu" and kind not in KINDS:
         try:
-            return look_up(name)
+            return _elsewhere(look_up(name))
         except UsageError:
             if kind != _current_kind():  # of another package, which PyTorch must be imported to know
                 raise
@@ -60,6 +60,20 @@ def find_device(name: str) -> Device:
         raise UsageError(
             f"device={name!r} is not on this machine, which has {', '.join(here)}:"
             " name one of these, or a device of the catalogue (`memfit devices`)"
+        )
+    return device
+
+
+def _elsewhere(device: Device) -> Device:
+    """Return a device of the catalogue that steps can be predicted for without having it.
+
+    Raises:
+        UsageError: It is of a kind that they can only be predicted for where it is.
+    """
+    if device.kind not in ELSEWHERE:
+        raise UsageError(
+            f"device={device.name!r} is of kind {device.kind!r}: predict steps on a machine that has it, with"
+            f" device={device.kind!r}"
         )
     return device
 
@@ -100,24 +114,27 @@ def _accelerators(known: Iterable[Device]) -> list[Device]:
         if kind == "cuda":
             found.append(present_gpu(index, properties, "amd" if torch.version.hip else "nvidia", free, total, known))
         else:
-            found.append(_other_accelerator(f"{kind}:{index}", properties, free, total))
+            found.append(_other_accelerator(f"{kind}:{index}", properties, free, total, known))
     return found
 
 
-def _other_accelerator(name: str, properties: Any, free_bytes: int, total_bytes: int) -> Device:
-    """Return an accelerator of this machine that is no CUDA device, with PyTorch's figures of it."""
-    kind = name.partition(":")[0]
-    return Device(
-        name=name,
-        kind=kind,
-        vendor=_VENDORS.get(kind, "other"),
-        description=getattr(properties, "name", kind),
-        products=(getattr(properties, "name", kind),),
-        memory_bytes=total_bytes,
-        usable_bytes=free_bytes,
-        cores=max(1, getattr(properties, "multi_processor_count", 1)),
-        sources=dict.fromkeys(("description", "memory_bytes", "usable_bytes", "cores"), _HERE),
-    )
+def _other_accelerator(
+    name: str, properties: Any, free_bytes: int, total_bytes: int, known: Iterable[Device]
+) -> Device:
+    """Return an accelerator of this machine that is no CUDA device, with the rates of a probe if there was one."""
+    kind, product = name.partition(":")[0], getattr(properties, "name", name.partition(":")[0])
+    seen: dict[str, Any] = {
+        "name": name,
+        "description": product,
+        "memory_bytes": total_bytes,
+        "usable_bytes": free_bytes,
+        "cores": max(1, getattr(properties, "multi_processor_count", 1)),
+    }
+    sources = dict.fromkeys(seen.keys() - {"name"}, _HERE)
+    entry = match(product, total_bytes, known, kind)
+    if entry is not None:
+        return replace(entry, **seen, sources={**entry.sources, **sources})
+    return Device(kind=kind, vendor=_VENDORS.get(kind, "other"), products=(product,), sources=sources, **seen)
 
 
 def present_gpu(

@@ -31,7 +31,7 @@ from memfit.ir.device import Device
 _SECONDS = 0.3  # duration of one measurement, unless one call takes longer
 _LONGEST_CALL_SECONDS = 0.5
 _MIB = 2**20
-_LINK_BYTES = 256 * _MIB
+_LINK_BYTES = (256 * _MIB, 16 * _MIB, _MIB)  # less where there is no room for more
 _DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -53,11 +53,10 @@ def _silent(stage: str, done: int, total: int) -> None:
 
 
 def probe_all(progress: Progress = _silent) -> list[Device]:
-    """Measure this machine's CPU and GPUs, one GPU of each product."""
+    """Measure this machine's CPU and accelerators, one of each product."""
     products: dict[tuple[str, str], Device] = {}
     for device in devices():
-        if device.kind in ("cpu", "cuda"):  # others are in no file of devices: plans measure what they need of them
-            products.setdefault((device.kind, device.description), device)
+        products.setdefault((device.kind, device.description), device)
     return [probe(device, progress) for device in products.values()]
 
 
@@ -78,7 +77,7 @@ def probe(device: Device, progress: Progress = _silent) -> Device:
             figures.setdefault(attribute, {}).update({name: figure} if figure else {})
     progress(f"probe {device.name}", len(steps), len(steps))
     if at.type != "cpu":  # eager elementwise kernels never reach the peak of a GPU's vector units; products do
-        figures["vector_flops"] = {"float32": figures["matrix_flops"]["float32"]}
+        figures["vector_flops"] = {k: rate for k, rate in figures["matrix_flops"].items() if k == "float32"}
     return _entry(device, figures)
 
 
@@ -193,13 +192,16 @@ def _launch_seconds(at: torch.device) -> float:
 
 
 def link_rate(at: torch.device) -> float:
-    """Return the rate of a copy of pinned memory to the device; 0 where the device pins none, or has no room."""
-    try:
-        host = torch.ones(_LINK_BYTES, dtype=torch.uint8).pin_memory()
-        there = torch.empty(host.shape, dtype=host.dtype, device=at)
-        return _rounded(host.nbytes / _least_seconds(at, lambda: there.copy_(host, non_blocking=True)))
-    except RuntimeError:
-        return 0.0
+    """Return the rate of a copy to the device, of pinned memory where there is any; 0 where no MiB has room."""
+    for pinned in (True, False):
+        for nbytes in _LINK_BYTES:
+            with contextlib.suppress(RuntimeError, NotImplementedError):
+                host = torch.ones(nbytes, dtype=torch.uint8)
+                host = host.pin_memory() if pinned else host
+                there = torch.empty(host.shape, dtype=host.dtype, device=at)
+                copy = functools.partial(there.copy_, host, non_blocking=True)
+                return _rounded(nbytes / _least_seconds(at, copy))
+    return 0.0
 
 
 def _cpu_cache_bytes() -> int:

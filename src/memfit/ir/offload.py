@@ -110,5 +110,8 @@ def fetch_stall_seconds(
 
 
 def _copy_seconds(regions: Regions, costs: CostTable, moved: Sequence[Transfer]) -> float:
+    """Return the time of copies in one direction; infinite where nothing is known of the link."""
     nbytes = sum(regions.trace.storages[m.storage].nbytes for m in moved)
-    return nbytes / costs.link_bytes_per_second if costs.link_bytes_per_second else 0.0
+    if not nbytes:
+        return 0.0
+    return nbytes / costs.link_bytes_per_second if costs.link_bytes_per_second else float("inf")

@@ -35,6 +35,7 @@ class CostTable(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
         step_error: Relative half-width of a predicted step time's interval.
         resident_workspace_bytes: Workspaces that libraries keep in the allocator for the whole program.
         link_bytes_per_second: Bandwidth between host and device, in one direction; 0 where there is no link.
+        notes: What predictions from these costs are to say of them.
     """
 
     schema: str = "memfit.costs/2"
@@ -49,6 +50,7 @@ class CostTable(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     step_error: float = 0.2
     resident_workspace_bytes: int = 0
     link_bytes_per_second: float = 0.0
+    notes: list[str] = []
 
     def of(self, signature: str) -> OpCost:
         """Return the cost of a signature; of an unknown one 0, not measured."""

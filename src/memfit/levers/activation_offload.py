@@ -24,7 +24,7 @@ class ActivationOffload(Lever):
             ACTIVATION_OFFLOAD,
             NO_LINK,
             "nothing is known of how fast copies to the host are, or there are none",
-            "leave host_budget out, or name a GPU",
+            "leave host_budget out, or name a GPU whose link_bytes_per_second is known",
         ),
         Conflict(ACTIVATION_OFFLOAD, JITTOR, "Jittor moves memory by itself", "leave out offload="),
     )
@@ -51,5 +51,5 @@ def _offloading(levers: Levers) -> int:
 
 def _nowhere(step: Setting, levers: Levers) -> tuple[Levers, str]:
     raise NotOffered(
-        "nothing to copy to: it waits in host memory what a GPU need not hold, and this ladder is measured on the CPU"
+        "not a rung: which regions wait in host memory is chosen within a budget (memfit.plan with host_budget=)"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from memfit._torch.modules import BatchNormBase
 from memfit.capture.step_capture import is_compiled
+from memfit.hardware.accelerators import pins_memory
 from memfit.ir.device import Device
 from memfit.ir.plan import Levers, Numerics
 from memfit.levers import conflicts, registry
@@ -21,10 +22,17 @@ def circumstances(workload: Workload, device: Device | None = None) -> set[str]:
         conflicts.COMPILED: is_compiled(workload),
         conflicts.SEVERAL_OPTIMIZERS: is_several,
         conflicts.FOREIGN_OPTIMIZER: not is_several and not type(optimizer).__module__.startswith("torch.optim"),
-        conflicts.NO_LINK: device is not None and device.kind == "cpu",
+        conflicts.NO_LINK: device is not None and not _has_link(device),
     }
     common = {name for name, does in holds.items() if does}
     return common.union(*(lever.circumstances(workload, device) for lever in registry.LEVERS))
+
+
+def _has_link(device: Device) -> bool:
+    """Tell whether copies between a device and the host run beside its work, at a rate that is known or measured."""
+    if device.is_here:
+        return pins_memory(device.kind)
+    return device.kind != "cpu" and device.link_bytes_per_second > 0
 
 
 def check_combination(

@@ -29,7 +29,7 @@ _INSTEAD = {
     FOREIGN_OPTIMIZER: "use an optimizer of torch.optim, or set levers.optimizer to 'as-is'",
     JITTOR: "set levers.optimizer to 'as-is'",
     MICROBATCHES: "set levers.microbatch_size to the whole batch, or levers.optimizer to 'as-is'",
-    NO_LINK: "name a GPU, or set levers.optimizer to 'as-is'",
+    NO_LINK: "name a GPU whose link_bytes_per_second is known, or set levers.optimizer to 'as-is'",
     SEVERAL_OPTIMIZERS: "use one optimizer with several groups, or set levers.optimizer to 'as-is'",
 }
 """What to do about a conflict with a way of updating parameters."""

@@ -145,7 +145,9 @@ class _Steps:
         regions, costs = Regions(trace), self._costs(trace)
         for lever in registry.used(levers, self.batch_size):
             excluded |= lever.not_recomputed(levers)
-        choices = options(regions, costs, excluded, offload=self.host_budget_bytes > 0)
+        # Copies whose rate is not known have no price, and are not proposed.
+        offload = self.host_budget_bytes > 0 and costs.link_bytes_per_second > 0
+        choices = options(regions, costs, excluded, offload=offload)
         problem = build(regions, costs, choices, max(0, self.host_bytes_left(levers)))
         return Combination(levers, problem, self.uses)
 

@@ -29,7 +29,7 @@ from memfit.levers.circumstances import circumstances
 from memfit.workload import Workload
 
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
-_CACHING = ("cuda", "xpu")
+CACHING = ("cuda", "xpu")
 """Kinds of device with the caching allocator that is simulated (`c10/cuda`, and `c10/xpu` after it)."""
 _FALLBACK_ERROR = 0.25  # of a GPU's peak predicted from the CPU's program: 8 % was seen on a small GPT
 
@@ -71,7 +71,7 @@ def predict(
         report = replay(events, device.allocator, total_bytes=device.memory_bytes)
         allocated = report.peak_allocated_bytes
         by_category["rounding"] = allocated - timeline.peak_bytes
-        if device.kind in _CACHING:
+        if device.kind in CACHING:
             reserved = report.peak_reserved_bytes
             retries = _retries(events, device) if reserved > device.usable_bytes else 0
     prediction = Prediction(
@@ -95,7 +95,7 @@ def predict(
             tokens_per_sample=tokens_per_sample,
             matmul=_matmul([trace]),
         ),
-        notes=[*trace.notes, *_advice(trace, device)],
+        notes=[*trace.notes, *costs.notes, *_advice(trace, device)],
     )
     return prediction, timeline
 

@@ -75,7 +75,8 @@ def separable_convolutions(
         fit: "weights" takes the weights' decomposition; "batch" then fits the 1×1 convolutions to the workload's
             batch, in evaluation mode, for a much better start.
         device: Device that both steps are predicted for.
-        measure: Whether to run both steps on the machine at hand too: depthwise kernels are slow on some back ends.
+        measure: Whether to run both steps too, on that device where it is in this machine: depthwise kernels are slow
+            on some back ends.
 
     Raises:
         WorkloadError: An argument is out of its range, a pattern matches no convolution, nothing can be replaced, or

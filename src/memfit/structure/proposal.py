@@ -25,6 +25,7 @@ from memfit.capture.fake_workload import fake_copy, mode_of, nothing_changes, re
 from memfit.capture.known_values import KnownValues
 from memfit.capture.measured_peak import measure_peak_bytes
 from memfit.errors import WorkloadError
+from memfit.hardware.host import find_device
 from memfit.ir.plan import Levers, Numerics, Prediction
 from memfit.levers.stack import applied
 from memfit.pipeline import estimate
@@ -137,12 +138,15 @@ def proposal(
     notes: Sequence[str] = (),
     before_price: Price | None = None,
 ) -> Proposal:
-    """Return the proposal of a changed workload, priced for a device as the user's is; `measure` runs both here too."""
+    """Return the proposal of a changed workload, priced for a device as the user's is.
+
+    `measure` runs both too: on that device where it is in this machine, else where they are.
+    """
     was, now = before_price or price(before, device=device), price(after, device=device)
     if measure:
         was, now = (
             dataclasses.replace(unmeasured, measured_peak_bytes=peak, measured_step_seconds=seconds)
-            for unmeasured, (peak, seconds) in zip((was, now), measured([before, after]), strict=True)
+            for unmeasured, (peak, seconds) in zip((was, now), measured([before, after], device), strict=True)
         )
     return Proposal(after, lever, tuple(changes), was, now, (*notes, *_advice(was, now)))
 
@@ -189,16 +193,24 @@ def evaluated(workload: Workload) -> dict[str, float]:
         return {name: float(value) for name, value in workload.evaluate(workload.model).items()}
 
 
-def measured(workloads: Sequence[Workload], steps: int = MEASURED_STEPS) -> list[tuple[int, float]]:
+def measured(
+    workloads: Sequence[Workload], device: str = "cpu", steps: int = MEASURED_STEPS
+) -> list[tuple[int, float]]:
     """Run copies of workloads in turn, and return each one's peak in bytes and median step in seconds.
 
     The first step of each, which makes the optimizer's state, is not timed.
+
+    Args:
+        device: An accelerator of this machine that the copies run on; where the workloads are for all others.
     """
+    found = find_device(device)
+    place = torch.device(found.name) if found.is_here and found.kind != "cpu" else None
     seconds: list[list[float]] = [[] for _ in workloads]
     with ExitStack() as stack:
         for workload in workloads:
             stack.enter_context(nothing_changes(workload))
-        running = [stack.enter_context(applied(Levers(microbatch_size=samples_of(w)), real_copy(w))) for w in workloads]
+        plain = [(Levers(microbatch_size=samples_of(w)), real_copy(w, place)) for w in workloads]
+        running = [stack.enter_context(applied(levers, copied)) for levers, copied in plain]
         for index in range(steps + 1):
             for which, step in enumerate(running):
                 result = step(step.workload.batch)

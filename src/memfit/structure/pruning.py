@@ -73,7 +73,7 @@ def prune(
         rounds: Number of prunings (> 0), each by the same factor of multiply-adds.
         fine_tune: Called after each round with the changed workload, to train it in place.
         device: Device that both steps are predicted for.
-        measure: Whether to run both steps on the machine at hand too.
+        measure: Whether to run both steps too, on that device where it is in this machine.
 
     Raises:
         WorkloadError: An argument is out of its range, too little can be pruned, or parameters are tied.

@@ -35,7 +35,7 @@ def sparsify(
         modules: Patterns of FQNs among which `nn.Linear` layers are masked; layers whose inputs are not a multiple of
             4 stay dense. None may share its weight with another module.
         device: Device that both steps are predicted for.
-        measure: Whether to run both steps on the machine at hand too.
+        measure: Whether to run both steps too, on that device where it is in this machine.
 
     Raises:
         WorkloadError: A pattern matches no linear layer, or none can be masked.

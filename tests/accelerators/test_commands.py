@@ -1,0 +1,48 @@
+"""The command line's verbs that no other test runs on an accelerator."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from memfit.cli.demo import run_demo
+from memfit.hardware.catalogue import read
+from memfit.ir import codec
+from memfit.ir.plan import Plan
+from memfit.ir.run_record import RunRecord, Views
+from memfit.structure import separable_convolutions
+from tests.accelerators.steps import convnet, language_model
+
+
+def test_the_demo_trains_there_and_reports(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a small model: what `memfit demo --device` runs."""
+    monkeypatch.setattr("memfit.cli.demo.byte_lm", language_model)
+    run_demo(tmp_path / "demo", steps=6, budget="0.75x", device=kind, overwrite=False)
+    shown = capsys.readouterr().out
+    assert "Peak, measured" in shown and (tmp_path / "demo" / "report.html").exists()
+    plan = codec.read(tmp_path / "demo" / "plan.json", Plan)
+    record = codec.read(tmp_path / "demo" / "run.json", RunRecord)
+    comparison = codec.read(tmp_path / "demo" / "views.json", Views).comparison
+    assert plan.device == f"{kind}:0" and record.measured_peak_bytes is not None and comparison is not None
+    assert record.measured_peak_bytes <= plan.budget_bytes < comparison.plain_peak_bytes * 1.3
+    assert record.first_loss is not None and record.last_loss is not None and record.last_loss < record.first_loss
+
+
+def test_a_probe_keeps_the_accelerator_that_is_here(command: list[str], kind: str, tmp_path: Path) -> None:
+    file = tmp_path / "machine.toml"
+    subprocess.run([*command, "devices", "--probe", "--output", str(file)], check=True, capture_output=True)
+    (found,) = (device for device in read(file).values() if device.kind == kind)
+    assert found.bandwidth_bytes_per_second > 1e8 and found.vector_flops["float32"] > 1e6
+    assert found.link_bytes_per_second > 1e6 and found.launch_seconds > 1e-8
+
+
+def test_a_lighter_structure_is_measured_there(kind: str, place: torch.device) -> None:
+    found = separable_convolutions(convnet(), device=kind, measure=True)
+    for price in (found.before, found.after):
+        assert price.measured_peak_bytes == pytest.approx(price.peak_bytes, rel=0.02)
+    assert all(p.device.type == "cpu" for p in found.workload.model.parameters())
