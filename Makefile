@@ -99,7 +99,8 @@ $(KERAS_STAMP): pyproject.toml constraints.txt
 test-wheel: $(STAMP)
 	MEMFIT_TEST_WHEEL=1 $(BIN)/python -m pytest tests/wheel
 
-# On a card: measures what is to be measured there, in parts that go on where they stopped (status 75: run it again). Where the
+# On a card: measures what is to be measured there, in parts that go on where they stopped (status 75: run it again), and makes
+# what follows: error bars and rates of such cards, and their page of the docs. Where the
 # package registry is out of reach, `make gpu GPU_PYTHON=python3` takes an environment that has what is needed.
 GPU_PYTHON ?= $(BIN)/python
 gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(STAMP))

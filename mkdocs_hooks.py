@@ -19,7 +19,8 @@ def on_config(config: Any, **_: Any) -> Any:
     """List the pages that exist by results."""
     for section in config["nav"]:
         for title, pages in section.items():
-            pages += [page for page in MEASURED.get(title, ()) if Path(config["docs_dir"], page).exists()]
+            known = [page for page in MEASURED.get(title, ()) if Path(config["docs_dir"], page).exists()]
+            pages += [page for page in known if page not in pages]
     return config
 
 

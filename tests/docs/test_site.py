@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import mkdocs_hooks
 import pytest
 
 from tests.docs.conftest import Site
@@ -42,6 +43,16 @@ def test_the_api_has_what_the_package_exports(site: Site) -> None:
     missing = [name for name in memfit.__all__ if f'id="memfit.{name}"' not in text and name != "__version__"]
     assert missing == []
     assert "Predict the peak and the time of a step as it is" in text
+
+
+def test_pages_of_results_are_listed_where_there_are_some(tmp_path: Path) -> None:
+    config = {"docs_dir": str(tmp_path), "nav": [{"Start": ["index.md"]}, {"Results": ["results/index.md"]}]}
+    assert mkdocs_hooks.on_config(config)["nav"][1] == {"Results": ["results/index.md"]}
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "gpu.md").write_text("# Measured")
+    for _ in range(2):  # a page that is listed already is not listed again
+        listed = mkdocs_hooks.on_config(config)["nav"]
+        assert listed == [{"Start": ["index.md"]}, {"Results": ["results/index.md", "results/gpu.md"]}]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
