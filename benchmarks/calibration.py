@@ -78,11 +78,11 @@ def measured_card(
     factors: dict[str, dict[str, float]] = {}
     for one in corrections["summary"]["factors"]:
         factors.setdefault(one["class"], {})[one["dtype"]] = one["factor"]
+    peak_error, step_error = (_error_if_enough(values, rate) for values in ([s for _, s in scores], times))
     try:
-        peak_error, step_error = max(upper_error([s for _, s in scores], rate), CARD_FLOOR), upper_error(times, rate)
         coverage = _share(covered for _, covered in leave_one_out(scores, rate))
-    except ValueError:  # too few for this rate: the estimates stay in use
-        peak_error = step_error = coverage = None
+    except ValueError:  # too few workloads to leave one out
+        coverage = None
     return CardMeasurement(
         device=predictions["machine"]["accelerator"],
         sources=tuple(sources),
@@ -91,11 +91,19 @@ def measured_card(
         rate=rate,
         cases=len(scores),
         workloads=len({name for name, _ in scores}),
-        peak_error=peak_error,
+        peak_error=None if peak_error is None else max(peak_error, CARD_FLOOR),
         step_error=step_error,
         coverage=coverage,
         time_factors=factors,
     )
+
+
+def _error_if_enough(scores: Sequence[float], rate: float) -> float | None:
+    """Return the share that holds for a rate of new steps; None where the scores are too few, and estimates stay."""
+    try:
+        return upper_error(scores, rate)
+    except ValueError:
+        return None
 
 
 def calibrate_card(predictions: Path, corrections: Path, target: Path, rate: float = RATE) -> CardMeasurement:

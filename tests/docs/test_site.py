@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import mkdocs_hooks
 import pytest
 
+import mkdocs_hooks
 from tests.docs.conftest import Site
 from tests.docs.pages import DOCS, PAGES, ROOT, name_of, prose_of, tables_of
 
