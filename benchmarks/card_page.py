@@ -1,4 +1,4 @@
-"""Makes `docs/results/gpu.md` from the results of accelerators: `python -m benchmarks.card_page [--check]`.
+"""Makes the docs' page of accelerators from their results: `python -m benchmarks.card_page [--check]`.
 
 There is such a page once `benchmarks.gpu` has measured one, and none before.
 """

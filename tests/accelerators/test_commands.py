@@ -17,6 +17,7 @@ from memfit.structure import separable_convolutions
 from tests.accelerators.steps import convnet, language_model
 
 
+@pytest.mark.slow
 def test_the_demo_trains_there_and_reports(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -33,6 +34,7 @@ def test_the_demo_trains_there_and_reports(
     assert record.first_loss is not None and record.last_loss is not None and record.last_loss < record.first_loss
 
 
+@pytest.mark.slow
 def test_a_probe_keeps_the_accelerator_that_is_here(command: list[str], kind: str, tmp_path: Path) -> None:
     file = tmp_path / "machine.toml"
     subprocess.run([*command, "devices", "--probe", "--output", str(file)], check=True, capture_output=True)
