@@ -16,11 +16,21 @@ from benchmarks.frontier.models import Subject
 from benchmarks.frontier.subject import Bench, methods
 from benchmarks.frontier.xformers_policy import wrappers
 from benchmarks.overhead import compare
+from memfit import Workload
 from memfit.capture.fake_workload import real_copy
 from memfit.planner.prediction import CACHING
 from tests.accelerators.steps import distilled
 
-SUBJECT = Subject(distilled, (("0", "1", "2"),))
+
+def chain() -> Workload:
+    """A chain whose activations are many times what allocators round to."""
+    torch.manual_seed(6)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128)) for _ in range(6)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Workload(model, torch.randn(4096, 128), lambda model, x: model(x).square().mean(), optimizer, name="chain")
+
+
+SUBJECT = Subject(chain, (tuple(map(str, range(6))),))
 CHECKPOINTS = "checkpoint every K-th block"
 
 

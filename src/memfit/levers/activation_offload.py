@@ -51,5 +51,6 @@ def _offloading(levers: Levers) -> int:
 
 def _nowhere(step: Setting, levers: Levers) -> tuple[Levers, str]:
     raise NotOffered(
-        "for GPUs, and not a rung: which regions wait in host memory is chosen within a budget (memfit.plan with host_budget=)"
+        "for GPUs, and not a rung: which regions wait in host memory is chosen within a budget (memfit.plan with"
+        " host_budget=)"
     )
