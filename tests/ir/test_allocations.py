@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence
 
@@ -10,12 +11,17 @@ from msgspec.structs import replace
 
 from memfit.allocator.replay import AllocationEvent, replay
 from memfit.allocator.settings import AllocatorSettings
+from memfit.batch import batch_size_of
+from memfit.hardware.host import find_device
 from memfit.ir.allocations import allocations
 from memfit.ir.operator_costs import CostTable, OpCost
+from memfit.ir.plan import Levers
 from memfit.ir.remat import Region, Regions
 from memfit.ir.simulate import simulate
 from memfit.ir.trace import Trace
+from memfit.planner.captures import capture_plain
 from memfit.solver.candidates import options
+from memfit.workload import Loop
 from tests.models import BUILDERS, COSTS, plain_trace, random_selection, regions_of
 
 
@@ -28,6 +34,11 @@ def costly(trace: Trace) -> CostTable:
 def peak_bytes(events: list[AllocationEvent]) -> int:
     """The most that is asked for at once; a birth of what is alive, or a death of what is not, raises."""
     return replay(events, AllocatorSettings()).peak_requested_bytes
+
+
+def told(event: AllocationEvent) -> tuple[int, int, bool, str]:
+    """An event without the number of its storage."""
+    return event.point, event.nbytes, event.alloc, event.label
 
 
 def selections(trace: Trace) -> list[Sequence[Region]]:
@@ -60,7 +71,8 @@ def test_the_second_step_repeats_in_the_third(name: str) -> None:
         two, three = (allocations(trace, costly(trace), selection, steps) for steps in (2, 3))
         one = allocations(trace, costly(trace), selection, 1)
         assert two[: len(one)] == one and three[: len(two)] == two
-        assert three[len(two) :] == two[len(one) :]
+        third, second = three[len(two) :], two[len(one) :]
+        assert [told(event) for event in third] == [told(event) for event in second]
         reports = [replay(events, AllocatorSettings(), history=True) for events in (one, two, three)]
         assert reports[0].end_allocated_bytes == reports[1].end_allocated_bytes == reports[2].end_allocated_bytes
         assert reports[1].peak_requested_bytes == reports[2].peak_requested_bytes
@@ -74,6 +86,44 @@ def test_state_is_made_by_the_first_optimizer_step_and_stays() -> None:
     assert len(born) == len(state) > 0
     assert all(trace.ops[events[i].point].phase == "optimizer" for i in born)
     assert not any(e.category == "optimizer state" and not e.alloc for e in events)
+
+
+def looped(loop: Loop) -> Trace:
+    """The trace of a step in a loop of the user's."""
+    workload = dataclasses.replace(BUILDERS["transformer"](), loop=loop)
+    return capture_plain(workload, Levers(microbatch_size=batch_size_of(workload.batch)), find_device("cpu"))
+
+
+def ends(events: list[AllocationEvent], trace: Trace, steps: int) -> list[list[int]]:
+    """The events of each step: indices that begin with the one of its first point."""
+    found: list[list[int]] = [[]]
+    last = -1
+    for index, event in enumerate(events):
+        if event.point < last:
+            found.append([])
+        last = event.point
+        found[-1].append(index)
+    assert len(found) == steps
+    return found
+
+
+def test_the_first_step_has_no_gradients_before_its_backward_pass() -> None:
+    for loop in (Loop(zero_grad="after-forward"), Loop(set_to_none=False)):
+        trace = looped(loop)
+        events = allocations(trace, COSTS)
+        first = next(event for event in events if event.category == "gradients")
+        assert first.alloc and trace.ops[first.point].phase == "backward"
+
+
+def test_what_a_step_leaves_to_the_next_stays_where_it_was_made() -> None:
+    trace = looped(Loop(holds_outputs="next-forward", zero_grad="after-forward"))
+    steps = 3
+    events = allocations(trace, COSTS, steps=steps)
+    gradients = sum(storage.category == "gradients" and storage.birth >= 0 for storage in trace.storages)
+    for indices in ends(events, trace, steps):
+        born = [i for i in indices if events[i].alloc and events[i].category == "gradients"]
+        assert len(born) == gradients > 0  # each once in a step: none is made again for the next
+    assert peak_bytes(events) == simulate(trace, COSTS).peak_bytes
 
 
 def test_an_unknown_region_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 from memfit.allocator.replay import AllocationEvent
@@ -13,6 +14,7 @@ from memfit.ir.trace import Trace
 
 _SCRATCH = -1  # names of storages that are not in the trace
 _RESIDENT = -2
+_SECOND = -10  # numbers from here down are of storages whose own number is that of the last step's
 
 
 def allocations(
@@ -20,7 +22,9 @@ def allocations(
 ) -> list[AllocationEvent]:
     """Return the allocations and frees of a program that runs steps, in order, for `allocator.replay`.
 
-    Parameters, buffers and the batch come first; the optimizer makes its state in the first step.
+    Parameters, buffers and the batch come first; the optimizer makes its state in the first step, and the backward pass
+    the gradients that stay. What a step leaves to the next stays where it was made, such as gradients that are dropped
+    later, or outputs that the loop holds: elsewhere it would leave other gaps.
 
     Args:
         trace: A steady step, without `regions`.
@@ -45,18 +49,53 @@ class _Program:
         self.makes_state = min(last + 1, count - 1)
         self.before: list[Life] = []
         self.state: list[Life] = []
+        self.left: list[Life] = []
         self.born: list[list[Life]] = [[] for _ in range(count)]
+        self.accumulated: list[list[Life]] = [[] for _ in range(count)]
         self.dead: list[list[Life]] = [[] for _ in range(count)]
         for life in replay.lives():
             if life.first >= 0:
                 self.born[life.first].append(life)
-                self.dead[min(life.last, count - 1)].append(life)
+                (self.dead[life.last] if life.last < count else self.left).append(life)
                 continue
             (self.state if life.category == "optimizer state" else self.before).append(life)
             if life.last < count:
                 self.dead[life.last].append(life)
-        self.alive: set[int] = set()
+        self._carry(count)
+        self.ids: dict[int, int] = {}
         self.found: list[AllocationEvent] = []
+
+    def _carry(self, count: int) -> None:
+        """Find what the next step has of each storage that a step leaves, and where gradients that stay are made."""
+        left: dict[tuple[object, ...], list[int]] = defaultdict(list)
+        for life in self.left:
+            if life.name < len(self.replay.trace.storages):  # not made by a recomputation
+                left[self._kind(life)].append(life.name)
+        self.carried: dict[int, int] = {}  # the name in the next step, of the name in this
+        for life in self.before:
+            if life.last < count and left[self._kind(life)]:
+                self.carried[left[self._kind(life)].pop(0)] = life.name
+        for life in self.left:
+            if life.name not in self.carried:
+                self.dead[count - 1].append(life)
+        writes = self._backward_writes()
+        for life in self.before:
+            if life.category == "gradients" and life.last >= count and life.name in writes:
+                self.accumulated[writes[life.name]].append(life)
+        made_later = {*self.carried.values(), *(life.name for lives in self.accumulated for life in lives)}
+        self.before = [life for life in self.before if life.name not in made_later]
+
+    def _kind(self, life: Life) -> tuple[object, ...]:
+        return life.category, life.nbytes, self.replay.trace.storages[life.name].parameter
+
+    def _backward_writes(self) -> dict[int, int]:
+        """Return the point at which the backward pass first adds to a storage, by its name."""
+        found: dict[int, int] = {}
+        for index, op in enumerate(self.replay.trace.ops):
+            if op.phase == "backward":
+                for storage in op.mutates:
+                    found.setdefault(storage, self.replay.position[index])
+        return found
 
     def events(self, steps: int) -> list[AllocationEvent]:
         for step in range(steps):
@@ -67,11 +106,13 @@ class _Program:
                 if step == 0:
                     self._keep_workspace(point)
                 self._run(point)
+            for name, following in self.carried.items():
+                self.ids[following] = self.ids.pop(name)
         return self.found
 
     def _make(self, point: int, lives: list[Life]) -> None:
         for life in lives:
-            if life.name not in self.alive:
+            if life.name not in self.ids:
                 self._add(point, life, True)
 
     def _run(self, point: int) -> None:
@@ -83,8 +124,9 @@ class _Program:
             self._add(point, scratch, True)
             self._add(point, scratch, False)
         for life in self.dead[point]:
-            if life.name in self.alive:
+            if life.name in self.ids:
                 self._add(point, life, False)
+        self._make(point, self.accumulated[point])
 
     def _keep_workspace(self, point: int) -> None:
         """Allocate libraries' resident workspaces: half at the first forward, half at the first backward operator."""
@@ -94,6 +136,14 @@ class _Program:
                 self._add(point, Life(_RESIDENT - thread, half, WORKSPACE, point, point), True)
 
     def _add(self, point: int, life: Life, alloc: bool) -> None:
-        (self.alive.add if alloc else self.alive.discard)(life.name)
+        if alloc:
+            self.ids[life.name] = self._unused(life.name)
+        number = self.ids[life.name] if alloc else self.ids.pop(life.name)
         label = self.labels[point] if point >= 0 else life.category
-        self.found.append(AllocationEvent(point, life.name, life.nbytes, alloc, life.category, label))
+        self.found.append(AllocationEvent(point, number, life.nbytes, alloc, life.category, label))
+
+    def _unused(self, name: int) -> int:
+        """Return a number for a storage: another than its own where the last step's still has that."""
+        following = self.carried.get(name)
+        taken = following is not None and self.ids.get(following) == name
+        return _SECOND - name if taken else name
