@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -110,6 +110,18 @@ def flash_of_packed_tokens() -> Iterator[None]:
         F.scaled_dot_product_attention = current
 
 
+@contextlib.contextmanager
+def outputs_kept(modules: Iterable[nn.Module]) -> Iterator[list[Tensor]]:
+    """Keep what modules give within the block for as long as the list lives; what they give later is not kept."""
+    kept: list[Tensor] = []
+    hooks = [module.register_forward_hook(lambda _, given, output: kept.append(output.detach())) for module in modules]
+    try:
+        yield kept
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def causal_loss(logits: Tensor, labels: Tensor, upcast: bool = True) -> Tensor:
     """Return transformers' loss of a causal language model."""
     if upcast:
@@ -120,14 +132,14 @@ def causal_loss(logits: Tensor, labels: Tensor, upcast: bool = True) -> Tensor:
 
 
 class LoRALinear(nn.Module):
-    """A frozen linear layer with peft's adapter, whose weights are in float32."""
+    """A frozen linear layer with peft's adapter, whose weights are in float32 unless told."""
 
-    def __init__(self, base: nn.Linear, rank: int, dropout: float) -> None:
+    def __init__(self, base: nn.Linear, rank: int, dropout: float, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.base, self.scaling = base, 1.0
         self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
-        self.a = nn.Linear(base.in_features, rank, bias=False, dtype=torch.float32)
-        self.b = nn.Linear(rank, base.out_features, bias=False, dtype=torch.float32)
+        self.a = nn.Linear(base.in_features, rank, bias=False, dtype=dtype)
+        self.b = nn.Linear(rank, base.out_features, bias=False, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         result = self.base(x)
@@ -137,14 +149,16 @@ class LoRALinear(nn.Module):
         return result.to(given)  # type: ignore[no-any-return]
 
 
-def with_lora(model: nn.Module, names: tuple[str, ...], rank: int, dropout: float) -> None:
+def with_lora(
+    model: nn.Module, names: tuple[str, ...], rank: int, dropout: float, dtype: torch.dtype = torch.float32
+) -> None:
     """Freeze a model and put adapters beside its linear layers of some names."""
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if name in names and isinstance(child, nn.Linear):
-                setattr(module, name, LoRALinear(child, rank, dropout))
+                setattr(module, name, LoRALinear(child, rank, dropout, dtype))
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:

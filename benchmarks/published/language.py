@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +11,15 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
-from benchmarks.published.building import causal_loss, created, dtype, softmax_with_input, trained, with_lora
+from benchmarks.published.building import (
+    causal_loss,
+    created,
+    dtype,
+    outputs_kept,
+    softmax_with_input,
+    trained,
+    with_lora,
+)
 from memfit import Loop, Workload
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -135,8 +144,19 @@ def vit_base(batch: int) -> Workload:
     )
 
 
+def _nothing(model: nn.Module) -> list[nn.Module]:
+    return []
+
+
 def _causal(
-    model: nn.Module, batch: int, length: int, rank: int, dropout: float, upcast: bool, divisor: float = 0.0
+    model: nn.Module,
+    batch: int,
+    length: int,
+    rank: int,
+    dropout: float,
+    upcast: bool,
+    divisor: float = 0.0,
+    cached: Callable[[nn.Module], list[nn.Module]] = _nothing,
 ) -> Workload:
     if rank:
         with_lora(model, _ATTENTION, rank, dropout)
@@ -146,12 +166,15 @@ def _causal(
 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         # transformers computes the loss within the model's forward pass, whose variables are alive meanwhile
-        hidden = model.base_model(input_ids=batch["tokens"])[0]  # type: ignore[operator]
+        with outputs_kept(cached(model)) as cache:
+            hidden = model.base_model(input_ids=batch["tokens"])[0]  # type: ignore[operator]
         logits = model.lm_head(hidden)  # type: ignore[operator]
         if divisor:  # Granite in transformers 4.45 gives each result the name of what it came from, which is then free
             logits = logits / divisor
             logits = logits.float()
-        return causal_loss(logits, batch["tokens"], upcast)
+        loss = causal_loss(logits, batch["tokens"], upcast)
+        del cache  # like the outputs of the model, it goes when the Trainer has the loss
+        return loss
 
     return Workload(
         model,
@@ -164,13 +187,21 @@ def _causal(
 
 
 def santacoder(batch: int, length: int = 2048) -> Workload:
-    """Santacoder (1.1 billion parameters, one head of keys), fully fine-tuned in bfloat16 with checkpointing."""
+    """Santacoder (1.1 billion parameters, one head of keys), fully fine-tuned in bfloat16 with checkpointing.
+
+    transformers 4.48 does not turn this model's cache off where it checkpoints (`modeling_gpt_bigcode.py`). A layer's
+    keys and values are views of its one projection, so that the cache keeps queries too until the loss is there.
+    """
     config = transformers.GPTBigCodeConfig(
         vocab_size=49280, n_positions=2048, n_embd=2048, n_layer=24, n_head=16, n_inner=8192, use_cache=False
     )
     with dtype(torch.bfloat16):
         model = transformers.GPTBigCodeForCausalLM(config)
-    return _causal(model, batch, length, 0, 0.0, upcast=False)
+
+    def projections(model: nn.Module) -> list[nn.Module]:
+        return [module for name, module in model.named_modules() if name.endswith(".attn.c_attn")]
+
+    return _causal(model, batch, length, 0, 0.0, upcast=False, cached=projections)
 
 
 def mistral(batch: int, length: int = 4096) -> Workload:
@@ -227,14 +258,25 @@ def llama_3b(kind: str, length: int, batch: int = 4) -> Workload:
     )
 
 
-def llama_created(size: str, rank: int, names: list[str]) -> Workload:
-    """A Llama in bfloat16 with its LoRA adapters, made and not run."""
+def llama_created(
+    size: str, rank: int, names: list[str], positions: int, caches: int = 1, layer_in_front: bool = False
+) -> Workload:
+    """A Llama in bfloat16 with its LoRA adapters, made by torchtune and not run.
+
+    Args:
+        size: "3B" or "7B".
+        rank: Rank of the adapters.
+        names: Layers that have adapters.
+        positions: Positions for which sines and cosines are kept, in float32.
+        caches: Number of these tables.
+        layer_in_front: Whether the layers are copies of one, which lives meanwhile (torchtune of April 2024).
+    """
+    given = dict(LLAMA_3B if size == "3B" else LLAMA_7B)
+    width = given["hidden_size"] // given["num_attention_heads"]
+    given["num_hidden_layers"] += layer_in_front
     with dtype(torch.bfloat16):
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**(LLAMA_3B if size == "3B" else LLAMA_7B)))
-    with_lora(model, tuple(names), rank, 0.0)
-    for module in model.modules():
-        if hasattr(module, "a") and hasattr(module, "b"):
-            for part in ("a", "b"):
-                old = getattr(module, part)
-                setattr(module, part, nn.Linear(old.in_features, old.out_features, bias=False, dtype=torch.bfloat16))
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**given))
+    with_lora(model, tuple(names), rank, 0.0, torch.bfloat16)
+    for i in range(caches):
+        model.register_buffer(f"positions_{i}", torch.empty(positions, width // 2, 2))
     return created(model)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from benchmarks.published import building, case, figures, page
+from benchmarks.published import building, case, detection, figures, page
 from benchmarks.published.rows import Row, every_row, sources
 from benchmarks.tables import results
 from memfit.cost.outside import KERNELS_BYTES
@@ -30,7 +30,7 @@ def test_rows_have_ids_of_their_own_a_card_of_the_catalogue_and_a_figure() -> No
         assert any(value is not None for value in told), row.id
 
 
-@pytest.mark.parametrize("module", ["operators", "book", "lit", "language", "hub"])
+@pytest.mark.parametrize("module", ["operators", "book", "lit", "language", "hub", "detection"])
 def test_functions_take_the_options_of_their_rows(module: str) -> None:
     for row in every_row().values():
         where, _, name = row.build.partition(":")
@@ -127,6 +127,32 @@ def test_the_old_flash_attention_is_for_halves_without_a_mask() -> None:
         mask = torch.ones(4, 4, dtype=torch.bool)
         assert torch.equal(patched(q.half(), q.half(), q.half(), mask), current(q.half(), q.half(), q.half(), mask))
     assert torch.nn.functional.scaled_dot_product_attention is current
+
+
+@pytest.mark.parametrize(("classes", "parameters"), [(4, 20_883_441), (80, 21_190_557)])
+def test_yolov5m_has_the_parameters_that_autobatch_prints(classes: int, parameters: int) -> None:
+    with torch.device("meta"):
+        model = detection.YOLOv5m(classes, runs=True)
+        found = model(torch.empty(2, 3, 64, 96, dtype=torch.float16))
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+    assert [tuple(x.shape) for x in found] == [(2, 3, 64 // n, 96 // n, classes + 5) for n in (8, 16, 32)]
+
+
+def test_convolutions_that_autocast_keeps_give_no_gradient_to_their_weights() -> None:
+    layer = detection.HalvedConv(2, 3, 1, 1, 0, bias=True, runs=True)
+    x = torch.randn(1, 2, 4, 4, dtype=torch.float16, requires_grad=True)
+    layer(x).sum().backward()
+    assert x.grad is not None and all(parameter.grad is None for parameter in layer.parameters())
+    assert not list(detection.HalvedConv(2, 3, 1, 1, 0, bias=True, runs=False).buffers())
+
+
+def test_outputs_are_kept_within_the_block_alone() -> None:
+    layer = torch.nn.Linear(2, 2)
+    with building.outputs_kept([layer]) as kept:
+        first = layer(torch.ones(1, 2))
+    layer(torch.zeros(1, 2))
+    assert [x.data_ptr() for x in kept] == [first.data_ptr()]
+    assert not kept[0].requires_grad
 
 
 def scored(source: str, *scores: float) -> dict[str, Any]:
