@@ -168,7 +168,7 @@ def autobatch(batch: int, classes: int = 4, pixels: int = 416) -> Workload:
     return Workload(
         Profiled(classes, pixels, batch - 1).train(),
         images,
-        lambda model, batch: sum(x.sum(dtype=torch.float32) for x in model(batch["half"])),  # type: ignore[arg-type, return-value]
+        lambda model, batch: sum(x.sum(dtype=torch.float32) for x in model(batch["half"])),
         None,  # type: ignore[arg-type]
         loop=Loop(holds_outputs="next-forward", set_to_none=False),
     )
