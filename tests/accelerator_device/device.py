@@ -14,6 +14,7 @@ from types import ModuleType
 
 import platformdirs
 import torch
+from torch.utils import backend_registration
 
 from memfit.fake_gpu.shim import compiler
 
@@ -32,13 +33,13 @@ def load(total_bytes: int = TOTAL_BYTES) -> ModuleType:
     is_new = not is_loaded()
     loaded().acc_set_total(total_bytes)
     if is_new:
-        torch.utils.rename_privateuse1_backend(NAME)
+        backend_registration.rename_privateuse1_backend(NAME)
         from tests.accelerator_device import module  # makes a generator of the device that was named just now
 
         torch._register_device_module(NAME, module)
         # `torch.acc` is importable as `torch.cuda` is; without it `import torch.acc` would fail.
         sys.modules[f"torch.{NAME}"] = module
-        torch.utils.generate_methods_for_privateuse1_backend()
+        backend_registration.generate_methods_for_privateuse1_backend()
     return sys.modules[f"torch.{NAME}"]
 
 

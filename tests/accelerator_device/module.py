@@ -195,8 +195,8 @@ def current_stream(where: Where = None) -> torch.Stream:
 
 
 def default_stream(where: Where = None) -> torch.Stream:
-    kind = int(torch._C._autograd.DeviceType.PrivateUse1)
-    return torch.Stream(stream_id=0, device_index=_check(where), device_type=kind)
+    kind: Any = torch._C._autograd.DeviceType.PrivateUse1
+    return torch.Stream(stream_id=0, device_index=_check(where), device_type=int(kind))
 
 
 def set_stream(stream: torch.Stream) -> None:
