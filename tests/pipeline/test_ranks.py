@@ -28,7 +28,7 @@ from memfit.training.guards.recovery import Recovery
 from memfit.workload import Workload, fingerprint
 from tests.bombs import Bomb
 from tests.pipeline.frontiers import with_frontier
-from tests.ranks import free_port, on_two_ranks
+from tests.processes import free_port, on_two_ranks
 
 STEPS, SAMPLES, WIDTH = 3, 6, 8
 

@@ -30,7 +30,7 @@ from memfit.training.step import Step, StepOptions
 from memfit.workload import Workload, tensors_of
 from tests.covering import some
 from tests.models import COSTS, captured, regions_of, transformer
-from tests.ranks import WORLD_SIZE, on_two_ranks
+from tests.processes import WORLD_SIZE, on_two_ranks
 
 TOLERANCE_BYTES = 512
 """Scalars of autograd, which the profiler sees besides, and when exactly the generator's states are let go."""

@@ -17,6 +17,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from memfit._torch.dispatch import TorchDispatchMode
+from memfit._torch.distributed import is_shared
 from memfit._torch.fake import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -100,6 +101,8 @@ class KnownValues(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if any(map(is_shared, types)):
+            return NotImplemented
         if func.namespace == "prim":  # most of all calls: queries, such as of a tensor's device
             return func(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:

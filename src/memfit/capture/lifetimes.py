@@ -171,7 +171,8 @@ def assemble_trace(
     full, captured = samples_of(workload), samples_of(copied)
     storages = []
     for index, storage in enumerate(recording.storages):
-        by_lifetime = _category(storage, recording, index in last_save)
+        refilled = index in recording.refilled
+        by_lifetime = "parameters" if refilled else _category(storage, recording, index in last_save)
         category, owner, parameter = categories.found.get(index, (by_lifetime, -1, -1))
         release = releases.get(index, storage.death)
         if storage.death > max(release, last_save.get(index, -1)):  # something else holds it

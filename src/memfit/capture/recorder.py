@@ -26,12 +26,13 @@ from memfit._torch.autograd import (
     top_saved_tensors_default_hooks,
 )
 from memfit._torch.dispatch import TorchDispatchMode, get_unwrapped, is_functorch_wrapped_tensor
+from memfit._torch.distributed import is_shared
 from memfit._torch.fake import FakeTensor, FakeTensorMode
 from memfit._torch.modules import BatchNormBase, NormBase, forward_hooks, forward_pre_hooks, set_forward_hooks
 from memfit._torch.operators import packet_of, schema_of
 from memfit._torch.pytree import tree_leaves
 from memfit._torch.replacement import replaced
-from memfit._torch.tensors import storage_key_of
+from memfit._torch.tensors import storage_key, storage_key_of
 from memfit.capture.accumulation import Accumulation
 from memfit.capture.call_states import CallStates
 from memfit.capture.kernel_outputs import grouped_product, kernel_outputs
@@ -69,7 +70,7 @@ class _Saved:
 
 @dataclass
 class Recording:
-    """The record of one step, from `begin_step` to `end_step`."""
+    """The record of one step, from `begin_step` to `end_step`; `refilled` are storages that were empty before."""
 
     ops: list[Op] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
@@ -77,6 +78,7 @@ class Recording:
     saves: list[Save] = field(default_factory=list)
     signatures: dict[str, int] = field(default_factory=dict)
     works: list[Work] = field(default_factory=list)
+    refilled: set[int] = field(default_factory=set)
 
 
 def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
@@ -179,6 +181,7 @@ class Recorder(TorchDispatchMode):
         self.phase: Phase = "optimizer"
         self.microbatch = 0
         self._index: dict[int, int] = {}
+        self._emptied: set[int] = set()
         self._stack: list[int] = []
         self._is_paused = False
         self._module_index: dict[int, int] = {}
@@ -213,9 +216,9 @@ class Recorder(TorchDispatchMode):
     def observe(self, tensor: torch.Tensor, birth: int) -> int | None:
         """Return the index of a tensor's storage, whose lifetime is recorded from now on.
 
-        None for a tensor on another device, and for a sparse tensor, whose parts are observed.
+        None for a tensor on another device, and for a sparse or sharded tensor, whose parts are observed.
         """
-        if tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided or is_shared(type(tensor)):
             for part in parts(tensor):
                 self.observe(part, birth)
             return None
@@ -232,12 +235,42 @@ class Recorder(TorchDispatchMode):
         return index
 
     def _died(self, key: int) -> None:
+        self._emptied.discard(key)
         index = self._index.pop(key, None)
         if index is not None:
             self.now.storages[index].death = len(self.now.ops) - 1
 
+    @contextlib.contextmanager
+    def resizes(self) -> Iterator[None]:
+        """Observe storages that are emptied and filled again, until the context is left: gathered parameters are."""
+        original = torch.UntypedStorage.resize_
+
+        def resized(storage: torch.UntypedStorage, nbytes: int) -> Any:
+            key = storage_key(storage)
+            known = key in self._index
+            if known:
+                self._died(key)
+            out = original(storage, nbytes)
+            if known or key in self._emptied:
+                self._emptied.discard(key)
+                self._refill(key, nbytes)
+            return out
+
+        with replaced(torch.UntypedStorage, "resize_", resized):
+            yield
+
+    def _refill(self, key: int, nbytes: int) -> None:
+        if nbytes == 0:
+            self._emptied.add(key)
+            return
+        index = self._index[key] = len(self.now.storages)
+        self.now.storages.append(LiveStorage(nbytes, len(self.now.ops) if self.recording else -1))
+        self.now.refilled.add(index)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if any(map(is_shared, types)):
+            return NotImplemented  # they run operators on a rank's own parts, which come here again
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # most of all calls, slow from mode to mode
         if func.namespace in _INCIDENTAL or self._is_paused:

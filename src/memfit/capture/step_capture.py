@@ -278,6 +278,7 @@ def _record(
         build(copied) as step,
         recorder.watch(copied.model),
         recorder.generator_states(),
+        recorder.resizes(),
         _course_followed(course, values, inputs_of(copied)) as follow,
     ):
         last = 0  # the step's last microbatch so far

@@ -10,6 +10,7 @@ import msgspec
 
 from memfit.ir.display import Shown, ShownList
 from memfit.ir.remat import Region
+from memfit.ir.sharding import Sharding
 from memfit.ir.throughput import Throughput
 
 Precision = Literal["32-true", "tf32", "bf16-mixed", "16-mixed", "bf16-true"]
@@ -49,6 +50,7 @@ class Levers(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
         optimizer: How parameters are updated: "as-is" by the user's optimizer, "in-backward" as soon as each gradient
             is there, by its "fused" step, with its states "offloaded" to the host's memory, or by "adamw-8bit" or
             "adafactor", with less state, in its place.
+        sharding: How ranks share the step; None for one process. `microbatch_size` is then of one rank's samples.
     """
 
     precision: Precision = "32-true"
@@ -57,6 +59,7 @@ class Levers(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     chunked_loss: ChunkedLoss | None = None
     lean: tuple[str, ...] = ()
     optimizer: OptimizerLever = "as-is"
+    sharding: Sharding | None = None
 
 
 class LeverUse(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -6,7 +6,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import msgspec
 from torch import nn
@@ -18,6 +18,9 @@ from memfit.levers.conflicts import Conflict
 from memfit.solver.frontier import Combination
 from memfit.training.step import StepOptions
 from memfit.workload import Workload
+
+if TYPE_CHECKING:  # distributed packages take a second to import
+    from torch.distributed.device_mesh import DeviceMesh
 
 LEAST_SHARE = 0.05
 """Of the plain peak: what a lever must be able to save before a step is captured with it, and then must save."""
@@ -78,10 +81,14 @@ class Running:
     Attributes:
         workload: The workload, whose optimizer a lever may replace.
         options: How the step runs.
+        mesh: Of the ranks that share the step; None for those of the default process group.
+        is_part: Whether the batch is one rank's part.
     """
 
     workload: Workload
     options: StepOptions
+    mesh: DeviceMesh | None = None
+    is_part: bool = False
 
 
 Rung = Callable[[Setting, Levers], tuple[Levers, str]]

@@ -77,15 +77,15 @@ class Precision(Lever):
         workload, options = running.workload, running.options
         if levers.precision == "bf16-true":
             with bf16_weights(workload, accumulates=levers.microbatch_size < samples_of(workload)) as weights:
-                yield Running(workload, replace(options, update=weights.update, masters=weights.masters))
+                yield replace(running, options=replace(options, update=weights.update, masters=weights.masters))
         elif levers.precision == "tf32":
-            yield Running(workload, replace(options, around=tf32))
+            yield replace(running, options=replace(options, around=tf32))
         else:
             device = next((p.device.type for p in workload.model.parameters()), "cpu")
             scaler = LossScaler(workload.loss_scaling) if levers.precision == "16-mixed" else None
             casts = functools.partial(autocast, levers.precision, device)
             with kept_in_fp32(workload.model, workload.fp32_modules, device):
-                yield Running(workload, replace(options, autocast=casts, scaler=scaler))
+                yield replace(running, options=replace(options, autocast=casts, scaler=scaler))
 
     def is_applied(self, workload: Workload) -> bool:
         return is_cast(workload.model)

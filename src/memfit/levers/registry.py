@@ -19,6 +19,7 @@ from memfit.levers.optimizer_in_backward import OptimizerInBackward
 from memfit.levers.parameter_updates import UpdateLever
 from memfit.levers.precision import Precision
 from memfit.levers.replaced_optimizer import Adafactor, AdamW8bit
+from memfit.levers.sharding import SharedByRanks
 
 UPDATES: tuple[UpdateLever, ...] = (
     OptimizerInBackward(),
@@ -36,6 +37,7 @@ LEVERS: tuple[Lever, ...] = (
     Lean(),
     Checkpointing(),
     ActivationOffload(),
+    SharedByRanks(),
 )
 CONFLICTS: tuple[Conflict, ...] = tuple(conflict for lever in LEVERS for conflict in lever.conflicts)
 """Everything else combines."""

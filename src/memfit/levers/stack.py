@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memfit.errors import PlanError, PlanMismatchError, WorkloadError
 from memfit.ir.device import Device
@@ -19,12 +19,23 @@ from memfit.training.step import Step, StepOptions
 from memfit.training.taped import TapedStep
 from memfit.workload import Loop, Workload, fingerprint, samples_of
 
+if TYPE_CHECKING:  # distributed packages take a second to import
+    from torch.distributed.device_mesh import DeviceMesh
+
 
 @contextlib.contextmanager
-def applied(levers: Levers, workload: Workload, **options: Any) -> Iterator[Step]:
-    """Run levers on a workload, on the device of its parameters, with more `StepOptions`, until the context is left."""
+def applied(
+    levers: Levers, workload: Workload, *, mesh: DeviceMesh | None = None, is_part: bool = False, **options: Any
+) -> Iterator[Step]:
+    """Run levers on a workload, on the device of its parameters, until the context is left.
+
+    Args:
+        mesh: Of the ranks that share the step; None for those of the default process group.
+        is_part: Whether the workload's batch is one rank's part.
+        options: More `StepOptions`.
+    """
     check_combination(levers, workload)
-    running = Running(workload, StepOptions(microbatch_size=levers.microbatch_size, **options))
+    running = Running(workload, StepOptions(microbatch_size=levers.microbatch_size, **options), mesh, is_part)
     with contextlib.ExitStack() as stack:
         for lever in registry.used(levers, samples_of(workload)):
             running = stack.enter_context(lever.apply(levers, running))

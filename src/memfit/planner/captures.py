@@ -108,6 +108,27 @@ def _captured(
     build: _Build = applied,
     explores: bool = True,
 ) -> Trace:
+    if levers.sharding is not None:
+        from memfit.ranks.mesh import fake_mesh, of_one_rank  # distributed packages take a second to import
+
+        bare = replace(levers, sharding=None) if levers.sharding.world_size == 1 else levers
+        part = of_one_rank(workload, levers.sharding.world_size)
+        with fake_mesh(levers.sharding, device.kind) as mesh:
+            one_rank = functools.partial(build, mesh=mesh, is_part=True)
+            return _captured_here(part, bare, device, data, warm=False, build=one_rank)
+    return _captured_here(workload, levers, device, data, warm=warm, build=build, explores=explores)
+
+
+def _captured_here(
+    workload: Workload,
+    levers: Levers,
+    device: Device,
+    data: DataRuns,
+    *,
+    warm: bool,
+    build: _Build,
+    explores: bool = True,
+) -> Trace:
     program, named = functools.partial(build, levers), (levers.precision, levers.microbatch_size)
     try:
         reading = data.of(levers, explores=explores)

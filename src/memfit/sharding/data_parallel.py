@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from msgspec.structs import replace
 
 from memfit.ir.trace import Parameter, Trace
-from memfit.sharding.groups import Sharding, gradients_by_parameter
+from memfit.ir.sharding import Sharding
+from memfit.sharding.groups import gradients_by_parameter
 from memfit.sharding.insertion import Insertion
 
 _BROADCAST_BYTES = 2 * 250 * 2**20  # two buckets of buffers are in flight at a time

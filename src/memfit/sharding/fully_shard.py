@@ -9,7 +9,8 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from memfit.ir.trace import Op, Storage, Trace
-from memfit.sharding.groups import Sharding, gradients_by_parameter, innermost, repeated_blocks
+from memfit.ir.sharding import Sharding
+from memfit.sharding.groups import gradients_by_parameter, innermost, repeated_blocks
 from memfit.sharding.insertion import Block, Insertion
 
 _ITEMSIZES = (1, 2, 4, 8)

@@ -1,48 +1,14 @@
-"""The sharding of a step over ranks, and the grouping of its modules for it."""
+"""The grouping of a step's modules and gradients for sharding."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Literal, get_args
-
-import msgspec
 
 from memfit.ir.remat import enclosing
 from memfit.ir.trace import Trace
 
-Mode = Literal["ddp", "zero1", "zero2", "zero3"]
-MODES: tuple[Mode, ...] = get_args(Mode)
-
-_MIB = 2**20
 _CONTAINERS = ("ModuleList", "Sequential")
-
-
-class Sharding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The sharding of a step over ranks. The batch of the trace is that of each rank.
-
-    Attributes:
-        world_size: Number of ranks (> 0).
-        mode: The state that is sharded among them.
-        units: For zero2 and zero3, FQNs of the modules that `fully_shard` is called on, besides the root. None:
-            the repeated blocks (`repeated_blocks`).
-        gradient_as_bucket_view: For ddp and zero1, the argument of DistributedDataParallel.
-        bucket_cap_bytes: For ddp and zero1, the size from which a bucket is full.
-        first_bucket_bytes: The same for the first bucket.
-        shard_itemsize: For zero2 and zero3, bytes per element of the sharded parameters, where their dtype differs from
-            the computation's: 4 for `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`, with a trace of the model in
-            bf16. None: as in the trace.
-        reduce_itemsize: Bytes per element of the gradients during reduction (`reduce_dtype`). None: as in the trace.
-    """
-
-    world_size: int
-    mode: Mode
-    units: tuple[str, ...] | None = None
-    gradient_as_bucket_view: bool = False
-    bucket_cap_bytes: int = 25 * _MIB
-    first_bucket_bytes: int = _MIB
-    shard_itemsize: int | None = None
-    reduce_itemsize: int | None = None
 
 
 def repeated_blocks(trace: Trace) -> tuple[str, ...]:

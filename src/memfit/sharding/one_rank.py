@@ -30,9 +30,9 @@ from memfit.ir.simulate import repeats
 from memfit.ir.trace import Trace, Work
 from memfit.sharding.data_parallel import data_parallel, with_state_of_one_rank
 from memfit.sharding.fully_shard import GATHER, SCATTER, FullyShard
-from memfit.sharding.groups import MODES as MODES
-from memfit.sharding.groups import Mode as Mode
-from memfit.sharding.groups import Sharding as Sharding
+from memfit.ir.sharding import MODES as MODES
+from memfit.ir.sharding import Mode as Mode
+from memfit.ir.sharding import Sharding as Sharding
 from memfit.sharding.groups import gradients_by_parameter
 from memfit.sharding.groups import repeated_blocks as repeated_blocks
 

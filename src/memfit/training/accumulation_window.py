@@ -9,6 +9,7 @@ import torch
 from memfit._torch.foreach import foreach_mul_
 from memfit._torch.tensors import sparse_values
 from memfit.errors import WorkloadError
+from memfit.ranks.one_process import SingleProcess
 
 
 class Window:
@@ -16,18 +17,24 @@ class Window:
 
     Means are weighted by their share of the samples. Sums are divided by an estimate of the window's count from the
     first microbatch, and the gradients are corrected once all counts are known, so that nothing is divided twice and
-    fp16 gradients stay in range.
+    fp16 gradients stay in range. Ranks share a window: engines average gradients over them, so that weights and counts
+    are of a rank on average.
+
+    Args:
+        samples: Samples of the window, of a rank on average.
+        ranks: Those that share the window.
     """
 
-    def __init__(self, samples: int) -> None:
-        self.samples = samples
+    def __init__(self, samples: float, ranks: SingleProcess) -> None:
+        self.samples, self._ranks = samples, ranks
         self.divisor: torch.Tensor | float | None = None
         self.count: torch.Tensor | float = 0
         self.total: torch.Tensor | float = 0.0
         self.microbatches = 0
+        self._is_estimate = False
 
     def weigh(self, loss: torch.Tensor, count: torch.Tensor | float | None, samples: int) -> torch.Tensor:
-        """Return a microbatch's share of the loss, to run backward on.
+        """Return a microbatch's share of the loss, to run backward on; nothing of one of no samples.
 
         Raises:
             WorkloadError: Some microbatches have a count and others have none.
@@ -43,15 +50,22 @@ class Window:
             weighted = loss if whole else loss * (samples / self.samples)
             self.total = self.total + (weighted.detach() if whole else _widened(weighted))
             return weighted
+        if samples == 0:
+            loss, count = loss * 0, count * 0
         if self.divisor is None:
-            self.divisor = count if whole else _at_least_one(count) * (self.samples / samples)
+            estimate = count if whole else _at_least_one(count) * (self.samples / max(samples, 1))
+            self.divisor, self._is_estimate = self._ranks.mean(estimate), not whole
         self.count = self.count + count
         self.total = self.total + (loss.detach() if whole else _widened(loss))
         return loss / self.divisor
 
     def finish(self, gradients: list[torch.Tensor]) -> None:
-        """Correct the gradients for the estimated count."""
-        if self.divisor is None or self.microbatches == 1 or not gradients:
+        """Correct the gradients for the estimated count, once all microbatches have run; ranks add up their losses."""
+        if self.divisor is None:
+            self.total = self._ranks.mean(self.total)
+            return
+        self.total, self.count = self._ranks.means([self.total, self.count])
+        if not self._is_estimate and self.microbatches == 1 or not gradients:
             return
         if isinstance(self.divisor, torch.Tensor) or self.divisor != self.count:
             divisor = self.divisor.double() if isinstance(self.divisor, torch.Tensor) else self.divisor

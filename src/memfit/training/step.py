@@ -13,13 +13,14 @@ import torch
 from torch import nn
 
 from memfit._torch.foreach import foreach_copy_
+from memfit._torch.distributed import local_part
 from memfit._torch.modules import NormBase, own_buffers, own_modules, own_parameters
 from memfit.errors import NonFiniteError, UsageError, WorkloadError
 from memfit.ir.plan import Prediction
 from memfit.ir.trace import Phase
+from memfit.ranks.one_process import Share, SingleProcess
 from memfit.rng import rng_preserved
 from memfit.training.accumulation_window import Window, checked_loss, gradient_entries, gradient_values
-from memfit.training.guards.rank_agreement import SingleProcess
 from memfit.training.loss_scaling import LossScaler
 from memfit.training.nonfinite import FirstNotFinite, watching
 from memfit.training.optimizers import parameters_of
@@ -202,14 +203,15 @@ class Step:
 
     def _once(self, batch: Any) -> StepResult:
         started = time.perf_counter()
-        batch = self._arrived(batch)
+        share = self._arrived(batch)
+        batch = share.batch
         proving = self.options.proving
         if proving is not None and self.options.in_backward is not None:
             with self._within(batch), proving():
-                self._rehearse(batch, self.options.in_backward)
+                self._rehearse(share, self.options.in_backward)
             proving = None
         with self._within(batch), nullcontext() if proving is None else proving():
-            loss, norm, is_whole, scale = self._run(batch)
+            loss, norm, is_whole, scale = self._run(share)
         skipped = not math.isfinite(norm)
         skips = 0 if self.scaler is None else self.scaler.skips
         if not skipped:
@@ -221,41 +223,42 @@ class Step:
 
     def gradients(self, batch: Any) -> tuple[float, dict[str, torch.Tensor]]:
         """Return the loss and the unclipped gradient of every parameter by FQN, and update nothing."""
-        batch = self._arrived(batch)
+        share, whole = self._arrived(batch), self.options.ranks.whole
         parameters = self.parameters()
         _clear(parameters)
         try:
             with nullcontext() if self.options.around is None else self.options.around():
-                loss = self._accumulate(batch, parameters)
-            self._check_loss(loss, batch)
+                loss = self._accumulate(share, parameters)
+            self._check_loss(loss, share)
             if self.scaler is not None:
                 self.scaler.unscale(_gradients_of(parameters))
-            return loss, {name: _copy(p.grad) for name, p in self.named_owners() if p.grad is not None}
+            return loss, {name: _copy(whole(p.grad)) for name, p in self.named_owners() if p.grad is not None}
         finally:
             _clear(parameters)
 
-    def _arrived(self, batch: Any) -> Any:
-        """Return a batch on the model's accelerator, where all of it was left on the CPU."""
+    def _arrived(self, batch: Any) -> Share:
+        """Return this rank's part of a batch, on the model's accelerator where all of it was left on the CPU."""
+        share = self.options.ranks.share(self.workload, batch)
         place = next((p.device for p in self.workload.model.parameters()), _CPU)
-        if place.type == "cpu" or any(tensor.device.type != "cpu" for tensor in tensors_of(batch)):
-            return batch
-        return on_device(batch, place)
+        if place.type == "cpu" or any(tensor.device.type != "cpu" for tensor in tensors_of(share.batch)):
+            return share
+        return replace(share, batch=on_device(share.batch, place))
 
     # What a step consists of
 
-    def _run(self, batch: Any) -> tuple[float, float, bool, float]:
+    def _run(self, share: Share) -> tuple[float, float, bool, float]:
         """Return the loss of an update, its gradient norm as `_update` does, and the loss scale."""
         parameters, statistics = self._held()
         before = [s.clone() for s in statistics]
         _clear(parameters)
         norm = math.nan
         try:
-            loss = self._accumulate(batch, parameters, updating=self.options.in_backward)
-            self._check_loss(loss, batch)
+            loss = self._accumulate(share, parameters, updating=self.options.in_backward)
+            self._check_loss(loss, share)
             self._phase("optimizer", 0)
             self.options.ranks.average()
             scale = 1.0 if self.scaler is None else self.scaler.scale
-            norm, is_whole = self._update(loss, batch)
+            norm, is_whole = self._update(loss, share)
         finally:
             _clear(parameters)
             if statistics and not math.isfinite(norm):
@@ -269,13 +272,13 @@ class Step:
         with limit, nullcontext() if self.options.around is None else self.options.around():
             yield
 
-    def _rehearse(self, batch: Any, updating: InBackward) -> None:
+    def _rehearse(self, share: Share, updating: InBackward) -> None:
         """Run a step that leaves nothing: where gradients are used as soon as they are there, errors come too late."""
         buffers = list(self.workload.model.buffers())
         before = [buffer.clone() for buffer in buffers]
         try:
             with rng_preserved(), updating.dropped():
-                self._accumulate(batch, [])
+                self._accumulate(share, [])
         finally:
             _clear(self.parameters())
             with torch.no_grad():
@@ -319,26 +322,39 @@ class Step:
         cuts = [(start, min(start + piece, samples)) for start in range(0, samples, piece)]
         return [(part_of(self.workload, batch, start, stop), stop - start) for start, stop in cuts]
 
-    def _accumulate(self, batch: Any, parameters: list[nn.Parameter], updating: InBackward | None = None) -> float:
+    def _accumulate(self, share: Share, parameters: list[nn.Parameter], updating: InBackward | None = None) -> float:
         """Run every microbatch forward and backward; return the mean loss of the whole batch."""
         self._phase("optimizer", 0)
-        samples = samples_of(self.workload, batch)
-        window = Window(samples)
-        for index, (microbatch, size) in enumerate(self._microbatches(batch, samples)):
-            self._phase("forward", index)
-            loss, count = self.compute_loss(microbatch)
-            loss = window.weigh(loss, count, size)
-            scaled = loss if self.scaler is None else self.scaler.scaled(loss)
-            if updating is not None:
-                self._check_loss(window.mean_loss(), batch)
-            self._phase("backward", index)
-            with nullcontext() if updating is None else updating.taken():
-                scaled.backward()
-            del loss, scaled
+        ranks = self.options.ranks
+        window = Window(share.mean_samples, ranks)
+        microbatches = self._shares(share)
+        with ranks.drawing():
+            for index, (microbatch, size) in enumerate(microbatches):
+                with ranks.syncing(index == len(microbatches) - 1):
+                    self._phase("forward", index)
+                    loss, count = self.compute_loss(microbatch)
+                    loss = window.weigh(loss, count, size)
+                    scaled = loss if self.scaler is None else self.scaler.scaled(loss)
+                    if updating is not None:
+                        self._check_loss(window.mean_loss(), share)
+                    self._phase("backward", index)
+                    with nullcontext() if updating is None else updating.taken():
+                        scaled.backward()
+                del loss, scaled
         window.finish(_gradients_of(parameters))
         return window.mean_loss()
 
-    def _update(self, loss: float, batch: Any) -> tuple[float, bool]:
+    def _shares(self, share: Share) -> list[tuple[Any, int]]:
+        """Return a rank's microbatches and how many samples each has: as many as every rank, some that count nothing."""
+        piece = self.options.microbatch_size or share.most_samples
+        found = self._microbatches(share.batch, share.samples) if share.samples else []
+        lacking = -(-share.most_samples // piece) - len(found)
+        if lacking:
+            one = part_of(self.workload, share.batch, 0, 1)
+            found += [(one, 0)] * lacking
+        return found
+
+    def _update(self, loss: float, share: Share) -> tuple[float, bool]:
         """Unscale, clip, step, update the scale. Return the gradient norm; where it is not finite nothing was done.
 
         The second value tells whether it is that of the gradients, or of their entries, repeated ones not added up.
@@ -352,10 +368,12 @@ class Step:
         if self.scaler is not None:
             self.scaler.unscale(gradients)
         is_whole = self.workload.max_grad_norm is not None or not any(g.is_sparse for g in gradients)
-        total = _total_norm([gradient_values(g) if is_whole else gradient_entries(g) for g in gradients])
+        given = [p.grad for p in updated if p.grad is not None]
+        total = _total_norm([gradient_values(g) if is_whole else gradient_entries(g) for g in given])
+        total = self.options.ranks.whole(total)
         norm = float(total)
         if not math.isfinite(norm):
-            self._skip(norm, loss, batch)
+            self._skip(norm, loss, share)
             return norm, is_whole
         if self.workload.max_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(updated, self.workload.max_grad_norm, total)
@@ -385,9 +403,9 @@ class Step:
 
     # What is not finite
 
-    def _check_loss(self, loss: float, batch: Any) -> None:
+    def _check_loss(self, loss: float, share: Share) -> None:
         if self.scaler is None and not math.isfinite(loss):
-            where = self._diagnosis(batch)
+            where = self._diagnosis(share)
             raise self._not_finite(
                 f"the loss is {loss} at step {self.steps} ({where}): nothing was updated. Look at the batch, lower the"
                 " learning rate, or give Workload.max_grad_norm",
@@ -395,11 +413,11 @@ class Step:
                 where,
             )
 
-    def _skip(self, norm: float, loss: float, batch: Any) -> None:
+    def _skip(self, norm: float, loss: float, share: Share) -> None:
         """Count a skipped update."""
         parameter = self._first_not_finite()
         if self.scaler is None:
-            where = self._diagnosis(batch)
+            where = self._diagnosis(share)
             raise self._not_finite(
                 f"the gradient norm is {norm} at step {self.steps} (loss {loss:g}), first in {parameter}"
                 f" ({where}): nothing was updated. Look at the batch, or lower the learning rate",
@@ -408,7 +426,7 @@ class Step:
             )
         in_a_row, scale = self.scaler.skips_in_a_row + 1, self.scaler.scale
         if in_a_row >= self.scaler.settings.max_skips:
-            where = self._diagnosis(batch)
+            where = self._diagnosis(share)
             raise self._not_finite(
                 f"the gradients overflowed in {in_a_row} steps in a row at step {self.steps}, last in {parameter}"
                 f" ({where}), and the loss scale fell to {scale:g}: nothing was updated. The model"
@@ -428,12 +446,12 @@ class Step:
                 return name
         return "no single parameter"
 
-    def _diagnosis(self, batch: Any) -> FirstNotFinite:
+    def _diagnosis(self, share: Share) -> FirstNotFinite:
         """Run the batch again and watch the modules; the gradients are of no use any more."""
         parameters = self.parameters()
         _clear(parameters)
         with rng_preserved(), watching(self.workload.model) as found:
-            self._accumulate(batch, parameters)
+            self._accumulate(share, parameters)
         return found
 
 
@@ -443,7 +461,8 @@ def _clear(parameters: list[nn.Parameter]) -> None:
 
 
 def _gradients_of(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
-    return [p.grad for p in parameters if p.grad is not None]
+    """Return the gradients that there are, of shards this rank's own."""
+    return [local_part(p.grad) for p in parameters if p.grad is not None]
 
 
 def _copy(gradient: torch.Tensor) -> torch.Tensor:

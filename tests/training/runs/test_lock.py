@@ -26,7 +26,7 @@ from memfit.training.runs.folder import held_folder
 from memfit.training.runs.lock import LOCK, Holder, holder_of, locked
 from memfit.training.step import Step
 from memfit.training.trainer import Trainer
-from tests.ranks import on_two_spawned_ranks
+from tests.processes import on_two_spawned_ranks
 
 _HOLDS = """
 import multiprocessing, os, pathlib, signal, sys, time

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from memfit.errors import UsageError
+from memfit.ranks.one_process import SingleProcess
 
 _FINE, _RAN_OUT, _FAILED = 0, 1, 2
 Stage = Literal["passes", "gradients", "update"]
@@ -40,47 +41,6 @@ class PeerError(Exception):
         super().__init__(
             "another rank ran out of memory" if ran_out else "another rank failed, with an error of its own"
         )
-
-
-class SingleProcess:
-    """A process that trains by itself: it agrees with itself.
-
-    Attributes:
-        is_updating: Whether all have agreed to update, so that the step can't be undone any more.
-    """
-
-    is_updating = False
-
-    def begin(self) -> None:
-        """Note that a step begins."""
-
-    def average(self) -> None:
-        """Average the gradients, once all ranks have finished their backward passes."""
-
-    def finish(self) -> None:
-        """Note that a step is done, with an update or without."""
-
-    def failed(self, ran_out: bool) -> bool:
-        """Tell the other ranks that this one aborts the step; return whether all aborting ranks ran out of memory."""
-        return ran_out
-
-    def settle(self) -> None:
-        """Make the buffers of all ranks equal."""
-
-    def all(self, value: bool) -> bool:
-        """Tell whether a value is true on every rank."""
-        return value
-
-    def most(self, values: list[float]) -> list[float]:
-        """Return the maximum over the ranks of each value."""
-        return values
-
-    def first(self, value: int) -> int:
-        """Return the value of the first rank."""
-        return value
-
-    def close(self) -> None:
-        """Stop watching the optimizer."""
 
 
 class Ranks(SingleProcess):

@@ -1,4 +1,4 @@
-"""Two ranks over gloo, each a process of its own on this machine: a fork of the warm server."""
+"""Ranks over gloo, each a process of its own on this machine: a fork of the warm server."""
 
 from __future__ import annotations
 
@@ -31,9 +31,15 @@ def free_port() -> int:
 
 
 def on_two_ranks(program: Callable[..., Iterable[Any]], *args: Any) -> list[list[Any]]:
-    """Run a program in two processes that are in one process group.
+    """Run a program in two processes that are in one process group; see `on_ranks`."""
+    return on_ranks(WORLD_SIZE, program, *args)
+
+
+def on_ranks(world_size: int, program: Callable[..., Iterable[Any]], *args: Any) -> list[list[Any]]:
+    """Run a program in processes that are in one process group.
 
     Args:
+        world_size: Number of processes.
         program: `program(rank, *args)` yields its results; a function of a module.
         args: What pickle can send.
 
@@ -43,15 +49,16 @@ def on_two_ranks(program: Callable[..., Iterable[Any]], *args: Any) -> list[list
     with tempfile.TemporaryDirectory() as name:
         folder, port = Path(name), str(free_port())
         (folder / "program").write_bytes(pickle.dumps((program, args)))
-        lines = [warm.command("-m", "tests.ranks", str(rank), port, name) for rank in range(WORLD_SIZE)]
+        given = [str(world_size), port, name]
+        lines = [warm.command("-m", "tests.processes", str(rank), *given) for rank in range(world_size)]
         ranks = [subprocess.Popen(line, cwd=warm.ROOT) for line in lines]
         while any(rank.poll() is None for rank in ranks):
             if any(rank.poll() for rank in ranks):  # which the others would wait for
                 for rank in ranks:
                     rank.terminate()
             time.sleep(0.05)
-        assert [rank.returncode for rank in ranks] == [0] * WORLD_SIZE, "a rank failed: see what it wrote"
-        return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(WORLD_SIZE)]
+        assert [rank.returncode for rank in ranks] == [0] * world_size, "a rank failed: see what it wrote"
+        return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(world_size)]
 
 
 def on_two_spawned_ranks(program: Callable[..., Iterable[Any]], *args: Any) -> list[list[Any]]:
@@ -64,17 +71,17 @@ def on_two_spawned_ranks(program: Callable[..., Iterable[Any]], *args: Any) -> l
 
 
 def _spawned(rank: int, port: int, folder: Path) -> None:
-    _main(rank, port, folder)
+    _main(rank, WORLD_SIZE, port, folder)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # on a busy machine, threads of gloo that outlive the group abort a process that ends by itself
 
 
-def _main(rank: int, port: int, folder: Path) -> None:
+def _main(rank: int, world_size: int, port: int, folder: Path) -> None:
     torch.set_num_threads(1)
     program, args = pickle.loads((folder / "program").read_bytes())
-    store = dist.TCPStore("127.0.0.1", port, WORLD_SIZE, is_master=rank == 0)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE)
+    store = dist.TCPStore("127.0.0.1", port, world_size, is_master=rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     try:
         found = list(program(rank, *args))
     finally:
@@ -83,4 +90,4 @@ def _main(rank: int, port: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    _main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    _main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))

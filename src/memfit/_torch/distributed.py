@@ -1,0 +1,42 @@
+"""Parts of shared tensors, and collectives under fake tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from memfit._torch.replacement import replaced
+
+
+@functools.cache
+def is_shared(kind: type) -> bool:
+    """Tell whether tensors of a class are parts of larger ones: DTensors. No distributed package is imported for it."""
+    return hasattr(kind, "_local_tensor")
+
+
+def local_part(tensor: Any) -> torch.Tensor:
+    """Return a rank's own part of a DTensor; any other tensor as it is."""
+    part: torch.Tensor = tensor._local_tensor if is_shared(type(tensor)) else tensor
+    return part
+
+
+@contextlib.contextmanager
+def fake_ranks(world_size: int) -> Iterator[None]:
+    """Be the first of some ranks that are not there, until the context is left."""
+    import torch.distributed as dist
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401  (registers the backend)
+    from torch.distributed import _meta_registrations
+
+    numbers = itertools.count(1)
+    # PyTorch numbers fake collectives by Python's generator, which the user's step may draw from.
+    with replaced(_meta_registrations, "generate_unique_id", lambda: next(numbers)):
+        dist.init_process_group("fake", rank=0, world_size=world_size)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()

@@ -1,0 +1,87 @@
+"""Sharding: a step that ranks share, by DistributedDataParallel or `fully_shard`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+from memfit.errors import PlanError
+from memfit.ir.plan import Levers, Numerics
+from memfit.ir.sharding import Sharding
+from memfit.levers.conflicts import BATCH_NORM, COUPLING_LOSS, Conflict
+from memfit.levers.lever import Lever, Running
+
+SHARDING = "sharding"
+
+
+class SharedByRanks(Lever):
+    """Ranks that share a step: each runs its part of the batch."""
+
+    name = SHARDING
+    field = "sharding"
+    conflicts = (
+        Conflict(
+            SHARDING,
+            BATCH_NORM,
+            "the model normalises over the samples of each rank, so that their number would change the training",
+            "allow numerics='changed', or take memfit.freeze_batch_norm or memfit.group_norm_for_batch_norm",
+            unless="changed",
+        ),
+        Conflict(
+            SHARDING,
+            COUPLING_LOSS,
+            "the loss of the whole batch is not that of its parts put together",
+            "return (sum, count) where it is a mean over tokens or voxels, or allow numerics='changed'",
+            unless="changed",
+        ),
+    )
+
+    def setting(self, levers: Levers, batch_size: int) -> str:
+        return described(levers.sharding) if levers.sharding else ""
+
+    def brief(self, levers: Levers, batch_size: int) -> str:
+        return f"{levers.sharding.mode} of {levers.sharding.world_size}" if levers.sharding else ""
+
+    def numerics(self, levers: Levers, couples_batch: bool) -> Numerics:
+        if couples_batch:
+            return "changed"
+        return "reduced" if levers.sharding and levers.sharding.param_dtype else "reordered"
+
+    def changes_state(self, levers: Levers) -> bool:
+        return levers.sharding is not None
+
+    @contextlib.contextmanager
+    def apply(self, levers: Levers, running: Running) -> Iterator[Running]:
+        from memfit.ranks.engines import shared  # distributed packages take a second to import
+        from memfit.ranks.mesh import is_joined, mesh_of
+
+        assert levers.sharding is not None
+        mesh = running.mesh
+        if mesh is None and not is_joined():
+            raise PlanError(
+                f"the plan is for {levers.sharding.world_size} ranks, and this process is none of several: start it with"
+                f" torchrun --nproc-per-node {levers.sharding.world_size}, and call"
+                " torch.distributed.init_process_group() in a loop of your own"
+            )
+        if mesh is None:
+            place = next((p.device.type for p in running.workload.model.parameters()), "cpu")
+            mesh = mesh_of(levers.sharding, place)
+        workload, ranks = shared(running.workload, levers.sharding, mesh, is_part=running.is_part)
+        options = dataclasses.replace(running.options, ranks=ranks)
+        yield dataclasses.replace(running, workload=workload, options=options)
+
+
+def described(sharding: Sharding) -> str:
+    """Return a sharding in words."""
+    if not sharding.is_fully_sharded:
+        engine = "data parallel" if sharding.mode == "ddp" else "data parallel, the optimizer's state sharded"
+    else:
+        kept = len(sharding.kept) if sharding.mode == "zero3" else len(sharding.units or ())
+        engine = f"fully sharded, {len(sharding.units or ())} units, {kept} of them kept gathered"
+    parts = [f"{sharding.world_size} ranks", engine]
+    parts += [f"{sharding.replicas} replicas"] if sharding.replicas > 1 else []
+    parts += [f"gathered in {sharding.param_dtype}"] if sharding.param_dtype else []
+    parts += ["reduced at the last microbatch"] if sharding.reduces == "last" else []
+    parts += ["shards on the host"] if sharding.offload else []
+    return ", ".join(parts)

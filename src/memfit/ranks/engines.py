@@ -1,0 +1,172 @@
+"""PyTorch's engines put on a workload: DistributedDataParallel, and `fully_shard` (FSDP2).
+
+Both wrap a module that runs the whole of `loss_fn(model, batch)`, so that their hooks see every pass, whatever parts of
+the model the loss function calls, and the model itself stays the object that it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from memfit.errors import PlanError
+from memfit.ir.sharding import Sharding
+from memfit.ranks.group import SharedStep
+from memfit.workload import Loss, Workload
+
+_MIB = 2**20
+
+
+class _ForwardPass(nn.Module):
+    """The forward pass of a step: `loss_fn(model, batch)`."""
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[[nn.Module, Any], Loss]) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_fn = loss_fn
+
+    def forward(self, batch: Any) -> Loss:
+        return self.loss_fn(self.model, batch)
+
+
+def shared(workload: Workload, sharding: Sharding, mesh: DeviceMesh, *, is_part: bool = False) -> tuple[Workload, SharedStep]:
+    """Return a workload whose step ranks share, and what its step asks of them; call it on each rank.
+
+    Parameters of a fully sharded model are shards from then on, in the optimizer too, and stay so. Where `is_part`,
+    weights are not made equal to those of the first rank.
+
+    Raises:
+        PlanError: A unit is no module of the model, or there is no engine of this mode.
+    """
+    if sharding.mode == "ddp":
+        return _data_parallel(workload, sharding, mesh, is_part)
+    if not sharding.is_fully_sharded:
+        raise PlanError(
+            f"levers.sharding.mode={sharding.mode!r} is on paper only: take 'zero2' with reduces='last', which holds"
+            " less, or 'ddp'"
+        )
+    return _fully_sharded(workload, sharding, mesh, is_part)
+
+
+def _data_parallel(
+    workload: Workload, sharding: Sharding, mesh: DeviceMesh, is_part: bool
+) -> tuple[Workload, SharedStep]:
+    wrapped = DistributedDataParallel(
+        _ForwardPass(workload.model, workload.loss_fn),
+        process_group=mesh.get_group(),
+        gradient_as_bucket_view=sharding.gradient_as_bucket_view,
+        bucket_cap_mb=sharding.bucket_cap_bytes / _MIB,
+        init_sync=not is_part,
+    )
+    if is_part:
+        wrapped.register_comm_hook(mesh.get_group(), _all_reduce)  # C++ reads a result that fake ranks don't give
+
+    def syncing(is_last: bool) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext() if is_last or sharding.reduces == "each" else wrapped.no_sync()
+
+    return _with_loss(workload, wrapped), SharedStep(mesh, syncing, is_part=is_part)
+
+
+def _all_reduce(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket in place, as DistributedDataParallel does by itself."""
+    buffer = bucket.buffer().div_(group.size())
+    dist.all_reduce(buffer, group=group)
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(buffer)
+    return done
+
+
+_all_reduce.__annotations__.clear()  # DistributedDataParallel compares them, which are texts here, with classes
+
+
+def _fully_sharded(
+    workload: Workload, sharding: Sharding, mesh: DeviceMesh, is_part: bool
+) -> tuple[Workload, SharedStep]:
+    model = workload.model
+    if not is_part:
+        _equalize(model)
+    before = dict(model.named_parameters(remove_duplicate=False))
+    policy = MixedPrecisionPolicy(
+        param_dtype=_dtype(sharding.param_dtype), reduce_dtype=_dtype(sharding.reduce_dtype), cast_forward_inputs=False
+    )
+    given: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": policy,
+        "offload_policy": _offload() if sharding.offload else OffloadPolicy(),
+    }
+    for fqn in sharding.units or ():
+        fully_shard(_unit(model, fqn), reshard_after_forward=sharding.mode == "zero3" and fqn not in sharding.kept, **given)
+    root = fully_shard(_ForwardPass(model, workload.loss_fn), **given)
+    _rebind(workload.optimizer, before, dict(model.named_parameters(remove_duplicate=False)))
+    assert isinstance(root, FSDPModule)
+    del before
+    gc.collect()  # whole parameters are in cycles of objects
+
+    @contextlib.contextmanager
+    def syncing(is_last: bool) -> Iterator[None]:
+        if sharding.reduces == "last":
+            root.set_requires_gradient_sync(is_last)
+        yield
+
+    return _with_loss(workload, root), SharedStep(mesh, syncing, is_part=is_part)
+
+
+def _offload() -> CPUOffloadPolicy:
+    return CPUOffloadPolicy(pin_memory=torch.accelerator.is_available())
+
+
+def _unit(model: nn.Module, fqn: str) -> nn.Module:
+    try:
+        return model.get_submodule(fqn)
+    except AttributeError as e:
+        raise PlanError(f"levers.sharding.units names {fqn!r}, which the model does not have") from e
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else getattr(torch, name)
+
+
+def _with_loss(workload: Workload, wrapped: Any) -> Workload:
+    def loss_fn(model: nn.Module, batch: Any) -> Loss:
+        result: Loss = wrapped(batch)
+        return result
+
+    return dataclasses.replace(workload, loss_fn=loss_fn)
+
+
+def _equalize(model: nn.Module) -> None:
+    """Make weights and buffers those of the first rank, as DistributedDataParallel does."""
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            dist.broadcast(tensor, 0)
+
+
+def _rebind(
+    optimizer: torch.optim.Optimizer, before: dict[str, nn.Parameter], after: dict[str, nn.Parameter]
+) -> None:
+    """Have an optimizer update shards in place of the parameters that they are of; its state is cut in the same way."""
+    shard_of = {id(parameter): after[name] for name, parameter in before.items()}
+    for group in optimizer.param_groups:
+        group["params"] = [shard_of.get(id(p), p) for p in group["params"]]
+    for parameter in list(optimizer.state):
+        shard = shard_of.get(id(parameter))
+        if isinstance(shard, DTensor):
+            values = optimizer.state.pop(parameter)
+            optimizer.state[shard] = {key: _cut(value, parameter, shard) for key, value in values.items()}
+
+
+def _cut(value: Any, parameter: torch.Tensor, shard: DTensor) -> Any:
+    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+        return value
+    return distribute_tensor(value, shard.device_mesh, shard.placements)

@@ -1,0 +1,220 @@
+"""A step that ranks share against the step of one process: the same gradients, weights, losses, and who draws what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+from torch import nn
+
+from memfit.errors import MemfitError, PlanError
+from memfit.ir.plan import Levers
+from memfit.ir.sharding import Sharding
+from memfit.levers.stack import applied
+from memfit.workload import Workload
+from tests.processes import on_ranks
+
+UNITS = ("blocks.0", "blocks.1")
+STEPS = 3
+SHARDINGS = {
+    "ddp": Sharding(world_size=2, mode="ddp"),
+    "ddp with views": Sharding(world_size=2, mode="ddp", gradient_as_bucket_view=True),
+    "ddp, reduced at the last": Sharding(world_size=2, mode="ddp", reduces="last"),
+    "kept": Sharding(world_size=2, mode="zero2", units=UNITS),
+    "kept, reduced at the last": Sharding(world_size=2, mode="zero2", units=UNITS, reduces="last"),
+    "resharded": Sharding(world_size=2, mode="zero3", units=UNITS),
+    "one kept": Sharding(world_size=2, mode="zero3", units=UNITS, kept=UNITS[1:]),
+    "no units": Sharding(world_size=2, mode="zero3", units=()),
+    "on the host": Sharding(world_size=2, mode="zero3", units=UNITS, offload=True),
+}
+
+
+class Model(nn.Module):
+    """Tied weights, a frozen prefix, and parts that the loss function calls by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(13, 8)
+        self.prefix = nn.Linear(8, 8).requires_grad_(False)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 10), nn.GELU(), nn.Linear(10, 8)) for _ in range(2))
+        self.head = nn.Linear(8, 13, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def features(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.prefix(self.embedding(tokens))
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def mean_loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    logits = model.head(model.features(batch["tokens"]))
+    return nn.functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
+
+
+def sum_and_count(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    logits, targets = model.head(model.features(batch["tokens"])), batch["targets"]
+    kept = targets != 0
+    losses = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    return (losses * kept.flatten()).sum(), kept.sum()
+
+
+def workload(samples: int = 4, *, counted: bool = False, momentum: float = 0.0) -> Workload:
+    torch.manual_seed(0)
+    model = Model()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.5, momentum=0.9) if momentum else torch.optim.AdamW(trained, lr=0.1)
+    batch = {"tokens": torch.randint(13, (samples, 5)), "targets": torch.randint(13, (samples, 5))}
+    batch["targets"][:1, :4] = 0  # uneven counts
+    loss_fn = sum_and_count if counted else mean_loss
+    return Workload(model, batch, loss_fn, optimizer, max_grad_norm=1.0)
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+def trained(given: Workload, levers: Levers, steps: int = STEPS) -> dict[str, Any]:
+    """Return the losses, gradient norms and first gradients of some steps, and the weights after them."""
+    with applied(levers, given) as step:
+        first = step.gradients(given.batch)
+        results = [step(given.batch) for _ in range(steps)]
+        weights = {name: whole(p) for name, p in given.model.named_parameters()}
+    return {
+        "loss": first[0],
+        "gradients": first[1],
+        "losses": [r.loss for r in results],
+        "norms": [r.grad_norm for r in results],
+        "weights": weights,
+    }
+
+
+def as_rank(rank: int, sharding: Sharding, size: int, samples: int, counted: bool) -> Iterator[Any]:
+    given = workload(samples, counted=counted)
+    if rank:  # weights become the first rank's
+        with torch.no_grad():
+            for parameter in given.model.parameters():
+                parameter.add_(rank)
+    yield trained(given, Levers(microbatch_size=size, sharding=sharding))
+
+
+def alone(samples: int, world_size: int, counted: bool = False, size: int | None = None) -> dict[str, Any]:
+    """Return the same of one process, with each rank's part as a microbatch."""
+    return trained(workload(samples, counted=counted), Levers(microbatch_size=size or samples // world_size))
+
+
+@pytest.mark.parametrize("name", SHARDINGS)
+def test_two_ranks_are_bitwise_one_process_that_adds_up_two_halves(name: str) -> None:
+    expected = alone(4, 2)
+    for (found,) in on_ranks(2, as_rank, SHARDINGS[name], 2, 4, False):
+        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+        assert found["gradients"].keys() == expected["gradients"].keys()
+        assert all(torch.equal(found["gradients"][n], g) for n, g in expected["gradients"].items())
+        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+        assert found["norms"] == pytest.approx(expected["norms"], rel=1e-5)
+        for weight_name, weight in expected["weights"].items():
+            torch.testing.assert_close(found["weights"][weight_name], weight, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("counted", [False, True], ids=["mean", "sum and count"])
+@pytest.mark.parametrize("samples", [8, 9, 3, 1], ids=lambda n: f"{n} samples")
+def test_however_a_batch_divides_the_step_is_that_of_one_process(samples: int, counted: bool) -> None:
+    """Four ranks, microbatches of one or two: parts that differ, counts that differ, and ranks without samples."""
+    expected = alone(samples, 4, counted, size=1)
+    for mode in ("ddp", "zero3"):
+        sharding = Sharding(world_size=4, mode=mode, units=None if mode == "ddp" else UNITS, reduces="last")
+        for (found,) in on_ranks(4, as_rank, sharding, 2, samples, counted):
+            assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+            for name, gradient in expected["gradients"].items():
+                scale = float(gradient.abs().max())
+                assert float((found["gradients"][name] - gradient).abs().max()) <= 1e-6 * scale
+            assert found["losses"] == pytest.approx(expected["losses"], rel=1e-4)
+
+
+def hybrid(rank: int) -> Iterator[Any]:
+    found = {}
+    for name, changes in {"resharded": {}, "kept": {"mode": "zero2"}, "hybrid": {"replicas": 2}}.items():
+        sharding = Sharding(world_size=4, mode="zero3", units=UNITS)
+        levers = Levers(microbatch_size=2, sharding=replace(sharding, **changes))
+        found[name] = trained(workload(8), levers)
+    yield found
+
+
+def test_four_ranks_kept_or_gathered_again_are_bitwise_equal_and_hybrid_within_rounding() -> None:
+    expected = alone(8, 4)
+    for (found,) in on_ranks(4, hybrid):
+        for name, gradient in expected["gradients"].items():
+            again, kept, mixed = (found[k]["gradients"][name] for k in ("resharded", "kept", "hybrid"))
+            assert torch.equal(again, kept)
+            torch.testing.assert_close(mixed, gradient, rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(again, gradient, rtol=1e-5, atol=1e-7)
+
+
+def dropping(rank: int, sharding: Sharding) -> Iterator[Any]:
+    """Return the masks that the ranks draw, and what PyTorch's generator gives after a step."""
+    torch.manual_seed(5)
+    seen: list[torch.Tensor] = []
+    model = nn.Linear(4, 4)
+
+    def loss_fn(model: Any, batch: torch.Tensor) -> torch.Tensor:
+        seen.append(torch.nn.functional.dropout(torch.ones(64)))
+        return model(batch).sum() * 0.1
+
+    given = Workload(model, torch.ones(4, 4), loss_fn, torch.optim.SGD(model.parameters(), lr=0.1))
+    with applied(Levers(microbatch_size=2, sharding=sharding), given) as step:
+        step(given.batch)
+        step(given.batch)
+    yield [mask.tolist() for mask in seen], torch.rand(3).tolist()
+
+
+def test_each_rank_draws_its_own_numbers_in_a_step_and_all_the_same_outside() -> None:
+    found = [rank[0] for rank in on_ranks(2, dropping, Sharding(world_size=2, mode="ddp"))]
+    again = [rank[0] for rank in on_ranks(2, dropping, Sharding(world_size=2, mode="ddp"))]
+    assert found == again
+    (first, after), (second, after_too) = found
+    masks = [*first, *second]
+    assert len({tuple(mask) for mask in masks}) == len(masks) == 4
+    assert after == after_too
+
+
+def with_state(rank: int, sharding: Sharding) -> Iterator[Any]:
+    """An optimizer that has made a step before the ranks share it."""
+    given = workload(momentum=0.9)
+    with applied(Levers(microbatch_size=4), given) as step:
+        step(given.batch)
+    yield trained(given, Levers(microbatch_size=2, sharding=sharding))
+
+
+def test_the_optimizers_state_is_cut_as_its_parameters_are() -> None:
+    given = workload(momentum=0.9)
+    with applied(Levers(microbatch_size=4), given) as step:
+        step(given.batch)
+    expected = trained(given, Levers(microbatch_size=2))
+    for (found,) in on_ranks(2, with_state, Sharding(world_size=2, mode="zero3", units=UNITS)):
+        for name, weight in expected["weights"].items():
+            torch.testing.assert_close(found["weights"][name], weight, rtol=1e-5, atol=1e-6)
+
+
+def refused(rank: int) -> Iterator[Any]:
+    wrong = {
+        "world_size=3": Sharding(world_size=3, mode="ddp"),
+        "'blocks.7'": Sharding(world_size=2, mode="zero3", units=("blocks.7",)),
+        "on paper only": Sharding(world_size=2, mode="zero1"),
+    }
+    texts = []
+    for sharding in wrong.values():
+        with pytest.raises(MemfitError) as e, applied(Levers(microbatch_size=2, sharding=sharding), workload()):
+            pass
+        texts.append(str(e.value))
+    yield [key in text for key, text in zip(wrong, texts, strict=True)]
+
+
+def test_what_does_not_go_is_refused_by_name() -> None:
+    assert on_ranks(2, refused) == [[[True, True, True]]] * 2
+    with pytest.raises(PlanError, match="torchrun --nproc-per-node 2"), applied(
+        Levers(microbatch_size=2, sharding=Sharding(world_size=2, mode="ddp")), workload()
+    ):
+        pass
