@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from memfit._torch.pytree import tree_leaves
 from memfit._torch.replacement import replaced
 
 
@@ -40,3 +41,14 @@ def fake_ranks(world_size: int) -> Iterator[None]:
             yield
         finally:
             dist.destroy_process_group()
+
+
+def ranks_of(arguments: Any) -> int:
+    """Return how many ranks take part in a collective, by its arguments: an object or a name of their group."""
+    import torch.distributed as dist
+
+    for argument in tree_leaves(arguments):
+        if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
+            return int(dist.ProcessGroup.unbox(argument).size())
+    names = [argument for argument in tree_leaves(arguments) if isinstance(argument, str)]
+    return int(dist.distributed_c10d._resolve_process_group(names[-1]).size()) if names else dist.get_world_size()

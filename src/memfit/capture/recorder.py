@@ -26,7 +26,7 @@ from memfit._torch.autograd import (
     top_saved_tensors_default_hooks,
 )
 from memfit._torch.dispatch import TorchDispatchMode, get_unwrapped, is_functorch_wrapped_tensor
-from memfit._torch.distributed import is_shared
+from memfit._torch.distributed import is_shared, ranks_of
 from memfit._torch.fake import FakeTensor, FakeTensorMode
 from memfit._torch.modules import BatchNormBase, NormBase, forward_hooks, forward_pre_hooks, set_forward_hooks
 from memfit._torch.operators import packet_of, schema_of
@@ -39,6 +39,8 @@ from memfit.capture.kernel_outputs import grouped_product, kernel_outputs
 from memfit.capture.known_values import KnownValues, device_of, tensors_in, written_by
 from memfit.capture.sparse_operators import SparseOperators, per_tensor_calls
 from memfit.errors import CaptureError
+from memfit.ir.collectives import is_collective
+from memfit.ir.collectives import text as collective_text
 from memfit.ir.trace import Call, Module, Op, Phase, Save, Work
 from memfit.signature import signature
 from memfit.sparse import is_dense, parts
@@ -92,6 +94,14 @@ def _dense(tensors: Any) -> list[torch.Tensor]:
     """Return the dense tensors among an operator's arguments or outputs, and the parts of sparse ones."""
     flat = tensors_in(tensors)
     return flat if all(map(is_dense, flat)) else [part for t in flat for part in parts(t)]
+
+
+def _text(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Return the signature of a call, of a collective by what is sent among how many."""
+    if not is_collective(str(func)):
+        return signature(func, args, kwargs)
+    nbytes = max((t.numel() * t.itemsize for t in tensors_in((args, kwargs))), default=0)
+    return collective_text(str(func), nbytes, ranks_of((args, kwargs)))
 
 
 def draws_random_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -283,7 +293,7 @@ class Recorder(TorchDispatchMode):
         call = self._current_call(phase)
         position = len(self.now.ops)
         func, args = self.accumulation.engine_operator(func, args, kwargs)
-        text = signature(func, args, kwargs) if self.recording else ""  # before sparse arguments get other entries
+        text = _text(func, args, kwargs) if self.recording else ""  # before sparse arguments get other entries
         sparse = [t for t in written_by(func, args, kwargs) if t.layout is not torch.strided]
         held = _dense(sparse)  # the memory that they give up lives until the operator ends
         out = self._run(func, args, kwargs)

@@ -121,7 +121,8 @@ def _check(device: Device) -> None:
                 raise ValueError(f"{attribute} has no dtype {dtype!r}: {', '.join(DTYPES)}")
             if not 0 < rate < math.inf:
                 raise ValueError(f"{attribute}.{dtype} is {rate}")
-    for attribute in ("bandwidth_bytes_per_second", "link_bytes_per_second", "launch_seconds"):
+    rates = ("bandwidth", "link", "peer", "node")
+    for attribute in (*(f"{rate}_bytes_per_second" for rate in rates), "launch_seconds"):
         if not math.isfinite(getattr(device, attribute)):
             raise ValueError(f"{attribute} is {getattr(device, attribute)}")
     for attribute in device.sources:

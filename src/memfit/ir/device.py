@@ -40,6 +40,11 @@ class Device(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
         vector_flops: Peak rate without matrix units, by dtype name ("float32", "float16", ...).
         capability: CUDA compute capability, None for others.
         link_bytes_per_second: Bandwidth between host and device, in one direction.
+        peer_bytes_per_second: Bandwidth from one such card to the others of its node, in one direction; 0 where they
+            have nothing faster than `link_bytes_per_second`.
+        node_bytes_per_second: Bandwidth from one such card to other nodes, in one direction, in its vendor's own
+            servers; 0 where there are none.
+        cards_per_node: Cards of one node, in servers as they are sold.
         launch_seconds: Shortest time from one eager operator to the next.
         context_bytes: Memory of the context and the loaded modules, outside the allocator.
         cublas_workspace_bytes: Workspace of each cuBLAS handle, inside the allocator.
@@ -62,6 +67,9 @@ class Device(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     vector_flops: dict[str, Figure] = {}
     capability: tuple[int, int] | None = None
     link_bytes_per_second: Figure = 0.0
+    peer_bytes_per_second: Figure = 0.0
+    node_bytes_per_second: Figure = 0.0
+    cards_per_node: Count = 8
     launch_seconds: Figure = 0.0
     context_bytes: Bytes = 0
     cublas_workspace_bytes: Bytes = 0

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from memfit.ir.collectives import SMALL_BYTES, Communicator, collective, is_collective
 from memfit.ir.offload import COPY_IN, COPY_OUT, WAIT, Transfer, stall_seconds, transfers
 from memfit.ir.operator_costs import CostTable
 from memfit.ir.recompute import Keepers, Recomputation, recomputations, released
@@ -186,7 +187,11 @@ class Replay:
     def _point_seconds(self) -> list[float]:
         """Return the seconds of each point; copies between host and device run in parallel until a wait."""
         seconds = [self._seconds(i) for i in range(len(self.points))]
-        if self.trace.device == "cpu" or not any(op.name == COPY_OUT for op in self.trace.ops):
+        if self.trace.device == "cpu":
+            return seconds
+        if self.trace.sharding is not None:
+            seconds = self._beside_communication(seconds)
+        if not any(op.name == COPY_OUT for op in self.trace.ops):
             return seconds
         now = sent = fetched = 0.0
         arrival: dict[int, float] = {}
@@ -203,6 +208,20 @@ class Replay:
                 seconds[point] = max(0.0, there - now)
             now += seconds[point]
         return seconds
+
+    def _beside_communication(self, seconds: list[float]) -> list[float]:
+        """Return the seconds of each point with collectives beside the computation: those that something waits."""
+        communicator, now, found = Communicator(), 0.0, []
+        for (index, _), own in zip(self.points, seconds, strict=True):
+            op = self.trace.ops[index]
+            sent = collective(self.trace.signatures[op.signature]) if is_collective(op.name) else None
+            if sent is not None and sent.nbytes > SMALL_BYTES:
+                communicator.send(op.name, own, now)
+                own = 0.0
+            own += communicator.wait_seconds(op.name, now, is_update=op.phase == "optimizer")
+            found.append(own)
+            now += own
+        return found
 
     def _seconds(self, point: int) -> float:
         return self.costs.seconds_of(self._signature(point)) if self._runs(point) else 0.0

@@ -14,6 +14,7 @@ from typing import Literal, get_args
 import msgspec
 
 from memfit.ir.display import Shown
+from memfit.ir.sharding import Sharding
 
 Phase = Literal["forward", "backward", "recompute", "optimizer"]
 Category = Literal["parameters", "buffers", "gradients", "optimizer state", "inputs", "activations", "temporaries"]
@@ -168,6 +169,7 @@ class Trace(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=T
         notes: Assumptions made while capturing, for the reader.
         slack: Share of the peak that the step may take more on another control flow: for other random draws, or where
             values that code reads were guessed.
+        sharding: How ranks share the step, of which this is one rank's; None for one process.
     """
 
     schema: str = "memfit.trace/1"
@@ -190,6 +192,7 @@ class Trace(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=T
     parameters: list[Parameter] = []
     notes: list[str] = []
     slack: float = 0.0
+    sharding: Sharding | None = None
 
     @functools.cached_property
     def ancestors(self) -> list[tuple[int, ...]]:

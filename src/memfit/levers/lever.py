@@ -13,6 +13,7 @@ from torch import nn
 
 from memfit.ir.device import Device
 from memfit.ir.plan import Levers, LeverUse, Numerics, Precision, Prediction
+from memfit.ir.sharding import Sharding
 from memfit.ir.trace import Trace
 from memfit.levers.conflicts import Conflict
 from memfit.solver.frontier import Combination
@@ -47,6 +48,7 @@ class Setting(Protocol):
         budget_bytes: What a step may hold; None where nobody said.
         host_budget_bytes: Host memory that levers may take.
         precisions: Precisions that may be tried, the simplest first.
+        shardings: Ways in which ranks may share the step; empty for one process.
     """
 
     workload: Workload
@@ -60,6 +62,9 @@ class Setting(Protocol):
 
     @property
     def precisions(self) -> Sequence[Precision]: ...
+
+    @property
+    def shardings(self) -> Sequence[Sharding]: ...
 
     def trace(self, levers: Levers) -> Trace:
         """Return the trace of the step with some levers."""

@@ -38,10 +38,10 @@ class Microbatches(Lever):
     conflicts = (OF_BATCH_NORM, OF_COUPLING_LOSS)
 
     def is_used(self, levers: Levers, batch_size: int) -> bool:
-        return levers.microbatch_size < batch_size
+        return levers.microbatch_size < samples_of_rank(levers, batch_size)
 
     def setting(self, levers: Levers, batch_size: int) -> str:
-        size = levers.microbatch_size
+        size, batch_size = levers.microbatch_size, samples_of_rank(levers, batch_size)
         count = -(-batch_size // size)
         last = batch_size - size * (count - 1)
         uneven = f", the last of {last:,}" if last != size else ""
@@ -82,6 +82,11 @@ class Microbatches(Lever):
 
         best = min(self.propose(step, [levers])[1:], key=product)
         return best, f"{-(-step.batch_size // best.microbatch_size)} of {best.microbatch_size} samples"
+
+
+def samples_of_rank(levers: Levers, batch_size: int) -> int:
+    """Return the samples of a global batch that a rank runs at most."""
+    return batch_size if levers.sharding is None else -(-batch_size // levers.sharding.world_size)
 
 
 def microbatch_sizes(batch_size: int, most: int = 5) -> list[int]:

@@ -6,11 +6,13 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 
+from msgspec.structs import replace
+
 from memfit.errors import PlanError
 from memfit.ir.plan import Levers, Numerics
 from memfit.ir.sharding import Sharding
 from memfit.levers.conflicts import BATCH_NORM, COUPLING_LOSS, Conflict
-from memfit.levers.lever import Lever, Running
+from memfit.levers.lever import Lever, Running, Setting
 
 SHARDING = "sharding"
 
@@ -50,6 +52,17 @@ class SharedByRanks(Lever):
 
     def changes_state(self, levers: Levers) -> bool:
         return levers.sharding is not None
+
+    def propose(self, step: Setting, wanted: list[Levers]) -> list[Levers]:
+        """Return the combinations with each sharding; of several microbatches, the last may be the one that sends."""
+        if not step.shardings:
+            return wanted
+        return [
+            replace(levers, sharding=replace(sharding, reduces=reduces))
+            for levers in wanted
+            for sharding in step.shardings
+            for reduces in (("last", "each") if levers.microbatch_size < step.batch_size else ("each",))
+        ]
 
     @contextlib.contextmanager
     def apply(self, levers: Levers, running: Running) -> Iterator[Running]:

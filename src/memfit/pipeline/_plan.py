@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from memfit.capture.step_capture import without_collector
 from memfit.errors import UsageError
@@ -11,6 +12,7 @@ from memfit.hardware.advice import precisions as precisions_of
 from memfit.hardware.host import find_device
 from memfit.ir import codec
 from memfit.ir.plan import NUMERICS, Numerics, OptimizerLever, Plan, Precision, allows
+from memfit.ir.sharding import Mode
 from memfit.levers import registry
 from memfit.levers.activation_offload import ACTIVATION_OFFLOAD
 from memfit.levers.circumstances import circumstances
@@ -22,6 +24,7 @@ from memfit.planner.assembly import Request, assemble
 from memfit.planner.prediction import Progress, check_precision, silent
 from memfit.planner.readings import readings_to_send
 from memfit.report.notebook_progress import stages, with_bars
+from memfit.sharding.proposals import SEARCHED
 from memfit.training.refusals import check_supported
 from memfit.units import parse_budget, read_budget
 from memfit.workload import Workload, samples_of
@@ -36,6 +39,8 @@ def plan(
     numerics: Numerics = "reordered",
     precisions: Sequence[Precision] | None = None,
     optimizers: Sequence[OptimizerLever] | None = None,
+    world_size: int = 1,
+    sharding: Mode | Literal["auto"] = "auto",
     points: int = 8,
     host_budget: int | str | None = None,
     time_limit_seconds: float = 10.0,
@@ -62,6 +67,10 @@ def plan(
             none.
         optimizers: Ways of updating the parameters that may be tried where no other plan is cheap (`Levers.optimizer`);
             None for all that `numerics` allows.
+        world_size: Ranks that share the step (≥ 1). The batch of the workload is the global one, of which each rank runs
+            its part; the budget and what is predicted are those of the rank that holds most.
+        sharding: How they share it: "ddp", "zero2" (everything sharded, parameters kept gathered from the forward to
+            the backward pass) or "zero3"; "auto" searches all.
         points: Budgets that the frontier is solved for, for each precision and microbatch size.
         time_limit_seconds: Of solving, about: nine tenths for the plan where it needs them, the rest, up to half,
             for the frontier. When time is up, the best found and how far it is from the bound proven are returned.
@@ -83,6 +92,7 @@ def plan(
     updates = {lever.value: lever for lever in registry.UPDATES}
     for value in set(optimizers or ()) - {"as-is", *updates}:
         raise UsageError(f"optimizers={value!r} is unknown: use some of {', '.join(updates)}")
+    check_ranks(world_size, sharding, numerics)
     for precision in precisions or ():
         check_precision(precision, "precisions", found, workload)
     host_budget_bytes = 0 if host_budget is None else parse_budget(host_budget, None, "host_budget")
@@ -101,11 +111,13 @@ def plan(
             "numerics": numerics,
             "precisions": precisions,
             "optimizers": optimizers,
+            "world_size": world_size,
+            "sharding": sharding,
             "points": points,
             "host_budget": host_budget,
             "time_limit_seconds": time_limit_seconds,
         }
-        readings = readings_to_send(workload, microbatch_sizes(samples_of(workload)))
+        readings = readings_to_send(workload, microbatch_sizes(-(-samples_of(workload) // world_size)))
         return gpu_process.call(plan, workload, options, progress, readings)
     check_workload(workload, found)
     request = Request(
@@ -119,9 +131,28 @@ def plan(
         points=points,
         time_limit_seconds=time_limit_seconds,
         progress=progress,
+        world_size=world_size,
+        modes=SEARCHED if sharding == "auto" else (sharding,),
     )
     with without_collector():  # which would go through millions of objects, none of which is garbage
         return assemble(request)
+
+
+def check_ranks(world_size: int, sharding: str, numerics: Numerics) -> None:
+    """Check how many ranks are to share a step, and how.
+
+    Raises:
+        UsageError: There can't be so many, or they can't share it so.
+    """
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        raise UsageError(f"world_size={world_size!r} is not a whole number above 0: give the number of ranks")
+    if sharding not in ("auto", *SEARCHED):
+        raise UsageError(f"sharding={sharding!r} is unknown: use one of auto, {', '.join(SEARCHED)}")
+    if world_size > 1 and not allows(numerics, "reordered"):
+        raise UsageError(
+            f"numerics={numerics!r} does not allow world_size={world_size}: ranks add up gradients in another order."
+            " Allow numerics='reordered'"
+        )
 
 
 def load_plan(path: str | Path) -> Plan:

@@ -16,6 +16,7 @@ from memfit.ir.device import Device
 from memfit.ir.operator_costs import CostTable
 from memfit.ir.plan import Candidate, Levers, LeverUse, Numerics, Plan, Precision, Prediction, Solution, allows, freest
 from memfit.ir.remat import Regions
+from memfit.ir.sharding import Mode, Sharding
 from memfit.ir.trace import Trace
 from memfit.levers import registry
 from memfit.levers.circumstances import circumstances
@@ -27,6 +28,9 @@ from memfit.planner.confirmation import Confirmation, LeftOut
 from memfit.planner.prediction import Progress, costs_of, predict
 from memfit.planner.search import Confirmed, Limits, fastest_that_fits, held_against, leanest_that_fits
 from memfit.planner.trials import Trials, refusal_notes
+from memfit.sharding.groups import repeated_blocks
+from memfit.sharding.one_rank import shard, with_share_of_update
+from memfit.sharding.proposals import proposals
 from memfit.solver.candidates import options, refusals
 from memfit.solver.frontier import SIMPLER_WITHIN, Combination, frontier
 from memfit.solver.problem import build
@@ -54,6 +58,17 @@ class Request:
     points: int
     time_limit_seconds: float
     progress: Progress
+    world_size: int = 1
+    modes: Sequence[Mode] = ()
+
+
+def _part(request: Request) -> Workload:
+    """Return the workload of one rank: with the largest part of the batch."""
+    if request.world_size == 1:
+        return request.workload
+    from memfit.ranks.mesh import of_one_rank  # distributed packages take a second to import
+
+    return of_one_rank(request.workload, request.world_size)
 
 
 def assemble(request: Request) -> Plan:
@@ -76,16 +91,28 @@ class _Steps:
         self.request = request
         self.workload, self.device, self.numerics = request.workload, request.device, request.numerics
         self.precisions, self.host_budget_bytes = request.precisions, request.host_budget_bytes
-        self.batch_size = samples_of(request.workload)
-        self.plain = Levers(microbatch_size=self.batch_size)
-        self.trials = Trials(request.workload, request.device, self.plain)
+        self.global_batch_size = samples_of(request.workload)
+        self.part = _part(request)
+        self.batch_size = samples_of(self.part)
+        self.alone = Levers(microbatch_size=self.batch_size)
+        self.trials = Trials(self.part, request.device, self.alone)
+        self.plain = self.alone
+        self.shardings: list[Sharding] = []
         self.traces: dict[Levers, Trace] = {}
         self.coupling: str | None = None
         self.budget_bytes: int | None = None
         self._predictions: dict[Levers, Prediction] = {}
 
     def uses(self, levers: Levers) -> tuple[LeverUse, ...]:
-        return registry.uses(levers, self.batch_size, self.coupling is not None)
+        return registry.uses(levers, self.global_batch_size, self.coupling is not None)
+
+    def share(self) -> None:
+        """Have ranks share the step, where there are several: the plain step is then that of data parallelism."""
+        if self.request.world_size == 1:
+            return
+        units = repeated_blocks(self.trace(self.alone))
+        self.shardings = proposals(self.request.world_size, self.request.modes, units, self.device.cards_per_node)
+        self.plain = replace(self.alone, sharding=self.shardings[0])
 
     def allows(self, levers: Levers) -> bool:
         return allows(self.numerics, freest(self.uses(levers)))
@@ -93,11 +120,22 @@ class _Steps:
     def trace(self, levers: Levers) -> Trace:
         """Return the trace of the step with some levers; raise `NotOffered`, with a note, where there is none."""
         if levers not in self.traces:
-            trace = self.trials.capture(levers)
+            trace = self._traced(levers)
             if trace is None:
                 raise NotOffered("the step can't be captured with it")
             self.traces[levers] = trace
         return self.traces[levers]
+
+    def _traced(self, levers: Levers) -> Trace | None:
+        """Return the trace of the step with some levers, of shared ones on paper; None where it can't be captured."""
+        if levers.sharding is None:
+            return self.trials.capture(levers)
+        alone = replace(levers, sharding=None)
+        if alone not in self.traces and (trace := self.trials.capture(alone)) is not None:
+            self.traces[alone] = trace
+        if alone not in self.traces:
+            return None
+        return with_share_of_update(shard(self.traces[alone], levers.sharding), levers.sharding)
 
     def predicted(self, levers: Levers) -> Prediction:
         if levers not in self._predictions:
@@ -111,7 +149,7 @@ class _Steps:
         """Capture the step with combinations of levers, and measure its operators; return those that work."""
         progress = self.request.progress
         for index, levers in enumerate(wanted):
-            if levers not in self.traces and (trace := self.trials.capture(levers)) is not None:
+            if levers not in self.traces and (trace := self._traced(levers)) is not None:
                 self.traces[levers] = trace
             progress("capture", index + 1, len(wanted))
         working = [levers for levers in wanted if levers in self.traces]
@@ -143,7 +181,7 @@ class _Steps:
         """Return the problem of choosing regions, none of them of excluded modules, under levers without regions."""
         trace = self.traces[levers]
         regions, costs = Regions(trace), self._costs(trace)
-        for lever in registry.used(levers, self.batch_size):
+        for lever in registry.used(levers, self.global_batch_size):
             excluded |= lever.not_recomputed(levers)
         # Copies whose rate is not known have no price, and are not proposed.
         offload = self.host_budget_bytes > 0 and costs.link_bytes_per_second > 0
@@ -154,14 +192,16 @@ class _Steps:
     def host_bytes_left(self, levers: Levers) -> int:
         """Return the host memory that levers leave for regions; below 0 where it is not enough."""
         state = state_bytes(self.traces[self.plain])
-        taken = registry.host_bytes(levers, self.batch_size, state, self.host_budget_bytes)
+        taken = registry.host_bytes(levers, self.global_batch_size, state, self.host_budget_bytes)
         return self.host_budget_bytes - sum(taken.values())
 
 
 class _Assembly:
     def __init__(self, request: Request) -> None:
         self.request, self.steps = request, _Steps(request)
-        self.confirmation = Confirmation(request.workload, request.device, self.steps.trials, self.steps.plain)
+        self.confirmation = Confirmation(
+            request.workload, self.steps.part, request.device, self.steps.trials, self.steps.plain
+        )
         self.notes: list[str] = []
         self.excluded: frozenset[str] = frozenset()
         self.solving_seconds = 0.0
@@ -191,7 +231,7 @@ class _Assembly:
             workload=request.workload.name,
             fingerprint=fingerprint(request.workload),
             device=request.device.name,
-            batch_size=steps.batch_size,
+            batch_size=steps.global_batch_size,
             budget_bytes=self.limits.budget_bytes,
             budget_share=self.budget_share,
             host_budget_bytes=request.host_budget_bytes,
@@ -218,8 +258,9 @@ class _Assembly:
         """Capture the step with every combination of levers but regions that is searched."""
         steps, progress = self.steps, self.request.progress
         progress("capture", 0, 1)
-        first = self.confirmation.capture(steps.plain)
-        steps.traces[steps.plain] = first
+        first = self.confirmation.capture(steps.alone)
+        steps.traces[steps.alone] = first
+        steps.share()
         self._take_budget()
         steps.coupling = coupling(first, self.request.workload)
         wanted = [steps.plain]
@@ -243,7 +284,7 @@ class _Assembly:
 
     def _waits_for(self, levers: Levers) -> Levers | None:
         """Return the combination that is captured before another; None where it waits for none."""
-        for lever in registry.used(levers, self.steps.batch_size):
+        for lever in registry.used(levers, self.steps.global_batch_size):
             if (before := lever.waits_for(levers, self.steps.batch_size)) is not None:
                 return before
         return None
@@ -336,7 +377,7 @@ class _Assembly:
         bases = [
             c.levers
             for c in self.limits.allow(self.combinations)
-            if not any(isinstance(used, Fallback) for used in registry.used(c.levers, steps.batch_size))
+            if not any(isinstance(used, Fallback) for used in registry.used(c.levers, steps.global_batch_size))
         ]
         if best is not None:
             bases = [levers for levers in bases if _kept(levers) == _kept(best.point.levers)]
@@ -349,7 +390,7 @@ class _Assembly:
             and steps.allows(levers)
             and steps.host_bytes_left(levers) >= 0
             and not steps.trials.has_failed(levers)
-            and not met(registry.CONFLICTS, registry.names(levers, steps.batch_size) | around, self.request.numerics)
+            and not met(registry.CONFLICTS, registry.names(levers, steps.global_batch_size) | around, self.request.numerics)
         ]
 
     def _frontier(self, chosen: Confirmed) -> list[Candidate]:

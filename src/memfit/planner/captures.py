@@ -111,11 +111,11 @@ def _captured(
     if levers.sharding is not None:
         from memfit.ranks.mesh import fake_mesh, of_one_rank  # distributed packages take a second to import
 
-        bare = replace(levers, sharding=None) if levers.sharding.world_size == 1 else levers
         part = of_one_rank(workload, levers.sharding.world_size)
         with fake_mesh(levers.sharding, device.kind) as mesh:
             one_rank = functools.partial(build, mesh=mesh, is_part=True)
-            return _captured_here(part, bare, device, data, warm=False, build=one_rank)
+            trace = _captured_here(part, levers, device, data, warm=False, build=one_rank)
+            return replace(trace, sharding=levers.sharding)
     return _captured_here(workload, levers, device, data, warm=warm, build=build, explores=explores)
 
 

@@ -41,12 +41,14 @@ class LeftOut(Exception):
 class Confirmation:
     """Captures planned steps, and holds their recomputed tensors against the user's step."""
 
-    def __init__(self, workload: Workload, device: Device, trials: Trials, plain: Levers) -> None:
-        self._workload, self._device, self._trials, self._plain = workload, device, trials, plain
+    def __init__(self, workload: Workload, part: Workload, device: Device, trials: Trials, plain: Levers) -> None:
+        self._workload, self._part = workload, part
+        self._device, self._trials, self._plain = device, trials, plain
 
     def capture(self, levers: Levers) -> Trace:
         """Return the trace of a step of its own."""
-        return capture_levers(self._workload, levers, self._device, self._trials.data)
+        shared = levers.sharding is not None  # whose capture takes the rank's part itself
+        return capture_levers(self._workload if shared else self._part, levers, self._device, self._trials.data)
 
     def confirmed(self, levers: Levers) -> Trace:
         """Return the trace of a planned step.
@@ -68,14 +70,16 @@ class Confirmation:
         Raises:
             LeftOut: Something differs, or the planned step can't run where the plain one does.
         """
+        key = levers_key(levers)
         if not registry.recomputes(levers):
-            return Proof(levers=levers_key(levers))
-        why = why_not_here(self._workload, self._device, as_is, step_seconds)
+            return Proof(levers=key)
+        levers = replace(levers, sharding=None)  # what a rank recomputes is held against its own part of the step
+        why = why_not_here(self._part, self._device, as_is, step_seconds)
         if why:
             return Proof(why=why)
         progress("prove", 0, 1)
         try:
-            found = differences(self._workload, levers)
+            found = differences(self._part, levers)
         except Exception as e:  # someone's code, which may raise anything
             if fails(self._differences_with_data, self._plain):
                 return Proof(why=f"the step can't be run here ({first_line(e)})")
@@ -83,10 +87,10 @@ class Confirmation:
         if found:
             raise self._without_differing(found, levers)
         progress("prove", 1, 1)
-        return Proof(levers=levers_key(levers))
+        return Proof(levers=key)
 
     def _differences_with_data(self, levers: Levers) -> Differences:
-        return differences(self._workload, levers)
+        return differences(self._part, levers)
 
     def _differences(self, levers: Levers) -> Differences:
         """Return the modules that differ when they run again, found without data."""

@@ -10,6 +10,8 @@ from msgspec.structs import replace
 from memfit.allocator.replay import AllocationEvent, replay
 from memfit.cost.accelerator_costs import measured_costs
 from memfit.cost.calibrate import calibrate
+from memfit.cost.collectives import with_collectives
+from memfit.cost.links import links_of
 from memfit.cost.outside import kernels_bytes
 from memfit.cost.roofline import roofline
 from memfit.errors import UsageError
@@ -46,9 +48,20 @@ def costs_of(traces: Iterable[Trace], device: Device, progress: Callable[[int, i
 
     Traces in TF32 have the operators of those in fp32, and cost less: they need a table of their own.
     """
+    traces = list(traces)
+    costs = _costs_of_one(traces, device, progress)
+    for sharding in {trace.sharding for trace in traces} - {None}:
+        assert sharding is not None
+        costs = with_collectives(costs, [t for t in traces if t.sharding == sharding], links_of(device, sharding))
+    return costs
+
+
+def _costs_of_one(
+    traces: list[Trace], device: Device, progress: Callable[[int, int], None] | None
+) -> CostTable:
+    """Return the costs of all but what ranks send."""
     if device.kind == "cpu":
         return calibrate(traces, progress)
-    traces = list(traces)
     if device.is_here:
         return measured_costs(traces, device, progress, matmul=_matmul(traces))
     costs = roofline(traces, device, matmul=_matmul(traces))

@@ -72,6 +72,8 @@ def _figures(device: Device) -> Iterator[tuple[str, str, str]]:
     if device.kind == "cuda":
         yield "capability", _capability(device), "capability"
         yield "host link", _rate(device.link_bytes_per_second, "B/s"), "link_bytes_per_second"
+        yield "to its peers", _rate(device.peer_bytes_per_second, "B/s"), "peer_bytes_per_second"
+        yield "to other nodes", _rate(device.node_bytes_per_second, "B/s"), "node_bytes_per_second"
         yield "context", format_bytes(device.context_bytes), "context_bytes"
         yield "cuBLAS workspace", format_bytes(device.cublas_workspace_bytes), "cublas_workspace_bytes"
 

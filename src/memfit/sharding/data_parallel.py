@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from msgspec.structs import replace
 
+from memfit.ir.collectives import REDUCE
 from memfit.ir.trace import Parameter, Trace
 from memfit.ir.sharding import Sharding
 from memfit.sharding.groups import gradients_by_parameter
@@ -35,16 +36,39 @@ def buckets(sizes: Iterable[int], sharding: Sharding) -> list[int]:
 def data_parallel(trace: Trace, sharding: Sharding) -> Trace:
     insertion = Insertion(trace)
     gradients = gradients_by_parameter(trace)
+    last = _last_additions(trace, gradients) if sharding.reduces == "last" else {}
     by_itemsize: dict[int, list[int]] = defaultdict(list)
     for parameter, index in gradients.items():
         by_itemsize[trace.parameters[parameter].itemsize].append(trace.storages[index].nbytes)
         if sharding.gradient_as_bucket_view:
-            insertion.free(index, _end_of_node(trace, trace.storages[index].birth))
+            insertion.free(index, _end_of_node(trace, last.get(parameter, trace.storages[index].birth)))
+    ends = _backward_ends(trace)
     for sizes in by_itemsize.values():
         for nbytes in buckets(sizes, sharding):
             insertion.allocate(nbytes, -1, "gradients", -1)
+            for end in ends if sharding.reduces == "each" else ends[-1:]:
+                insertion.op(REDUCE, nbytes, end + 1, like=end, call=-1, ranks=sharding.world_size)
     _broadcast_buffers(insertion)
     return insertion.result()
+
+
+def _last_additions(trace: Trace, gradients: dict[int, int]) -> dict[int, int]:
+    """Return, by parameter, the operator that adds the last microbatch's gradient to those before."""
+    of_storage = {index: parameter for parameter, index in gradients.items()}
+    found: dict[int, int] = {}
+    for position, op in enumerate(trace.ops):
+        if op.phase == "backward" and len(op.mutates) == 1 and op.mutates[0] in of_storage:
+            found[of_storage[op.mutates[0]]] = position
+    return found
+
+
+def _backward_ends(trace: Trace) -> list[int]:
+    """Return the last operator of each microbatch's backward pass."""
+    ends: dict[int, int] = {}
+    for position, op in enumerate(trace.ops):
+        if op.phase in ("backward", "recompute"):
+            ends[op.microbatch] = position
+    return [ends[microbatch] for microbatch in sorted(ends)]
 
 
 def _end_of_node(trace: Trace, op: int) -> int:

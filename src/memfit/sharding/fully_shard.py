@@ -9,13 +9,12 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from memfit.ir.trace import Op, Storage, Trace
+from memfit.ir.collectives import COPY_IN, COPY_OUT, GATHER, SCATTER
 from memfit.ir.sharding import Sharding
 from memfit.sharding.groups import gradients_by_parameter, innermost, repeated_blocks
 from memfit.sharding.insertion import Block, Insertion
 
 _ITEMSIZES = (1, 2, 4, 8)
-GATHER, _COPY_OUT = "fsdp.all_gather_copy_in", "fsdp.split_with_sizes_copy"
-_COPY_IN, SCATTER = "fsdp.chunk_cat", "c10d.reduce_scatter"
 
 
 class _Unit:
@@ -73,7 +72,8 @@ class FullyShard:
                 nbytes = self.old.storages[self.gradients[parameter]].nbytes
                 added = [i for i in dying[position] if self.old.storages[i].nbytes == nbytes]
                 if added:
-                    ready[parameter, op.microbatch] = (added[-1], position)
+                    held = self.gradients[parameter] if self.sharding.reduces == "last" else added[-1]
+                    ready[parameter, op.microbatch] = (held, position)
         return ready
 
     # The order of the hooks
@@ -163,7 +163,8 @@ class FullyShard:
 
     def _post_forward(self, each: _Pass, position: int) -> None:
         if each.unit.parameters:
-            if self.sharding.mode == "zero3" and each is not self.root:
+            again = self.sharding.mode == "zero3" and each.unit.fqn not in self.sharding.kept
+            if again and each is not self.root:
                 self._reshard(each.unit, position)
             self.order.append(each)
         if each is self.root and self.held is not None:
@@ -191,6 +192,8 @@ class FullyShard:
             self.reducing.death = self.insertion.before(position)
             self.reducing = None
         microbatch = self.old.ops[position - 1].microbatch
+        if self.sharding.reduces == "last" and microbatch < self.old.microbatches - 1:
+            return
         ready = {
             p: self.ready.pop((p, microbatch))[0]
             for p in unit.parameters
@@ -201,19 +204,19 @@ class FullyShard:
 
     def _gather(self, each: _Pass, position: int) -> None:
         """Start an all-gather: allocate its output, and the cast shards where dtypes differ."""
-        if self.sharding.world_size == 1 or each.unit.pending is not None:
+        if self.sharding.shards == 1 or each.unit.pending is not None:
             return
         nbytes = sum(self._full_bytes(p) for p in each.unit.parameters)
-        event = self.insertion.op(GATHER, nbytes, position, like=position, call=each.call)
+        event = self.insertion.op(GATHER, nbytes, position, like=position, call=each.call, ranks=self.sharding.shards)
         if self.sharding.shard_itemsize is not None:
-            cast = self.insertion.allocate(nbytes // self.sharding.world_size, event, "temporaries", each.unit.owner)
+            cast = self.insertion.allocate(nbytes // self.sharding.shards, event, "temporaries", each.unit.owner)
             cast.death = event
         each.unit.pending = self.insertion.allocate(nbytes, event, "temporaries", each.unit.owner)
 
     def _copy_out(self, each: _Pass, position: int) -> None:
         """Finish an all-gather: each parameter gets a storage of its own."""
         nbytes = sum(self._full_bytes(p) for p in each.unit.parameters)
-        event = self.insertion.op(_COPY_OUT, nbytes, position, like=position, call=each.call)
+        event = self.insertion.op(COPY_OUT, nbytes, position, like=position, call=each.call)
         each.unit.full = [
             self.insertion.allocate(self._full_bytes(p), event, "parameters", each.unit.owner, p)
             for p in each.unit.parameters
@@ -226,15 +229,15 @@ class FullyShard:
 
     def _reduce(self, each: _Pass, position: int, ready: dict[int, int]) -> None:
         """Copy gradients into one buffer, and reduce it to this rank's shards."""
-        numel, world = sum(self._padded(p) for p in ready), self.sharding.world_size
+        numel, world = sum(self._padded(p) for p in ready), self.sharding.shards
         itemsize = self.old.parameters[next(iter(ready))].itemsize
         reduce, shards = self.sharding.reduce_itemsize or itemsize, self.sharding.shard_itemsize or itemsize
         owner, end = each.unit.owner, position - 1
-        copied = self.insertion.op(_COPY_IN, numel * reduce, position, like=end, call=each.call)
+        copied = self.insertion.op(COPY_IN, numel * reduce, position, like=end, call=each.call)
         self.reducing = self.insertion.allocate(numel * reduce, copied, "temporaries", owner)
         for index in ready.values():
             self.insertion.free(index, copied)
-        scattered = self.insertion.op(SCATTER, numel * reduce, position, like=end, call=each.call)
+        scattered = self.insertion.op(SCATTER, numel * reduce, position, like=end, call=each.call, ranks=world)
         if reduce != shards:
             self.insertion.allocate(numel // world * reduce, scattered, "temporaries", owner).death = scattered
         shard = self.insertion.allocate(numel // world * shards, scattered, "gradients", owner)
@@ -249,14 +252,14 @@ class FullyShard:
 
     def _padded(self, parameter: int) -> int:
         """Return the elements of a gathered parameter, with the first dimension rounded up for all ranks."""
-        shape, world = self.old.parameters[parameter].shape or (1,), self.sharding.world_size
+        shape, world = self.old.parameters[parameter].shape or (1,), self.sharding.shards
         return -(-shape[0] // world) * world * math.prod(shape[1:])
 
     def _full_bytes(self, parameter: int) -> int:
         return self._padded(parameter) * self.old.parameters[parameter].itemsize
 
     def _shard_bytes(self, parameter: int, itemsize: int) -> int:
-        return self._padded(parameter) // self.sharding.world_size * itemsize
+        return self._padded(parameter) // self.sharding.shards * itemsize
 
     def result(self) -> Trace:
         """Return the sharded step, with resident storages and the optimizer's in shards."""

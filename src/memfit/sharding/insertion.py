@@ -48,14 +48,16 @@ class Insertion:
         self._signatures: dict[str, int] = {}
         self._works: list[Work] = []
 
-    def op(self, name: str, nbytes: int, before: int, *, like: int, call: int) -> Inserted:
+    def op(self, name: str, nbytes: int, before: int, *, like: int, call: int, ranks: int = 0) -> Inserted:
         """Insert an operator that moves a number of bytes.
 
         Args:
             before: Index of the next operator of the original step; `len(ops)` for the end.
             like: Index of an operator with the same phase and microbatch.
+            ranks: Those among which it is a collective; 0 for a copy.
         """
-        text = json.dumps({"op": name, "args": [nbytes]}, separators=(",", ":"))
+        args = [nbytes, ranks] if ranks else [nbytes]
+        text = json.dumps({"op": name, "args": args}, separators=(",", ":"))
         if text not in self._signatures:
             self._signatures[text] = len(self.trace.signatures) + len(self._works)
             self._works.append(Work(0, nbytes, nbytes, "", True))

@@ -29,7 +29,8 @@ from memfit.errors import UsageError
 from memfit.ir.simulate import repeats
 from memfit.ir.trace import Trace, Work
 from memfit.sharding.data_parallel import data_parallel, with_state_of_one_rank
-from memfit.sharding.fully_shard import GATHER, SCATTER, FullyShard
+from memfit.sharding.fully_shard import FullyShard
+from memfit.ir.collectives import GATHER, SCATTER
 from memfit.ir.sharding import MODES as MODES
 from memfit.ir.sharding import Mode as Mode
 from memfit.ir.sharding import Sharding as Sharding
@@ -69,8 +70,8 @@ def shard(trace: Trace, sharding: Sharding) -> Trace:
     """
     _check(trace, sharding)
     if sharding.mode in ("zero2", "zero3"):
-        return FullyShard(trace, sharding).result()
-    replicated = data_parallel(trace, sharding)
+        return replace(FullyShard(trace, sharding).result(), sharding=sharding)
+    replicated = replace(data_parallel(trace, sharding), sharding=sharding)
     return with_state_of_one_rank(replicated, sharding.world_size) if sharding.mode == "zero1" else replicated
 
 

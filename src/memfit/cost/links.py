@@ -1,0 +1,121 @@
+"""Links between ranks: measured among processes of this machine, from the catalogue for cards."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import msgspec
+import torch
+
+from memfit.cost.calibrate import cache_folder
+from memfit.cost.collectives import Link, Links
+from memfit.errors import CaptureError, OutputError
+from memfit.ir import codec
+from memfit.ir.device import Device
+from memfit.ir.sharding import Sharding
+
+_GPU_LATENCY_SECONDS = 5e-6  # estimate: of one hop of a ring, which NCCL's tests show at 3 to 10 µs within a node
+_NODE_LATENCY_SECONDS = 1e-5  # estimate: of one hop between nodes
+_COPY_SHARE = 0.8  # of the memory's bandwidth, as for copies in `efficiency.toml`
+_LARGE_BYTES, _SMALL_BYTES = 8 * 2**20, 2**10
+_REPEATS = 7
+_MOST_PROBED = 4  # ranks of one machine that are probed; more share its processors alike
+
+
+def links_of(device: Device, sharding: Sharding) -> Links:
+    """Return the links of a step's ranks on a kind of device; among processes of a CPU they are measured once."""
+    if device.kind == "cpu":
+        return _measured(min(sharding.world_size, _MOST_PROBED))
+    rate = device.peer_bytes_per_second or device.link_bytes_per_second
+    between = None
+    if sharding.world_size > device.cards_per_node:
+        node_rate = device.node_bytes_per_second or device.link_bytes_per_second
+        between = Link(bytes_per_second=max(node_rate, 1.0), latency_seconds=_NODE_LATENCY_SECONDS)
+    return Links(
+        within=Link(bytes_per_second=max(rate, 1.0), latency_seconds=_GPU_LATENCY_SECONDS),
+        copy_bytes_per_second=max(_COPY_SHARE * device.bandwidth_bytes_per_second, 1.0),
+        between=between,
+        ranks_per_node=device.cards_per_node,
+    )
+
+
+def _measured(ranks: int) -> Links:
+    """Return the links of some processes of this machine over gloo, measured where the cache lacks them."""
+    path = cache_folder() / f"links-{ranks}ranks-torch{torch.__version__}.json"
+    with contextlib.suppress(Exception):  # damaged, or of another version: it is measured again
+        return msgspec.json.decode(path.read_bytes(), type=Links)
+    found = _probe(ranks)
+    with contextlib.suppress(OutputError):  # without a cache, the next run measures again
+        codec.write_atomic(path, msgspec.json.encode(found))
+    return found
+
+
+def _probe(ranks: int) -> Links:
+    with contextlib.closing(socket.socket()) as listening:
+        listening.bind(("127.0.0.1", 0))
+        port = listening.getsockname()[1]
+    line = [sys.executable, "-c", "from memfit.cost import links; links._as_rank()"]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(folder for folder in sys.path if folder),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(ranks),
+        "OMP_NUM_THREADS": "1",
+    }
+    processes = [
+        subprocess.Popen(line, env=environment | {"RANK": str(rank)}, stdout=subprocess.PIPE) for rank in range(ranks)
+    ]
+    written = [process.communicate()[0] for process in processes]
+    if any(process.returncode for process in processes):
+        raise CaptureError(f"the {ranks} processes that measure their link failed: what they printed stands above")
+    return msgspec.json.decode(written[0], type=Links)
+
+
+def _as_rank() -> None:
+    """Measure the link as one of several processes; the first writes it to standard output."""
+    import torch.distributed as dist
+    import torch.distributed.fsdp  # noqa: F401  (registers its operators)
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    ranks = dist.get_world_size()
+
+    def gather_seconds(nbytes: int) -> float:
+        part = torch.zeros(nbytes // ranks // 4)
+        whole = torch.zeros(part.numel() * ranks)
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+        return _median_seconds(lambda: gather(whole, part))
+
+    small, large = gather_seconds(_SMALL_BYTES), gather_seconds(_LARGE_BYTES)
+    gradients = [torch.zeros(256, 256) for _ in range(8)]
+    buffer = torch.zeros(ranks, sum(g.numel() for g in gradients) // ranks)
+    copied = _median_seconds(lambda: torch.ops.fsdp.chunk_cat(gradients, dim=0, num_chunks=ranks, out=buffer))
+    found = Links(
+        within=Link(
+            bytes_per_second=_LARGE_BYTES * (ranks - 1) / ranks / max(large - small, 1e-9),
+            latency_seconds=small / (ranks - 1),
+        ),
+        copy_bytes_per_second=2 * buffer.numel() * 4 / copied,
+    )
+    dist.barrier()
+    dist.destroy_process_group()
+    if os.environ["RANK"] == "0":
+        sys.stdout.write(msgspec.json.encode(found).decode())
+        sys.stdout.flush()
+    os._exit(0)  # threads of gloo that outlive the group abort a process that ends by itself
+
+
+def _median_seconds(call: Callable[[], object]) -> float:
+    seconds = []
+    for _ in range(_REPEATS):
+        started = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds)

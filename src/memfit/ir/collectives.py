@@ -1,0 +1,87 @@
+"""Collectives in a trace: what ranks send one another, by the names of PyTorch's operators, and who waits for it.
+
+On a GPU they run on one communicator, one after the other, beside the computation:
+
+1. A gather is waited for where its parameters are copied out.
+2. A reduction of shards is waited for where the next one's gradients are copied in, and all before the update.
+3. Sums of gradients (`DistributedDataParallel`) are waited for before the update; small ones, of losses and norms, at
+   once.
+
+On a CPU each is waited for at once.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import NamedTuple
+
+GATHER, COPY_OUT = "c10d._allgather_base_.default", "fsdp.split_with_sizes_copy.default"
+COPY_IN, SCATTER = "fsdp.chunk_cat.default", "c10d._reduce_scatter_base_.default"
+REDUCE, BROADCAST = "c10d.allreduce_.default", "c10d.broadcast_.default"
+_SENT_SHARE = {GATHER: 1.0, SCATTER: 1.0, REDUCE: 2.0, BROADCAST: 1.0, "_c10d_functional.all_reduce.default": 2.0}
+"""What each rank of N sends, as a multiple of B·(N−1)/N of B bytes: ring algorithms."""
+SMALL_BYTES = 4096
+"""Sums up to this size are of losses and norms, which the host reads."""
+
+
+class Collective(NamedTuple):
+    """A collective call.
+
+    Attributes:
+        nbytes: Bytes of the whole: of what is gathered, or of what is reduced.
+        ranks: Ranks that take part.
+    """
+
+    name: str
+    nbytes: int
+    ranks: int
+
+    @property
+    def sent_bytes(self) -> float:
+        """The bytes that each rank sends."""
+        return _SENT_SHARE[self.name] * self.nbytes * (self.ranks - 1) / self.ranks
+
+
+def text(name: str, nbytes: int, ranks: int) -> str:
+    """Return the signature of a collective."""
+    return json.dumps({"op": name, "args": [nbytes, ranks]}, separators=(",", ":"))
+
+
+def is_collective(name: str) -> bool:
+    """Tell whether an operator sends."""
+    return name in _SENT_SHARE
+
+
+def collective(signature: str) -> Collective | None:
+    """Return the collective of a signature; None for other operators."""
+    if not signature.startswith(('{"op":"c10d.', '{"op":"_c10d_functional.')):
+        return None
+    body = json.loads(signature)
+    if body["op"] not in _SENT_SHARE or len(body.get("args", ())) != 2:
+        return None
+    return Collective(body["op"], *body["args"])
+
+
+class Communicator:
+    """The times of collectives on a communicator that runs beside the computation."""
+
+    def __init__(self) -> None:
+        self._free = 0.0
+        self._gathers: list[float] = []
+        self._reduced = 0.0
+
+    def send(self, name: str, seconds: float, now: float) -> None:
+        """Begin a collective as soon as those before it are through."""
+        self._free = max(self._free, now) + seconds
+        if name == GATHER:
+            self._gathers.append(self._free)
+        else:
+            self._reduced = self._free
+
+    def wait_seconds(self, name: str, now: float, *, is_update: bool) -> float:
+        """Return how long an operator waits for what it needs."""
+        if is_update:
+            return max(0.0, self._free - now)
+        if name == COPY_OUT and self._gathers:
+            return max(0.0, self._gathers.pop(0) - now)
+        return max(0.0, self._reduced - now) if name == COPY_IN else 0.0
