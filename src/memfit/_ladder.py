@@ -35,6 +35,7 @@ from memfit.ir.device import Device
 from memfit.ir.ladder import Ladder, Rung
 from memfit.ir.plan import NUMERICS, Levers, LeverUse, Numerics, Prediction, allows, freest
 from memfit.ir.remat import Regions
+from memfit.ir.sharding import Sharding
 from memfit.ir.trace import Trace
 from memfit.levers import registry
 from memfit.levers.circumstances import check_combination
@@ -129,6 +130,7 @@ class _Climb:
 
     def __post_init__(self) -> None:
         self.precisions = precisions(self.device)
+        self.shardings: Sequence[Sharding] = ()
         self.budget_bytes: int | None = None  # in bytes once the plain step is measured; None where nobody said one
         self.limit_bytes = 0  # the budget, or what the plain step takes
         self.batch_size = samples_of(self.workload)

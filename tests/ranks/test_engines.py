@@ -214,7 +214,8 @@ def refused(rank: int) -> Iterator[Any]:
 
 def test_what_does_not_go_is_refused_by_name() -> None:
     assert on_ranks(2, refused) == [[[True, True, True]]] * 2
-    with pytest.raises(PlanError, match="torchrun --nproc-per-node 2"), applied(
-        Levers(microbatch_size=2, sharding=Sharding(world_size=2, mode="ddp")), workload()
+    with (
+        pytest.raises(PlanError, match="torchrun --nproc-per-node 2"),
+        applied(Levers(microbatch_size=2, sharding=Sharding(world_size=2, mode="ddp")), workload()),
     ):
         pass

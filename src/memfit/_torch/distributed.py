@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,10 +14,12 @@ from memfit._torch.pytree import tree_leaves
 from memfit._torch.replacement import replaced
 
 
-@functools.cache
-def is_shared(kind: type) -> bool:
-    """Tell whether tensors of a class are parts of larger ones: DTensors. No distributed package is imported for it."""
+def _is_shared(kind: type) -> bool:
     return hasattr(kind, "_local_tensor")
+
+
+is_shared: Callable[[Any], bool] = functools.cache(_is_shared)
+"""Tells whether tensors of a class are parts of larger ones: DTensors. No distributed package is imported for it."""
 
 
 def local_part(tensor: Any) -> torch.Tensor:
@@ -50,5 +52,6 @@ def ranks_of(arguments: Any) -> int:
     for argument in tree_leaves(arguments):
         if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
             return int(dist.ProcessGroup.unbox(argument).size())
-    names = [argument for argument in tree_leaves(arguments) if isinstance(argument, str)]
-    return int(dist.distributed_c10d._resolve_process_group(names[-1]).size()) if names else dist.get_world_size()
+    names: list[Any] = [argument for argument in tree_leaves(arguments) if isinstance(argument, str)]
+    resolve: Any = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+    return int(resolve(names[-1]).size()) if names else dist.get_world_size()

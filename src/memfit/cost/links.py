@@ -81,7 +81,7 @@ def _probe(ranks: int) -> Links:
 def _as_rank() -> None:
     """Measure the link as one of several processes; the first writes it to standard output."""
     import torch.distributed as dist
-    import torch.distributed.fsdp  # noqa: F401  (registers its operators)
+    import torch.distributed.fsdp
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

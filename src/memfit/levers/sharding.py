@@ -73,8 +73,8 @@ class SharedByRanks(Lever):
         mesh = running.mesh
         if mesh is None and not is_joined():
             raise PlanError(
-                f"the plan is for {levers.sharding.world_size} ranks, and this process is none of several: start it with"
-                f" torchrun --nproc-per-node {levers.sharding.world_size}, and call"
+                f"the plan is for {levers.sharding.world_size} ranks, and this process is none of several: start it"
+                f" with torchrun --nproc-per-node {levers.sharding.world_size}, and call"
                 " torch.distributed.init_process_group() in a loop of your own"
             )
         if mesh is None:

@@ -67,8 +67,8 @@ def plan(
             none.
         optimizers: Ways of updating the parameters that may be tried where no other plan is cheap (`Levers.optimizer`);
             None for all that `numerics` allows.
-        world_size: Ranks that share the step (≥ 1). The batch of the workload is the global one, of which each rank runs
-            its part; the budget and what is predicted are those of the rank that holds most.
+        world_size: Ranks that share the step (≥ 1). The batch of the workload is the global one, of which each rank
+            runs its part; the budget and what is predicted are those of the rank that holds most.
         sharding: How they share it: "ddp", "zero2" (everything sharded, parameters kept gathered from the forward to
             the backward pass) or "zero3"; "auto" searches all.
         points: Budgets that the frontier is solved for, for each precision and microbatch size.

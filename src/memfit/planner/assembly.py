@@ -390,7 +390,9 @@ class _Assembly:
             and steps.allows(levers)
             and steps.host_bytes_left(levers) >= 0
             and not steps.trials.has_failed(levers)
-            and not met(registry.CONFLICTS, registry.names(levers, steps.global_batch_size) | around, self.request.numerics)
+            and not met(
+                registry.CONFLICTS, registry.names(levers, steps.global_batch_size) | around, self.request.numerics
+            )
         ]
 
     def _frontier(self, chosen: Confirmed) -> list[Candidate]:

@@ -24,7 +24,7 @@ from memfit.workload import Loop, StepProgram, Workload, samples_of
 BENCHMARK_ERROR = 0.15
 """By what share a peak may be above its prediction with `Loop.cudnn_benchmark`: a bound that was not measured."""
 
-_Build = Callable[[Levers, Workload], AbstractContextManager[StepProgram]]
+_Build = Callable[..., AbstractContextManager[StepProgram]]
 
 
 def capture_levers(workload: Workload, levers: Levers, device: Device, data: DataRuns | None = None) -> Trace:

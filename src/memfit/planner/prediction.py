@@ -56,9 +56,7 @@ def costs_of(traces: Iterable[Trace], device: Device, progress: Callable[[int, i
     return costs
 
 
-def _costs_of_one(
-    traces: list[Trace], device: Device, progress: Callable[[int, int], None] | None
-) -> CostTable:
+def _costs_of_one(traces: list[Trace], device: Device, progress: Callable[[int, int], None] | None) -> CostTable:
     """Return the costs of all but what ranks send."""
     if device.kind == "cpu":
         return calibrate(traces, progress)

@@ -40,7 +40,9 @@ class _ForwardPass(nn.Module):
         return self.loss_fn(self.model, batch)
 
 
-def shared(workload: Workload, sharding: Sharding, mesh: DeviceMesh, *, is_part: bool = False) -> tuple[Workload, SharedStep]:
+def shared(
+    workload: Workload, sharding: Sharding, mesh: DeviceMesh, *, is_part: bool = False
+) -> tuple[Workload, SharedStep]:
     """Return a workload whose step ranks share, and what its step asks of them; call it on each rank.
 
     Parameters of a fully sharded model are shards from then on, in the optimizer too, and stay so. Where `is_part`,
@@ -78,7 +80,7 @@ def _data_parallel(
     return _with_loss(workload, wrapped), SharedStep(mesh, syncing, is_part=is_part)
 
 
-def _all_reduce(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _all_reduce(group: dist.ProcessGroup, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket in place, as DistributedDataParallel does by itself."""
     buffer = bucket.buffer().div_(group.size())
     dist.all_reduce(buffer, group=group)
@@ -106,7 +108,9 @@ def _fully_sharded(
         "offload_policy": _offload() if sharding.offload else OffloadPolicy(),
     }
     for fqn in sharding.units or ():
-        fully_shard(_unit(model, fqn), reshard_after_forward=sharding.mode == "zero3" and fqn not in sharding.kept, **given)
+        fully_shard(
+            _unit(model, fqn), reshard_after_forward=sharding.mode == "zero3" and fqn not in sharding.kept, **given
+        )
     root = fully_shard(_ForwardPass(model, workload.loss_fn), **given)
     _rebind(workload.optimizer, before, dict(model.named_parameters(remove_duplicate=False)))
     assert isinstance(root, FSDPModule)
@@ -152,9 +156,7 @@ def _equalize(model: nn.Module) -> None:
             dist.broadcast(tensor, 0)
 
 
-def _rebind(
-    optimizer: torch.optim.Optimizer, before: dict[str, nn.Parameter], after: dict[str, nn.Parameter]
-) -> None:
+def _rebind(optimizer: torch.optim.Optimizer, before: dict[str, nn.Parameter], after: dict[str, nn.Parameter]) -> None:
     """Have an optimizer update shards in place of the parameters that they are of; its state is cut in the same way."""
     shard_of = {id(parameter): after[name] for name, parameter in before.items()}
     for group in optimizer.param_groups:

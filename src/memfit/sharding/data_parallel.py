@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from msgspec.structs import replace
 
 from memfit.ir.collectives import REDUCE
-from memfit.ir.trace import Parameter, Trace
 from memfit.ir.sharding import Sharding
+from memfit.ir.trace import Parameter, Trace
 from memfit.sharding.groups import gradients_by_parameter
 from memfit.sharding.insertion import Insertion
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from memfit.ir.trace import Op, Storage, Trace
 from memfit.ir.collectives import COPY_IN, COPY_OUT, GATHER, SCATTER
 from memfit.ir.sharding import Sharding
+from memfit.ir.trace import Op, Storage, Trace
 from memfit.sharding.groups import gradients_by_parameter, innermost, repeated_blocks
 from memfit.sharding.insertion import Block, Insertion
 

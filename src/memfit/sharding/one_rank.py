@@ -26,14 +26,14 @@ import msgspec
 from msgspec.structs import replace
 
 from memfit.errors import UsageError
-from memfit.ir.simulate import repeats
-from memfit.ir.trace import Trace, Work
-from memfit.sharding.data_parallel import data_parallel, with_state_of_one_rank
-from memfit.sharding.fully_shard import FullyShard
 from memfit.ir.collectives import GATHER, SCATTER
 from memfit.ir.sharding import MODES as MODES
 from memfit.ir.sharding import Mode as Mode
 from memfit.ir.sharding import Sharding as Sharding
+from memfit.ir.simulate import repeats
+from memfit.ir.trace import Trace, Work
+from memfit.sharding.data_parallel import data_parallel, with_state_of_one_rank
+from memfit.sharding.fully_shard import FullyShard
 from memfit.sharding.groups import gradients_by_parameter
 from memfit.sharding.groups import repeated_blocks as repeated_blocks
 

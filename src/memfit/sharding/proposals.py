@@ -9,9 +9,7 @@ from memfit.ir.sharding import Mode, Sharding
 SEARCHED: tuple[Mode, ...] = ("ddp", "zero2", "zero3")
 
 
-def proposals(
-    world_size: int, modes: Sequence[Mode], units: tuple[str, ...], ranks_per_node: int
-) -> list[Sharding]:
+def proposals(world_size: int, modes: Sequence[Mode], units: tuple[str, ...], ranks_per_node: int) -> list[Sharding]:
     """Return shardings of a step, the simplest first.
 
     Over several nodes what is fully sharded may be cut within each node, with a copy in each (hybrid sharding), so that

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from memfit._torch.foreach import foreach_copy_
 from memfit._torch.distributed import local_part
+from memfit._torch.foreach import foreach_copy_
 from memfit._torch.modules import NormBase, own_buffers, own_modules, own_parameters
 from memfit.errors import NonFiniteError, UsageError, WorkloadError
 from memfit.ir.plan import Prediction
@@ -345,7 +345,7 @@ class Step:
         return window.mean_loss()
 
     def _shares(self, share: Share) -> list[tuple[Any, int]]:
-        """Return a rank's microbatches and how many samples each has: as many as every rank, some that count nothing."""
+        """Return a rank's microbatches and their samples: as many as every rank has, of which some count nothing."""
         piece = self.options.microbatch_size or share.most_samples
         found = self._microbatches(share.batch, share.samples) if share.samples else []
         lacking = -(-share.most_samples // piece) - len(found)
