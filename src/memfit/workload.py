@@ -197,10 +197,14 @@ class StepProgram(Protocol):
     Attributes:
         on_phase: Called with the phase that begins ("forward", "backward", "optimizer") and the
             index of the microbatch, or None.
+        buckets: What gradients are sent in to other ranks, where an engine holds that between steps.
     """
 
     workload: Workload
     on_phase: Callable[[Any, int], None] | None
+
+    @property
+    def buckets(self) -> list[torch.Tensor]: ...
 
     def __call__(self, batch: Any) -> Any:
         """Run one optimizer update on a global batch."""

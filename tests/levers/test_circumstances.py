@@ -15,6 +15,7 @@ from memfit.errors import InfeasibleError, PlanError
 from memfit.hardware.host import find_device
 from memfit.ir.plan import ChunkedLoss, Levers, Plan
 from memfit.ir.remat import Region
+from memfit.ir.sharding import Sharding
 from memfit.levers import (
     conflicts,
     fused_optimizer,
@@ -22,6 +23,7 @@ from memfit.levers import (
     optimizer_in_backward,
     precision,
     replaced_optimizer,
+    sharding,
 )
 from memfit.levers.activation_offload import ACTIVATION_OFFLOAD
 from memfit.levers.chunked_loss import CHUNKED_LOSS, HEAD_INSIDE
@@ -80,6 +82,8 @@ def foreign() -> Workload:
 OFFLOADED = Levers(microbatch_size=4, optimizer="offloaded")
 IN_BACKWARD = Levers(microbatch_size=4, optimizer="in-backward")
 FUSED = Levers(microbatch_size=4, optimizer="fused")
+DATA_PARALLEL = Levers(microbatch_size=2, sharding=Sharding(world_size=2, mode="ddp"))
+FULLY_SHARDED = Levers(microbatch_size=2, sharding=Sharding(world_size=2, mode="zero3"))
 CASES: dict[tuple[str, str], tuple[Callable[[], Workload], Levers]] = {
     (MICROBATCHES, conflicts.BATCH_NORM): (with_batch_norm, Levers(microbatch_size=2)),
     ("bf16-true", precision.NO_UPDATES): (lean, Levers(precision="bf16-true", microbatch_size=4)),
@@ -129,6 +133,28 @@ CASES: dict[tuple[str, str], tuple[Callable[[], Workload], Levers]] = {
     ),
     (optimizer_in_backward.IN_BACKWARD, conflicts.FOREIGN_OPTIMIZER): (foreign, IN_BACKWARD),
     (fused_optimizer.FUSED, fused_optimizer.NO_FUSED): (foreign, FUSED),
+    (sharding.SHARDING, conflicts.BATCH_NORM): (with_batch_norm, DATA_PARALLEL),
+    (sharding.SHARDING, optimizer_in_backward.IN_BACKWARD): (
+        unclipped,
+        replace(DATA_PARALLEL, optimizer="in-backward"),
+    ),
+    **{
+        (sharding.OF_WEIGHTS, other): (unclipped, replace(FULLY_SHARDED, optimizer=value))
+        for other, value in (
+            (offloaded_optimizer.OFFLOADED, "offloaded"),
+            (ADAMW_8BIT, "adamw-8bit"),
+            (ADAFACTOR, "adafactor"),
+        )
+    },
+    (sharding.OF_WEIGHTS, "bf16-true"): (
+        lambda: dataclasses.replace(lean(), bf16_updates="master-weights"),
+        replace(FULLY_SHARDED, precision="bf16-true"),
+    ),
+    (sharding.OF_WEIGHTS, conflicts.SEVERAL_OPTIMIZERS): (with_two_optimizers, FULLY_SHARDED),
+    (sharding.ON_HOST, conflicts.NO_LINK): (
+        lean,
+        Levers(microbatch_size=2, sharding=Sharding(world_size=2, mode="zero3", offload=True)),
+    ),
     (fused_optimizer.FUSED, "bf16-true"): (
         lambda: dataclasses.replace(lean(), bf16_updates="master-weights"),
         replace(FUSED, precision="bf16-true"),

@@ -15,6 +15,7 @@ import memfit
 from memfit.errors import BudgetError, PlanError
 from memfit.ir.plan import Candidate, ChunkedLoss, Levers, Plan, Prediction
 from memfit.ir.remat import Region
+from memfit.ir.sharding import Sharding
 from memfit.levers import registry
 from memfit.levers.lever import Lever
 from memfit.levers.stack import applied, host_bytes_of
@@ -33,6 +34,7 @@ USED: dict[str, dict[str, Any]] = {
     "activation checkpointing": {"regions": (Region(("blocks.0",)),)},
     "activation offload": {"regions": (Region(("blocks.0",), offload=True),)},
     **{lever.name: {"optimizer": lever.value} for lever in registry.UPDATES},
+    "sharding": {"sharding": Sharding(world_size=2, mode="ddp")},
 }
 
 
@@ -66,8 +68,9 @@ def test_each_tells_its_use_and_goes_without_it(lever: Lever) -> None:
     assert lever.names(levers) <= registry.names(levers, 4)
 
 
-@pytest.mark.parametrize("name", [name for name in USED if name != "microbatches"])  # which leave nothing behind
+@pytest.mark.parametrize("name", [name for name in USED if name not in ("microbatches", "sharding")])
 def test_none_is_applied_twice(name: str, plan: Plan) -> None:
+    """But microbatches, which leave nothing behind, and sharding, which needs ranks."""
     if name == "AdamW with 8-bit states":
         pytest.importorskip("bitsandbytes")
     workload, edited = unclipped(), under(plan, **USED[name])
@@ -134,7 +137,7 @@ def test_a_running_step_keeps_what_does_not_switch(plan: Plan) -> None:
 
 def named_levers(source: str) -> list[str]:
     """Return where code names a lever: a field of `Levers` that one alone sets, or a value of it."""
-    words = {"precision", "microbatches", "fused"}  # which mean other things too
+    words = {"precision", "microbatches", "fused", "sharding"}  # which mean other things too
     values = ({lever.value for lever in registry.UPDATES} | {lever.name for lever in registry.LEVERS}) - words
     names = []
     for node in ast.walk(ast.parse(source)):

@@ -28,7 +28,6 @@ SHARDINGS = {
     "resharded": Sharding(world_size=2, mode="zero3", units=UNITS),
     "one kept": Sharding(world_size=2, mode="zero3", units=UNITS, kept=UNITS[1:]),
     "no units": Sharding(world_size=2, mode="zero3", units=()),
-    "on the host": Sharding(world_size=2, mode="zero3", units=UNITS, offload=True),
 }
 
 

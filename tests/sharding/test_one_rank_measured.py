@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +15,7 @@ import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,6 +25,8 @@ from memfit.ir.plan import Precision
 from memfit.ir.simulate import simulate
 from memfit.ir.trace import Trace
 from memfit.levers.casts import autocast
+from memfit.ranks.engines import shared
+from memfit.ranks.mesh import mesh_of
 from memfit.recomputation.regions import checkpointed
 from memfit.sharding.data_parallel import buckets
 from memfit.sharding.one_rank import Mode, Sharding, repeated_blocks, shard
@@ -107,25 +111,25 @@ class InPlaceReduceScatter(DefaultReduceScatter):
         return work
 
 
-def spread(case: Case, plain: Workload) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Wrap a model and make its optimizer, as a user of PyTorch would."""
+def spread(case: Case, plain: Workload) -> Workload:
+    """Put an engine on a workload; those of a copy of all weights as a user of PyTorch would."""
     model: Any = plain.model
     if case.mode in ("zero2", "zero3"):
-        mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        policy = mixed if case.mixed else MixedPrecisionPolicy()
-        for block in model.blocks:
-            fully_shard(block, mp_policy=policy, reshard_after_forward=case.mode == "zero3")
-        fully_shard(model, mp_policy=policy)
-        for module in (*model.blocks, model):
+        mixed: Any = {"param_dtype": "bfloat16", "reduce_dtype": "float32"} if case.mixed else {}
+        units = tuple(f"blocks.{i}" for i in range(3))
+        sharding = Sharding(world_size=WORLD_SIZE, mode=case.mode, units=units, **mixed)
+        shared_workload, _ = shared(plain, sharding, mesh_of(sharding, "cpu"))
+        for module in [o for o in gc.get_objects() if isinstance(o, FSDPModule)]:
             module.set_custom_all_gather(InPlaceAllGather())
             module.set_custom_reduce_scatter(InPlaceReduceScatter())
-        return model, torch.optim.AdamW(model.parameters())
+        return shared_workload
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=case.views)
-    if case.mode == "ddp":
-        return wrapped, torch.optim.AdamW(model.parameters())
-    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns of its own use of torch.jit.script
+    optimizer: Any = torch.optim.AdamW(model.parameters())
+    if case.mode == "zero1":
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # warns of its own use of torch.jit.script
 
-    return wrapped, ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW)
+    return dataclasses.replace(plain, model=wrapped, optimizer=optimizer)
 
 
 def resident_bytes(plain: Workload, optimizer: Any) -> int:
@@ -147,8 +151,7 @@ def measure(case: Case) -> tuple[int, list[int]]:
     """Return a rank's peak of a steady step, and the sizes of its buckets."""
     plain = workload()
     with checkpointed(plain.model, regions_of(blocks(case))):
-        model, optimizer = spread(case, plain)
-        spread_workload = Workload(model, plain.batch, plain.loss_fn, optimizer, max_grad_norm=plain.max_grad_norm)
+        spread_workload = spread(case, plain)
         cast = partial(autocast, case.precision, "cpu")
         step = Step(spread_workload, StepOptions(microbatch_size=case.microbatch_size, autocast=cast))
         for _ in range(2):
@@ -158,8 +161,8 @@ def measure(case: Case) -> tuple[int, list[int]]:
             with allocated() as meter:
                 step(plain.batch)
             found.append(meter.peak_bytes)
-    sizes = bucket_sizes(model)
-    return resident_bytes(plain, optimizer) + sum(sizes) + min(found), sizes
+    sizes = bucket_sizes(spread_workload.model)
+    return resident_bytes(plain, spread_workload.optimizer) + sum(sizes) + min(found), sizes
 
 
 def each_measured(rank: int, names: list[str]) -> Iterator[tuple[int, list[int]]]:

@@ -19,14 +19,17 @@ from memfit.workload import StepProgram, Workload, fingerprint, samples_of, tens
 class Categories:
     """The category of each storage, found while the step runs.
 
+    Args:
+        buckets: Returns what gradients are sent in.
+
     Attributes:
         late: Storages of optimizer state that this step made, while other parameters had theirs from earlier steps, as
             for a layer that was dropped until now. They count as held from the beginning: another microbatch of an
             earlier step may have made them.
     """
 
-    def __init__(self, recorder: Recorder, workload: Workload) -> None:
-        self.recorder, self.workload = recorder, workload
+    def __init__(self, recorder: Recorder, workload: Workload, buckets: Callable[[], list[torch.Tensor]]) -> None:
+        self.recorder, self.workload, self._buckets = recorder, workload, buckets
         self.found: dict[int, tuple[Category, int, int]] = {}  # by storage: category, owner and parameter
         self.late: set[int] = set()
         self.position = {id(p): i for i, p in enumerate(workload.model.parameters())}
@@ -65,6 +68,7 @@ class Categories:
         for parameter in [*self.workload.model.parameters(), *self._masters()]:
             if parameter.grad is not None:
                 self._see([parameter.grad], "gradients", parameter=parameter)
+        self._see(self._buckets(), "gradients")
 
     def before(self, enter_phase: Callable[[Phase, int], None]) -> Callable[[Phase, int], None]:
         """Return the function to call at each phase, which notes the present gradients first."""

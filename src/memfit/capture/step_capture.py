@@ -354,7 +354,7 @@ def _recorded(
 ) -> tuple[Recording, Categories]:
     """Return the recording of a step, and the categories of its storages."""
     recorder.begin_step()
-    categories = Categories(recorder, step.workload)
+    categories = Categories(recorder, step.workload, lambda: step.buckets)
     step.on_phase = categories.before(enter_phase)
     with recorder.saving():
         step(batch)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 
 import msgspec
 
-from memfit.ir.collectives import COPY_IN, COPY_OUT, Collective, collective
+from memfit.ir.collectives import Collective, collective, copy_on_paper
 from memfit.ir.operator_costs import CostTable, OpCost
 from memfit.ir.trace import Trace
 
@@ -37,12 +36,14 @@ class Links(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         copy_bytes_per_second: At which a rank copies parameters out of what it gathered, and gradients into one buffer.
         between: Of the ranks of different nodes; None for one node.
         ranks_per_node: Ranks of one node (> 0), consecutive ones; 0 for all.
+        pads: Whether gradients are padded in copies before they are put into one buffer, as a CPU's kernel does.
     """
 
     within: Link
     copy_bytes_per_second: float
     between: Link | None = None
     ranks_per_node: int = 0
+    pads: bool = False
 
     def of(self, ranks: int, *, spread: bool = False) -> Link:
         """Return the link that limits some ranks: consecutive ones, or ones `spread` over all nodes."""
@@ -60,14 +61,7 @@ def with_collectives(costs: CostTable, traces: Iterable[Trace], links: Links) ->
             if (sent := collective(text)) is not None:
                 spread = replicas > 1 and sent.ranks == replicas
                 ops[text] = OpCost(links.of(sent.ranks, spread=spread).seconds(sent), 0, False)
-            elif text not in ops and (nbytes := _copied_bytes(text)):
-                ops[text] = OpCost(2 * nbytes / links.copy_bytes_per_second, 0, False)
+            elif (copied := copy_on_paper(text)) is not None:
+                padded_bytes = copied.padded_bytes if links.pads else 0
+                ops[text] = OpCost(2 * copied.nbytes / links.copy_bytes_per_second, padded_bytes, False)
     return msgspec.structs.replace(costs, ops=ops)
-
-
-def _copied_bytes(text: str) -> int:
-    """Return the bytes that an operator copies which was put in on paper; 0 for others."""
-    if not text.startswith(('{"op":"' + COPY_OUT, '{"op":"' + COPY_IN)):
-        return 0
-    args = json.loads(text).get("args", ())
-    return args[0] if len(args) == 1 and isinstance(args[0], int) else 0

@@ -103,6 +103,7 @@ def _as_rank() -> None:
             latency_seconds=small / (ranks - 1),
         ),
         copy_bytes_per_second=2 * buffer.numel() * 4 / copied,
+        pads=True,
     )
     dist.barrier()
     dist.destroy_process_group()

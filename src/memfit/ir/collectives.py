@@ -62,6 +62,32 @@ def collective(signature: str) -> Collective | None:
     return Collective(body["op"], *body["args"])
 
 
+class Copy(NamedTuple):
+    """A copy that was put into a trace on paper.
+
+    Attributes:
+        nbytes: Bytes that are copied.
+        padded_bytes: Bytes of which a CPU's kernel makes padded copies first.
+    """
+
+    nbytes: int
+    padded_bytes: int
+
+
+def copy_on_paper(signature: str) -> Copy | None:
+    """Return the copy of a signature that was put in on paper; None for other operators, and for captured ones."""
+    if not signature.startswith(('{"op":"' + COPY_OUT, '{"op":"' + COPY_IN)):
+        return None
+    body = json.loads(signature)
+    args = body.get("args", ())
+    return Copy(args[0], body.get("padded", 0)) if len(args) == 1 and isinstance(args[0], int) else None
+
+
+def is_unmeasurable(signature: str) -> bool:
+    """Tell whether an operator can't be measured by itself: it takes other ranks, or was put in on paper."""
+    return collective(signature) is not None or copy_on_paper(signature) is not None
+
+
 class Communicator:
     """The times of collectives on a communicator that runs beside the computation."""
 

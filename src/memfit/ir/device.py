@@ -14,6 +14,8 @@ Count = Annotated[int, msgspec.Meta(ge=1)]
 Bytes = Annotated[int, msgspec.Meta(ge=0)]
 Figure = Annotated[float, msgspec.Meta(ge=0)]
 
+_CARDS_PER_NODE = 8
+
 
 class Device(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A device, with the figures that predictions need. Rates are the vendor's peaks, without structured sparsity.
@@ -44,7 +46,6 @@ class Device(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
             have nothing faster than `link_bytes_per_second`.
         node_bytes_per_second: Bandwidth from one such card to other nodes, in one direction, in its vendor's own
             servers; 0 where there are none.
-        cards_per_node: Cards of one node, in servers as they are sold.
         launch_seconds: Shortest time from one eager operator to the next.
         context_bytes: Memory of the context and the loaded modules, outside the allocator.
         cublas_workspace_bytes: Workspace of each cuBLAS handle, inside the allocator.
@@ -69,12 +70,16 @@ class Device(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     link_bytes_per_second: Figure = 0.0
     peer_bytes_per_second: Figure = 0.0
     node_bytes_per_second: Figure = 0.0
-    cards_per_node: Count = 8
     launch_seconds: Figure = 0.0
     context_bytes: Bytes = 0
     cublas_workspace_bytes: Bytes = 0
     allocator: AllocatorSettings = AllocatorSettings()
     sources: dict[str, str] = {}
+
+    @property
+    def cards_per_node(self) -> int:
+        """Cards of one node, in servers as most are sold."""
+        return _CARDS_PER_NODE
 
     @property
     def is_here(self) -> bool:

@@ -11,10 +11,15 @@ from msgspec.structs import replace
 from memfit.errors import PlanError
 from memfit.ir.plan import Levers, Numerics
 from memfit.ir.sharding import Sharding
-from memfit.levers.conflicts import BATCH_NORM, COUPLING_LOSS, Conflict
+from memfit.levers.conflicts import BATCH_NORM, COUPLING_LOSS, NO_LINK, SEVERAL_OPTIMIZERS, Conflict
 from memfit.levers.lever import Lever, Running, Setting
+from memfit.levers.offloaded_optimizer import OFFLOADED
+from memfit.levers.optimizer_in_backward import IN_BACKWARD
+from memfit.levers.replaced_optimizer import ADAFACTOR, ADAMW_8BIT
 
 SHARDING = "sharding"
+OF_WEIGHTS = "sharding of weights"
+ON_HOST = "shards in host memory"
 
 
 class SharedByRanks(Lever):
@@ -37,7 +42,35 @@ class SharedByRanks(Lever):
             "return (sum, count) where it is a mean over tokens or voxels, or allow numerics='changed'",
             unless="changed",
         ),
+        Conflict(
+            SHARDING,
+            IN_BACKWARD,
+            "gradients are used before the ranks have averaged them",
+            "levers.optimizer 'as-is'; 'zero2' and 'zero3' hold a share of gradients and state",
+        ),
+        *(
+            Conflict(
+                OF_WEIGHTS,
+                other,
+                "it updates whole weights, of which a rank has a share",
+                "levers.optimizer 'as-is', precision 'bf16-mixed', or levers.sharding.mode 'ddp'",
+            )
+            for other in (OFFLOADED, ADAMW_8BIT, ADAFACTOR, "bf16-true", SEVERAL_OPTIMIZERS)
+        ),
+        Conflict(
+            ON_HOST,
+            NO_LINK,
+            "the host's memory is the device's own there",
+            "levers.sharding.offload false",
+        ),
     )
+
+    def names(self, levers: Levers) -> set[str]:
+        sharding = levers.sharding
+        if sharding is None:
+            return {self.name}
+        of_weights = {OF_WEIGHTS} if sharding.is_fully_sharded else set[str]()
+        return {self.name} | of_weights | ({ON_HOST} if sharding.offload else set())
 
     def setting(self, levers: Levers, batch_size: int) -> str:
         return described(levers.sharding) if levers.sharding else ""

@@ -71,25 +71,24 @@ def _data_parallel(
         bucket_cap_mb=sharding.bucket_cap_bytes / _MIB,
         init_sync=not is_part,
     )
-    if is_part:
-        wrapped.register_comm_hook(mesh.get_group(), _all_reduce)  # C++ reads a result that fake ranks don't give
 
     def syncing(is_last: bool) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext() if is_last or sharding.reduces == "each" else wrapped.no_sync()
 
-    return _with_loss(workload, wrapped), SharedStep(mesh, syncing, is_part=is_part)
+    ranks = SharedStep(mesh, syncing, is_part=is_part)
+    if is_part:
+        wrapped.register_comm_hook(ranks, _reduce)  # C++ reads a result that fake ranks don't give
+    return _with_loss(workload, wrapped), ranks
 
 
-def _all_reduce(group: dist.ProcessGroup, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket in place, as DistributedDataParallel does by itself."""
-    buffer = bucket.buffer().div_(group.size())
-    dist.all_reduce(buffer, group=group)
+def _reduce(ranks: SharedStep, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    ranks.reduce(bucket.buffer())
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    done.set_result(buffer)
+    done.set_result(bucket.buffer())
     return done
 
 
-_all_reduce.__annotations__.clear()  # DistributedDataParallel compares them, which are texts here, with classes
+_reduce.__annotations__.clear()  # DistributedDataParallel compares them, which are texts here, with classes
 
 
 def _fully_sharded(

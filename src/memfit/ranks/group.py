@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from memfit._torch.tensors import storage_key_of
 from memfit.ranks.one_process import Number, Share, SingleProcess
 from memfit.workload import Workload, part_of, samples_of
 
@@ -33,7 +34,17 @@ class SharedStep(SingleProcess):
         self, mesh: DeviceMesh, syncing: Callable[[bool], AbstractContextManager[object]], *, is_part: bool = False
     ) -> None:
         self.mesh, self._syncing, self.is_part = mesh, syncing, is_part
+        self._buckets: dict[int, torch.Tensor] = {}
         self.size, self.rank = mesh.size(), dist.get_rank()
+
+    @property
+    def buckets(self) -> list[torch.Tensor]:
+        return list(self._buckets.values())
+
+    def reduce(self, bucket: torch.Tensor) -> None:
+        """Average a bucket of gradients in place, as `DistributedDataParallel` does by itself."""
+        self._buckets[storage_key_of(bucket)] = bucket.detach()
+        dist.all_reduce(bucket.div_(self.size), group=self.mesh.get_group())
 
     def syncing(self, is_last: bool) -> AbstractContextManager[object]:
         return self._syncing(is_last)
@@ -41,6 +52,7 @@ class SharedStep(SingleProcess):
     def share(self, workload: Workload, batch: Any) -> Share:
         """Return this rank's part of a global batch: the first ones have a sample more where it does not divide."""
         total = samples_of(workload, batch)
+        self._buckets.clear()  # the engine makes others after its first step
         if self.is_part:
             return Share(batch, total, total, total)
         least, more = divmod(total, self.size)

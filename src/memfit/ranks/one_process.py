@@ -70,6 +70,11 @@ class SingleProcess:
     def close(self) -> None:
         """Stop watching the optimizer."""
 
+    @property
+    def buckets(self) -> list[torch.Tensor]:
+        """What gradients are sent in, where an engine holds that between steps; known once a step ran in a capture."""
+        return []
+
     # What a step asks
 
     def share(self, workload: Workload, batch: Any) -> Share:

@@ -15,6 +15,8 @@ from memfit.sharding.groups import gradients_by_parameter, innermost, repeated_b
 from memfit.sharding.insertion import Block, Insertion
 
 _ITEMSIZES = (1, 2, 4, 8)
+_WEIGHING = ("aten.detach.default", "aten.add.Tensor", "aten.mul.Tensor", "aten.div.Tensor", "aten._to_copy.default")
+_SCALAR_BYTES = 8
 
 
 class _Unit:
@@ -108,8 +110,19 @@ class FullyShard:
             for i, c in calls
             if self.old.fqn_of(i) in self.units and self.old.fqn_of(i) and c.end > c.start
         ]
-        start, end = min(c.start for _, c in calls), max(c.end for _, c in calls)
+        start = min(c.start for _, c in calls)
+        end = max(max(c.end for _, c in calls), self._end_of_loss(microbatch))  # the engine wraps the loss function
         return [_Pass(self.units[""], calls[0][0], start, end), *inner]
+
+    def _end_of_loss(self, microbatch: int) -> int:
+        """Return the operator after the loss; the step weighs that, and adds it to those of other microbatches."""
+        forward = [i for i, op in enumerate(self.old.ops) if op.phase == "forward" and op.microbatch == microbatch]
+        while forward and self._is_scalar(self.old.ops[forward[-1]]):
+            forward.pop()
+        return forward[-1] + 1 if forward else 0
+
+    def _is_scalar(self, op: Op) -> bool:
+        return op.name in _WEIGHING and self.old.works[op.signature].write_bytes <= _SCALAR_BYTES
 
     def _backward_of(self, microbatch: int) -> list[int]:
         """Return the operators of a backward pass, up to the last one of a module or a gradient."""
@@ -233,7 +246,8 @@ class FullyShard:
         itemsize = self.old.parameters[next(iter(ready))].itemsize
         reduce, shards = self.sharding.reduce_itemsize or itemsize, self.sharding.shard_itemsize or itemsize
         owner, end = each.unit.owner, position - 1
-        copied = self.insertion.op(COPY_IN, numel * reduce, position, like=end, call=each.call)
+        padded = sum(self._padded(p) for p in ready if (self.old.parameters[p].shape or (1,))[0] % world) * reduce
+        copied = self.insertion.op(COPY_IN, numel * reduce, position, like=end, call=each.call, padded_bytes=padded)
         self.reducing = self.insertion.allocate(numel * reduce, copied, "temporaries", owner)
         for index in ready.values():
             self.insertion.free(index, copied)

@@ -48,16 +48,20 @@ class Insertion:
         self._signatures: dict[str, int] = {}
         self._works: list[Work] = []
 
-    def op(self, name: str, nbytes: int, before: int, *, like: int, call: int, ranks: int = 0) -> Inserted:
+    def op(
+        self, name: str, nbytes: int, before: int, *, like: int, call: int, ranks: int = 0, padded_bytes: int = 0
+    ) -> Inserted:
         """Insert an operator that moves a number of bytes.
 
         Args:
             before: Index of the next operator of the original step; `len(ops)` for the end.
             like: Index of an operator with the same phase and microbatch.
             ranks: Those among which it is a collective; 0 for a copy.
+            padded_bytes: Bytes that a CPU's kernel copies first, so that each shard is as long.
         """
         args = [nbytes, ranks] if ranks else [nbytes]
-        text = json.dumps({"op": name, "args": args}, separators=(",", ":"))
+        body = {"op": name, "args": args} | ({"padded": padded_bytes} if padded_bytes else {})
+        text = json.dumps(body, separators=(",", ":"))
         if text not in self._signatures:
             self._signatures[text] = len(self.trace.signatures) + len(self._works)
             self._works.append(Work(0, nbytes, nbytes, "", True))

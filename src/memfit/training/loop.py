@@ -27,6 +27,7 @@ class DescribedLoop:
         self.step, self.loop = step, loop
         self.workload = step.workload
         self.on_phase: Callable[[Phase, int], None] | None = None
+        self.buckets: list[torch.Tensor] = []
         self._outputs: Any = None
         self._loss: torch.Tensor | None = None
         self._inputs: Any = None

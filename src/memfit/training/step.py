@@ -154,6 +154,11 @@ class Step:
         """Makes the context of a step in which no more may be held than it says; None for no limit."""
         return self.options.limit
 
+    @property
+    def buckets(self) -> list[torch.Tensor]:
+        """What gradients are sent in to other ranks, where an engine holds that between steps."""
+        return self.options.ranks.buckets
+
     def close(self) -> None:
         """Undo what a plan did to the model; the step is of no use afterwards."""
         if self.on_close is not None:

@@ -1,0 +1,95 @@
+"""Ranks for benchmarks: processes of this machine in one gloo group, each of one thread."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as processes
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+
+SETTLE_SECONDS = 0.003
+"""gloo's threads hold what was sent for a moment longer: they are given time."""
+
+
+def on_ranks(world_size: int, program: Callable[..., Iterator[Any]], *args: Any) -> Iterator[Any]:
+    """Yield what the first of some ranks yields of `program(*args)`, which runs on each.
+
+    Raises:
+        RuntimeError: A rank ended with an error.
+    """
+    with contextlib.closing(socket.socket()) as listening:
+        listening.bind(("127.0.0.1", 0))
+        port = listening.getsockname()[1]
+    context = processes.get_context("spawn")
+    queue = context.SimpleQueue()
+    ranks = [
+        context.Process(target=_as_rank, args=(rank, world_size, port, queue, program, args))
+        for rank in range(world_size)
+    ]
+    for rank in ranks:
+        rank.start()
+    try:
+        while True:
+            while queue.empty():
+                if any(rank.exitcode for rank in ranks):
+                    raise RuntimeError(f"a rank of {world_size} ended with an error")
+                time.sleep(0.01)
+            kind, value = queue.get()
+            if kind == "end":
+                break
+            yield value
+    finally:
+        for rank in ranks:
+            rank.join(timeout=10)
+            rank.kill()
+
+
+def _as_rank(
+    rank: int, world_size: int, port: int, queue: Any, program: Callable[..., Iterator[Any]], args: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+    for value in program(*args):
+        if rank == 0:
+            queue.put(("value", value))
+    dist.barrier()
+    if rank == 0:
+        queue.put(("end", None))
+    dist.barrier()
+    sys.stderr.flush()
+    os._exit(0)  # threads of gloo that outlive the group abort a process that ends by itself
+
+
+def of_all_ranks(value: int) -> list[int]:
+    """Return a number of each rank."""
+    own = torch.tensor([value])
+    found = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, own)
+    return [int(number) for number in found]
+
+
+class InPlaceAllGather(DefaultAllGather):
+    """Gathers without the copy of everything that gloo makes; NCCL makes none."""
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> None:
+        for rank, part in enumerate(output_tensor.chunk(group.size())):
+            dist.broadcast(part, group_src=rank, group=group)
+        time.sleep(SETTLE_SECONDS)
+
+
+class InPlaceReduceScatter(DefaultReduceScatter):
+    """Reduces without that copy."""
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> Any:
+        work = dist.all_reduce(input_tensor, group=group)
+        output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()]).div_(group.size())
+        time.sleep(SETTLE_SECONDS)
+        return work
