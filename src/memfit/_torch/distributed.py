@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,7 +38,8 @@ def fake_ranks(world_size: int) -> Iterator[None]:
 
     numbers = itertools.count(1)
     # PyTorch numbers fake collectives by Python's generator, which the user's step may draw from.
-    with replaced(_meta_registrations, "generate_unique_id", lambda: next(numbers)):
+    numbered = replaced(_meta_registrations, "generate_unique_id", lambda: next(numbers))
+    with numbered, replaced(sys, "excepthook", sys.excepthook):  # which joining a group wraps each time
         dist.init_process_group("fake", rank=0, world_size=world_size)
         try:
             yield

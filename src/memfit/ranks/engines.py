@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,6 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from memfit._torch.pytree import tree_map
 from memfit.errors import PlanError
 from memfit.ir.sharding import Sharding
 from memfit.ranks.group import SharedStep
@@ -110,6 +112,9 @@ def _fully_sharded(
         fully_shard(
             _unit(model, fqn), reshard_after_forward=sharding.mode == "zero3" and fqn not in sharding.kept, **given
         )
+    dtype = _dtype(sharding.param_dtype)
+    if dtype is not None:  # the loss function's other inputs, such as targets, stay as they are
+        model.register_forward_pre_hook(functools.partial(_cast, dtype), with_kwargs=True)
     root = fully_shard(_ForwardPass(model, workload.loss_fn), **given)
     _rebind(workload.optimizer, before, dict(model.named_parameters(remove_duplicate=False)))
     assert isinstance(root, FSDPModule)
@@ -153,6 +158,13 @@ def _equalize(model: nn.Module) -> None:
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             dist.broadcast(tensor, 0)
+
+
+def _cast(dtype: torch.dtype, model: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Return a model's inputs with what is floating-point in another dtype."""
+    return tree_map(
+        lambda x: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, (args, kwargs)
+    )
 
 
 def _rebind(optimizer: torch.optim.Optimizer, before: dict[str, nn.Parameter], after: dict[str, nn.Parameter]) -> None:
