@@ -172,11 +172,8 @@ def test_each_row_is_refused(pair: tuple[str, str]) -> None:
 
 
 def test_every_row_but_those_of_other_frameworks_is_tested() -> None:
-    # tested with an environment of its own, in test_batch_coupling.py, below, in test_adapt.py and in test_ranks.py
-    elsewhere = {
-        *(conflicts.JITTOR, conflicts.COUPLING_LOSS, replaced_optimizer.NO_BITSANDBYTES, conflicts.ADAPTING),
-        conflicts.ROUNDING_RANKS,
-    }
+    # tested with an environment of its own, in test_batch_coupling.py, below, in test_adapt.py, test_out_of_memory.py
+    elsewhere = {conflicts.JITTOR, conflicts.COUPLING_LOSS, replaced_optimizer.NO_BITSANDBYTES, conflicts.ADAPTING}
     assert set(CASES) == {(r.one, r.other) for r in CONFLICTS if elsewhere.isdisjoint((r.one, r.other))}
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from memfit._torch.dispatch import disable_current_modes
 from memfit._torch.pytree import tree_leaves
 from memfit._torch.replacement import replaced
 
@@ -57,3 +58,51 @@ def ranks_of(arguments: Any) -> int:
     names: list[Any] = [argument for argument in tree_leaves(arguments) if isinstance(argument, str)]
     resolve: Any = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
     return int(resolve(names[-1]).size()) if names else dist.get_world_size()
+
+
+def collectives_sent(group: Any) -> int:
+    """Return how many collectives this rank has sent on a process group."""
+    return int(group._get_sequence_number_for_group())
+
+
+def rebuild_buckets(wrapped: Any) -> None:
+    """Put a `DistributedDataParallel`'s parameters into buckets by the order of their gradients, once that is known.
+
+    It does so in its forward pass by itself. Dispatch modes see nothing of it, as all ranks have to do it at once.
+    """
+    with disable_current_modes():
+        wrapped.reducer._rebuild_buckets()
+
+
+def send_buffers_by(wrapped: Any, hook: Any) -> None:
+    """Have a hook make a `DistributedDataParallel`'s buffers equal: `hook(buffers)`, before each forward pass."""
+    from torch.nn.parallel.distributed import _BufferCommHookLocation
+
+    wrapped._register_buffer_comm_hook(
+        None, lambda state, named: hook(list(named.values())), _BufferCommHookLocation.PRE_FORWARD
+    )
+
+
+def restart_buckets(wrapped: Any) -> None:
+    """Have a `DistributedDataParallel` whose backward pass was aborted begin anew; call it on every rank."""
+    wrapped._has_rebuilt_buckets = False
+    wrapped.reducer._reset_state()
+
+
+def initialize_units(root: Any) -> None:
+    """Have `fully_shard` do what it does at the first forward pass: `reset_iter_state` fails before it was done."""
+    root._get_fsdp_state()._lazy_init()
+
+
+def drop_unsharded_gradients(root: Any) -> None:
+    """Drop the gradients that `fully_shard` has not reduced: `reset_iter_state` of torch 2.13 leaves them.
+
+    The next step would add to them.
+    """
+    for module in root.modules():
+        state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
+        for group in () if state is None else state._fsdp_param_groups:
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None

@@ -15,7 +15,6 @@ FOREIGN_OPTIMIZER = "an optimizer that is not of torch.optim"
 COMPILED = "torch.compile"
 NO_LINK = "a device without a link to the host"
 JITTOR = "memfit.jittor"
-ROUNDING_RANKS = "process_group= with Workload.bf16_updates='stochastic-rounding'"
 ADAPTING = "a plan for each batch's shapes (`memfit.adapt`)"
 
 

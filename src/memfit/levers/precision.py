@@ -15,7 +15,7 @@ from memfit.ir.device import Device
 from memfit.ir.plan import Levers
 from memfit.levers.bf16_weights import bf16_weights
 from memfit.levers.casts import autocast, is_cast, kept_in_fp32, tf32, uncast
-from memfit.levers.conflicts import ADAPTING, ROUNDING_RANKS, Conflict
+from memfit.levers.conflicts import ADAPTING, Conflict
 from memfit.levers.lever import Lever, Rung, Running, Setting
 from memfit.training.loss_scaling import LossScaler
 from memfit.workload import Workload, samples_of
@@ -37,12 +37,6 @@ class Precision(Lever):
             "bf16 weights lose every update below 1/256 of their value",
             "give bf16_updates='master-weights' (fp32 copies that the optimizer updates) or 'stochastic-rounding', or"
             " use 'bf16-mixed'",
-        ),
-        Conflict(
-            "bf16-true",
-            ROUNDING_RANKS,
-            "each rank would round otherwise, and the weights drift apart",
-            "give bf16_updates='master-weights'",
         ),
         Conflict(
             "bf16-true",

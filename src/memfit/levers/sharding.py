@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from memfit.errors import PlanError
 from memfit.ir.plan import Levers, Numerics
 from memfit.ir.sharding import Sharding
-from memfit.levers.conflicts import BATCH_NORM, COUPLING_LOSS, NO_LINK, SEVERAL_OPTIMIZERS, Conflict
+from memfit.levers.conflicts import ADAPTING, BATCH_NORM, COUPLING_LOSS, NO_LINK, SEVERAL_OPTIMIZERS, Conflict
 from memfit.levers.lever import Lever, Running, Setting
 from memfit.levers.offloaded_optimizer import OFFLOADED
 from memfit.levers.optimizer_in_backward import IN_BACKWARD
@@ -62,6 +62,13 @@ class SharedByRanks(Lever):
             NO_LINK,
             "the host's memory is the device's own there",
             "levers.sharding.offload false",
+        ),
+        Conflict(
+            SHARDING,
+            ADAPTING,
+            "other shapes are predicted by captures, and a process that has joined a process group can't capture the"
+            " step of several ranks",
+            "use memfit.apply with recover=True: one plan for all shapes, and a lower one where memory runs out",
         ),
     )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 
 import torch
 from msgspec.structs import replace
-from torch.distributed import ProcessGroup
 
 from memfit.batch import map_tensors
 from memfit.cost.calibrate import with_workspaces
@@ -25,7 +23,7 @@ from memfit.ir.simulate import simulate
 from memfit.levers import registry
 from memfit.levers.conflicts import ADAPTING
 from memfit.levers.switch import Switch, candidates_of, lowered
-from memfit.pipeline._apply import join, snapshots_of, switchable
+from memfit.pipeline._apply import snapshots_of, switchable
 from memfit.pipeline.placement import placed
 from memfit.planner.batch_coupling import without_coupled
 from memfit.planner.captures import Captures
@@ -53,7 +51,6 @@ def adapt(
     *,
     limit_bytes: int | None = None,
     snapshots: str | Path | None = None,
-    process_group: ProcessGroup | None = None,
 ) -> Step:
     """Return a training step for batches whose shapes vary, which runs each with the fastest plan that fits it.
 
@@ -67,8 +64,6 @@ def adapt(
         limit_bytes: What a step may hold at a time (> 0): it fails before it exceeds that. None sets no limit.
         snapshots: Folder for a memory snapshot of each step that runs out of memory, `out-of-memory-<step>.pickle`, at
             most 8; None for none.
-        process_group: Ranks that train together, as for `apply`; all take the same plan, the one for the largest batch
-            among them. None for one process.
 
     Raises:
         PlanMismatchError: The plan was made for another workload.
@@ -80,7 +75,6 @@ def adapt(
         switch = stack.enter_context(switchable(plan, workload, limit_bytes=limit_bytes))
         adaptive = stack.enter_context(contextlib.closing(Adaptive(switch, plan, snapshots)))
         switch.step.change(recovery=adaptive)
-        join(adaptive, process_group)
         switch.step.on_close = stack.pop_all().close
     return switch.step
 
@@ -157,7 +151,7 @@ class Adaptive(Recovery):
 
     def __call__(self, run: Callable[[Any], StepResult], batch: Any) -> StepResult:
         """Run a batch with the plan that is chosen for it."""
-        (place,) = self._ranks.most([self._place(batch)])
+        place = self._place(batch)
         self._bucket = min(BUCKETS - 1, int(place * BUCKETS))
         self._expected = self.expected_at(place)
         self._take(self._chosen())
@@ -169,7 +163,7 @@ class Adaptive(Recovery):
         limit = self.step.limit
         is_slowed = isinstance(limit, CpuLimit) and limit.has_looked_up
         seconds = None if is_slowed else result.seconds
-        self.controller.learn(self._bucket, self._arm, self._expected[self._arm], *self._seen(seconds))
+        self.controller.learn(self._bucket, self._arm, self._expected[self._arm], seconds, self._peak_bytes())
         self.taken[self._bucket, self._arm] += 1
         return result
 
@@ -249,17 +243,10 @@ class Adaptive(Recovery):
         return self._take(arm) if self._expected[arm].peak_bytes < before.peak_bytes else None
 
     def _chosen(self) -> int:
-        """Return the first rank's choice of a plan; the leanest where none is predicted to fit."""
+        """Return the plan to take; the leanest where none is predicted to fit."""
         arm = self.controller.choose(self._bucket, self._expected)
         leanest = min(range(len(self.candidates)), key=lambda arm: self._expected[arm].peak_bytes)
-        return self._ranks.first(leanest if arm is None else arm)
-
-    def _seen(self, seconds: float | None) -> tuple[float | None, int | None]:
-        """Return the time of the slowest rank and the peak of the fullest one, so that all ranks learn the same."""
-        peak_bytes = self._peak_bytes()
-        said = [math.inf if seconds is None else seconds, -1.0 if peak_bytes is None else float(peak_bytes)]
-        slowest, fullest = self._ranks.most(said)
-        return None if math.isinf(slowest) else slowest, None if fullest < 0 else int(fullest)
+        return leanest if arm is None else arm
 
     def _peak_bytes(self) -> int | None:
         if (peaks := accelerators.peaks(self._place_of_step)) is not None:

@@ -8,14 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch.distributed import ProcessGroup
 
 from memfit.capture.accumulation import Accumulation
 from memfit.cost.calibrate import known_workspace_bytes
 from memfit.errors import UsageError
 from memfit.ir.plan import Plan
-from memfit.levers import registry
-from memfit.levers.conflicts import ROUNDING_RANKS
 from memfit.levers.stack import applied, check_plan, check_untouched, host_bytes_of
 from memfit.levers.switch import Switch, without_switched
 from memfit.pipeline.placement import placed
@@ -24,7 +21,6 @@ from memfit.planner.batch_coupling import without_coupled
 from memfit.training.guards.host_memory import check_host, host_needs
 from memfit.training.guards.ledger import device_of, held_tensors, live
 from memfit.training.guards.limits import AcceleratorLimit, CpuLimit
-from memfit.training.guards.rank_agreement import check_can_recover
 from memfit.training.guards.recovery import OutOfMemoryObserver, Recovery
 from memfit.training.guards.snapshots import Snapshots
 from memfit.training.refusals import check_supported
@@ -39,7 +35,6 @@ def apply(
     recover: bool = False,
     limit_bytes: int | None = None,
     snapshots: str | Path | None = None,
-    process_group: ProcessGroup | None = None,
 ) -> Step:
     """Return the training step that runs a plan on a workload.
 
@@ -52,14 +47,12 @@ def apply(
         plan: A plan for this workload.
         workload: The user's workload.
         recover: Whether a step that runs out of memory is undone, and run again on the same batch under the next
-            lower plan of the frontier, which then stays.
+            lower plan of the frontier, which then stays. Ranks that share the step do so together, whichever of them
+            runs out.
         limit_bytes: What a step may hold at a time, on a GPU reserve (> 0): it fails before it exceeds that. None
             sets no limit.
         snapshots: Folder for a memory snapshot of each step that runs out of memory, `out-of-memory-<step>.pickle`, at
             most 8; None for none.
-        process_group: Ranks that train together, each with a copy of the model, its own batches and the same plan: what
-            runs out of memory on one is undone on all, and gradients are averaged after the backward pass. None for
-            one process.
 
     Raises:
         PlanMismatchError: The plan was made for another workload.
@@ -67,11 +60,9 @@ def apply(
         PlanError: A plan is applied to the workload already, its levers are not legal, or it cuts batches whose samples
             the loss couples.
         WorkloadError: The model is on another device than the plan's.
-        UsageError: `limit_bytes` is not positive, `process_group` is given without `recover`, the ranks have different
-            plans, or the model is one whose ranks can't recover together.
+        UsageError: `limit_bytes` is not positive; or with `recover`, ranks that share the step have different plans, or
+            what shares it can't be undone by this PyTorch.
     """
-    if process_group is not None and not recover:
-        raise UsageError("process_group= has ranks undo steps together: give recover=True too")
     plan, workload = without_coupled(plan, workload), placed(workload, plan)
     with contextlib.ExitStack() as stack:
         switch = stack.enter_context(switchable(plan, workload, limit_bytes=limit_bytes))
@@ -79,27 +70,10 @@ def apply(
         if recover:
             recovery = Recovery(switch.step, plan, switch.lower, snapshots=writer)
             switch.step.change(recovery=stack.enter_context(contextlib.closing(recovery)))
-            join(recovery, process_group)
         elif writer is not None:
             switch.step.change(recovery=OutOfMemoryObserver(switch.step, plan, writer))
         switch.step.on_close = stack.pop_all().close
     return switch.step
-
-
-def join(recovery: Recovery, process_group: ProcessGroup | None) -> None:
-    """Have ranks recover together, where there are several.
-
-    Raises:
-        UsageError: The model is one whose ranks can't recover together.
-        PlanError: The plan does not go with ranks.
-    """
-    workload = recovery.step.workload
-    check_can_recover(workload.model)
-    if process_group is None:
-        return
-    if workload.bf16_updates == "stochastic-rounding":
-        registry.check_names(registry.names(recovery.plan.levers, recovery.plan.batch_size) | {ROUNDING_RANKS})
-    recovery.join(process_group)
 
 
 def snapshots_of(switch: Switch, folder: str | Path | None) -> Snapshots | None:

@@ -21,10 +21,18 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from memfit._torch.distributed import (
+    drop_unsharded_gradients,
+    initialize_units,
+    rebuild_buckets,
+    restart_buckets,
+)
 from memfit._torch.pytree import tree_map
-from memfit.errors import PlanError
+from memfit.errors import PlanError, UsageError
 from memfit.ir.sharding import Sharding
+from memfit.ranks.agreement import Agreement
 from memfit.ranks.group import SharedStep
+from memfit.ranks.hooks import watch_data_parallel, watch_fully_sharded
 from memfit.workload import Loss, Workload
 
 _MIB = 2**20
@@ -73,14 +81,38 @@ def _data_parallel(
         bucket_cap_mb=sharding.bucket_cap_bytes / _MIB,
         init_sync=not is_part,
     )
-
-    def syncing(is_last: bool) -> contextlib.AbstractContextManager[object]:
-        return contextlib.nullcontext() if is_last or sharding.reduces == "each" else wrapped.no_sync()
-
-    ranks = SharedStep(mesh, syncing, is_part=is_part)
+    engine = _DataParallel(wrapped, sharding)
+    ranks = SharedStep(mesh, engine, is_part=is_part)
     if is_part:
         wrapped.register_comm_hook(ranks, _reduce)  # C++ reads a result that fake ranks don't give
-    return _with_loss(workload, wrapped), ranks
+    return _with_loss(workload, engine), ranks
+
+
+class _DataParallel:
+    """DistributedDataParallel on a model."""
+
+    def __init__(self, wrapped: DistributedDataParallel, sharding: Sharding) -> None:
+        self._wrapped, self._sharding = wrapped, sharding
+        self._agreement: Agreement | None = None
+
+    def __call__(self, batch: Any) -> Loss:
+        if self._agreement is not None:
+            with self._agreement.opening():
+                rebuild_buckets(self._wrapped)
+        result: Loss = self._wrapped(batch)
+        return result
+
+    def syncing(self, is_last: bool) -> contextlib.AbstractContextManager[object]:
+        if is_last or self._sharding.reduces == "each":
+            return contextlib.nullcontext()
+        return self._wrapped.no_sync()
+
+    def watch(self, agreement: Agreement) -> None:
+        watch_data_parallel(self._wrapped, agreement)
+        self._agreement = agreement
+
+    def reset(self) -> None:
+        restart_buckets(self._wrapped)
 
 
 def _reduce(ranks: SharedStep, bucket: Any) -> torch.futures.Future[torch.Tensor]:
@@ -120,14 +152,46 @@ def _fully_sharded(
     assert isinstance(root, FSDPModule)
     del before
     gc.collect()  # whole parameters are in cycles of objects
+    engine = _FullySharded(root, sharding, mesh)
+    return _with_loss(workload, root), SharedStep(mesh, engine, shards=sharding.shards, is_part=is_part)
+
+
+class _FullySharded:
+    """`fully_shard` on a model."""
+
+    def __init__(self, root: FSDPModule, sharding: Sharding, mesh: DeviceMesh) -> None:
+        self._root, self._sharding, self._mesh = root, sharding, mesh
 
     @contextlib.contextmanager
-    def syncing(is_last: bool) -> Iterator[None]:
-        if sharding.reduces == "last":
-            root.set_requires_gradient_sync(is_last)
+    def syncing(self, is_last: bool) -> Iterator[None]:
+        if self._sharding.reduces == "last":
+            self._root.set_requires_gradient_sync(is_last)
         yield
 
-    return _with_loss(workload, root), SharedStep(mesh, syncing, is_part=is_part)
+    def watch(self, agreement: Agreement) -> None:
+        """Tell an agreement of what is sent.
+
+        Raises:
+            UsageError: This PyTorch can't end a step in the middle, or nothing is cut.
+        """
+        if not hasattr(self._root, "reset_iter_state"):
+            raise UsageError(
+                f"recover=True with levers.sharding.mode={self._sharding.mode!r} needs torch 2.13"
+                f" (FSDPModule.reset_iter_state), and this is {torch.__version__}: install it, take"
+                " levers.sharding.mode='ddp', or give recover=False"
+            )
+        if self._sharding.shards == 1:
+            raise UsageError(
+                "recover=True with as many levers.sharding.replicas as ranks: take levers.sharding.mode='ddp', which"
+                " keeps whole copies with less memory"
+            )
+        initialize_units(self._root)
+        replicas = self._mesh.get_group("replicas") if self._sharding.replicas > 1 else None
+        watch_fully_sharded(self._root, agreement, replicas)
+
+    def reset(self) -> None:
+        self._root.reset_iter_state()
+        drop_unsharded_gradients(self._root)
 
 
 def _offload() -> CPUOffloadPolicy:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,11 +14,29 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from memfit._torch.tensors import storage_key_of
+from memfit.ranks.agreement import FAILED, RAN_OUT, Agreement, Collective, worst_of
 from memfit.ranks.one_process import Number, Share, SingleProcess
-from memfit.workload import Workload, part_of, samples_of
+from memfit.workload import Workload, part_of, samples_of, tensors_of
 
 _MIX = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, as in SplitMix64 (Steele, Lea, Flood 2014)
 _MASK = 2**64 - 1
+
+
+class Engine(Protocol):
+    """One of PyTorch's engines, on a model."""
+
+    def syncing(self, is_last: bool) -> AbstractContextManager[object]:
+        """Make the context of a microbatch's passes, given whether it is the last."""
+
+    def watch(self, agreement: Agreement) -> None:
+        """Tell an agreement of what is sent, from now on.
+
+        Raises:
+            UsageError: What runs here can't be watched.
+        """
+
+    def reset(self) -> None:
+        """Make the engine ready for the next step, after one that was aborted in the middle."""
 
 
 class SharedStep(SingleProcess):
@@ -25,17 +44,69 @@ class SharedStep(SingleProcess):
 
     Args:
         mesh: Of all ranks.
-        syncing: Makes the context of a microbatch's passes, given whether it is the last.
+        engine: Shares it.
+        shards: Ranks among which gradients are cut, where they are.
         is_part: Whether batches are this rank's parts already, as in a capture; all ranks then have as many samples,
             and random generators are left alone.
     """
 
-    def __init__(
-        self, mesh: DeviceMesh, syncing: Callable[[bool], AbstractContextManager[object]], *, is_part: bool = False
-    ) -> None:
-        self.mesh, self._syncing, self.is_part = mesh, syncing, is_part
+    def __init__(self, mesh: DeviceMesh, engine: Engine, *, shards: int = 1, is_part: bool = False) -> None:
+        self.mesh, self._engine, self._shards, self.is_part = mesh, engine, shards, is_part
         self._buckets: dict[int, torch.Tensor] = {}
         self.size, self.rank = mesh.size(), dist.get_rank()
+        assert dist.group.WORLD is not None
+        self._world = dist.group.WORLD
+        self._agreement: Agreement | None = None
+
+    # Steps that may have to be undone
+
+    def watch(self, plans: bytes) -> None:
+        """Have ranks undo steps together, from now on; call it on all of them.
+
+        Raises:
+            UsageError: Their plans differ, or the engine can't be watched.
+        """
+        agreement = Agreement(self._engine.reset)
+        agreement.check_same("plans", plans)
+        self._engine.watch(agreement)
+        self._agreement = agreement
+
+    def close(self) -> None:
+        if self._agreement is not None:
+            self._agreement.close()
+            self._agreement = None
+
+    @property
+    def _watched(self) -> Agreement:
+        assert self._agreement is not None, "watch() comes first"
+        return self._agreement
+
+    @property
+    def is_updating(self) -> bool:  # type: ignore[override]
+        return self._agreement is not None and self._agreement.is_updating
+
+    def begin(self, batch: Any) -> None:
+        self._watched.begin(tuple(tensor.shape for tensor in tensors_of(batch)))
+
+    def agree(self, is_sure: bool) -> bool:
+        return self._watched.agree(is_sure)
+
+    def commit(self) -> None:
+        self._watched.is_updating = True
+
+    def finish(self) -> None:
+        self._watched.finish()
+
+    def failed(self, ran_out: bool) -> bool:
+        return self._watched.failed(RAN_OUT if ran_out else FAILED) == RAN_OUT
+
+    def reset(self) -> None:
+        self._watched.reset()
+
+    def all(self, value: bool) -> bool:
+        return self._watched.vote(int(not value)) == 0
+
+    # What a step asks
 
     @property
     def buckets(self) -> list[torch.Tensor]:
@@ -47,7 +118,7 @@ class SharedStep(SingleProcess):
         dist.all_reduce(bucket.div_(self.size), group=self.mesh.get_group())
 
     def syncing(self, is_last: bool) -> AbstractContextManager[object]:
-        return self._syncing(is_last)
+        return self._engine.syncing(is_last)
 
     def share(self, workload: Workload, batch: Any) -> Share:
         """Return this rank's part of a global batch: the first ones have a sample more where it does not divide."""
@@ -64,14 +135,37 @@ class SharedStep(SingleProcess):
         return Share(part_of(workload, batch, start, stop), stop - start, mean, most)
 
     def means(self, values: list[Number]) -> list[Number]:
-        place = next((v.device for v in values if isinstance(v, torch.Tensor)), torch.device(self.mesh.device_type))
-        kind = torch.float32 if place.type == "mps" else torch.float64
-        message = torch.stack([torch.as_tensor(v, device=place).detach().to(kind).reshape(()) for v in values])
-        dist.all_reduce(message)
-        return list((message / self.size).unbind())
+        """Return the means over all ranks of some numbers; all stop here where a rank failed before."""
+        message = self._message(values)
+        agreement = self._agreement
+        if agreement is None or not agreement.is_active:
+            dist.all_reduce(message)
+        else:
+            message = torch.cat([message, message.new_zeros(2)])
+            answer = functools.partial(_tell, agreement, message.shape, message.dtype, message.device)
+            agreement.before(Collective(("told", len(values)), ((self._world, answer),)))
+            dist.all_reduce(message)
+            agreement.heed(*message[-2:].tolist())
+        return list((message[: len(values)] / self.size).unbind())
 
     def mean(self, value: Number) -> Number:
-        return torch.as_tensor(self.means([value])[0]).float()  # a loss divided by it is not widened further
+        message = self._message([value])
+        if self._agreement is not None:
+            answer = functools.partial(_zero, message.shape, message.dtype, message.device)
+            self._agreement.before(Collective(("number",), ((self._world, answer),)))
+        dist.all_reduce(message)
+        return (message[0] / self.size).float()  # a loss divided by it is not widened further
+
+    def norm(self, norm: torch.Tensor, is_part: bool) -> torch.Tensor:
+        if not is_part:
+            return norm
+        (mean,) = self.means([norm.double() ** 2 if norm.device.type != "mps" else norm**2])
+        return (torch.as_tensor(mean) * self._shards).sqrt().to(norm.dtype)  # replicas have the same parts
+
+    def _message(self, values: list[Number]) -> torch.Tensor:
+        place = next((v.device for v in values if isinstance(v, torch.Tensor)), torch.device(self.mesh.device_type))
+        kind = torch.float32 if place.type == "mps" else torch.float64
+        return torch.stack([torch.as_tensor(v, device=place).detach().to(kind).reshape(()) for v in values])
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -92,6 +186,18 @@ class SharedStep(SingleProcess):
             yield
         finally:
             torch.manual_seed(_mixed(seed, 0))
+
+
+def _tell(agreement: Agreement, shape: torch.Size, kind: torch.dtype, device: torch.device) -> int:
+    """Send the vote of a rank that failed, in place of its numbers; return the worst of all ranks."""
+    message = torch.zeros(shape, dtype=kind, device=device)
+    message[-2 if agreement.own == RAN_OUT else -1] = 1
+    dist.all_reduce(message)
+    return worst_of(*message[-2:].tolist())
+
+
+def _zero(shape: torch.Size, kind: torch.dtype, device: torch.device) -> None:
+    dist.all_reduce(torch.zeros(shape, dtype=kind, device=device))
 
 
 def _mixed(seed: int, number: int) -> int:

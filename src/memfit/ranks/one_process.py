@@ -34,16 +34,30 @@ class SingleProcess:
     """A process that trains by itself: it agrees with itself.
 
     Attributes:
-        is_updating: Whether all have agreed to update, so that the step can't be undone any more.
+        size: Number of ranks.
+        is_updating: Whether ranks may have updated, so that the step can't be undone any more.
     """
 
+    size = 1
     is_updating = False
 
-    def begin(self) -> None:
-        """Note that a step begins."""
+    # What a step that may have to be undone asks
 
-    def average(self) -> None:
-        """Average the gradients, once all ranks have finished their backward passes."""
+    def watch(self, plans: bytes) -> None:
+        """Have ranks undo steps together, from now on; all have the same plans."""
+
+    def close(self) -> None:
+        """Watch no more."""
+
+    def begin(self, batch: Any) -> None:
+        """Note that a step begins on a global batch."""
+
+    def agree(self, is_sure: bool) -> bool:
+        """Agree to update, or that it was done; tell whether all are sure that memory is there for it."""
+        return is_sure
+
+    def commit(self) -> None:
+        """Note that ranks may have updated, from here on."""
 
     def finish(self) -> None:
         """Note that a step is done, with an update or without."""
@@ -52,23 +66,12 @@ class SingleProcess:
         """Tell the other ranks that this one aborts the step; return whether all aborting ranks ran out of memory."""
         return ran_out
 
-    def settle(self) -> None:
-        """Make the buffers of all ranks equal."""
+    def reset(self) -> None:
+        """Make ready for the next step, after one that was aborted."""
 
     def all(self, value: bool) -> bool:
         """Tell whether a value is true on every rank."""
         return value
-
-    def most(self, values: list[float]) -> list[float]:
-        """Return the maximum over the ranks of each value."""
-        return values
-
-    def first(self, value: int) -> int:
-        """Return the value of the first rank."""
-        return value
-
-    def close(self) -> None:
-        """Stop watching the optimizer."""
 
     @property
     def buckets(self) -> list[torch.Tensor]:
@@ -89,6 +92,10 @@ class SingleProcess:
     def mean(self, value: Number) -> Number:
         """Return the mean over all ranks of a number."""
         return self.means([value])[0]
+
+    def norm(self, norm: torch.Tensor, is_part: bool) -> torch.Tensor:
+        """Return the norm of all gradients, given that of this rank's; it may have a part of them."""
+        return norm
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor whole, of which each rank has a shard or a part of a sum."""

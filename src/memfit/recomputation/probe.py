@@ -11,6 +11,7 @@ import warnings
 import zlib
 from collections.abc import Iterator
 
+import numpy
 import torch
 
 from memfit._torch.dispatch import disable_current_modes
@@ -130,7 +131,8 @@ def checksum(tensor: torch.Tensor) -> int | None:
 def _crc(tensor: torch.Tensor, start: int) -> int:
     """Continue a cyclic redundancy check; a non-contiguous tensor is copied in pieces, by NumPy."""
     if tensor.is_contiguous() or tensor.nbytes <= _PIECE_BYTES or tensor.dim() == 0:
-        values = tensor.view(_integer(tensor)).numpy()
+        # Not `Tensor.numpy`, after which `fully_shard` can't free the storage: it is not resizable any more.
+        values = numpy.from_dlpack(tensor.view(_integer(tensor)))
         return zlib.crc32((values if tensor.is_contiguous() else values.copy(order="C")).data, start)
     for piece in tensor.unbind(0):
         start = _crc(piece, start)

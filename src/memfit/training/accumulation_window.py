@@ -62,7 +62,7 @@ class Window:
     def finish(self, gradients: list[torch.Tensor]) -> None:
         """Correct the gradients for the estimated count, once all microbatches have run; ranks add up their losses."""
         if self.divisor is None:
-            self.total = self._ranks.mean(self.total)
+            (self.total,) = self._ranks.means([self.total])
             return
         self.total, self.count = self._ranks.means([self.total, self.count])
         if not self._is_estimate and self.microbatches == 1 or not gradients:

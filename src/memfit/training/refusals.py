@@ -34,8 +34,8 @@ def _refused_modules(model: nn.Module) -> Iterator[str]:
         if isinstance(module, _WRAPPERS):
             yield (
                 f"{where} is a {kind}, which sends tensors in the middle of a step: give the module in it,"
-                f" {where}.module, and memfit.estimate(world_size=...) or memfit.apply(process_group=...)"
-                " for several ranks"
+                f" {where}.module; a plan with levers.sharding shares the step among ranks, and memfit.estimate("
+                "world_size=...) predicts it"
             )
         if isinstance(module, torch.jit.ScriptModule):
             yield (

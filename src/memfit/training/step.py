@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from memfit._torch.distributed import local_part
+from memfit._torch.distributed import is_shared, local_part
 from memfit._torch.foreach import foreach_copy_
 from memfit._torch.modules import NormBase, own_buffers, own_modules, own_parameters
 from memfit.errors import NonFiniteError, UsageError, WorkloadError
@@ -261,7 +261,6 @@ class Step:
             loss = self._accumulate(share, parameters, updating=self.options.in_backward)
             self._check_loss(loss, share)
             self._phase("optimizer", 0)
-            self.options.ranks.average()
             scale = 1.0 if self.scaler is None else self.scaler.scale
             norm, is_whole = self._update(loss, share)
         finally:
@@ -373,9 +372,8 @@ class Step:
         if self.scaler is not None:
             self.scaler.unscale(gradients)
         is_whole = self.workload.max_grad_norm is not None or not any(g.is_sparse for g in gradients)
-        given = [p.grad for p in updated if p.grad is not None]
-        total = _total_norm([gradient_values(g) if is_whole else gradient_entries(g) for g in given])
-        total = self.options.ranks.whole(total)
+        total = _total_norm([gradient_values(g) if is_whole else gradient_entries(g) for g in gradients])
+        total = self.options.ranks.norm(total, any(is_shared(type(p)) for p in updated))
         norm = float(total)
         if not math.isfinite(norm):
             self._skip(norm, loss, share)

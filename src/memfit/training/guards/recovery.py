@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from torch.distributed import ProcessGroup
 
 from memfit.errors import MemfitError, OutOfMemoryError
 from memfit.hardware import accelerators
 from memfit.hardware.out_of_memory import OutOfMemory, out_of_memory
 from memfit.ir.plan import Plan, uses_text
-from memfit.training.guards.rank_agreement import PeerError, Ranks
+from memfit.ranks.aborted import PeerError, UnansweredError
 from memfit.training.guards.rollback import Rollback
 from memfit.training.guards.snapshots import Snapshots
 from memfit.training.step import Step, StepResult
@@ -95,6 +94,7 @@ class Recovery(OutOfMemoryObserver):
 
     Weights, optimizer state, buffers, random states and the loss scaler are then those before the step
     (`Rollback`), so that no update is lost and none is done twice. The lower plan stays for the steps after it.
+    Ranks that share the step do all this together, whichever of them runs out (`memfit.ranks.agreement`).
 
     Args:
         step: The step to run; use as `step.change(recovery=Recovery(step, plan, lower))`.
@@ -116,19 +116,12 @@ class Recovery(OutOfMemoryObserver):
         self._lower, self._retries = lower, retries
         self._rollback = Rollback(step)
         self._ranks = step.options.ranks
-
-    def join(self, group: ProcessGroup) -> None:
-        """Let all ranks of a process group decide together; call it on each of them.
-
-        Raises:
-            UsageError: The ranks have different plans.
-        """
-        workload = self.step.workload
-        ranks = Ranks(group, workload.model, workload.optimizer, self.step.parameters)
-        self._ranks = ranks  # its hook runs after the rollback's, which allocates memory
-        self.step.change(ranks=ranks)
-        levers = [self.plan.levers, *(point.levers for point in self.plan.frontier)]
-        ranks.check_same("plans", msgspec.json.encode(levers))
+        levers = [plan.levers, *(point.levers for point in plan.frontier)]
+        try:
+            self._ranks.watch(msgspec.json.encode(levers))
+        except Exception:
+            self._rollback.close()
+            raise
 
     def close(self) -> None:
         """Stop watching the step."""
@@ -139,7 +132,8 @@ class Recovery(OutOfMemoryObserver):
         """Run a step on a batch, under lower plans where memory runs out.
 
         Raises:
-            OutOfMemoryError: No lower plan is left, or the optimizer had begun to change the weights.
+            OutOfMemoryError: No lower plan is left, or the optimizer had begun to change the weights, or the other
+                ranks can't be told.
             MemfitError: Another rank failed otherwise. Nothing was updated.
         """
         before_bytes = accelerators.held_bytes()
@@ -147,11 +141,11 @@ class Recovery(OutOfMemoryObserver):
             outcome = self._attempt(run, batch)
             if isinstance(outcome, StepResult):
                 self._rollback.settle()
-                self._ranks.settle()
                 return outcome
             _release()
             if self._ranks.is_updating:  # the other ranks have updated, and this one has not
                 raise self._error(outcome, attempt, is_torn=True)
+            self._tell(outcome)
             is_restored, plan = self._ranks.all(self._rollback.restore()), self.plan
             snapshot = "" if outcome.kind == "another rank" else self._write_snapshot(batch)
             lowered = self._lower(plan) if is_restored and attempt < self._retries else None
@@ -169,7 +163,7 @@ class Recovery(OutOfMemoryObserver):
         The exception is freed on return, and so are its frames and their tensors.
         """
         try:
-            self._ranks.begin()
+            self._ranks.begin(batch)
             self._rollback.mark()
             result = run(batch)
             self._ranks.finish()
@@ -177,14 +171,54 @@ class Recovery(OutOfMemoryObserver):
         except PeerError as e:
             if e.ran_out:
                 return OutOfMemory("another rank", None, str(e))
-            raise MemfitError(f"step {self.step.steps + 1}: {e}. Nothing was updated; see that rank's error") from None
+            self._ranks.reset()
+            raise self._failed_otherwise() from None
         except Exception as e:
             record = out_of_memory(e)
-            if record is not None:
-                self._keep_snapshot()
-            if not self._ranks.failed(record is not None) or record is None:
+            if record is None:
+                self._tell_otherwise(e)
                 raise
+            self._keep_snapshot()
             return record
+
+    def _tell(self, outcome: OutOfMemory) -> None:
+        """Tell the other ranks that this one ran out of memory, and make ready for the next attempt.
+
+        Raises:
+            OutOfMemoryError: They can't be told.
+            MemfitError: Another rank failed otherwise.
+        """
+        number = self.step.steps + 1
+        try:
+            have_all_run_out = self._ranks.failed(ran_out=True)
+        except UnansweredError:
+            raise OutOfMemoryError(
+                f"step {number} ran out of memory ({outcome.text}) while DistributedDataParallel made new buckets,"
+                " where the other ranks can't be told: they wait, until torchrun or their process group's timeout ends"
+                " them."
+                " Resume from a checkpoint under a plan with a lower budget=",
+                step=number,
+                is_torn=True,
+            ) from None
+        self._ranks.reset()
+        if not have_all_run_out:
+            raise self._failed_otherwise()
+
+    def _tell_otherwise(self, error: Exception) -> None:
+        """Tell the other ranks that this one failed with an error of its own."""
+        if self._ranks.is_updating:
+            return
+        try:
+            self._ranks.failed(ran_out=False)
+        except UnansweredError:
+            error.add_note("memfit: the other ranks can't be told, and wait until they are ended")
+        else:
+            self._ranks.reset()
+
+    def _failed_otherwise(self) -> MemfitError:
+        return MemfitError(
+            f"step {self.step.steps + 1}: {PeerError(ran_out=False)}. Nothing was updated; see that rank's error"
+        )
 
     def _error(self, record: OutOfMemory, retries: int, *, is_torn: bool) -> OutOfMemoryError:
         number = self.step.steps + 1

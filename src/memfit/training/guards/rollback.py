@@ -10,6 +10,10 @@ their memory, or take the time of a transfer to the host. So right before the op
 2. Otherwise weights and state are copied to the host, and the copies dropped after the update. If the host has no room
    for them, the step fails there, before anything was changed.
 
+Ranks that share a step agree on that: where one of them may run out, all copy. They do so too before the update that
+creates the optimizer's state, where the host has room for it. After such an update they vote once more, and only then
+drop the copies, so that one that fails in the middle of it is undone on all.
+
 If the optimizer fails nevertheless, the version counters of its tensors show whether it changed one of them. If so, and
 nothing was copied, the training is torn, and can only be resumed from a checkpoint.
 """
@@ -22,8 +26,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from memfit._torch.distributed import local_part
 from memfit._torch.modules import own_buffers
 from memfit._torch.tensors import version_of
+from memfit.hardware.host import free_bytes
 from memfit.rng import rng_snapshot
 from memfit.training.guards.limits import has_room
 from memfit.training.optimizers import Optimizers, parameters_of, state_of
@@ -118,26 +124,43 @@ class Rollback:
     # The update
 
     def _forget_update(self) -> None:
-        self._has_begun = self._has_updated = False
+        self._has_begun = self._has_updated = self._is_guarded = False
         self._versions: list[tuple[torch.Tensor, int]] = []
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._groups: list[dict[str, Any]] = []
         self._state: dict[torch.Tensor, dict[str, Any]] = {}
 
     def _before_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        ranks = self.step.options.ranks
         tensors = self._tensors()
-        if not has_room(needed_bytes(self._optimizer), tensors[0].device if tensors else torch.device("cpu")):
-            self._copies = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in tensors]
+        is_sure = has_room(needed_bytes(self._optimizer), tensors[0].device if tensors else torch.device("cpu"))
+        self._is_guarded = not ranks.agree(is_sure and not (ranks.size > 1 and self._begins_state(tensors)))
+        if self._is_guarded:
+            self._copies = [(part, part.detach().to("cpu", copy=True)) for part in map(local_part, tensors)]
         if _changes_in_place(self._optimizer):
             self._versions = [(tensor, version_of(tensor)) for tensor in tensors]
         if _changes_in_place(self._optimizer) or self._copies:
             self._groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
             self._state = {parameter: dict(values) for parameter, values in optimizer.state.items()}
+        if self._is_guarded and ranks.size > 1:
+            ranks.agree(True)
+        else:
+            ranks.commit()
         self._has_begun = True
 
     def _after_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        ranks = self.step.options.ranks
+        if self._is_guarded and ranks.size > 1:
+            ranks.agree(True)
+            ranks.commit()
         self._has_updated = True
         self._copies = []
+
+    def _begins_state(self, tensors: list[torch.Tensor]) -> bool:
+        """Tell whether the next update creates state, and all ranks can undo it, as far as the host's memory goes."""
+        is_new = any(p.grad is not None and not self._optimizer.state.get(p) for p in parameters_of(self._optimizer))
+        copied_bytes = sum(local_part(tensor).nbytes for tensor in tensors) * self.step.options.ranks.size
+        return is_new and copied_bytes < free_bytes()
 
     def _tensors(self) -> list[torch.Tensor]:
         """Return the tensors that the optimizer changes: its parameters and its state."""
@@ -168,8 +191,9 @@ def needed_bytes(optimizer: torch.optim.Optimizer) -> int:
     """
     temporaries = state = 0
     for group in optimizer.param_groups:
-        sizes = [p.nbytes for p in group["params"] if p.grad is not None]
-        state += 2 * sum(p.nbytes for p in group["params"] if p.grad is not None and not optimizer.state.get(p))
+        updated = [p for p in group["params"] if p.grad is not None]
+        sizes = [local_part(p).nbytes for p in updated]
+        state += 2 * sum(local_part(p).nbytes for p in updated if not optimizer.state.get(p))
         is_foreach = group.get("foreach")
         if is_foreach is None:
             is_foreach = all(p.device.type != "cpu" for p in group["params"])

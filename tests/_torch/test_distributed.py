@@ -1,0 +1,113 @@
+"""What memfit relies on of shared tensors, of both engines, and of fake process groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from memfit._torch import distributed
+from tests.processes import free_port
+
+RESETS = pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="new in torch 2.13")
+
+
+@pytest.fixture(autouse=True)
+def _process_group() -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_group_counts_its_collectives() -> None:
+    group = dist.group.WORLD
+    before = distributed.collectives_sent(group)
+    dist.all_reduce(torch.zeros(1))
+    dist.broadcast(torch.zeros(1), 0)
+    assert distributed.collectives_sent(group) == before + 2
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        raise MemoryError
+
+
+def pass_of(model: Any, inner: nn.Sequential, *, fails: bool) -> None:
+    """Run a forward and a backward pass, which may fail in its middle."""
+    handle = inner[0].register_forward_hook(lambda module, given, out: Failing.apply(out) if fails else None)
+    try:
+        model(torch.ones(2, 4)).sum().backward()
+    finally:
+        handle.remove()
+
+
+def blocks() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [distributed.local_part(p.grad).clone() for p in model.parameters() if p.grad is not None]
+
+
+def test_buckets_begin_anew_after_a_backward_pass_that_was_aborted() -> None:
+    inner = blocks()
+    wrapped = DistributedDataParallel(inner)
+    pass_of(wrapped, inner, fails=False)
+    expected = gradients(inner)
+    inner.zero_grad()
+    with pytest.raises(MemoryError):
+        pass_of(wrapped, inner, fails=True)
+    inner.zero_grad()
+    distributed.restart_buckets(wrapped)
+    distributed.rebuild_buckets(wrapped)
+    pass_of(wrapped, inner, fails=False)
+    assert all(torch.equal(one, other) for one, other in zip(gradients(inner), expected, strict=True))
+
+
+def test_a_hook_sends_the_buffers() -> None:
+    inner = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))
+    wrapped, seen = DistributedDataParallel(inner), []
+    distributed.send_buffers_by(wrapped, seen.append)
+    wrapped(torch.ones(2, 4))
+    assert [len(buffers) for buffers in seen] == [3]
+
+
+@RESETS
+def test_gradients_that_were_not_reduced_are_dropped() -> None:
+    """With one rank nothing is sent, and the units go through the same states."""
+    inner = blocks()
+    mesh = init_device_mesh("cpu", (1,))
+    for block in inner:
+        fully_shard(block, mesh=mesh)
+    root: Any = fully_shard(inner, mesh=mesh)
+    distributed.initialize_units(root)
+    root.reset_iter_state()  # before any pass
+    pass_of(root, inner, fails=False)
+    expected = gradients(root)
+    root.zero_grad()
+    root.set_requires_gradient_sync(False)
+    pass_of(root, inner, fails=False)  # held, not reduced
+    root.set_requires_gradient_sync(True)
+    root.reset_iter_state()
+    distributed.drop_unsharded_gradients(root)
+    pass_of(root, inner, fails=False)
+    assert all(torch.equal(one, other) for one, other in zip(gradients(root), expected, strict=True))
+
+
+def test_a_rank_of_a_shared_tensor_has_its_part() -> None:
+    whole = torch.ones(3)
+    assert distributed.local_part(whole) is whole
+    assert not distributed.is_shared(torch.Tensor)

@@ -1,0 +1,431 @@
+"""Out of memory on one rank of several: undone on all, the same lower plan on all, and none waits."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from msgspec.structs import replace
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+import memfit
+from memfit.errors import MemfitError, NonFiniteError, OutOfMemoryError, PlanError, UsageError
+from memfit.ir import codec
+from memfit.ir.plan import Plan
+from memfit.ir.remat import Region
+from memfit.ir.sharding import Sharding
+from memfit.training.guards import rollback
+from memfit.training.guards.recovery import Recovery
+from memfit.training.step import Step
+from memfit.workload import Workload
+from tests.bombs import Bomb
+from tests.pipeline.frontiers import with_frontier
+from tests.processes import on_ranks
+from tests.ranks.test_engines import UNITS, whole, workload
+
+STEPS = 4
+FIRST, SECOND, ANSWERED = 0, 1, 3
+"""Steps: that creates the optimizer's state; in which each collective is voted on; and in which none is."""
+
+SHARDINGS = {
+    "ddp": Sharding(world_size=2, mode="ddp"),
+    "ddp, reduced at the last": Sharding(world_size=2, mode="ddp", reduces="last"),
+    "ddp with views": Sharding(world_size=2, mode="ddp", gradient_as_bucket_view=True),
+    "kept": Sharding(world_size=2, mode="zero2", units=UNITS),
+    "kept, reduced at the last": Sharding(world_size=2, mode="zero2", units=UNITS, reduces="last"),
+    "resharded": Sharding(world_size=2, mode="zero3", units=UNITS),
+    "on the host": Sharding(world_size=2, mode="zero3", units=UNITS, offload=True),
+    "hybrid": Sharding(world_size=4, mode="zero3", units=UNITS, replicas=2),
+}
+
+
+def plan_of(sharding: Sharding) -> Plan:
+    """A plan with two microbatches of a sample, and two below it: with the blocks checkpointed, one and both."""
+    plan = memfit.plan(made(sharding), budget="90%", numerics="exact", precisions=["32-true"], points=1)
+    first, second = (Region((unit,)) for unit in UNITS)
+    plan = with_frontier(plan, [(), (first,), (first, second)])
+    frontier = [replace(c, levers=replace(c.levers, sharding=sharding, microbatch_size=1)) for c in plan.frontier]
+    return replace(plan, levers=frontier[0].levers, frontier=frontier, allowed="reordered")
+
+
+def made(sharding: Sharding, *, counted: bool = False) -> Workload:
+    return workload(2 * sharding.world_size, counted=counted)
+
+
+def weights(work: Workload) -> list[str]:
+    """Return what identifies the numbers of each parameter, and of each buffer."""
+    tensors = [*work.model.parameters(), *work.model.buffers()]
+    return [hashlib.sha256(whole(t).numpy().tobytes()).hexdigest()[:12] for t in tensors]
+
+
+def recovery_of(step: Step) -> Recovery:
+    assert isinstance(step.recovery, Recovery)
+    return step.recovery
+
+
+def trained(plan: Plan, bombs: dict[tuple[int, int], int] | None = None, *, counted: bool = False) -> dict[str, Any]:
+    """Train with bombs by (rank, step); return what came of it."""
+    assert plan.levers.sharding is not None
+    work, places = made(plan.levers.sharding, counted=counted), []
+    with memfit.apply(plan, work, recover=True) as step:
+        seen: list[int] = []
+        work.optimizer.register_step_pre_hook(lambda *_: seen.append(bomb.count))
+        work.optimizer.register_step_post_hook(lambda *_: seen.append(bomb.count))
+        for index in range(STEPS):
+            at = (bombs or {}).get((dist.get_rank(), index))
+            with Bomb(*(() if at is None else (at,))) as bomb:
+                step(work.batch)
+            places.append(seen[-1] if index == FIRST else seen[-2])
+        recovery = recovery_of(step)
+        return {
+            "weights": weights(work),
+            "events": [(e.step, e.error.kind) for e in recovery.events],
+            "regions": len(recovery.plan.levers.regions),
+            "places": places,
+        }
+
+
+def each_place(rank: int, data: bytes, count: int, counted: bool) -> Iterator[Any]:
+    """Rank 1 runs out at places over the whole of three steps; return what each gave."""
+    plan = codec.decode(data, Plan, source="the test")
+    undisturbed = trained(plan, counted=counted)
+    lower = trained(replace(plan, levers=plan.frontier[1].levers), counted=counted)
+    assert undisturbed["weights"] == lower["weights"] and undisturbed["events"] == []
+    places = torch.tensor(undisturbed["places"])
+    dist.broadcast(places, 1)
+    steps = [FIRST, SECOND, ANSWERED]
+    shares = [-(-count // 3), -(-(count - 1) // 3), count // 3]
+    for index, share in zip(steps, shares, strict=True):
+        for n in range(share):
+            at = 1 + round(n * (int(places[index]) - 1) / max(1, share - 1))
+            found = trained(plan, {(1, index): at}, counted=counted)
+            assert found["weights"] == lower["weights"], (index, at)
+            assert found["events"] == [(index + 1, "allocator" if rank == 1 else "another rank")], (index, at)
+            yield found["regions"]
+
+
+@pytest.mark.parametrize("name", ["ddp", "resharded"])
+def test_what_runs_out_on_one_rank_is_undone_on_all(name: str) -> None:
+    found = on_ranks(2, each_place, codec.encode(plan_of(SHARDINGS[name])), 6, False)
+    assert found == [[1] * 6] * 2
+
+
+@pytest.mark.ci
+@pytest.mark.slow
+@pytest.mark.parametrize("counted", [False, True], ids=["mean", "sum and count"])
+@pytest.mark.parametrize("name", SHARDINGS)
+def test_wherever_it_runs_out(name: str, counted: bool) -> None:
+    """Forty places: forward and backward passes, recomputation's probe, norm, clipping, the optimizer's first state."""
+    sharding = SHARDINGS[name]
+    found = on_ranks(sharding.world_size, each_place, codec.encode(plan_of(sharding)), 40, counted)
+    assert found == [[1] * 40] * sharding.world_size
+
+
+# What else may happen, each by data parallelism and fully sharded
+
+
+def both_at_once(plan: Plan, rank: int) -> dict[str, Any]:
+    return trained(plan, {(0, SECOND): 40, (1, SECOND): 150})
+
+
+def one_after_the_other(plan: Plan, rank: int) -> dict[str, Any]:
+    return trained(plan, {(0, SECOND): 40, (1, ANSWERED): 150})
+
+
+def in_the_recomputation(plan: Plan, rank: int) -> dict[str, Any]:
+    """Rank 1 runs out where a block runs again, under the first lower plan, and a real allocation fails."""
+    return by_hand(replace(plan, levers=plan.frontier[1].levers), rank, at_pass=2)
+
+
+def in_the_forward_pass(plan: Plan, rank: int) -> dict[str, Any]:
+    return by_hand(plan, rank, at_pass=1)
+
+
+def by_hand(plan: Plan, rank: int, at_pass: int) -> dict[str, Any]:
+    """Rank 1 asks for far too much in the third step, at some forward pass of the first block."""
+    assert plan.levers.sharding is not None
+    work = made(plan.levers.sharding)
+    block, passes = work.model.get_submodule(UNITS[0]), 0
+
+    def ask(*_: Any) -> None:
+        nonlocal passes
+        passes += 1
+        if rank == 1 and is_third and passes == at_pass:
+            torch.empty(2**60)
+
+    block[1].register_forward_hook(ask)  # type: ignore[index]
+    with memfit.apply(plan, work, recover=True) as step:
+        for index in range(STEPS):
+            is_third, passes = index == 2, 0
+            step(work.batch)
+        events = [(e.step, e.error.kind) for e in recovery_of(step).events]
+        return {"weights": weights(work), "events": events, "regions": len(recovery_of(step).plan.levers.regions)}
+
+
+def without_a_lower_plan(plan: Plan, rank: int) -> dict[str, Any]:
+    """Rank 1 always runs out, from the second step on."""
+    assert plan.levers.sharding is not None
+    work = made(plan.levers.sharding)
+    with memfit.apply(plan, work, recover=True) as step:
+        step(work.batch)
+        before, is_out = weights(work), rank == 1
+
+        def run_out(*_: Any) -> None:
+            if is_out:
+                raise MemoryError
+
+        work.model.get_submodule(UNITS[0]).register_forward_hook(run_out)
+        with pytest.raises(OutOfMemoryError, match="and 2 below it") as caught:
+            step(work.batch)
+        assert not caught.value.is_torn
+        return {"unchanged": weights(work) == before}
+
+
+def failing_otherwise(plan: Plan, rank: int) -> dict[str, Any]:
+    """Rank 1 has an error of its own, in a step that is voted on and in one that is not; both can go on."""
+    assert plan.levers.sharding is not None
+    work = made(plan.levers.sharding)
+    is_wrong = False
+
+    def err(*_: Any) -> None:
+        if is_wrong:
+            raise ValueError("of its own")
+
+    work.model.get_submodule(UNITS[1]).register_forward_hook(err)
+    with memfit.apply(plan, work, recover=True) as step:
+        for index in range(STEPS):
+            if index in (SECOND, ANSWERED):
+                is_wrong = rank == 1
+                kind, text = (ValueError, "of its own") if rank == 1 else (MemfitError, "another rank failed")
+                with pytest.raises(kind, match=text):
+                    step(work.batch)
+                is_wrong = False
+            step(work.batch)
+        return {"weights": weights(work)}
+
+
+def not_finite(plan: Plan, rank: int) -> dict[str, Any]:
+    """The loss of rank 1's part is not finite, and so is that of all."""
+    assert plan.levers.sharding is not None
+    work = made(plan.levers.sharding)
+    head, is_wrong = work.model.get_submodule("prefix"), False
+    head.register_forward_hook(lambda module, given, out: out * math.inf if is_wrong and rank == 1 else None)
+    with memfit.apply(plan, work, recover=True) as step:
+        for index in range(STEPS):
+            if index in (SECOND, ANSWERED):
+                is_wrong = True
+                with pytest.raises(NonFiniteError, match="the loss is nan"):
+                    step(work.batch)
+                is_wrong = False
+            step(work.batch)
+        return {"weights": weights(work)}
+
+
+def in_the_update(plan: Plan, rank: int) -> dict[str, Any]:
+    """Rank 1 has no room for the update of the third step, and then runs out in the middle of it."""
+    assert plan.levers.sharding is not None
+    work = made(plan.levers.sharding)
+    has_room, index = rollback.has_room, 0
+    rollback.has_room = lambda *given: has_room(*given) and not (rank == 1 and index == 2)
+    try:
+        with memfit.apply(plan, work, recover=True) as step:
+            for index in range(STEPS):
+                with Bomb() as bomb:
+                    if rank == 1 and index == 2:
+                        explode = work.optimizer.register_step_pre_hook(lambda *_: bomb.at.add(bomb.count + 40))
+                    step(work.batch)
+                if rank == 1 and index == 2:
+                    explode.remove()
+            return {"weights": weights(work), "events": [(e.step, e.error.kind) for e in recovery_of(step).events]}
+    finally:
+        rollback.has_room = has_room
+
+
+def without_recovery(plan: Plan, rank: int) -> dict[str, Any]:
+    assert plan.levers.sharding is not None
+    work = made(plan.levers.sharding)
+    with memfit.apply(plan, work) as step:
+        for _ in range(STEPS):
+            step(work.batch)
+        return {"weights": weights(work)}
+
+
+def other_shapes(plan: Plan, rank: int) -> dict[str, Any]:
+    """Smaller batches in between: their steps are voted on apart."""
+    assert plan.levers.sharding is not None
+    work = made(plan.levers.sharding)
+    with memfit.apply(plan, work, recover=True) as step:
+        for index in range(8):
+            samples = 2 if index % 2 else 4
+            with Bomb(*((60,) if (rank, index) == (1, 7) else ())):
+                step({name: tensor[:samples] for name, tensor in work.batch.items()})
+        return {"weights": weights(work), "events": [(e.step, e.error.kind) for e in recovery_of(step).events]}
+
+
+def other_plans(plan: Plan, rank: int) -> dict[str, Any]:
+    assert plan.levers.sharding is not None
+    mine = replace(plan, frontier=plan.frontier[: 2 + rank])
+    with pytest.raises(UsageError, match="different plans.*save it"):
+        memfit.apply(mine, made(plan.levers.sharding), recover=True)
+    return {}
+
+
+def adapting(plan: Plan, rank: int) -> dict[str, Any]:
+    assert plan.levers.sharding is not None
+    with pytest.raises(PlanError, match="sharding does not go with a plan for each batch's shapes"):
+        memfit.adapt(plan, made(plan.levers.sharding))
+    return {}
+
+
+CASES: dict[str, Callable[[Plan, int], dict[str, Any]]] = {
+    "undisturbed": lambda plan, rank: trained(plan),
+    "without recovery": without_recovery,
+    "both at once": both_at_once,
+    "one after the other": one_after_the_other,
+    "in the forward pass": in_the_forward_pass,
+    "in the recomputation": in_the_recomputation,
+    "in the update": in_the_update,
+    "without a lower plan": without_a_lower_plan,
+    "failing otherwise": failing_otherwise,
+    "not finite": not_finite,
+    "other shapes": other_shapes,
+    "other plans": other_plans,
+    "adapting": adapting,
+}
+
+
+def each_case(rank: int, data: bytes) -> Iterator[dict[str, Any]]:
+    plan = codec.decode(data, Plan, source="the test")
+    for case in CASES.values():
+        yield case(plan, rank)
+
+
+Found = dict[str, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module", params=["ddp", "resharded"])
+def found(request: pytest.FixtureRequest) -> Found:
+    """What every case gave on both ranks, in one pair of processes."""
+    by_rank = on_ranks(2, each_case, codec.encode(plan_of(SHARDINGS[request.param])))
+    return dict(zip(CASES, map(list, zip(*by_rank, strict=True)), strict=True))
+
+
+def test_an_undisturbed_training_is_that_without_recovery(found: Found) -> None:
+    one, other = found["undisturbed"]
+    assert one["weights"] == other["weights"] == found["without recovery"][0]["weights"]
+    assert one["events"] == []
+
+
+def test_on_both_at_once_it_is_one_plan_lower_and_one_after_the_other_two(found: Found) -> None:
+    for name, count in (("both at once", 1), ("one after the other", 2)):
+        one, other = found[name]
+        assert one["weights"] == other["weights"] == found["undisturbed"][0]["weights"]
+        assert len(one["events"]) == len(other["events"]) == count
+        assert one["regions"] == other["regions"] == count
+
+
+def test_allocations_that_fail_in_the_passes_and_where_they_run_again(found: Found) -> None:
+    for name, regions in (("in the forward pass", 1), ("in the recomputation", 2)):
+        one, other = found[name]
+        assert one["weights"] == other["weights"] == found["undisturbed"][0]["weights"]
+        assert (one["events"], other["events"]) == ([(3, "another rank")], [(3, "allocator")])
+        assert one["regions"] == other["regions"] == regions
+
+
+def test_in_the_middle_of_an_update_that_may_lack_memory(found: Found) -> None:
+    one, other = found["in the update"]
+    assert one["weights"] == other["weights"] == found["undisturbed"][0]["weights"]
+    assert (one["events"], other["events"]) == ([(3, "another rank")], [(3, "allocator")])
+
+
+def test_without_a_lower_plan_all_stop_as_they_were(found: Found) -> None:
+    assert all(rank["unchanged"] for rank in found["without a lower plan"])
+
+
+@pytest.mark.parametrize("name", ["failing otherwise", "not finite"])
+def test_another_error_ends_the_step_on_all_and_all_can_go_on(found: Found, name: str) -> None:
+    one, other = found[name]
+    assert one["weights"] == other["weights"] == found["undisturbed"][0]["weights"]
+
+
+def test_steps_of_other_shapes_are_undone_too(found: Found) -> None:
+    one, other = found["other shapes"]
+    assert one["weights"] == other["weights"]
+    assert (one["events"], other["events"]) == ([(8, "another rank")], [(8, "allocator")])
+
+
+# Buffers, and what can't be
+
+
+class Counting(nn.Module):
+    """Counts its passes in a buffer, which ranks make equal before each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("passes", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1  # type: ignore[operator]
+        return self.linear(x) * self.passes.sum()  # type: ignore[union-attr, operator]
+
+
+def counting_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean() * 1e-3  # type: ignore[no-any-return]
+
+
+def counting() -> Workload:
+    torch.manual_seed(0)
+    model = Counting()
+    return Workload(model, torch.randn(4, 4), counting_loss, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def with_buffers(rank: int, data: bytes) -> Iterator[Any]:
+    plan = codec.decode(data, Plan, source="the test")
+    for index, at in [(9, 0), *((step, at) for step in (1, 4) for at in range(1, 40, 3))]:
+        work = counting()
+        with memfit.apply(plan, work, recover=True) as step:
+            for number in range(5):
+                with Bomb(*((at,) if (rank, number) == (1, index) else ())):
+                    step(work.batch)
+            events = len(recovery_of(step).events)
+            yield weights(work), events
+
+
+def test_buffers_are_those_before_the_step_on_all_ranks() -> None:
+    plan = memfit.plan(counting(), budget="90%", numerics="exact", precisions=["32-true"], points=1)
+    plan = with_frontier(plan, [(), (Region(("linear",)),)])
+    sharding = Sharding(world_size=2, mode="ddp")
+    frontier = [replace(c, levers=replace(c.levers, sharding=sharding, microbatch_size=2)) for c in plan.frontier]
+    plan = replace(plan, levers=frontier[0].levers, frontier=frontier, allowed="reordered")
+    one, other = on_ranks(2, with_buffers, codec.encode(plan))
+    assert one == other
+    (expected, none), *disturbed = one
+    assert none == 0
+    assert all(found == expected and events == 1 for found, events in disturbed)
+
+
+def refused(rank: int, data: bytes) -> Iterator[Any]:
+    plan = codec.decode(data, Plan, source="the test")
+    assert plan.levers.sharding is not None
+    copies = replace(plan.levers.sharding, replicas=2)
+    with pytest.raises(UsageError, match="take levers.sharding.mode='ddp'"):
+        memfit.apply(replace(plan, levers=replace(plan.levers, sharding=copies)), made(copies), recover=True)
+    reset_iter_state = FSDPModule.reset_iter_state
+    del FSDPModule.reset_iter_state
+    try:
+        with pytest.raises(UsageError, match="needs torch 2.13"):
+            memfit.apply(plan, made(plan.levers.sharding), recover=True)
+    finally:
+        FSDPModule.reset_iter_state = reset_iter_state  # type: ignore[method-assign]
+    yield True
+
+
+def test_what_can_not_be_undone_is_refused_by_name() -> None:
+    assert on_ranks(2, refused, codec.encode(plan_of(SHARDINGS["resharded"]))) == [[True]] * 2
