@@ -131,7 +131,7 @@ def test_wherever_it_runs_out(name: str, counted: bool) -> None:
 
 
 def both_at_once(plan: Plan, rank: int) -> dict[str, Any]:
-    return trained(plan, {(0, SECOND): 40, (1, SECOND): 150})
+    return trained(plan, {(0, SECOND): 40, (1, SECOND): 38})
 
 
 def one_after_the_other(plan: Plan, rank: int) -> dict[str, Any]:
@@ -231,17 +231,21 @@ def in_the_update(plan: Plan, rank: int) -> dict[str, Any]:
     """Rank 1 has no room for the update of the third step, and then runs out in the middle of it."""
     assert plan.levers.sharding is not None
     work = made(plan.levers.sharding)
-    has_room, index = rollback.has_room, 0
+    has_room, index, injured = rollback.has_room, 0, 0
     rollback.has_room = lambda *given: has_room(*given) and not (rank == 1 and index == 2)
+
+    def injure(*_: Any) -> None:
+        nonlocal injured
+        if rank == 1 and index == 2 and not injured:
+            injured = bomb.count + 40
+            bomb.at.add(injured)
+
     try:
         with memfit.apply(plan, work, recover=True) as step:
+            work.optimizer.register_step_pre_hook(injure)
             for index in range(STEPS):
                 with Bomb() as bomb:
-                    if rank == 1 and index == 2:
-                        explode = work.optimizer.register_step_pre_hook(lambda *_: bomb.at.add(bomb.count + 40))
                     step(work.batch)
-                if rank == 1 and index == 2:
-                    explode.remove()
             return {"weights": weights(work), "events": [(e.step, e.error.kind) for e in recovery_of(step).events]}
     finally:
         rollback.has_room = has_room

@@ -219,7 +219,8 @@ class Agreement:
     def check_same(self, what: str, data: bytes) -> None:
         """Raise UsageError unless all ranks give the same data."""
         digest = int.from_bytes(hashlib.sha256(data).digest()[:4], "big") >> 1
-        if self.vote(digest) != digest or -self.vote(-digest) != digest:
+        largest, smallest = self.vote(digest), -self.vote(-digest)  # both on every rank
+        if largest != smallest:
             raise UsageError(
                 f"the ranks have different {what}: create it once, save it, and load it on every rank, so that they"
                 " take the same lower plan when one runs out of memory"

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from memfit._torch.tensors import storage_key_of
+from memfit.errors import UsageError
 from memfit.ranks.agreement import FAILED, RAN_OUT, Agreement, Collective, worst_of
 from memfit.ranks.one_process import Number, Share, SingleProcess
 from memfit.workload import Workload, part_of, samples_of, tensors_of
@@ -67,8 +68,12 @@ class SharedStep(SingleProcess):
             UsageError: Their plans differ, or the engine can't be watched.
         """
         agreement = Agreement(self._engine.reset)
-        agreement.check_same("plans", plans)
-        self._engine.watch(agreement)
+        try:
+            agreement.check_same("plans", plans)
+            self._engine.watch(agreement)
+        except UsageError:
+            agreement.close()
+            raise
         self._agreement = agreement
 
     def close(self) -> None:
