@@ -18,7 +18,8 @@
     ├── VerificationError       the planned step differs from its plan       (exit status 4)
     ├── OutOfMemoryError        a step ran out of memory, and no lower plan ran  (exit status 6)
     │   └── MemoryLimitError    a step would hold more than memfit.limit allows
-    └── NonFiniteError          a loss or gradient that is not finite        (exit status 5)
+    ├── NonFiniteError          a loss or gradient that is not finite        (exit status 5)
+    └── RankError               another rank of the run failed, or ranks don't do the same
 
 Every message says what failed with its numbers, where, and what to do by exact argument name. The
 numbers are attributes too.
@@ -248,6 +249,10 @@ class NonFiniteError(MemfitError):
         self.forward = forward
         self.backward = backward
         super().__init__(message)
+
+
+class RankError(MemfitError):
+    """Another rank of a run failed, or this one does not do what the others do."""
 
 
 def _rebuilt(kind: type[MemfitError], args: tuple[Any, ...]) -> MemfitError:

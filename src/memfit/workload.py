@@ -288,13 +288,19 @@ def _dtype(tensor: torch.Tensor) -> torch.dtype:
     return dtype
 
 
+def class_name(module: nn.Module) -> str:
+    """Return the name of a module's class, or of the one that it stands for in a step that ranks share."""
+    name: str = getattr(type(module), "memfit_stands_for", type(module).__qualname__)
+    return name
+
+
 def fingerprint(workload: Workload) -> str:
     """Return a hash of a workload's modules, parameters and buffers with their ties, batch shapes, and optimizer.
 
     Values play no part: a workload keeps its fingerprint while it trains.
     """
     model = workload.model
-    parts = [f"{name}:{type(module).__qualname__}" for name, module in model.named_modules()]
+    parts = [f"{name}:{class_name(module)}" for name, module in model.named_modules()]
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     first: dict[int, str] = {}
     parts += [

@@ -14,7 +14,7 @@ from memfit.errors import MemfitError, PlanError
 from memfit.ir.plan import Levers
 from memfit.ir.sharding import Sharding
 from memfit.levers.stack import applied
-from memfit.workload import Workload
+from memfit.workload import Workload, fingerprint
 from tests.processes import on_ranks
 
 UNITS = ("blocks.0", "blocks.1")
@@ -218,3 +218,38 @@ def test_what_does_not_go_is_refused_by_name() -> None:
         applied(Levers(microbatch_size=2, sharding=Sharding(world_size=2, mode="ddp")), workload()),
     ):
         pass
+
+
+def passed_first(rank: int, sharding: Sharding) -> Iterator[Any]:
+    """Run the model's own forward pass before the first step, as a run that goes on with an evaluation does."""
+    given = workload()
+    levers = Levers(microbatch_size=2, sharding=sharding)
+    with applied(levers, given) as step, torch.no_grad():
+        loss = step.options.ranks.outside(lambda: mean_loss(given.model, given.batch).item())
+        with torch.enable_grad():
+            results = [step(given.batch).loss for _ in range(STEPS)]
+        yield loss, results, whole(given.model.head.weight)
+
+
+@pytest.mark.parametrize("name", ["ddp", "kept", "resharded"])
+def test_a_forward_pass_outside_of_steps_changes_nothing(name: str) -> None:
+    given = workload()
+    expected = mean_loss(given.model, given.batch).item()
+    steps = alone(4, 2)
+    for ((loss, results, weight),) in on_ranks(2, passed_first, SHARDINGS[name]):
+        assert loss == pytest.approx(expected, rel=1e-6)
+        assert results == pytest.approx(steps["losses"], rel=1e-5)
+        torch.testing.assert_close(weight, steps["weights"]["embedding.weight"], rtol=1e-4, atol=1e-5)
+
+
+def fingerprints(rank: int) -> Iterator[Any]:
+    for name in ("ddp", "kept", "resharded"):
+        given = workload()
+        before = fingerprint(given)
+        with applied(Levers(microbatch_size=2, sharding=SHARDINGS[name]), given) as step:
+            step(given.batch)
+            yield fingerprint(given) == fingerprint(step.workload) == before
+
+
+def test_a_workload_keeps_its_fingerprint_where_an_engine_changes_its_classes() -> None:
+    assert on_ranks(2, fingerprints) == [[True] * 3] * 2

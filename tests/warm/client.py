@@ -33,7 +33,8 @@ def main() -> None:
             signal.signal(number, lambda number, _: os.kill(pid, number))
         status = int.from_bytes(_receive(server, 8), "little", signed=True)
     if status < 0:
-        signal.signal(-status, signal.SIG_DFL)
+        if -status not in (signal.SIGKILL, signal.SIGSTOP):  # which nobody handles
+            signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     os._exit(status)
 

@@ -30,6 +30,18 @@ def local_part(tensor: Any) -> torch.Tensor:
     return part
 
 
+def chunk_of(tensor: Any) -> tuple[list[int], list[int]]:
+    """Return where a rank's own part of a DTensor begins in it, by dimension, and the part's shape."""
+    (chunk,) = tensor.__create_chunk_list__()
+    return list(chunk.offsets), list(chunk.sizes)
+
+
+def is_first_copy(tensor: Any) -> bool:
+    """Tell whether this rank is the first of those that have the same part of a DTensor."""
+    places = zip(tensor.placements, tensor.device_mesh.get_coordinate(), strict=True)
+    return all(coordinate == 0 for placement, coordinate in places if placement.is_replicate())
+
+
 @contextlib.contextmanager
 def fake_ranks(world_size: int) -> Iterator[None]:
     """Be the first of some ranks that are not there, until the context is left."""

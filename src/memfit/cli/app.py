@@ -16,6 +16,7 @@ from memfit.cli.output import err, out, print_error, print_json, stages
 from memfit.errors import MemfitError, UsageError, VerificationError
 from memfit.fake_gpu import shim
 from memfit.frames import users_frames
+from memfit.ranks.environment import launched_rank
 from memfit.units import parse_budget
 
 if TYPE_CHECKING:
@@ -340,11 +341,13 @@ def train(
         int, typer.Option(help="Before training, steps to run side by side with the plain step; 0 for none.", min=0)
     ] = 0,
     recover: Annotated[
-        bool,
+        bool | None,
         typer.Option(
-            "--recover/--no-recover", help="Run a step that runs out of memory again, under the next lower plan."
+            "--recover/--no-recover",
+            help="Run a step that runs out of memory again, under the next lower plan; by default on one rank.",
+            show_default=False,
         ),
-    ] = True,
+    ] = None,
     limit: Annotated[
         str | None,
         typer.Option(
@@ -367,17 +370,21 @@ def train(
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train with a plan: metrics, checkpoints and a report in the run's folder."""
+    """Train with a plan: metrics, checkpoints and a report in the run's folder.
+
+    For a plan for several ranks: torchrun --nproc-per-node N -m memfit train ...
+    """
     from memfit import pipeline
-    from memfit.cli.training import spare_memory, train_with_bar
+    from memfit.cli.training import check_launched, spare_memory, train_with_bar
     from memfit.report.summary import retries_text, waiting_text
 
     if (steps is None) == (epochs is None):
         raise UsageError("give one of --steps and --epochs")
-    if adaptive and not recover:
+    if adaptive and recover is False:
         raise UsageError("--adaptive always reruns steps that run out of memory: leave out --no-recover")
     limit_bytes = None if limit is None else parse_budget(limit, None, "--limit")
     read = pipeline.load_plan(plan)
+    check_launched(read)
     spare_memory(read, host_budget)
     loaded = _load(workload)
     record = train_with_bar(
@@ -400,6 +407,8 @@ def train(
         resume=resume,
         overwrite=overwrite,
     )
+    if launched_rank():  # the first shows it
+        return
     if as_json:
         print_json(record)
     else:
@@ -426,6 +435,28 @@ def report(
         progress("draw", 1, 1)
     if as_json:
         print_json({"report": str(written)})
+    else:
+        out.print(f"Written to {written}", highlight=False)
+
+
+@app.command()
+def consolidate(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="The folder of a run, or of one checkpoint.", show_default=False)
+    ],
+    output: Annotated[Path, typer.Option("--out", help="The folder to write the model to.", show_default=False)],
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a run's model as whole tensors in safetensors files, however many ranks wrote its shards."""
+    from memfit import pipeline
+
+    with stages() as progress:
+        progress("write", 0, 1)
+        written = pipeline.consolidate(run, output, overwrite=overwrite)
+        progress("write", 1, 1)
+    if as_json:
+        print_json({"model": str(written)})
     else:
         out.print(f"Written to {written}", highlight=False)
 

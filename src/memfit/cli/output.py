@@ -27,6 +27,7 @@ from rich.text import Text
 from memfit.cli import streams
 from memfit.errors import MemfitError
 from memfit.frames import frames_text
+from memfit.ranks.environment import launched_rank
 
 out = Console()
 err = Console(stderr=True)
@@ -68,7 +69,13 @@ class Report(Protocol):
 
 @contextlib.contextmanager
 def stages() -> Iterator[Report]:
-    """Show the progress of stages and their time left: as bars on a terminal, elsewhere as a few lines."""
+    """Show the progress of stages and their time left: as bars on a terminal, elsewhere as a few lines.
+
+    Of several ranks the first shows it.
+    """
+    if launched_rank():
+        yield lambda *_: None
+        return
     with _bars() if err.is_terminal else _lines() as report:
         yield report
 

@@ -6,10 +6,12 @@ from typing import Any
 
 from memfit import pipeline
 from memfit.cli.output import err, stages
+from memfit.errors import UsageError
 from memfit.hardware import heap
 from memfit.hardware.host import free_bytes
 from memfit.ir.plan import Plan
 from memfit.ir.run_record import RunRecord
+from memfit.ranks.environment import launched_size
 from memfit.training.runs.log import Progress
 from memfit.units import format_bytes, format_seconds, parse_budget
 from memfit.workload import Workload
@@ -41,6 +43,20 @@ def train_with_bar(plan: Plan, workload: Workload, *, steps: int | None, **argum
         if not arguments.get("compare_steps"):
             report("prepare", 0, 1)
         return pipeline.train(plan, workload, steps=steps, progress=compared, on_step=on_step, **arguments)
+
+
+def check_launched(plan: Plan) -> None:
+    """Refuse a plan for one process where a launcher has started several: each would train by itself, into one folder.
+
+    Raises:
+        UsageError: It is such a plan.
+    """
+    count = launched_size()
+    if count > 1 and plan.levers.sharding is None:
+        raise UsageError(
+            f"the plan is for one process, and there are {count} ranks: start memfit train without torchrun, or make a"
+            f" plan with world_size={count}"
+        )
 
 
 def spare_memory(plan: Plan, host_budget: str | None) -> None:

@@ -5,6 +5,7 @@ from memfit.hardware.host import devices, find_device
 from memfit.ir.verification import Verification
 from memfit.pipeline._adapt import adapt
 from memfit.pipeline._apply import apply
+from memfit.pipeline._consolidate import consolidate
 from memfit.pipeline._estimate import estimate
 from memfit.pipeline._fit import fit
 from memfit.pipeline._look_up import look_up
@@ -23,6 +24,7 @@ __all__ = [
     "apply",
     "compare",
     "compile_backend",
+    "consolidate",
     "device_named",
     "devices",
     "estimate",

@@ -12,12 +12,14 @@ import torch
 from memfit.capture.accumulation import Accumulation
 from memfit.cost.calibrate import known_workspace_bytes
 from memfit.errors import UsageError
+from memfit.ir import codec
 from memfit.ir.plan import Plan
 from memfit.levers.stack import applied, check_plan, check_untouched, host_bytes_of
 from memfit.levers.switch import Switch, without_switched
-from memfit.pipeline.placement import placed
+from memfit.pipeline.placement import kind_of, placed
 from memfit.pipeline.predicted_snapshots import write_predicted_snapshot
 from memfit.planner.batch_coupling import without_coupled
+from memfit.ranks.together import check_same
 from memfit.training.guards.host_memory import check_host, host_needs
 from memfit.training.guards.ledger import device_of, held_tensors, live
 from memfit.training.guards.limits import AcceleratorLimit, CpuLimit
@@ -43,6 +45,9 @@ def apply(
     plan was made for, where that is here: the model and the optimizer's state as by `model.to(device)`, which keeps
     their tensors' identity, and tensors that `loss_fn` holds. The step takes batches that are on the CPU.
 
+    A plan for several ranks is applied on each of them, after `torch.distributed.init_process_group`; the step takes
+    the same global batch on each. Sharded parameters stay so when the step is closed.
+
     Args:
         plan: A plan for this workload.
         workload: The user's workload.
@@ -55,7 +60,7 @@ def apply(
             most 8; None for none.
 
     Raises:
-        PlanMismatchError: The plan was made for another workload.
+        PlanMismatchError: The plan was made for another workload, or the ranks have different plans.
         BudgetError: The plan offloads activations, and the host has less memory left than they may take.
         PlanError: A plan is applied to the workload already, its levers are not legal, or it cuts batches whose samples
             the loss couples.
@@ -63,6 +68,8 @@ def apply(
         UsageError: `limit_bytes` is not positive; or with `recover`, ranks that share the step have different plans, or
             what shares it can't be undone by this PyTorch.
     """
+    if plan.levers.sharding is not None:
+        _check_ranks(plan)
     plan, workload = without_coupled(plan, workload), placed(workload, plan)
     with contextlib.ExitStack() as stack:
         switch = stack.enter_context(switchable(plan, workload, limit_bytes=limit_bytes))
@@ -74,6 +81,15 @@ def apply(
             switch.step.change(recovery=OutOfMemoryObserver(switch.step, plan, writer))
         switch.step.on_close = stack.pop_all().close
     return switch.step
+
+
+def _check_ranks(plan: Plan) -> None:
+    """Raise PlanMismatchError unless all ranks apply one plan, as far as this process is one of several."""
+    from memfit.ranks.group import Group  # distributed packages take a second to import
+    from memfit.ranks.mesh import is_joined
+
+    if is_joined():
+        check_same(Group(kind_of(plan)), "plans", codec.encode(plan))
 
 
 def snapshots_of(switch: Switch, folder: str | Path | None) -> Snapshots | None:

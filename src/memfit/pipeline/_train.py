@@ -6,7 +6,7 @@ import contextlib
 import functools
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +25,19 @@ from memfit.ir.simulate import simulate
 from memfit.levers.stack import applied, check_plan, host_bytes_of
 from memfit.pipeline._adapt import adapt
 from memfit.pipeline._apply import apply
-from memfit.pipeline.placement import check_runs_here, place_of, placed
+from memfit.pipeline.placement import check_runs_here, kind_of, place_of, placed
 from memfit.planner.captures import capture_each
 from memfit.planner.prediction import costs_of
+from memfit.ranks.environment import launched_rank
+from memfit.ranks.one_process import SingleProcess
+from memfit.ranks.together import check_same, once
 from memfit.report.html import write as write_html
 from memfit.report.notebook import ReportFile
 from memfit.report.notebook_progress import Bars, with_bars
 from memfit.rng import rng_preserved
 from memfit.training.guards.host_memory import HostWatch, check_host, host_needs
 from memfit.training.runs.disk import check_disk
-from memfit.training.runs.folder import METRICS, PLAN, REPORT, RUN, VIEWS, held_folder
+from memfit.training.runs.folder import METRICS, PLAN, REPORT, RUN, VIEWS, held_by_ranks, holds_a_start, is_begun
 from memfit.training.runs.log import Progress, read_lines
 from memfit.training.step import Step
 from memfit.training.trainer import Trainer
@@ -167,7 +170,7 @@ def train(
     tensorboard: bool = False,
     resume: bool = False,
     overwrite: bool = False,
-    recover: bool = True,
+    recover: bool | None = None,
     limit_bytes: int | None = None,
     adaptive: bool = False,
     host_budget: int | float | str | None = None,
@@ -181,13 +184,19 @@ def train(
     named here see `Trainer`. On SIGTERM a checkpoint is written after the step at hand, and SystemExit raised with
     status 75: run it again, with `resume`.
 
+    A plan for several ranks is trained by all of them: torchrun starts them, each calls this function, which joins the
+    process group, and the first writes the run's files. `Workload.batches` gives global batches, the same on every
+    rank; `Workload.evaluate` and `on_step` run on every rank, and the first one's metrics are kept. If one rank is told
+    to stop, all do, after the same step. With `resume`, a folder without a checkpoint is begun in: torchrun starts
+    ranks again by the same command, however far they came.
+
     Args:
         plan: The plan.
         workload: The workload it was made for.
         out: Folder of the run.
         compare_steps: Before training, steps to run side by side with the plain step, on copies (0 for none).
         recover: Whether a step that runs out of memory is undone, and run again on the same batch under the next
-            lower plan of the frontier.
+            lower plan of the frontier; None does so in one process. Ranks that do send votes.
         limit_bytes: What a step may hold at a time (> 0): it fails before it exceeds that. None sets no limit.
         adaptive: Whether batches of other shapes than the workload's are run with plans of their own; see `adapt`.
             Steps that run out of memory are then always run again.
@@ -199,7 +208,8 @@ def train(
         on_step: Called after every step; by default a bar in a notebook.
 
     Raises:
-        UsageError: An argument is out of its range, or the plan does not fit the workload.
+        UsageError: An argument is out of its range, or the plan does not fit the workload, or not the number of ranks.
+        RankError: Another rank failed.
         BudgetError: The run needs more of the host's memory than there is, or `host_budget` says no number of bytes.
         OutputError: `out` can't be written, has too little room, must not be overwritten, or another run has it.
         OutOfMemoryError: A step ran out of memory, and so it did under every lower plan.
@@ -207,57 +217,115 @@ def train(
     """
     folder = Path(out)
     check_runs_here(plan, workload)
-    workload = placed(workload, plan)
-    with held_folder(folder, overwrite=overwrite, resume=resume):
-        host_bytes = None if host_budget is None else parse_budget(host_budget, free_bytes(), "host_budget")
-        recovers = recover or adaptive
-        check_host(
-            host_needs(plan, workload, host_bytes_of(plan), prefetch_batches=prefetch_batches, recover=recovers),
-            host_bytes,
-        )
-        check_disk(
-            folder, plan, workload, steps=steps, checkpoint_every=checkpoint_every, keep_checkpoints=keep_checkpoints
-        )
-        comparison = compare(plan, workload, steps=compare_steps, progress=progress) if compare_steps else None
-        drawn = codec.encode(views(plan, workload, comparison))
-        is_drawn = resume and (folder / VIEWS).exists() and _plan_in(folder) == plan
-        with (
-            adapt(plan, workload, limit_bytes=limit_bytes, snapshots=folder)
-            if adaptive
-            else apply(plan, workload, recover=recover, limit_bytes=limit_bytes, snapshots=folder)
-        ) as step:
-            host = HostWatch(step, host_bytes)
-
-            def watch() -> None:
-                nonlocal is_drawn
-                if not is_drawn:  # at the first batch, so that a run that goes on has a report too
-                    codec.write_atomic(folder / VIEWS, drawn)
-                    is_drawn = True
-                host.check()
-
-            trainer = Trainer(
-                step,
-                plan,
-                out=folder,
-                steps=steps,
-                epochs=epochs,
-                evaluate_every=evaluate_every,
-                checkpoint_every=checkpoint_every,
-                keep_checkpoints=keep_checkpoints,
-                prefetch_batches=prefetch_batches,
-                measure=measure_peak_bytes,
-                measure_every=measure_every,
-                tensorboard=tensorboard,
-                overwrite=overwrite,
-                resume=resume,
-                on_step=on_step,
-                watch=watch,
+    is_shared = plan.levers.sharding is not None
+    if is_shared:
+        _check_for_ranks(compare_steps, adaptive)
+    recovers = adaptive or (not is_shared if recover is None else recover)
+    is_drawn = resume and (folder / VIEWS).exists() and _plan_in(folder) == plan
+    drawn = None if not is_shared or is_drawn else _views_of_ranks(plan, workload)  # before the ranks are joined
+    with _ranks_of(plan) as ranks:
+        if is_shared:
+            resume, overwrite = once(ranks, lambda: _where_it_begins(folder, resume, overwrite))
+        workload = placed(workload, plan)
+        with held_by_ranks(ranks, folder, overwrite=overwrite, resume=resume):
+            host_bytes = None if host_budget is None else parse_budget(host_budget, free_bytes(), "host_budget")
+            check_host(
+                host_needs(plan, workload, host_bytes_of(plan), prefetch_batches=prefetch_batches, recover=recovers),
+                host_bytes,
             )
-            try:
-                return trainer.fit()
-            finally:
-                if (folder / RUN).exists() and not is_drawn:
-                    codec.write_atomic(folder / VIEWS, drawn)
+            once(
+                ranks,
+                lambda: check_disk(
+                    folder,
+                    plan,
+                    workload,
+                    steps=steps,
+                    checkpoint_every=checkpoint_every,
+                    keep_checkpoints=keep_checkpoints,
+                ),
+            )
+            comparison = compare(plan, workload, steps=compare_steps, progress=progress) if compare_steps else None
+            if not is_shared:
+                drawn = codec.encode(views(plan, workload, comparison))
+            with (
+                adapt(plan, workload, limit_bytes=limit_bytes, snapshots=folder)
+                if adaptive
+                else apply(plan, workload, recover=recovers, limit_bytes=limit_bytes, snapshots=folder)
+            ) as step:
+                host = HostWatch(step, host_bytes)
+                pending = None if is_drawn else drawn
+
+                def draw() -> None:
+                    nonlocal pending
+                    if pending is not None:
+                        codec.write_atomic(folder / VIEWS, pending)
+                        pending = None
+
+                def watch() -> None:
+                    draw()  # at the first batch, so that a run that goes on has a report too
+                    host.check()
+
+                trainer = Trainer(
+                    step,
+                    plan,
+                    out=folder,
+                    steps=steps,
+                    epochs=epochs,
+                    evaluate_every=evaluate_every,
+                    checkpoint_every=checkpoint_every,
+                    keep_checkpoints=keep_checkpoints,
+                    prefetch_batches=prefetch_batches,
+                    measure=measure_peak_bytes,
+                    measure_every=measure_every,
+                    tensorboard=tensorboard,
+                    overwrite=overwrite,
+                    resume=resume,
+                    on_step=on_step,
+                    watch=watch,
+                )
+                try:
+                    return trainer.fit()
+                finally:
+                    if (folder / RUN).exists():
+                        draw()
+
+
+def _check_for_ranks(compare_steps: int, adaptive: bool) -> None:
+    if compare_steps:
+        raise UsageError(
+            f"compare_steps={compare_steps}: a step that ranks share has no plain step beside it. Give compare_steps=0"
+        )
+    if adaptive:
+        raise UsageError("adaptive=True does not go with levers.sharding: leave it out")
+
+
+@contextlib.contextmanager
+def _ranks_of(plan: Plan) -> Iterator[SingleProcess]:
+    """Be one of the ranks that a plan is for, until the context is left."""
+    if plan.levers.sharding is None:
+        yield SingleProcess()
+        return
+    from memfit.ranks.launch import joined  # distributed packages take a second to import
+    from memfit.ranks.mesh import check_size
+
+    with joined(kind_of(plan)) as ranks:
+        check_size(plan.levers.sharding, ranks.size)
+        check_same(ranks, "plans", codec.encode(plan))
+        yield ranks
+
+
+def _views_of_ranks(plan: Plan, workload: Workload) -> bytes | None:
+    """Return what a report draws, on the first rank, as long as it has not joined the others; else None."""
+    from memfit.ranks.mesh import is_joined
+
+    return None if is_joined() or launched_rank() else codec.encode(views(plan, workload))
+
+
+def _where_it_begins(folder: Path, resume: bool, overwrite: bool) -> tuple[bool, bool]:
+    """Return whether a run resumes, and whether it overwrites: it begins where it was ended before a checkpoint."""
+    if not resume or is_begun(folder):
+        return resume, overwrite
+    return False, overwrite or holds_a_start(folder)
 
 
 def _plan_in(folder: Path) -> Plan | None:
@@ -280,6 +348,11 @@ def write_report(run: str | Path, path: str | Path | None = None) -> Path:
     folder = Path(run)
     if not (folder / RUN).is_file():
         raise UsageError(f"{folder} holds no {RUN}: name the folder of a run, which `memfit train --out` makes")
+    if not (folder / VIEWS).is_file():
+        raise UsageError(
+            f"{folder} holds no {VIEWS}: its ranks were joined before memfit.train, which then can't predict the step."
+            " Have memfit.train join them, by leaving out torch.distributed.init_process_group"
+        )
     written = write_html(
         path or folder / REPORT,
         codec.read(folder / PLAN, Plan),

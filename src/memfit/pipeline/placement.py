@@ -43,6 +43,11 @@ def device_here(plan: Plan) -> Device | None:
     return next((device for device in here if match(device.description, device.memory_bytes, [planned])), None)
 
 
+def kind_of(plan: Plan) -> str:
+    """Return the kind of the device that a plan runs on ("cpu", "cuda")."""
+    return find_device(plan.device).kind
+
+
 def check_runs_here(plan: Plan, workload: Workload) -> torch.device:
     """Check that a plan is for a workload, and that both can be run and measured here; return where.
 
@@ -60,7 +65,7 @@ def check_runs_here(plan: Plan, workload: Workload) -> torch.device:
         )
     if any(p.device.type == "meta" for p in workload.model.parameters()):
         raise WorkloadError("Workload.model holds no data: it was built under torch.device('meta'); build it without")
-    _check_place(workload, device)
+    _check_place(workload, device, plan)
     check_workload(workload, device)
     check_plan(plan, workload)
     return torch.device(device.name)
@@ -79,10 +84,12 @@ def placed(workload: Workload, plan: Plan) -> Workload:
     device = device_here(plan)
     if device is None or place_of(workload).type == "meta":
         return workload
-    _check_place(workload, device)
+    _check_place(workload, device, plan)
     place = torch.device(device.name)
     if place.type == "cpu":
         return workload
+    if plan.levers.sharding is not None:  # each rank has its own
+        place = torch.device(place.type, torch.accelerator.current_device_index())
     with _same_parameters(place):
         workload.model.to(place)
     for tensor in external_tensors(workload):
@@ -123,8 +130,10 @@ def _large(state: Any) -> list[torch.Tensor]:
     return [tensor for tensor in tensors_of(state) if tensor.dim() > 0]
 
 
-def _check_place(workload: Workload, device: Device) -> None:
+def _check_place(workload: Workload, device: Device, plan: Plan) -> None:
     place = place_of(workload)
+    if plan.levers.sharding is not None and place.type == device.kind:
+        return
     if place.type in ("cpu", "meta") or str(place) == device.name or (place.type == device.kind and not place.index):
         return
     way = "workload.model.cpu()" if device.kind == "cpu" else f"workload.model.to({device.name!r})"

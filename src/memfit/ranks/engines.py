@@ -33,9 +33,17 @@ from memfit.ir.sharding import Sharding
 from memfit.ranks.agreement import Agreement
 from memfit.ranks.group import SharedStep
 from memfit.ranks.hooks import watch_data_parallel, watch_fully_sharded
-from memfit.workload import Loss, Workload
+from memfit.workload import Loss, Workload, class_name
 
 _MIB = 2**20
+
+
+@dataclasses.dataclass(eq=False)
+class _Outside:
+    """Work to be run in place of a step's forward pass, within what an engine puts around it."""
+
+    work: Callable[[], Any]
+    result: Any = None
 
 
 class _ForwardPass(nn.Module):
@@ -46,7 +54,10 @@ class _ForwardPass(nn.Module):
         self.model = model
         self.loss_fn = loss_fn
 
-    def forward(self, batch: Any) -> Loss:
+    def forward(self, batch: Any) -> Loss | None:
+        if isinstance(batch, _Outside):
+            batch.result = batch.work()
+            return None
         return self.loss_fn(self.model, batch)
 
 
@@ -107,6 +118,10 @@ class _DataParallel:
             return contextlib.nullcontext()
         return self._wrapped.no_sync()
 
+    def outside(self, work: Callable[[], Any]) -> Any:
+        """Run work outside of steps: weights are whole."""
+        return work()
+
     def watch(self, agreement: Agreement) -> None:
         watch_data_parallel(self._wrapped, agreement)
         self._agreement = agreement
@@ -141,15 +156,15 @@ def _fully_sharded(
         "offload_policy": _offload() if sharding.offload else OffloadPolicy(),
     }
     for fqn in sharding.units or ():
-        fully_shard(
-            _unit(model, fqn), reshard_after_forward=sharding.mode == "zero3" and fqn not in sharding.kept, **given
-        )
+        unit, stays = _unit(model, fqn), sharding.mode == "zero2" or fqn in sharding.kept
+        name = class_name(unit)
+        fully_shard(unit, reshard_after_forward=not stays, **given)
+        setattr(type(unit), "memfit_stands_for", name)  # noqa: B010  (PyTorch made this class for the unit's)
     dtype = _dtype(sharding.param_dtype)
     if dtype is not None:  # the loss function's other inputs, such as targets, stay as they are
         model.register_forward_pre_hook(functools.partial(_cast, dtype), with_kwargs=True)
-    root = fully_shard(_ForwardPass(model, workload.loss_fn), **given)
+    root: Any = fully_shard(_ForwardPass(model, workload.loss_fn), **given)
     _rebind(workload.optimizer, before, dict(model.named_parameters(remove_duplicate=False)))
-    assert isinstance(root, FSDPModule)
     del before
     gc.collect()  # whole parameters are in cycles of objects
     engine = _FullySharded(root, sharding, mesh)
@@ -192,6 +207,18 @@ class _FullySharded:
     def reset(self) -> None:
         self._root.reset_iter_state()
         drop_unsharded_gradients(self._root)
+
+    def outside(self, work: Callable[[], Any]) -> Any:
+        """Run work that runs the model forward outside of steps, within what is put around a step's forward pass."""
+        given = _Outside(work)
+        root: Any = self._root
+        root(given)
+        if hasattr(root, "reset_iter_state"):  # new in torch 2.13
+            root.reset_iter_state()  # or the next backward pass would look for the order of these passes
+        for module in root.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        return given.result
 
 
 def _offload() -> CPUOffloadPolicy:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from memfit._torch.tensors import storage_key_of
 from memfit.errors import UsageError
 from memfit.ranks.agreement import FAILED, RAN_OUT, Agreement, Collective, worst_of
-from memfit.ranks.one_process import Number, Share, SingleProcess
+from memfit.ranks.one_process import Number, Share, SingleProcess, T
 from memfit.workload import Workload, part_of, samples_of, tensors_of
 
 _MIX = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, as in SplitMix64 (Steele, Lea, Flood 2014)
@@ -39,8 +39,41 @@ class Engine(Protocol):
     def reset(self) -> None:
         """Make the engine ready for the next step, after one that was aborted in the middle."""
 
+    def outside(self, work: Callable[[], T]) -> T:
+        """Run work that runs the model forward outside of steps."""
 
-class SharedStep(SingleProcess):
+
+class Group(SingleProcess):
+    """The ranks of the default process group.
+
+    Args:
+        kind: Of the devices that messages are on ("cpu", "cuda").
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.size, self.rank = dist.get_world_size(), dist.get_rank()
+        self._place = torch.device(kind)
+
+    def all(self, value: bool) -> bool:
+        return self.most([float(not value)])[0] == 0
+
+    def most(self, values: list[float]) -> list[float]:
+        largest = torch.tensor(values, dtype=_widest(self._place), device=self._place)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return largest.tolist()
+
+    def first(self, value: int) -> int:
+        tensor = torch.tensor([value], device=self._place)
+        dist.broadcast(tensor, 0)
+        return int(tensor.item())
+
+    def gathered(self, value: Any) -> list[Any]:
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value)
+        return found
+
+
+class SharedStep(Group):
     """The ranks of a step that an engine shares.
 
     Args:
@@ -52,9 +85,9 @@ class SharedStep(SingleProcess):
     """
 
     def __init__(self, mesh: DeviceMesh, engine: Engine, *, shards: int = 1, is_part: bool = False) -> None:
+        super().__init__(mesh.device_type)
         self.mesh, self._engine, self._shards, self.is_part = mesh, engine, shards, is_part
         self._buckets: dict[int, torch.Tensor] = {}
-        self.size, self.rank = mesh.size(), dist.get_rank()
         assert dist.group.WORLD is not None
         self._world = dist.group.WORLD
         self._agreement: Agreement | None = None
@@ -109,7 +142,7 @@ class SharedStep(SingleProcess):
         self._watched.reset()
 
     def all(self, value: bool) -> bool:
-        return self._watched.vote(int(not value)) == 0
+        return super().all(value) if self._agreement is None else self._watched.vote(int(not value)) == 0
 
     # What a step asks
 
@@ -175,6 +208,9 @@ class SharedStep(SingleProcess):
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
+    def outside(self, work: Callable[[], T]) -> T:
+        return self._engine.outside(work)
+
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:
         """Have this rank draw other random numbers than the others, until the context is left.
@@ -203,6 +239,10 @@ def _tell(agreement: Agreement, shape: torch.Size, kind: torch.dtype, device: to
 
 def _zero(shape: torch.Size, kind: torch.dtype, device: torch.device) -> None:
     dist.all_reduce(torch.zeros(shape, dtype=kind, device=device))
+
+
+def _widest(place: torch.device) -> torch.dtype:
+    return torch.float32 if place.type == "mps" else torch.float64
 
 
 def _mixed(seed: int, number: int) -> int:

@@ -39,18 +39,24 @@ def fake_mesh(sharding: Sharding, device_type: str) -> Iterator[DeviceMesh]:
         yield mesh_of(sharding, device_type)
 
 
+def check_size(sharding: Sharding, world_size: int) -> None:
+    """Raise UsageError unless there are as many ranks as a sharding is for."""
+    if world_size != sharding.world_size:
+        there = f"are {world_size} ranks" if world_size > 1 else "is this one process"
+        raise UsageError(
+            f"the plan is for world_size={sharding.world_size}, and there {there}: start as many with"
+            f" torchrun --nproc-per-node, or make a plan with world_size={world_size}"
+        )
+
+
 def mesh_of(sharding: Sharding, device_type: str) -> DeviceMesh:
     """Return the mesh of a sharding over all ranks of the default process group: replicas, then shards.
 
     Raises:
         UsageError: There are more or fewer ranks.
     """
-    world_size = dist.get_world_size()
-    if world_size != sharding.world_size:
-        raise UsageError(
-            f"the plan is for world_size={sharding.world_size}, and there are {world_size} ranks: start as many with"
-            f" torchrun --nproc-per-node, or make a plan with world_size={world_size}"
-        )
+    check_size(sharding, dist.get_world_size())
+    world_size = sharding.world_size
     if sharding.replicas == 1 or not sharding.is_fully_sharded:
         return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shards",))
     shape = (sharding.replicas, sharding.shards)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from memfit.workload import Workload, samples_of
 
+T = TypeVar("T")
 Number = torch.Tensor | float
 
 
@@ -34,11 +36,13 @@ class SingleProcess:
     """A process that trains by itself: it agrees with itself.
 
     Attributes:
-        size: Number of ranks.
+        size: Number of processes that share a step (> 0).
+        rank: This one's number among them; the first, 0, writes what a run keeps.
         is_updating: Whether ranks may have updated, so that the step can't be undone any more.
     """
 
     size = 1
+    rank = 0
     is_updating = False
 
     # What a step that may have to be undone asks
@@ -72,6 +76,18 @@ class SingleProcess:
     def all(self, value: bool) -> bool:
         """Tell whether a value is true on every rank."""
         return value
+
+    def most(self, values: list[float]) -> list[float]:
+        """Return the maximum over the ranks of each value."""
+        return values
+
+    def first(self, value: int) -> int:
+        """Return the value of the first rank."""
+        return value
+
+    def gathered(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, by rank."""
+        return [value]
 
     @property
     def buckets(self) -> list[torch.Tensor]:
@@ -108,3 +124,7 @@ class SingleProcess:
     def drawing(self) -> contextlib.AbstractContextManager[object]:
         """Make the context of a step in which ranks draw different random numbers, and the same afterwards."""
         return contextlib.nullcontext()
+
+    def outside(self, work: Callable[[], T]) -> T:
+        """Run work outside of steps that runs the model forward; return its result. All ranks call it."""
+        return work()

@@ -18,7 +18,7 @@ from memfit._torch.modules import NormBase, own_buffers, own_modules, own_parame
 from memfit.errors import NonFiniteError, UsageError, WorkloadError
 from memfit.ir.plan import Prediction
 from memfit.ir.trace import Phase
-from memfit.ranks.one_process import Share, SingleProcess
+from memfit.ranks.one_process import Share, SingleProcess, T
 from memfit.rng import rng_preserved
 from memfit.training.accumulation_window import Window, checked_loss, gradient_entries, gradient_values
 from memfit.training.loss_scaling import LossScaler
@@ -225,6 +225,13 @@ class Step:
         grad_norm = math.nan if skipped or not is_whole else norm
         self.last = StepResult(loss, grad_norm, skipped, scale, seconds, self.options.predicted_peak_bytes, skips)
         return self.last
+
+    def evaluate(self, function: Callable[[nn.Module], T]) -> T:
+        """Return what a function of the model returns, which runs it forward outside of steps.
+
+        Where ranks share the model, all of them call this: it gathers the parameters that are in parts.
+        """
+        return self.options.ranks.outside(lambda: function(self.workload.model))
 
     def gradients(self, batch: Any) -> tuple[float, dict[str, torch.Tensor]]:
         """Return the loss and the unclipped gradient of every parameter by FQN, and update nothing."""

@@ -26,11 +26,13 @@ from memfit.errors import (
 from memfit.ir import codec
 from memfit.ir.plan import Plan, uses_text
 from memfit.ir.run_record import RunRecord
-from memfit.rng import rng_preserved, set_rng_state
+from memfit.ranks.together import once
+from memfit.rng import rng_preserved, rng_state, set_rng_state
 from memfit.training.batches import BatchStream
 from memfit.training.guards.ledger import allocation_retries, device_of
 from memfit.training.guards.recovery import OutOfMemoryObserver, Recovery
 from memfit.training.interrupt import Interrupt, deferred_interrupts
+from memfit.training.meeting import meet
 from memfit.training.runs import checkpoint
 from memfit.training.runs.folder import (
     METRICS,
@@ -39,11 +41,11 @@ from memfit.training.runs.folder import (
     TENSORBOARD,
     check_folder,
     clear_folder,
-    held_folder,
+    held_by_ranks,
     remove_leftovers,
 )
 from memfit.training.runs.history import History, resumed_history
-from memfit.training.runs.log import Log, Progress, evaluation_line, event_line, require_tensorboard, step_line
+from memfit.training.runs.log import Log, NoLog, Progress, evaluation_line, event_line, require_tensorboard, step_line
 from memfit.training.step import Step, StepResult
 from memfit.workload import fingerprint, samples_of
 
@@ -53,6 +55,9 @@ _log = logging.getLogger("memfit")
 @dataclass(eq=False, repr=False)
 class Trainer:
     """One run of training. A step is one optimizer update; updates that fp16 skips do not count.
+
+    Ranks that share the step all train: the first writes the run's files, and each its shards of checkpoints. All stop
+    together, after the same step.
 
     A resumed run ends bitwise as an uninterrupted one: weights, optimizer state and losses. The workload's batches must
     meet the conditions of `BatchStream`.
@@ -112,12 +117,13 @@ class Trainer:
         if self.tensorboard:
             require_tensorboard()
         self.out = Path(self.out)
-        check_folder(self.out, overwrite=self.overwrite, resume=self.resume)
+        self._ranks = self.step.options.ranks
+        once(self._ranks, lambda: check_folder(self.out, overwrite=self.overwrite, resume=self.resume))
         self._stream = BatchStream(self.step.workload, self.prefetch_batches)
         self._events_noted = 0
         self._saved_step: int | None = None
         self._is_between_steps = True
-        self._is_reading = False
+        self._is_reading = self._is_unused = self._is_agreed = False
 
     def fit(self) -> RunRecord:
         """Train to the end, and return the record of the run. Call it once.
@@ -133,7 +139,7 @@ class Trainer:
             OutputError: A file can't be written, or another run has the folder.
             WorkloadError: The workload's batches or its `evaluate` break their contract.
         """
-        with held_folder(self.out, overwrite=self.overwrite, resume=self.resume):
+        with held_by_ranks(self._ranks, self.out, overwrite=self.overwrite, resume=self.resume):
             return self._fit()
 
     def _fit(self) -> RunRecord:
@@ -143,7 +149,7 @@ class Trainer:
         with (
             contextlib.closing(self._stream),
             deferred_interrupts() as interrupt,
-            Log(metrics, events, self.step.steps) as self._log,
+            Log(metrics, events, self.step.steps) if self._is_first else NoLog() as self._log,
         ):
             try:
                 for kind, text in self._happened:
@@ -159,7 +165,8 @@ class Trainer:
 
     def note(self, kind: str, text: str) -> None:
         """Log an unusual event, such as a refused checkpoint."""
-        _log.warning("%s: %s", kind, text)
+        if self._is_first:
+            _log.warning("%s: %s", kind, text)
         self._write_line(event_line(self.step.steps, self._stream.epoch, kind, text))
 
     # Before
@@ -169,21 +176,35 @@ class Trainer:
         self._happened: list[tuple[str, str]] = []
         if self.resume:
             return self._restore()
+        once(self._ranks, self._begin_folder)
+        if self._ranks.size > 1:  # what Python's generator draws would differ, and so would batches shuffled with it
+            set_rng_state(once(self._ranks, rng_state))
+        return History(self.step.workload)
+
+    def _begin_folder(self) -> None:
         if self.overwrite and self.out.exists():
             clear_folder(self.out)
         codec.write_atomic(self.out / PLAN, codec.encode(self.plan))
-        return History(self.step.workload)
 
     def _restore(self) -> History:
         loaded, damages = checkpoint.read_newest(self.out, self.step, self.plan.levers.precision)
         self._stream.seek(loaded.state.position)
         loaded.restore()
-        history = resumed_history(self.step.workload, self.out / RUN, self.out / METRICS, loaded.step_count)
-        remove_leftovers(self.out)
-        self._happened = _resumed(
-            loaded, self.step, self.plan, damages, checkpoint.set_aside_after(self.out, loaded.step_count)
+        history = resumed_history(
+            self.step.workload,
+            self.out / RUN,
+            self.out / METRICS,
+            loaded.step_count,
+            is_writing=self._is_first,
         )
-        codec.write_atomic(self.out / PLAN, codec.encode(self.plan))
+
+        def tidy() -> list[Path]:
+            remove_leftovers(self.out)
+            aside = checkpoint.set_aside_after(self.out, loaded.step_count)
+            codec.write_atomic(self.out / PLAN, codec.encode(self.plan))
+            return aside
+
+        self._happened = _resumed(loaded, self.step, self.plan, damages, once(self._ranks, tidy))
         self._saved_step = loaded.step_count
         set_rng_state(loaded.state.rng)
         return history
@@ -196,23 +217,40 @@ class Trainer:
         if self._saved_step is None and self.checkpoint_every is not None:
             self._save()
         while self.steps is None or self.step.steps < self.steps:
-            interrupt.check()
-            if self.watch is not None:
-                self.watch()
-            started = time.perf_counter()
-            self._is_reading = True
-            batch = self._stream.next_batch(self.epochs)
-            self._is_reading = False
-            if batch is None:
+            read = self._next_batch(interrupt)
+            if read is None:
                 break
             self._is_between_steps = False
-            progress = self._run(batch[0], time.perf_counter() - started)
+            progress = self._run(*read)
             self._note_recovery()
             self._after(progress)
         if not self._is_evaluated():
             self._evaluate()
         if self._saved_step != self.step.steps:
             self._save()
+
+    def _next_batch(self, interrupt: Interrupt) -> tuple[Any, float] | None:
+        """Return the next batch and how long it took to load, once all ranks have theirs; None at the end."""
+        error: BaseException | None = None
+        batch, samples, started = None, None, time.perf_counter()
+        try:
+            interrupt.check()
+            if self.watch is not None:
+                self.watch()
+            started, self._is_reading = time.perf_counter(), True
+            batch = self._stream.next_batch(self.epochs)
+            self._is_unused = batch is not None
+            if batch is not None and self._ranks.size > 1:
+                samples = samples_of(self.step.workload, batch[0])
+        except BaseException as e:
+            error = e
+        seconds = time.perf_counter() - started
+        stop = meet(self._ranks, error, samples)
+        if stop is not None:
+            self._is_agreed = True
+            raise stop
+        self._is_reading = self._is_unused = False
+        return None if batch is None else (batch[0], seconds)
 
     def _run(self, batch: Any, data_seconds: float) -> Progress:
         """Run one step."""
@@ -248,7 +286,7 @@ class Trainer:
         result = self.step.last
         if result is None or self.step.steps > before + 1:
             raise UsageError(f"measure= ran {self.step.steps - before} steps on a batch: it must run the step once")
-        return result, peak_bytes
+        return result, int(self._ranks.most([peak_bytes])[0])
 
     def _after(self, progress: Progress) -> None:
         """Log a step, and evaluate and write a checkpoint where they are due."""
@@ -273,7 +311,8 @@ class Trainer:
         self._events_noted = len(recovery.events)
         if recovery.plan is not self.plan:
             self.plan = recovery.plan
-            codec.write_atomic(self.out / PLAN, codec.encode(self.plan))
+            if self._is_first:
+                codec.write_atomic(self.out / PLAN, codec.encode(self.plan))
 
     def _is_due(self, every: int | None) -> bool:
         return every is not None and self.step.steps > 0 and self.step.steps % every == 0
@@ -288,7 +327,7 @@ class Trainer:
             return
         with evaluation_mode(workload.model):
             try:
-                values = workload.evaluate(workload.model)
+                values = self.step.evaluate(workload.evaluate)
             except RuntimeError as e:
                 if "same device" in str(e):  # of data that stayed on the CPU, where the model was before
                     e.add_note(
@@ -310,7 +349,13 @@ class Trainer:
         self._history.add(line)
 
     def _write_record(self, record: RunRecord) -> None:
-        codec.write_atomic(self.out / RUN, codec.encode(record))
+        if self._is_first:
+            codec.write_atomic(self.out / RUN, codec.encode(record))
+
+    @property
+    def _is_first(self) -> bool:
+        """Whether this process writes the run's files."""
+        return self._ranks.rank == 0
 
     # After a failure
 
@@ -324,9 +369,12 @@ class Trainer:
         text = f"interrupted after step {self.step.steps}" if is_interrupted else f"{type(error).__name__}: {error}"
         recovers = isinstance(self.step.recovery, Recovery) and not self._is_between_steps
         is_undone = isinstance(error, OutOfMemoryError) and not error.is_torn and recovers
-        if (is_resumable or is_undone) and self._saved_step != self.step.steps:
+        is_alone = self._ranks.size > 1 and not self._is_agreed  # the others don't write their parts
+        if (is_resumable or is_undone) and self._saved_step != self.step.steps and not is_alone:
             with contextlib.suppress(MemfitError):
-                self._save(self._stream.take_back() if is_undone else None)
+                self._save(self._stream.take_back() if is_undone or self._is_unused else None)
+        if is_alone and not isinstance(error, MemfitError):
+            error.add_note(f"memfit: on rank {self._ranks.rank}; if it lost a connection, another rank ended before it")
         newest = checkpoint.latest(self.out)
         advice = "no checkpoint was written" if newest is None else f"resume=True goes on from {newest}"
         error.add_note(f"memfit: {advice}")

@@ -13,18 +13,23 @@ A damaged checkpoint is set aside as `damaged-checkpoint-<step>`, and the one be
         training.json            scheduler, loss scaler, random states, data position
         training.safetensors     tensors of these, if any
 
+Of a model that ranks share, each rank writes its shards, `model-shard-00001-of-00004.safetensors` and the same of the
+optimizer (`shards`), in place of the two large files; all else is the first rank's. Either kind is read by any number
+of ranks, each of which reads its own parts.
+
 It does not hold buffers that are not persistent, nor the workload's own generators.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,8 +40,11 @@ import torch
 from memfit.errors import CheckpointError, DamagedCheckpointError, OutputError, UsageError
 from memfit.ir import codec
 from memfit.ir.plan import Plan, Precision
+from memfit.ranks.one_process import SingleProcess
+from memfit.ranks.together import each, once
 from memfit.rng import check_rng_state
 from memfit.training.runs.packing import read_tensors, write_tensors
+from memfit.training.runs.shards import Stored, has_shards, is_shard_name, shard_count, shard_name, write_shards
 from memfit.training.runs.state import TrainingState, collect, prepare_restore
 from memfit.training.step import Step
 from memfit.version import __version__
@@ -51,6 +59,7 @@ FILES = (
     "training.json",
     "training.safetensors",
 )
+_IN_SHARDS = ("model", "optimizer")
 _FOLDER = re.compile(r"checkpoint-([0-9]+)")
 _ASIDE = re.compile(r"damaged-checkpoint-[0-9]+(\.[0-9]+)?")
 _TEMPORARY = re.compile(r"\.checkpoint-[0-9]+\.[0-9]+\.(new|old)\.tmp")
@@ -102,7 +111,7 @@ class Loaded:
 
 
 def save(folder: Path, step: Step, plan: Plan, position: dict[str, Any], *, keep_checkpoints: int = 2) -> Path:
-    """Write the checkpoint of a step, and remove old ones.
+    """Write the checkpoint of a step, and remove old ones; all ranks of a step that is shared call it.
 
     Args:
         folder: The folder of checkpoints; `checkpoint-<step>` in it is created or replaced.
@@ -114,27 +123,51 @@ def save(folder: Path, step: Step, plan: Plan, position: dict[str, Any], *, keep
         OutputError: The checkpoint can't be written; earlier ones are unchanged.
         CheckpointError: A part of the state is neither JSON nor a tensor.
     """
-    path = folder / f"checkpoint-{step.steps}"
-    new = folder / f".{path.name}.{os.getpid()}.new.tmp"
+    path, ranks = folder / f"checkpoint-{step.steps}", step.options.ranks
     state = collect(step, position)
+
+    def prepare() -> Path:
+        with _writing(path):
+            folder.mkdir(parents=True, exist_ok=True)
+            new = folder / f".{path.name}.{os.getpid()}.new.tmp"
+            shutil.rmtree(new, ignore_errors=True)
+            new.mkdir()
+            (new / "plan.json").write_bytes(codec.encode(plan))
+            return new
+
+    def write() -> dict[str, FileEntry]:
+        with _writing(path):
+            return _write(new, state, ranks)
+
+    def finish() -> None:
+        with _writing(path):
+            _write_manifest(new, step, {name: entry for part in written for name, entry in part.items()})
+            _move(new, path)
+            _prune(folder, step.steps, keep_checkpoints)
+
+    new = once(ranks, prepare)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(new, ignore_errors=True)
-        new.mkdir()
-        _write(new, step, plan, state)
-        _move(new, path)
-        _prune(folder, step.steps, keep_checkpoints)
-    except OSError as e:
-        raise OutputError(f"can't write {path}: {e.strerror or e}. Free space there, or give another out=") from e
+        written = each(ranks, write)
+        once(ranks, finish)
     finally:
-        shutil.rmtree(new, ignore_errors=True)
+        if ranks.rank == 0:
+            shutil.rmtree(new, ignore_errors=True)
     return path
 
 
-def read(path: Path, step: Step, precision: Precision | None = None) -> Loaded:
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as e:
+        raise OutputError(f"can't write {path}: {e.strerror or e}. Free space there, or give another out=") from e
+
+
+def read(path: Path, step: Step, precision: Precision | None = None, *, is_checked: bool = False) -> Loaded:
     """Read a checkpoint, and check all of it against a step, which is not changed.
 
     Args:
+        is_checked: Whether another rank has compared the files with their sums.
         precision: Precision of the step; None for the checkpoint's. Where they differ, weights and loss scaler are
             converted (`prepare_restore`).
 
@@ -147,7 +180,9 @@ def read(path: Path, step: Step, precision: Precision | None = None) -> Loaded:
         raise DamagedCheckpointError(f"{path / MANIFEST} is damaged: its SHA-256 differs from the one recorded in it")
     if step_of(path) not in (None, manifest.step):
         raise DamagedCheckpointError(f"{path} was renamed: it is the checkpoint of step {manifest.step}")
-    _check_files(path, manifest)
+    _check_names(path, manifest)
+    if not is_checked:
+        _check_files(path, manifest)
     own = fingerprint(step.workload)
     if manifest.fingerprint != own:
         raise CheckpointError(
@@ -157,7 +192,7 @@ def read(path: Path, step: Step, precision: Precision | None = None) -> Loaded:
         )
     try:
         plan = codec.read(path / "plan.json", Plan, error=DamagedCheckpointError)
-        state = _read_state(path)
+        state = _read_state(path, manifest)
         check_rng_state(state.rng)
         restore_state = prepare_restore(step, state, converts=precision not in (None, plan.levers.precision))
     except CheckpointError as e:
@@ -172,10 +207,26 @@ def read(path: Path, step: Step, precision: Precision | None = None) -> Loaded:
     return Loaded(path, manifest.step, plan, state, restore)
 
 
+def read_model(path: Path) -> Stored:
+    """Return the tensors of a checkpoint's model, whose files are undamaged.
+
+    Raises:
+        DamagedCheckpointError: The checkpoint is missing or damaged.
+    """
+    manifest = codec.read(path / MANIFEST, Checkpoint, error=DamagedCheckpointError)
+    if manifest != manifest.sealed():
+        raise DamagedCheckpointError(f"{path / MANIFEST} is damaged: its SHA-256 differs from the one recorded in it")
+    _check_names(path, manifest)
+    _check_files(path, manifest)
+    return _stored(path, manifest, "model")
+
+
 def read_newest(
     folder: Path, step: Step, precision: Precision | None = None
 ) -> tuple[Loaded, list[DamagedCheckpointError]]:
     """Read the newest undamaged checkpoint in a folder; neither the step nor the folder is changed.
+
+    All ranks of a step that is shared call it, and read the one that the first rank finds.
 
     Returns:
         The checkpoint, and the errors of the damaged ones after it, newest first.
@@ -183,17 +234,28 @@ def read_newest(
     Raises:
         CheckpointError: No checkpoint can be resumed from.
     """
-    damages: list[DamagedCheckpointError] = []
-    for path in _newest_first(folder):
-        try:
-            return read(path, step, precision), damages
-        except DamagedCheckpointError as e:
-            damages.append(e)
-    reasons = "; ".join(map(str, damages)) or "there is none"
-    raise CheckpointError(
-        f"out={str(folder)!r} holds no complete checkpoint ({reasons}): start again with overwrite=True, or give"
-        " another out="
-    )
+    ranks = step.options.ranks
+
+    def newest() -> tuple[Path, list[DamagedCheckpointError], Loaded | None]:
+        damages: list[DamagedCheckpointError] = []
+        for path in _newest_first(folder):
+            try:
+                found = read(path, step, precision)
+                return path, damages, found if ranks.size == 1 else None
+            except DamagedCheckpointError as e:
+                damages.append(e)
+        reasons = "; ".join(map(str, damages)) or "there is none"
+        raise CheckpointError(
+            f"out={str(folder)!r} holds no complete checkpoint ({reasons}): start again with overwrite=True, or give"
+            " another out="
+        )
+
+    path, damages, loaded = once(ranks, newest)
+    if loaded is None:
+        mine: list[Loaded] = []
+        each(ranks, lambda: mine.append(read(path, step, precision, is_checked=True)))
+        loaded = mine[0]
+    return loaded, damages
 
 
 def set_aside_after(folder: Path, step_count: int) -> list[Path]:
@@ -246,7 +308,7 @@ def has_schema(path: Path, prefix: str = "memfit.") -> bool:
 def holds_only_ours(path: Path) -> bool:
     """Tell whether all files of a folder have names that `save` gives, as in a checkpoint without its manifest."""
     try:
-        return {entry.name for entry in path.iterdir()} <= {MANIFEST, *FILES}
+        return all(name in (MANIFEST, *FILES) or is_shard_name(name) for name in os.listdir(path))
     except OSError:
         return False
 
@@ -278,20 +340,32 @@ def remove_leftovers(folder: Path) -> None:
 # Writing
 
 
-def _write(folder: Path, step: Step, plan: Plan, state: TrainingState) -> None:
-    """Write the files of a checkpoint, the manifest last."""
-    (folder / "plan.json").write_bytes(codec.encode(plan))
-    write_tensors(state.model, folder / "model.safetensors", {"format": "pt", **state.aliases})
-    (folder / "optimizer.json").write_text(json.dumps(state.optimizer, allow_nan=False))
-    write_tensors(state.optimizer_tensors, folder / "optimizer.safetensors")
-    (folder / "training.json").write_text(json.dumps(state.training, allow_nan=False))
-    write_tensors(state.training_tensors, folder / "training.safetensors")
+def _write(folder: Path, state: TrainingState, ranks: SingleProcess) -> dict[str, FileEntry]:
+    """Write a rank's files of a checkpoint, in which the plan is already; return them by name."""
+    names = ["plan.json", "optimizer.json", "training.json", "training.safetensors"] if ranks.rank == 0 else []
+    if ranks.rank == 0:
+        (folder / "optimizer.json").write_text(json.dumps(state.optimizer, allow_nan=False))
+        (folder / "training.json").write_text(json.dumps(state.training, allow_nan=False))
+        write_tensors(state.training_tensors, folder / "training.safetensors")
+    large = {"model": (state.model, state.aliases), "optimizer": (state.optimizer_tensors, {})}
+    in_shards = has_shards(state.model) or has_shards(state.optimizer_tensors)
+    for stem, (tensors, notes) in large.items():
+        if in_shards:
+            names.append(shard_name(stem, ranks.rank, ranks.size))
+            write_shards(tensors, folder / names[-1], ranks.rank, notes)
+        elif ranks.rank == 0:
+            names.append(f"{stem}.safetensors")
+            write_tensors(tensors, folder / names[-1], {"format": "pt", **notes} if stem == "model" else None)
     mode = (folder / "plan.json").stat().st_mode
     entries = {}
-    for name in FILES:
+    for name in names:
         (folder / name).chmod(mode)
         entries[name] = FileEntry(_sha256(folder / name), (folder / name).stat().st_size)
         _sync(folder / name)
+    return entries
+
+
+def _write_manifest(folder: Path, step: Step, entries: dict[str, FileEntry]) -> None:
     manifest = Checkpoint(
         memfit_version=__version__,
         torch_version=str(torch.__version__),
@@ -338,10 +412,21 @@ def _sha256(path: Path) -> str:
 # Reading
 
 
+def _check_names(path: Path, manifest: Checkpoint) -> None:
+    """Raise DamagedCheckpointError unless a checkpoint has the files that belong to one."""
+    count = shard_count(list(manifest.files))
+    expected = set(FILES)
+    if count:
+        expected -= {f"{stem}.safetensors" for stem in _IN_SHARDS}
+        expected |= {shard_name(stem, rank, count) for stem in _IN_SHARDS for rank in range(count)}
+    if set(manifest.files) != expected:
+        raise DamagedCheckpointError(
+            f"{path / MANIFEST} names the files {sorted(manifest.files)}, not {sorted(expected)}"
+        )
+
+
 def _check_files(path: Path, manifest: Checkpoint) -> None:
     """Raise DamagedCheckpointError unless all files have the recorded size and SHA-256."""
-    if set(manifest.files) != set(FILES):
-        raise DamagedCheckpointError(f"{path / MANIFEST} names the files {sorted(manifest.files)}, not {sorted(FILES)}")
     for name, entry in manifest.files.items():
         file = path / name
         try:
@@ -356,16 +441,22 @@ def _check_files(path: Path, manifest: Checkpoint) -> None:
             raise DamagedCheckpointError(f"can't read {file}: {e.strerror or e}") from e
 
 
-def _read_state(path: Path) -> TrainingState:
-    model, metadata = read_tensors(path / "model.safetensors")
+def _read_state(path: Path, manifest: Checkpoint) -> TrainingState:
+    model, optimizer = (_stored(path, manifest, stem) for stem in _IN_SHARDS)
     return TrainingState(
         model=model,
-        aliases={name: target for name, target in metadata.items() if name != "format"},
+        aliases=model.notes,
         optimizer=json.loads((path / "optimizer.json").read_bytes()),
-        optimizer_tensors=read_tensors(path / "optimizer.safetensors")[0],
+        optimizer_tensors=optimizer,
         training=json.loads((path / "training.json").read_bytes()),
         training_tensors=read_tensors(path / "training.safetensors")[0],
     )
+
+
+def _stored(path: Path, manifest: Checkpoint, stem: str) -> Stored:
+    """Return the tensors of a checkpoint's model or optimizer."""
+    own = (f"{stem}.safetensors", f"{stem}-shard-")
+    return Stored([path / name for name in sorted(manifest.files) if name.startswith(own)])
 
 
 def _newest_first(folder: Path) -> list[Path]:

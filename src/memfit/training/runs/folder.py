@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from memfit.errors import CheckpointError, OutputError, UsageError
+from memfit.ranks.one_process import SingleProcess
+from memfit.ranks.together import once
 from memfit.training.guards.snapshots import all_snapshots
 from memfit.training.runs import checkpoint
 from memfit.training.runs.lock import LOCK, locked
@@ -16,6 +19,7 @@ from memfit.training.runs.log import read_lines
 RUN, PLAN, METRICS, TENSORBOARD = "run.json", "plan.json", "metrics.jsonl", "tensorboard"
 VIEWS, REPORT = "views.json", "report.html"
 _FILES = (METRICS, RUN, PLAN, VIEWS, REPORT)
+_TEMPORARY = re.compile(r"\..*\.tmp")
 
 
 @contextlib.contextmanager
@@ -30,6 +34,29 @@ def held_folder(out: Path, *, overwrite: bool, resume: bool) -> Iterator[None]:
     with locked(out):
         check_folder(out, overwrite=overwrite, resume=resume)
         yield
+
+
+@contextlib.contextmanager
+def held_by_ranks(ranks: SingleProcess, out: Path, *, overwrite: bool, resume: bool) -> Iterator[None]:
+    """Lock and check a folder for a run, as `held_folder` does: the first rank, for all of them."""
+    with contextlib.ExitStack() as stack:
+
+        def hold() -> None:
+            stack.enter_context(held_folder(out, overwrite=overwrite, resume=resume))
+
+        once(ranks, hold)
+        yield
+
+
+def is_begun(out: Path) -> bool:
+    """Tell whether a folder holds a checkpoint, whole or not, of a run that can go on."""
+    return out.is_dir() and bool(_checkpoints(out) or checkpoint.all_set_aside(out))
+
+
+def holds_a_start(out: Path) -> bool:
+    """Tell whether a folder holds the files of a run, all of them memfit's."""
+    names = [path.name for path in out.iterdir() if path.name != LOCK] if out.is_dir() else []
+    return bool(names) and all(name in (*_FILES, TENSORBOARD) or _TEMPORARY.fullmatch(name) for name in names)
 
 
 def check_folder(out: Path, *, overwrite: bool, resume: bool) -> None:

@@ -16,7 +16,7 @@ from memfit.errors import UsageError
 from memfit.hardware.host import host_name
 from memfit.ir import codec
 from memfit.ir.run_record import Evaluation, Event, RunRecord
-from memfit.training.runs.log import cut_lines
+from memfit.training.runs.log import cut_lines, lines_until
 from memfit.version import __version__
 from memfit.workload import Workload, fingerprint
 
@@ -101,8 +101,10 @@ def _share(waited: list[tuple[float, float]]) -> float | None:
     return data_seconds / whole if whole else None
 
 
-def resumed_history(workload: Workload, run: Path, metrics: Path, step_count: int) -> History:
-    """Return the history of a run up to a step, and truncate its log there.
+def resumed_history(
+    workload: Workload, run: Path, metrics: Path, step_count: int, *, is_writing: bool = True
+) -> History:
+    """Return the history of a run up to a step, and truncate its log there where `is_writing`.
 
     Raises:
         OutputError: The log can't be read or written.
@@ -111,6 +113,6 @@ def resumed_history(workload: Workload, run: Path, metrics: Path, step_count: in
     with contextlib.suppress(UsageError):
         started = codec.read(run, RunRecord, error=UsageError).started
     history = History(workload, started)
-    for line in cut_lines(metrics, step_count):
+    for line in cut_lines(metrics, step_count) if is_writing else lines_until(metrics, step_count):
         history.add(line)
     return history

@@ -111,6 +111,22 @@ class Log:
             self._writer.flush()
 
 
+class NoLog(Log):
+    """The log of a rank that writes none: the first one's is that of the run."""
+
+    def __init__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        pass
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        pass
+
+    def sync(self) -> None:
+        pass
+
+
 def step_line(progress: Progress) -> dict[str, Any]:
     """Return the line of a step."""
     return {key: _finite(value) for key, value in asdict(progress).items()}
@@ -149,13 +165,22 @@ def read_lines(metrics: Path) -> list[dict[str, Any]]:
     return lines
 
 
+def lines_until(metrics: Path, step_count: int) -> list[dict[str, Any]]:
+    """Return the lines of a log up to a step.
+
+    Raises:
+        OutputError: The file is not such a log.
+    """
+    return [line for line in read_lines(metrics) if line["step"] <= step_count]
+
+
 def cut_lines(metrics: Path, step_count: int) -> list[dict[str, Any]]:
     """Remove the lines after a step, atomically, and return the remaining ones.
 
     Raises:
         OutputError: The file is not such a log, or can't be written.
     """
-    lines = [line for line in read_lines(metrics) if line["step"] <= step_count]
+    lines = lines_until(metrics, step_count)
     codec.write_atomic(metrics, "".join(json.dumps(line) + "\n" for line in lines).encode())
     return lines
 

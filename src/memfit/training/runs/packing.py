@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from memfit._torch.distributed import is_shared
 from memfit.errors import CheckpointError
 
 # JSON objects are tags, since a state dict may have keys other than strings:
@@ -82,7 +83,8 @@ def _key(key: Any, where: str) -> str | int:
 
 
 def _pack_tensor(tensor: torch.Tensor, tensors: dict[str, torch.Tensor], where: str) -> Any:
-    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    is_dense = is_shared(type(tensor)) or type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    plain = is_dense and tensor.layout is torch.strided
     if not plain or tensor.dtype is torch.complex128 or tensor.is_quantized:
         raise CheckpointError(
             f"{where} is a {type(tensor).__qualname__} with dtype={tensor.dtype} and layout={tensor.layout}, which a"
@@ -92,6 +94,9 @@ def _pack_tensor(tensor: torch.Tensor, tensors: dict[str, torch.Tensor], where: 
     while key in tensors:
         key, n = f"{where}#{n}", n + 1
     tensor = tensor.detach()
+    if is_shared(type(tensor)):  # its part is contiguous
+        tensors[key] = tensor
+        return {"tensor": key, "order": list(range(tensor.dim()))}
     strides = tensor.stride()
     order = sorted(range(tensor.dim()), key=lambda d: (-strides[d], d))
     if not tensor.permute(order).is_contiguous():
@@ -101,7 +106,9 @@ def _pack_tensor(tensor: torch.Tensor, tensors: dict[str, torch.Tensor], where: 
 
 
 def _unpack_tensor(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
-    """Return a copy of a tensor, with its dimensions laid out in the order given."""
+    """Return a copy of a tensor, with its dimensions laid out in the order given; those of ranks as they are."""
+    if is_shared(type(tensor)):
+        return tensor
     inverse = sorted(range(len(order)), key=lambda d: order[d])
     return tensor.permute(order).clone(memory_format=torch.contiguous_format).permute(inverse)
 

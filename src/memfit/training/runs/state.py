@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from memfit._torch.distributed import is_shared
 from memfit.errors import CheckpointError
 from memfit.rng import RngState, rng_state
 from memfit.training.optimizers import parameters_of
 from memfit.training.runs.packing import pack, unpack
+from memfit.training.runs.shards import Stored
 from memfit.training.step import Step
 
 Tensors = dict[str, torch.Tensor]
+_OF_PARAMETER = re.compile(r"optimizer\.state\.([0-9]+)\.")  # the place that `collect` names in `pack`
 
 
 @dataclass(frozen=True)
 class TrainingState:
     """The state in a checkpoint, as JSON values and tensors.
+
+    Of a model that ranks share, each has its parts: as DTensors when they are collected, as files when they are read.
 
     Attributes:
         model: The model's state dict, without tied duplicates.
@@ -29,10 +35,10 @@ class TrainingState:
         training: Scheduler, loss scaler, random states, data position, and extra state of the model that is no tensor.
     """
 
-    model: Tensors
+    model: Tensors | Stored
     aliases: dict[str, str]
     optimizer: dict[str, Any]
-    optimizer_tensors: Tensors
+    optimizer_tensors: Tensors | Stored
     training: dict[str, Any]
     training_tensors: Tensors
 
@@ -114,11 +120,13 @@ def _model_state(model: nn.Module) -> tuple[Tensors, dict[str, str], dict[str, A
     saved_names: dict[Any, str] = {}
     aliases: dict[str, str] = {}
     extras: dict[str, Any] = {}
+    parameters = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
     for name, value in model.state_dict().items():
         if not isinstance(value, torch.Tensor):
             extras[name] = value
             continue
-        identity = (value.device, value.data_ptr(), value.shape, value.stride(), value.dtype)
+        place = parameters.get(name, name) if is_shared(type(value)) else value.data_ptr()
+        identity = (value.device, place, value.shape, value.stride(), value.dtype)
         if value.numel() and identity in saved_names:
             aliases[name] = saved_names[identity]
         else:
@@ -137,12 +145,18 @@ def _checked_model_state(
         raise CheckpointError(
             f"the model ties {aliases or 'no weights'}, and the checkpoint ties {state.aliases or 'none'}"
         )
+    found = {}
     for name, tensor in tensors.items():
-        saved = state.model[name]
+        saved = found[name] = _read(state.model, name, tensor)
         _check_like(
             f"the model's {name}", tensor, saved.to(tensor.dtype) if converts and _fit(tensor, saved) else saved
         )
-    return {**state.model, **{name: state.model[target] for name, target in state.aliases.items()}, **extras}
+    return {**found, **{name: found[target] for name, target in state.aliases.items()}, **extras}
+
+
+def _read(tensors: Tensors | Stored, key: str, own: torch.Tensor) -> torch.Tensor:
+    """Return a saved tensor; of one that ranks share, this rank's part, as its own is."""
+    return tensors.like(key, own) if isinstance(tensors, Stored) else tensors[key]
 
 
 def _fit(own: torch.Tensor, saved: torch.Tensor) -> bool:
@@ -191,13 +205,33 @@ def _checked_optimizer_state(step: Step, state: TrainingState) -> dict[str, Any]
             f"the optimizer has {len(own)} parameter groups and the checkpoint {len(saved_names)}; they differ first in"
             f" {str(differing[0])[:200]} against {str(differing[1])[:200]}: build the optimizer as for the checkpoint"
         )
-    saved: dict[str, Any] = unpack(state.optimizer["state"], state.optimizer_tensors)
+    saved: dict[str, Any] = unpack(state.optimizer["state"], _OptimizerTensors(state, step))
     for index, values in step.workload.optimizer.state_dict()["state"].items():
         for key, value in values.items():
             saved_value = saved["state"].get(index, {}).get(key)
             if isinstance(value, torch.Tensor) and isinstance(saved_value, torch.Tensor):
                 _check_like(f"the optimizer's {key} of parameter {index}", value, saved_value)
     return saved
+
+
+class _OptimizerTensors(Mapping[str, torch.Tensor]):
+    """The saved tensors of an optimizer, as this rank has them: as their parameters are shared, so are they."""
+
+    def __init__(self, state: TrainingState, step: Step) -> None:
+        self._saved = state.optimizer_tensors
+        self._parameters = parameters_of(step.workload.optimizer)
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        index = _OF_PARAMETER.match(key)
+        if index is None or int(index[1]) >= len(self._parameters):
+            return self._saved[key]
+        return _read(self._saved, key, self._parameters[int(index[1])])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._saved)
+
+    def __len__(self) -> int:
+        return len(self._saved)
 
 
 def _restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:

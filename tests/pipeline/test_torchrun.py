@@ -1,0 +1,161 @@
+"""`torchrun -m memfit train`: ranks that are killed, told to stop, or given different plans."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from safetensors.torch import load_file
+
+import memfit
+from memfit.errors import PlanMismatchError, UsageError
+from memfit.ir.sharding import Sharding
+from tests import warm
+from tests.processes import on_ranks
+from tests.ranks.killed import DEATHS
+from tests.ranks.trainings import DDP, HYBRID, ZERO2, ZERO3, is_same, plan_for, workload
+from tests.training.conftest import lines_of
+
+STEPS = 8
+
+
+def torchrun(
+    sharding: Sharding, folder: Path, *, deaths: list[Any] | None = None, plan: str | None = None, **options: Any
+) -> subprocess.Popen[str]:
+    """Start ranks as forks of the warm server, under torchrun."""
+    folder.mkdir(exist_ok=True)
+    (folder / "deaths").write_text(json.dumps(deaths or []))
+    memfit.save_plan(plan_for(workload(), sharding), folder / "plan.json")
+    given = {"steps": STEPS, "checkpoint-every": 2, "evaluate-every": 3, **options}
+    line = [
+        *warm.command("-m", "torch.distributed.run"),
+        *("--nproc-per-node", str(sharding.world_size), "--max-restarts", str(len(deaths or [])), "--no-python"),
+        *warm.command("-m", "memfit", "train", "tests.ranks.killed:workload"),
+        *("--plan", plan or str(folder / "plan.json"), "--out", str(folder / "out"), "--resume"),
+        *(word for name, value in given.items() for word in (f"--{name}", str(value))),
+    ]
+    environment = {**os.environ, DEATHS: str(folder / "deaths"), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        line, cwd=warm.ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def end(process: subprocess.Popen[str], status: int | None = 0) -> str:
+    text, _ = process.communicate(timeout=300)
+    assert status is None or process.returncode == status, text
+    return text
+
+
+def left(out: Path, steps: int) -> dict[str, Any]:
+    """Return what the last checkpoint of a run holds, by file."""
+    files = sorted((out / f"checkpoint-{steps}").iterdir())
+    texts = {path.name: path.read_text() for path in files if path.suffix == ".json"}
+    texts.pop("checkpoint.json")  # it has sums of headers, in which safetensors writes metadata in any order
+    return {**texts, **{path.name: load_file(path) for path in files if path.suffix == ".safetensors"}}
+
+
+def lines(out: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in line.items() if k != "peak_bytes"} for line in lines_of(out)]
+
+
+def check_killed(sharding: Sharding, deaths: list[Any], folder: Path, *, steps: int = STEPS, unused: int = 0) -> None:
+    """Check that ranks that are killed end as others do, and nothing is lost or doubled.
+
+    Args:
+        unused: Deaths that the run may end before.
+    """
+    end(torchrun(sharding, folder / "undisturbed", steps=steps))
+    text = end(torchrun(sharding, folder / "killed", deaths=deaths, steps=steps))
+    assert len(json.loads((folder / "killed" / "deaths").read_text())) <= unused, text
+    outs = [folder / name / "out" for name in ("undisturbed", "killed")]
+    expected, found = (left(out, steps) for out in outs)
+    assert is_same(expected, found), [name for name in expected if not is_same(expected[name], found[name])]
+    assert lines(outs[0]) == lines(outs[1])
+    assert [path.name for path in outs[1].iterdir() if path.name.endswith(".tmp") or path.name == "run.lock"] == []
+    assert json.loads((outs[1] / "run.json").read_text())["status"] == "finished"
+
+
+@pytest.mark.slow
+def test_ranks_that_are_killed_end_bitwise_as_they_would_have(tmp_path: Path) -> None:
+    check_killed(ZERO3, [[0, "before the rename", 2], [1, "in a step", 5]], tmp_path)
+
+
+@pytest.mark.ci
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ddp", "zero2", "hybrid"])
+def test_ranks_that_are_killed_at_many_places_end_bitwise_as_they_would_have(name: str, tmp_path: Path) -> None:
+    sharding = {"ddp": DDP, "zero2": ZERO2, "hybrid": HYBRID}[name]
+    chance = random.Random(name)
+    last = sharding.world_size - 1
+    deaths: list[Any] = [[last, "before the update", 3], [0, "before the sums", 2], [last, "in an evaluation", 1]]
+    deaths += [[chance.randint(0, last), "at a time", chance.uniform(0.1, 2.0)] for _ in range(4)]
+    check_killed(sharding, deaths, tmp_path, steps=60, unused=3)
+
+
+def test_sigterm_stops_all_ranks_with_a_checkpoint_from_which_they_go_on(tmp_path: Path) -> None:
+    process = torchrun(ZERO3, tmp_path / "stopped", steps=10**6)
+    metrics = tmp_path / "stopped" / "out" / "metrics.jsonl"
+    ends = time.monotonic() + 120
+    while time.monotonic() < ends and not (metrics.exists() and metrics.read_text().count("\n") > 3):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    text = end(process, None)
+    assert process.returncode != 0 and "stopping after this step" in text
+    run = json.loads((tmp_path / "stopped" / "out" / "run.json").read_text())
+    assert run["error"].startswith("interrupted after step"), text
+    assert (tmp_path / "stopped" / "out" / f"checkpoint-{run['steps']}").is_dir()
+
+
+def with_plans(rank: int, out: Path) -> Iterator[Any]:
+    """Each rank has a plan of its own; and ranks ask for what does not go with sharding."""
+    given = workload()
+    texts = []
+    other = replace(ZERO3, kept=("blocks.1",)) if rank else ZERO3
+    with pytest.raises(PlanMismatchError) as e:
+        memfit.train(plan_for(given, other), given, out=out, steps=1)
+    texts.append(str(e.value))
+    with pytest.raises(PlanMismatchError) as e:
+        memfit.apply(plan_for(given, other), given)
+    texts.append(str(e.value))
+    for options in ({"recover": True}, {"compare_steps": 2}, {"adaptive": True}):
+        with pytest.raises(UsageError) as refused:
+            memfit.train(plan_for(given, ZERO3), given, out=out, steps=1, **options)
+        texts.append(str(refused.value))
+    with pytest.raises(UsageError) as few:
+        memfit.train(plan_for(given, HYBRID), given, out=out, steps=1)
+    yield [*texts, str(few.value)]
+
+
+def test_ranks_with_different_plans_say_so_on_all(tmp_path: Path) -> None:
+    first, second = (rank[0] for rank in on_ranks(2, with_plans, tmp_path / "out"))
+    assert first == second
+    expected = ["have different plans", "have different plans", "recover=True", "compare_steps=2", "adaptive=True"]
+    expected.append("the plan is for world_size=4, and there are 2 ranks")
+    assert all(part in text for part, text in zip(expected, first, strict=True)), first
+    assert not (tmp_path / "out").exists()
+
+
+def in_a_group(rank: int, out: Path) -> Iterator[Any]:
+    """Train in a group that was joined before, in a folder without a checkpoint, and then go on."""
+    given = workload()
+    record = memfit.train(plan_for(given, ZERO3), given, out=out, steps=2, resume=True)
+    given = workload()
+    again = memfit.train(plan_for(given, DDP), given, out=out, steps=3, resume=True)
+    yield record.steps, again.steps, [event.kind for event in again.events]
+
+
+def test_a_group_that_was_joined_before_trains_too(tmp_path: Path) -> None:
+    for found in on_ranks(2, in_a_group, tmp_path):
+        assert found == [(2, 3, ["another plan"])]
+    given = workload()
+    record = memfit.train(plan_for(given, None), given, out=tmp_path, steps=4, resume=True)
+    assert record.steps == 4

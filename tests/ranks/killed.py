@@ -1,0 +1,69 @@
+"""A workload whose ranks are killed where a file says, one after the other, each once."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memfit.training.runs import checkpoint
+from memfit.training.step import Step
+from memfit.training.trainer import Trainer
+from memfit.workload import Workload
+from tests.ranks import trainings
+
+DEATHS = "MEMFIT_TEST_DEATHS"
+"""The variable that names a file: the deaths to come, as [rank, place, number of the call or seconds]."""
+PLACES: dict[str, tuple[Any, str]] = {
+    "in a step": (Step, "compute_loss"),
+    "before the update": (Step, "_update"),
+    "before its shards": (checkpoint, "write_shards"),
+    "before the sums": (checkpoint, "_write_manifest"),
+    "before the rename": (checkpoint, "_move"),
+    "before old ones go": (checkpoint, "_prune"),
+    "in an evaluation": (Trainer, "_evaluate"),
+}
+
+
+def workload() -> Workload:
+    """Return the workload, in a process that dies as the file says."""
+    deaths = Path(os.environ[DEATHS])
+    coming = json.loads(deaths.read_text())
+    if coming and coming[0][0] == int(os.environ["RANK"]):
+        _, place, number = coming[0]
+
+        def die() -> None:
+            left = deaths.with_suffix(".new")
+            left.write_text(json.dumps(coming[1:]))
+            left.rename(deaths)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        _arm(place, number, die)
+    given = trainings.workload()
+    torch.manual_seed(5)
+    random.seed(5)
+    return given
+
+
+def _arm(place: str, number: float, die: Callable[[], None]) -> None:
+    if place == "at a time":
+        timer = threading.Timer(number, die)
+        timer.daemon = True
+        timer.start()
+        return
+    owner, name = PLACES[place]
+    original, calls = getattr(owner, name), iter(range(1, 10**6))
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == number:
+            die()
+        return original(*args, **kwargs)
+
+    setattr(owner, name, counted)
