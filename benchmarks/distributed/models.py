@@ -27,7 +27,8 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.norm1(x)).view(n, t, 3, HEADS, d // HEADS).permute(2, 0, 3, 1, 4)
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(n, t, d))
-        return x + self.mlp(self.norm2(x))
+        out: torch.Tensor = x + self.mlp(self.norm2(x))
+        return out
 
 
 class Transformer(nn.Module):

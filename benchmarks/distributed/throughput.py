@@ -66,7 +66,8 @@ def by_hand(engine: str) -> tuple[OneStep, Any]:
             start = first + index * size
             part = {name: tensor[start : start + size] for name, tensor in batch.items()}
             with waiting(index == MICROBATCHES - 1):
-                loss = workload.loss_fn(shared, part) / MICROBATCHES
+                mean: Any = workload.loss_fn(shared, part)
+                loss = mean / MICROBATCHES
                 loss.backward()
             total += loss.detach()
         dist.all_reduce(total)
