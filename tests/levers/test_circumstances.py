@@ -23,7 +23,7 @@ from memfit.levers import (
     optimizer_in_backward,
     precision,
     replaced_optimizer,
-    sharding,
+    shared_by_ranks,
 )
 from memfit.levers.activation_offload import ACTIVATION_OFFLOAD
 from memfit.levers.chunked_loss import CHUNKED_LOSS, HEAD_INSIDE
@@ -133,25 +133,25 @@ CASES: dict[tuple[str, str], tuple[Callable[[], Workload], Levers]] = {
     ),
     (optimizer_in_backward.IN_BACKWARD, conflicts.FOREIGN_OPTIMIZER): (foreign, IN_BACKWARD),
     (fused_optimizer.FUSED, fused_optimizer.NO_FUSED): (foreign, FUSED),
-    (sharding.SHARDING, conflicts.BATCH_NORM): (with_batch_norm, DATA_PARALLEL),
-    (sharding.SHARDING, optimizer_in_backward.IN_BACKWARD): (
+    (shared_by_ranks.SHARDING, conflicts.BATCH_NORM): (with_batch_norm, DATA_PARALLEL),
+    (shared_by_ranks.SHARDING, optimizer_in_backward.IN_BACKWARD): (
         unclipped,
         replace(DATA_PARALLEL, optimizer="in-backward"),
     ),
     **{
-        (sharding.OF_WEIGHTS, other): (unclipped, replace(FULLY_SHARDED, optimizer=value))
+        (shared_by_ranks.OF_WEIGHTS, other): (unclipped, replace(FULLY_SHARDED, optimizer=value))
         for other, value in (
             (offloaded_optimizer.OFFLOADED, "offloaded"),
             (ADAMW_8BIT, "adamw-8bit"),
             (ADAFACTOR, "adafactor"),
         )
     },
-    (sharding.OF_WEIGHTS, "bf16-true"): (
+    (shared_by_ranks.OF_WEIGHTS, "bf16-true"): (
         lambda: dataclasses.replace(lean(), bf16_updates="master-weights"),
         replace(FULLY_SHARDED, precision="bf16-true"),
     ),
-    (sharding.OF_WEIGHTS, conflicts.SEVERAL_OPTIMIZERS): (with_two_optimizers, FULLY_SHARDED),
-    (sharding.ON_HOST, conflicts.NO_LINK): (
+    (shared_by_ranks.OF_WEIGHTS, conflicts.SEVERAL_OPTIMIZERS): (with_two_optimizers, FULLY_SHARDED),
+    (shared_by_ranks.ON_HOST, conflicts.NO_LINK): (
         lean,
         Levers(microbatch_size=2, sharding=Sharding(world_size=2, mode="zero3", offload=True)),
     ),

@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from memfit.cost.calibrate import cache_folder
-from memfit.cost.collectives import Link, Links
+from memfit.cost.communication import Link, Links
 from memfit.errors import CaptureError, OutputError
 from memfit.ir import codec
 from memfit.ir.device import Device

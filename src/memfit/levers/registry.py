@@ -19,7 +19,7 @@ from memfit.levers.optimizer_in_backward import OptimizerInBackward
 from memfit.levers.parameter_updates import UpdateLever
 from memfit.levers.precision import Precision
 from memfit.levers.replaced_optimizer import Adafactor, AdamW8bit
-from memfit.levers.sharding import SharedByRanks
+from memfit.levers.shared_by_ranks import SharedByRanks
 
 UPDATES: tuple[UpdateLever, ...] = (
     OptimizerInBackward(),

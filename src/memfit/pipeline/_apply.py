@@ -6,6 +6,7 @@ import contextlib
 import functools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -29,6 +30,9 @@ from memfit.training.refusals import check_supported
 from memfit.training.step import Step
 from memfit.workload import Workload
 
+if TYPE_CHECKING:  # distributed packages take a second to import
+    from torch.distributed.device_mesh import DeviceMesh
+
 
 def apply(
     plan: Plan,
@@ -37,6 +41,7 @@ def apply(
     recover: bool = False,
     limit_bytes: int | None = None,
     snapshots: str | Path | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> Step:
     """Return the training step that runs a plan on a workload.
 
@@ -58,6 +63,8 @@ def apply(
             sets no limit.
         snapshots: Folder for a memory snapshot of each step that runs out of memory, `out-of-memory-<step>.pickle`, at
             most 8; None for none.
+        mesh: Of the ranks that share the step, all of them: of one dimension, or replicas and shards for hybrid
+            sharding. None makes one of the default process group.
 
     Raises:
         PlanMismatchError: The plan was made for another workload, or the ranks have different plans.
@@ -72,7 +79,7 @@ def apply(
         _check_ranks(plan)
     plan, workload = without_coupled(plan, workload), placed(workload, plan)
     with contextlib.ExitStack() as stack:
-        switch = stack.enter_context(switchable(plan, workload, limit_bytes=limit_bytes))
+        switch = stack.enter_context(switchable(plan, workload, limit_bytes=limit_bytes, mesh=mesh))
         writer = snapshots_of(switch, snapshots)
         if recover:
             recovery = Recovery(switch.step, plan, switch.lower, snapshots=writer)
@@ -100,7 +107,9 @@ def snapshots_of(switch: Switch, folder: str | Path | None) -> Snapshots | None:
 
 
 @contextlib.contextmanager
-def switchable(plan: Plan, workload: Workload, *, limit_bytes: int | None) -> Iterator[Switch]:
+def switchable(
+    plan: Plan, workload: Workload, *, limit_bytes: int | None, mesh: DeviceMesh | None = None
+) -> Iterator[Switch]:
     """Run a plan on a workload, and what may be put in its place, until the context is left; see `apply`."""
     if limit_bytes is not None and limit_bytes < 1:
         raise UsageError(f"limit_bytes={limit_bytes} is not above 0: give a number of bytes, or None for no limit")
@@ -115,7 +124,7 @@ def switchable(plan: Plan, workload: Workload, *, limit_bytes: int | None) -> It
     on_cpu = all(p.device.type == "cpu" for p in workload.model.parameters())
     is_proven = plan.is_proven and on_cpu and plan.torch_version == str(torch.__version__)
     with (
-        applied(bare, workload, prediction=predicted, predicted_peak_bytes=predicted.peak_bytes) as step,
+        applied(bare, workload, mesh=mesh, prediction=predicted, predicted_peak_bytes=predicted.peak_bytes) as step,
         contextlib.closing(Switch(step, plan.levers, is_proven=is_proven)) as switch,
         live(step),
     ):

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from memfit.allocator.replay import AllocationEvent, replay
 from memfit.cost.accelerator_costs import measured_costs
 from memfit.cost.calibrate import calibrate
-from memfit.cost.collectives import with_collectives
+from memfit.cost.communication import with_collectives
 from memfit.cost.links import links_of
 from memfit.cost.outside import kernels_bytes
 from memfit.cost.roofline import roofline
