@@ -72,7 +72,7 @@ SAID = {
     "docs/quickstart.md": ["100.0 MiB", "checkpointing", "The plan is what it says."],
 }
 """What examples print, beside what they assert themselves."""
-SHARDING = "docs/guides/sharding.md"
+SHARDING = "docs/internals/sharding.md"
 MORE = {
     "docs/guides/devices.md": ['MEMFIT_DEVICES="$PWD/machine.toml" memfit devices cpu', "memfit devices 4070"],
 }
