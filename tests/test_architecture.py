@@ -42,6 +42,7 @@ PUBLIC = [
     "devices",
     "estimate",
     "fit",
+    "fleet",
     "freeze_batch_norm",
     "group_norm_for_batch_norm",
     "ladder",

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from memfit.errors import BudgetError
+from memfit.errors import BudgetError, UsageError
 
 _UNIT_BYTES = {
     "": 1,
@@ -129,6 +129,32 @@ def format_bytes(n: float) -> str:
         if n < 1024:
             return f"{sign}{n:.1f} {unit}"
     return f"{sign}{n / 1024:.2f} TiB"
+
+
+_HOURS = {"s": 1 / 3600, "min": 1 / 60, "h": 1.0, "d": 24.0}
+_DURATION = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(s|min|h|d)\s*")
+
+
+def parse_hours(duration: float | str, argument: str) -> float:
+    """Return a duration in hours, from hours or from a string with a unit ("24h", "3d", "90min").
+
+    Raises:
+        UsageError: It is no duration above 0.
+    """
+    match = _DURATION.fullmatch(duration) if isinstance(duration, str) else None
+    hours = float(match[1]) * _HOURS[match[2]] if match else duration
+    if isinstance(hours, str | bool) or not isinstance(hours, int | float) or not 0 < hours < math.inf:
+        raise UsageError(
+            f"{argument}={duration!r} is no duration above 0: give it with a unit ('24h', '3d', '90min', '30s')"
+        )
+    return float(hours)
+
+
+def format_hours(hours: float) -> str:
+    """Return hours as text, in the unit that reads well ("45 min", "12.3 h", "4.1 d")."""
+    if hours < 1:
+        return f"{hours * 60:.1f} min" if hours * 60 >= 1 else f"{hours * 3600:.1f} s"
+    return f"{hours:.1f} h" if hours < 72 else f"{hours / 24:.1f} d"
 
 
 def format_seconds(t: float) -> str:

@@ -103,6 +103,15 @@ class ShardingName(enum.StrEnum):
     zero3 = "zero3"
 
 
+class SharedName(enum.StrEnum):
+    """Ways in which ranks share a step that is planned."""
+
+    ddp = "ddp"
+    zero2 = "zero2"
+    zero3 = "zero3"
+    auto = "auto"
+
+
 class FrameworkName(enum.StrEnum):
     """Frameworks of workloads."""
 
@@ -219,6 +228,10 @@ def plan(
             show_default=False,
         ),
     ] = None,
+    world_size: Annotated[
+        int, typer.Option(help="Ranks that share the step; each runs its part of the batch.", min=1)
+    ] = 1,
+    sharding: Annotated[SharedName, typer.Option(help="How they share it; auto searches all.")] = SharedName.auto,
     points: Annotated[int, typer.Option(help="Budgets on the frontier, per precision and microbatch size.", min=1)] = 8,
     host_budget: HostBudget = None,
     framework: Annotated[
@@ -233,6 +246,10 @@ def plan(
 
     _check_new("--output", output, overwrite)
     searched = _precisions(precision or [])
+    if sharding is not SharedName.auto and world_size == 1:
+        raise UsageError(f"--sharding {sharding.value} needs several ranks: give --world-size above 1")
+    if world_size > 1 and framework is FrameworkName.jittor:
+        raise UsageError("--world-size is for workloads in PyTorch: leave out --framework jittor")
     if framework is FrameworkName.jittor:
         from memfit.cli.jittor import plan_in_jittor
 
@@ -246,6 +263,8 @@ def plan(
                 device=device,
                 numerics=numerics.value,
                 precisions=searched,
+                world_size=world_size,
+                sharding=sharding.value,
                 points=points,
                 host_budget=host_budget,
                 progress=progress,
@@ -258,6 +277,77 @@ def plan(
         out.print(plan_table(chosen), frontier_table(chosen))
         if output is not None:
             out.print(f"Written to {output}", highlight=False)
+
+
+@app.command()
+def fleet(
+    workload: WorkloadName,
+    steps: Annotated[int, typer.Option(help="Optimizer updates of the whole training.", min=1, show_default=False)],
+    budget: Annotated[
+        str, typer.Option(help="What a card may hold: bytes, or with a unit (70GiB), or a share of each card (90%).")
+    ] = "90%",
+    within: Annotated[
+        str | None, typer.Option(help="What the training may take (24h, 3d, 90min); any time by default.")
+    ] = None,
+    device: Annotated[
+        list[str] | None,
+        typer.Option(help="Cards to look at, repeatable; all of the catalogue by default.", show_default=False),
+    ] = None,
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks to try: 1-64, or 1,2,4,8.")] = "1-64",
+    sharding: Annotated[
+        SharedName, typer.Option(help="How ranks share the step; auto searches all.")
+    ] = SharedName.auto,
+    numerics: NumericsOption = NumericsName.reordered,
+    precision: Annotated[
+        list[PrecisionName] | None,
+        typer.Option(
+            help="Precisions to search, repeatable; auto, the default, is the mixed one that each card is made for,"
+            " where --numerics allows it.",
+            show_default=False,
+        ),
+    ] = None,
+    prices: Annotated[
+        Path | None, typer.Option(help="TOML file of your prices, each with its date.", show_default=False)
+    ] = None,
+    each: Annotated[
+        bool, typer.Option("--each", help="Solve for numbers of ranks too that can't be faster than fewer are.")
+    ] = False,
+    page: Annotated[Path | None, typer.Option("--html", help="Write a page with table and plot there.")] = None,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Find the fewest cards that train a workload in time, the cheapest ones, and the fastest."""
+    from memfit import pipeline
+    from memfit.cli.fleet_options import check_cards, rank_numbers
+    from memfit.report.fleets import fleet_table, write_fleet
+
+    _check_new("--html", page, overwrite)
+    numbers, searched = rank_numbers(ranks), _precisions(precision or [])
+    cards = check_cards(device, prices, within)
+    loaded = _load_for(workload, cards[0])
+    with stages() as progress:
+        found = pipeline.fleet(
+            loaded,
+            budget=budget,
+            steps=steps,
+            within=within,
+            devices=device or None,
+            world_sizes=numbers,
+            sharding=sharding.value,
+            numerics=numerics.value,
+            precisions=searched,
+            prices=prices,
+            each=each,
+            progress=progress,
+        )
+    if page is not None:
+        write_fleet(page, found)
+    if as_json:
+        print_json({**msgspec.to_builtins(found), "answers": found.answers()})
+    else:
+        out.print(fleet_table(found))
+        if page is not None:
+            out.print(f"Written to {page}", highlight=False, soft_wrap=True)
 
 
 @app.command(

@@ -205,11 +205,20 @@ class Attention:
 
     Attributes:
         chosen: The number of calls of each kernel, with the reason against a faster one.
+        calls: The distinct calls so far, of all devices.
     """
 
     def __init__(self, device: Device) -> None:
         self.device = device
         self.chosen: Counter[tuple[Kernel, str]] = Counter()
+        self.calls: set[Call] = set()
+
+    def runs_alike(self, device: Device) -> bool:
+        """Tell whether every call so far takes the same kernel on another device."""
+        try:
+            return all(choose(call, device)[0] == choose(call, self.device)[0] for call in self.calls)
+        except RuntimeError:  # one of them has no kernel
+            return False
 
     def register(self, library: torch.library.Library) -> None:
         """Run every call on CUDA tensors from now on: below autocast and above autograd, as recomputations need it."""
@@ -251,6 +260,7 @@ class Attention:
             needs_gradient=torch.is_grad_enabled() and any(t.requires_grad for t in tensors),
         )
         kernel, reasons = choose(call, self.device)
+        self.calls.add(call)
         self.chosen[kernel, _why(kernel, reasons)] += 1
         if attn_mask is not None and attn_mask.dtype is torch.bool:
             zero = torch.zeros((), dtype=query.dtype, device=query.device)

@@ -51,5 +51,23 @@ def fake_gpu(device: Device) -> Attention:
     return _attention
 
 
+def runs_alike(device: Device, other: Device) -> bool:
+    """Tell whether what was captured for a device so far would be the same program on another.
+
+    It is where every attention takes the same kernel, and the answers that programs choose by are alike: the vendor,
+    and whether the GPU is of Ampere's generation or later.
+    """
+    if (device.kind, device.vendor, _is_newer(device)) != (other.kind, other.vendor, _is_newer(other)):
+        return False
+    if _attention is None or device.kind != "cuda":
+        return True
+    _attention.device = device
+    return _attention.runs_alike(other)
+
+
+def _is_newer(device: Device) -> bool:
+    return device.capability is None or device.capability >= (8, 0)
+
+
 def _no_data(*_: Any, **__: Any) -> None:
     raise RuntimeError("a kernel was called on fake tensors, which have no data")

@@ -33,7 +33,12 @@ def allocations(
     Raises:
         KeyError: A region has no forward call that could be checkpointed.
     """
-    return _Program(Replay(trace, costs, regions)).events(steps)
+    return allocations_of(Replay(trace, costs, regions), steps)
+
+
+def allocations_of(replay: Replay, steps: int = 2) -> list[AllocationEvent]:
+    """Return the allocations and frees of a program that runs steps which were replayed, as `allocations` does."""
+    return _Program(replay).events(steps)
 
 
 class _Program:
@@ -43,7 +48,7 @@ class _Program:
         self.replay = replay
         count = len(replay.points)
         phases = [replay.trace.ops[op].phase for op, _ in replay.points]
-        self.labels = [replay.label(i) for i in range(count)]
+        self.labels = replay.labels
         self.first: dict[str, int] = {phase: phases.index(phase) for phase in dict.fromkeys(phases)}
         last = max((i for i, phase in enumerate(phases) if phase == "backward"), default=-1)
         self.makes_state = min(last + 1, count - 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy as copies
+import functools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -9,6 +11,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from memfit.ir.collectives import COPY_IN as SHARDS_IN
+from memfit.ir.collectives import COPY_OUT as SHARDS_OUT
 from memfit.ir.collectives import SMALL_BYTES, Communicator, collective, is_collective
 from memfit.ir.offload import COPY_IN, COPY_OUT, WAIT, Transfer, stall_seconds, transfers
 from memfit.ir.operator_costs import CostTable
@@ -111,23 +115,81 @@ class Replay:
                 yield Life(-1, nbytes, "activations", first, last)
             yield Life(-1, nbytes * again.states, "activations", start, max(start, self.segment_end[region]))
 
-    def timeline(self) -> Timeline:
-        """Return memory and time at every point."""
+    def under(self, costs: CostTable) -> Replay:
+        """Return the same replay with other costs, as on another device; what storages take is not replayed again."""
+        _ = self._live, self._signatures, self._is_run  # what copies share is computed before
+        other = copies.copy(self)
+        other.costs = costs
+        return other
+
+    @functools.cached_property
+    def _ops(self) -> npt.NDArray[np.int64]:
+        """The operator of each point."""
+        return np.array([op for op, _ in self.points], np.int64)
+
+    @functools.cached_property
+    def _signatures(self) -> npt.NDArray[np.int64]:
+        """The signature of each point's operator."""
+        return np.array([op.signature for op in self.trace.ops], np.int64)[self._ops]
+
+    @functools.cached_property
+    def _is_run(self) -> npt.NDArray[np.bool_]:
+        """Whether the operator of each point runs there: what was kept does not run again."""
+        return np.array([self._runs(point) for point in range(len(self.points))], np.bool_)
+
+    @functools.cached_property
+    def _meets(self) -> list[int]:
+        """The points at which something is sent or waited for: copies of shards, and updates after what was sent."""
+        found: list[int] = []
+        is_sent = False
+        for point, index in enumerate(self._ops.tolist()):
+            op = self.trace.ops[index]
+            is_update = op.phase == "optimizer" and is_sent
+            if is_update or is_collective(op.name) or op.name in (SHARDS_OUT, SHARDS_IN):
+                found.append(point)
+                is_sent = is_collective(op.name) or (is_sent and not is_update)
+        return found
+
+    @functools.cached_property
+    def labels(self) -> list[str]:
+        """The label of the operator at each point."""
+        return [self.label(point) for point in range(len(self.points))]
+
+    @functools.cached_property
+    def _live(self) -> dict[str, npt.NDArray[np.int64]]:
+        """The bytes of storages alive at every point, by category: the same under all costs."""
         count = len(self.points)
         change = {name: np.zeros(count + 1, dtype=np.int64) for name in TIMELINE_CATEGORIES}
         for life in self.lives():
             change[life.category][max(life.first, 0)] += life.nbytes
             change[life.category][min(life.last, count - 1) + 1] -= life.nbytes
-        live = {name: np.cumsum(values)[:count] for name, values in change.items()}
-        live[WORKSPACE] = np.array([self.workspace_bytes(i) for i in range(count)], np.int64)
-        live[WORKSPACE] += self.costs.resident_workspace_bytes
+        return {name: np.cumsum(values)[:count] for name, values in change.items()}
+
+    def live(self) -> dict[str, npt.NDArray[np.int64]]:
+        """Return the bytes alive at every point, by category, workspaces included."""
+        of_signature = [self.costs.of(text).workspace_bytes for text in self.trace.signatures]
+        workspace = np.array(of_signature, np.int64)[self._signatures] * self._is_run
+        return self._live | {WORKSPACE: workspace + self.costs.resident_workspace_bytes}
+
+    def peak_bytes(self) -> int:
+        """Return the most bytes alive at a point."""
+        return int(np.sum(list(self.live().values()), axis=0).max())
+
+    def step_seconds(self) -> float:
+        """Return the time of the whole step."""
+        weights = repeats(self.trace)[self._ops]
+        return float(np.array(self._point_seconds(), np.float64) @ weights) + self._overhead_seconds()
+
+    def timeline(self) -> Timeline:
+        """Return memory and time at every point."""
+        live = self.live()
         seconds = np.array(self._point_seconds(), np.float64)
         total = np.sum(list(live.values()), axis=0)
         peak = int(np.argmax(total))
-        weights = repeats(self.trace)[[op for op, _ in self.points]]
+        weights = repeats(self.trace)[self._ops]
         return Timeline(
             live_bytes={name: values.tolist() for name, values in live.items()},
-            labels=[self.label(i) for i in range(count)],
+            labels=self.labels,
             modules=[self.trace.fqn_of(self.trace.ops[op].call) for op, _ in self.points],
             phases=["recompute" if again else self.trace.ops[op].phase for op, again in self.points],
             seconds=seconds.tolist(),
@@ -186,7 +248,8 @@ class Replay:
 
     def _point_seconds(self) -> list[float]:
         """Return the seconds of each point; copies between host and device run in parallel until a wait."""
-        seconds = [self._seconds(i) for i in range(len(self.points))]
+        of_signature = [self.costs.seconds_of(text) for text in self.trace.signatures]
+        seconds: list[float] = (np.array(of_signature, np.float64)[self._signatures] * self._is_run).tolist()
         if self.trace.device == "cpu":
             return seconds
         if self.trace.sharding is not None:
@@ -211,23 +274,25 @@ class Replay:
 
     def _beside_communication(self, seconds: list[float]) -> list[float]:
         """Return the seconds of each point with collectives beside the computation: those that something waits."""
-        communicator, now, found = Communicator(), 0.0, []
-        for (index, _), own in zip(self.points, seconds, strict=True):
-            op = self.trace.ops[index]
+        communicator, found = Communicator(), list(seconds)
+        before = np.concatenate([[0.0], np.cumsum(seconds)])  # what the points take by themselves
+        shift = 0.0  # of the time, by what is sent meanwhile and what is waited for
+        for point in self._meets:
+            op = self.trace.ops[self._ops[point]]
+            own, now = seconds[point], float(before[point]) + shift
             sent = collective(self.trace.signatures[op.signature]) if is_collective(op.name) else None
             if sent is not None and sent.nbytes > SMALL_BYTES:
                 communicator.send(op.name, own, now)
                 own = 0.0
             own += communicator.wait_seconds(op.name, now, is_update=op.phase == "optimizer")
-            found.append(own)
-            now += own
+            shift += own - seconds[point]
+            found[point] = own
         return found
-
-    def _seconds(self, point: int) -> float:
-        return self.costs.seconds_of(self._signature(point)) if self._runs(point) else 0.0
 
     def _overhead_seconds(self) -> float:
         overhead = sum(overhead_seconds(self.trace, self.costs, again) for again in self.recomputations)
+        if not self.moved:
+            return overhead
         seconds = np.array([self.costs.seconds_of(self.trace.signatures[op.signature]) for op in self.trace.ops])
         return overhead + sum(
             repeats_of(self.trace, call) * stall_seconds(self.regions, self.costs, seconds, call, moved)

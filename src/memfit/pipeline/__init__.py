@@ -8,6 +8,7 @@ from memfit.pipeline._apply import apply
 from memfit.pipeline._consolidate import consolidate
 from memfit.pipeline._estimate import estimate
 from memfit.pipeline._fit import fit
+from memfit.pipeline._fleet import fleet
 from memfit.pipeline._look_up import look_up
 from memfit.pipeline._plan import load_plan, plan, save_plan
 from memfit.pipeline._probe_range import probe_range
@@ -30,6 +31,7 @@ __all__ = [
     "estimate",
     "find_device",
     "fit",
+    "fleet",
     "is_elsewhere",
     "load_fake_workload",
     "load_plan",

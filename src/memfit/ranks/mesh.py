@@ -65,9 +65,12 @@ def mesh_of(sharding: Sharding, device_type: str) -> DeviceMesh:
 
 def of_one_rank(workload: Workload, world_size: int) -> Workload:
     """Return a workload with the largest part of its batch that a rank runs; the whole batch's storages stay held."""
-    total = samples_of(workload)
-    part = -(-total // world_size)
-    if part == total:
+    return with_samples(workload, -(-samples_of(workload) // world_size))
+
+
+def with_samples(workload: Workload, samples: int) -> Workload:
+    """Return a workload with the first samples of its batch; the whole batch's storages stay held."""
+    if samples == samples_of(workload):
         return workload
-    counted = workload.batch_size if callable(workload.batch_size) or workload.batch_size is None else part
-    return dataclasses.replace(workload, batch=part_of(workload, workload.batch, 0, part), batch_size=counted)
+    counted = workload.batch_size if callable(workload.batch_size) or workload.batch_size is None else samples
+    return dataclasses.replace(workload, batch=part_of(workload, workload.batch, 0, samples), batch_size=counted)

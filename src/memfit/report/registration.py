@@ -9,6 +9,7 @@ from rich.console import RenderableType
 
 from memfit.ir.device import Device, Devices
 from memfit.ir.display import View, show_with
+from memfit.ir.fleet import Fleet
 from memfit.ir.ladder import Ladder
 from memfit.ir.plan import Candidate, Frontier, Plan, Prediction
 from memfit.ir.ranges import RangeReport
@@ -18,6 +19,7 @@ from memfit.ir.trace import Trace
 from memfit.ir.verification import Verification
 from memfit.report import notebook
 from memfit.report.estimates import estimate_page
+from memfit.report.fleets import fleet_line, fleet_table, fleet_text
 from memfit.report.ladders import ladder_text
 from memfit.report.listings import device_page, device_table, range_table, run_table, verification_table
 from memfit.report.rendering import text_of
@@ -37,6 +39,7 @@ def show_records() -> None:
     compared = _text(lambda comparison: comparison_table(None, comparison))
     show_with(Comparison, View(_comparison, compared, notebook.comparison_html))
     show_with(Ladder, View(_ladder, ladder_text, notebook.ladder_html))
+    show_with(Fleet, View(fleet_line, fleet_text, lambda fleet: notebook.framed(fleet_table(fleet))))
     show_with(RunRecord, _as_table(_run, run_table))
     show_with(RangeReport, _as_table(_ranges, range_table))
     show_with(Device, _as_table(_device, lambda device: device_page(device, ())))

@@ -1,0 +1,237 @@
+"""`memfit.fleet`: cards, how many of them and with which plan, that train a workload in time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from memfit.capture.step_capture import without_collector
+from memfit.cost.roofline import STEP_ERROR
+from memfit.errors import InfeasibleError, UsageError
+from memfit.hardware.catalogue import catalogue
+from memfit.hardware.host import find_device
+from memfit.hardware.prices import read_prices
+from memfit.ir.device import Device
+from memfit.ir.fleet import Fleet, FleetRow, Misfit, Price
+from memfit.ir.plan import NUMERICS, Numerics, Precision, allows
+from memfit.ir.sharding import Mode
+from memfit.levers.microbatches import microbatch_sizes
+from memfit.levers.stack import check_workload
+from memfit.planner import gpu_process, worlds
+from memfit.planner.prediction import Progress, silent
+from memfit.planner.readings import readings_to_send
+from memfit.report.notebook_progress import stages, with_bars
+from memfit.sharding.proposals import SEARCHED
+from memfit.training.refusals import check_supported
+from memfit.units import format_bytes, parse_hours, read_budget
+from memfit.version import __version__
+from memfit.workload import Workload, fingerprint, samples_of
+
+
+@with_bars(stages)
+def fleet(
+    workload: Workload,
+    *,
+    budget: int | str = "90%",
+    steps: int,
+    within: float | str | None = None,
+    devices: Sequence[str] | None = None,
+    world_sizes: Sequence[int] = range(1, 65),
+    sharding: Mode | Literal["auto"] = "auto",
+    numerics: Numerics = "reordered",
+    precisions: Sequence[Precision] | None = None,
+    prices: Mapping[str, Price] | str | Path | None = None,
+    each: bool = False,
+    progress: Progress = silent,
+) -> Fleet:
+    """Return cards and numbers of ranks that train a workload, with the fastest plan found for each.
+
+    No card need be here. The workload's batch is the global one, of which every rank runs its part, so that the number
+    of cards never changes the training. Searched are microbatch sizes, activation checkpointing and shardings, in one
+    precision; `memfit.plan` with the card and the number of ranks that are chosen searches the other levers too.
+
+    Args:
+        workload: The user's workload; nothing of it is changed.
+        budget: What a card may hold: bytes, a string with a unit ("70GiB"), or a share of each card's memory ("90%").
+        steps: Optimizer updates of the whole training (> 0).
+        within: What it may take ("24h", "3d", "90min"), or hours; None for any time.
+        devices: Names of cards; None for all of the catalogue.
+        world_sizes: Numbers of ranks to try (≥ 1); those above the batch's samples are left out.
+        sharding: How ranks share the step: "ddp", "zero2", "zero3", or "auto" for the best of them.
+        numerics: How far the numbers may change: "reordered" keeps fp32, "reduced" allows mixed precision.
+        precisions: Precisions to search; None for the mixed one that each card is made for, where `numerics` allows it.
+        prices: The user's prices by card, or a TOML file of them (`memfit.hardware.prices`); None for no costs.
+        each: Whether to solve for numbers of ranks too that can't be faster than fewer are.
+        progress: Told how far it is; by default bars in a notebook, and nobody elsewhere.
+
+    Raises:
+        UsageError: An argument is not what it should be.
+        InfeasibleError: Nothing fits on any card.
+        CaptureError: The step can't be captured.
+    """
+    check_supported(workload)
+    asked = read_budget(budget, of_plain=False)
+    _check(steps, world_sizes, sharding, numerics)
+    if set(precisions or ()) - {"32-true"} and not allows(numerics, "reduced"):
+        raise UsageError(
+            f"precisions={list(precisions or ())} are not allowed by numerics={numerics!r}: allow numerics='reduced'"
+        )
+    within_hours = None if within is None else parse_hours(within, "within")
+    found_prices = dict(prices) if isinstance(prices, Mapping) else read_prices(prices) if prices is not None else {}
+    cards = _cards(devices)
+    options: dict[str, Any] = {
+        "devices": cards,
+        "budget": budget,
+        "world_sizes": sorted(set(world_sizes)),
+        "modes": SEARCHED if sharding == "auto" else (sharding,),
+        "numerics": numerics,
+        "precisions": precisions,
+        "each": each,
+    }
+    if any(gpu_process.is_elsewhere(card) for card in cards):
+        readings = readings_to_send(workload, microbatch_sizes(samples_of(workload)))
+        result: worlds.Worlds = gpu_process.call(_searched, workload, options, progress, readings)
+    else:
+        result = _searched(workload, **options, progress=progress)
+    by_name = {card.name: card for card in cards}
+    rows = [_row(each, by_name[each.device], steps, found_prices) for each in result.found]
+    order = list(by_name)
+    misfits = [Misfit(**each._asdict()) for each in result.misfits]
+    if not rows:
+        raise _nothing_fits(misfits)
+    notes = [*result.notes, *_notes(cards, rows, found_prices)]
+    return Fleet(
+        memfit_version=__version__,
+        torch_version=str(torch.__version__),
+        workload=workload.name,
+        fingerprint=fingerprint(workload),
+        batch_size=samples_of(workload),
+        budget=asked.said,
+        steps=steps,
+        within_hours=within_hours,
+        allowed=numerics,
+        step_error=result.step_error or STEP_ERROR,
+        rows=sorted(rows, key=lambda row: (order.index(row.device), row.ranks)),
+        misfits=misfits,
+        prices={name: price for name, price in found_prices.items() if name in by_name},
+        notes=notes,
+    )
+
+
+def _searched(
+    workload: Workload,
+    *,
+    devices: Sequence[Device],
+    budget: int | str,
+    world_sizes: Sequence[int],
+    modes: Sequence[Mode],
+    numerics: Numerics,
+    precisions: Sequence[Precision] | None,
+    each: bool,
+    progress: Progress,
+) -> worlds.Worlds:
+    """Search here, where a GPU's program can be captured."""
+    for device in devices:
+        check_workload(workload, device)
+    asked = worlds.Asked(
+        workload=workload,
+        devices=devices,
+        budget=read_budget(budget, of_plain=False),
+        numerics=numerics,
+        precisions=precisions,
+        world_sizes=world_sizes,
+        modes=modes,
+        each=each,
+        progress=progress,
+    )
+    with without_collector():  # which would go through millions of objects, none of which is garbage
+        return worlds.search(asked)
+
+
+def _check(steps: int, world_sizes: Sequence[int], sharding: str, numerics: Numerics) -> None:
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise UsageError(f"steps={steps!r} is not a whole number above 0: give the updates of the whole training")
+    sizes = list(world_sizes)
+    if not sizes or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
+        raise UsageError(f"world_sizes={world_sizes!r} are not whole numbers above 0: give numbers of ranks")
+    if sharding not in ("auto", *SEARCHED):
+        raise UsageError(f"sharding={sharding!r} is unknown: use one of auto, {', '.join(SEARCHED)}")
+    if numerics not in NUMERICS:
+        raise UsageError(f"numerics={numerics!r} is unknown: use one of {', '.join(NUMERICS)}")
+    if numerics == "exact" and max(sizes) > 1:
+        raise UsageError(
+            "numerics='exact' does not allow several ranks: they add up gradients in another order. Allow"
+            " numerics='reordered', or give world_sizes=[1]"
+        )
+
+
+def _cards(names: Sequence[str] | None) -> list[Device]:
+    if names is None:
+        return [device for device in catalogue().values() if device.kind == "cuda"]
+    if isinstance(names, str) or not names:
+        raise UsageError(f"devices={names!r} is no list of names: give some, or None for all of the catalogue")
+    cards = {device.name: device for device in map(find_device, names)}
+    if len({device.kind for device in cards.values()}) > 1:
+        raise UsageError(f"devices={list(names)} are of several kinds: compare GPUs with GPUs")
+    return list(cards.values())
+
+
+def _row(found: worlds.Found, card: Device, steps: int, prices: Mapping[str, Price]) -> FleetRow:
+    hours = found.step_seconds * steps / 3600
+    price = prices.get(found.device)
+    return FleetRow(
+        device=found.device,
+        ranks=found.ranks,
+        nodes=-(-found.ranks // card.cards_per_node),
+        levers=found.levers,
+        uses=found.uses,
+        numerics=found.numerics,
+        budget_bytes=found.budget_bytes,
+        peak_bytes=found.peak_bytes,
+        held_bytes=found.held_bytes,
+        step_seconds=found.step_seconds,
+        hours=hours,
+        cost=None if price is None else price.per_hour * found.ranks * hours,
+        currency="" if price is None else price.currency,
+    )
+
+
+def _nothing_fits(misfits: Sequence[Misfit]) -> InfeasibleError:
+    nearest = min(misfits, key=lambda each: each.held_bytes / each.budget_bytes)
+    return InfeasibleError(
+        f"no plan fits any of {len(misfits)} cards: the nearest is {nearest.device}, of which {nearest.ranks}"
+        f" would hold {format_bytes(nearest.held_bytes)} of budget={format_bytes(nearest.budget_bytes)}. What to do:"
+        " try more ranks by world_sizes=, allow numerics='reduced', give a larger budget=, or make the model smaller",
+        budget_bytes=nearest.budget_bytes,
+        lowest_peak_bytes=nearest.held_bytes,
+        where=nearest.device,
+        proven=False,
+    )
+
+
+def _notes(cards: Sequence[Device], rows: Sequence[FleetRow], prices: Mapping[str, Price]) -> list[str]:
+    """Return what was assumed of cards, links and prices."""
+    found = [
+        "times are modelled, and links run at the rates that their vendors give: hold an interval of"
+        f" {STEP_ERROR:.0%} around them, and time a few steps before you rent many cards"
+    ]
+    if any(row.nodes > 1 for row in rows):
+        found.append("cards of several nodes are linked as in their vendor's own servers (`memfit devices NAME`)")
+    slow = [card.name for card in cards if not card.peer_bytes_per_second and any(r.ranks > 1 for r in rows)]
+    if slow:
+        found.append(f"without links of their own, over PCI Express: {', '.join(slow)}")
+    alone = [card.name for card in cards if not card.node_bytes_per_second and card.kind == "cuda"]
+    if any(row.nodes > 1 and row.device in alone for row in rows):
+        found.append(
+            "between nodes of cards without a network of their own, the rate of PCI Express is taken, which flatters"
+        )
+    unpriced = [card.name for card in cards if prices and card.name not in prices]
+    if unpriced:
+        found.append(f"no price for {', '.join(unpriced)}")
+    for currency in sorted({price.currency for price in prices.values()})[1:]:
+        found.append(f"prices are in several currencies ({currency} among them): costs are not compared")
+        break
+    return found

@@ -1,0 +1,86 @@
+"""Plans for many numbers of ranks from few captures, held against captures of each and against brute force."""
+
+from __future__ import annotations
+
+import pytest
+
+import memfit
+from memfit.fake_gpu import shim
+from memfit.planner import gpu_process, worlds
+from tests.planner import worlds_there
+from tests.planner.worlds_there import Checked, mlp
+
+pytestmark = pytest.mark.skipif(shim.why_not() is not None, reason="fake CUDA can't be had here")
+DEVICE = "a100-80gb"
+BUDGETS = ["200MiB", "320MiB", "2GiB"]
+TOLERANCE = 1.05  # what is about as fast is not taken for more levers, and a menu has some points only
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[Checked]]:
+    options = {"device": DEVICE, "budgets": BUDGETS, "world_sizes": [1, 2, 4, 16]}
+    return gpu_process.call(worlds_there.searched, mlp(), options, lambda *_: None)
+
+
+def test_every_row_is_what_its_own_capture_is_predicted_to_take(found: dict[str, list[Checked]]) -> None:
+    assert all(rows for rows in found.values())
+    for each in (each for rows in found.values() for each in rows):
+        assert each.row.held_bytes == each.held_bytes <= each.row.budget_bytes
+        assert each.row.step_seconds == pytest.approx(each.step_seconds, rel=1e-6)
+
+
+def test_brute_force_finds_nothing_faster(found: dict[str, list[Checked]]) -> None:
+    for each in (each for rows in found.values() for each in rows):
+        assert each.row.step_seconds <= each.fastest_seconds * TOLERANCE, each.row
+
+
+def test_no_step_is_slower_with_a_larger_budget(found: dict[str, list[Checked]]) -> None:
+    by_ranks: dict[int, list[float]] = {}
+    for budget in BUDGETS:
+        for each in found[budget]:
+            by_ranks.setdefault(each.row.ranks, []).append(each.row.step_seconds)
+    for seconds in by_ranks.values():
+        assert all(later <= earlier * 1.021 for earlier, later in zip(seconds, seconds[1:], strict=False))
+    assert any(seconds[-1] < seconds[0] for seconds in by_ranks.values())
+
+
+def test_tight_budgets_need_recomputation_or_shards(found: dict[str, list[Checked]]) -> None:
+    tight = {each.row.ranks: each.row for each in found[BUDGETS[0]]}
+    assert tight[min(tight)].levers.regions or tight[min(tight)].levers.microbatch_size < 64
+    assert all(not each.row.levers.regions for each in found[BUDGETS[-1]])
+
+
+def test_one_rank_is_planned_as_memfit_plan_does(found: dict[str, list[Checked]]) -> None:
+    for budget in BUDGETS[1:]:
+        one = next(each.row for each in found[budget] if each.row.ranks == 1)
+        chosen = memfit.plan(
+            mlp(), budget=budget, device=DEVICE, precisions=["32-true"], optimizers=["as-is"], points=1
+        )
+        if one.levers == chosen.levers:  # the time of its capture leaves out what checkpointing costs the host
+            assert one.held_bytes == pytest.approx(chosen.predicted.peak_upper_bytes, rel=0.01)
+        else:
+            assert one.step_seconds == pytest.approx(chosen.predicted.step_seconds, rel=TOLERANCE - 1)
+
+
+def test_cards_that_share_captures_are_predicted_as_alone() -> None:
+    devices = ["rtx-3090", "h100", "a100-40gb", "t4", "mi300x"]
+    pairs = gpu_process.call(worlds_there.grouped, mlp(32), {"devices": devices}, lambda *_: None)
+    assert len(pairs) == 10
+    for together, alone in pairs:
+        assert together[:5] == alone[:5] and together.held_bytes == alone.held_bytes
+        assert together.step_seconds == pytest.approx(alone.step_seconds, rel=0.02)
+
+
+def test_ranks_that_can_not_be_faster_are_left_out_unless_asked() -> None:
+    def rows(each: bool) -> list[worlds.Found]:
+        options = {"device": DEVICE, "budget": "2GiB", "each": each}
+        return gpu_process.call(worlds_there.every, mlp(8), options, lambda *_: None)
+
+    every, some = rows(True), rows(False)
+    assert [row.ranks for row in every] == list(range(1, 9))  # the batch has eight samples
+    assert {row.ranks for row in some} < {row.ranks for row in every}
+    assert [row.ranks for row in some] == [1, 2, 3, 4, 8]  # five to seven have two samples at most, as four have
+    kept = {row.ranks: row for row in some}
+    for row in every:
+        fewer = min(kept[ranks].step_seconds for ranks in kept if ranks <= row.ranks)
+        assert fewer <= row.step_seconds * 1.1, row
