@@ -26,6 +26,7 @@ _NODE_LATENCY_SECONDS = 1e-5  # estimate: of one hop between nodes
 _COPY_SHARE = 0.8  # of the memory's bandwidth, as for copies in `efficiency.toml`
 _LARGE_BYTES, _SMALL_BYTES = 8 * 2**20, 2**10
 _REPEATS = 7
+_MOST_SECONDS = 120
 _MOST_PROBED = 4  # ranks of one machine that are probed; more share its processors alike
 
 
@@ -62,7 +63,9 @@ def _probe(ranks: int) -> Links:
         listening.bind(("127.0.0.1", 0))
         port = listening.getsockname()[1]
     line = [sys.executable, "-c", "from memfit.cost import links; links._as_rank()"]
-    environment = os.environ | {
+    # Ranks that torchrun started would look for its store.
+    own = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+    environment = own | {
         "PYTHONPATH": os.pathsep.join(folder for folder in sys.path if folder),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
@@ -72,7 +75,13 @@ def _probe(ranks: int) -> Links:
     processes = [
         subprocess.Popen(line, env=environment | {"RANK": str(rank)}, stdout=subprocess.PIPE) for rank in range(ranks)
     ]
-    written = [process.communicate()[0] for process in processes]
+    try:
+        written = [process.communicate(timeout=_MOST_SECONDS)[0] for process in processes]
+    except subprocess.TimeoutExpired:
+        raise CaptureError(f"the {ranks} processes that measure their link took more than {_MOST_SECONDS} s") from None
+    finally:
+        for process in processes:
+            process.kill()
     if any(process.returncode for process in processes):
         raise CaptureError(f"the {ranks} processes that measure their link failed: what they printed stands above")
     return msgspec.json.decode(written[0], type=Links)
