@@ -197,7 +197,8 @@ class StepProgram(Protocol):
     Attributes:
         on_phase: Called with the phase that begins ("forward", "backward", "optimizer") and the
             index of the microbatch, or None.
-        buckets: What gradients are sent in to other ranks, where an engine holds that between steps.
+        buckets: What gradients are sent in to other ranks, where an engine holds that between steps; known in captures.
+        held_bytes: Bytes of that.
     """
 
     workload: Workload
@@ -205,6 +206,9 @@ class StepProgram(Protocol):
 
     @property
     def buckets(self) -> list[torch.Tensor]: ...
+
+    @property
+    def held_bytes(self) -> int: ...
 
     def __call__(self, batch: Any) -> Any:
         """Run one optimizer update on a global batch."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,8 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import _meta_registrations
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from memfit._torch import distributed
@@ -19,13 +24,15 @@ from tests.processes import free_port
 RESETS = pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="new in torch 2.13")
 
 
-@pytest.fixture(autouse=True)
-def _process_group() -> Iterator[None]:
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """This process as the only rank of a group."""
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
+@pytest.mark.usefixtures("alone")
 def test_a_group_counts_its_collectives() -> None:
     group = dist.group.WORLD
     before = distributed.collectives_sent(group)
@@ -62,6 +69,7 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
     return [distributed.local_part(p.grad).clone() for p in model.parameters() if p.grad is not None]
 
 
+@pytest.mark.usefixtures("alone")
 def test_buckets_begin_anew_after_a_backward_pass_that_was_aborted() -> None:
     inner = blocks()
     wrapped = DistributedDataParallel(inner)
@@ -77,6 +85,7 @@ def test_buckets_begin_anew_after_a_backward_pass_that_was_aborted() -> None:
     assert all(torch.equal(one, other) for one, other in zip(gradients(inner), expected, strict=True))
 
 
+@pytest.mark.usefixtures("alone")
 def test_a_hook_sends_the_buffers() -> None:
     inner = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))
     wrapped, seen = DistributedDataParallel(inner), []
@@ -86,6 +95,7 @@ def test_a_hook_sends_the_buffers() -> None:
 
 
 @RESETS
+@pytest.mark.usefixtures("alone")
 def test_gradients_that_were_not_reduced_are_dropped() -> None:
     """With one rank nothing is sent, and the units go through the same states."""
     inner = blocks()
@@ -111,3 +121,41 @@ def test_a_rank_of_a_shared_tensor_has_its_part() -> None:
     whole = torch.ones(3)
     assert distributed.local_part(whole) is whole
     assert not distributed.is_shared(torch.Tensor)
+
+
+def test_is_shared_local_part_chunk_of_and_is_first_copy_see_through_a_dtensor() -> None:
+    """A part has the place that DTensor tells checkpoints; a copy is the first where no replica comes before."""
+    own = torch.ones(2, 3)
+    with distributed.fake_ranks(4):
+        mesh = init_device_mesh("cpu", (2, 2))
+        tensor = DTensor.from_local(own, mesh, [Replicate(), Shard(0)], run_check=False)
+        assert tensor.shape == (4, 3)
+        assert distributed.is_shared(type(tensor)) and not distributed.is_shared(torch.Tensor)
+        assert torch.equal(distributed.local_part(tensor), own) and distributed.local_part(own) is own
+        assert distributed.chunk_of(tensor) == ([0, 0], [2, 3])
+        assert distributed.is_first_copy(tensor)
+
+
+def test_fake_ranks_draw_nothing_and_are_gone_afterwards() -> None:
+    """PyTorch numbers collectives under fake tensors by `generate_unique_id`, which draws from Python's generator."""
+    before, number = random.getstate(), _meta_registrations.generate_unique_id
+    with distributed.fake_ranks(3):
+        assert dist.get_world_size() == 3 and dist.get_rank() == 0
+        assert _meta_registrations.generate_unique_id is not number
+    assert not dist.is_initialized() and _meta_registrations.generate_unique_id is number
+    assert random.getstate() == before
+
+
+def test_ranks_of_reads_groups_and_their_names() -> None:
+    with distributed.fake_ranks(3):
+        group = dist.group.WORLD
+        assert group is not None
+        assert distributed.ranks_of((torch.ones(1), group.boxed())) == 3
+        assert distributed.ranks_of((torch.ones(1), "sum", group.group_name)) == 3
+        assert distributed.ranks_of((torch.ones(1),)) == 3
+
+
+def test_leave_ends_the_process_at_once() -> None:
+    code = "from memfit._torch.distributed import leave; print('told'); leave(); print('too late')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "told\n")

@@ -126,7 +126,7 @@ def with_plans(rank: int, out: Path) -> Iterator[Any]:
     with pytest.raises(PlanMismatchError) as e:
         memfit.apply(plan_for(given, other), given)
     texts.append(str(e.value))
-    for options in ({"recover": True}, {"compare_steps": 2}, {"adaptive": True}):
+    for options in ({"compare_steps": 2}, {"adaptive": True}):
         with pytest.raises(UsageError) as refused:
             memfit.train(plan_for(given, ZERO3), given, out=out, steps=1, **options)
         texts.append(str(refused.value))
@@ -138,7 +138,7 @@ def with_plans(rank: int, out: Path) -> Iterator[Any]:
 def test_ranks_with_different_plans_say_so_on_all(tmp_path: Path) -> None:
     first, second = (rank[0] for rank in on_ranks(2, with_plans, tmp_path / "out"))
     assert first == second
-    expected = ["have different plans", "have different plans", "recover=True", "compare_steps=2", "adaptive=True"]
+    expected = ["have different plans", "have different plans", "compare_steps=2", "adaptive=True"]
     expected.append("the plan is for world_size=4, and there are 2 ranks")
     assert all(part in text for part, text in zip(expected, first, strict=True)), first
     assert not (tmp_path / "out").exists()

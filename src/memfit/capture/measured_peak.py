@@ -97,4 +97,4 @@ def measure_peak_bytes(step: StepProgram, batch: object) -> int:
     for storage in (reference() for reference in external):
         if storage is not None:  # the step did not replace it
             resident[storage_key(storage)] = storage.nbytes()
-    return sum(resident.values()) + meter.peak_bytes
+    return sum(resident.values()) + step.held_bytes + meter.peak_bytes

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import msgspec
 import torch
 
+from memfit._torch.distributed import leave
 from memfit.cost.calibrate import cache_folder
 from memfit.cost.communication import Link, Links
 from memfit.errors import CaptureError, OutputError
@@ -119,7 +120,7 @@ def _as_rank() -> None:
     if os.environ["RANK"] == "0":
         sys.stdout.write(msgspec.json.encode(found).decode())
         sys.stdout.flush()
-    os._exit(0)  # threads of gloo that outlive the group abort a process that ends by itself
+    leave()
 
 
 def _median_seconds(call: Callable[[], object]) -> float:

@@ -24,7 +24,6 @@ their process group's timeout ends them.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 
@@ -32,7 +31,6 @@ import torch
 import torch.distributed as dist
 
 from memfit._torch.distributed import collectives_sent
-from memfit.errors import UsageError
 from memfit.ranks.aborted import PeerError, UnansweredError
 
 FINE, UNSURE, RAN_OUT, FAILED = range(4)
@@ -213,18 +211,6 @@ class Agreement:
             if told is not None:
                 return told
         return self.vote(self.own)
-
-    # Beside the steps
-
-    def check_same(self, what: str, data: bytes) -> None:
-        """Raise UsageError unless all ranks give the same data."""
-        digest = int.from_bytes(hashlib.sha256(data).digest()[:4], "big") >> 1
-        largest, smallest = self.vote(digest), -self.vote(-digest)  # both on every rank
-        if largest != smallest:
-            raise UsageError(
-                f"the ranks have different {what}: create it once, save it, and load it on every rank, so that they"
-                " take the same lower plan when one runs out of memory"
-            )
 
 
 def worst_of(ran_out: float, failed: float) -> int:

@@ -96,6 +96,7 @@ def _data_parallel(
     ranks = SharedStep(mesh, engine, is_part=is_part)
     if is_part:
         wrapped.register_comm_hook(ranks, _reduce)  # C++ reads a result that fake ranks don't give
+        wrapped.logger = _Silent()  # which times kernels of a GPU that is not there
     return _with_loss(workload, engine), ranks
 
 
@@ -118,6 +119,10 @@ class _DataParallel:
             return contextlib.nullcontext()
         return self._wrapped.no_sync()
 
+    def held_bytes(self, workload: Workload) -> int:
+        """Return the bytes of the buckets: as large as the gradients."""
+        return sum(p.numel() * p.itemsize for p in workload.model.parameters() if p.requires_grad)
+
     def outside(self, work: Callable[[], Any]) -> Any:
         """Run work outside of steps: weights are whole."""
         return work()
@@ -128,6 +133,13 @@ class _DataParallel:
 
     def reset(self) -> None:
         restart_buckets(self._wrapped)
+
+
+class _Silent:
+    """Takes what DistributedDataParallel notes of itself."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_: None
 
 
 def _reduce(ranks: SharedStep, bucket: Any) -> torch.futures.Future[torch.Tensor]:
@@ -207,6 +219,10 @@ class _FullySharded:
     def reset(self) -> None:
         self._root.reset_iter_state()
         drop_unsharded_gradients(self._root)
+
+    def held_bytes(self, workload: Workload) -> int:
+        """Return 0: what is sent is made when it is."""
+        return 0
 
     def outside(self, work: Callable[[], Any]) -> Any:
         """Run work that runs the model forward outside of steps, within what is put around a step's forward pass."""

@@ -36,6 +36,9 @@ class Engine(Protocol):
             UsageError: What runs here can't be watched.
         """
 
+    def held_bytes(self, workload: Workload) -> int:
+        """Return the bytes that it holds for a workload's gradients between steps."""
+
     def reset(self) -> None:
         """Make the engine ready for the next step, after one that was aborted in the middle."""
 
@@ -94,15 +97,14 @@ class SharedStep(Group):
 
     # Steps that may have to be undone
 
-    def watch(self, plans: bytes) -> None:
+    def watch(self) -> None:
         """Have ranks undo steps together, from now on; call it on all of them.
 
         Raises:
-            UsageError: Their plans differ, or the engine can't be watched.
+            UsageError: The engine can't be watched.
         """
         agreement = Agreement(self._engine.reset)
         try:
-            agreement.check_same("plans", plans)
             self._engine.watch(agreement)
         except UsageError:
             agreement.close()
@@ -149,6 +151,9 @@ class SharedStep(Group):
     @property
     def buckets(self) -> list[torch.Tensor]:
         return list(self._buckets.values())
+
+    def held_bytes(self, workload: Workload) -> int:
+        return self._engine.held_bytes(workload)
 
     def reduce(self, bucket: torch.Tensor) -> None:
         """Average a bucket of gradients in place, as `DistributedDataParallel` does by itself."""

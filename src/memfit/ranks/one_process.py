@@ -47,8 +47,8 @@ class SingleProcess:
 
     # What a step that may have to be undone asks
 
-    def watch(self, plans: bytes) -> None:
-        """Have ranks undo steps together, from now on; all have the same plans."""
+    def watch(self) -> None:
+        """Have ranks undo steps together, from now on."""
 
     def close(self) -> None:
         """Watch no more."""
@@ -93,6 +93,10 @@ class SingleProcess:
     def buckets(self) -> list[torch.Tensor]:
         """What gradients are sent in, where an engine holds that between steps; known once a step ran in a capture."""
         return []
+
+    def held_bytes(self, workload: Workload) -> int:
+        """Return the bytes of what gradients are sent in, where an engine holds that between steps."""
+        return 0
 
     # What a step asks
 

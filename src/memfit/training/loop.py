@@ -28,6 +28,7 @@ class DescribedLoop:
         self.workload = step.workload
         self.on_phase: Callable[[Phase, int], None] | None = None
         self.buckets: list[torch.Tensor] = []
+        self.held_bytes = 0
         self._outputs: Any = None
         self._loss: torch.Tensor | None = None
         self._inputs: Any = None

@@ -159,6 +159,11 @@ class Step:
         """What gradients are sent in to other ranks, where an engine holds that between steps."""
         return self.options.ranks.buckets
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of what gradients are sent in, where an engine holds that between steps."""
+        return self.options.ranks.held_bytes(self.workload)
+
     def close(self) -> None:
         """Undo what a plan did to the model; the step is of no use afterwards."""
         if self.on_close is not None:

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from memfit.errors import MemfitError, OutOfMemoryError
 from memfit.hardware import accelerators
 from memfit.hardware.out_of_memory import OutOfMemory, out_of_memory
@@ -116,9 +114,8 @@ class Recovery(OutOfMemoryObserver):
         self._lower, self._retries = lower, retries
         self._rollback = Rollback(step)
         self._ranks = step.options.ranks
-        levers = [plan.levers, *(point.levers for point in plan.frontier)]
         try:
-            self._ranks.watch(msgspec.json.encode(levers))
+            self._ranks.watch()
         except Exception:
             self._rollback.close()
             raise

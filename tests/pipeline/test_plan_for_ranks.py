@@ -1,0 +1,118 @@
+"""Plans for several ranks: what is chosen, what a rank is predicted to hold, and what two ranks then hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from torch.distributed.fsdp import FSDPModule
+
+import memfit
+from benchmarks.distributed.ranks import InPlaceAllGather, InPlaceReduceScatter
+from memfit.capture.measured_peak import measure_peak_bytes
+from memfit.cost import links
+from memfit.cost.communication import Link, Links
+from memfit.errors import InfeasibleError, UsageError
+from memfit.hardware.host import find_device
+from memfit.ir.plan import Levers, Plan
+from memfit.ir.sharding import Sharding
+from memfit.planner.captures import capture_levers
+from memfit.planner.prediction import costs_of, predict
+from memfit.workload import Workload
+from tests.models import transformer
+from tests.processes import on_ranks
+
+LINKS = Links(within=Link(bytes_per_second=1e9, latency_seconds=1e-4), copy_bytes_per_second=5e9, pads=True)
+SHARES = (0.9, 0.75, 0.65)
+
+
+def workload() -> Workload:
+    return dataclasses.replace(transformer(batch=8, tokens=16, dim=64, layers=3), max_grad_norm=1.0)
+
+
+@pytest.fixture(scope="module")
+def plans() -> Iterator[list[Plan]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(links, "_measured", lambda ranks: LINKS)
+        given = {"world_size": 2, "precisions": ["32-true"], "points": 2}
+        yield [memfit.plan(workload(), budget=f"{share}x", **given) for share in SHARES]  # type: ignore[arg-type]
+
+
+def test_a_plan_shares_the_global_batch(plans: list[Plan]) -> None:
+    for plan in plans:
+        assert plan.levers.sharding is not None and plan.levers.sharding.world_size == 2
+        assert plan.batch_size == 8 and plan.levers.microbatch_size <= 4
+        assert plan.classes["sharding"] == "reordered"
+        assert plan.predicted.peak_upper_bytes <= plan.budget_bytes
+        assert ("microbatches" in plan.classes) == (plan.levers.microbatch_size < 4)
+
+
+def test_what_is_predicted_is_the_applied_step(plans: list[Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "_measured", lambda ranks: LINKS)
+    cpu = find_device("cpu")
+    for plan in plans:
+        trace = capture_levers(workload(), plan.levers, cpu)
+        found, _ = predict(trace, costs_of([trace], cpu), cpu)
+        assert found.peak_bytes == plan.predicted.peak_bytes
+        assert found.step_seconds == pytest.approx(plan.predicted.step_seconds)
+
+
+def held(rank: int, plans: list[Plan]) -> Iterator[int]:
+    for plan in plans:
+        given = workload()
+        with memfit.apply(plan, given) as step:
+            for module in [o for o in gc.get_objects() if isinstance(o, FSDPModule)]:
+                module.set_custom_all_gather(InPlaceAllGather())
+                module.set_custom_reduce_scatter(InPlaceReduceScatter())
+            for _ in range(2):
+                step(given.batch)
+            gc.collect()
+            yield min(measure_peak_bytes(step, given.batch) for _ in range(3))
+
+
+@pytest.mark.slow
+def test_no_rank_holds_more_than_the_budget(plans: list[Plan]) -> None:
+    for peaks in on_ranks(2, held, plans):
+        for plan, peak in zip(plans, peaks, strict=True):
+            assert peak <= plan.predicted.peak_upper_bytes <= plan.budget_bytes
+            assert peak == pytest.approx(plan.predicted.peak_bytes, rel=0.01)
+
+
+def test_what_is_infeasible_names_a_budget_that_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "_measured", lambda ranks: LINKS)
+    given: Any = {"world_size": 4, "precisions": ["32-true"], "points": 1}
+    with pytest.raises(InfeasibleError, match="zero3 of 4") as e:
+        memfit.plan(workload(), budget=1000, **given)
+    lowest = memfit.plan(workload(), budget=e.value.lowest_peak_bytes, **given)
+    assert lowest.predicted.peak_upper_bytes <= e.value.lowest_peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"world_size": 0}, "world_size=0 is not a whole number above 0"),
+        ({"world_size": 2.0}, "world_size=2.0 is not a whole number above 0"),
+        ({"world_size": 2, "sharding": "zero1"}, "sharding='zero1' is unknown: use one of auto, ddp, zero2, zero3"),
+        ({"world_size": 2, "numerics": "exact"}, "numerics='exact' does not allow world_size=2"),
+    ],
+)
+def test_what_can_not_be_is_refused_by_its_argument(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(UsageError) as e:
+        memfit.plan(workload(), budget="0.5x", **options)
+    assert text in str(e.value)
+
+
+def test_buckets_count_where_a_rank_is_measured() -> None:
+    """What DistributedDataParallel holds between steps belongs to the step."""
+    plan = memfit.plan(workload(), budget="2x", numerics="exact", precisions=["32-true"], points=1)
+    sharding = Sharding(world_size=2, mode="ddp", gradient_as_bucket_view=True)
+    shared = replace(plan, levers=Levers(microbatch_size=4, sharding=sharding))
+    trace = capture_levers(workload(), shared.levers, find_device("cpu"))
+    cpu = find_device("cpu")
+    predicted, _ = predict(trace, costs_of([replace(trace, sharding=None)], cpu), cpu)
+    for (peak,) in on_ranks(2, held, [shared]):
+        assert peak == pytest.approx(predicted.peak_bytes, rel=0.01)
