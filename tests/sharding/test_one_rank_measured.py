@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -12,13 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from msgspec.structs import replace
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.distributed.ranks import InPlaceAllGather, InPlaceReduceScatter
 from memfit.cost.calibrate import measure as measure_operators
 from memfit.hardware.cpu_allocations import allocated
 from memfit.ir.plan import Precision
@@ -38,10 +36,9 @@ from tests.processes import WORLD_SIZE, on_two_ranks
 
 TOLERANCE_BYTES = 512
 """Scalars of autograd, which the profiler sees besides, and when exactly the generator's states are let go."""
-SETTLE_SECONDS = 0.003
 STEPS = 3
-"""gloo's threads hold what was sent for a moment longer, and much longer where processors are few: it is given
-time, and the least of some steps counts."""
+"""gloo's threads hold what was sent for a moment longer, and much longer where processors are few: the least of some
+steps counts."""
 
 
 @dataclass(frozen=True)
@@ -90,25 +87,6 @@ def workload() -> Workload:
 
 def blocks(case: Case) -> dict[str, tuple[str, ...]]:
     return {f"blocks.{i}": () for i in range(3)} if case.regions else {}
-
-
-class InPlaceAllGather(DefaultAllGather):
-    """Gathers without the copy of everything that gloo makes; NCCL makes none."""
-
-    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> None:
-        for rank, part in enumerate(output_tensor.chunk(group.size())):
-            dist.broadcast(part, src=rank, group=group)
-        time.sleep(SETTLE_SECONDS)
-
-
-class InPlaceReduceScatter(DefaultReduceScatter):
-    """Reduces without that copy."""
-
-    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> Any:
-        work = dist.all_reduce(input_tensor, group=group)
-        output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()]).div_(group.size())
-        time.sleep(SETTLE_SECONDS)
-        return work
 
 
 def spread(case: Case, plain: Workload) -> Workload:
