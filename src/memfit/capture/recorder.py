@@ -97,7 +97,7 @@ def _dense(tensors: Any) -> list[torch.Tensor]:
 
 
 def _text(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Return the signature of a call, of a collective by what is sent among how many."""
+    """Return the signature of a call; of a collective by its bytes and ranks."""
     if not is_collective(str(func)):
         return signature(func, args, kwargs)
     nbytes = max((t.numel() * t.itemsize for t in tensors_in((args, kwargs))), default=0)

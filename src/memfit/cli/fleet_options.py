@@ -1,4 +1,4 @@
-"""What `memfit fleet` is given, checked before a model is built."""
+"""The options of `memfit fleet`, checked before a model is built."""
 
 from __future__ import annotations
 

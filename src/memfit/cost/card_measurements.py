@@ -17,7 +17,7 @@ from memfit.ir.device import Device
 
 
 class CardMeasurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What `python -m benchmarks.gpu` found on an accelerator.
+    """The results of `python -m benchmarks.gpu` on an accelerator.
 
     Attributes:
         device: Its name for people.
@@ -46,7 +46,7 @@ class CardMeasurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     time_factors: dict[str, dict[str, float]]
 
     def time_factor(self, kind: str, dtype: str) -> float:
-        """Return what modelled seconds of a class of operators are multiplied by; 1 where it was not measured."""
+        """Return the factor of modelled seconds of a class of operators; 1 where it was not measured."""
         return self.time_factors.get(kind, {}).get(dtype, 1.0)
 
 
