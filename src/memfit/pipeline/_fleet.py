@@ -99,10 +99,7 @@ def fleet(
     by_name = {card.name: card for card in cards}
     rows = [_row(each, by_name[each.device], steps, found_prices) for each in result.found]
     order = list(by_name)
-    misfits = [
-        Misfit(device=each.device, ranks=each.ranks, held_bytes=each.held_bytes, budget_bytes=each.budget_bytes)
-        for each in result.misfits
-    ]
+    misfits = result.misfits
     if not rows:
         raise _nothing_fits(misfits)
     notes = [*result.notes, *_notes(cards, rows, found_prices)]

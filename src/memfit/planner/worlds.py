@@ -34,6 +34,7 @@ from memfit.fake_gpu.kernel_registration import runs_alike
 from memfit.hardware.advice import precisions as precisions_of
 from memfit.ir.allocations import allocations_of
 from memfit.ir.device import Device
+from memfit.ir.fleet import Misfit
 from memfit.ir.interpolation import between, of_samples
 from memfit.ir.operator_costs import CostTable
 from memfit.ir.plan import Levers, LeverUse, Numerics, Precision, allows, freest
@@ -102,20 +103,11 @@ class Found(NamedTuple):
     step_seconds: float
 
 
-class Least(NamedTuple):
-    """The least that a card on which nothing fits would have to hold, and with how many ranks."""
-
-    device: str
-    ranks: int
-    held_bytes: int
-    budget_bytes: int
-
-
 class Worlds(NamedTuple):
     """What was found, for which cards nothing fits, and what was assumed."""
 
     found: list[Found]
-    misfits: list[Least]
+    misfits: list[Misfit]
     notes: list[str]
     step_error: float
 
@@ -243,7 +235,7 @@ class _Search:
         self.asked = asked
         self.samples = samples_of(asked.workload)
         self.found: list[Found] = []
-        self.misfits: list[Least] = []
+        self.misfits: list[Misfit] = []
         self.notes: list[str] = []
         self.step_error = 0.0
         self.done = 0
@@ -331,7 +323,7 @@ class _Group:
     def run(self) -> None:
         fastest = dict.fromkeys((device.name for device in self.devices), math.inf)
         free: dict[tuple[str, int], bool] = {}  # whether memory limited no plan of a rank with so many samples
-        least: dict[str, Least] = {}
+        least: dict[str, Misfit] = {}
         for ranks in self.search.world_sizes:
             if self.is_whole and ranks > 1:
                 break
@@ -342,7 +334,7 @@ class _Group:
                     continue
                 budget_bytes = self.asked.budget.nbytes(device_bytes=device.usable_bytes)
                 found = _OneCard(self, device, ranks, budget_bytes).fastest()
-                if isinstance(found, Least):
+                if isinstance(found, Misfit):
                     kept = least.get(device.name, found)
                     least[device.name] = min(kept, found, key=lambda each: each.held_bytes)
                     continue
@@ -424,7 +416,7 @@ class _OneCard:
         self._plain_fits: dict[Levers, bool] = {}
         self._held_bytes = math.inf  # the least by the simulated allocator so far
 
-    def fastest(self) -> Found | Least:
+    def fastest(self) -> Found | Misfit:
         """Return the fastest plan that fits; what comes nearest where none does."""
         best: _Point | None = None
         bounded = [(self.group.bound_seconds(each, self.ranks, self.device), each) for each in self._sizes()]
@@ -438,7 +430,9 @@ class _OneCard:
                     best = self._faster(shared, best)
         if best is None:
             held_bytes = int(min([self._held_bytes, *self._lowest.values()]))
-            return Least(self.device.name, self.ranks, held_bytes, self.budget_bytes)
+            return Misfit(
+                device=self.device.name, ranks=self.ranks, held_bytes=held_bytes, budget_bytes=self.budget_bytes
+            )
         search = self.group.search
         uses = registry.uses(best.levers, search.samples, self.group.couples)
         numbers = (self.budget_bytes, best.peak_bytes, best.held_bytes, best.step_seconds)
