@@ -88,3 +88,20 @@ def test_what_can_not_be_sent_is_named() -> None:
     workload = of(nn.Linear(16, 3), lambda model, batch: lock)
     with pytest.raises(WorkloadError, match=r"can't be sent.*cannot pickle '_thread.lock'"):
         packed(described, workload, {})
+
+
+def where(workload: Workload, progress: Any) -> list[str]:
+    """Return the files that the received loss and the functions within it name."""
+    code = workload.loss_fn.__code__
+    return [code.co_filename, *(c.co_filename for c in code.co_consts if isinstance(c, type(code)))]
+
+
+def test_functions_that_no_module_has_keep_the_names_of_their_files() -> None:
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        def inner() -> torch.Tensor:
+            return cross_entropy(model, batch)
+
+        return inner()
+
+    found = process.run(packed(where, of(nn.Linear(16, 4), loss), {}), silent)
+    assert found == [__file__, __file__]

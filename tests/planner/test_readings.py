@@ -95,6 +95,6 @@ def test_what_a_step_for_a_gpu_reads_is_read_of_the_data_here() -> None:
 
     with_data = memfit.estimate(workload(sometimes), device="t4")
     without = memfit.estimate(workload(sometimes, device="meta"), device="t4")
-    assert not any("a guess" in note for note in with_data.notes)
+    assert not [note for note in with_data.notes if "a guess" in note]
     assert any("a guess" in note for note in without.notes)
     assert with_data.peak_bytes < without.peak_bytes

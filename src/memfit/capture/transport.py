@@ -110,6 +110,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 return importlib.import_module, (value.__name__,)
         if isinstance(value, PackedSequence):
             return _receive_packed, (value.data, value.batch_sizes.tolist(), *value[2:])
+        if isinstance(value, types.CodeType):
+            make, arguments, *_ = self.dispatch_table[types.CodeType](value)
+            return _receive_code, (value.co_filename, make, *arguments)
         if not isinstance(value, torch.Tensor):
             return super().reducer_override(value)
         if value.layout is torch.sparse_coo:
@@ -129,6 +132,11 @@ def _values(tensor: torch.Tensor) -> Any:
     if tensor.dim() == 0 and not tensor.requires_grad:
         return tensor.item()
     return tensor.detach().cpu().numpy() if is_followed(tensor) else None
+
+
+def _receive_code(filename: str, make: Callable[..., types.CodeType], *arguments: Any) -> types.CodeType:
+    """Return code with its file's name, which later cloudpickles leave out: readings and errors are placed by it."""
+    return make(*arguments).replace(co_filename=filename)
 
 
 _receiving: KnownValues | None = None
