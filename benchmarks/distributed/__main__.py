@@ -1,7 +1,6 @@
 """Steps that ranks share, on this machine over gloo: predicted peaks, the search's replay, and throughput.
 
-Collectives of `fully_shard` run in place where peaks are measured, since gloo copies what it sends and NCCL does not;
-each rank has one thread.
+Each rank has one thread.
 """
 
 from __future__ import annotations

@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 from msgspec.structs import replace
-from torch.distributed.fsdp import FSDPModule
 
 from benchmarks.common import Case
 from benchmarks.distributed.models import BATCH, MODELS
-from benchmarks.distributed.ranks import InPlaceAllGather, InPlaceReduceScatter, of_all_ranks, on_ranks
+from benchmarks.distributed.ranks import of_all_ranks, on_ranks
 from memfit.hardware.cpu_allocations import allocated
 from memfit.hardware.host import find_device
 from memfit.ir.plan import Levers
@@ -65,9 +64,6 @@ def measured_peak(name: str, levers: Levers) -> int:
             workload = MODELS[name](BATCH)
             stack = applied(levers, workload)
             step = stack.__enter__()
-            for module in [o for o in gc.get_objects() if isinstance(o, FSDPModule)]:
-                module.set_custom_all_gather(InPlaceAllGather())
-                module.set_custom_reduce_scatter(InPlaceReduceScatter())
             for _ in range(_STEPS - 1):
                 step(workload.batch)
             gc.collect()

@@ -13,10 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
-
-SETTLE_SECONDS = 0.003
-"""gloo's threads hold what was sent for a moment longer: they are given time."""
 
 
 def on_ranks(world_size: int, program: Callable[..., Iterator[Any]], *args: Any) -> Iterator[Any]:
@@ -74,22 +70,3 @@ def of_all_ranks(value: int) -> list[int]:
     found = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(found, own)
     return [int(number) for number in found]
-
-
-class InPlaceAllGather(DefaultAllGather):
-    """Gathers without the copy of everything that gloo makes; NCCL makes none."""
-
-    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> None:
-        for rank, part in enumerate(output_tensor.chunk(group.size())):
-            dist.broadcast(part, group_src=rank, group=group)
-        time.sleep(SETTLE_SECONDS)
-
-
-class InPlaceReduceScatter(DefaultReduceScatter):
-    """Reduces without that copy."""
-
-    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> Any:
-        work = dist.all_reduce(input_tensor, group=group)
-        output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()]).div_(group.size())
-        time.sleep(SETTLE_SECONDS)
-        return work

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from memfit.hardware import cpu_allocations
 from memfit.hardware.cpu_allocations import allocated, allocated_by_name
 
 KIB = 1024
@@ -90,3 +92,17 @@ def test_a_free_of_an_earlier_tensor_counts_for_nothing(is_profiled: bool) -> No
         del freed
     assert (meter.peak_bytes, meter.net_bytes) == (600, 400)
     del kept
+
+
+def test_a_free_by_another_thread_is_seen_when_its_address_is_allocated_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    events = [(0, 100, 7), (1, 30, 8), (2, 100, 7), (3, -30, 8), (4, -100, 7), (5, -50, 9)]  # at, bytes, address
+    nodes = [
+        SimpleNamespace(start_time_ns=at, children=[], extra_fields=SimpleNamespace(alloc_size=nbytes, ptr=address))
+        for at, nbytes, address in events
+    ]
+    results = SimpleNamespace(experimental_event_tree=lambda: nodes, events=list)
+    profile = SimpleNamespace(kineto_results=results)
+    monkeypatch.setattr(cpu_allocations, "_profile", lambda: contextlib.nullcontext(profile))
+    with allocated() as meter:
+        pass
+    assert (meter.peak_bytes, meter.net_bytes) == (130, 0)

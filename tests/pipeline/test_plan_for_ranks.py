@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from torch.distributed.fsdp import FSDPModule
 
 import memfit
-from benchmarks.distributed.ranks import InPlaceAllGather, InPlaceReduceScatter
 from memfit.capture.measured_peak import measure_peak_bytes
 from memfit.cost import links
 from memfit.cost.communication import Link, Links
@@ -65,9 +63,6 @@ def held(rank: int, plans: list[Plan]) -> Iterator[int]:
     for plan in plans:
         given = workload()
         with memfit.apply(plan, given) as step:
-            for module in [o for o in gc.get_objects() if isinstance(o, FSDPModule)]:
-                module.set_custom_all_gather(InPlaceAllGather())
-                module.set_custom_reduce_scatter(InPlaceReduceScatter())
             for _ in range(2):
                 step(given.batch)
             gc.collect()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -13,10 +12,8 @@ import pytest
 import torch
 from msgspec.structs import replace
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.distributed.ranks import InPlaceAllGather, InPlaceReduceScatter
 from memfit.cost.calibrate import measure as measure_operators
 from memfit.hardware.cpu_allocations import allocated
 from memfit.ir.plan import Precision
@@ -97,9 +94,6 @@ def spread(case: Case, plain: Workload) -> Workload:
         units = tuple(f"blocks.{i}" for i in range(3))
         sharding = Sharding(world_size=WORLD_SIZE, mode=case.mode, units=units, **mixed)
         shared_workload, _ = shared(plain, sharding, mesh_of(sharding, "cpu"))
-        for module in [o for o in gc.get_objects() if isinstance(o, FSDPModule)]:
-            module.set_custom_all_gather(InPlaceAllGather())
-            module.set_custom_reduce_scatter(InPlaceReduceScatter())
         return shared_workload
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=case.views)
     optimizer: Any = torch.optim.AdamW(model.parameters())

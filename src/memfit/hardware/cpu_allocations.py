@@ -72,21 +72,21 @@ def _events(profile: Any) -> Any:
 def _changes(profile: Any) -> list[tuple[int, int]]:
     """Return (nanoseconds, bytes allocated or freed) in order of time.
 
-    Left out are frees of what was allocated before: PyTorch reports those of what an earlier profile saw.
+    Left out are frees of what was allocated before: PyTorch reports those of what an earlier profile saw. Frees by
+    other threads are not reported: they are noticed when their addresses are allocated again.
     """
     nodes, allocations = list(profile.kineto_results.experimental_event_tree()), []
     for node in nodes:  # which grows meanwhile
         nodes += node.children
         if hasattr(node.extra_fields, "alloc_size"):
             allocations.append((node.start_time_ns, node.extra_fields.alloc_size, node.extra_fields.ptr))
-    live: set[int] = set()
+    live: dict[int, int] = {}
     changes = []
     for at, nbytes, pointer in sorted(allocations, key=lambda allocation: allocation[0]):
+        freed = live.pop(pointer, 0)
+        if freed:
+            changes.append((at, -freed))
         if nbytes > 0:
-            live.add(pointer)
-        elif pointer in live:
-            live.remove(pointer)
-        else:
-            continue
-        changes.append((at, nbytes))
+            live[pointer] = nbytes
+            changes.append((at, nbytes))
     return changes

@@ -33,6 +33,7 @@ from memfit.ir.sharding import Sharding
 from memfit.ranks.agreement import Agreement
 from memfit.ranks.group import SharedStep
 from memfit.ranks.hooks import watch_data_parallel, watch_fully_sharded
+from memfit.ranks.in_place import is_gloo, send_in_place
 from memfit.workload import Loss, Workload, class_name
 
 _MIB = 2**20
@@ -176,6 +177,8 @@ def _fully_sharded(
     if dtype is not None:  # the loss function's other inputs, such as targets, stay as they are
         model.register_forward_pre_hook(functools.partial(_cast, dtype), with_kwargs=True)
     root: Any = fully_shard(_ForwardPass(model, workload.loss_fn), **given)
+    if is_gloo(mesh.get_group(mesh.ndim - 1)):
+        send_in_place([module for module in root.modules() if isinstance(module, FSDPModule)])
     _rebind(workload.optimizer, before, dict(model.named_parameters(remove_duplicate=False)))
     del before
     gc.collect()  # whole parameters are in cycles of objects

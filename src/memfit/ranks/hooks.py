@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from memfit._torch.distributed import send_buffers_by
 from memfit.ranks.aborted import PeerError
 from memfit.ranks.agreement import Agreement, Collective
+from memfit.ranks.in_place import Gather, ReduceScatter
 
 
 def watch_data_parallel(wrapped: DistributedDataParallel, agreement: Agreement) -> None:
@@ -73,14 +73,7 @@ def watch_fully_sharded(root: FSDPModule, agreement: Agreement, replicas: dist.P
         unit.set_custom_reduce_scatter(reduce)
 
 
-class _Allocating:
-    """Allocates as the engine does by itself."""
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class _Gather(_Allocating):
+class _Gather(Gather):
     def __init__(self, agreement: Agreement, number: int, unit: FSDPModule) -> None:
         self._agreement, self._number, self._unit = agreement, number, unit
 
@@ -88,8 +81,7 @@ class _Gather(_Allocating):
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         self._agreement.before(Collective(("gather", self._number), ((group, self._answer),)))
-        work: dist.Work | None = dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
-        return work
+        return super().__call__(output_tensor, input_tensor, group, async_op)
 
     def _answer(self) -> None:
         """Send the shards as they are: what the others compute of them stays within the range of their own values."""
@@ -97,7 +89,7 @@ class _Gather(_Allocating):
         self._unit.reshard()
 
 
-class _Reduce(_Allocating):
+class _Reduce(ReduceScatter):
     def __init__(self, agreement: Agreement, number: int, replicas: dist.ProcessGroup | None) -> None:
         self._agreement, self._number, self._replicas = agreement, number, replicas
 
@@ -117,10 +109,7 @@ class _Reduce(_Allocating):
             ]
         key = ("reduce", self._number, input_tensor.shape, input_tensor.dtype)
         self._agreement.before(Collective(key, tuple(answers)))
-        work: dist.Work | None = dist.reduce_scatter_single(
-            output_tensor, input_tensor, op=op, group=group, async_op=async_op
-        )
-        return work
+        return super().__call__(output_tensor, input_tensor, group, op, async_op)
 
 
 def _all_reduced(group: dist.ProcessGroup, shape: torch.Size, made: dict[str, Any], op: Any) -> None:
@@ -129,4 +118,4 @@ def _all_reduced(group: dist.ProcessGroup, shape: torch.Size, made: dict[str, An
 
 def _reduce_scattered(group: dist.ProcessGroup, shape: torch.Size, made: dict[str, Any], op: Any) -> None:
     given = torch.zeros(shape, **made)
-    dist.reduce_scatter_single(given.new_empty(given.numel() // group.size()), given, op=op, group=group)
+    ReduceScatter()(given.new_empty(given.numel() // group.size()), given, group, op)
