@@ -74,7 +74,8 @@ class Convolutions(nn.Module):
         return logits
 
 
-def _loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the mean cross-entropy of a batch."""
     logits = model(batch["inputs"])
     return nn.functional.cross_entropy(logits.flatten(0, -2), batch["targets"].flatten())
 
@@ -82,7 +83,7 @@ def _loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 def _workload(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, batch_size: int) -> Workload:
     trained = [p for p in model.parameters() if p.requires_grad]
     batch = {"inputs": inputs[:batch_size], "targets": targets[:batch_size]}
-    return Workload(model, batch, _loss, torch.optim.AdamW(trained, lr=1e-3), max_grad_norm=1.0)
+    return Workload(model, batch, loss_of, torch.optim.AdamW(trained, lr=1e-3), max_grad_norm=1.0)
 
 
 def _language_model(**options: Any) -> Callable[[int], Workload]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
 import sys
@@ -15,11 +16,14 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 
 
-def on_ranks(world_size: int, program: Callable[..., Iterator[Any]], *args: Any) -> Iterator[Any]:
+def on_ranks(
+    world_size: int, program: Callable[..., Iterator[Any]], *args: Any, longest_seconds: float = math.inf
+) -> Iterator[Any]:
     """Yield what the first of some ranks yields of `program(*args)`, which runs on each.
 
     Raises:
         RuntimeError: A rank ended with an error.
+        TimeoutError: Nothing came for longer than `longest_seconds`.
     """
     with contextlib.closing(socket.socket()) as listening:
         listening.bind(("127.0.0.1", 0))
@@ -34,7 +38,10 @@ def on_ranks(world_size: int, program: Callable[..., Iterator[Any]], *args: Any)
         rank.start()
     try:
         while True:
+            began = time.monotonic()
             while queue.empty():
+                if time.monotonic() - began > longest_seconds:
+                    raise TimeoutError(f"nothing came of {world_size} ranks for {longest_seconds:g} s")
                 if any(rank.exitcode for rank in ranks):
                     raise RuntimeError(f"a rank of {world_size} ended with an error")
                 time.sleep(0.01)
