@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmarks import reference
 from benchmarks.case_studies import brain_segmentation_table, language_model_table
+from benchmarks.distributed import figures as ranks
 from benchmarks.faults import figures as faults
 from benchmarks.markdown import head, made_by, row
 from benchmarks.packages.zoo import FAMILIES
@@ -197,6 +198,12 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "prediction": ("prediction", summary_table),
     "cases": ("prediction", cases_table),
     "faults": ("faults", faults_table),
+    "ranks_peaks": ("distributed", ranks.peaks_table),
+    "ranks_budgets": ("distributed", ranks.budgets_table),
+    "ranks_interruptions": ("distributed", ranks.interruptions_table),
+    "ranks_throughput": ("distributed", ranks.throughput_table),
+    "ranks_choices": ("distributed", ranks.choices_table),
+    "ranks_peers": ("distributed", ranks.peers_table),
     "compress": ("compress", compress_table),
     "ladder": ("ladder", ladder_table),
     "solving": ("solving", solving_table),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Case, main
-from benchmarks.distributed import budgets, choices, interruptions, peaks, throughput
+from benchmarks.distributed import budgets, choices, interruptions, peaks, peers, searches, throughput
 
 PARTS: dict[str, Callable[[bool], Iterator[Case]]] = {
     "peaks": peaks.cases,
@@ -21,6 +21,8 @@ PARTS: dict[str, Callable[[bool], Iterator[Case]]] = {
     "out of memory": interruptions.out_of_memory,
     "throughput": throughput.cases,
     "choices": choices.cases,
+    "searches": searches.cases,
+    "peers": peers.cases,
 }
 
 
@@ -33,7 +35,7 @@ def run(
         made = {row["part"] for row in rows}
         rows = [row for row in json.loads(keep.read_text())["cases"] if row["part"] not in made] + rows
     summary: dict[str, Any] = {}
-    for part in (peaks, budgets, interruptions, throughput, choices):
+    for part in (peaks, budgets, interruptions, throughput, choices, searches):
         summary |= part.summarised(rows)
     return rows, summary
 

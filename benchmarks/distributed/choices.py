@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.common import Case
-from benchmarks.distributed.budgets import all_levers, brute_force, budgets_of
+from benchmarks.distributed.budgets import all_levers, brute_force, budgets_of, plans_of
 from benchmarks.distributed.models import MODELS
 from benchmarks.distributed.ranks import on_ranks
 from memfit.ir import codec

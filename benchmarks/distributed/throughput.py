@@ -9,6 +9,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,8 +36,23 @@ OneStep = Callable[[Any], tuple[float, float]]
 """Runs one update on a global batch, and returns its mean loss over all ranks and its gradient norm."""
 
 
-def by_hand(engine: str) -> tuple[OneStep, Any]:
-    """Return the step as a careful user of PyTorch writes it, and its batch."""
+@dataclass(frozen=True)
+class ByHand:
+    """A step as a careful user of PyTorch writes it.
+
+    Attributes:
+        batch: The global batch.
+        shared: What the engine made of the model.
+    """
+
+    step: OneStep
+    batch: Any
+    shared: Any
+    optimizer: torch.optim.Optimizer
+
+
+def by_hand(engine: str, microbatches: int = MICROBATCHES) -> ByHand:
+    """Return the step with an engine."""
     workload = MODELS["transformer"](BATCH)
     model: Any = workload.model
     for fqn in UNITS:
@@ -50,7 +66,7 @@ def by_hand(engine: str) -> tuple[OneStep, Any]:
             fully_shard(model.get_submodule(fqn), mesh=mesh, reshard_after_forward=engine == "resharded")
         shared = fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    size = BATCH // RANKS // MICROBATCHES
+    size = BATCH // RANKS // microbatches
 
     def waiting(is_last: bool) -> contextlib.AbstractContextManager[Any]:
         if engine == "ddp":
@@ -62,12 +78,12 @@ def by_hand(engine: str) -> tuple[OneStep, Any]:
         first = dist.get_rank() * (BATCH // RANKS)
         optimizer.zero_grad(set_to_none=True)
         total = torch.zeros((), dtype=torch.float64)
-        for index in range(MICROBATCHES):
+        for index in range(microbatches):
             start = first + index * size
             part = {name: tensor[start : start + size] for name, tensor in batch.items()}
-            with waiting(index == MICROBATCHES - 1):
+            with waiting(index == microbatches - 1):
                 mean: Any = workload.loss_fn(shared, part)
-                loss = mean / MICROBATCHES
+                loss = mean / microbatches
                 loss.backward()
             total += loss.detach()
         dist.all_reduce(total)
@@ -75,12 +91,12 @@ def by_hand(engine: str) -> tuple[OneStep, Any]:
         optimizer.step()
         return float(total) / RANKS, float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
-    return step, workload.batch
+    return ByHand(step, workload.batch, shared, optimizer)
 
 
 def _as_rank(engine: str, steps: int) -> Iterator[tuple[list[float], list[float], float]]:
     """Yield the seconds of both steps in each round, and how far their losses are apart at most."""
-    hand, batch = by_hand(engine)
+    hand = by_hand(engine)
     workload = MODELS["transformer"](BATCH)
     sharding = replace(engines(RANKS)[engine], reduces="last")
     levers = Levers(
@@ -94,7 +110,7 @@ def _as_rank(engine: str, steps: int) -> Iterator[tuple[list[float], list[float]
             result = planned(given)
             return result.loss, result.grad_norm
 
-        both = {"by hand": hand, "memfit": ours}
+        both = {"by hand": hand.step, "memfit": ours}
         seconds: dict[str, list[float]] = {name: [] for name in both}
         losses: dict[str, list[float]] = {name: [] for name in both}
         order = random.Random(0)  # the same on each rank
@@ -102,7 +118,7 @@ def _as_rank(engine: str, steps: int) -> Iterator[tuple[list[float], list[float]
             for name in order.sample(sorted(both), 2):
                 dist.barrier()
                 started = time.perf_counter()
-                loss, _ = both[name](batch)
+                loss, _ = both[name](hand.batch)
                 if index >= 5:
                     seconds[name].append(time.perf_counter() - started)
                 losses[name].append(loss)
