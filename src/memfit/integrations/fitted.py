@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import nn
 
-from memfit.errors import UsageError
-from memfit.ir.plan import Plan, Precision
+from memfit.errors import PlanError, PlanMismatchError, UsageError
+from memfit.hardware.host import find_device
+from memfit.ir import codec
+from memfit.ir.plan import Levers, Plan, Precision
+from memfit.ir.sharding import Reduces, Sharding
+from memfit.levers.shared_by_ranks import described
+from memfit.levers.stack import check_plan
 from memfit.levers.switch import switched
-from memfit.pipeline import estimate, plan
+from memfit.pipeline import load_plan, plan
+from memfit.planner.captures import capture_levers
+from memfit.planner.prediction import costs_of, predict
+from memfit.ranks.one_process import SingleProcess
+from memfit.ranks.together import once
+from memfit.sharding.one_rank import of_engine
 from memfit.training.trainer import evaluation_mode
 from memfit.units import format_bytes
 from memfit.workload import Workload
@@ -25,21 +37,55 @@ NAMES: dict[Precision, str] = {"32-true": "no", "bf16-mixed": "bf16", "16-mixed"
 """Names of these precisions in accelerate."""
 
 
+_MIB = 2**20
+_OWN = {
+    "optimizers": "the trainer updates the parameters",
+    "world_size": "the trainer's engine has ranks share the step, as many as were started",
+    "sharding": "the trainer's engine has ranks share the step, in its own way",
+    "engine": "it is known from the trainer",
+}
+"""Options of `memfit.plan` that a trainer answers itself, and why."""
+
+
 class Fitted:
     """A plan's settings for a trainer, and the checkpointing that memfit applies to the model itself.
 
     Args:
-        workload: The step at the global batch.
+        workload: The step at the global batch; with several ranks at the batch of one of them, on each.
+        engine: How the trainer has ranks share the step; None for one process.
+        ranks: The trainer's ranks. The first one plans, and tells the others.
+        given: A plan to take instead of making one; None to make one.
         options: Options of `memfit.plan`, `budget` at least.
 
     Attributes:
         microbatch_size: Batch size for the trainer's loader.
         accumulation: Number of microbatches in one update.
+
+    Raises:
+        UsageError: An option is the trainer's own affair, or the plan given is not for this trainer. On every rank.
+        InfeasibleError: No plan fits the budget. On every rank.
     """
 
-    def __init__(self, workload: Workload, **options: Any) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        *,
+        engine: Sharding | None = None,
+        ranks: SingleProcess | None = None,
+        given: Plan | None = None,
+        **options: Any,
+    ) -> None:
+        for name in sorted(_OWN.keys() & options.keys()):
+            raise UsageError(f"{name}={options[name]!r} is not for a trainer: {_OWN[name]}. Leave it out")
         self._device = {"device": device_of(workload.model)} | options
-        self.plan: Plan = plan(workload, **self._device, optimizers=())  # the trainer updates
+        self._engine, self._ranks = engine, ranks or SingleProcess()
+
+        def planned() -> bytes:
+            made = given or plan(workload, **self._device, optimizers=(), engine=engine)  # the trainer updates
+            _check(made, workload, engine)
+            return codec.encode(made)
+
+        self.plan: Plan = codec.decode(once(self._ranks, planned), Plan, source="the first rank's plan")
         self.precision = self.plan.levers.precision
         size = self.plan.batch_size
         self.microbatch_size = next(d for d in range(self.plan.levers.microbatch_size, 0, -1) if size % d == 0)
@@ -56,7 +102,7 @@ class Fitted:
             argument: The user's argument for the size of the batch, with its value, for the error.
 
         Raises:
-            UsageError: The evaluation does not fit the budget.
+            UsageError: The evaluation does not fit the budget. On every rank.
         """
 
         def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -67,13 +113,20 @@ class Fitted:
             return torch.stack([p.flatten()[0].float() for p in model.parameters() if p.requires_grad]).sum()
 
         evaluation = dataclasses.replace(workload, batch=batch, loss_fn=loss_fn, batch_size=1)
-        prediction = estimate(evaluation, device=self._device["device"], precision=self.precision)
-        if prediction.peak_upper_bytes > self.plan.budget_bytes:
-            raise UsageError(
-                f"{argument}: an evaluation needs {format_bytes(prediction.peak_upper_bytes)} at its peak, more than"
-                f" budget={format_bytes(self.plan.budget_bytes)}: evaluate at most {self.microbatch_size} samples at"
-                " once, which need no more than the training does, or raise budget="
-            )
+
+        def check() -> None:
+            device = find_device(self._device["device"])
+            trace = capture_levers(evaluation, Levers(precision=self.precision, microbatch_size=1), device)
+            trace = of_engine(trace, self._engine)
+            prediction, _ = predict(trace, costs_of([trace], device), device)
+            if prediction.peak_upper_bytes > self.plan.budget_bytes:
+                raise UsageError(
+                    f"{argument}: an evaluation needs {format_bytes(prediction.peak_upper_bytes)} at its peak, more"
+                    f" than budget={format_bytes(self.plan.budget_bytes)}: evaluate at most {self.microbatch_size}"
+                    " samples at once, which need no more than the training does, or raise budget="
+                )
+
+        once(self._ranks, check)
 
     def checkpoint(self, model: nn.Module) -> None:
         """Checkpoint the plan's regions of a model, and apply its lean modules and chunked loss, until `close`."""
@@ -83,6 +136,61 @@ class Fitted:
     def close(self) -> None:
         """Undo `checkpoint`."""
         self._stack.close()
+
+
+def _check(made: Plan, workload: Workload, engine: Sharding | None) -> None:
+    """Check that a plan is for a trainer's step, and that nothing in it is the trainer's own."""
+    check_plan(made, workload)
+    if made.engine != engine:
+        raise PlanMismatchError(
+            f"plan= was made for {_shown(made.engine)}, and the trainer has {_shown(engine)}: make a plan under this"
+            " trainer, with budget="
+        )
+    if made.levers.sharding is not None:
+        raise PlanError(
+            f"plan= has levers.sharding of {made.levers.sharding.world_size} ranks, which is memfit's own engine, and"
+            " the trainer brings its own: make a plan under this trainer, with budget="
+        )
+    if made.levers.optimizer != "as-is":
+        raise PlanError(
+            f"plan= has levers.optimizer={made.levers.optimizer!r}, and {_OWN['optimizers']}: make a plan with"
+            " optimizers=()"
+        )
+    if made.levers.precision not in NAMES:
+        raise PlanError(
+            f"precision {made.levers.precision!r} is none that this trainer offers: give precisions= of"
+            f" {', '.join(NAMES)}"
+        )
+
+
+def data_parallel(world_size: int, arguments: Mapping[str, Any], *, reduces: Reduces = "last") -> Sharding:
+    """Return DistributedDataParallel with some arguments, as another library makes it."""
+    cap = arguments.get("bucket_cap_mb")
+    views = bool(arguments.get("gradient_as_bucket_view"))
+    sharding = Sharding(world_size=world_size, mode="ddp", reduces=reduces, gradient_as_bucket_view=views)
+    if cap is None:
+        return sharding
+    cap_bytes = int(cap * _MIB)  # which is then that of the first bucket too
+    return replace(sharding, bucket_cap_bytes=cap_bytes, first_bucket_bytes=cap_bytes)
+
+
+def _shown(engine: Sharding | None) -> str:
+    return "one process" if engine is None else described(engine)
+
+
+def check_budget(budget: object, given: object) -> None:
+    """Check that there is a budget to make a plan for, or a plan.
+
+    Raises:
+        UsageError: There are none or both.
+    """
+    if (budget is None) == (given is None):
+        raise UsageError(f"budget={budget!r} and plan={'None' if given is None else '...'}: give one of the two")
+
+
+def read_plan(given: Plan | Path | str | None) -> Plan | None:
+    """Return a plan that an argument holds, or names the file of."""
+    return load_plan(given) if isinstance(given, (str, Path)) else given
 
 
 def device_of(model: nn.Module) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from accelerate.state import AcceleratorState
+from accelerate.utils import fsdp_utils
 
 
 def train_batch_size(trainer: Any) -> int:
@@ -20,3 +21,22 @@ def set_train_batch_size(trainer: Any, samples: int) -> None:
 def forget_accelerator_state() -> None:
     """Let the next `Accelerator` of this process have another precision than the ones before."""
     AcceleratorState._reset_state()
+
+
+def fully_sharded_modules(plugin: Any, model: Any) -> tuple[list[str], list[str]]:
+    """Return the modules that accelerate calls `fully_shard` on besides the model, and which of them stay gathered.
+
+    The plugin is left with its policy set, as `Accelerator.prepare` leaves it. What accelerate puts into one unit with
+    tied weights is left to the whole model's, which is gathered and freed at the same times.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    plugin.set_auto_wrap_policy(model)
+    is_unit = fsdp_utils.fsdp2_prepare_auto_wrap_policy(plugin, model)
+    units = [name for module, name in names.items() if name and is_unit is not None and is_unit(module)]
+    entry = getattr(model, "get_input_embeddings", lambda: None)()
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if entry is not None and head is not None and entry.weight is head.weight:
+        return units, []
+    last = [names[m] for m in (fsdp_utils._find_final_norm(model), head) if m is not None and names[m] not in units]
+    first = [names[entry]] if entry is not None and names[entry] not in units else []
+    return [*units, *first, *last], last

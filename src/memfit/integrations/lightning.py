@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 from memfit._torch.pytree import tree_leaves
 from memfit.errors import MissingExtraError, UsageError
-from memfit.integrations.fitted import MIXED, Fitted
+from memfit.integrations.fitted import MIXED, Fitted, check_budget, data_parallel, read_plan
 from memfit.ir.plan import Plan
+from memfit.ir.sharding import Sharding as Sharding
+from memfit.ranks.environment import launched_size
+from memfit.ranks.launch import joined
+from memfit.ranks.one_process import SingleProcess
 from memfit.rng import rng_preserved
 from memfit.training.optimizers import parameters_of
 from memfit.workload import Workload, batch_size_of
@@ -46,8 +55,12 @@ class MemfitCallback(Callback):  # type: ignore[misc]
 
     Args:
         module: A `LightningModule` with automatic optimization, not attached to a trainer.
-        batch: One global batch, as passed to `training_step`.
-        budget: The memory budget, as for `memfit.plan`.
+        batch: One global batch, as passed to `training_step`; with several ranks, that of one of them.
+        budget: The memory budget, as for `memfit.plan`; of one rank where there are several.
+        plan: A plan that was made for such a module and batch, or its file, instead of a budget.
+        engine: How the strategy has ranks share the step: for `ModelParallelStrategy`, `Sharding(mode="zero3",
+            units=...)` with the modules on which `configure_model` calls `fully_shard`. None for
+            `DistributedDataParallel` among the processes that a launcher has started.
         optimizer: An optimizer over the module's parameters to plan with, where `configure_optimizers` needs a trainer;
             None for the result of `configure_optimizers`.
         validation_batch: The largest batch of `validation_step`, where that has more samples than `microbatch_size`;
@@ -61,7 +74,7 @@ class MemfitCallback(Callback):  # type: ignore[misc]
 
     Raises:
         UsageError: The module has several optimizers, or uses manual optimization; or validation needs more than the
-            budget.
+            budget; or the strategy is one that memfit can't count, when the training begins.
         InfeasibleError: No plan fits the budget.
     """
 
@@ -70,23 +83,40 @@ class MemfitCallback(Callback):  # type: ignore[misc]
         module: Any,
         batch: Any,
         *,
-        budget: int | float | str,
+        budget: int | float | str | None = None,
+        plan: Plan | Path | str | None = None,
+        engine: Sharding | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         validation_batch: Any = None,
         **options: Any,
     ) -> None:
+        check_budget(budget, plan)
+        if engine is None and launched_size() > 1:
+            engine = data_parallel(launched_size(), {})
+        # Gradients of each microbatch are sent by its ModelParallelStrategy, and of the last by its DDPStrategy.
+        self._engine = engine and replace(engine, reduces="each" if engine.is_fully_sharded else "last")
+        if engine is not None and engine.is_fully_sharded:
+            options = {"precisions": list(MIXED[:1])} | options
         planned = _configured(module) if optimizer is None else optimizer
         workload = Workload(module, batch, _training_step, planned, name=type(module).__name__)  # type: ignore[arg-type]
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=r".*self\.log.*", category=UserWarning)
-            self._fitted = Fitted(workload, budget=budget, **({"precisions": list(MIXED[:2])} | options))
-            self._validated = self._fitted.microbatch_size
-            if validation_batch is not None and batch_size_of(validation_batch) > self._validated:
-                size = batch_size_of(validation_batch)
-                self._fitted.check_evaluation(
-                    workload, validation_batch, _validation_step, f"validation_batch= of {size} samples"
+            with joined("cpu") if launched_size() > 1 else contextlib.nullcontext(SingleProcess()) as ranks:
+                self._fitted = Fitted(
+                    workload,
+                    engine=self._engine,
+                    ranks=ranks,
+                    given=read_plan(plan),
+                    budget=budget,
+                    **({"precisions": list(MIXED[:2])} | options),
                 )
-                self._validated = size
+                self._validated = self._fitted.microbatch_size
+                if validation_batch is not None and batch_size_of(validation_batch) > self._validated:
+                    size = batch_size_of(validation_batch)
+                    self._fitted.check_evaluation(
+                        workload, validation_batch, _validation_step, f"validation_batch= of {size} samples"
+                    )
+                    self._validated = size
         self._planned = None if planned is None else _kind(planned)
         self._is_spent = False
         self.plan: Plan = self._fitted.plan
@@ -104,11 +134,7 @@ class MemfitCallback(Callback):  # type: ignore[misc]
                     f"Trainer({name}={getattr(trainer, name)!r}), and the plan needs {name}={value!r}: create it with"
                     " Trainer(**callback.trainer_arguments, callbacks=[callback])"
                 )
-        if trainer.world_size > 1:
-            raise UsageError(
-                f"Trainer(devices={trainer.num_devices}, num_nodes={trainer.num_nodes}) trains on"
-                f" {trainer.world_size} processes, and memfit plans for one: give devices=1, num_nodes=1"
-            )
+        self._check_engine(trainer, pl_module)
         if any(isinstance(other, GradientAccumulationScheduler) for other in trainer.callbacks):
             raise UsageError(
                 "Trainer(callbacks=[GradientAccumulationScheduler(...)]) changes accumulate_grad_batches while it"
@@ -117,6 +143,46 @@ class MemfitCallback(Callback):  # type: ignore[misc]
         self._check_optimizer(trainer.optimizers)
         self._is_spent = False
         self._fitted.checkpoint(pl_module)
+
+    def _check_engine(self, trainer: Any, pl_module: nn.Module) -> None:
+        planned, name = self._engine, type(trainer.strategy).__name__
+        size = 1 if planned is None else planned.world_size
+        if trainer.world_size != size:
+            raise UsageError(
+                f"Trainer(devices={trainer.num_devices}, num_nodes={trainer.num_nodes}) trains on"
+                f" {trainer.world_size} processes, and the plan is for {size}: start them by torchrun"
+                f" --nproc-per-node {trainer.num_devices}, so that the callback sees them, or give devices=1,"
+                " num_nodes=1"
+            )
+        wrapped = trainer.strategy.model
+        units = {fqn for fqn, module in pl_module.named_modules() if fqn and _is_fully_sharded(module)}
+        if units or _is_fully_sharded(pl_module):
+            wanted = set(planned.units or ()) if planned is not None and planned.is_fully_sharded else set()
+            if planned is None or not planned.is_fully_sharded or units != wanted:
+                raise UsageError(
+                    f"configure_model of {type(pl_module).__name__} calls fully_shard on {sorted(units)}, and the plan"
+                    f" counts with {sorted(wanted)}: give MemfitCallback(engine=Sharding(world_size={size},"
+                    f' mode="zero3", units={tuple(sorted(units))}))'
+                )
+        elif isinstance(wrapped, DistributedDataParallel):
+            first = wrapped.bucket_bytes_cap if not wrapped.bucket_bytes_cap_default else 2**20
+            found = Sharding(
+                world_size=size,
+                mode="ddp",
+                reduces="last",
+                gradient_as_bucket_view=wrapped.gradient_as_bucket_view,
+                bucket_cap_bytes=wrapped.bucket_bytes_cap,
+                first_bucket_bytes=first,
+            )
+            if found != planned:
+                raise UsageError(
+                    f"{name} makes {found}, and the plan is for {planned}: give MemfitCallback(engine={found})"
+                )
+        elif size > 1:
+            raise UsageError(
+                f"Trainer(strategy=...) is {name}, which memfit does not count: give strategy='ddp', or"
+                " ModelParallelStrategy with fully_shard in configure_model (FSDPStrategy is FSDP1)"
+            )
 
     def _check_optimizer(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         kinds = [_kind(optimizer) for optimizer in optimizers]
@@ -179,6 +245,10 @@ class MemfitCallback(Callback):  # type: ignore[misc]
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Undo the checkpointing of the module."""
         self._fitted.close()
+
+
+def _is_fully_sharded(module: nn.Module) -> bool:
+    return isinstance(module, FSDPModule)
 
 
 def _training_step(module: nn.Module, batch: Any) -> Any:

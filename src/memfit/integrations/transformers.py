@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,8 +13,11 @@ from msgspec.structs import replace
 from torch import nn
 
 from memfit.errors import MissingExtraError, UsageError
-from memfit.integrations.fitted import MIXED, NAMES, Fitted, device_of
+from memfit.integrations.fitted import MIXED, NAMES, Fitted, check_budget, device_of, read_plan
 from memfit.ir.plan import Plan
+from memfit.ranks.group import Group
+from memfit.ranks.one_process import SingleProcess
+from memfit.ranks.together import agreed
 from memfit.rng import rng_preserved
 from memfit.workload import Workload, batch_size_of, tensors_of
 
@@ -21,6 +25,7 @@ try:
     from accelerate.utils import convert_outputs_to_fp32
     from transformers import TrainerCallback
 
+    from memfit.integrations.engines import OWN_CHECKPOINTING, engine_of, own_checkpointing
     from memfit.integrations.internals import forget_accelerator_state, set_train_batch_size, train_batch_size
 except ImportError as e:
     raise MissingExtraError("memfit.integrations.transformers", "transformers", e.name or "transformers") from e
@@ -39,7 +44,8 @@ class MemfitCallback(TrainerCallback):  # type: ignore[misc]
     Args:
         trainer: A `transformers.Trainer` or subclass, as TRL's `SFTTrainer`, before `train()`. Add
             the callback to it: `trainer.add_callback(callback)`.
-        budget: The memory budget, as for `memfit.plan`.
+        budget: The memory budget, as for `memfit.plan`; of one rank where there are several.
+        plan: A plan that was made under such a trainer, or its file, instead of a budget.
         batch: One global batch of the trainer's collator to plan with: the largest, where they differ; None
             for the first of the training data.
         options: Further options of `memfit.plan`.
@@ -48,21 +54,35 @@ class MemfitCallback(TrainerCallback):  # type: ignore[misc]
         plan: The plan.
 
     Raises:
-        UsageError: The trainer runs on several processes or GPUs, compiles the model, or evaluates batches that don't
-            fit; or `numerics="exact"` is given and the trainer accumulates gradients.
+        UsageError: The trainer shares its step by an engine that memfit can't count, spreads batches over several GPUs
+            in one process, compiles the model, or evaluates batches that don't fit; or `numerics="exact"` is given and
+            the trainer accumulates gradients.
         InfeasibleError: No plan fits the budget.
     """
 
-    def __init__(self, trainer: Any, *, budget: int | float | str, batch: Any = None, **options: Any) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        *,
+        budget: int | float | str | None = None,
+        plan: Plan | Path | str | None = None,
+        batch: Any = None,
+        **options: Any,
+    ) -> None:
         args = trainer.args
+        check_budget(budget, plan)
         _check(args, options.get("numerics"))
         dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
-        precisions = [p for p in MIXED if p != "16-mixed"] if dtype is None else ["32-true"]
+        engine = engine_of(trainer.accelerator, trainer.model, _data_parallel_arguments(args))
+        own = dtype is not None or (engine is not None and engine.is_fully_sharded)
+        precisions = ["32-true"] if own else [p for p in MIXED if p != "16-mixed"]
         options = {"precisions": precisions} | options
+        ranks = SingleProcess() if engine is None else Group(args.device.type)
         back, notes = _checkpointing_off(trainer)
         try:
-            workload = _workload(trainer, batch, dtype, options.get("device"))
-            self._fitted = Fitted(workload, budget=budget, **options)
+            # On every rank: loaders of several ranks send what they draw.
+            workload = agreed(ranks, lambda: _workload(trainer, batch, dtype, options.get("device")))
+            self._fitted = Fitted(workload, engine=engine, ranks=ranks, given=read_plan(plan), budget=budget, **options)
             _check_evaluations(trainer, self._fitted, workload, dtype)
         except BaseException:
             back()
@@ -81,11 +101,6 @@ class MemfitCallback(TrainerCallback):  # type: ignore[misc]
 
 def _check(args: Any, numerics: str | None) -> None:
     """Refuse trainer arguments that memfit can't plan for, each by its name."""
-    if args.world_size > 1:
-        raise UsageError(
-            f"TrainingArguments.world_size={args.world_size}: the trainer runs on {args.world_size} processes, and"
-            " memfit plans for one. Start it without torchrun or `accelerate launch`"
-        )
     if args.n_gpu > 1:
         raise UsageError(
             f"TrainingArguments.n_gpu={args.n_gpu}: the trainer spreads each batch over {args.n_gpu} GPUs, and memfit"
@@ -112,6 +127,9 @@ def _checkpointing_off(trainer: Any) -> tuple[Callable[[], None], list[str]]:
     on = [(args, name) for name in _CHECKPOINTING if getattr(args, name, False)]
     if on:
         off.append("TrainingArguments.gradient_checkpointing=True")
+    if (plugin := own_checkpointing(trainer.accelerator)) is not None:
+        on.append((plugin, _CHECKPOINTING[1]))
+        off.append(OWN_CHECKPOINTING)
     name = "gradient_checkpointing"
     modules = [(module, name) for module in trainer.model.modules() if getattr(module, name, False) is True]
     if modules:
@@ -124,6 +142,11 @@ def _checkpointing_off(trainer: Any) -> tuple[Callable[[], None], list[str]]:
             setattr(owner, name, True)
 
     return turn_on, [f"{setting} is turned off: the plan's recomputation replaces it" for setting in off]
+
+
+def _data_parallel_arguments(args: Any) -> dict[str, Any]:
+    """Return the arguments of DistributedDataParallel that a trainer gives, so far as memory depends on them."""
+    return {} if args.ddp_bucket_cap_mb is None else {"bucket_cap_mb": args.ddp_bucket_cap_mb}
 
 
 def _workload(trainer: Any, batch: Any, dtype: torch.dtype | None, device: str | None) -> Workload:

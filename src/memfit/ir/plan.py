@@ -254,6 +254,8 @@ class Plan(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
         proof: Whether what the plan recomputes was held against the step. Where it was not, the first step under the
             plan does so.
         budget_share: What the budget was a share of ("50% of the 21.9 GiB that cpu has for a step"); "" for bytes.
+        engine: How another library's engine has ranks share the step, on paper; `batch_size` and what is predicted are
+            then of one rank. None where no other library does.
     """
 
     schema: str = "memfit.plan/1"
@@ -276,6 +278,7 @@ class Plan(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     host_budget_bytes: int = 0
     proof: Proof = Proof()
     budget_share: str = ""
+    engine: Sharding | None = None
 
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "frontier", Frontier(self.frontier, self))

@@ -12,7 +12,7 @@ from memfit.hardware.advice import precisions as precisions_of
 from memfit.hardware.host import find_device
 from memfit.ir import codec
 from memfit.ir.plan import NUMERICS, Numerics, OptimizerLever, Plan, Precision, allows
-from memfit.ir.sharding import Mode
+from memfit.ir.sharding import Mode, Sharding
 from memfit.levers import registry
 from memfit.levers.activation_offload import ACTIVATION_OFFLOAD
 from memfit.levers.circumstances import circumstances
@@ -41,6 +41,7 @@ def plan(
     optimizers: Sequence[OptimizerLever] | None = None,
     world_size: int = 1,
     sharding: Mode | Literal["auto"] = "auto",
+    engine: Sharding | None = None,
     points: int = 8,
     host_budget: int | str | None = None,
     time_limit_seconds: float = 10.0,
@@ -71,6 +72,9 @@ def plan(
             runs its part; the budget and what is predicted are those of the rank that holds most.
         sharding: How they share it: "ddp", "zero2" (everything sharded, parameters kept gathered from the forward to
             the backward pass) or "zero3"; "auto" searches all.
+        engine: How another library's engine has ranks share the step, such as Lightning's. The workload is then one
+            rank's, and the engine is counted on paper and not applied: `numerics` is about what memfit does besides.
+            None where memfit shares the step, or nobody does.
         points: Budgets that the frontier is solved for, for each precision and microbatch size.
         time_limit_seconds: Of solving, about: nine tenths for the plan where it needs them, the rest, up to half,
             for the frontier. When time is up, the best found and how far it is from the bound proven are returned.
@@ -93,6 +97,11 @@ def plan(
     for value in set(optimizers or ()) - {"as-is", *updates}:
         raise UsageError(f"optimizers={value!r} is unknown: use some of {', '.join(updates)}")
     check_ranks(world_size, sharding, numerics)
+    if engine is not None and world_size > 1:
+        raise UsageError(
+            f"world_size={world_size} has memfit share the step, and engine= says that another library does: leave out"
+            " one of them"
+        )
     for precision in precisions or ():
         check_precision(precision, "precisions", found, workload)
     host_budget_bytes = 0 if host_budget is None else parse_budget(host_budget, None, "host_budget")
@@ -113,6 +122,7 @@ def plan(
             "optimizers": optimizers,
             "world_size": world_size,
             "sharding": sharding,
+            "engine": engine,
             "points": points,
             "host_budget": host_budget,
             "time_limit_seconds": time_limit_seconds,
@@ -133,6 +143,7 @@ def plan(
         progress=progress,
         world_size=world_size,
         modes=SEARCHED if sharding == "auto" else (sharding,),
+        engine=engine,
     )
     with without_collector():  # which would go through millions of objects, none of which is garbage
         return assemble(request)

@@ -23,13 +23,14 @@ from memfit.levers.circumstances import circumstances
 from memfit.levers.conflicts import met
 from memfit.levers.lever import LEAST_SHARE, Fallback, NotOffered
 from memfit.levers.parameter_updates import state_bytes
+from memfit.levers.shared_by_ranks import described
 from memfit.planner.batch_coupling import coupling
 from memfit.planner.confirmation import Confirmation, LeftOut
 from memfit.planner.prediction import Progress, costs_of, predict
 from memfit.planner.search import Confirmed, Limits, fastest_that_fits, held_against, leanest_that_fits
 from memfit.planner.trials import Trials, refusal_notes
-from memfit.sharding.groups import repeated_blocks
-from memfit.sharding.one_rank import shard, with_share_of_update
+from memfit.sharding.groups import around, repeated_blocks
+from memfit.sharding.one_rank import of_engine
 from memfit.sharding.proposals import proposals
 from memfit.solver.candidates import options, refusals
 from memfit.solver.frontier import SIMPLER_WITHIN, Combination, frontier
@@ -60,6 +61,7 @@ class Request:
     progress: Progress
     world_size: int = 1
     modes: Sequence[Mode] = ()
+    engine: Sharding | None = None
 
 
 def _part(request: Request) -> Workload:
@@ -129,13 +131,14 @@ class _Steps:
     def _traced(self, levers: Levers) -> Trace | None:
         """Return the trace of the step with some levers, of shared ones on paper; None where it can't be captured."""
         if levers.sharding is None:
-            return self.trials.capture(levers)
+            trace = self.trials.capture(levers)
+            return None if trace is None else of_engine(trace, self.request.engine)
         alone = replace(levers, sharding=None)
         if alone not in self.traces and (trace := self.trials.capture(alone)) is not None:
             self.traces[alone] = trace
         if alone not in self.traces:
             return None
-        return with_share_of_update(shard(self.traces[alone], levers.sharding), levers.sharding)
+        return of_engine(self.traces[alone], levers.sharding)
 
     def predicted(self, levers: Levers) -> Prediction:
         if levers not in self._predictions:
@@ -183,6 +186,8 @@ class _Steps:
         regions, costs = Regions(trace), self._costs(trace)
         for lever in registry.used(levers, self.global_batch_size):
             excluded |= lever.not_recomputed(levers)
+        engine = self.request.engine
+        excluded |= around(engine.units or ()) if engine is not None else frozenset()
         # Copies whose rate is not known have no price, and are not proposed.
         offload = self.host_budget_bytes > 0 and costs.link_bytes_per_second > 0
         choices = options(regions, costs, excluded, offload=offload)
@@ -200,7 +205,7 @@ class _Assembly:
     def __init__(self, request: Request) -> None:
         self.request, self.steps = request, _Steps(request)
         self.confirmation = Confirmation(
-            request.workload, self.steps.part, request.device, self.steps.trials, self.steps.plain
+            request.workload, self.steps.part, request.device, self.steps.trials, self.steps.plain, request.engine
         )
         self.notes: list[str] = []
         self.excluded: frozenset[str] = frozenset()
@@ -225,6 +230,11 @@ class _Assembly:
         bound = min(point.bound_seconds, prediction.step_seconds)
         gap = 1 - bound / prediction.step_seconds
         notes = [*steps.traces[steps.plain].notes, *self.notes, *steps.trials.notes()]
+        if request.engine is not None:
+            notes.append(
+                f"another library's engine shares the step: {described(request.engine)}. It was counted on paper, and"
+                " not captured; the batch and what is predicted are one rank's"
+            )
         return Plan(
             memfit_version=__version__,
             torch_version=str(torch.__version__),
@@ -250,6 +260,7 @@ class _Assembly:
             frontier=points,
             notes=list(dict.fromkeys(notes)),
             proof=proof,
+            engine=request.engine,
         )
 
     # Capture

@@ -11,6 +11,7 @@ from memfit.errors import MemfitError, RecomputationError
 from memfit.ir.device import Device
 from memfit.ir.plan import Levers, Prediction, Proof, levers_key
 from memfit.ir.remat import enclosing
+from memfit.ir.sharding import Sharding
 from memfit.ir.trace import Trace
 from memfit.levers import registry
 from memfit.planner.captures import capture_levers
@@ -18,6 +19,7 @@ from memfit.planner.prediction import Progress
 from memfit.planner.proof import differences, why_not_here
 from memfit.planner.trials import Trials, failing, fails, first_line
 from memfit.recomputation.probe import Differences, probing
+from memfit.sharding.one_rank import of_engine
 from memfit.workload import Workload
 
 
@@ -41,14 +43,23 @@ class LeftOut(Exception):
 class Confirmation:
     """Captures planned steps, and holds their recomputed tensors against the user's step."""
 
-    def __init__(self, workload: Workload, part: Workload, device: Device, trials: Trials, plain: Levers) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        part: Workload,
+        device: Device,
+        trials: Trials,
+        plain: Levers,
+        engine: Sharding | None = None,
+    ) -> None:
         self._workload, self._part = workload, part
-        self._device, self._trials, self._plain = device, trials, plain
+        self._device, self._trials, self._plain, self._engine = device, trials, plain, engine
 
     def capture(self, levers: Levers) -> Trace:
         """Return the trace of a step of its own."""
         shared = levers.sharding is not None  # whose capture takes the rank's part itself
-        return capture_levers(self._workload if shared else self._part, levers, self._device, self._trials.data)
+        trace = capture_levers(self._workload if shared else self._part, levers, self._device, self._trials.data)
+        return of_engine(trace, self._engine)
 
     def confirmed(self, levers: Levers) -> Trace:
         """Return the trace of a planned step.

@@ -35,6 +35,17 @@ def each(ranks: SingleProcess, work: Callable[[], T]) -> list[T]:
     return [value for value, _ in found]
 
 
+def agreed(ranks: SingleProcess, work: Callable[[], T]) -> T:
+    """Have each rank do some work; return its own result, once all have succeeded.
+
+    Raises:
+        Exception: That of this rank, where it failed; else that of the first rank that did, or RankError.
+    """
+    own: list[T] = []
+    each(ranks, lambda: own.append(work()))
+    return own[0]
+
+
 def once(ranks: SingleProcess, work: Callable[[], T]) -> T:
     """Have the first rank do some work; return its result on all, which pickle must be able to send.
 

@@ -40,6 +40,11 @@ def innermost(fqn: str, units: Iterable[str]) -> str:
     return max(enclosing(fqn).intersection(units), key=len)
 
 
+def around(units: Iterable[str]) -> frozenset[str]:
+    """Return the modules that hold a unit: recomputing one would gather its units once more."""
+    return frozenset(fqn for unit in units for fqn in enclosing(unit) if fqn != unit)
+
+
 def gradients_by_parameter(trace: Trace) -> dict[int, int]:
     """Return the storages of gradients by parameter, in the order in which they become ready."""
     births = [(s.birth, i) for i, s in enumerate(trace.storages) if s.category == "gradients" and s.parameter >= 0]

@@ -75,6 +75,11 @@ def shard(trace: Trace, sharding: Sharding) -> Trace:
     return with_state_of_one_rank(replicated, sharding.world_size) if sharding.mode == "zero1" else replicated
 
 
+def of_engine(trace: Trace, engine: Sharding | None) -> Trace:
+    """Return the step of one rank of an engine, by its memory and its time; the step as it is for no engine."""
+    return trace if engine is None else with_share_of_update(shard(trace, engine), engine)
+
+
 def with_share_of_update(trace: Trace, sharding: Sharding) -> Trace:
     """Return a sharded step whose optimizer does one rank's share of the work, to predict its time, not its memory.
 
