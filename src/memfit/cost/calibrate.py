@@ -32,7 +32,7 @@ from memfit.errors import OutputError, PlanError
 from memfit.hardware.cpu_allocations import allocated_by_name
 from memfit.hardware.host import host_name
 from memfit.ir import codec
-from memfit.ir.collectives import is_unmeasurable
+from memfit.ir.collectives import is_unmeasurable, share_on_paper
 from memfit.ir.operator_costs import CostTable, OpCost
 from memfit.ir.trace import Trace
 from memfit.signature import rebuild
@@ -66,7 +66,9 @@ def calibrate(traces: Iterable[Trace], progress: Progress | None = None) -> Cost
     path = cache_path()
     table = _cached(path)
     traces = list(traces)
-    wanted = dict.fromkeys(s for trace in traces for s in trace.signatures if not is_unmeasurable(s))
+    shares = [share.whole for trace in traces for s in trace.signatures if (share := share_on_paper(s)) is not None]
+    whole = (s for trace in traces for s in trace.signatures if not is_unmeasurable(s))
+    wanted = dict.fromkeys([*whole, *shares])
     uses = Counter(trace.signatures[op.signature] for trace in traces for op in trace.ops)
     missing = [s for s in wanted if s not in table.ops] + _timed_too_coarsely(table, uses)
     if missing:

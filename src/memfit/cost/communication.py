@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from memfit.ir.collectives import Collective, collective, copy_on_paper
+from memfit.ir.collectives import Collective, collective, copy_on_paper, share_on_paper
 from memfit.ir.operator_costs import CostTable, OpCost
 from memfit.ir.trace import Trace
 
@@ -53,7 +53,7 @@ class Links(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def with_collectives(costs: CostTable, traces: Iterable[Trace], links: Links) -> CostTable:
-    """Return costs with those of what ranks send, and of copies that were put in on paper."""
+    """Return costs with those of what ranks send, and of copies and shares that were put in on paper."""
     ops = dict(costs.ops)
     for trace in traces:
         replicas = trace.sharding.replicas if trace.sharding else 1
@@ -64,4 +64,7 @@ def with_collectives(costs: CostTable, traces: Iterable[Trace], links: Links) ->
             elif (copied := copy_on_paper(text)) is not None:
                 padded_bytes = copied.padded_bytes if links.pads else 0
                 ops[text] = OpCost(2 * copied.nbytes / links.copy_bytes_per_second, padded_bytes, False)
+            elif text not in ops and (share := share_on_paper(text)) is not None:
+                whole = costs.of(share.whole)
+                ops[text] = OpCost(whole.seconds / share.ranks, whole.workspace_bytes // share.ranks, whole.measured)
     return msgspec.structs.replace(costs, ops=ops)

@@ -83,9 +83,38 @@ def copy_on_paper(signature: str) -> Copy | None:
     return Copy(args[0], body.get("padded", 0)) if len(args) == 1 and isinstance(args[0], int) else None
 
 
+class Share(NamedTuple):
+    """One rank's share of an operator, put into a trace on paper.
+
+    Attributes:
+        whole: The signature of the whole operator.
+        ranks: Ranks that share it.
+    """
+
+    whole: str
+    ranks: int
+
+
+_SHARE = '"kwargs":{"share_of":'
+
+
+def share_text(name: str, share: Share) -> str:
+    """Return the signature of a share."""
+    kwargs = {"share_of": share.whole, "ranks": share.ranks}
+    return json.dumps({"op": name, "kwargs": kwargs}, separators=(",", ":"))
+
+
+def share_on_paper(signature: str) -> Share | None:
+    """Return the share of a signature that was put in on paper; None for other operators."""
+    if _SHARE not in signature:
+        return None
+    kwargs = json.loads(signature)["kwargs"]
+    return Share(kwargs["share_of"], kwargs["ranks"])
+
+
 def is_unmeasurable(signature: str) -> bool:
     """Tell whether an operator can't be measured by itself: it takes other ranks, or was put in on paper."""
-    return collective(signature) is not None or copy_on_paper(signature) is not None
+    return any(of(signature) is not None for of in (collective, copy_on_paper, share_on_paper))
 
 
 class Communicator:

@@ -20,13 +20,11 @@ the rank that holds most: rank 0 for FSDP2.
 
 from __future__ import annotations
 
-import json
-
 import msgspec
 from msgspec.structs import replace
 
 from memfit.errors import UsageError
-from memfit.ir.collectives import GATHER, SCATTER
+from memfit.ir.collectives import GATHER, SCATTER, Share, share_text
 from memfit.ir.sharding import MODES as MODES
 from memfit.ir.sharding import Mode as Mode
 from memfit.ir.sharding import Sharding as Sharding
@@ -94,7 +92,7 @@ def with_share_of_update(trace: Trace, sharding: Sharding) -> Trace:
             continue
         if op.signature not in of_share:
             of_share[op.signature] = len(signatures)
-            signatures.append(json.dumps({"op": op.name, "kwargs": {"share_of": op.signature}}))
+            signatures.append(share_text(op.name, Share(signatures[op.signature], sharding.world_size)))
             works.append(_share(works[op.signature], sharding.world_size))
         ops[index] = replace(op, signature=of_share[op.signature])
     return replace(trace, ops=ops, signatures=signatures, works=works)
