@@ -8,14 +8,13 @@ from collections.abc import Iterable, Sequence
 
 from msgspec.structs import replace
 
-from memfit.ir.collectives import REDUCE
+from memfit.ir.collectives import BROADCAST, REDUCE
 from memfit.ir.sharding import Sharding
 from memfit.ir.trace import Parameter, Trace
 from memfit.sharding.groups import gradients_by_parameter
 from memfit.sharding.insertion import Insertion
 
 _BROADCAST_BYTES = 2 * 250 * 2**20  # two buckets of buffers are in flight at a time
-_BROADCAST = "c10d.broadcast"
 
 
 def buckets(sizes: Iterable[int], sharding: Sharding) -> list[int]:
@@ -48,7 +47,7 @@ def data_parallel(trace: Trace, sharding: Sharding) -> Trace:
             insertion.allocate(nbytes, -1, "gradients", -1)
             for end in ends if sharding.reduces == "each" else ends[-1:]:
                 insertion.op(REDUCE, nbytes, end + 1, like=end, call=-1, ranks=sharding.world_size)
-    _broadcast_buffers(insertion)
+    _broadcast_buffers(insertion, sharding.world_size)
     return insertion.result()
 
 
@@ -79,7 +78,7 @@ def _end_of_node(trace: Trace, op: int) -> int:
     return last
 
 
-def _broadcast_buffers(insertion: Insertion) -> None:
+def _broadcast_buffers(insertion: Insertion, ranks: int) -> None:
     """Insert the flat copies with which DDP broadcasts rank 0's buffers before each forward pass."""
     trace = insertion.trace
     nbytes = sum(s.nbytes for s in trace.storages if s.category == "buffers")
@@ -87,7 +86,7 @@ def _broadcast_buffers(insertion: Insertion) -> None:
     for index, op in enumerate(trace.ops):
         if nbytes and op.phase == "forward" and op.microbatch not in seen:
             seen.add(op.microbatch)
-            event = insertion.op(_BROADCAST, nbytes, index, like=index, call=-1)
+            event = insertion.op(BROADCAST, nbytes, index, like=index, call=-1, ranks=ranks)
             insertion.allocate(min(nbytes, _BROADCAST_BYTES), event, "temporaries", -1).death = event
 
 
