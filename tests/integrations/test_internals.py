@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ pytest.importorskip("transformers")
 from accelerate import Accelerator
 from transformers import Trainer, TrainingArguments
 
+from memfit._torch.distributed import fake_ranks
 from memfit.integrations import internals
 
 
@@ -34,3 +36,33 @@ def test_another_accelerator_has_a_precision_of_its_own() -> None:
     internals.forget_accelerator_state()
     assert Accelerator(mixed_precision="bf16", cpu=True).mixed_precision == "bf16"
     internals.forget_accelerator_state()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_accelerate_shards_the_modules_that_are_told(tied: bool) -> None:
+    import transformers
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+    from torch.distributed.fsdp import FSDPModule
+
+    config = transformers.GPT2Config(
+        n_layer=2, n_embd=8, n_head=2, vocab_size=16, n_positions=8, tie_word_embeddings=tied
+    )
+    model = transformers.GPT2LMHeadModel(config)
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["GPT2Block"],
+        cpu_ram_efficient_loading=False,
+    )
+    units, kept = internals.fully_sharded_modules(plugin, model)
+    accelerator = SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=plugin), mixed_precision="no", is_main_process=True, torch_device_mesh=None
+    )
+    with fake_ranks(2):
+        fsdp2_prepare_model(accelerator, model)
+        sharded = {name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    tail = {"transformer.ln_f", "lm_head"}
+    assert set(kept) == (set() if tied else tail)
+    assert sharded - set(units) == {"", *({*tail, "transformer.wte"} if tied else set())}
+    assert set(units) - set(kept) == {"transformer.h.0", "transformer.h.1"} | (set() if tied else {"transformer.wte"})

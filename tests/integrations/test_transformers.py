@@ -251,7 +251,6 @@ def test_its_own_checkpointing_is_turned_off_by_name(tmp_path: Path, name: str) 
     ("changes", "message"),
     [
         ({"torch_compile": True}, "TrainingArguments.torch_compile=True"),
-        ({"world_size": 2}, "TrainingArguments.world_size=2"),
         ({"n_gpu": 2}, "TrainingArguments.n_gpu=2"),
         ({"gradient_accumulation_steps": 3}, "gradient_accumulation_steps=3 and numerics='exact'"),
         ({"per_device_train_batch_size": 25}, "gives 24 samples where per_device_train_batch_size"),
@@ -259,7 +258,7 @@ def test_its_own_checkpointing_is_turned_off_by_name(tmp_path: Path, name: str) 
 )
 def test_what_no_plan_is_for_is_refused_by_its_name(tmp_path: Path, changes: Any, message: str) -> None:
     trainer = trainer_of(tmp_path, per_device_train_batch_size=changes.get("per_device_train_batch_size", 4))
-    names = ("world_size", "n_gpu", "torch_compile", "gradient_accumulation_steps", "per_device_train_batch_size")
+    names = ("n_gpu", "torch_compile", "gradient_accumulation_steps", "per_device_train_batch_size")
     if "per_device_train_batch_size" not in changes:  # GPUs and processes that are not here
         args = SimpleNamespace(bf16=False, fp16=False, **{name: getattr(trainer.args, name) for name in names})
         trainer = SimpleNamespace(args=args, model=trainer.model)

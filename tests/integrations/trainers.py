@@ -25,7 +25,7 @@ from benchmarks.distributed.ranks import InPlaceAllGather, InPlaceReduceScatter
 from memfit._torch.distributed import leave, local_part
 from memfit.errors import MemfitError
 from memfit.hardware.cpu_allocations import allocated
-from memfit.ir.codec import encode
+from memfit.ir import codec
 from memfit.ir.plan import Plan
 from memfit.ir.sharding import Sharding
 from memfit.recomputation.regions import is_checkpointed
@@ -171,7 +171,7 @@ def found(losses: list[float], model: nn.Module, peaks: Peaks, plan: Plan | None
         "losses": losses,
         "weights": torch.cat([w.detach().flatten() for w in weights]),
         "peak_bytes": min(peaks.peaks[1:]),
-        "plan": None if plan is None else encode(plan),
+        "plan": None if plan is None else codec.encode(plan),
         "was_checkpointed": peaks.was_checkpointed,
     }
 
@@ -369,10 +369,14 @@ def on_two_ranks(name: str, fully: bool, runs: list[dict[str, Any]]) -> list[lis
 
 def _each(name: str, fully: bool, runs: list[dict[str, Any]]) -> Iterator[Found | str]:
     """Yield what some trainings give, one after the other; the message of an error where one fails."""
+    made: Any = None
     with quickly(), fully_sharded_on_cpus():
         for run in runs:
+            given = {"budget": None, "plan": made if run.pop("again", False) else None, **run}
             try:
-                yield UNDER[name](run.get("budget"), fully, **{k: v for k, v in run.items() if k != "budget"})
+                result = UNDER[name](given.pop("budget"), fully, **given)
+                made = made or (result["plan"] and codec.decode(result["plan"], Plan, source="a run's plan"))
+                yield result
             except MemfitError as e:
                 yield f"{type(e).__name__}: {e}"
             finally:

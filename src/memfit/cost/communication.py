@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from memfit.ir.collectives import Collective, collective, copy_on_paper, share_on_paper
+from memfit.ir.collectives import Collective, Waited, collective, copy_on_paper, share_on_paper, waited
 from memfit.ir.operator_costs import CostTable, OpCost
 from memfit.ir.trace import Trace
 
@@ -22,7 +22,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     bytes_per_second: float
     latency_seconds: float = 0.0
 
-    def seconds(self, sent: Collective) -> float:
+    def seconds(self, sent: Collective | Waited) -> float:
         """Return the time of a collective by ring algorithms: N − 1 messages, twice as many for a sum."""
         rounds = (sent.ranks - 1) * (2 if sent.sent_bytes > sent.nbytes else 1)
         return rounds * self.latency_seconds + sent.sent_bytes / self.bytes_per_second
@@ -64,6 +64,8 @@ def with_collectives(costs: CostTable, traces: Iterable[Trace], links: Links) ->
             elif (copied := copy_on_paper(text)) is not None:
                 padded_bytes = copied.padded_bytes if links.pads else 0
                 ops[text] = OpCost(2 * copied.nbytes / links.copy_bytes_per_second, padded_bytes, False)
+            elif (waiting := waited(text)) is not None:
+                ops[text] = OpCost(links.of(waiting.ranks).seconds(waiting), 0, False)
             elif text not in ops and (share := share_on_paper(text)) is not None:
                 whole = costs.of(share.whole)
                 ops[text] = OpCost(whole.seconds / share.ranks, whole.workspace_bytes // share.ranks, whole.measured)

@@ -112,9 +112,47 @@ def share_on_paper(signature: str) -> Share | None:
     return Share(kwargs["share_of"], kwargs["ranks"])
 
 
+SUM, RING, BUBBLE = "memfit.sum", "memfit.ring", "memfit.bubble"
+"""What ranks that share a model wait for at once, put into a trace on paper: sums of activations, keys and values that
+go round, and a pipeline that fills and drains."""
+_WAITED_SHARE = {SUM: 2.0, RING: 1.0}
+
+
+class Waited(NamedTuple):
+    """A collective on the critical path, put into a trace on paper.
+
+    Attributes:
+        nbytes: Bytes of the whole: of what is summed, or of what goes round.
+        ranks: Ranks that take part.
+    """
+
+    name: str
+    nbytes: int
+    ranks: int
+
+    @property
+    def sent_bytes(self) -> float:
+        """The bytes that each rank sends."""
+        return _WAITED_SHARE[self.name] * self.nbytes * (self.ranks - 1) / self.ranks
+
+
+def waited(signature: str) -> Waited | None:
+    """Return the collective of a signature that was put in on paper, on the critical path; None for others."""
+    if not signature.startswith('{"op":"memfit.') or is_bubble(signature):
+        return None
+    body = json.loads(signature)
+    return Waited(body["op"], *body["args"])
+
+
+def is_bubble(signature: str) -> bool:
+    """Tell whether a signature is that of a pipeline that fills and drains."""
+    return signature.startswith('{"op":"' + BUBBLE)
+
+
 def is_unmeasurable(signature: str) -> bool:
     """Tell whether an operator can't be measured by itself: it takes other ranks, or was put in on paper."""
-    return any(of(signature) is not None for of in (collective, copy_on_paper, share_on_paper))
+    on_paper = any(of(signature) is not None for of in (collective, copy_on_paper, share_on_paper, waited))
+    return on_paper or is_bubble(signature)
 
 
 class Communicator:

@@ -24,16 +24,17 @@ import msgspec
 from msgspec.structs import replace
 
 from memfit.errors import UsageError
-from memfit.ir.collectives import GATHER, SCATTER, Share, share_text
+from memfit.ir.collectives import GATHER, SCATTER
 from memfit.ir.sharding import MODES as MODES
 from memfit.ir.sharding import Mode as Mode
 from memfit.ir.sharding import Sharding as Sharding
 from memfit.ir.simulate import repeats
-from memfit.ir.trace import Trace, Work
+from memfit.ir.trace import Trace
 from memfit.sharding.data_parallel import data_parallel, with_state_of_one_rank
 from memfit.sharding.fully_shard import FullyShard
 from memfit.sharding.groups import gradients_by_parameter
 from memfit.sharding.groups import repeated_blocks as repeated_blocks
+from memfit.sharding.shares import with_shares
 
 
 class Communication(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,22 +86,7 @@ def with_share_of_update(trace: Trace, sharding: Sharding) -> Trace:
     """
     if sharding.mode == "ddp":
         return trace
-    ops, signatures, works = list(trace.ops), list(trace.signatures), list(trace.works)
-    of_share: dict[int, int] = {}
-    for index, op in enumerate(ops):
-        if op.phase != "optimizer":
-            continue
-        if op.signature not in of_share:
-            of_share[op.signature] = len(signatures)
-            signatures.append(share_text(op.name, Share(signatures[op.signature], sharding.world_size)))
-            works.append(_share(works[op.signature], sharding.world_size))
-        ops[index] = replace(op, signature=of_share[op.signature])
-    return replace(trace, ops=ops, signatures=signatures, works=works)
-
-
-def _share(work: Work, ranks: int) -> Work:
-    flops, read_bytes, write_bytes = (-(-n // ranks) for n in (work.flops, work.read_bytes, work.write_bytes))
-    return Work(flops, read_bytes, write_bytes, work.dtype, work.kernel)
+    return with_shares(trace, [i for i, op in enumerate(trace.ops) if op.phase == "optimizer"], sharding.world_size)
 
 
 def communication(trace: Trace, sharding: Sharding, link_bytes_per_second: float) -> Communication:
