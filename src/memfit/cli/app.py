@@ -170,6 +170,14 @@ def estimate(
     sharding: Annotated[
         ShardingName | None, typer.Option(help="How they share it; ddp by default.", show_default=False)
     ] = None,
+    parallel: Annotated[
+        str | None,
+        typer.Option(
+            help="Ranks that share one copy of the model, on paper: tensor, context and pipeline parallelism, as in"
+            " tp=4,pp=2.",
+            show_default=False,
+        ),
+    ] = None,
     snapshot: Annotated[
         Path | None,
         typer.Option(help="Write the allocator's simulated history there, for pytorch.org/memory_viz; GPUs only."),
@@ -200,6 +208,7 @@ def estimate(
             microbatch_size=microbatch_size,
             world_size=world_size,
             sharding=sharding.value if sharding else "ddp",
+            parallel=parallel,
             snapshot=snapshot,
             chrome_trace=chrome_trace,
             progress=progress,
@@ -208,6 +217,7 @@ def estimate(
         print_json(prediction)
     else:
         ranks = f", one of {world_size} ranks" if world_size > 1 else ""
+        ranks += f", {parallel} on paper" if parallel else ""
         out.print(estimate_page(prediction, f"{loaded.name} on {device}, {precision_label(loaded, chosen)}{ranks}"))
     for written in (snapshot, chrome_trace):
         if written is not None and not as_json:

@@ -67,6 +67,6 @@ def with_collectives(costs: CostTable, traces: Iterable[Trace], links: Links) ->
             elif (waiting := waited(text)) is not None:
                 ops[text] = OpCost(links.of(waiting.ranks).seconds(waiting), 0, False)
             elif text not in ops and (share := share_on_paper(text)) is not None:
-                whole = costs.of(share.whole)
+                whole = ops.get(share.whole) or costs.of(share.whole)
                 ops[text] = OpCost(whole.seconds / share.ranks, whole.workspace_bytes // share.ranks, whole.measured)
     return msgspec.structs.replace(costs, ops=ops)

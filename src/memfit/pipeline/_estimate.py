@@ -17,6 +17,7 @@ from memfit.ir.device import Device
 from memfit.ir.plan import Levers, Precision, Prediction
 from memfit.ir.trace import Trace
 from memfit.levers.stack import check_workload
+from memfit.pipeline._on_paper import on_paper
 from memfit.pipeline.placement import device_named
 from memfit.planner import gpu_process
 from memfit.planner.captures import BENCHMARK_ERROR, capture_plain
@@ -25,6 +26,7 @@ from memfit.planner.readings import readings_to_send
 from memfit.report.chrome_trace import write_chrome_trace
 from memfit.report.memory_snapshot import write_snapshot
 from memfit.report.notebook_progress import stages, with_bars
+from memfit.sharding.model_parallel import Parallel, read_parallel
 from memfit.sharding.one_rank import Mode, Sharding, communication, shard, with_share_of_update
 from memfit.training.refusals import check_supported
 from memfit.units import format_bytes, format_seconds
@@ -40,6 +42,7 @@ def estimate(
     microbatch_size: int | None = None,
     world_size: int = 1,
     sharding: Mode = "ddp",
+    parallel: str | None = None,
     snapshot: Path | str | None = None,
     chrome_trace: Path | str | None = None,
     progress: Progress = silent,
@@ -58,6 +61,9 @@ def estimate(
         world_size: Ranks that train together (≥ 1); the batch is that of one of them, and so is the prediction.
         sharding: How they share it, where they are more than one: "ddp", "zero1", "zero2" or "zero3"
             (`sharding.one_rank`).
+        parallel: How ranks share one copy of the model, on paper: some of "tp=N" (tensor), "cp=N" (context) and "pp=N"
+            (pipeline parallelism), as in "tp=4,pp=2". The batch is that of all of them; the peak is that of the rank
+            that holds most. memfit does not apply it. None for a whole model on each rank.
         snapshot: Where to write the allocator's simulated history, for pytorch.org/memory_viz; GPUs only.
         chrome_trace: Where to write the step's timeline, for Perfetto.
         progress: Told how far it is; by default bars in a notebook, and nobody elsewhere.
@@ -75,6 +81,12 @@ def estimate(
     check_precision(precision, "precision", found, workload)
     if world_size < 1:
         raise UsageError(f"world_size={world_size} is not above 0: give the number of ranks")
+    shared = Parallel() if parallel is None else read_parallel(parallel)
+    if shared.ranks > 1 and world_size > 1:
+        raise UsageError(
+            f"parallel={parallel!r} and world_size={world_size}: memfit predicts one copy of a model that ranks share,"
+            " or copies that train together. Leave out one of them, and give the batch of one copy with parallel="
+        )
     if snapshot is not None and found.kind != "cuda":
         raise UsageError(f"snapshot= shows the allocator of a GPU, and device={device!r} has none: name a GPU")
     for path in (snapshot, chrome_trace):
@@ -87,6 +99,7 @@ def estimate(
             "microbatch_size": microbatch_size,
             "world_size": world_size,
             "sharding": sharding,
+            "parallel": parallel,
             "snapshot": snapshot and Path(snapshot).resolve(),
             "chrome_trace": chrome_trace and Path(chrome_trace).resolve(),
         }
@@ -103,6 +116,7 @@ def estimate(
     if world_size > 1:
         trace = _sharded(trace, Sharding(world_size=world_size, mode=sharding), found)
         costs = costs_of([trace], found) if found.kind != "cpu" else costs
+    trace, costs = on_paper(trace, costs, shared, found)
     if (label := precision_label(workload, precision)) != precision:
         note = f"the model is not in fp32, so precision={precision!r} runs it as it was built: {label}"
         trace = replace(trace, notes=[*trace.notes, note])

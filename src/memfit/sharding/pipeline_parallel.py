@@ -3,21 +3,23 @@
 The schedule is 1F1B (D. Narayanan et al., 2019, "PipeDream: Generalized Pipeline Parallelism for DNN Training", and
 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", section 2.2): of S stages, the
 stage i holds the activations of min(S − i, M) microbatches out of M, and a step takes (M + S − 1) / M times as long as
-the slowest stage. What stages send one another takes no time here.
+the slowest stage. As in `torch.distributed.pipelining`, a stage has buffers to receive what each of the M microbatches
+sends it, in both passes, and keeps what it returns until its backward pass. What stages send one another takes no time
+here. Weights that two stages share are counted on the first of them.
 """
 
 from __future__ import annotations
 
-import json
+import functools
 from collections import defaultdict
 
 from msgspec.structs import replace
 
 from memfit.errors import UsageError
-from memfit.ir.collectives import BUBBLE
 from memfit.ir.remat import enclosing
-from memfit.ir.trace import Op, Storage, Trace, Work
+from memfit.ir.trace import Call, Save, Storage, Trace
 from memfit.sharding.groups import repeated_blocks
+from memfit.sharding.shares import with_shares
 
 _PASSES = ("forward", "backward", "recompute")
 
@@ -42,11 +44,12 @@ class Pipeline:
         """Return the stage of each operator: that of its block, or of the block before it in the forward pass."""
         first = {self.trace.fqn_of(i): c.start for i, c in reversed(list(enumerate(self.trace.calls)))}
         start = min((at for fqn, at in first.items() if fqn in self.of_block), default=0)
-        stages, current, microbatch, phase = [], 0, -1, ""
+        stages: list[int] = []
+        current, passing = 0, (-1, False)
         for op in self.trace.ops:
             backward = op.phase in ("backward", "recompute")
-            if (op.microbatch, backward) != (microbatch, phase):
-                microbatch, phase, current = op.microbatch, backward, self.stages - 1 if backward else 0
+            if (op.microbatch, backward) != passing:
+                passing, current = (op.microbatch, backward), self.stages - 1 if backward else 0
             found = self._stage_of_call(op.call, start)
             current = current if found is None else found
             stages.append(current)
@@ -83,7 +86,7 @@ class Pipeline:
         """Return the microbatches of which a stage holds the activations at most."""
         return min(self.stages - stage, self.trace.scale_microbatches)
 
-    def stage(self, stage: int, bubble: bool = True) -> Trace:
+    def stage(self, stage: int) -> Trace:
         """Return the step of one stage, with the activations of the other microbatches in flight."""
         ops, storages = self.trace.ops, list(self.trace.storages)
         kept = [self.op_stages[i] == stage or op.phase == "optimizer" for i, op in enumerate(ops)]
@@ -91,12 +94,23 @@ class Pipeline:
         for parameter, of in zip(self.trace.parameters, self.parameter_stages, strict=True):
             wanted[parameter.nbytes] += of == stage
         left: dict[int, dict[int, int]] = defaultdict(lambda: dict(wanted))
-        reads = self._reach(stage)
+        reach = self._reach(stage)
+        received = 0
         for index, storage in enumerate(storages):
-            if not self._holds(storage, stage, kept, reads, left):
+            if self._is_received(storage, stage, reach):
+                received += storage.nbytes * (self.trace.ops[storage.birth].microbatch == self.trace.microbatches - 1)
                 storages[index] = replace(storage, nbytes=0)
-        trace = self._without_others(kept, storages, stage)
-        return self._filled(trace, stage)
+            elif not self._holds(storage, stage, kept, left):
+                storages[index] = replace(storage, nbytes=0)
+            elif self._is_output(index, stage):
+                last = reach.get(2 * self.trace.ops[storage.birth].microbatch + 1, (0, storage.death))[1]
+                storages[index] = replace(storage, death=max(storage.death, last))
+        count = len(self.trace.ops)
+        buffers = received * self.trace.scale_microbatches
+        storages.append(Storage(buffers, -1, count, count, "temporaries", -1))
+        filled = self._filled(replace(self.trace, storages=storages), stage)
+        updates = [i for i, op in enumerate(filled.ops) if op.phase == "optimizer"]
+        return _Compressed(with_shares(filled, updates, self.stages), kept).result()
 
     def _reach(self, stage: int) -> dict[int, tuple[int, int]]:
         """Return, by microbatch and whether backward, the first and the last operator of a stage: (start, end)."""
@@ -112,10 +126,9 @@ class Pipeline:
         storage: Storage,
         stage: int,
         kept: list[bool],
-        reach: dict[int, tuple[int, int]],
         left: dict[int, dict[int, int]],
     ) -> bool:
-        """Tell whether a stage holds a storage: its own, and what the neighbours send it."""
+        """Tell whether a storage is a stage's own."""
         if storage.parameter >= 0:
             return self.parameter_stages[storage.parameter] == stage
         if storage.birth < 0:
@@ -127,27 +140,38 @@ class Pipeline:
                 return True
             counts[storage.nbytes] -= 1
             return counts[storage.nbytes] >= 0
-        if kept[storage.birth]:
-            return True
+        return kept[storage.birth]
+
+    @functools.cached_property
+    def _outputs(self) -> set[int]:
+        """What the model's own calls return, as the last that they allocate."""
+        found = set()
+        for index, call in enumerate(self.trace.calls):
+            if call.phase == "forward" and not self.trace.fqn_of(index):
+                born = [i for at in range(call.start, call.end) for i in self.trace.births[at]]
+                found |= {max(born, key=lambda i: self.trace.storages[i].birth)} if born else set()
+        return found
+
+    def _is_output(self, index: int, stage: int) -> bool:
+        """Tell whether a stage keeps a storage until its backward pass since it returns it."""
+        storage = self.trace.storages[index]
+        if storage.birth < 0 or self.trace.ops[storage.birth].phase != "forward" or storage.parameter >= 0:
+            return False
+        if stage == self.stages - 1:
+            return index in self._outputs
+        used = min(storage.release, len(self.op_stages) - 1)
+        return self.op_stages[storage.birth] == stage < self.op_stages[used]
+
+    def _is_received(self, storage: Storage, stage: int, reach: dict[int, tuple[int, int]]) -> bool:
+        """Tell whether a storage is sent to a stage by the one before it in a pass."""
+        if storage.birth < 0 or storage.parameter >= 0:
+            return False
+        op = self.trace.ops[storage.birth]
+        if op.phase not in ("forward", "backward"):
+            return False
         start, _ = reach.get(2 * op.microbatch + (op.phase != "forward"), (0, 0))
         before = stage - 1 if op.phase == "forward" else stage + 1
         return self.op_stages[storage.birth] == before and storage.birth < start <= storage.release
-
-    def _without_others(self, kept: list[bool], storages: list[Storage], stage: int) -> Trace:
-        """Return the step with the operators of other stages as views, which take neither memory nor time."""
-        nothing = len(self.trace.signatures)
-        view = json.dumps({"op": BUBBLE, "args": [0]}, separators=(",", ":"))
-        ops = [
-            op if keep else Op("aten.detach.default", op.call, op.phase, op.microbatch, nothing, (), False)
-            for op, keep in zip(self.trace.ops, kept, strict=True)
-        ]
-        return replace(
-            self.trace,
-            ops=ops,
-            storages=storages,
-            signatures=[*self.trace.signatures, view],
-            works=[*self.trace.works, Work(0, 0, 0, "", False)],
-        )
 
     def _filled(self, trace: Trace, stage: int) -> Trace:
         """Add the activations of the microbatches that are in flight besides the one that runs."""
@@ -174,3 +198,42 @@ class Pipeline:
             f" microbatch{'es' * (m != 1)}: the bubble adds {(s - 1) / m:.0%} to the step; what stages send takes no"
             " time here"
         )
+
+
+class _Compressed:
+    """A step without the operators of other stages."""
+
+    def __init__(self, trace: Trace, kept: list[bool]) -> None:
+        self.trace, self.kept = trace, kept
+        self.before = [0]  # operators that are kept before each one
+        for keep in kept:
+            self.before.append(self.before[-1] + keep)
+
+    def result(self) -> Trace:
+        """Return the step of the operators that are kept."""
+        return replace(
+            self.trace,
+            ops=[op for op, keep in zip(self.trace.ops, self.kept, strict=True) if keep],
+            calls=[self._call(call) for call in self.trace.calls],
+            storages=[self._storage(storage) for storage in self.trace.storages],
+            saves=[self._save(save) for save in self.trace.saves],
+        )
+
+    def _last(self, position: int) -> int:
+        """Return the last operator kept up to a position; the start and the end of the step stay -1 and the end."""
+        if position >= len(self.kept):
+            return self.before[-1]
+        return self.before[position + 1] - 1 if position >= 0 else -1
+
+    def _call(self, call: Call) -> Call:
+        return replace(call, start=self.before[call.start], end=self.before[call.end])
+
+    def _storage(self, storage: Storage) -> Storage:
+        birth = self.before[storage.birth] if storage.birth >= 0 else -1
+        birth = min(birth, self.before[-1] - 1)
+        death, release = (max(birth, self._last(at)) for at in (storage.death, storage.release))
+        return replace(storage, birth=birth, death=death, release=release)
+
+    def _save(self, save: Save) -> Save:
+        unpacked = self.before[save.unpacked] if save.unpacked >= 0 else -1
+        return replace(save, at=self.before[save.at], unpacked=unpacked, death=self._last(save.death))

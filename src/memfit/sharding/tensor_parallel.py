@@ -206,8 +206,8 @@ class TensorParallel:
         storages = [self._sized(index, sizes) for index in range(len(self.trace.storages))]
         shared = with_shares(self.trace, sorted(self.shared), self.ranks)
         insertion = Insertion(replace(shared, parameters=parameters, storages=storages))
-        for nbytes, before in sorted(self.sums, key=lambda each: each[1]):
-            insertion.op(SUM, nbytes, before, like=before - 1, call=-1, ranks=self.ranks)
+        for summed, position in sorted(self.sums, key=lambda each: each[1]):
+            insertion.op(SUM, summed, position, like=position - 1, call=-1, ranks=self.ranks)
         return insertion.result()
 
     def _is_cut(self, fqn: str) -> bool:
