@@ -95,6 +95,8 @@ TABLE: list[tuple[str, int, str]] = [
     ("estimate mine:tiny --precision fp8", 2, "fp8"),
     ("estimate mine:tiny --microbatch-size 0", 2, "--microbatch-size"),
     ("estimate mine:tiny --sharding zero3", 2, "--sharding zero3 needs several ranks: give --world-size"),
+    ("estimate mine:tiny --parallel dp=2", 2, "give some of tp=N (tensor), cp=N (context) and pp=N"),
+    ("estimate mine:tiny --parallel pp=9", 2, "fewer than stages"),
     ("estimate mine:tiny --snapshot s.pickle", 2, "snapshot= shows the allocator of a GPU"),
     ("devices rtx-9000", 2, "rtx-5090"),
     ("devices cpu --probe", 2, "leave out 'cpu'"),
