@@ -61,6 +61,8 @@ def test_estimate(memfit: Shell) -> None:
     status, output, _ = memfit("estimate", LEAN)
     assert status == 0
     assert "activations" in output
+    status, output, _ = memfit("estimate", LEAN, "--parallel", "cp=2")
+    assert status == 0 and "cp=2 on paper" in output and "neither applied nor measured" in " ".join(output.split())
 
 
 def test_ladder_is_printed_and_written(memfit: Shell, tmp_path: Path) -> None:
