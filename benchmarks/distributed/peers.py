@@ -78,6 +78,8 @@ def _by_hand(engine: str) -> Iterator[OneStep]:
 def _accelerate(reshards: bool) -> Iterator[OneStep]:
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
+    from benchmarks.distributed.accelerate_on_cpus import fully_sharded_on_cpus
+
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         reshard_after_forward=reshards,
@@ -85,7 +87,8 @@ def _accelerate(reshards: bool) -> Iterator[OneStep]:
         transformer_cls_names_to_wrap=["Block"],
         activation_checkpointing=True,
     )
-    accelerator: Any = Accelerator(cpu=True, fsdp_plugin=plugin, gradient_accumulation_steps=MICROBATCHES)
+    with fully_sharded_on_cpus():
+        accelerator: Any = Accelerator(cpu=True, fsdp_plugin=plugin, gradient_accumulation_steps=MICROBATCHES)
     workload = MODELS["transformer"](BATCH)
     model, optimizer = accelerator.prepare(workload.model, workload.optimizer)
 

@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -21,13 +20,14 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from benchmarks.distributed.ranks import InPlaceAllGather, InPlaceReduceScatter
+from benchmarks.distributed.accelerate_on_cpus import fully_sharded_on_cpus
 from memfit._torch.distributed import leave, local_part
 from memfit.errors import MemfitError
 from memfit.hardware.cpu_allocations import allocated
 from memfit.ir import codec
 from memfit.ir.plan import Plan
 from memfit.ir.sharding import Sharding
+from memfit.ranks.in_place import send_in_place
 from memfit.recomputation.regions import is_checkpointed
 from memfit.workload import Workload
 from tests import warm
@@ -117,31 +117,6 @@ class Peaks:
         )
 
 
-def in_place(model: nn.Module) -> None:
-    """Have a fully sharded model send as on GPUs: gloo allocates copies besides."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_custom_all_gather(InPlaceAllGather())
-            module.set_custom_reduce_scatter(InPlaceReduceScatter())
-
-
-@contextlib.contextmanager
-def fully_sharded_on_cpus() -> Iterator[None]:
-    """Have accelerate take its FSDP plugin on CPUs too, where it goes on with DistributedDataParallel by itself."""
-    from accelerate.state import AcceleratorState
-    from accelerate.utils import DistributedType
-
-    own = AcceleratorState.__init__
-
-    def with_plugin(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
-        own(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
-        if fsdp_plugin is not None:
-            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
-
-    with mock.patch.object(AcceleratorState, "__init__", with_plugin):
-        yield
-
-
 def plugin(**changes: Any) -> Any:
     from accelerate import FullyShardedDataParallelPlugin
 
@@ -195,7 +170,7 @@ def under_accelerate(budget: Any, fully: bool, plan: Any = None, **options: Any)
         accelerator, size = fitted.accelerator(), fitted.microbatch_size
     loader: Any = DataLoader(data, SAMPLES, sampler=DistributedSampler(data, shuffle=False))
     wrapped, optimizer = accelerator.prepare(model, optimizer)
-    in_place(wrapped)
+    send_in_place(wrapped)
     losses, peaks = [], Peaks(model)
     for batch in loader:
         peaks.begin()
@@ -257,7 +232,7 @@ def under_transformers(budget: Any, fully: bool, plan: Any = None, **options: An
 
         class Measuring(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
             def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-                in_place(trainer.model)
+                send_in_place(trainer.model)
 
             def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
                 peaks.begin()
@@ -291,7 +266,7 @@ def under_lightning(budget: Any, fully: bool, plan: Any = None, **options: Any) 
                 for block in self.net.blocks:
                     fully_shard(block, mesh=mesh)
                 fully_shard(self.net, mesh=mesh)
-                in_place(self.net)
+                send_in_place(self.net)
 
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             loss = loss_fn(self.net, batch)

@@ -178,7 +178,7 @@ def _fully_sharded(
         model.register_forward_pre_hook(functools.partial(_cast, dtype), with_kwargs=True)
     root: Any = fully_shard(_ForwardPass(model, workload.loss_fn), **given)
     if is_gloo(mesh.get_group(mesh.ndim - 1)):
-        send_in_place([module for module in root.modules() if isinstance(module, FSDPModule)])
+        send_in_place(root)
     _rebind(workload.optimizer, before, dict(model.named_parameters(remove_duplicate=False)))
     del before
     gc.collect()  # whole parameters are in cycles of objects

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from memfit._torch.autograd import storage_use_count
@@ -76,13 +77,14 @@ class ReduceScatter(Allocating):
         return None
 
 
-def send_in_place(units: Sequence[FSDPModule]) -> None:
-    """Have the units of a model gather and reduce in place, where that is over gloo."""
-    for unit in units:
-        gather: Any = Gather()
-        reduce: Any = ReduceScatter()
-        unit.set_custom_all_gather(gather)
-        unit.set_custom_reduce_scatter(reduce)
+def send_in_place(model: nn.Module) -> None:
+    """Have all units of a fully sharded model gather and reduce in place, where they do so over gloo."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            gather: Any = Gather()
+            reduce: Any = ReduceScatter()
+            module.set_custom_all_gather(gather)
+            module.set_custom_reduce_scatter(reduce)
 
 
 def is_gloo(group: dist.ProcessGroup) -> bool:
