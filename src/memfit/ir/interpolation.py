@@ -9,12 +9,16 @@ would not be whole, or libraries size their buffers as they like (recurrent laye
 from __future__ import annotations
 
 import json
+import operator
 from typing import Any
 
 from msgspec.structs import replace
 
 from memfit.ir.operator_classes import RECURRENT, operator_class
-from memfit.ir.trace import Op, Storage, Trace, Work
+from memfit.ir.trace import Trace, Work
+
+_op_key = operator.attrgetter("name", "call", "phase", "microbatch", "mutates", "random")
+_life = operator.attrgetter("birth", "death", "release", "category", "owner", "parameter")
 
 
 def between(low: Trace, high: Trace, microbatch_size: int) -> Trace | None:
@@ -45,9 +49,9 @@ def is_one_program(one: Trace, other: Trace) -> bool:
         and one.parameters == other.parameters
         and one.saves == other.saves
         and len(one.ops) == len(other.ops)
-        and all(_op_key(a) == _op_key(b) for a, b in zip(one.ops, other.ops, strict=True))
+        and all(map(operator.eq, map(_op_key, one.ops), map(_op_key, other.ops)))
         and len(one.storages) == len(other.storages)
-        and all(_life(a) == _life(b) for a, b in zip(one.storages, other.storages, strict=True))
+        and all(map(operator.eq, map(_life, one.storages), map(_life, other.storages)))
     )
 
 
@@ -55,14 +59,6 @@ def of_samples(trace: Trace, batch_size: int) -> Trace:
     """Return a step of two microbatches that stands for one of more samples: as many microbatches as they need."""
     count = -(-batch_size // trace.microbatch_size)
     return replace(trace, batch_size=batch_size, scale_microbatches=count)
-
-
-def _op_key(op: Op) -> tuple[object, ...]:
-    return op.name, op.call, op.phase, op.microbatch, op.mutates, op.random
-
-
-def _life(storage: Storage) -> tuple[object, ...]:
-    return storage.birth, storage.death, storage.release, storage.category, storage.owner, storage.parameter
 
 
 class _NotWholeError(Exception):

@@ -6,7 +6,7 @@ import copy as copies
 import functools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,13 +36,21 @@ def simulate(trace: Trace, costs: CostTable, regions: Sequence[Region] = ()) -> 
 
 def repeats(trace: Trace) -> npt.NDArray[np.float64]:
     """Return how often each operator runs in the real step: the second microbatch stands for later ones."""
-    times = 1 + trace.scale_microbatches - trace.microbatches
+    return np.where(is_of_second(trace), float(later_microbatches(trace)), 1.0)
+
+
+def later_microbatches(trace: Trace) -> int:
+    """Return the microbatches of the real step that the second one stands for, itself included."""
+    return 1 + trace.scale_microbatches - trace.microbatches
+
+
+def is_of_second(trace: Trace) -> npt.NDArray[np.bool_]:
+    """Return, for each operator, whether it is one of the second microbatch, which stands for later ones."""
     again = ("forward", "backward", "recompute")
-    return np.array([times if op.microbatch == 1 and op.phase in again else 1 for op in trace.ops], np.float64)
+    return np.array([op.microbatch == 1 and op.phase in again for op in trace.ops], np.bool_)
 
 
-@dataclass(frozen=True)
-class Life:
+class Life(NamedTuple):
     """A storage, alive from point `first` (-1: before the step) through point `last`."""
 
     name: int
@@ -56,7 +64,7 @@ class Replay:
     """A trace with recomputations inserted: its operators in their new order, and the lives of its storages."""
 
     def __init__(self, trace: Trace, costs: CostTable, regions: Sequence[Region]) -> None:
-        self.trace, self.costs = trace, costs
+        self.trace, self.costs, self._asked = trace, costs, tuple(regions)
         self.regions = Regions(trace)
         named = {call: region for region in regions for call in self.regions.calls_of(region.modules)}
         self.outermost = [call for call in named if not any(self.regions.contains(outer, call) for outer in named)]
@@ -97,14 +105,20 @@ class Replay:
 
     def lives(self) -> Iterator[Life]:
         """Yield the lives of storages, those that recomputations allocate again last."""
+        storages = self.trace.storages
+        for name, (storage, nbytes, category, first, last) in enumerate(self._lives):
+            yield Life(name, storages[storage].nbytes if storage >= 0 else nbytes, category, first, last)
+
+    @functools.cached_property
+    def _lives(self) -> list[Life]:
+        """The lives of storages, by the names of those that they are or are copies of; -1 for other memory."""
+        found = []
         for index, storage in enumerate(self.trace.storages):
             first = -1 if storage.birth < 0 else self.position[storage.birth]
-            yield Life(index, storage.nbytes, storage.category, first, self._last_point(index))
-        name = len(self.trace.storages)
+            found.append(Life(index, storage.nbytes, storage.category, first, self._last_point(index)))
         for again in self.recomputations:
-            for life in (*self._copies(again), *self._fetched(again.region), *self._generator_states(again)):
-                yield replace(life, name=name)
-                name += 1
+            found += [*self._copies(again), *self._fetched(again.region), *self._generator_states(again)]
+        return found
 
     def _generator_states(self, again: Recomputation) -> Iterator[Life]:
         """Yield the generator's states that checkpointing keeps until the last save dies, and while it recomputes."""
@@ -115,11 +129,26 @@ class Replay:
                 yield Life(-1, nbytes, "activations", first, last)
             yield Life(-1, nbytes * again.states, "activations", start, max(start, self.segment_end[region]))
 
-    def under(self, costs: CostTable) -> Replay:
-        """Return the same replay with other costs, as on another device; what storages take is not replayed again."""
-        _ = self._live, self._signatures, self._is_run  # what copies share is computed before
+    def under(self, costs: CostTable, trace: Trace | None = None) -> Replay:
+        """Return the same replay with other costs, as on another device, or of another step of the same program.
+
+        Only bytes and costs are other ones then: when storages are born and die is not replayed again.
+
+        Args:
+            trace: A step of the same program (`interpolation.is_one_program`), as of other samples or ranks; None for
+                the same.
+        """
+        if trace is not None and self.moved:  # what waits in host memory depends on its bytes
+            return Replay(trace, costs, self._asked)
+        _ = self._spans, self._is_run, self._meets, self._copies_out, self._is_again  # copies share them
+        if trace is None:
+            _ = self._total, self._signatures
         other = copies.copy(self)
         other.costs = costs
+        if trace is not None:
+            other.trace = trace
+            for name in ("_nbytes", "_total", "_signatures"):
+                vars(other).pop(name, None)
         return other
 
     @functools.cached_property
@@ -130,7 +159,17 @@ class Replay:
     @functools.cached_property
     def _signatures(self) -> npt.NDArray[np.int64]:
         """The signature of each point's operator."""
-        return np.array([op.signature for op in self.trace.ops], np.int64)[self._ops]
+        return self.trace.op_signatures[self._ops]
+
+    @functools.cached_property
+    def _is_again(self) -> npt.NDArray[np.bool_]:
+        """Whether the operator of each point stands for those of later microbatches too."""
+        return is_of_second(self.trace)[self._ops]
+
+    @functools.cached_property
+    def _copies_out(self) -> bool:
+        """Whether something is copied to the host."""
+        return any(op.name == COPY_OUT for op in self.trace.ops)
 
     @functools.cached_property
     def _is_run(self) -> npt.NDArray[np.bool_]:
@@ -156,29 +195,58 @@ class Replay:
         return [self.label(point) for point in range(len(self.points))]
 
     @functools.cached_property
-    def _live(self) -> dict[str, npt.NDArray[np.int64]]:
-        """The bytes of storages alive at every point, by category: the same under all costs."""
+    def _spans(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """By life: its storage, the point at which it begins, and that at which it has ended."""
         count = len(self.points)
-        change = {name: np.zeros(count + 1, dtype=np.int64) for name in TIMELINE_CATEGORIES}
-        for life in self.lives():
-            change[life.category][max(life.first, 0)] += life.nbytes
-            change[life.category][min(life.last, count - 1) + 1] -= life.nbytes
-        return {name: np.cumsum(values)[:count] for name, values in change.items()}
+        return (
+            np.array([life.name for life in self._lives], np.int64),
+            np.array([max(life.first, 0) for life in self._lives], np.int64),
+            np.array([min(life.last, count - 1) + 1 for life in self._lives], np.int64),
+        )
+
+    @functools.cached_property
+    def _nbytes(self) -> npt.NDArray[np.int64]:
+        """The bytes of each life."""
+        if self.regions.generator_state_bytes or not self.trace.storages:  # some lives are of no storage
+            return np.array([life.nbytes for life in self.lives()], np.int64)
+        return self.trace.storage_bytes[self._spans[0]]
+
+    @functools.cached_property
+    def _total(self) -> npt.NDArray[np.int64]:
+        """The bytes of storages alive at every point: the same under all costs."""
+        return self._summed(self._nbytes)
+
+    def _summed(self, nbytes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the bytes alive at every point, of those that each life has."""
+        _, begins, ends = self._spans
+        change = np.zeros(len(self.points) + 1, np.int64)
+        np.add.at(change, begins, nbytes)
+        np.subtract.at(change, ends, nbytes)
+        return np.cumsum(change)[:-1]
+
+    def _workspaces(self) -> npt.NDArray[np.int64]:
+        """Return the bytes of workspaces alive at every point."""
+        of_signature = [self.costs.of(text).workspace_bytes for text in self.trace.signatures]
+        workspaces: npt.NDArray[np.int64] = np.array(of_signature, np.int64)[self._signatures] * self._is_run
+        return workspaces + self.costs.resident_workspace_bytes
 
     def live(self) -> dict[str, npt.NDArray[np.int64]]:
         """Return the bytes alive at every point, by category, workspaces included."""
-        of_signature = [self.costs.of(text).workspace_bytes for text in self.trace.signatures]
-        workspace = np.array(of_signature, np.int64)[self._signatures] * self._is_run
-        return self._live | {WORKSPACE: workspace + self.costs.resident_workspace_bytes}
+        categories = np.array([life.category for life in self._lives])
+        found = {name: self._summed(np.where(categories == name, self._nbytes, 0)) for name in TIMELINE_CATEGORIES}
+        return found | {WORKSPACE: self._workspaces()}
 
     def peak_bytes(self) -> int:
         """Return the most bytes alive at a point."""
-        return int(np.sum(list(self.live().values()), axis=0).max())
+        return int((self._total + self._workspaces()).max())
 
     def step_seconds(self) -> float:
         """Return the time of the whole step."""
-        weights = repeats(self.trace)[self._ops]
-        return float(np.array(self._point_seconds(), np.float64) @ weights) + self._overhead_seconds()
+        return float(np.array(self._point_seconds(), np.float64) @ self._weights()) + self._overhead_seconds()
+
+    def _weights(self) -> npt.NDArray[np.float64]:
+        """Return how often each point runs in the real step."""
+        return np.where(self._is_again, float(later_microbatches(self.trace)), 1.0)
 
     def timeline(self) -> Timeline:
         """Return memory and time at every point."""
@@ -186,7 +254,6 @@ class Replay:
         seconds = np.array(self._point_seconds(), np.float64)
         total = np.sum(list(live.values()), axis=0)
         peak = int(np.argmax(total))
-        weights = repeats(self.trace)[self._ops]
         return Timeline(
             live_bytes={name: values.tolist() for name, values in live.items()},
             labels=self.labels,
@@ -195,7 +262,7 @@ class Replay:
             seconds=seconds.tolist(),
             peak_bytes=int(total[peak]),
             peak_index=peak,
-            step_seconds=float(seconds @ weights) + self._overhead_seconds(),
+            step_seconds=float(seconds @ self._weights()) + self._overhead_seconds(),
         )
 
     def _last_point(self, index: int) -> int:
@@ -254,7 +321,7 @@ class Replay:
             return seconds
         if self.trace.sharding is not None:
             seconds = self._beside_communication(seconds)
-        if not any(op.name == COPY_OUT for op in self.trace.ops):
+        if not self._copies_out:
             return seconds
         now = sent = fetched = 0.0
         arrival: dict[int, float] = {}
@@ -316,5 +383,4 @@ def overhead_seconds(trace: Trace, costs: CostTable, again: Recomputation) -> fl
 
 def repeats_of(trace: Trace, region: RegionCall) -> int:
     """Return how often a region call runs in the real step: the second microbatch stands for later ones."""
-    second = trace.calls[region.calls[0]].microbatch == 1
-    return 1 + trace.scale_microbatches - trace.microbatches if second else 1
+    return later_microbatches(trace) if trace.calls[region.calls[0]].microbatch == 1 else 1

@@ -12,6 +12,8 @@ import math
 from typing import Literal, get_args
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from memfit.ir.display import Shown
 from memfit.ir.sharding import Sharding
@@ -209,6 +211,16 @@ class Trace(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=T
     def fqn_of(self, call: int) -> str:
         """Return the FQN of a call's module, or "" outside the model."""
         return self.modules[self.calls[call].module].fqn if call >= 0 else ""
+
+    @functools.cached_property
+    def op_signatures(self) -> npt.NDArray[np.int64]:
+        """The signature of each operator."""
+        return np.array([op.signature for op in self.ops], np.int64)
+
+    @functools.cached_property
+    def storage_bytes(self) -> npt.NDArray[np.int64]:
+        """The bytes of each storage."""
+        return np.array([storage.nbytes for storage in self.storages], np.int64)
 
     @functools.cached_property
     def births(self) -> list[list[int]]:

@@ -18,7 +18,9 @@ error bar.
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import thread_time
@@ -35,7 +37,7 @@ from memfit.hardware.advice import precisions as precisions_of
 from memfit.ir.allocations import allocations_of
 from memfit.ir.device import Device
 from memfit.ir.fleet import Misfit
-from memfit.ir.interpolation import between, of_samples
+from memfit.ir.interpolation import between, is_one_program, of_samples
 from memfit.ir.operator_costs import CostTable
 from memfit.ir.plan import Levers, LeverUse, Numerics, Precision, allows, freest
 from memfit.ir.remat import Region, Regions, enclosing
@@ -184,6 +186,32 @@ class _Point(NamedTuple):
     step_seconds: float
 
 
+class _Step(NamedTuple):
+    """The step of one rank on paper.
+
+    Attributes:
+        holds: Stands for the bytes of its storages: other samples and ranks may have the same.
+    """
+
+    trace: Trace
+    pattern: _Pattern
+    holds: bytes
+
+
+class _Pattern:
+    """The replays of one program, of which only bytes and costs differ by samples and ranks."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self._replays: dict[int, Replay] = {}
+
+    def replay(self, trace: Trace, point: int, regions: Regionals, costs: CostTable) -> Replay:
+        """Return the replay of one of its steps with the regions of a point of the menu recomputed."""
+        if point not in self._replays:
+            self._replays[point] = Replay(trace, costs, regions)
+        return self._replays[point].under(costs, trace)
+
+
 class _Paper:
     """The steps of one rank on paper, with some modules recomputed: replayed once for all cards of a group.
 
@@ -193,29 +221,28 @@ class _Paper:
 
     def __init__(self, programs: dict[Precision, _Program], menus: dict[Precision, list[Regionals]]) -> None:
         self.programs, self.menus = programs, menus
-        self._sharded: dict[tuple[object, ...], Trace] = {}
+        self._steps: dict[tuple[object, ...], _Step] = {}
         self._replays: dict[tuple[object, ...], Replay] = {}
         self._costs: dict[tuple[object, ...], CostTable] = {}
+        self._workspaces: dict[tuple[object, ...], bytes] = {}
+        self._patterns: dict[tuple[object, ...], list[_Pattern]] = defaultdict(list)
+        self._peaks: dict[tuple[object, ...], int] = {}
+        self._held: dict[tuple[object, ...], tuple[int, int]] = {}
 
     def forget(self) -> None:
-        """Forget the replays of one number of ranks, which no other has."""
-        self._sharded.clear()
+        """Forget the steps of one number of ranks, which no other has."""
+        self._steps.clear()
         self._replays.clear()
         self._costs.clear()
+        self._workspaces.clear()
 
     def sharded(self, levers: Levers, samples: int) -> Trace:
         """Return the step of one rank, with its share of the update."""
-        key = (levers.precision, levers.microbatch_size, samples, levers.sharding)
-        if key not in self._sharded:
-            trace = self.programs[levers.precision].trace(levers.microbatch_size, samples)
-            if levers.sharding is not None:
-                trace = with_share_of_update(shard(trace, levers.sharding), levers.sharding)
-            self._sharded[key] = trace
-        return self._sharded[key]
+        return self._step(levers, samples).trace
 
     def costs(self, levers: Levers, samples: int, device: Device) -> CostTable:
         """Return the costs of a step on a card."""
-        key = (levers.precision, levers.microbatch_size, samples, levers.sharding, device.name)
+        key = (*_key(levers, samples), device.name)
         if key not in self._costs:
             self._costs[key] = costs_of([self.sharded(levers, samples)], device)
         return self._costs[key]
@@ -223,11 +250,68 @@ class _Paper:
     def replay(self, levers: Levers, samples: int, point: int, device: Device) -> Replay:
         """Return the replay of a step on a card, with the modules of a point of the menu recomputed."""
         costs = self.costs(levers, samples, device)
-        key = (levers.precision, levers.microbatch_size, samples, levers.sharding, point)
+        key = (*_key(levers, samples), point)
         if key not in self._replays:
-            regions = self.menus[levers.precision][point]
-            self._replays[key] = Replay(self.sharded(levers, samples), costs, regions)
+            step, regions = self._step(levers, samples), self.menus[levers.precision][point]
+            self._replays[key] = step.pattern.replay(step.trace, point, regions, costs)
         return self._replays[key].under(costs)
+
+    def peak_bytes(self, levers: Levers, samples: int, point: int, device: Device) -> int:
+        """Return the most live bytes of a step on a card, with the modules of a point of the menu recomputed."""
+        key = self._holds(levers, samples, point, device)
+        if key not in self._peaks:
+            self._peaks[key] = self.replay(levers, samples, point, device).peak_bytes()
+        return self._peaks[key]
+
+    def held_bytes(self, levers: Levers, samples: int, point: int, device: Device) -> tuple[int, int]:
+        """Return the most that the simulated allocator has allocated and reserved for a step on a card."""
+        settings = device.allocator
+        limited = settings.memory_fraction < 1 or settings.expandable_segments  # else the card's memory changes nothing
+        key = (*self._holds(levers, samples, point, device), settings, device.memory_bytes if limited else 0)
+        if key not in self._held:
+            events = allocations_of(self.replay(levers, samples, point, device))
+            report = replay_allocations(events, settings, total_bytes=device.memory_bytes)
+            self._held[key] = report.peak_allocated_bytes, report.peak_reserved_bytes
+        return self._held[key]
+
+    def _holds(self, levers: Levers, samples: int, point: int, device: Device) -> tuple[object, ...]:
+        """Return what the bytes of a step depend on: its program, the bytes of its storages, and its workspaces."""
+        step, key = self._step(levers, samples), (*_key(levers, samples), device.name)
+        if key not in self._workspaces:
+            costs = self.costs(levers, samples, device)
+            sizes = [costs.of(text).workspace_bytes for text in step.trace.signatures]
+            # By operator, since signatures are numbered otherwise for another number of samples.
+            of_ops = np.array(sizes, np.int64)[step.trace.op_signatures]
+            self._workspaces[key] = _digest(of_ops, costs.resident_workspace_bytes)
+        return id(step.pattern), point, step.holds, self._workspaces[key]
+
+    def _step(self, levers: Levers, samples: int) -> _Step:
+        key = _key(levers, samples)
+        if key not in self._steps:
+            trace = self.programs[levers.precision].trace(levers.microbatch_size, samples)
+            if levers.sharding is not None:
+                trace = with_share_of_update(shard(trace, levers.sharding), levers.sharding)
+            self._steps[key] = _Step(trace, self._pattern(trace), _digest(trace.storage_bytes))
+        return self._steps[key]
+
+    def _pattern(self, trace: Trace) -> _Pattern:
+        """Return what is known of steps that run the same program: it outlives numbers of ranks."""
+        alike = self._patterns[trace.precision, len(trace.ops), len(trace.storages)]
+        for pattern in alike:
+            if is_one_program(pattern.trace, trace):
+                return pattern
+        alike.append(_Pattern(trace))
+        return alike[-1]
+
+
+def _key(levers: Levers, samples: int) -> tuple[object, ...]:
+    """Return what the step of one rank depends on, whatever is recomputed."""
+    return levers.precision, levers.microbatch_size, samples, levers.sharding
+
+
+def _digest(sizes: npt.NDArray[np.int64], more: int = 0) -> bytes:
+    """Return what stands for some sizes in bytes: tens of kilobytes would stay for each step otherwise."""
+    return hashlib.blake2b(sizes.tobytes() + more.to_bytes(8, "little"), digest_size=16).digest()
 
 
 class _Search:
@@ -460,8 +544,7 @@ class _OneCard:
         return self._plain_fits.get(kept, False)
 
     def _live_upper(self, levers: Levers, point: int) -> float:
-        replayed = self.paper.replay(levers, self.samples, point, self.device)
-        return replayed.peak_bytes() * self._excess(levers)
+        return self.paper.peak_bytes(levers, self.samples, point, self.device) * self._excess(levers)
 
     def _excess(self, levers: Levers) -> float:
         costs, trace = self.paper.costs(levers, self.samples, self.device), self.paper.sharded(levers, self.samples)
@@ -477,11 +560,10 @@ class _OneCard:
             return best
         menu, first = self.paper.menus[levers.precision], self._first_with_room(levers)
         for point in range(first, len(menu)):
-            replayed = self.paper.replay(levers, self.samples, point, self.device)
-            seconds = replayed.step_seconds()
+            seconds = self.paper.replay(levers, self.samples, point, self.device).step_seconds()
             if not is_faster(seconds, than):
                 break
-            peak_bytes, held_bytes = self._held(replayed, levers)
+            peak_bytes, held_bytes = self._held(levers, point)
             self._held_bytes = min(self._held_bytes, held_bytes)
             if held_bytes <= self.budget_bytes:
                 self._plain_fits[levers] = point == 0
@@ -501,14 +583,13 @@ class _OneCard:
             low, high = (low, middle) if self._live_upper(levers, middle) <= self.budget_bytes else (middle, high)
         return high
 
-    def _held(self, replayed: Replay, levers: Levers) -> tuple[int, int]:
+    def _held(self, levers: Levers, point: int) -> tuple[int, int]:
         """Return the peak allocated, and what is held against the budget, as `predict` has them."""
         if self.device.kind == "cpu":
-            peak_bytes = replayed.peak_bytes()
+            peak_bytes = self.paper.peak_bytes(levers, self.samples, point, self.device)
             return peak_bytes, int(peak_bytes * self._excess(levers))
-        events = allocations_of(replayed)
-        report = replay_allocations(events, self.device.allocator, total_bytes=self.device.memory_bytes)
-        return report.peak_allocated_bytes, int(report.peak_reserved_bytes * self._excess(levers))
+        allocated, reserved = self.paper.held_bytes(levers, self.samples, point, self.device)
+        return allocated, int(reserved * self._excess(levers))
 
 
 def _share(levers: Levers) -> tuple[int, int, int, bool]:
