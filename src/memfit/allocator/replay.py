@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import msgspec
@@ -104,6 +105,7 @@ def replay(
     *,
     total_bytes: int | None = None,
     history: bool = False,
+    until_reserved_bytes: float = math.inf,
 ) -> AllocatorReport:
     """Return the caching allocator's statistics over events. Running out of memory is reported, not raised.
 
@@ -112,6 +114,7 @@ def replay(
         total_bytes: The device's memory, of which `settings.memory_fraction` is a share;
             `capacity_bytes` by default.
         history: Whether to report allocated and reserved bytes after each event.
+        until_reserved_bytes: The replay ends where more are reserved, and the report is of what came before.
 
     Raises:
         ValueError: A storage is allocated twice, or freed while not allocated.
@@ -129,6 +132,8 @@ def replay(
             break
         allocated.append(allocator.allocated_bytes)
         reserved.append(allocator.reserved_bytes)
+        if allocator.reserved_bytes > until_reserved_bytes:
+            break
     return AllocatorReport(
         peak_allocated_bytes=allocator.peak_allocated_bytes,
         peak_reserved_bytes=allocator.peak_reserved_bytes,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from memfit.allocator.replay import AllocationEvent
 from memfit.ir.operator_costs import CostTable
@@ -33,22 +33,26 @@ def allocations(
     Raises:
         KeyError: A region has no forward call that could be checkpointed.
     """
-    return allocations_of(Replay(trace, costs, regions), steps)
+    return list(allocations_of(Replay(trace, costs, regions), steps))
 
 
-def allocations_of(replay: Replay, steps: int = 2) -> list[AllocationEvent]:
-    """Return the allocations and frees of a program that runs steps which were replayed, as `allocations` does."""
-    return _Program(replay).events(steps)
+def allocations_of(replay: Replay, steps: int = 2, *, is_labelled: bool = True) -> Iterator[AllocationEvent]:
+    """Yield the allocations and frees of a program that runs steps which were replayed, as `allocations` returns them.
+
+    Args:
+        is_labelled: Whether events say which operator they belong to, which takes a while to find.
+    """
+    return _Program(replay, is_labelled).events(steps)
 
 
 class _Program:
     """The events of a program: a step's storages in the order in which they are allocated and freed."""
 
-    def __init__(self, replay: Replay) -> None:
+    def __init__(self, replay: Replay, is_labelled: bool) -> None:
         self.replay = replay
         count = len(replay.points)
         phases = [replay.trace.ops[op].phase for op, _ in replay.points]
-        self.labels = replay.labels
+        self.labels = replay.labels if is_labelled else [""] * count
         self.first: dict[str, int] = {phase: phases.index(phase) for phase in dict.fromkeys(phases)}
         last = max((i for i, phase in enumerate(phases) if phase == "backward"), default=-1)
         self.makes_state = min(last + 1, count - 1)
@@ -68,7 +72,6 @@ class _Program:
                 self.dead[life.last].append(life)
         self._carry(count)
         self.ids: dict[int, int] = {}
-        self.found: list[AllocationEvent] = []
 
     def _carry(self, count: int) -> None:
         """Find what the next step has of each storage that a step leaves, and where gradients that stay are made."""
@@ -102,50 +105,49 @@ class _Program:
                     found.setdefault(storage, self.replay.position[index])
         return found
 
-    def events(self, steps: int) -> list[AllocationEvent]:
+    def events(self, steps: int) -> Iterator[AllocationEvent]:
+        workspaces = self.replay.workspaces().tolist()
+        at_points = list(zip(self.born, workspaces, self.dead, self.accumulated, strict=True))
         for step in range(steps):
-            self._make(-1, self.before)
-            for point in range(len(self.labels)):
+            yield from self._made(-1, self.before)
+            resident = {} if step else self._resident_workspaces()
+            for point, (born, workspace, dead, accumulated) in enumerate(at_points):
                 if point == self.makes_state:
-                    self._make(point, self.state)
-                if step == 0:
-                    self._keep_workspace(point)
-                self._run(point)
+                    yield from self._made(point, self.state)
+                if point in resident:
+                    yield self._event(point, resident[point], True)
+                for life in born:
+                    yield self._event(point, life, True)
+                if workspace:
+                    scratch = Life(_SCRATCH, workspace, WORKSPACE, point, point)
+                    yield self._event(point, scratch, True)
+                    yield self._event(point, scratch, False)
+                for life in dead:
+                    if life.name in self.ids:
+                        yield self._event(point, life, False)
+                if accumulated:
+                    yield from self._made(point, accumulated)
             for name, following in self.carried.items():
                 self.ids[following] = self.ids.pop(name)
-        return self.found
 
-    def _make(self, point: int, lives: list[Life]) -> None:
+    def _made(self, point: int, lives: list[Life]) -> Iterator[AllocationEvent]:
         for life in lives:
             if life.name not in self.ids:
-                self._add(point, life, True)
+                yield self._event(point, life, True)
 
-    def _run(self, point: int) -> None:
-        for life in self.born[point]:
-            self._add(point, life, True)
-        workspace = self.replay.workspace_bytes(point)
-        if workspace:
-            scratch = Life(_SCRATCH, workspace, WORKSPACE, point, point)
-            self._add(point, scratch, True)
-            self._add(point, scratch, False)
-        for life in self.dead[point]:
-            if life.name in self.ids:
-                self._add(point, life, False)
-        self._make(point, self.accumulated[point])
-
-    def _keep_workspace(self, point: int) -> None:
-        """Allocate libraries' resident workspaces: half at the first forward, half at the first backward operator."""
+    def _resident_workspaces(self) -> dict[int, Life]:
+        """Return libraries' resident workspaces: half at the first forward, half at the first backward operator."""
         half = self.replay.costs.resident_workspace_bytes // 2
-        for thread, phase in enumerate(("forward", "backward")):
-            if half and point == self.first.get(phase):
-                self._add(point, Life(_RESIDENT - thread, half, WORKSPACE, point, point), True)
+        points = [self.first[phase] for phase in ("forward", "backward") if half and phase in self.first]
+        return {point: Life(_RESIDENT - i, half, WORKSPACE, point, point) for i, point in enumerate(points)}
 
-    def _add(self, point: int, life: Life, alloc: bool) -> None:
+    def _event(self, point: int, life: Life, alloc: bool) -> AllocationEvent:
         if alloc:
-            self.ids[life.name] = self._unused(life.name)
-        number = self.ids[life.name] if alloc else self.ids.pop(life.name)
+            number = self.ids[life.name] = self._unused(life.name)
+        else:
+            number = self.ids.pop(life.name)
         label = self.labels[point] if point >= 0 else life.category
-        self.found.append(AllocationEvent(point, number, life.nbytes, alloc, life.category, label))
+        return AllocationEvent(point, number, life.nbytes, alloc, life.category, label)
 
     def _unused(self, name: int) -> int:
         """Return a number for a storage: another than its own where the last step's still has that."""

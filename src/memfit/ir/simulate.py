@@ -36,18 +36,12 @@ def simulate(trace: Trace, costs: CostTable, regions: Sequence[Region] = ()) -> 
 
 def repeats(trace: Trace) -> npt.NDArray[np.float64]:
     """Return how often each operator runs in the real step: the second microbatch stands for later ones."""
-    return np.where(is_of_second(trace), float(later_microbatches(trace)), 1.0)
+    return np.where(trace.is_of_second, float(later_microbatches(trace)), 1.0)
 
 
 def later_microbatches(trace: Trace) -> int:
     """Return the microbatches of the real step that the second one stands for, itself included."""
     return 1 + trace.scale_microbatches - trace.microbatches
-
-
-def is_of_second(trace: Trace) -> npt.NDArray[np.bool_]:
-    """Return, for each operator, whether it is one of the second microbatch, which stands for later ones."""
-    again = ("forward", "backward", "recompute")
-    return np.array([op.microbatch == 1 and op.phase in again for op in trace.ops], np.bool_)
 
 
 class Life(NamedTuple):
@@ -164,7 +158,7 @@ class Replay:
     @functools.cached_property
     def _is_again(self) -> npt.NDArray[np.bool_]:
         """Whether the operator of each point stands for those of later microbatches too."""
-        return is_of_second(self.trace)[self._ops]
+        return self.trace.is_of_second[self._ops]
 
     @functools.cached_property
     def _copies_out(self) -> bool:
@@ -224,21 +218,21 @@ class Replay:
         np.subtract.at(change, ends, nbytes)
         return np.cumsum(change)[:-1]
 
-    def _workspaces(self) -> npt.NDArray[np.int64]:
-        """Return the bytes of workspaces alive at every point."""
+    def workspaces(self) -> npt.NDArray[np.int64]:
+        """Return the bytes that the operator of each point allocates beyond its outputs, resident ones left out."""
         of_signature = [self.costs.of(text).workspace_bytes for text in self.trace.signatures]
-        workspaces: npt.NDArray[np.int64] = np.array(of_signature, np.int64)[self._signatures] * self._is_run
-        return workspaces + self.costs.resident_workspace_bytes
+        found: npt.NDArray[np.int64] = np.array(of_signature, np.int64)[self._signatures] * self._is_run
+        return found
 
     def live(self) -> dict[str, npt.NDArray[np.int64]]:
         """Return the bytes alive at every point, by category, workspaces included."""
         categories = np.array([life.category for life in self._lives])
         found = {name: self._summed(np.where(categories == name, self._nbytes, 0)) for name in TIMELINE_CATEGORIES}
-        return found | {WORKSPACE: self._workspaces()}
+        return found | {WORKSPACE: self.workspaces() + self.costs.resident_workspace_bytes}
 
     def peak_bytes(self) -> int:
         """Return the most bytes alive at a point."""
-        return int((self._total + self._workspaces()).max())
+        return int((self._total + self.workspaces()).max()) + self.costs.resident_workspace_bytes
 
     def step_seconds(self) -> float:
         """Return the time of the whole step."""
@@ -305,13 +299,6 @@ class Replay:
     def _runs(self, point: int) -> bool:
         op, again = self.points[point]
         return again is None or op not in again.kept
-
-    def _signature(self, point: int) -> str:
-        return self.trace.signatures[self.trace.ops[self.points[point][0]].signature]
-
-    def workspace_bytes(self, point: int) -> int:
-        """Return the workspace bytes of the operator at a point."""
-        return self.costs.of(self._signature(point)).workspace_bytes if self._runs(point) else 0
 
     def _point_seconds(self) -> list[float]:
         """Return the seconds of each point; copies between host and device run in parallel until a wait."""

@@ -218,6 +218,12 @@ class Trace(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=T
         return np.array([op.signature for op in self.ops], np.int64)
 
     @functools.cached_property
+    def is_of_second(self) -> npt.NDArray[np.bool_]:
+        """Whether each operator is one of the second microbatch, which stands for later ones."""
+        again = ("forward", "backward", "recompute")
+        return np.array([op.microbatch == 1 and op.phase in again for op in self.ops], np.bool_)
+
+    @functools.cached_property
     def storage_bytes(self) -> npt.NDArray[np.int64]:
         """The bytes of each storage."""
         return np.array([storage.nbytes for storage in self.storages], np.int64)

@@ -208,7 +208,7 @@ class _Pattern:
     def replay(self, trace: Trace, point: int, regions: Regionals, costs: CostTable) -> Replay:
         """Return the replay of one of its steps with the regions of a point of the menu recomputed."""
         if point not in self._replays:
-            self._replays[point] = Replay(trace, costs, regions)
+            self._replays[point] = Replay(self.trace, costs, regions)
         return self._replays[point].under(costs, trace)
 
 
@@ -228,6 +228,7 @@ class _Paper:
         self._patterns: dict[tuple[object, ...], list[_Pattern]] = defaultdict(list)
         self._peaks: dict[tuple[object, ...], int] = {}
         self._held: dict[tuple[object, ...], tuple[int, int]] = {}
+        self._exceeded: dict[tuple[object, ...], float] = {}
 
     def forget(self) -> None:
         """Forget the steps of one number of ranks, which no other has."""
@@ -263,16 +264,29 @@ class _Paper:
             self._peaks[key] = self.replay(levers, samples, point, device).peak_bytes()
         return self._peaks[key]
 
-    def held_bytes(self, levers: Levers, samples: int, point: int, device: Device) -> tuple[int, int]:
-        """Return the most that the simulated allocator has allocated and reserved for a step on a card."""
+    def held_bytes(
+        self, levers: Levers, samples: int, point: int, device: Device, most: float = math.inf
+    ) -> tuple[int, int] | None:
+        """Return the most that the simulated allocator has allocated and reserved for a step on a card.
+
+        Args:
+            most: Reserved bytes of which there is no need to know how far they are exceeded: None then.
+        """
         settings = device.allocator
         limited = settings.memory_fraction < 1 or settings.expandable_segments  # else the card's memory changes nothing
         key = (*self._holds(levers, samples, point, device), settings, device.memory_bytes if limited else 0)
         if key not in self._held:
-            events = allocations_of(self.replay(levers, samples, point, device))
-            report = replay_allocations(events, settings, total_bytes=device.memory_bytes)
+            if most <= self._exceeded.get(key, -1):
+                return None
+            events = allocations_of(self.replay(levers, samples, point, device), is_labelled=False)
+            report = replay_allocations(
+                events, settings, total_bytes=device.memory_bytes, until_reserved_bytes=most
+            )
+            if report.peak_reserved_bytes > most:
+                self._exceeded[key] = most
+                return None
             self._held[key] = report.peak_allocated_bytes, report.peak_reserved_bytes
-        return self._held[key]
+        return self._held[key] if self._held[key][1] <= most else None
 
     def _holds(self, levers: Levers, samples: int, point: int, device: Device) -> tuple[object, ...]:
         """Return what the bytes of a step depend on: its program, the bytes of its storages, and its workspaces."""
@@ -498,7 +512,7 @@ class _OneCard:
         self.paper, self.samples = group.paper, group.samples(ranks)
         self._lowest: dict[Levers, float] = {}
         self._plain_fits: dict[Levers, bool] = {}
-        self._held_bytes = math.inf  # the least by the simulated allocator so far
+        self._tried: list[tuple[Levers, int]] = []  # points that have no room by the simulated allocator
 
     def fastest(self) -> Found | Misfit:
         """Return the fastest plan that fits; what comes nearest where none does."""
@@ -513,7 +527,8 @@ class _OneCard:
                 if not self._gathers_for_nothing(shared):
                     best = self._faster(shared, best)
         if best is None:
-            held_bytes = int(min([self._held_bytes, *self._lowest.values()]))
+            held = [self._held(*tried, math.inf) for tried in self._tried]
+            held_bytes = int(min([*(each[1] for each in held if each is not None), *self._lowest.values()]))
             return Misfit(
                 device=self.device.name, ranks=self.ranks, held_bytes=held_bytes, budget_bytes=self.budget_bytes
             )
@@ -563,11 +578,11 @@ class _OneCard:
             seconds = self.paper.replay(levers, self.samples, point, self.device).step_seconds()
             if not is_faster(seconds, than):
                 break
-            peak_bytes, held_bytes = self._held(levers, point)
-            self._held_bytes = min(self._held_bytes, held_bytes)
-            if held_bytes <= self.budget_bytes:
+            held = self._held(levers, point, self.budget_bytes)
+            if held is not None:
                 self._plain_fits[levers] = point == 0
-                return _Point(replace(levers, regions=menu[point]), peak_bytes, held_bytes, seconds)
+                return _Point(replace(levers, regions=menu[point]), *held, seconds)
+            self._tried.append((levers, point))
         return best
 
     def _first_with_room(self, levers: Levers) -> int:
@@ -583,13 +598,18 @@ class _OneCard:
             low, high = (low, middle) if self._live_upper(levers, middle) <= self.budget_bytes else (middle, high)
         return high
 
-    def _held(self, levers: Levers, point: int) -> tuple[int, int]:
-        """Return the peak allocated, and what is held against the budget, as `predict` has them."""
+    def _held(self, levers: Levers, point: int, most: float) -> tuple[int, int] | None:
+        """Return the peak allocated, and what is held against the budget, as `predict` has them; None for more."""
+        excess = self._excess(levers)
         if self.device.kind == "cpu":
-            peak_bytes = self.paper.peak_bytes(levers, self.samples, point, self.device)
-            return peak_bytes, int(peak_bytes * self._excess(levers))
-        allocated, reserved = self.paper.held_bytes(levers, self.samples, point, self.device)
-        return allocated, int(reserved * self._excess(levers))
+            allocated = reserved = self.paper.peak_bytes(levers, self.samples, point, self.device)
+        else:
+            found = self.paper.held_bytes(levers, self.samples, point, self.device, (most + 1) / excess)
+            if found is None:
+                return None
+            allocated, reserved = found
+        held_bytes = int(reserved * excess)
+        return (allocated, held_bytes) if held_bytes <= most else None
 
 
 def _share(levers: Levers) -> tuple[int, int, int, bool]:
