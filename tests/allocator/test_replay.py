@@ -35,6 +35,14 @@ def test_peaks_and_where_they_are() -> None:
     assert (report.num_ooms, report.oom_point) == (0, None)
 
 
+def test_a_replay_ends_where_more_is_reserved_than_is_of_interest() -> None:
+    report = replay(STEP, AllocatorSettings(), history=True, until_reserved_bytes=14 * MIB)
+    assert [n / MIB for n in report.reserved_bytes] == [12, 14, 44]
+    assert report.peak_reserved_bytes > 14 * MIB and report.num_ooms == 0
+    whole = replay(STEP, AllocatorSettings(), until_reserved_bytes=44 * MIB)
+    assert whole == replay(STEP, AllocatorSettings())
+
+
 def test_a_second_step_uses_the_names_and_the_memory_again() -> None:
     once, twice = (replay(STEP + STEP[1:] * n, AllocatorSettings(), history=True) for n in (0, 1))
     assert twice.peak_allocated_bytes == once.peak_allocated_bytes

@@ -5,11 +5,17 @@ from __future__ import annotations
 import random
 
 import pytest
+from msgspec.structs import replace
 
+from memfit.ir.allocations import allocations_of
+from memfit.ir.interpolation import is_one_program
+from memfit.ir.operator_costs import OpCost
 from memfit.ir.plan import Precision
 from memfit.ir.remat import Regions
-from memfit.ir.simulate import repeats, simulate
+from memfit.ir.sharding import Mode, Sharding
+from memfit.ir.simulate import Replay, repeats, simulate
 from memfit.ir.timeline import Timeline
+from memfit.sharding.one_rank import shard, with_share_of_update
 from memfit.solver.candidates import options
 from memfit.workload import batch_size_of
 from tests.covering import each
@@ -106,6 +112,36 @@ def test_the_timeline_adds_up() -> None:
     by_hand = [sum(s.nbytes for s in trace.storages if s.birth <= i <= s.death) for i in range(len(trace.ops))]
     assert totals == by_hand
     assert timeline.step_seconds == pytest.approx(len(trace.ops) * COSTS.dispatch_seconds)
+
+
+@pytest.mark.parametrize("name", ["transformer", "tied", "convnet", "unet", "twice"])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_step_of_another_size_is_replayed_as_if_alone(name: str, microbatches: int) -> None:
+    small, large = (captured(BUILDERS[name](batch=size * microbatches), microbatch_size=size) for size in (2, 6))
+    assert is_one_program(small, large)
+    costs = replace(COSTS, ops={text: OpCost(1e-3, 7 << 10, False) for text in large.signatures})
+    rng = random.Random(0)
+    for _ in range(4):
+        regions = random_selection(rng, options(Regions(small), COSTS))
+        alone = Replay(large, costs, regions)
+        shared = Replay(small, COSTS, regions).under(costs, large)
+        assert shared.timeline() == alone.timeline()
+        assert (shared.peak_bytes(), shared.step_seconds()) == (alone.peak_bytes(), alone.step_seconds())
+        assert list(shared.lives()) == list(alone.lives())
+        assert list(allocations_of(shared)) == list(allocations_of(alone))
+
+
+@pytest.mark.parametrize("mode", ["ddp", "zero2", "zero3"])
+def test_a_step_of_other_ranks_is_replayed_as_if_alone(mode: Mode) -> None:
+    trace = plain_trace("transformer", "32-true", 2)
+    two, six = (
+        with_share_of_update(shard(trace, Sharding(world_size=ranks, mode=mode)), Sharding(world_size=ranks, mode=mode))
+        for ranks in (2, 6)
+    )
+    assert is_one_program(two, six)
+    regions = random_selection(random.Random(1), options(Regions(two), COSTS))
+    alone, shared = Replay(six, COSTS, regions), Replay(two, COSTS, regions).under(COSTS, six)
+    assert shared.timeline() == alone.timeline() and shared.peak_bytes() == alone.peak_bytes()
 
 
 def test_the_second_microbatch_stands_for_all_later() -> None:

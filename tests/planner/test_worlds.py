@@ -71,6 +71,21 @@ def test_cards_that_share_captures_are_predicted_as_alone() -> None:
         assert together.step_seconds == pytest.approx(alone.step_seconds, rel=0.02)
 
 
+def test_what_cards_and_ranks_share_is_what_each_finds_alone() -> None:
+    """Replays, peaks and what the allocator holds are shared; budgets are not, and one card has no room at all."""
+    options = {"devices": ["a100-80gb", "a100-40gb", "rtx-3070"], "budget": "0.5%", "world_sizes": [1, 4]}
+    together, alone = gpu_process.call(worlds_there.in_parts, mlp(), options, lambda *_: None)
+    rows = {(row.device, row.ranks): row for row in together.found}
+    rows_alone = {(row.device, row.ranks): row for each in alone for row in each.found}
+    assert rows.keys() == rows_alone.keys() and len({row.levers for row in rows.values()}) > 2
+    for key, row in rows.items():
+        assert row[:8] == rows_alone[key][:8]
+        assert row.step_seconds == pytest.approx(rows_alone[key].step_seconds, rel=1e-9)
+    least = [misfit for each in alone for misfit in each.misfits if misfit.device not in {name for name, _ in rows}]
+    assert together.misfits == [min(least, key=lambda misfit: misfit.held_bytes)]
+    assert together.misfits[0].held_bytes > together.misfits[0].budget_bytes
+
+
 def test_ranks_that_can_not_be_faster_are_left_out_unless_asked() -> None:
     def rows(each: bool) -> list[worlds.Found]:
         options = {"device": DEVICE, "budget": "2GiB", "each": each}

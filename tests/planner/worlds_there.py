@@ -80,6 +80,15 @@ def grouped(workload: Workload, *, devices: list[str], progress: object) -> list
     return list(zip(sorted(together, key=lambda row: order[row.device]), alone, strict=True))
 
 
+def in_parts(
+    workload: Workload, *, devices: list[str], budget: str, world_sizes: list[int], progress: object
+) -> tuple[worlds.Worlds, list[worlds.Worlds]]:
+    """Return a search for all cards and numbers of ranks, and one for each pair of them alone."""
+    together = worlds.search(asked(workload, devices, budget, world_sizes))
+    pairs = [(name, ranks) for name in devices for ranks in world_sizes]
+    return together, [worlds.search(asked(workload, [name], budget, [ranks])) for name, ranks in pairs]
+
+
 def every(workload: Workload, *, device: str, budget: str, each: bool, progress: object) -> list[worlds.Found]:
     """Return the rows for up to twelve ranks."""
     return worlds.search(asked(workload, [device], budget, list(range(1, 13)), each=each)).found
