@@ -18,7 +18,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "estimate 1 B, A100": ("estimate", MODEL.format("1b"), "--device", "a100-80gb", "--precision", "bf16-mixed"),
     "estimate 7 B, A100": ("estimate", MODEL.format("7b"), "--device", "a100-80gb", "--precision", "bf16-mixed"),
     "estimate 7 B, 8 x A100, ZeRO-3": (
-        *("estimate", MODEL.format("7b"), "--device", "a100-80gb", "--precision", "bf16-mixed"),
+        *("estimate", MODEL.format("7b_of_8"), "--device", "a100-80gb", "--precision", "bf16-mixed"),
         *("--world-size", "8", "--sharding", "zero3"),
     ),
     "estimate 175 B, 1024 x H100, ZeRO-3": (

@@ -26,9 +26,14 @@ def gpt_7b() -> Workload:
     return gpt("gpt_7b", n_layer=32, width=4096, n_head=32, batch_size=4)
 
 
+def gpt_7b_of_8() -> Workload:
+    """The same, with as many samples for each of 8 ranks."""
+    return gpt("gpt_7b_of_8", n_layer=32, width=4096, n_head=32, batch_size=8 * 4)
+
+
 def gpt_175b() -> Workload:
-    """96 layers of width 12288: 175 billion parameters."""
-    return gpt("gpt_175b", n_layer=96, width=12288, n_head=96, batch_size=1)
+    """96 layers of width 12288: 175 billion parameters, with a sample for each of 1024 ranks."""
+    return gpt("gpt_175b", n_layer=96, width=12288, n_head=96, batch_size=1024)
 
 
 def gpt(name: str, *, n_layer: int, width: int, n_head: int, batch_size: int) -> Workload:

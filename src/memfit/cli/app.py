@@ -166,7 +166,9 @@ def estimate(
         PrecisionName, typer.Option(help="Precision of the step; auto takes the mixed one that suits the device.")
     ] = PrecisionName.fp32,
     microbatch_size: MicrobatchSize = None,
-    world_size: Annotated[int, typer.Option(help="Ranks that share the training; the batch is one rank's.", min=1)] = 1,
+    world_size: Annotated[
+        int, typer.Option(help="Ranks that share the step; each runs its part of the batch.", min=1)
+    ] = 1,
     sharding: Annotated[
         ShardingName | None, typer.Option(help="How they share it; ddp by default.", show_default=False)
     ] = None,

@@ -57,8 +57,9 @@ def estimate(
         device: The device's name: "cpu", "cuda", or one of the catalogue (`memfit devices` shows it); None for the one
             that the model is on.
         precision: Of the step; "auto" takes the mixed one that the device is made for.
-        microbatch_size: Samples in one forward and backward pass; None for the whole batch.
-        world_size: Ranks that train together (≥ 1); the batch is that of one of them, and so is the prediction.
+        microbatch_size: Samples in one forward and backward pass of a rank; None for all that it has.
+        world_size: Ranks that share the step (≥ 1). The batch of the workload is the global one, of which each rank
+            runs its part; predicted is the rank that holds most.
         sharding: How they share it, where they are more than one: "ddp", "zero1", "zero2" or "zero3"
             (`sharding.one_rank`).
         parallel: How ranks share one copy of the model, on paper: some of "tp=N" (tensor), "cp=N" (context) and "pp=N"
@@ -69,7 +70,7 @@ def estimate(
         progress: Told how far it is; by default bars in a notebook, and nobody elsewhere.
 
     Raises:
-        UsageError: No such device, precision or sharding.
+        UsageError: No such device, precision or sharding, or more ranks than samples.
         OutputError: A file can't be written, which is found out first.
         CaptureError: The step can't be captured.
     """
@@ -79,8 +80,8 @@ def estimate(
     if precision == "auto":
         precision = precisions(found)[-1]
     check_precision(precision, "precision", found, workload)
-    if world_size < 1:
-        raise UsageError(f"world_size={world_size} is not above 0: give the number of ranks")
+    part = _part(workload, world_size)
+    size = microbatch_size or samples_of(part)
     shared = Parallel() if parallel is None else read_parallel(parallel)
     if shared.ranks > 1 and world_size > 1:
         raise UsageError(
@@ -103,18 +104,17 @@ def estimate(
             "snapshot": snapshot and Path(snapshot).resolve(),
             "chrome_trace": chrome_trace and Path(chrome_trace).resolve(),
         }
-        readings = readings_to_send(workload, [microbatch_size or samples_of(workload)])
+        readings = readings_to_send(workload, [size])
         return gpu_process.call(estimate, workload, options, progress, readings)
     check_workload(workload, found)
     progress("capture", 0, 1)
-    size = microbatch_size or samples_of(workload)
-    trace = capture_plain(workload, Levers(precision=precision, microbatch_size=size), found)
+    trace = capture_plain(part, Levers(precision=precision, microbatch_size=size), found)
     progress("capture", 1, 1)
     costs = costs_of([trace], found, functools.partial(progress, "measure operators"))
     if workload.loop is not None and workload.loop.cudnn_benchmark and found.kind == "cuda":
         costs = replace(costs, peak_error=costs.peak_error + BENCHMARK_ERROR)
     if world_size > 1:
-        trace = _sharded(trace, Sharding(world_size=world_size, mode=sharding), found)
+        trace = _sharded(trace, Sharding(world_size=world_size, mode=sharding), found, samples_of(workload))
         costs = costs_of([trace], found) if found.kind != "cpu" else costs
     trace, costs = on_paper(trace, costs, shared, found)
     if (label := precision_label(workload, precision)) != precision:
@@ -135,9 +135,32 @@ def estimate(
     return prediction
 
 
-def _sharded(trace: Trace, sharding: Sharding, device: Device) -> Trace:
-    """Return the step of one rank, with a note on what it sends."""
-    note = f"{sharding.mode} over {sharding.world_size} ranks, on paper: the batch is one rank's"
+def _part(workload: Workload, world_size: int) -> Workload:
+    """Return the workload of the rank with the most samples.
+
+    Raises:
+        UsageError: There can't be so many ranks.
+    """
+    if world_size < 1:
+        raise UsageError(f"world_size={world_size} is not above 0: give the number of ranks")
+    if world_size == 1:
+        return workload
+    if world_size > (samples := samples_of(workload)):
+        raise UsageError(
+            f"world_size={world_size} ranks share a batch of {samples} samples, so that some would have none: give a"
+            " Workload.batch of all ranks' samples, or fewer ranks"
+        )
+    from memfit.ranks.mesh import of_one_rank  # distributed packages take a second to import
+
+    return of_one_rank(workload, world_size)
+
+
+def _sharded(trace: Trace, sharding: Sharding, device: Device, samples: int) -> Trace:
+    """Return the step of one rank of those that share a batch of some samples, with a note on what it sends."""
+    note = (
+        f"{sharding.mode} over {sharding.world_size} ranks, on paper: of the batch's {samples} samples, the rank with"
+        f" the most has {trace.batch_size}"
+    )
     if device.link_bytes_per_second:
         sent = communication(trace, sharding, device.link_bytes_per_second)
         total = sent.all_gather_bytes + sent.reduce_scatter_bytes + sent.all_reduce_bytes

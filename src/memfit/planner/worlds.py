@@ -279,9 +279,7 @@ class _Paper:
             if most <= self._exceeded.get(key, -1):
                 return None
             events = allocations_of(self.replay(levers, samples, point, device), is_labelled=False)
-            report = replay_allocations(
-                events, settings, total_bytes=device.memory_bytes, until_reserved_bytes=most
-            )
+            report = replay_allocations(events, settings, total_bytes=device.memory_bytes, until_reserved_bytes=most)
             if report.peak_reserved_bytes > most:
                 self._exceeded[key] = most
                 return None
