@@ -13,11 +13,11 @@ from memfit.allocator.replay import AllocationEvent, replay
 from memfit.allocator.settings import AllocatorSettings
 from memfit.batch import batch_size_of
 from memfit.hardware.host import find_device
-from memfit.ir.allocations import allocations
+from memfit.ir.allocations import allocations, allocations_of
 from memfit.ir.operator_costs import CostTable, OpCost
 from memfit.ir.plan import Levers
 from memfit.ir.remat import Region, Regions
-from memfit.ir.simulate import simulate
+from memfit.ir.simulate import Replay, simulate
 from memfit.ir.trace import Trace
 from memfit.planner.captures import capture_plain
 from memfit.solver.candidates import options
@@ -34,6 +34,14 @@ def costly(trace: Trace) -> CostTable:
 def peak_bytes(events: list[AllocationEvent]) -> int:
     """The most that is asked for at once; a birth of what is alive, or a death of what is not, raises."""
     return replay(events, AllocatorSettings()).peak_requested_bytes
+
+
+def test_events_without_labels_are_the_same_otherwise() -> None:
+    trace = plain_trace("transformer", "32-true", 2)
+    labelled = allocations(trace, costly(trace))
+    bare = list(allocations_of(Replay(trace, costly(trace), ()), is_labelled=False))
+    assert [replace(event, label="") for event in labelled] == [replace(event, label="") for event in bare]
+    assert any(event.label for event in labelled) and not any(event.label for event in bare if event.point >= 0)
 
 
 def told(event: AllocationEvent) -> tuple[int, int, bool, str]:

@@ -11,7 +11,7 @@ from memfit.ir.allocations import allocations_of
 from memfit.ir.interpolation import is_one_program
 from memfit.ir.operator_costs import OpCost
 from memfit.ir.plan import Precision
-from memfit.ir.remat import Regions
+from memfit.ir.remat import Region, Regions
 from memfit.ir.sharding import Mode, Sharding
 from memfit.ir.simulate import Replay, repeats, simulate
 from memfit.ir.timeline import Timeline
@@ -129,6 +129,14 @@ def test_a_step_of_another_size_is_replayed_as_if_alone(name: str, microbatches:
         assert (shared.peak_bytes(), shared.step_seconds()) == (alone.peak_bytes(), alone.step_seconds())
         assert list(shared.lives()) == list(alone.lives())
         assert list(allocations_of(shared)) == list(allocations_of(alone))
+
+
+def test_a_step_of_another_size_that_waits_in_host_memory_is_replayed_as_if_alone() -> None:
+    small, large = (captured(BUILDERS["transformer"](batch=size), microbatch_size=size) for size in (2, 16))
+    costs = replace(COSTS, link_bytes_per_second=1e9)
+    regions = [Region(modules=(fqn,), offload=True) for fqn in ("blocks.0", "blocks.1")]
+    alone, shared = Replay(large, costs, regions), Replay(small, costs, regions).under(costs, large)
+    assert alone.moved and shared.timeline() == alone.timeline()
 
 
 @pytest.mark.parametrize("mode", ["ddp", "zero2", "zero3"])

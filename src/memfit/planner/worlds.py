@@ -6,9 +6,11 @@ What makes it quick:
    lie between them (`ir.interpolation`). Cards with the same kernels share the captures.
 2. Which modules are worth recomputing is solved once, as a menu from none of them to the lowest peak. Which point of
    the menu a card needs is found by halving.
-3. Sharding is done on paper, and what storages take is replayed once for all cards with the same program
-   (`Replay.under`).
-4. A size of microbatch whose step alone is slower than a plan that fits is not looked at, nor are numbers of ranks
+3. Sharding is done on paper. When storages are born and die is replayed once for each program: samples, ranks and cards
+   change only bytes and costs (`Replay.under`).
+4. What the simulated allocator holds is found once for storages and workspaces of the same bytes, and only until there
+   is no room.
+5. A size of microbatch whose step alone is slower than a plan that fits is not looked at, nor are numbers of ranks
    that fewer do as well as.
 
 What fits is held against the budget as `memfit.plan` holds it: by what the simulated allocator reserves, with its
