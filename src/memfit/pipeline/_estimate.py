@@ -29,7 +29,7 @@ from memfit.report.notebook_progress import stages, with_bars
 from memfit.sharding.model_parallel import Parallel, read_parallel
 from memfit.sharding.one_rank import Mode, Sharding, communication, shard, with_share_of_update
 from memfit.training.refusals import check_supported
-from memfit.units import format_bytes, format_seconds
+from memfit.units import format_bytes
 from memfit.workload import Workload, precision_label, samples_of, tokens_per_sample
 
 
@@ -164,9 +164,6 @@ def _sharded(trace: Trace, sharding: Sharding, device: Device, samples: int) -> 
     if device.link_bytes_per_second:
         sent = communication(trace, sharding, device.link_bytes_per_second)
         total = sent.all_gather_bytes + sent.reduce_scatter_bytes + sent.all_reduce_bytes
-        note += (
-            f". A rank sends {format_bytes(total)} a step, {format_seconds(sent.seconds)} over the device's host link"
-            " alone; the step's time does not count it"
-        )
+        note += f". A rank sends {format_bytes(total)} a step, which the step's time counts"
     sharded = with_share_of_update(shard(trace, sharding), sharding)
     return replace(sharded, notes=[*sharded.notes, note])
