@@ -140,6 +140,24 @@ def test_verify(memfit: Shell, plan_file: Path, tmp_path: Path) -> None:
     assert "Traceback" not in errors
 
 
+def test_compare(memfit: Shell, plan_file: Path) -> None:
+    status, output, _ = memfit("compare", LEAN, "--plan", str(plan_file), "--steps", "2", "--json")
+    assert status == 0
+    found = json.loads(output)
+    assert len(found["plain_losses"]) == len(found["planned_losses"]) == 2
+    assert found["planned_peak_bytes"] < found["plain_peak_bytes"]
+
+
+def test_train_plans_for_a_budget(memfit: Shell, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train = ("train", LEAN, "--out", str(run), "--steps", "1")
+    for options in ((), ("--budget", "2x", "--plan", str(tmp_path / "plan.json"))):
+        status, _, errors = memfit(*train, *options)
+        assert status == 2 and "give one of --plan and --budget" in errors
+    assert memfit(*train, "--budget", "2x")[0] == 0
+    assert (run / "plan.json").is_file()
+
+
 def test_train_report_and_resume(memfit: Shell, plan_file: Path, tmp_path: Path) -> None:
     run = str(tmp_path / "run")
     train = ("train", LEAN, "--plan", str(plan_file), "--out", run)

@@ -126,10 +126,9 @@ def with_plans(rank: int, out: Path) -> Iterator[Any]:
     with pytest.raises(PlanMismatchError) as e:
         memfit.apply(plan_for(given, other), given)
     texts.append(str(e.value))
-    for options in ({"compare_steps": 2}, {"adaptive": True}):
-        with pytest.raises(UsageError) as refused:
-            memfit.train(plan_for(given, ZERO3), given, out=out, steps=1, **options)
-        texts.append(str(refused.value))
+    with pytest.raises(UsageError) as refused:
+        memfit.train(plan_for(given, ZERO3), given, out=out, steps=1, adaptive=True)
+    texts.append(str(refused.value))
     with pytest.raises(UsageError) as few:
         memfit.train(plan_for(given, HYBRID), given, out=out, steps=1)
     yield [*texts, str(few.value)]
@@ -138,7 +137,7 @@ def with_plans(rank: int, out: Path) -> Iterator[Any]:
 def test_ranks_with_different_plans_say_so_on_all(tmp_path: Path) -> None:
     first, second = (rank[0] for rank in on_ranks(2, with_plans, tmp_path / "out"))
     assert first == second
-    expected = ["have different plans", "have different plans", "compare_steps=2", "adaptive=True"]
+    expected = ["have different plans", "have different plans", "adaptive=True"]
     expected.append("the plan is for world_size=4, and there are 2 ranks")
     assert all(part in text for part, text in zip(expected, first, strict=True)), first
     assert not (tmp_path / "out").exists()
@@ -159,3 +158,49 @@ def test_a_group_that_was_joined_before_trains_too(tmp_path: Path) -> None:
     given = workload()
     record = memfit.train(plan_for(given, None), given, out=tmp_path, steps=4, resume=True)
     assert record.steps == 4
+
+
+def under_torchrun(*arguments: str) -> tuple[int, str]:
+    """Run a memfit command on two ranks; return its status and what it wrote."""
+    line = [*warm.command("-m", "torch.distributed.run"), "--nproc-per-node", "2", "--no-python"]
+    line += warm.command("-m", "memfit", *arguments)
+    process = subprocess.Popen(
+        line,
+        cwd=warm.ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    text, _ = process.communicate(timeout=300)
+    return process.returncode, text
+
+
+@pytest.mark.slow
+def test_a_plan_that_does_not_hold_fails_on_all_ranks_and_the_first_says_why(tmp_path: Path) -> None:
+    memfit.save_plan(plan_for(workload(), DDP), tmp_path / "plan.json")  # of made-up predictions
+    name = "tests.ranks.trainings:workload"
+    status, text = under_torchrun("verify", name, "--plan", str(tmp_path / "plan.json"))
+    assert status != 0 and text.count("Plain step against planned step") == 1, text
+    assert "the plan states predicted.peak_bytes" in " ".join(text.split())
+    assert text.count("exitcode  : 4") == 2 or "exitcode  : -15" in text, text
+
+
+@pytest.mark.ci
+@pytest.mark.slow
+def test_ranks_plan_and_compare_and_train_by_one_command(tmp_path: Path) -> None:
+    name, out = "tests.ranks.trainings:workload", str(tmp_path / "out")
+    train = ("train", name, "--budget", "90MiB", "--out", out)
+    status, text = under_torchrun(*train, "--steps", "2", "--compare", "2")
+    assert status == 0, text
+    plan = memfit.load_plan(tmp_path / "out" / "plan.json")
+    assert plan.levers.sharding is not None and plan.levers.sharding.world_size == 2
+    written = memfit.write_report(out)
+    assert written.stat().st_size > 50_000
+    status, text = under_torchrun(*train, "--steps", "3", "--resume")  # under the plan that the folder holds
+    assert status == 0 and "frontier" not in text, text
+    assert lines(tmp_path / "out")[-1]["step"] == 3
+    status, text = under_torchrun("compare", name, "--plan", str(tmp_path / "out" / "plan.json"), "--steps", "2")
+    assert status == 0 and text.count("Plain and planned step") == 1, text
+    status, text = under_torchrun("train", name, "--budget", "1000", "--out", out, "--steps", "3", "--overwrite")
+    assert status != 0 and "no plan" in text, text

@@ -56,7 +56,7 @@ def packed(
         _Pickler(body).dump((function, sent, options))
     except Exception as e:
         raise WorkloadError(
-            f"the workload can't be sent to the process that predicts for a GPU ({type(e).__name__}: {e}): make"
+            f"the workload can't be sent to the process that predicts ({type(e).__name__}: {e}): make"
             " Workload.model, .loss_fn and .optimizer work with pickle, or name the workload on the command line"
         ) from e
     finally:

@@ -405,26 +405,77 @@ def probe_range(
 
 @app.command()
 def verify(workload: WorkloadName, plan: PlanFile, as_json: AsJson = False) -> None:
-    """Run the plain and the planned step side by side: numerics and peak bytes, against what the plan says."""
+    """Run the plain and the planned step side by side: numerics and peak bytes, against what the plan says.
+
+    For a plan for several ranks: torchrun --nproc-per-node N -m memfit verify ...
+    """
     from memfit import pipeline
+    from memfit.cli.training import check_launched
     from memfit.report.listings import verification_table
 
     read, loaded = pipeline.load_plan(plan), _load(workload)
-    with stages() as progress:
-        verification = pipeline.verify(read, loaded, progress=progress)
-    if as_json:
-        print_json({**msgspec.structs.asdict(verification), "holds": verification.holds})
-    else:
-        out.print(verification_table(verification))
+    check_launched(read, "verify")
+    with pipeline.ranks_of(read) as ranks:
+        with stages() as progress:
+            verification = pipeline.verify(read, loaded, progress=progress)
+        if ranks.rank == 0:  # the first shows it
+            if as_json:
+                print_json({**msgspec.structs.asdict(verification), "holds": verification.holds})
+            else:
+                out.print(verification_table(verification))
+        ranks.gathered(None)  # the others wait for it: torchrun ends all ranks when one has failed
+    if not verification.holds and ranks.rank:
+        raise SystemExit(VerificationError.exit_status)
     if not verification.holds:
         raise VerificationError(f"{plan} does not hold: " + "; ".join(verification.failures))
 
 
 @app.command()
-def train(
+def compare(
     workload: WorkloadName,
     plan: PlanFile,
+    steps: Annotated[int, typer.Option(help="Steps of each.", min=2)] = 5,
+    as_json: AsJson = False,
+) -> None:
+    """Train the plain and the planned step in turn on copies: peaks in bytes, seconds a step, and losses.
+
+    For a plan for several ranks: torchrun --nproc-per-node N -m memfit compare ...
+    """
+    from memfit import pipeline
+    from memfit.cli.training import check_launched
+    from memfit.report.tables import comparison_table
+
+    read, loaded = pipeline.load_plan(plan), _load(workload)
+    check_launched(read, "compare")
+    with stages() as progress:
+
+        def compared(done: int, of: int) -> None:
+            progress("plain and planned", done, of)
+
+        comparison = pipeline.compare(read, loaded, steps=steps, progress=compared)
+    if launched_rank():  # the first shows it
+        return
+    if as_json:
+        print_json(comparison)
+    else:
+        out.print(comparison_table(None, comparison))
+
+
+@app.command()
+def train(
+    workload: WorkloadName,
     output: Annotated[Path, typer.Option("--out", help="The run's folder.", show_default=False)],
+    plan: Annotated[
+        Path | None,
+        typer.Option("--plan", help="A plan that `memfit plan` wrote; or give --budget.", show_default=False),
+    ] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help="Plan for this budget first, as `memfit plan` does, for the ranks that are there; or give --plan.",
+            show_default=False,
+        ),
+    ] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer updates; or give --epochs.", min=1)] = None,
     epochs: Annotated[
         int | None, typer.Option(help="Passes over the workload's batches; or give --steps.", min=1)
@@ -446,7 +497,7 @@ def train(
         bool | None,
         typer.Option(
             "--recover/--no-recover",
-            help="Run a step that runs out of memory again, under the next lower plan; by default on one rank.",
+            help="Run a step that runs out of memory again, under the next lower plan; by default where it can be.",
             show_default=False,
         ),
     ] = None,
@@ -477,7 +528,7 @@ def train(
     For a plan for several ranks: torchrun --nproc-per-node N -m memfit train ...
     """
     from memfit import pipeline
-    from memfit.cli.training import check_launched, spare_memory, train_with_bar
+    from memfit.cli.training import check_launched, plan_of, spare_memory, train_with_bar
     from memfit.report.summary import retries_text, waiting_text
 
     if (steps is None) == (epochs is None):
@@ -485,10 +536,18 @@ def train(
     if adaptive and recover is False:
         raise UsageError("--adaptive always reruns steps that run out of memory: leave out --no-recover")
     limit_bytes = None if limit is None else parse_budget(limit, None, "--limit")
-    read = pipeline.load_plan(plan)
-    check_launched(read)
-    spare_memory(read, host_budget)
+    if (plan is None) == (budget is None):
+        raise UsageError("give one of --plan and --budget")
+    read = plan_of(plan, output if resume else None)
+    if read is not None:
+        check_launched(read, "train")
+        spare_memory(read, host_budget)
     loaded = _load(workload)
+    if read is None:
+        assert budget is not None
+        with stages() as progress, pipeline.joined_by(loaded):
+            read = pipeline.plan(loaded, budget=budget, progress=progress)
+        spare_memory(read, host_budget)
     record = train_with_bar(
         read,
         loaded,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from memfit import pipeline
@@ -12,6 +13,7 @@ from memfit.hardware.host import free_bytes
 from memfit.ir.plan import Plan
 from memfit.ir.run_record import RunRecord
 from memfit.ranks.environment import launched_size
+from memfit.training.runs.folder import PLAN
 from memfit.training.runs.log import Progress
 from memfit.units import format_bytes, format_seconds, parse_budget
 from memfit.workload import Workload
@@ -45,8 +47,23 @@ def train_with_bar(plan: Plan, workload: Workload, *, steps: int | None, **argum
         return pipeline.train(plan, workload, steps=steps, progress=compared, on_step=on_step, **arguments)
 
 
-def check_launched(plan: Plan) -> None:
-    """Refuse a plan for one process where a launcher has started several: each would train by itself, into one folder.
+def plan_of(path: Path | None, folder: Path | None) -> Plan | None:
+    """Return the plan of a file, or else of the run's folder to go on from, where that is for the ranks that are there.
+
+    Raises:
+        PlanError: The file can't be read, or is not a plan.
+    """
+    if path is not None:
+        return pipeline.load_plan(path)
+    if folder is None or not (folder / PLAN).is_file():
+        return None
+    held = pipeline.load_plan(folder / PLAN)
+    sharding = held.levers.sharding
+    return held if launched_size() == (1 if sharding is None else sharding.world_size) else None
+
+
+def check_launched(plan: Plan, verb: str) -> None:
+    """Refuse a plan for one process where a launcher has started several: each would do the same by itself.
 
     Raises:
         UsageError: It is such a plan.
@@ -54,7 +71,7 @@ def check_launched(plan: Plan) -> None:
     count = launched_size()
     if count > 1 and plan.levers.sharding is None:
         raise UsageError(
-            f"the plan is for one process, and there are {count} ranks: start memfit train without torchrun, or make a"
+            f"the plan is for one process, and there are {count} ranks: start memfit {verb} without torchrun, or make a"
             f" plan with world_size={count}"
         )
 

@@ -1,4 +1,4 @@
-"""A process with fake CUDA tensors, for one call."""
+"""A process of its own for one call, with fake CUDA tensors or without."""
 
 from __future__ import annotations
 
@@ -8,18 +8,25 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from memfit.errors import CaptureError
 from memfit.fake_gpu import shim
 
+_LAUNCHERS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 Progress = Callable[[str, int, int], None]
 
 
-def run(call: bytes, progress: Progress) -> Any:
-    """Return the result of a pickled call that runs in a process with fake CUDA, and report its stages.
+def run(call: bytes, progress: Progress, *, fakes_cuda: bool = True) -> Any:
+    """Return the result of a pickled call that runs in a process of its own, and report its stages.
+
+    The process is no rank of any group, even where this one is.
+
+    Args:
+        call: The pickled function of `progress`.
+        fakes_cuda: Whether CUDA tensors are fake there.
 
     Raises:
         MemfitError: The function raised it there.
@@ -30,18 +37,31 @@ def run(call: bytes, progress: Progress) -> Any:
         request.write_bytes(pickle.dumps((sys.path, call)))
         # Stages travel by a pipe of their own: the user's code may print.
         reading, writing = os.pipe()
-        line = shim.command("memfit.fake_gpu.worker", str(request), str(reply), str(writing))
-        with subprocess.Popen(line, pass_fds=(writing,), stdout=2) as process:
+        given = ("memfit.fake_gpu.worker", str(request), str(reply), str(writing))
+        line = shim.command(*given) if fakes_cuda else [sys.executable, "-m", *given]
+        environment = _without_launcher(os.environ)
+        if not fakes_cuda:  # it finds memfit by its name
+            environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+        with subprocess.Popen(line, pass_fds=(writing,), stdout=2, env=environment) as process:
             os.close(writing)
             with open(reading) as stages:
                 for stage in stages:
                     progress(*json.loads(stage))
         if not reply.exists():
             raise CaptureError(
-                f"the process that predicts for a GPU ended without a reply, with status {process.returncode}: what it"
+                f"the process that predicts ended without a reply, with status {process.returncode}: what it"
                 " printed stands above (-9 often means that this machine ran out of memory)"
             )
         result = pickle.loads(reply.read_bytes())  # from our own process, in our own folder
     if isinstance(result, BaseException):
         raise result
     return result
+
+
+def _without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without what a launcher such as torchrun tells its ranks."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in _LAUNCHERS and not name.startswith("TORCHELASTIC_")
+    }

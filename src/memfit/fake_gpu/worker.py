@@ -1,4 +1,6 @@
-"""The process that runs one call with fake CUDA: `python shim.py memfit.fake_gpu.worker REQUEST REPLY STAGES`."""
+"""The process that runs one call: `python shim.py memfit.fake_gpu.worker REQUEST REPLY STAGES`, with fake CUDA.
+
+`python -m memfit.fake_gpu.worker` runs it without."""
 
 from __future__ import annotations
 

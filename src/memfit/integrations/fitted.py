@@ -81,7 +81,7 @@ class Fitted:
         self._engine, self._ranks = engine, ranks or SingleProcess()
 
         def planned() -> bytes:
-            made = given or plan(workload, **self._device, optimizers=(), engine=engine)  # the trainer updates
+            made = given or plan(workload, **self._device, optimizers=(), world_size=1, engine=engine)
             _check(made, workload, engine)
             return codec.encode(made)
 

@@ -30,7 +30,9 @@ class Verification(Shown, frozen=True, kw_only=True):
         measured_peak_bytes: Measured peak of the planned step.
         measured_reserved_bytes: What an accelerator's allocator reserved for it at most, from an empty cache; None on
             the CPU.
-        plain_measured_peak_bytes: Measured peak of the plain step.
+        plain_measured_peak_bytes: Measured peak of the plain step; None of several ranks, of which none may have room
+            for it.
+        rank_peaks_bytes: Of several ranks, the measured peak of each, by rank; `measured_peak_bytes` is the largest.
     """
 
     failures: list[str]
@@ -44,9 +46,10 @@ class Verification(Shown, frozen=True, kw_only=True):
     predicted_peak_bytes: int
     measured_peak_bytes: int
     measured_reserved_bytes: int | None = None
-    plain_measured_peak_bytes: int
+    plain_measured_peak_bytes: int | None
     budget_bytes: int
     notes: list[str]
+    rank_peaks_bytes: list[int] = []
 
     @property
     def holds(self) -> bool:

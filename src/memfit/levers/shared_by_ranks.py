@@ -107,7 +107,7 @@ class SharedByRanks(Lever):
     @contextlib.contextmanager
     def apply(self, levers: Levers, running: Running) -> Iterator[Running]:
         from memfit.ranks.engines import shared  # distributed packages take a second to import
-        from memfit.ranks.mesh import check_size, is_joined, mesh_of
+        from memfit.ranks.mesh import check_size, is_joined, kind_of_group, mesh_of
 
         assert levers.sharding is not None
         mesh = running.mesh
@@ -119,7 +119,7 @@ class SharedByRanks(Lever):
             )
         if mesh is None:
             place = next((p.device.type for p in running.workload.model.parameters()), "cpu")
-            mesh = mesh_of(levers.sharding, place)
+            mesh = mesh_of(levers.sharding, kind_of_group() if place == "meta" else place)
         check_size(levers.sharding, mesh.size())
         workload, ranks = shared(running.workload, levers.sharding, mesh, is_part=running.is_part)
         options = dataclasses.replace(running.options, ranks=ranks)

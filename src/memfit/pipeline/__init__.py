@@ -14,6 +14,7 @@ from memfit.pipeline._plan import load_plan, plan, save_plan
 from memfit.pipeline._probe_range import probe_range
 from memfit.pipeline._train import compare, train, write_report
 from memfit.pipeline._verify import verify
+from memfit.pipeline.joining import joined_by, ranks_of
 from memfit.pipeline.placement import device_named
 from memfit.pipeline.workload_files import load_fake_workload, load_workload
 from memfit.planner.gpu_process import is_elsewhere
@@ -33,12 +34,14 @@ __all__ = [
     "fit",
     "fleet",
     "is_elsewhere",
+    "joined_by",
     "load_fake_workload",
     "load_plan",
     "load_workload",
     "look_up",
     "plan",
     "probe_range",
+    "ranks_of",
     "save_plan",
     "train",
     "verify",

@@ -189,7 +189,13 @@ class Fitted:
         options = {"device": _device_of(workload.model)} | self._options | {"budget": budget}
         with outside_autocast():  # where the module is called; the step enters its own
             return make_plan(
-                workload, **options, precisions=("32-true",), optimizers=(), points=_POINTS, progress=self._progress
+                workload,
+                **options,
+                precisions=("32-true",),
+                optimizers=(),
+                world_size=1,
+                points=_POINTS,
+                progress=self._progress,
             )
 
     def _optimizers_of(self, modules: Sequence[nn.Module]) -> list[torch.optim.Optimizer]:

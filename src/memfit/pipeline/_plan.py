@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from memfit.capture.step_capture import without_collector
 from memfit.errors import UsageError
@@ -17,12 +17,15 @@ from memfit.levers import registry
 from memfit.levers.activation_offload import ACTIVATION_OFFLOAD
 from memfit.levers.circumstances import circumstances
 from memfit.levers.microbatches import microbatch_sizes
-from memfit.levers.stack import check_workload
+from memfit.levers.stack import check_plan, check_workload
+from memfit.pipeline.joining import ranks_here
 from memfit.pipeline.placement import device_named
 from memfit.planner import gpu_process
 from memfit.planner.assembly import Request, assemble
 from memfit.planner.prediction import Progress, check_precision, silent
 from memfit.planner.readings import readings_to_send
+from memfit.ranks.one_process import SingleProcess
+from memfit.ranks.together import check_same, each, once
 from memfit.report.notebook_progress import stages, with_bars
 from memfit.sharding.proposals import SEARCHED
 from memfit.training.refusals import check_supported
@@ -39,7 +42,7 @@ def plan(
     numerics: Numerics = "reordered",
     precisions: Sequence[Precision] | None = None,
     optimizers: Sequence[OptimizerLever] | None = None,
-    world_size: int = 1,
+    world_size: int | None = None,
     sharding: Mode | Literal["auto"] = "auto",
     engine: Sharding | None = None,
     points: int = 8,
@@ -68,8 +71,10 @@ def plan(
             none.
         optimizers: Ways of updating the parameters that may be tried where no other plan is cheap (`Levers.optimizer`);
             None for all that `numerics` allows.
-        world_size: Ranks that share the step (≥ 1). The batch of the workload is the global one, of which each rank
-            runs its part; the budget and what is predicted are those of the rank that holds most.
+        world_size: Ranks that share the step (≥ 1); None for those of the process group that this process has joined,
+            1 outside of one. The batch of the workload is the global one, of which each rank runs its part; the budget
+            and what is predicted are those of the rank that holds most. In a process group all ranks call this: the
+            first plans, in a process of its own without data, for the least of their budgets, and all return its plan.
         sharding: How they share it: "ddp", "zero2" (everything sharded, parameters kept gathered from the forward to
             the backward pass) or "zero3"; "auto" searches all.
         engine: How another library's engine has ranks share the step, such as Lightning's. The workload is then one
@@ -84,7 +89,31 @@ def plan(
         BudgetError: The budget says no number of bytes.
         InfeasibleError: No plan that `numerics` allows fits.
         CaptureError: The step can't be captured.
+        PlanMismatchError: The ranks of the process group have different workloads.
+        UsageError: An argument is out of its range, or `world_size` is not the number of ranks of the process group.
     """
+    ranks = ranks_here()
+    if world_size is None:
+        world_size = ranks.size
+    if ranks.size > 1 and world_size != 1:
+        check_ranks(world_size, sharding, numerics)
+        return _plan_on_ranks(
+            ranks,
+            workload,
+            budget,
+            device_named(device, workload),
+            progress,
+            {
+                "numerics": numerics,
+                "precisions": precisions,
+                "optimizers": optimizers,
+                "world_size": world_size,
+                "sharding": sharding,
+                "points": points,
+                "host_budget": host_budget,
+                "time_limit_seconds": time_limit_seconds,
+            },
+        )
     check_supported(workload)
     device = device_named(device, workload)
     found = find_device(device)
@@ -147,6 +176,60 @@ def plan(
     )
     with without_collector():  # which would go through millions of objects, none of which is garbage
         return assemble(request)
+
+
+def _plan_on_ranks(
+    ranks: SingleProcess,
+    workload: Workload,
+    budget: int | float | str,
+    device: str,
+    progress: Progress,
+    options: dict[str, Any],
+) -> Plan:
+    """Return the plan of the first rank on all; it is made in a process that is in no group."""
+    world_size: int = options["world_size"]
+    if world_size != ranks.size:
+        raise UsageError(
+            f"world_size={world_size}, and this process has joined a process group of {ranks.size} ranks: leave"
+            " world_size out, or plan before torch.distributed.init_process_group"
+        )
+    budgets = each(ranks, lambda: _own_budget(workload, budget, device))
+    least = _least(budgets, budget)
+
+    def make() -> bytes:
+        # A process has only one default process group, in which the step of one of several ranks can't be captured.
+        found = find_device(device)
+        readings = readings_to_send(workload, microbatch_sizes(-(-samples_of(workload) // world_size)))
+        given = {**options, "budget": least, "device": device}
+        fakes_cuda = gpu_process.is_elsewhere(found)
+        return codec.encode(gpu_process.call(plan, workload, given, progress, readings, fakes_cuda=fakes_cuda))
+
+    data = once(ranks, make)
+    check_same(ranks, "plans", data)
+    made = codec.decode(data, Plan, source="the first rank's plan")
+    each(ranks, lambda: check_plan(made, workload))
+    return made
+
+
+def _own_budget(workload: Workload, budget: int | float | str, device: str) -> tuple[bool, float]:
+    """Return this rank's budget: whether it is a share of the plain step's peak, and the share, or bytes."""
+    check_supported(workload)
+    asked = read_budget(budget)
+    if asked.of == "plain":
+        return True, asked.amount
+    return False, float(asked.nbytes(device_bytes=find_device(device).usable_bytes, plain_bytes=0))
+
+
+def _least(budgets: list[tuple[bool, float]], own: int | float | str) -> int | float | str:
+    """Return the least budget of all ranks, and as it was said where all say the same."""
+    if len(set(budgets)) == 1:
+        return own
+    if len({is_share for is_share, _ in budgets}) > 1:
+        raise UsageError(
+            f"budget={own!r}: some ranks give a share of the plain step's peak and others bytes. Give the same on all"
+        )
+    is_share, least = min(budgets)
+    return f"{least}x" if is_share else int(least)
 
 
 def check_ranks(world_size: int, sharding: str, numerics: Numerics) -> None:

@@ -6,10 +6,11 @@ import contextlib
 import functools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from memfit.capture.fake_workload import nothing_changes, real_copy
@@ -21,16 +22,18 @@ from memfit.ir import codec
 from memfit.ir.module_table import module_table
 from memfit.ir.plan import Levers, Plan
 from memfit.ir.run_record import Comparison, RunRecord, Views
+from memfit.ir.sharding import Sharding
 from memfit.ir.simulate import simulate
 from memfit.levers.stack import applied, check_plan, host_bytes_of
 from memfit.pipeline._adapt import adapt
 from memfit.pipeline._apply import apply
-from memfit.pipeline.placement import check_runs_here, kind_of, place_of, placed
+from memfit.pipeline._verify_ranks import rank_peak_bytes
+from memfit.pipeline.joining import ranks_of
+from memfit.pipeline.placement import check_runs_here, place_of, placed, rank_place
 from memfit.planner.captures import capture_each
 from memfit.planner.prediction import costs_of
 from memfit.ranks.environment import launched_rank
-from memfit.ranks.one_process import SingleProcess
-from memfit.ranks.together import check_same, once
+from memfit.ranks.together import once
 from memfit.report.html import write as write_html
 from memfit.report.notebook import ReportFile
 from memfit.report.notebook_progress import Bars, with_bars
@@ -41,7 +44,7 @@ from memfit.training.runs.folder import METRICS, PLAN, REPORT, RUN, VIEWS, held_
 from memfit.training.runs.log import Progress, read_lines
 from memfit.training.step import Step
 from memfit.training.trainer import Trainer
-from memfit.units import format_seconds, parse_budget
+from memfit.units import format_bytes, format_seconds, parse_budget
 from memfit.workload import Workload, tensors_of
 
 
@@ -76,30 +79,65 @@ def compare(
     Steps are interleaved, so that a busy machine slows both alike; the first of each, which makes the
     optimizer's state, is not timed.
 
+    A plan for several ranks is compared on as many, which all call this. The plain step is then
+    DistributedDataParallel's in fp32: each rank runs its part of the batch in one pass, and recomputes nothing. Peaks
+    are of the rank that holds most, times of the one that takes longest.
+
     Args:
         plan: The plan.
         workload: The workload it was made for; nothing of it is changed.
         steps: Steps of each (≥ 2).
         progress: Called with how many steps are done, of how many; by default bars in a notebook.
+
+    Raises:
+        UsageError: There are more or fewer ranks than the plan is for, or their plain step is predicted not to fit.
     """
     place = check_runs_here(plan, workload)
+    if plan.levers.sharding is not None:
+        _check_plain_fits(plan)
     batches = first_batches(workload, steps)
-    with nothing_changes(workload):
+    with ranks_of(plan) as ranks, nothing_changes(workload):
+        if ranks.size > 1:
+            place = rank_place(place)
         both = [real_copy(workload, place), real_copy(workload, place)]
-        with (
-            applied(Levers(microbatch_size=plan.batch_size), both[0]) as plain,
-            applied(plan.levers, both[1]) as planned,
-        ):
+        with applied(_plain_levers(plan), both[0]) as plain, applied(plan.levers, both[1]) as planned:
             losses, seconds = _interleave([plain, planned], batches, progress)
-            peaks = [measure_peak_bytes(step, batches[0]) for step in (plain, planned)]
+            measure = measure_peak_bytes if ranks.size == 1 else rank_peak_bytes
+            peaks = [measure(step, batches[0]) for step in (plain, planned)]
+        # Of the rank that holds most, and of the one that takes longest.
+        plain_bytes, planned_bytes, *medians = ranks.most([*peaks, *map(statistics.median, seconds)])
     return Comparison(
-        plain_peak_bytes=peaks[0],
-        planned_peak_bytes=peaks[1],
-        plain_step_seconds=statistics.median(seconds[0]),
-        planned_step_seconds=statistics.median(seconds[1]),
+        plain_peak_bytes=int(plain_bytes),
+        planned_peak_bytes=int(planned_bytes),
+        plain_step_seconds=medians[0],
+        planned_step_seconds=medians[1],
         plain_losses=losses[0],
         planned_losses=losses[1],
     )
+
+
+def _plain_levers(plan: Plan) -> Levers:
+    """Return the step that a plan is compared with: of several ranks, that of DistributedDataParallel."""
+    sharding = plan.levers.sharding
+    if sharding is None:
+        return Levers(microbatch_size=plan.batch_size)
+    size = sharding.world_size
+    data_parallel = Sharding(world_size=size, mode="ddp", gradient_as_bucket_view=True)
+    return Levers(microbatch_size=-(-plan.batch_size // size), sharding=data_parallel)
+
+
+def _check_plain_fits(plan: Plan) -> None:
+    """Refuse to compare with a step that is predicted not to fit: one rank that runs out leaves the others waiting.
+
+    Raises:
+        UsageError: It does not fit.
+    """
+    needed, there = plan.plain.peak_reserved_bytes or plan.plain.peak_bytes, find_device(plan.device).usable_bytes
+    if needed > there:
+        raise UsageError(
+            f"the plain step of the ranks takes {format_bytes(needed)} on each, and {plan.device} has"
+            f" {format_bytes(there)}: there is nothing to compare the plan with. Compare on a smaller batch or model"
+        )
 
 
 def first_batches(workload: Workload, count: int) -> list[Any]:
@@ -196,7 +234,8 @@ def train(
         out: Folder of the run.
         compare_steps: Before training, steps to run side by side with the plain step, on copies (0 for none).
         recover: Whether a step that runs out of memory is undone, and run again on the same batch under the next
-            lower plan of the frontier; None does so in one process. Ranks that do send votes.
+            lower plan of the frontier, on all ranks that share it. None does so wherever it can be done: `fully_shard`
+            needs torch 2.13 for it.
         limit_bytes: What a step may hold at a time (> 0): it fails before it exceeds that. None sets no limit.
         adaptive: Whether batches of other shapes than the workload's are run with plans of their own; see `adapt`.
             Steps that run out of memory are then always run again.
@@ -216,14 +255,14 @@ def train(
         NonFiniteError: The loss or a gradient is not finite.
     """
     folder = Path(out)
-    check_runs_here(plan, workload)
+    check_runs_here(plan, workload, makes_values=not compare_steps)
     is_shared = plan.levers.sharding is not None
     if is_shared:
-        _check_for_ranks(compare_steps, adaptive)
-    recovers = adaptive or (not is_shared if recover is None else recover)
+        _check_for_ranks(adaptive)
+    recovers = adaptive or (_can_undo(plan) if recover is None else recover)
     is_drawn = resume and (folder / VIEWS).exists() and _plan_in(folder) == plan
     drawn = None if not is_shared or is_drawn else _views_of_ranks(plan, workload)  # before the ranks are joined
-    with _ranks_of(plan) as ranks:
+    with ranks_of(plan) as ranks:
         if is_shared:
             resume, overwrite = once(ranks, lambda: _where_it_begins(folder, resume, overwrite))
         workload = placed(workload, plan)
@@ -246,7 +285,9 @@ def train(
             )
             comparison = compare(plan, workload, steps=compare_steps, progress=progress) if compare_steps else None
             if not is_shared:
-                drawn = codec.encode(views(plan, workload, comparison))
+                drawn = views(plan, workload, comparison)
+            elif drawn is not None:
+                drawn = msgspec.structs.replace(drawn, comparison=comparison)
             with (
                 adapt(plan, workload, limit_bytes=limit_bytes, snapshots=folder)
                 if adaptive
@@ -258,7 +299,7 @@ def train(
                 def draw() -> None:
                     nonlocal pending
                     if pending is not None:
-                        codec.write_atomic(folder / VIEWS, pending)
+                        codec.write_atomic(folder / VIEWS, codec.encode(pending))
                         pending = None
 
                 def watch() -> None:
@@ -290,35 +331,25 @@ def train(
                         draw()
 
 
-def _check_for_ranks(compare_steps: int, adaptive: bool) -> None:
-    if compare_steps:
-        raise UsageError(
-            f"compare_steps={compare_steps}: a step that ranks share has no plain step beside it. Give compare_steps=0"
-        )
+def _can_undo(plan: Plan) -> bool:
+    """Tell whether a step that runs out of memory can be undone."""
+    if plan.levers.sharding is None:
+        return True
+    from memfit.ranks.engines import why_not_undone  # distributed packages take a second to import
+
+    return not why_not_undone(plan.levers.sharding)
+
+
+def _check_for_ranks(adaptive: bool) -> None:
     if adaptive:
         raise UsageError("adaptive=True does not go with levers.sharding: leave it out")
 
 
-@contextlib.contextmanager
-def _ranks_of(plan: Plan) -> Iterator[SingleProcess]:
-    """Be one of the ranks that a plan is for, until the context is left."""
-    if plan.levers.sharding is None:
-        yield SingleProcess()
-        return
-    from memfit.ranks.launch import joined  # distributed packages take a second to import
-    from memfit.ranks.mesh import check_size
-
-    with joined(kind_of(plan)) as ranks:
-        check_size(plan.levers.sharding, ranks.size)
-        check_same(ranks, "plans", codec.encode(plan))
-        yield ranks
-
-
-def _views_of_ranks(plan: Plan, workload: Workload) -> bytes | None:
+def _views_of_ranks(plan: Plan, workload: Workload) -> Views | None:
     """Return what a report draws, on the first rank, as long as it has not joined the others; else None."""
     from memfit.ranks.mesh import is_joined
 
-    return None if is_joined() or launched_rank() else codec.encode(views(plan, workload))
+    return None if is_joined() or launched_rank() else views(plan, workload)
 
 
 def _where_it_begins(folder: Path, resume: bool, overwrite: bool) -> tuple[bool, bool]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 
 import msgspec
@@ -12,34 +11,27 @@ import torch
 from memfit._torch.modules import NormBase
 from memfit.capture.fake_workload import nothing_changes, real_copy
 from memfit.capture.measured_peak import measure_peak_bytes, measure_peaks
-from memfit.errors import CaptureError, RecomputationError
-from memfit.hardware.host import find_device
 from memfit.held_state import generators_of
-from memfit.ir.device import Device
-from memfit.ir.plan import Levers, Numerics, Plan, freest
-from memfit.ir.verification import GradientDifference, Verification
+from memfit.ir.plan import Levers, Plan
+from memfit.ir.verification import Verification
 from memfit.levers import registry
 from memfit.levers.stack import applied
+from memfit.pipeline._verify_ranks import verify_on_ranks
 from memfit.pipeline.placement import check_runs_here
-from memfit.planner.batch_coupling import coupling
-from memfit.planner.captures import capture_levers
-from memfit.planner.prediction import Progress, costs_of, predict, silent
+from memfit.pipeline.statements import (
+    TOLERANCE,
+    differences_of,
+    loss_difference,
+    numerics_failures,
+    peak_failures,
+    prediction_failures,
+)
+from memfit.planner.prediction import Progress, silent
 from memfit.planner.proof import probe_regions
 from memfit.recomputation.generators import foreign_generators, preserved
 from memfit.report.notebook_progress import stages, with_bars
 from memfit.rng import rng_preserved
-from memfit.training.accumulation_window import gradient_values
-from memfit.units import format_bytes
 from memfit.workload import Workload, samples_of
-
-TOLERANCE: dict[Numerics, float] = {"exact": 0.0, "reordered": 1e-3, "reduced": 0.25, "changed": math.inf}
-"""Largest relative difference of the loss, and of all gradients in the Euclidean norm, by numerics class.
-
-For `reduced` it tells a wrong step from a rounded one, no more: with bf16's 8 bits, gradients of a BatchNorm
-network with random weights differ by more than a tenth.
-"""
-
-PREDICTION_TOLERANCE = 0.05
 
 
 @with_bars(stages)
@@ -50,6 +42,10 @@ def verify(plan: Plan, workload: Workload, *, progress: Progress = silent) -> Ve
     masks: where the plan has any, both steps are compared with modules in evaluation mode, apart from
     normalisations.
 
+    A plan for several ranks is verified on as many, which all call this, as they call `train`. The plain step is then
+    that of one process, which runs the ranks' parts of the batch one after the other and adds up their gradients. All
+    ranks return the same, with the peak of each.
+
     Args:
         plan: The plan.
         workload: The workload it was made for; nothing of it is changed.
@@ -59,7 +55,10 @@ def verify(plan: Plan, workload: Workload, *, progress: Progress = silent) -> Ve
         PlanMismatchError: The plan was made for another workload.
         PlanError: Its levers are not legal, or it was made for a device that is not here.
         WorkloadError: The model is on another device than the plan's, or holds no data.
+        UsageError: The plan is for more or fewer ranks, or they have different batches.
     """
+    if plan.levers.sharding is not None:
+        return verify_on_ranks(plan, workload, progress)
     place = check_runs_here(plan, workload)
     size = samples_of(workload)
     plain = Levers(microbatch_size=size)
@@ -74,23 +73,16 @@ def verify(plan: Plan, workload: Workload, *, progress: Progress = silent) -> Ve
         differences = probe_regions(workload, plan.levers, place) if is_again else {}
         runs.add(is_again)
         peak, reserved = _peak(workload, plan.levers, runs, place)
-    pairs = {name: (gradients[name], g) for name, g in plain_gradients.items() if name in gradients}
-    each = [
-        GradientDifference(parameter=name, relative=_relative([pairs[name]]), equal=_equal(*pairs[name]))
-        if name in pairs
-        else GradientDifference(parameter=name, relative=math.inf, equal=False)
-        for name in plain_gradients
-    ]
-    total = _relative(list(pairs.values()))
+    each, total = differences_of(gradients, plain_gradients)
     found = Verification(
         failures=[],
         numerics=plan.numerics,
         plain_loss=plain_loss,
         planned_loss=loss,
-        loss_difference=abs(loss - plain_loss) / max(abs(plain_loss), 1e-30),
+        loss_difference=loss_difference(loss, plain_loss),
         gradient_difference=total,
         bitwise=loss == plain_loss and all(g.equal for g in each) and gradients.keys() == plain_gradients.keys(),
-        gradients=sorted(each, key=lambda g: -g.relative),
+        gradients=each,
         predicted_peak_bytes=plan.predicted.peak_bytes,
         measured_peak_bytes=peak,
         measured_reserved_bytes=reserved,
@@ -161,79 +153,9 @@ def _peak(workload: Workload, levers: Levers, runs: _Runs, place: torch.device) 
         return found
 
 
-def _relative(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
-    """Return the Euclidean norm of the differences of what was found and expected, relative to what was expected."""
-    alike = [_alike(found, expected) for found, expected in pairs]
-    away = [float(gradient_values(found - expected).norm()) for found, expected in alike]
-    return math.hypot(*away) / max(math.hypot(*(float(gradient_values(e).norm()) for _, e in alike)), 1e-30)
-
-
-def _alike(found: torch.Tensor, expected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two gradients in one layout: where only one is sparse, both dense."""
-    return (found, expected) if found.layout is expected.layout else (found.to_dense(), expected.to_dense())
-
-
-def _equal(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Tell whether two gradients have the same bits; sparse ones with their repeated entries added up."""
-    found, expected = _alike(found, expected)
-    if not found.is_sparse:
-        return torch.equal(found, expected)
-    one, other = found.coalesce(), expected.coalesce()
-    return torch.equal(one.indices(), other.indices()) and torch.equal(one.values(), other.values())
-
-
 def _failures(plan: Plan, workload: Workload, found: Verification) -> list[str]:
     """Return the statements of a plan that do not hold."""
-    failures = _prediction_failures(plan, workload, find_device(plan.device))
-    taken, what = found.measured_peak_bytes, "the measured peak"
-    if plan.predicted.peak_reserved_bytes is not None and found.measured_reserved_bytes is not None:
-        taken, what = found.measured_reserved_bytes, "what the allocator reserved"
-    if taken > plan.budget_bytes:
-        failures.append(
-            f"{what}, {format_bytes(taken)}, is above the plan's budget_bytes, {format_bytes(plan.budget_bytes)}"
-        )
-    off = abs(found.measured_peak_bytes - plan.predicted.peak_bytes) / found.measured_peak_bytes
-    if off > PREDICTION_TOLERANCE:
-        failures.append(
-            f"the plan predicts a peak of {format_bytes(plan.predicted.peak_bytes)}, and"
-            f" {format_bytes(found.measured_peak_bytes)} was measured: {off:.1%} off, and {PREDICTION_TOLERANCE:.0%} is"
-            " allowed"
-        )
-    missing = [g.parameter for g in found.gradients if g.relative == math.inf]
-    if missing:
-        failures.append(f"the planned step gives no gradient to {', '.join(missing)}")
+    failures = prediction_failures(workload, plan=plan) + peak_failures(plan, found)
     if plan.numerics == "exact" and not found.bitwise:
         failures.append("the plan is of class exact, but the loss or a gradient is not bitwise equal to the plain one")
-    tolerance = TOLERANCE[plan.numerics]
-    for what, difference in (("loss", found.loss_difference), ("gradients", found.gradient_difference)):
-        if not difference <= tolerance:
-            failures.append(
-                f"the {what} differ by {difference:.2e}, more than class {plan.numerics} allows ({tolerance:g})"
-            )
-    return failures
-
-
-def _prediction_failures(plan: Plan, workload: Workload, device: Device) -> list[str]:
-    """Capture the planned step again, and hold what the plan says against what is captured."""
-    try:
-        trace = capture_levers(workload, plan.levers, device)
-    except (CaptureError, RecomputationError) as e:
-        return [f"the planned step can't be run: {e}"]
-    failures = []
-    prediction, _ = predict(trace, costs_of([trace], device), device)
-    if prediction.peak_bytes != plan.predicted.peak_bytes and (
-        abs(prediction.peak_bytes / plan.predicted.peak_bytes - 1) > 0.001
-    ):
-        failures.append(
-            f"the plan states predicted.peak_bytes={plan.predicted.peak_bytes}, but its levers give"
-            f" {prediction.peak_bytes}: it was changed after it was made, or made with another torch"
-        )
-    size = samples_of(workload)
-    couples = plan.levers.microbatch_size < size and coupling(trace, workload) is not None
-    uses = registry.uses(plan.levers, size, couples)
-    if uses != plan.uses:
-        stated, actual = ("; ".join(f"{u.name}: {u.setting}, {u.numerics}" for u in us) for us in (plan.uses, uses))
-        failures.append(f"the plan states uses [{stated}], but its levers are [{actual}]")
-    if plan.numerics != freest(uses):
-        failures.append(f"the plan states numerics={plan.numerics!r}, but its levers have {freest(uses)!r}")
-    return failures
+    return failures + numerics_failures(found, TOLERANCE[plan.numerics])

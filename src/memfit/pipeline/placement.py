@@ -16,6 +16,7 @@ from memfit.hardware.host import KINDS, devices, find_device
 from memfit.ir.device import Device
 from memfit.ir.plan import Plan
 from memfit.levers.stack import check_plan, check_workload
+from memfit.ranks.meta_models import Initialisation, is_on_meta
 from memfit.training.prefetch import on_device
 from memfit.workload import Workload, tensors_of
 
@@ -48,8 +49,11 @@ def kind_of(plan: Plan) -> str:
     return find_device(plan.device).kind
 
 
-def check_runs_here(plan: Plan, workload: Workload) -> torch.device:
+def check_runs_here(plan: Plan, workload: Workload, *, makes_values: bool = False) -> torch.device:
     """Check that a plan is for a workload, and that both can be run and measured here; return where.
+
+    Args:
+        makes_values: Whether a model on the meta device may stand for the values that its modules make.
 
     Raises:
         PlanMismatchError: The plan was made for another workload.
@@ -63,7 +67,9 @@ def check_runs_here(plan: Plan, workload: Workload) -> torch.device:
             f"the plan was made for device={plan.device!r}, which is not on this machine ({names}): make one with"
             " device='cpu', or take the plan to a machine that has it"
         )
-    if any(p.device.type == "meta" for p in workload.model.parameters()):
+    if makes_values and is_on_meta(workload.model):
+        Initialisation(workload.model)
+    elif is_on_meta(workload.model):
         raise WorkloadError("Workload.model holds no data: it was built under torch.device('meta'); build it without")
     _check_place(workload, device, plan)
     check_workload(workload, device)
@@ -75,21 +81,27 @@ def placed(workload: Workload, plan: Plan) -> Workload:
     """Return a workload on the device that its plan was made for, where that is here.
 
     What is on the CPU is moved, as `model.to(device)` moves it: the model, the optimizer's state and tensors that the
-    loss function holds in place, so that references to them stay good, and the batch by a copy. A workload on the meta
-    device, or for a device that is not here, is returned as it is.
+    loss function holds in place, so that references to them stay good, and the batch by a copy. A model on the meta
+    device makes its values on the CPU first (`ranks.meta_models`); where it is to be fully sharded, it does so when it
+    is. A workload for a device that is not here is returned as it is.
 
     Raises:
-        WorkloadError: The model is on another accelerator.
+        WorkloadError: The model is on another accelerator, or on the meta device and can't make its values.
     """
     device = device_here(plan)
-    if device is None or place_of(workload).type == "meta":
+    if device is None:
         return workload
+    if is_on_meta(workload.model):
+        initialisation = Initialisation(workload.model)
+        if plan.levers.sharding is not None and plan.levers.sharding.is_fully_sharded:
+            return workload
+        initialisation.run()
     _check_place(workload, device, plan)
     place = torch.device(device.name)
     if place.type == "cpu":
         return workload
-    if plan.levers.sharding is not None:  # each rank has its own
-        place = torch.device(place.type, torch.accelerator.current_device_index())
+    if plan.levers.sharding is not None:
+        place = rank_place(place)
     with _same_parameters(place):
         workload.model.to(place)
     for tensor in external_tensors(workload):
@@ -98,6 +110,11 @@ def placed(workload: Workload, plan: Plan) -> Workload:
     if any(tensor.device.type == "cpu" for tensor in _large(list(workload.optimizer.state.values()))):
         workload.optimizer.load_state_dict(workload.optimizer.state_dict())  # which puts it where parameters are
     return dataclasses.replace(workload, batch=on_device(workload.batch, place))
+
+
+def rank_place(place: torch.device) -> torch.device:
+    """Return the device of this rank, of the kind of a device: each rank has its own accelerator."""
+    return place if place.type == "cpu" else torch.device(place.type, torch.accelerator.current_device_index())
 
 
 def _move(tensor: torch.Tensor, place: torch.device) -> None:

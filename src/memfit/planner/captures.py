@@ -20,7 +20,7 @@ from memfit.levers.stack import applied, described
 from memfit.planner import gpu_process
 from memfit.planner.readings import DataRuns, readings_to_send
 from memfit.sharding.one_rank import shard
-from memfit.workload import Loop, StepProgram, Workload, samples_of
+from memfit.workload import Loop, StepProgram, Workload, has_data, samples_of
 
 BENCHMARK_ERROR = 0.15
 """By what share a peak may be above its prediction with `Loop.cudnn_benchmark`: a bound that was not measured."""
@@ -113,8 +113,8 @@ def _captured(
         from memfit.ranks.mesh import fake_mesh, of_one_rank  # distributed packages take a second to import
 
         part = of_one_rank(workload, levers.sharding.world_size)
-        if levers.sharding.mode == "ddp" and device.kind == "cuda":
-            # Its C++ reads memory that fake CUDA tensors don't have: replayed on paper, which is the same to the byte.
+        if levers.sharding.mode == "ddp" and (device.kind == "cuda" or not has_data(workload)):
+            # Its C++ reads memory that fake tensors don't have: replayed on paper, which is the same to the byte.
             alone = replace(levers, sharding=None)
             return shard(_captured_here(part, alone, device, data, warm=False, build=build), levers.sharding)
         with fake_mesh(levers.sharding, device.kind) as mesh:

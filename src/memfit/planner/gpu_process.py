@@ -1,4 +1,4 @@
-"""Estimates and plans for a GPU, in a process with fake CUDA tensors."""
+"""Estimates and plans in a process of their own: with fake CUDA tensors for a GPU, and outside of a process group."""
 
 from __future__ import annotations
 
@@ -27,18 +27,24 @@ def call(
     options: dict[str, Any],
     progress: process.Progress,
     readings: dict[int, Readings] | None = None,
+    *,
+    fakes_cuda: bool = True,
 ) -> T:
-    """Return the result of `function(workload, **options, progress=...)`, run in a process with fake CUDA.
+    """Return the result of `function(workload, **options, progress=...)`, run in a process of its own.
+
+    That process has the shapes of the workload's tensors and no data, and is in no process group.
 
     Args:
         function: A function of a module of memfit, which the process finds by its name.
         workload: The user's workload; its data and its scheduler stay here.
         readings: Values that the step reads when it runs with data, by microbatch size.
+        fakes_cuda: Whether CUDA tensors are fake there.
 
     Raises:
         WorkloadError: The workload can't be sent.
         MemfitError: The function raised it.
         CaptureError: The process ended without a reply.
     """
-    result: T = process.run(packed(function, workload, options, [(receive, readings or {})]), progress)
+    packet = packed(function, workload, options, [(receive, readings or {})])
+    result: T = process.run(packet, progress, fakes_cuda=fakes_cuda)
     return result

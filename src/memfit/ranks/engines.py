@@ -34,6 +34,7 @@ from memfit.ranks.agreement import Agreement
 from memfit.ranks.group import SharedStep
 from memfit.ranks.hooks import watch_data_parallel, watch_fully_sharded
 from memfit.ranks.in_place import is_gloo, send_in_place
+from memfit.ranks.meta_models import Initialisation, allocate, is_on_meta
 from memfit.workload import Loss, Workload, class_name
 
 _MIB = 2**20
@@ -81,6 +82,23 @@ def shared(
             " less, or 'ddp'"
         )
     return _fully_sharded(workload, sharding, mesh, is_part)
+
+
+def why_not_undone(sharding: Sharding) -> str:
+    """Return why ranks can't undo a step that they share, and what to do about it; "" where they can."""
+    if not sharding.is_fully_sharded:
+        return ""
+    if not hasattr(FSDPModule, "reset_iter_state"):
+        return (
+            f"levers.sharding.mode={sharding.mode!r} needs torch 2.13 (FSDPModule.reset_iter_state), and this is"
+            f" {torch.__version__}: install it, take levers.sharding.mode='ddp'"
+        )
+    if sharding.shards == 1:
+        return (
+            "as many levers.sharding.replicas as ranks: take levers.sharding.mode='ddp', which keeps whole copies with"
+            " less memory"
+        )
+    return ""
 
 
 def _data_parallel(
@@ -157,7 +175,10 @@ def _fully_sharded(
     workload: Workload, sharding: Sharding, mesh: DeviceMesh, is_part: bool
 ) -> tuple[Workload, SharedStep]:
     model = workload.model
-    if not is_part:
+    initialisation = Initialisation(model) if is_on_meta(model) else None
+    if initialisation is not None:
+        _draw_as_first(mesh)
+    elif not is_part:
         _equalize(model)
     before = dict(model.named_parameters(remove_duplicate=False))
     policy = MixedPrecisionPolicy(
@@ -179,6 +200,9 @@ def _fully_sharded(
     root: Any = fully_shard(_ForwardPass(model, workload.loss_fn), **given)
     if is_gloo(mesh.get_group(mesh.ndim - 1)):
         send_in_place(root)
+    if initialisation is not None:
+        allocate(root, torch.device("cpu" if sharding.offload else mesh.device_type))
+        initialisation.run()
     _rebind(workload.optimizer, before, dict(model.named_parameters(remove_duplicate=False)))
     del before
     gc.collect()  # whole parameters are in cycles of objects
@@ -204,17 +228,8 @@ class _FullySharded:
         Raises:
             UsageError: This PyTorch can't end a step in the middle, or nothing is cut.
         """
-        if not hasattr(self._root, "reset_iter_state"):
-            raise UsageError(
-                f"recover=True with levers.sharding.mode={self._sharding.mode!r} needs torch 2.13"
-                f" (FSDPModule.reset_iter_state), and this is {torch.__version__}: install it, take"
-                " levers.sharding.mode='ddp', or give recover=False"
-            )
-        if self._sharding.shards == 1:
-            raise UsageError(
-                "recover=True with as many levers.sharding.replicas as ranks: take levers.sharding.mode='ddp', which"
-                " keeps whole copies with less memory"
-            )
+        if reason := why_not_undone(self._sharding):
+            raise UsageError(f"recover=True with {reason}, or give recover=False")
         initialize_units(self._root)
         replicas = self._mesh.get_group("replicas") if self._sharding.replicas > 1 else None
         watch_fully_sharded(self._root, agreement, replicas)
@@ -268,6 +283,13 @@ def _equalize(model: nn.Module) -> None:
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             dist.broadcast(tensor, 0)
+
+
+def _draw_as_first(mesh: DeviceMesh) -> None:
+    """Draw random numbers as the first rank does, from here on."""
+    state = torch.get_rng_state().to(mesh.device_type)
+    dist.broadcast(state, 0)
+    torch.set_rng_state(state.cpu())
 
 
 def _cast(dtype: torch.dtype, model: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -165,17 +165,11 @@ class SharedStep(Group):
 
     def share(self, workload: Workload, batch: Any) -> Share:
         """Return this rank's part of a global batch: the first ones have a sample more where it does not divide."""
-        total = samples_of(workload, batch)
         self._buckets.clear()  # the engine makes others after its first step
         if self.is_part:
+            total = samples_of(workload, batch)
             return Share(batch, total, total, total)
-        least, more = divmod(total, self.size)
-        start = self.rank * least + min(self.rank, more)
-        stop = start + least + (self.rank < more)
-        mean, most = total / self.size, least + (more > 0)
-        if start == stop:
-            return Share(part_of(workload, batch, 0, 1), 0, mean, most)
-        return Share(part_of(workload, batch, start, stop), stop - start, mean, most)
+        return share_of(workload, batch, self.rank, self.size)
 
     def means(self, values: list[Number]) -> list[Number]:
         """Return the means over all ranks of some numbers; all stop here where a rank failed before."""
@@ -206,9 +200,7 @@ class SharedStep(Group):
         return (torch.as_tensor(mean) * self._shards).sqrt().to(norm.dtype)  # replicas have the same parts
 
     def _message(self, values: list[Number]) -> torch.Tensor:
-        place = next((v.device for v in values if isinstance(v, torch.Tensor)), torch.device(self.mesh.device_type))
-        kind = torch.float32 if place.type == "mps" else torch.float64
-        return torch.stack([torch.as_tensor(v, device=place).detach().to(kind).reshape(()) for v in values])
+        return message_of(values, torch.device(self.mesh.device_type))
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -223,15 +215,43 @@ class SharedStep(Group):
         Afterwards all draw the same again, wherever they were: seeds follow from the one before. So data that is
         shuffled with PyTorch's generator is shuffled alike, and a run that is resumed draws what it would have drawn.
         """
-        if self.is_part:
+        with contextlib.nullcontext() if self.is_part else drawing_as(self.rank):
             yield
-            return
-        seed = torch.initial_seed()
-        torch.manual_seed(_mixed(seed, self.rank + 1))
-        try:
-            yield
-        finally:
-            torch.manual_seed(_mixed(seed, 0))
+
+
+def share_of(workload: Workload, batch: Any, rank: int, size: int) -> Share:
+    """Return the part of a global batch that a rank of some runs: the first ones have a sample more if need be."""
+    total = samples_of(workload, batch)
+    least, more = divmod(total, size)
+    start = rank * least + min(rank, more)
+    stop = start + least + (rank < more)
+    mean, most = total / size, least + (more > 0)
+    if start == stop:
+        return Share(part_of(workload, batch, 0, 1), 0, mean, most)
+    return Share(part_of(workload, batch, start, stop), stop - start, mean, most)
+
+
+@contextlib.contextmanager
+def drawing_as(rank: int) -> Iterator[None]:
+    """Draw the random numbers of a rank until the context is left, and then those that all ranks draw."""
+    seed = torch.initial_seed()
+    torch.manual_seed(_mixed(seed, rank + 1))
+    try:
+        yield
+    finally:
+        torch.manual_seed(_mixed(seed, 0))
+
+
+def message_of(values: list[Number], place: torch.device) -> torch.Tensor:
+    """Return numbers as they are sent to the other ranks, on the device of one of them, or on `place`."""
+    place = next((v.device for v in values if isinstance(v, torch.Tensor)), place)
+    kind = _widest(place)
+    return torch.stack([torch.as_tensor(v, device=place).detach().to(kind).reshape(()) for v in values])
+
+
+def mean_of(messages: list[torch.Tensor]) -> torch.Tensor:
+    """Return the mean of the messages of all ranks, in the precision that they are sent in."""
+    return torch.stack(messages).sum(0) / len(messages)
 
 
 def _tell(agreement: Agreement, shape: torch.Size, kind: torch.dtype, device: torch.device) -> int:

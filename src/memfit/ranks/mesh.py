@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -18,6 +19,12 @@ from memfit.workload import Workload, part_of, samples_of
 def is_joined() -> bool:
     """Tell whether this process is a rank of a process group."""
     return dist.is_available() and dist.is_initialized()
+
+
+def kind_of_group() -> str:
+    """Return the kind of the devices that the default process group sends from ("cpu", "cuda")."""
+    accelerator = torch.accelerator.current_accelerator()
+    return "cpu" if accelerator is None or dist.get_backend() == "gloo" else accelerator.type
 
 
 @contextlib.contextmanager

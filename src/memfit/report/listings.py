@@ -107,9 +107,7 @@ def verification_table(verification: Verification) -> Group:
     )
     table.add_row("gradients", "bitwise equal" if verification.bitwise else _apart(verification.gradient_difference))
     table.add_row("predicted peak", format_bytes(verification.predicted_peak_bytes))
-    measured, plain = verification.measured_peak_bytes, verification.plain_measured_peak_bytes
-    budget = format_bytes(verification.budget_bytes)
-    table.add_row("measured peak", f"{format_bytes(measured)} (plain {format_bytes(plain)}, budget {budget})")
+    table.add_row("measured peak", _measured(verification))
     parts: list[RenderableType] = [table]
     if not verification.bitwise:
         parts.append(_gradients(verification))
@@ -123,6 +121,16 @@ def verification_table(verification: Verification) -> Group:
 def _facts(title: str | Text) -> Table:
     """Return a table of names and values, without rows yet."""
     return Table(Column(style="bold"), Column(), title=title, title_justify="left", show_header=False)
+
+
+def _measured(verification: Verification) -> str:
+    """Return the measured peak with what it is held against, and of several ranks where it is."""
+    plain, peaks = verification.plain_measured_peak_bytes, verification.rank_peaks_bytes
+    besides = [] if plain is None else [f"plain {format_bytes(plain)}"]
+    besides.append(f"budget {format_bytes(verification.budget_bytes)}")
+    if peaks:
+        besides.append(f"rank {peaks.index(max(peaks))}, which holds most of {len(peaks)} ranks")
+    return f"{format_bytes(verification.measured_peak_bytes)} ({', '.join(besides)})"
 
 
 def _apart(relative: float) -> str:

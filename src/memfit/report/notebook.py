@@ -66,8 +66,9 @@ def prediction_html(prediction: Prediction) -> str:
 
 def verification_html(verification: Verification) -> str:
     """Return a verification: measured and predicted peaks, and failures."""
-    bars = [
-        Bar("plain, measured", verification.plain_measured_peak_bytes, "plain"),
+    plain = verification.plain_measured_peak_bytes
+    bars = [] if plain is None else [Bar("plain, measured", plain, "plain")]
+    bars += [
         Bar("planned, predicted", verification.predicted_peak_bytes),
         Bar("planned, measured", verification.measured_peak_bytes),
     ]

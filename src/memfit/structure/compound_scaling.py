@@ -247,7 +247,9 @@ class _Search:
         if fits or not self.planned:
             return plain.peak_bytes, plain.step_seconds, fits
         try:
-            planned = plan(workload, budget=self.budget_bytes, device=self.device, numerics=self.numerics, points=1)
+            planned = plan(
+                workload, budget=self.budget_bytes, device=self.device, numerics=self.numerics, points=1, world_size=1
+            )
         except InfeasibleError as e:
             return e.lowest_peak_bytes, plain.step_seconds, False
         return planned.predicted.peak_bytes, planned.predicted.step_seconds, True

@@ -1,0 +1,36 @@
+"""`compare` of plans for several ranks: with data parallelism, on the same ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+import memfit
+from memfit.errors import UsageError
+from memfit.hardware.host import find_device
+from tests.processes import on_ranks
+from tests.ranks.trainings import ZERO3, plan_for, workload
+
+
+def comparing(rank: int) -> Iterator[Any]:
+    given = workload()
+    given.model.eval()  # without dropout, of which the two steps draw different masks
+    plan = plan_for(given, ZERO3)
+    yield memfit.compare(plan, given, steps=3)
+    huge = find_device("cpu").memory_bytes * 2
+    with pytest.raises(UsageError) as e:
+        memfit.compare(replace(plan, plain=replace(plan.plain, peak_bytes=huge, peak_reserved_bytes=None)), given)
+    yield str(e.value)
+
+
+def test_ranks_compare_with_data_parallelism_and_agree() -> None:
+    (first, text), (second, other) = on_ranks(2, comparing)
+    assert text == other and "there is nothing to compare the plan with" in text
+    assert first == second
+    assert len(first.plain_losses) == len(first.planned_losses) == 3
+    assert first.planned_losses == pytest.approx(first.plain_losses, rel=1e-4)
+    assert 0 < first.planned_peak_bytes != first.plain_peak_bytes > 0
+    assert first.plain_step_seconds > 0 and first.planned_step_seconds > 0
