@@ -116,6 +116,13 @@ class InParts(Bare):
         self.scale.mul_(2)
 
 
+class OfItsOwn(nn.Linear):
+    """A module that makes its values by a method that its author calls."""
+
+    def _init_weights(self, module: nn.Module) -> None:
+        nn.init.normal_(self.weight, std=0.02)
+
+
 def refusal(module: nn.Module) -> str:
     given, other = workload(), workload()
     other.model.add_module("4", module)
@@ -129,6 +136,7 @@ def test_what_can_not_make_its_values_is_refused_by_its_name() -> None:
     assert "with values (4.scale)" in refusal(Bare())
     assert "Workload.model.4, a Bare, was built under" in refusal(Bare().to("meta"))
     assert "the values of scale of a InParts are not all made" in refusal(InParts().to("meta"))
+    assert "OfItsOwn._init_weights() makes its values in a way of its own" in refusal(OfItsOwn(8, 8).to("meta"))
 
 
 def gpt2(device: str) -> nn.Module:

@@ -32,6 +32,9 @@ from memfit.rng import rng_preserved
 Place = tuple[nn.Module, str]
 """A module and the name of one of its own tensors."""
 
+_OWN_RECIPES = ("_init_weights", "init_weights", "initialize_weights")
+"""Methods by which models make values otherwise than their modules do by themselves."""
+
 
 @dataclass(frozen=True)
 class _Call:
@@ -56,7 +59,8 @@ class Initialisation:
     """The calls that make the values of a model on the meta device; made before the model is sharded.
 
     Raises:
-        WorkloadError: No call makes the values of a tensor, or some parameters have values.
+        WorkloadError: No call makes the values of a tensor, a module has a recipe of its own, or some parameters have
+            values.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -112,6 +116,12 @@ def _makers(module: nn.Module, seen: set[nn.Module]) -> Iterator[tuple[nn.Module
     if hasattr(module, "initialize_weights") and hasattr(module, "_init_weights"):
         yield from _makers_of_transformers(module, module)
         return
+    if own := next((name for name in _OWN_RECIPES if callable(getattr(module, name, None))), None):
+        raise WorkloadError(
+            f'Workload.model was built under torch.device("meta"), and {type(module).__name__}.{own}() makes its values'
+            " in a way of its own, which memfit does not know: make them by reset_parameters() of the modules, or build"
+            " the model without"
+        )
     if callable(reset := getattr(module, "reset_parameters", None)):
         yield module, reset
     for child in module.children():
