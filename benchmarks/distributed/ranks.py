@@ -36,6 +36,7 @@ def on_ranks(
     ]
     for rank in ranks:
         rank.start()
+    seconds_to_end = 0.0
     try:
         while True:
             began = time.monotonic()
@@ -47,11 +48,12 @@ def on_ranks(
                 time.sleep(0.01)
             kind, value = queue.get()
             if kind == "end":
+                seconds_to_end = 10.0
                 break
             yield value
     finally:
         for rank in ranks:
-            rank.join(timeout=10)
+            rank.join(timeout=seconds_to_end)
             rank.kill()
 
 
