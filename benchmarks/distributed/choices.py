@@ -29,12 +29,12 @@ FINALISTS = 6
 """How many of the fastest run against memfit's choices again, for longer: the best of many noisy medians flatters."""
 
 
-def _as_rank(name: str, choices: list[bytes], rounds: int) -> Iterator[list[float]]:
+def _as_rank(name: str, choices: list[Levers], rounds: int) -> Iterator[list[float]]:
     """Yield the median seconds of a step of each choice, run in turns in an order drawn anew."""
     steps, stacks, batches = [], [], []
-    for data in choices:
+    for levers in choices:
         workload = MODELS[name]()
-        stack = applied(codec.decode(data, Levers, source="the benchmark"), workload)
+        stack = applied(levers, workload)
         steps.append(stack.__enter__())
         stacks.append(stack)
         batches.append(workload.batch)
@@ -55,7 +55,7 @@ def _as_rank(name: str, choices: list[bytes], rounds: int) -> Iterator[list[floa
 
 def measured(name: str, choices: Sequence[Levers], rounds: int) -> dict[Levers, float]:
     """Return the median seconds of a step by levers."""
-    (seconds,) = on_ranks(RANKS, _as_rank, name, [codec.encode(levers) for levers in choices], rounds)
+    (seconds,) = on_ranks(RANKS, _as_rank, name, list(choices), rounds)
     return dict(zip(choices, seconds, strict=True))
 
 
