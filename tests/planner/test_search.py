@@ -251,3 +251,11 @@ def test_the_frontier_s_points_are_what_their_regions_simulate_to() -> None:
     for point in frontier(combinations(), 3, time_limit_seconds=SECONDS):
         prediction = Applied()(point)
         assert (point.peak_bytes, point.step_seconds) == (prediction.peak_bytes, pytest.approx(prediction.step_seconds))
+
+
+@given(st.integers(1, 2**45), st.floats(0.0, 0.5))
+def test_a_budget_of_just_its_upper_end_is_enough_for_a_peak(peak_bytes: int, peak_error: float) -> None:
+    """The upper end that a plan states is a budget that it fits: rounding takes no byte of it."""
+    upper_bytes = int(peak_bytes * (1 + peak_error))
+    most = Limits(upper_bytes, peak_error, "exact").peak_bytes
+    assert most >= peak_bytes and int(most * (1 + peak_error)) <= upper_bytes

@@ -64,6 +64,11 @@ class Limits(NamedTuple):
         """Return the combinations of an allowed class."""
         return [c for c in combinations if allows(self.numerics, c.numerics)]
 
+    @property
+    def peak_bytes(self) -> int:
+        """The largest peak whose upper end, which is rounded down, is within the budget."""
+        return math.ceil((self.budget_bytes + 1) / (1 + self.peak_error)) - 1
+
     def fit(self, prediction: Prediction) -> bool:
         """Tell whether a step fits."""
         return prediction.peak_upper_bytes <= self.budget_bytes
@@ -77,7 +82,7 @@ def fastest_that_fits(
     Where the captured step does not fit, the solver is asked again for a peak that is lower by as much. The best plan
     known before is returned where no other is enough faster.
     """
-    target, spent = int(limits.budget_bytes / (1 + limits.peak_error)), 0.0
+    target, spent = limits.peak_bytes, 0.0
     for _ in range(_ATTEMPTS if combinations else 0):
         started = time.thread_time()
         candidate = fastest(combinations, target, _FIRST_SHARE * (seconds - spent))
@@ -179,7 +184,7 @@ def _infeasible(
     prediction, budget_bytes = leanest.prediction, limits.budget_bytes
     needed_bytes = prediction.peak_upper_bytes + _ROUNDING_BYTES
     advice = [f"raise budget= to {format_bytes(needed_bytes)} ({needed_bytes} bytes)"]
-    target = budget_bytes / (1 + limits.peak_error)
+    target = limits.peak_bytes
     possible = [c.solver for c in freer if c.solver.peak_floor_bytes <= target]
     if any(solver.leanest(_ADVICE_SECONDS).peak_bytes <= target for solver in possible):
         advice.append("allow numerics='reduced', with which a plan fits")
