@@ -51,9 +51,13 @@ def budgets_of(name: str, world_size: int, count: int) -> tuple[list[int], int]:
 
 
 def plans_of(name: str, world_size: int, budgets: Sequence[int]) -> list[Plan]:
-    """Return memfit's plan for each budget, made in two processes."""
-    with ProcessPoolExecutor(2, processes.get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+    """Return memfit's plan for each budget."""
+    with _two_processes() as pool:
         return list(pool.map(planned, itertools.repeat(name), itertools.repeat(world_size), budgets))
+
+
+def _two_processes() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(2, processes.get_context("spawn"), torch.set_num_threads, (1,))
 
 
 def _as_rank(name: str, plans: list[bytes]) -> Iterator[list[list[int]]]:
@@ -123,17 +127,21 @@ def _infeasible(name: str, world_size: int, budget: int) -> Case:
         "world_size": world_size,
         "budget_bytes": budget,
         "is_refused": is_refused,
-        "brute_force_peak_upper_bytes": min(upper for _, upper in brute_force(name, world_size)),
+        "brute_force_peak_upper_bytes": min(brute_force(name, world_size).values()),
     }
 
 
-def brute_force(name: str, world_size: int) -> Iterator[tuple[Levers, int]]:
-    """Yield all shardings with all microbatch sizes, plain and recomputed, and the upper ends of their peaks."""
+def brute_force(name: str, world_size: int) -> dict[Levers, int]:
+    """Return the upper ends of the peaks of all shardings with all microbatch sizes, plain and recomputed."""
+    tried = list(all_levers(world_size))
+    with _two_processes() as pool:
+        return dict(zip(tried, pool.map(_upper_bytes, itertools.repeat(name), tried), strict=True))
+
+
+def _upper_bytes(name: str, levers: Levers) -> int:
     cpu = find_device("cpu")
-    for levers in all_levers(world_size):
-        trace = capture_levers(MODELS[name](), levers, cpu)
-        predicted, _ = predict(trace, costs_of([trace], cpu), cpu)
-        yield levers, predicted.peak_upper_bytes
+    trace = capture_levers(MODELS[name](), levers, cpu)
+    return predict(trace, costs_of([trace], cpu), cpu)[0].peak_upper_bytes
 
 
 def all_levers(world_size: int) -> Iterator[Levers]:

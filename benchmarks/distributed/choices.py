@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.common import Case
-from benchmarks.distributed.budgets import all_levers, brute_force, budgets_of, plans_of
+from benchmarks.distributed.budgets import brute_force, budgets_of, plans_of
 from benchmarks.distributed.models import MODELS
 from benchmarks.distributed.ranks import on_ranks
 from memfit.ir import codec
@@ -66,9 +66,9 @@ def cases(quick: bool) -> Iterator[Case]:
     for name in NAMES[:1] if quick else NAMES:
         budgets, _ = budgets_of(name, RANKS, QUICK_BUDGETS if quick else BUDGETS)
         chosen = dict(zip(budgets, plans_of(name, RANKS, budgets), strict=True))
-        upper = dict(brute_force(name, RANKS))
+        upper = brute_force(name, RANKS)
         ours = {budget: plan.levers for budget, plan in chosen.items()}
-        first = measured(name, [*dict.fromkeys([*all_levers(RANKS), *ours.values()])], rounds)
+        first = measured(name, [*dict.fromkeys([*upper, *ours.values()])], rounds)
         finalists = dict.fromkeys(ours.values())
         for budget in budgets:
             fitting = [levers for levers in upper if upper[levers] <= budget]
