@@ -2,37 +2,66 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from memfit.errors import MemoryLimitError, RankError
 from memfit.ranks.one_process import SingleProcess
 from memfit.training.interrupt import PREEMPTED
+from memfit.training.runs.checkpoint import Writing
 
 _FINE, _LIMIT, _FAILED, _INTERRUPTED, _TERMINATED = range(5)
 _AT_THE_END = -1
+_WRITTEN, _GOING_ON, _CANNOT = range(3)  # the largest counts: all hear of a rank that could not, whoever still writes
 
 
-def meet(ranks: SingleProcess, error: BaseException | None, samples: int | None) -> BaseException | None:
-    """Return why this rank must stop before a step; None where it goes on.
+class Meeting(NamedTuple):
+    """What ranks agreed on before a step.
+
+    Attributes:
+        stop: Why this rank must stop; None where it goes on.
+        is_written: Whether no rank still writes its files of a checkpoint, or one of them could not.
+    """
+
+    stop: BaseException | None
+    is_written: bool
+
+
+def meet(ranks: SingleProcess, error: BaseException | None, samples: int | None, writing: Writing | None) -> Meeting:
+    """Meet the other ranks before a step.
 
     Args:
-        error: Why it stops by itself; None where it would go on.
+        error: Why this rank stops by itself; None where it would go on.
         samples: Samples of the batch to run; None at the end of the data.
+        writing: The checkpoint that is being written, of the same step on all ranks; None where there is none.
     """
+    written = _written(writing)
     if ranks.size == 1:
-        return error
+        return Meeting(error, written != _GOING_ON)
     code = _code(error)
     count = _AT_THE_END if samples is None else samples
     counts = [count, -count] if code == _FINE else [-float("inf")] * 2
-    worst, who, most, least = ranks.most([code, ranks.rank + 1 if code else 0, *counts])
+    worst, who, most, least, written = ranks.most([code, ranks.rank + 1 if code else 0, *counts, written])
+    is_written = written != _GOING_ON
     if error is not None:
-        return error
+        return Meeting(error, is_written)
     if worst != _FINE:
-        return _like_others(int(worst), int(who) - 1)
+        return Meeting(_like_others(int(worst), int(who) - 1), is_written)
     if most != -least:
-        return RankError(
+        differ = RankError(
             f"Workload.batches gave {_told(-least)} on one rank and {_told(most)} on another: every rank takes the same"
             " global batches, of which memfit gives it its part. Seed what shuffles them"
         )
-    return None
+        return Meeting(differ, is_written)
+    return Meeting(None, is_written)
+
+
+def _written(writing: Writing | None) -> float:
+    """Return what a rank tells of its files of a checkpoint."""
+    if writing is None:
+        return _WRITTEN
+    if writing.is_going_on:
+        return _GOING_ON
+    return _CANNOT if writing.has_failed else _WRITTEN
 
 
 def _code(error: BaseException | None) -> int:

@@ -45,6 +45,7 @@ from memfit.training.runs.folder import (
     remove_leftovers,
 )
 from memfit.training.runs.history import History, resumed_history
+from memfit.training.runs.host_buffers import HostBuffers
 from memfit.training.runs.log import Log, NoLog, Progress, evaluation_line, event_line, require_tensorboard, step_line
 from memfit.training.step import Step, StepResult
 from memfit.workload import fingerprint, samples_of
@@ -71,6 +72,8 @@ class Trainer:
             be written is noticed then; None writes one at the end only.
         prefetch_batches: Number of batches to load ahead; see `BatchStream`.
         keep_checkpoints: Number of checkpoints to keep (> 0).
+        async_checkpoints: Whether a thread writes those of `checkpoint_every` from copies in host memory, while steps
+            run. The next one, and the end of the run, wait for it. The first and the last are written at once.
         measure: `measure(step, batch)` runs one step and returns its peak allocated bytes.
         measure_every: Steps between measurements (> 0), from the second step on; None measures the second alone.
         tensorboard: Whether to write TensorBoard scalars too.
@@ -97,6 +100,7 @@ class Trainer:
     evaluate_every: int | None = None
     checkpoint_every: int | None = None
     keep_checkpoints: int = 2
+    async_checkpoints: bool = False
     prefetch_batches: int = 0
     measure: Callable[[Step, Any], int] | None = None
     measure_every: int | None = None
@@ -113,6 +117,10 @@ class Trainer:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise UsageError(f"{name}={value!r} is not a whole number above 0")
+        if self.async_checkpoints and self.checkpoint_every is None:
+            raise UsageError(
+                "async_checkpoints=True needs checkpoint_every=: the checkpoint at the end is written at once"
+            )
         _check_plan(self.plan, self.step)
         if self.tensorboard:
             require_tensorboard()
@@ -122,6 +130,8 @@ class Trainer:
         self._stream = BatchStream(self.step.workload, self.prefetch_batches)
         self._events_noted = 0
         self._saved_step: int | None = None
+        self._writing: checkpoint.Writing | None = None
+        self._buffers = HostBuffers() if self.async_checkpoints else None
         self._is_between_steps = True
         self._is_reading = self._is_unused = self._is_agreed = False
 
@@ -226,6 +236,7 @@ class Trainer:
             self._after(progress)
         if not self._is_evaluated():
             self._evaluate()
+        self._finish_writing()
         if self._saved_step != self.step.steps:
             self._save()
 
@@ -245,11 +256,14 @@ class Trainer:
         except BaseException as e:
             error = e
         seconds = time.perf_counter() - started
-        stop = meet(self._ranks, error, samples)
+        stop, is_written = meet(self._ranks, error, samples, self._writing)
         if stop is not None:
             self._is_agreed = True
             raise stop
-        self._is_reading = self._is_unused = False
+        self._is_reading = False
+        if is_written:
+            self._finish_writing()
+        self._is_unused = False
         return None if batch is None else (batch[0], seconds)
 
     def _run(self, batch: Any, data_seconds: float) -> Progress:
@@ -299,7 +313,7 @@ class Trainer:
         if self._is_due(self.evaluate_every):
             self._evaluate()
         if self._is_due(self.checkpoint_every):
-            self._save()
+            self._save(buffers=self._buffers)
 
     def _note_recovery(self) -> None:
         """Log steps that ran out of memory since the last call; the plan taken then becomes the run's plan."""
@@ -337,12 +351,28 @@ class Trainer:
                 raise
         self._write_line(evaluation_line(self.step.steps, self._stream.epoch, _figures(values)))
 
-    def _save(self, position: dict[str, Any] | None = None) -> None:
+    def _save(self, position: dict[str, Any] | None = None, buffers: HostBuffers | None = None) -> None:
+        """Write a checkpoint; with `buffers`, a thread does, and `_finish_writing` comes later."""
+        self._finish_writing()
         self._log.sync()
-        position = position or self._stream.position()
-        checkpoint.save(self.out, self.step, self.plan, position, keep_checkpoints=self.keep_checkpoints)
-        self._saved_step = self.step.steps
-        self._write_record(self._history.record("running", self.step.steps))
+        self._writing = checkpoint.begin(
+            self.out,
+            self.step,
+            self.plan,
+            position or self._stream.position(),
+            keep_checkpoints=self.keep_checkpoints,
+            buffers=buffers,
+        )
+        if buffers is None:
+            self._finish_writing()
+
+    def _finish_writing(self) -> None:
+        """Wait for the checkpoint that is being written, if there is one, until it has its place."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.finish()
+            self._saved_step = writing.step_count
+            self._write_record(self._history.record("running", self.step.steps))
 
     def _write_line(self, line: dict[str, Any]) -> None:
         self._log.write(line)
@@ -370,6 +400,7 @@ class Trainer:
         recovers = isinstance(self.step.recovery, Recovery) and not self._is_between_steps
         is_undone = isinstance(error, OutOfMemoryError) and not error.is_torn and recovers
         is_alone = self._ranks.size > 1 and not self._is_agreed  # the others don't write their parts
+        self._end_writing(error, is_alone)
         if (is_resumable or is_undone) and self._saved_step != self.step.steps and not is_alone:
             with contextlib.suppress(MemfitError):
                 self._save(self._stream.take_back() if is_undone or self._is_unused else None)
@@ -382,6 +413,16 @@ class Trainer:
             text = f"{text}; {advice}"
         with contextlib.suppress(MemfitError):
             self._write_record(self._history.record("failed", self.step.steps, text))
+
+    def _end_writing(self, error: BaseException, is_alone: bool) -> None:
+        """Finish the checkpoint that is being written, if there is one; where other ranks don't, discard it."""
+        if not is_alone:
+            try:
+                self._finish_writing()
+            except MemfitError as e:
+                error.add_note(f"memfit: {e}")
+        elif self._writing is not None:
+            self._writing.discard()
 
 
 def _resumed(

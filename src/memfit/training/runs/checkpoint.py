@@ -1,6 +1,7 @@
 """Training checkpoints: folders `checkpoint-<step>` of JSON and safetensors. Loading one executes no code.
 
-A checkpoint is written beside its place and renamed, so that its folder is there whole or not at all.
+A checkpoint is written beside its place and renamed, so that its folder is there whole or not at all. A thread can
+write it from copies while training goes on; it is renamed between two steps, when the files of all ranks are there.
 `checkpoint.json` names every file with its size and SHA-256; both are checked before anything of a training is changed.
 A damaged checkpoint is set aside as `damaged-checkpoint-<step>`, and the one before it is read.
 
@@ -23,13 +24,16 @@ It does not hold buffers that are not persistent, nor the workload's own generat
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import itertools
 import json
 import os
 import re
 import shutil
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,16 +47,18 @@ from memfit.ir.plan import Plan, Precision
 from memfit.ranks.one_process import SingleProcess
 from memfit.ranks.together import each, once
 from memfit.rng import check_rng_state
+from memfit.training.runs.host_buffers import HostBuffers
 from memfit.training.runs.packing import read_tensors, write_tensors
-from memfit.training.runs.shards import Stored, has_shards, is_shard_name, shard_count, shard_name, write_shards
+from memfit.training.runs.shards import Stored, has_shards, is_shard_name, own_shards, shard_count, shard_name
 from memfit.training.runs.state import TrainingState, collect, prepare_restore
 from memfit.training.step import Step
 from memfit.version import __version__
-from memfit.workload import fingerprint
+from memfit.workload import Workload, fingerprint
 
 MANIFEST = "checkpoint.json"
+_PLAN = "plan.json"
 FILES = (
-    "plan.json",
+    _PLAN,
     "model.safetensors",
     "optimizer.json",
     "optimizer.safetensors",
@@ -111,48 +117,141 @@ class Loaded:
 
 
 def save(folder: Path, step: Step, plan: Plan, position: dict[str, Any], *, keep_checkpoints: int = 2) -> Path:
-    """Write the checkpoint of a step, and remove old ones; all ranks of a step that is shared call it.
+    """Write the checkpoint of a step, and remove old ones; see `begin`."""
+    return begin(folder, step, plan, position, keep_checkpoints=keep_checkpoints).finish()
+
+
+def begin(
+    folder: Path,
+    step: Step,
+    plan: Plan,
+    position: dict[str, Any],
+    *,
+    keep_checkpoints: int = 2,
+    buffers: HostBuffers | None = None,
+) -> Writing:
+    """Begin to write the checkpoint of a step; all ranks of a step that is shared call it.
 
     Args:
         folder: The folder of checkpoints; `checkpoint-<step>` in it is created or replaced.
         step: The step, between two calls.
         position: The position in the data, as `BatchStream.position` gives it.
         keep_checkpoints: Number of checkpoints to keep, this one included (> 0).
+        buffers: Hold copies of the state, which a thread writes from now on: the training may go on. They are free
+            again when the checkpoint is finished. None leaves the writing to `finish`, and the state as it is until
+            then to the caller.
 
     Raises:
-        OutputError: The checkpoint can't be written; earlier ones are unchanged.
+        OutputError: The folder can't be written.
         CheckpointError: A part of the state is neither JSON nor a tensor.
     """
-    path, ranks = folder / f"checkpoint-{step.steps}", step.options.ranks
-    state = collect(step, position)
+    ranks, step_count = step.options.ranks, step.steps
+    path = folder / f"checkpoint-{step_count}"
+    own = path.with_name(f".{path.name}.{os.getpid()}.new.tmp")
+    parts: list[_Parts] = []
 
     def prepare() -> Path:
         with _writing(path):
-            folder.mkdir(parents=True, exist_ok=True)
-            new = folder / f".{path.name}.{os.getpid()}.new.tmp"
-            shutil.rmtree(new, ignore_errors=True)
-            new.mkdir()
-            (new / "plan.json").write_bytes(codec.encode(plan))
-            return new
+            part = _parts_of(collect(step, position), ranks)
+            if buffers is not None:
+                part = dataclasses.replace(part, tensors=buffers.copied(part.tensors))
+            parts.append(part)
+            if ranks.rank == 0:
+                _make_folder(own, plan)
+            return own
 
     def write() -> dict[str, FileEntry]:
         with _writing(path):
-            return _write(new, state, ranks)
+            return _write(new, parts.pop(), ranks.rank == 0)
 
-    def finish() -> None:
+    def publish(entries: dict[str, FileEntry]) -> None:
         with _writing(path):
-            _write_manifest(new, step, {name: entry for part in written for name, entry in part.items()})
+            _write_manifest(new, step.workload, step_count, entries)
             _move(new, path)
-            _prune(folder, step.steps, keep_checkpoints)
+            _prune(folder, step_count, keep_checkpoints)
 
-    new = once(ranks, prepare)
     try:
-        written = each(ranks, write)
-        once(ranks, finish)
-    finally:
+        new = each(ranks, prepare)[0]
+    except BaseException:
         if ranks.rank == 0:
-            shutil.rmtree(new, ignore_errors=True)
-    return path
+            shutil.rmtree(own, ignore_errors=True)
+        raise
+    return Writing(path, step_count, new, ranks, write, publish, in_thread=buffers is not None)
+
+
+class Writing:
+    """A checkpoint that is being written: its files, on each rank, and then its place.
+
+    Args:
+        write: Writes this rank's files.
+        publish: Gives the checkpoint its place, on the first rank, when all have written theirs.
+        in_thread: Whether a thread writes, from now on; else `finish` does.
+
+    Attributes:
+        path: Its place.
+        step_count: The step that it is of.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        step_count: int,
+        new: Path,
+        ranks: SingleProcess,
+        write: Callable[[], dict[str, FileEntry]],
+        publish: Callable[[dict[str, FileEntry]], None],
+        *,
+        in_thread: bool,
+    ) -> None:
+        self.path, self.step_count = path, step_count
+        self._new, self._ranks, self._publish = new, ranks, publish
+        self._written = _started(write) if in_thread else None
+        self._write = write if self._written is None else self._written.result
+
+    @property
+    def is_going_on(self) -> bool:
+        """Whether the thread still writes."""
+        return self._written is not None and not self._written.done()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the thread could not write: `finish` tells why."""
+        return self._written is not None and self._written.done() and self._written.exception() is not None
+
+    def finish(self) -> Path:
+        """Wait until all ranks have written their files, and give the checkpoint its place; all ranks call it.
+
+        Raises:
+            OutputError: The checkpoint can't be written, on some rank; earlier ones are unchanged.
+        """
+        try:
+            written = each(self._ranks, self._write)
+            once(self._ranks, lambda: self._publish({name: e for part in written for name, e in part.items()}))
+        finally:
+            self.discard()
+        return self.path
+
+    def discard(self) -> None:
+        """Remove what has no place yet, as soon as the thread has ended."""
+        if self._written is not None:
+            wait([self._written])
+        if self._ranks.rank == 0:
+            shutil.rmtree(self._new, ignore_errors=True)
+
+
+def _started(work: Callable[[], dict[str, FileEntry]]) -> Future[dict[str, FileEntry]]:
+    """Do some work in a thread; return what will have its result or its error."""
+    future: Future[dict[str, FileEntry]] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as e:
+            future.set_exception(e)
+
+    # A daemon, as the process must be able to end while a disk does not answer.
+    threading.Thread(target=run, name="memfit-checkpoint", daemon=True).start()
+    return future
 
 
 @contextlib.contextmanager
@@ -191,7 +290,7 @@ def read(path: Path, step: Step, precision: Precision | None = None, *, is_check
             " batch's shapes and the kind of optimizer must be the same"
         )
     try:
-        plan = codec.read(path / "plan.json", Plan, error=DamagedCheckpointError)
+        plan = codec.read(path / _PLAN, Plan, error=DamagedCheckpointError)
         state = _read_state(path, manifest)
         check_rng_state(state.rng)
         restore_state = prepare_restore(step, state, converts=precision not in (None, plan.levers.precision))
@@ -340,38 +439,72 @@ def remove_leftovers(folder: Path) -> None:
 # Writing
 
 
-def _write(folder: Path, state: TrainingState, ranks: SingleProcess) -> dict[str, FileEntry]:
-    """Write a rank's files of a checkpoint, in which the plan is already; return them by name."""
-    names = ["plan.json", "optimizer.json", "training.json", "training.safetensors"] if ranks.rank == 0 else []
+@dataclass(frozen=True)
+class _Parts:
+    """What a rank writes of a checkpoint, by the names of files.
+
+    Attributes:
+        texts: JSON.
+        tensors: Tensors of each safetensors file.
+        metadata: Metadata of each of these that has some.
+    """
+
+    texts: dict[str, str]
+    tensors: dict[str, dict[str, torch.Tensor]]
+    metadata: dict[str, dict[str, str]]
+
+
+def _parts_of(state: TrainingState, ranks: SingleProcess) -> _Parts:
+    """Return what a rank writes of a state. Its tensors are those of the state."""
+    texts: dict[str, str] = {}
+    tensors: dict[str, dict[str, torch.Tensor]] = {}
+    metadata: dict[str, dict[str, str]] = {}
     if ranks.rank == 0:
-        (folder / "optimizer.json").write_text(json.dumps(state.optimizer, allow_nan=False))
-        (folder / "training.json").write_text(json.dumps(state.training, allow_nan=False))
-        write_tensors(state.training_tensors, folder / "training.safetensors")
-    large = {"model": (state.model, state.aliases), "optimizer": (state.optimizer_tensors, {})}
+        texts["optimizer.json"] = json.dumps(state.optimizer, allow_nan=False)
+        texts["training.json"] = json.dumps(state.training, allow_nan=False)
+        tensors["training.safetensors"] = state.training_tensors
     in_shards = has_shards(state.model) or has_shards(state.optimizer_tensors)
-    for stem, (tensors, notes) in large.items():
+    for stem, whole, notes in (("model", state.model, state.aliases), ("optimizer", state.optimizer_tensors, {})):
         if in_shards:
-            names.append(shard_name(stem, ranks.rank, ranks.size))
-            write_shards(tensors, folder / names[-1], ranks.rank, notes)
+            name = shard_name(stem, ranks.rank, ranks.size)
+            tensors[name], metadata[name] = own_shards(whole, ranks.rank, notes)
         elif ranks.rank == 0:
-            names.append(f"{stem}.safetensors")
-            write_tensors(tensors, folder / names[-1], {"format": "pt", **notes} if stem == "model" else None)
-    mode = (folder / "plan.json").stat().st_mode
+            tensors[f"{stem}.safetensors"] = dict(whole)
+            if stem == "model":
+                metadata[f"{stem}.safetensors"] = {"format": "pt", **notes}
+    return _Parts(texts, tensors, metadata)
+
+
+def _make_folder(new: Path, plan: Plan) -> None:
+    """Make the temporary folder of a checkpoint, with the plan in it."""
+    new.parent.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir()
+    (new / _PLAN).write_bytes(codec.encode(plan))
+
+
+def _write(folder: Path, parts: _Parts, is_first: bool) -> dict[str, FileEntry]:
+    """Write a rank's files of a checkpoint, in which the plan is already; return them by name."""
+    for name, text in parts.texts.items():
+        (folder / name).write_text(text)
+    for name, tensors in parts.tensors.items():
+        write_tensors(tensors, folder / name, parts.metadata.get(name))
+    mode = (folder / _PLAN).stat().st_mode
     entries = {}
-    for name in names:
+    for name in [*([_PLAN] if is_first else []), *parts.texts, *parts.tensors]:
         (folder / name).chmod(mode)
         entries[name] = FileEntry(_sha256(folder / name), (folder / name).stat().st_size)
         _sync(folder / name)
     return entries
 
 
-def _write_manifest(folder: Path, step: Step, entries: dict[str, FileEntry]) -> None:
+def _write_manifest(folder: Path, workload: Workload, step_count: int, entries: dict[str, FileEntry]) -> None:
     manifest = Checkpoint(
         memfit_version=__version__,
         torch_version=str(torch.__version__),
-        workload=step.workload.name,
-        fingerprint=fingerprint(step.workload),
-        step=step.steps,
+        workload=workload.name,
+        fingerprint=fingerprint(workload),
+        step=step_count,
         files=entries,
     )
     codec.write_atomic(folder / MANIFEST, codec.encode(manifest.sealed()))

@@ -114,7 +114,7 @@ def _unpack_tensor(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
 
 
 def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """Write tensors to a safetensors file; tensors that share a storage are written separately.
+    """Write tensors to a safetensors file, each contiguous; tensors that share a storage are written separately.
 
     Raises:
         OSError: The file can't be written.
@@ -123,7 +123,7 @@ def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: dic
     separate = {}
     for key, tensor in tensors.items():
         storage = tensor.untyped_storage().data_ptr()
-        separate[key] = tensor.clone() if storage in seen else tensor
+        separate[key] = (tensor.clone() if storage in seen else tensor).contiguous()
         seen.add(storage)
     try:
         save_file(separate, path, metadata)

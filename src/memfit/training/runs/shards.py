@@ -21,7 +21,6 @@ from safetensors import SafetensorError, safe_open
 
 from memfit._torch.distributed import chunk_of, is_first_copy, is_shared, local_part
 from memfit.errors import DamagedCheckpointError
-from memfit.training.runs.packing import write_tensors
 
 _SHARD = re.compile(r"(model|optimizer)-shard-([0-9]{5})-of-([0-9]{5})\.safetensors")
 _OFFSETS, _VERSION = "DCP_SHARDING_INFO", "DCP_VERSION"
@@ -66,14 +65,13 @@ def has_shards(tensors: Mapping[str, torch.Tensor]) -> bool:
     return any(is_shared(type(tensor)) for tensor in tensors.values())
 
 
-def write_shards(tensors: Mapping[str, torch.Tensor], path: Path, rank: int, notes: Mapping[str, str]) -> None:
-    """Write this rank's shards; of what all ranks have alike, the first writes one copy.
+def own_shards(
+    tensors: Mapping[str, torch.Tensor], rank: int, notes: Mapping[str, str]
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return this rank's shards and the metadata of their file; of what all ranks have alike, the first has one copy.
 
     Args:
         notes: More metadata of the file.
-
-    Raises:
-        OSError: The file can't be written.
     """
     own: dict[str, torch.Tensor] = {}
     offsets: dict[str, Any] = {}
@@ -85,8 +83,8 @@ def write_shards(tensors: Mapping[str, torch.Tensor], path: Path, rank: int, not
         else:
             is_written = rank == 0
         if is_written:
-            own[key], offsets[key] = part.contiguous(), {"saved_offsets": start}
-    write_tensors(own, path, {"format": "pt", _VERSION: "1.0", _OFFSETS: json.dumps(offsets), **notes})
+            own[key], offsets[key] = part, {"saved_offsets": start}
+    return own, {"format": "pt", _VERSION: "1.0", _OFFSETS: json.dumps(offsets), **notes}
 
 
 @dataclass(frozen=True)
