@@ -24,7 +24,7 @@ DEATHS = "MEMFIT_TEST_DEATHS"
 PLACES: dict[str, tuple[Any, str]] = {
     "in a step": (Step, "compute_loss"),
     "before the update": (Step, "_update"),
-    "before its shards": (checkpoint, "write_shards"),
+    "before its shards": (checkpoint, "write_tensors"),
     "before the sums": (checkpoint, "_write_manifest"),
     "before the rename": (checkpoint, "_move"),
     "before old ones go": (checkpoint, "_prune"),

@@ -483,6 +483,12 @@ def train(
     evaluate_every: Annotated[int | None, typer.Option(help="Steps between evaluations.", min=1)] = None,
     checkpoint_every: Annotated[int | None, typer.Option(help="Steps between checkpoints.", min=1)] = None,
     keep_checkpoints: Annotated[int, typer.Option(help="Checkpoints that are kept.", min=1)] = 2,
+    async_checkpoints: Annotated[
+        bool,
+        typer.Option(
+            "--async-checkpoints", help="Write checkpoints in a thread, from copies in host memory, while steps run."
+        ),
+    ] = False,
     prefetch_batches: Annotated[
         int, typer.Option(help="Batches that a thread makes ahead, while steps run.", min=0)
     ] = 0,
@@ -557,6 +563,7 @@ def train(
         evaluate_every=evaluate_every,
         checkpoint_every=checkpoint_every,
         keep_checkpoints=keep_checkpoints,
+        async_checkpoints=async_checkpoints,
         prefetch_batches=prefetch_batches,
         measure_every=measure_every,
         compare_steps=compare,

@@ -202,6 +202,7 @@ def train(
     evaluate_every: int | None = None,
     checkpoint_every: int | None = None,
     keep_checkpoints: int = 2,
+    async_checkpoints: bool = False,
     prefetch_batches: int = 0,
     measure_every: int | None = None,
     compare_steps: int = 0,
@@ -241,8 +242,9 @@ def train(
             Steps that run out of memory are then always run again.
         host_budget: What the run may take of the host's memory beyond what the process holds when it begins: bytes, a
             string with a unit, or a share ("90%") of what the host has left; None for all of that. What plan, batches
-            made ahead, checkpoints and recovery need is counted before the run begins. Between steps the process is
-            held to it, as its resident memory says, and the run stopped with a checkpoint.
+            made ahead, checkpoints and recovery need is counted before the run begins, and so are the copies of
+            `async_checkpoints`, which on a CPU come on top of the plan's budget. Between steps the process is held to
+            it, as its resident memory says, and the run stopped with a checkpoint.
         progress: Called with how many of the `compare_steps` are done, of how many; by default bars in a notebook.
         on_step: Called after every step; by default a bar in a notebook.
 
@@ -269,7 +271,14 @@ def train(
         with held_by_ranks(ranks, folder, overwrite=overwrite, resume=resume):
             host_bytes = None if host_budget is None else parse_budget(host_budget, free_bytes(), "host_budget")
             check_host(
-                host_needs(plan, workload, host_bytes_of(plan), prefetch_batches=prefetch_batches, recover=recovers),
+                host_needs(
+                    plan,
+                    workload,
+                    host_bytes_of(plan),
+                    prefetch_batches=prefetch_batches,
+                    async_checkpoints=async_checkpoints,
+                    recover=recovers,
+                ),
                 host_bytes,
             )
             once(
@@ -315,6 +324,7 @@ def train(
                     evaluate_every=evaluate_every,
                     checkpoint_every=checkpoint_every,
                     keep_checkpoints=keep_checkpoints,
+                    async_checkpoints=async_checkpoints,
                     prefetch_batches=prefetch_batches,
                     measure=measure_peak_bytes,
                     measure_every=measure_every,

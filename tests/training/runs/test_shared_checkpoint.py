@@ -134,7 +134,7 @@ def full_on_one(rank: int, sharding: Sharding, folder: Path) -> Iterator[Any]:
             def full(*_: Any) -> None:
                 raise OSError(28, "No space left on device")
 
-            patch.setattr(checkpoint, "write_shards", full)
+            patch.setattr(checkpoint, "write_tensors", full)
         with pytest.raises(OutputError, match="No space left on device") as e:
             checkpoint.save(folder, step, plan, BatchStream(given).position())
         yield getattr(e.value, "__notes__", [])

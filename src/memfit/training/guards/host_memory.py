@@ -26,6 +26,7 @@ def host_needs(
     levers_bytes: Mapping[str, int],
     *,
     prefetch_batches: int = 0,
+    async_checkpoints: bool = False,
     recover: bool = False,
 ) -> dict[str, int]:
     """Return the host memory that a run takes beyond what is taken now, by what asks for it, as arguments say it.
@@ -44,6 +45,7 @@ def host_needs(
         **levers_bytes,
         f"prefetch_batches={prefetch_batches}": made if is_on_host else 2 * made,  # for a GPU, in pinned memory too
         "writing checkpoints": checkpoint_bytes(workload),
+        "async_checkpoints=True": _copied_bytes(plan, workload) if async_checkpoints else 0,
         "recover=True": bytes_of(workload.model.buffers()) if recover and is_on_host else 0,
     }
     return {name: count for name, count in needs.items() if count}
@@ -53,6 +55,20 @@ def checkpoint_bytes(workload: Workload) -> int:
     """Return what writing a checkpoint takes of the host's memory: copies of what is not there, or not contiguous."""
     files = [*workload.model.parameters(), *workload.model.buffers()], state_of(workload.optimizer)
     return max(bytes_of(t for t in file if t.device.type != "cpu" or not t.is_contiguous()) for file in files)
+
+
+def stored_bytes(plan: Plan, workload: Workload) -> tuple[int, int]:
+    """Return the bytes of a checkpoint's model and of its optimizer state, as predicted where it does not exist yet."""
+    model_bytes = bytes_of([*workload.model.parameters(), *workload.model.buffers()])
+    predicted = plan.plain.by_category.get("optimizer state", 0)
+    return model_bytes, max(predicted, bytes_of(state_of(workload.optimizer)))
+
+
+def _copied_bytes(plan: Plan, workload: Workload) -> int:
+    """Return the bytes of what a rank copies for a checkpoint: its shards, or all where the first rank writes all."""
+    sharding = plan.levers.sharding
+    ranks = sharding.shards if sharding is not None and sharding.is_fully_sharded else 1
+    return -(-sum(stored_bytes(plan, workload)) // ranks)
 
 
 def check_host(needs: dict[str, int], budget_bytes: int | None) -> None:
@@ -73,9 +89,10 @@ def check_host(needs: dict[str, int], budget_bytes: int | None) -> None:
     there = f"host_budget={budget_bytes} allows"
     if allowed == left:
         there = f"the host has {format_bytes(left)} left, control groups counted"
+    less = "Leave out async_checkpoints=, lower" if "async_checkpoints=True" in needs else "Lower"
     raise BudgetError(
         f"the run needs {format_bytes(total)} of the host's memory beyond what this process holds ({items}), and"
-        f" {there}. Lower prefetch_batches=, make a plan with a lower budget= (or host_budget=, where activations are"
+        f" {there}. {less} prefetch_batches=, make a plan with a lower budget= (or host_budget=, where activations are"
         " offloaded), or give the run more"
     )
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from memfit.errors import OutputError
 from memfit.ir.plan import Plan
-from memfit.training.guards.host_memory import bytes_of
-from memfit.training.optimizers import state_of
+from memfit.training.guards.host_memory import stored_bytes
 from memfit.training.runs import checkpoint
 from memfit.units import format_bytes
 from memfit.workload import Workload
@@ -38,7 +37,7 @@ def check_disk(
     Raises:
         OutputError: Disk space or the file size limit is too small.
     """
-    model_bytes, state_bytes = _checkpoint_bytes(plan, workload)
+    model_bytes, state_bytes = stored_bytes(plan, workload)
     each = model_bytes + state_bytes
     written = 1 if checkpoint_every is None else 2 + (keep_checkpoints if steps is None else steps // checkpoint_every)
     at_once = min(written, keep_checkpoints + 1)  # the oldest is removed after the newest is written
@@ -61,13 +60,6 @@ def check_disk(
             f"files of this process are limited to {format_bytes(limit)} (ulimit -f), and the run's largest would have"
             f" {format_bytes(largest)}: raise the limit with ulimit -f"
         )
-
-
-def _checkpoint_bytes(plan: Plan, workload: Workload) -> tuple[int, int]:
-    """Return the bytes of a checkpoint's model and of its optimizer state, as predicted where it does not exist yet."""
-    model_bytes = bytes_of([*workload.model.parameters(), *workload.model.buffers()])
-    predicted = plan.plain.by_category.get("optimizer state", 0)
-    return model_bytes, max(predicted, bytes_of(state_of(workload.optimizer)))
 
 
 def _bytes_there(out: Path) -> int:
