@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from memfit.training.runs import checkpoint
@@ -18,6 +19,7 @@ from memfit.training.step import Step
 from memfit.training.trainer import Trainer
 from memfit.workload import Workload
 from tests.ranks import trainings
+from tests.training.held_writes import HeldWrites
 
 DEATHS = "MEMFIT_TEST_DEATHS"
 """The variable that names a file: the deaths to come, as [rank, place, number of the call or seconds]."""
@@ -29,6 +31,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "before the rename": (checkpoint, "_move"),
     "before old ones go": (checkpoint, "_prune"),
     "in an evaluation": (Trainer, "_evaluate"),
+    "while a thread writes": (Step, "_update"),  # which it never ends to
 }
 
 
@@ -36,7 +39,7 @@ def workload() -> Workload:
     """Return the workload, in a process that dies as the file says."""
     deaths = Path(os.environ[DEATHS])
     coming = json.loads(deaths.read_text())
-    if coming and coming[0][0] == int(os.environ["RANK"]):
+    if coming and coming[0][0] == int(os.environ.get("RANK", "0")):
         _, place, number = coming[0]
 
         def die() -> None:
@@ -58,6 +61,8 @@ def _arm(place: str, number: float, die: Callable[[], None]) -> None:
         timer.daemon = True
         timer.start()
         return
+    if place == "while a thread writes":
+        HeldWrites(pytest.MonkeyPatch())
     owner, name = PLACES[place]
     original, calls = getattr(owner, name), iter(range(1, 10**6))
 

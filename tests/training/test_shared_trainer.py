@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from memfit.errors import MemfitError, MemoryLimitError, RankError
+from memfit.errors import MemfitError, MemoryLimitError, OutputError, RankError
 from memfit.ir.sharding import Sharding
 from memfit.training.interrupt import PREEMPTED
 from memfit.training.trainer import Trainer
 from tests.processes import on_ranks
 from tests.ranks.trainings import DDP, HYBRID, ZERO2, ZERO3, Kind, fit, is_same, plan_for, state_of, step_of, workload
 from tests.training.conftest import lines_of
+from tests.training.held_writes import HeldWrites, names, stored
 
 SHARDINGS = {"ddp": DDP, "zero2": ZERO2, "zero3": ZERO3, "hybrid": HYBRID}
 
@@ -137,6 +138,110 @@ def test_what_stops_one_rank_stops_all_after_the_same_step_with_a_checkpoint(
         assert own[0] == other[0] == "RankError" and "gave a batch of 3 samples on one rank" in own[1]
     assert all("resume=True goes on from" in rank[1][0] for rank in ranks)
     assert all(is_same(rank[2], six_steps) for rank in ranks)
+
+
+def with_a_slow_writer(rank: int, sharding: Sharding, out: Path) -> Iterator[Any]:
+    """Train twice; the second time one rank's thread is held from the fourth step to the sixth."""
+    expected, _ = fit(sharding, out / "waits", steps=9, checkpoint_every=4, keep_checkpoints=9)
+    given = workload()
+    plan = plan_for(given, sharding)
+    torch.manual_seed(5)
+    seen = {}
+    with step_of(given, plan) as step, pytest.MonkeyPatch.context() as patch:
+        held = HeldWrites(patch)
+        if rank != sharding.world_size - 1:
+            held.let_go()
+
+        def on_step(progress: Any) -> None:
+            seen[progress.step] = names(out / "goes-on")
+            if progress.step == (6 if rank == sharding.world_size - 1 else 5):
+                held.end(trainer)
+
+        trainer = Trainer(
+            step,
+            plan,
+            out=out / "goes-on",
+            steps=9,
+            checkpoint_every=4,
+            keep_checkpoints=9,
+            async_checkpoints=True,
+            on_step=on_step,
+        )
+        trainer.fit()
+        yield is_same(state_of(step), expected), seen
+
+
+@pytest.mark.parametrize("name", ["zero3", pytest.param("ddp", marks=pytest.mark.ci)])
+def test_a_checkpoint_has_its_place_when_the_slowest_rank_has_written_and_training_goes_on(
+    name: str, tmp_path: Path
+) -> None:
+    sharding = SHARDINGS[name]
+    for rank in on_ranks(sharding.world_size, with_a_slow_writer, sharding, tmp_path):
+        same, seen = rank[0]
+        assert same and seen[4] == ["checkpoint-0"]
+        if name == "zero3":  # with ddp the last rank has nothing to write
+            assert seen[5] == seen[6] == ["checkpoint-0", "checkpoint-4 in the making"]
+        assert seen[7] == ["checkpoint-0", "checkpoint-4"]
+    waits, goes_on = tmp_path / "waits", tmp_path / "goes-on"
+    assert names(goes_on) == names(waits) == [f"checkpoint-{n}" for n in (0, 4, 8, 9)]
+    assert all(is_same(stored(goes_on / name), stored(waits / name)) for name in names(waits))
+    assert [_without_peak(line) for line in lines_of(goes_on)] == [_without_peak(line) for line in lines_of(waits)]
+
+
+def full_for_one(rank: int, out: Path) -> Iterator[Any]:
+    given = workload()
+    plan = plan_for(given, ZERO3)
+    torch.manual_seed(5)
+    with step_of(given, plan) as step, pytest.MonkeyPatch.context() as patch:
+        held = HeldWrites(patch, OSError(28, "No space left on device") if rank == 1 else None)
+        if rank == 0:
+            held.let_go()
+
+        def on_step(progress: Any) -> None:
+            if rank == 1 and progress.step == 3:
+                held.end(trainer)
+
+        trainer = Trainer(step, plan, out=out, steps=9, checkpoint_every=2, async_checkpoints=True, on_step=on_step)
+        with pytest.raises(OutputError) as e:
+            trainer.fit()
+        yield str(e.value), step.steps, names(out), getattr(e.value, "__notes__", [])
+
+
+def test_a_disk_that_is_full_for_one_rank_ends_all_before_the_next_step(tmp_path: Path) -> None:
+    first, second = (rank[0] for rank in on_ranks(2, full_for_one, tmp_path / "out"))
+    assert first[:2] == second[:2] and "checkpoint-2: No space left" in first[0] and first[1] == 3
+    assert "memfit: it failed on rank 1" in first[3] and all("checkpoint-0" in rank[3][-1] for rank in (first, second))
+    assert names(tmp_path / "out") == ["checkpoint-0"]
+
+
+def stopped_while_writing(rank: int, out: Path) -> Iterator[Any]:
+    """One rank is told to stop while the thread of the other still writes."""
+    given = workload()
+    plan = plan_for(given, ZERO3)
+    torch.manual_seed(5)
+    with step_of(given, plan) as step, pytest.MonkeyPatch.context() as patch:
+        held = HeldWrites(patch)
+
+        def on_step(progress: Any) -> None:
+            if progress.step == 3:
+                if rank == 1:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                held.let_go()
+
+        with pytest.raises(SystemExit) as e:
+            Trainer(step, plan, out=out, steps=9, checkpoint_every=2, async_checkpoints=True, on_step=on_step).fit()
+        yield e.value.code, step.steps
+    given = workload(seed=7)
+    with step_of(given, plan) as step:
+        Trainer(step, plan, out=out, steps=6, checkpoint_every=2, async_checkpoints=True, resume=True).fit()
+        yield state_of(step)
+
+
+@pytest.mark.ci
+def test_ranks_that_are_told_to_stop_finish_what_their_threads_write(six_steps: Any, tmp_path: Path) -> None:
+    ranks = on_ranks(2, stopped_while_writing, tmp_path)
+    assert [rank[0] for rank in ranks] == [(PREEMPTED, 3)] * 2
+    assert all(is_same(rank[1], six_steps) for rank in ranks)
 
 
 def over_its_memory(rank: int, out: Path) -> Iterator[Any]:

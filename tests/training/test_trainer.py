@@ -34,6 +34,7 @@ from memfit.training.step import Step, StepOptions
 from memfit.training.trainer import Trainer
 from memfit.workload import Workload
 from tests.training.conftest import restored
+from tests.training.held_writes import HeldWrites, names, stored
 
 BATCH_KINDS = ("seeded", "ends empty", "none", "list", "shuffled", "shuffled by a generator")
 KEYS = "step epoch loss grad_norm skipped loss_scale data_seconds seconds samples_per_second peak_bytes"
@@ -553,6 +554,140 @@ def test_a_place_without_room_for_checkpoints_is_noticed_before_the_first_step(
     assert run.lines == [] and run.record.status == "failed"
 
 
+# Checkpoints that a thread writes
+
+
+def test_a_thread_writes_what_was_there_when_it_began_and_training_goes_on(
+    cases: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits, goes_on = Run(cases, tmp_path / "waits", "shuffled"), Run(cases, tmp_path / "goes-on", "shuffled")
+    expected = waits.fit(checkpoint_every=3, keep_checkpoints=9)
+    held, seen = HeldWrites(monkeypatch), {}
+
+    def on_step(progress: Any) -> None:
+        seen[progress.step] = names(goes_on.out)
+        if progress.step in (5, 8):
+            held.end(trainer)
+        if progress.step == 6:
+            held.hold()
+
+    trainer = goes_on.trainer(checkpoint_every=3, keep_checkpoints=9, async_checkpoints=True, on_step=on_step)
+    trainer.fit()
+    assert seen[4] == seen[5] == ["checkpoint-0", "checkpoint-3 in the making"]
+    assert seen[6] == ["checkpoint-0", "checkpoint-3"]
+    assert seen[7] == seen[8] == ["checkpoint-0", "checkpoint-3", "checkpoint-6 in the making"]
+    assert names(goes_on.out) == waits.checkpoints == [f"checkpoint-{n}" for n in (0, 3, 6, 8)]
+    assert cases.training_state(trainer.step) == expected and goes_on.lines == waits.lines
+    for name in waits.checkpoints:
+        assert cases.describe(stored(goes_on.out / name)) == cases.describe(stored(waits.out / name))
+
+
+def test_the_next_checkpoint_waits_for_the_one_before(
+    run: Run, cases: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its copies are in the same memory."""
+    held, begin, seen = HeldWrites(monkeypatch), checkpoint.begin, []
+
+    def begun(*args: Any, **options: Any) -> Any:
+        seen.append(names(run.out))
+        return begin(*args, **options)
+
+    def on_step(progress: Any) -> None:
+        held.let_go()
+        if progress.step == 2:
+            held.hold()
+
+    monkeypatch.setattr(checkpoint, "begin", begun)
+    run.fit(checkpoint_every=1, keep_checkpoints=9, steps=4, async_checkpoints=True, on_step=on_step)
+    assert seen == [[f"checkpoint-{n}" for n in range(count)] for count in range(5)]
+
+
+@pytest.mark.parametrize("at", [4, 5, 7])
+def test_a_run_that_fails_while_a_thread_writes_goes_on_from_what_it_wrote(
+    at: int, cases: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, broken = (Run(cases, tmp_path / name, "shuffled by a generator") for name in ("whole", "broken"))
+    expected = whole.fit(steps=9, checkpoint_every=4)
+    held = HeldWrites(monkeypatch)
+
+    def crash(progress: Any) -> None:
+        if progress.step == at:
+            held.let_go()
+            raise Crash
+
+    with pytest.raises(Crash) as caught:
+        broken.fit(steps=9, checkpoint_every=4, async_checkpoints=True, on_step=crash)
+    newest = "checkpoint-0" if at == 4 else "checkpoint-4"  # at step 4 it had not begun
+    assert names(broken.out)[-1] == newest and newest in caught.value.__notes__[0]
+    assert broken.fit(steps=9, checkpoint_every=4, async_checkpoints=True, resume=True, seed=7) == expected
+    assert broken.lines == whole.lines and broken.checkpoints == whole.checkpoints
+
+
+@pytest.mark.usefixtures("usual_handlers")
+def test_a_signal_while_a_thread_writes_waits_for_it_and_writes_one_more(
+    cases: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, broken = (Run(cases, tmp_path / name, "shuffled") for name in ("whole", "broken"))
+    expected = whole.fit()
+    held = HeldWrites(monkeypatch)
+
+    def on_step(progress: Any) -> None:
+        if progress.step == 5:
+            signal.raise_signal(signal.SIGTERM)
+            held.let_go()
+
+    with pytest.raises(SystemExit) as caught:
+        broken.fit(checkpoint_every=4, async_checkpoints=True, on_step=on_step)
+    assert caught.value.code == 75 and "checkpoint-5" in caught.value.__notes__[0]
+    assert names(broken.out) == ["checkpoint-4", "checkpoint-5"]
+    monkeypatch.undo()
+    assert broken.fit(resume=True, seed=3) == expected
+
+
+FULL = OSError(28, "No space left on device")
+
+
+def test_a_disk_that_is_full_for_the_thread_ends_the_run_before_the_next_step(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = HeldWrites(monkeypatch, FULL)
+    trainer = run.trainer(
+        checkpoint_every=4,
+        async_checkpoints=True,
+        on_step=lambda progress: held.end(trainer) if progress.step == 6 else None,
+    )
+    with pytest.raises(OutputError, match=r"can't write .*checkpoint-4: No space left.*Free space") as caught:
+        trainer.fit()
+    assert trainer.step.steps == 6 and run.record.status == "failed"
+    assert names(run.out) == ["checkpoint-0"] and "checkpoint-0" in caught.value.__notes__[0]
+
+
+@pytest.mark.usefixtures("usual_handlers")
+def test_a_signal_tells_of_a_checkpoint_that_could_not_be_written(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = HeldWrites(monkeypatch, FULL)
+
+    def on_step(progress: Any) -> None:
+        if progress.step == 5:
+            signal.raise_signal(signal.SIGTERM)
+            held.let_go()
+
+    with pytest.raises(SystemExit) as caught:
+        run.fit(checkpoint_every=4, async_checkpoints=True, on_step=on_step)
+    assert "checkpoint-4: No space left" in caught.value.__notes__[0] and "checkpoint-5" in caught.value.__notes__[1]
+    assert names(run.out) == ["checkpoint-0", "checkpoint-5"]
+
+
+def test_a_thread_changes_no_random_numbers(
+    cases: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [Run(cases, tmp_path / name, "shuffled") for name in ("waits", "goes-on")]
+    states = []
+    for run, options in zip(runs, ({}, {"async_checkpoints": True}), strict=True):
+        run.fit(checkpoint_every=1, **options)
+        states.append(rng_state())
+    assert states[0] == states[1]
+
+
 # The folder
 
 
@@ -628,6 +763,7 @@ def test_folders_that_cannot_be_written(run: Run, tmp_path: Path, monkeypatch: p
         ({"evaluate_every": 0}, "evaluate_every=0"),
         ({"checkpoint_every": 0}, "checkpoint_every=0"),
         ({"keep_checkpoints": 0}, "keep_checkpoints=0"),
+        ({"async_checkpoints": True}, "async_checkpoints=True needs checkpoint_every="),
         ({"measure_every": 0}, "measure_every=0"),
         ({"overwrite": True, "resume": True}, "contradict"),
     ],

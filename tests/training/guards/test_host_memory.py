@@ -15,6 +15,7 @@ import memfit
 from memfit.errors import BudgetError, MemoryLimitError
 from memfit.ir.plan import Plan
 from memfit.ir.remat import Region
+from memfit.ir.sharding import Mode, Sharding
 from memfit.levers.stack import host_bytes_of
 from memfit.training.guards import host_memory
 from memfit.training.guards.host_memory import HostWatch, check_host, checkpoint_bytes, host_needs
@@ -27,6 +28,12 @@ GIB = 2**30
 
 def plan_of(workload: memfit.Workload) -> Plan:
     return memfit.plan(workload, budget="90%", numerics="exact", precisions=["32-true"], points=1)
+
+
+def sharded(plan: Plan, mode: Mode) -> Plan:
+    """Return a plan for four ranks, in two copies of the state where it is sharded."""
+    sharding = Sharding(world_size=4, mode=mode, replicas=2 if mode == "zero3" else 1)
+    return replace(plan, levers=replace(plan.levers, sharding=sharding))
 
 
 def free(monkeypatch: pytest.MonkeyPatch, *counts: int) -> None:
@@ -46,6 +53,11 @@ def test_what_a_run_needs_is_what_is_not_there_yet() -> None:
         "prefetch_batches=3": 4 * batch_bytes,
         "recover=True": buffers,
     }
+    copies = host_needs(plan, workload, {}, async_checkpoints=True)["async_checkpoints=True"]
+    assert copies == there - batch_bytes + plan.plain.by_category["optimizer state"]
+    assert host_needs(sharded(plan, "ddp"), workload, {}, async_checkpoints=True)["async_checkpoints=True"] == copies
+    parts = host_needs(sharded(plan, "zero3"), workload, {}, async_checkpoints=True)["async_checkpoints=True"]
+    assert parts == -(-copies // 2)
     before = host_needs(plan, workload, {})["steps of the plan"]
     Step(workload)(workload.batch)
     state = sum(t.nbytes for values in workload.optimizer.state.values() for t in tensors_of(values))
@@ -76,6 +88,8 @@ def test_a_run_that_needs_too_much_is_refused_by_argument_before_anything_is_wri
         BudgetError, match=r"beyond what.*steps of the plan: .*prefetch_batches=8.*host_budget=1000 allows"
     ):
         memfit.train(plan, workload, out=out, steps=1, prefetch_batches=8, host_budget=1000)
+    with pytest.raises(BudgetError, match=r"async_checkpoints=True: .*Leave out async_checkpoints=, lower prefetch_"):
+        memfit.train(plan, workload, out=out, steps=1, checkpoint_every=1, async_checkpoints=True, host_budget=1000)
     free(monkeypatch, 2000)
     with pytest.raises(BudgetError, match=r"the host has 2\.0 KiB left, control groups counted"):
         memfit.train(plan, workload, out=out, steps=1, host_budget="1GiB")

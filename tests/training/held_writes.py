@@ -1,0 +1,61 @@
+"""Checkpoints whose thread is held until a test lets it go on: steps run meanwhile, however fast the disk is."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memfit.training.runs import checkpoint
+from memfit.training.runs.packing import read_tensors
+from memfit.training.trainer import Trainer
+
+THREAD = "memfit-checkpoint"
+
+
+class HeldWrites:
+    """Writes of tensors that wait in a thread for `let_go`, and those of the main thread as they are.
+
+    Args:
+        error: Raised in the thread afterwards, in place of writing.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch, error: OSError | None = None) -> None:
+        self._gate, self._error, self._write = threading.Event(), error, checkpoint.write_tensors
+        patch.setattr(checkpoint, "write_tensors", self._held)
+
+    def _held(self, *args: Any) -> None:
+        if threading.current_thread().name == THREAD:
+            assert self._gate.wait(120)
+            if self._error is not None:
+                raise self._error
+        self._write(*args)
+
+    def hold(self) -> None:
+        self._gate.clear()
+
+    def let_go(self) -> None:
+        self._gate.set()
+
+    def end(self, trainer: Trainer) -> None:
+        """Let the thread go on, and wait until it has ended."""
+        self.let_go()
+        writing = trainer._writing
+        assert writing is not None
+        while writing.is_going_on:
+            time.sleep(0.001)
+
+
+def stored(path: Path) -> dict[str, Any]:
+    """Return what a checkpoint holds, by file; not the sums of headers, in which metadata is in any order."""
+    texts = {file.name: file.read_text() for file in path.glob("*.json") if file.name != checkpoint.MANIFEST}
+    return {**texts, **{file.name: read_tensors(file) for file in path.glob("*.safetensors")}}
+
+
+def names(out: Path) -> list[str]:
+    """Return the names of the checkpoints in a run's folder, those without a place too, without process numbers."""
+    there = [path.name for path in out.iterdir() if "checkpoint-" in path.name]
+    return sorted(name.split(".")[1] + " in the making" if name.endswith(".new.tmp") else name for name in there)
