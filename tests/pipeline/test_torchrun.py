@@ -29,7 +29,12 @@ STEPS = 8
 
 
 def torchrun(
-    sharding: Sharding, folder: Path, *, deaths: list[Any] | None = None, plan: str | None = None, **options: Any
+    sharding: Sharding,
+    folder: Path,
+    *flags: str,
+    deaths: list[Any] | None = None,
+    plan: str | None = None,
+    **options: Any,
 ) -> subprocess.Popen[str]:
     """Start ranks as forks of the warm server, under torchrun."""
     folder.mkdir(exist_ok=True)
@@ -40,7 +45,7 @@ def torchrun(
         *warm.command("-m", "torch.distributed.run"),
         *("--nproc-per-node", str(sharding.world_size), "--max-restarts", str(len(deaths or [])), "--no-python"),
         *warm.command("-m", "memfit", "train", "tests.ranks.killed:workload"),
-        *("--plan", plan or str(folder / "plan.json"), "--out", str(folder / "out"), "--resume"),
+        *("--plan", plan or str(folder / "plan.json"), "--out", str(folder / "out"), "--resume", *flags),
         *(word for name, value in given.items() for word in (f"--{name}", str(value))),
     ]
     environment = {**os.environ, DEATHS: str(folder / "deaths"), "OMP_NUM_THREADS": "1"}
@@ -67,14 +72,17 @@ def lines(out: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if k != "peak_bytes"} for line in lines_of(out)]
 
 
-def check_killed(sharding: Sharding, deaths: list[Any], folder: Path, *, steps: int = STEPS, unused: int = 0) -> None:
+def check_killed(
+    sharding: Sharding, deaths: list[Any], folder: Path, *flags: str, steps: int = STEPS, unused: int = 0
+) -> None:
     """Check that ranks that are killed end as others do, and nothing is lost or doubled.
 
     Args:
+        flags: Of the ranks that are killed.
         unused: Deaths that the run may end before.
     """
     end(torchrun(sharding, folder / "undisturbed", steps=steps))
-    text = end(torchrun(sharding, folder / "killed", deaths=deaths, steps=steps))
+    text = end(torchrun(sharding, folder / "killed", *flags, deaths=deaths, steps=steps))
     assert len(json.loads((folder / "killed" / "deaths").read_text())) <= unused, text
     outs = [folder / name / "out" for name in ("undisturbed", "killed")]
     expected, found = (left(out, steps) for out in outs)
@@ -99,6 +107,15 @@ def test_ranks_that_are_killed_at_many_places_end_bitwise_as_they_would_have(nam
     deaths: list[Any] = [[last, "before the update", 3], [0, "before the sums", 2], [last, "in an evaluation", 1]]
     deaths += [[chance.randint(0, last), "at a time", chance.uniform(0.1, 2.0)] for _ in range(4)]
     check_killed(sharding, deaths, tmp_path, steps=60, unused=3)
+
+
+@pytest.mark.ci
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ddp", "zero3"])
+def test_ranks_that_are_killed_while_threads_write_end_bitwise_as_they_would_have(name: str, tmp_path: Path) -> None:
+    writer = 0 if name == "ddp" else 1
+    deaths = [[writer, "while a thread writes", 4], [0, "before the rename", 2], [writer, "while a thread writes", 3]]
+    check_killed({"ddp": DDP, "zero3": ZERO3}[name], deaths, tmp_path, "--async-checkpoints")
 
 
 def test_sigterm_stops_all_ranks_with_a_checkpoint_from_which_they_go_on(tmp_path: Path) -> None:

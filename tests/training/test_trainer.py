@@ -33,6 +33,7 @@ from memfit.training.runs import checkpoint
 from memfit.training.step import Step, StepOptions
 from memfit.training.trainer import Trainer
 from memfit.workload import Workload
+from tests import warm
 from tests.training.conftest import restored
 from tests.training.held_writes import HeldWrites, names, stored
 
@@ -586,19 +587,21 @@ def test_the_next_checkpoint_waits_for_the_one_before(
     run: Run, cases: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its copies are in the same memory."""
-    held, begin, seen = HeldWrites(monkeypatch), checkpoint.begin, []
+    held, begin, finish = HeldWrites(monkeypatch), checkpoint.begin, checkpoint.Writing.finish
+    seen: list[list[str]] = []
 
     def begun(*args: Any, **options: Any) -> Any:
         seen.append(names(run.out))
+        held.hold()
         return begin(*args, **options)
 
-    def on_step(progress: Any) -> None:
+    def finished(writing: checkpoint.Writing) -> Path:
         held.let_go()
-        if progress.step == 2:
-            held.hold()
+        return finish(writing)
 
     monkeypatch.setattr(checkpoint, "begin", begun)
-    run.fit(checkpoint_every=1, keep_checkpoints=9, steps=4, async_checkpoints=True, on_step=on_step)
+    monkeypatch.setattr(checkpoint.Writing, "finish", finished)
+    run.fit(checkpoint_every=1, keep_checkpoints=9, steps=4, async_checkpoints=True)
     assert seen == [[f"checkpoint-{n}" for n in range(count)] for count in range(5)]
 
 
@@ -621,6 +624,18 @@ def test_a_run_that_fails_while_a_thread_writes_goes_on_from_what_it_wrote(
     assert names(broken.out)[-1] == newest and newest in caught.value.__notes__[0]
     assert broken.fit(steps=9, checkpoint_every=4, async_checkpoints=True, resume=True, seed=7) == expected
     assert broken.lines == whole.lines and broken.checkpoints == whole.checkpoints
+
+
+def test_a_run_that_is_killed_while_a_thread_writes_ends_bitwise_as_others(
+    cases: SimpleNamespace, tmp_path: Path
+) -> None:
+    whole, broken = (Run(cases, tmp_path / name, "shuffled") for name in ("whole", "broken"))
+    expected = whole.fit(checkpoint_every=4)
+    killed = warm.run(["-m", "tests.training.killed_while_writing", str(broken.out)], cwd=warm.ROOT)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert names(broken.out) == ["checkpoint-0", "checkpoint-4 in the making"]
+    assert broken.fit(checkpoint_every=4, async_checkpoints=True, resume=True, seed=7) == expected
+    assert names(broken.out) == whole.checkpoints and broken.lines == whole.lines
 
 
 @pytest.mark.usefixtures("usual_handlers")
