@@ -1,4 +1,4 @@
-"""A run that is killed in its sixth step, while a thread writes: `python -m tests.training.killed_while_writing OUT`."""
+"""A run that is killed after its sixth step, while a thread writes: give this module the run's folder."""
 
 from __future__ import annotations
 
