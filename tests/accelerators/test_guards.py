@@ -27,6 +27,7 @@ from memfit.ir.plan import Levers, Plan
 from memfit.ir.remat import Region
 from memfit.rng import rng_preserved
 from memfit.training.guards.ledger import IN_THE_STEP
+from memfit.training.runs.host_buffers import HostBuffers
 from memfit.workload import Workload
 from tests.accelerators.steps import language_model, same, slow, state_of, weights
 
@@ -135,6 +136,20 @@ def test_batches_are_loaded_ahead_into_pinned_memory_and_the_run_is_the_same(kin
     plan = frontier_plan(kind)
     runs = [trained(plan, language_model(), tmp_path / str(n), prefetch_batches=n) for n in (0, 2)]
     assert same(*runs)
+
+
+def test_a_thread_writes_checkpoints_from_pinned_memory_and_they_are_the_same(
+    kind: str, place: torch.device, tmp_path: Path
+) -> None:
+    plan, options = frontier_plan(kind), {"checkpoint_every": 2, "keep_checkpoints": 9}
+    waits = trained(plan, language_model(), tmp_path / "waits", **options)
+    goes_on = trained(plan, language_model(), tmp_path / "goes-on", async_checkpoints=True, **options)
+    assert same(waits, goes_on)
+    assert all(same(weights(tmp_path / "waits", n), weights(tmp_path / "goes-on", n)) for n in (0, 2, 4))
+    given = torch.arange(6.0, device=place).view(2, 3).T
+    copy = HostBuffers().copied({"file": {"x": given}})["file"]["x"]
+    assert torch.equal(copy, given.cpu()) and copy.is_contiguous()
+    assert copy.is_pinned() == accelerators.pins_memory(kind)
 
 
 def test_offloaded_activations_and_optimizer_states_leave_the_same_training(kind: str, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from memfit.rng import check_rng_state, rng_preserved, rng_state, set_rng_state
 from memfit.training.batches import BatchStream
 from memfit.training.loss_scaling import LossScaler
 from memfit.training.runs import checkpoint
+from memfit.training.runs.host_buffers import HostBuffers
 from memfit.training.runs.packing import pack, read_tensors, unpack, write_tensors
 from memfit.training.step import Step, StepOptions
 from memfit.workload import LossScaling, Workload
@@ -335,6 +336,45 @@ def test_there_is_no_pickle(trained: Step, cases: SimpleNamespace, tmp_path: Pat
     for file in path.glob("*.safetensors"):
         read_tensors(file)
     assert len({p.stat().st_mode for p in path.iterdir()}) == 1
+
+
+# Begun, and finished later
+
+
+def test_what_was_begun_holds_the_state_of_that_moment(trained: Step, cases: SimpleNamespace, tmp_path: Path) -> None:
+    """The plan, the position and the number of the step too, and twice in the same buffers."""
+    buffers, position = HostBuffers(), BatchStream(trained.workload).position()
+    for number in range(2):
+        expected, step_count = cases.training_state(trained), trained.steps
+        writing = checkpoint.begin(tmp_path, trained, cases.plan(trained.workload), position, buffers=buffers)
+        advanced(trained)
+        assert checkpoint.latest(tmp_path) == (tmp_path / "checkpoint-3" if number else None)
+        path = writing.finish()
+        other = Step(cases.workload(seed=1))
+        assert restored(path, other).step_count == writing.step_count == step_count
+        assert cases.training_state(other) == expected != cases.training_state(trained)
+
+
+def test_what_is_discarded_leaves_nothing(trained: Step, cases: SimpleNamespace, tmp_path: Path) -> None:
+    position = BatchStream(trained.workload).position()
+    for buffers in (None, HostBuffers()):
+        writing = checkpoint.begin(tmp_path, trained, cases.plan(trained.workload), position, buffers=buffers)
+        assert [path.name.endswith(".new.tmp") for path in tmp_path.iterdir()] == [True]
+        writing.discard()
+        assert list(tmp_path.iterdir()) == [] and not writing.is_going_on and not writing.has_failed
+
+
+def test_copies_that_find_no_memory_leave_nothing(
+    trained: Step, cases: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise RuntimeError("not enough memory")
+
+    monkeypatch.setattr(HostBuffers, "copied", full)
+    position = BatchStream(trained.workload).position()
+    with pytest.raises(RuntimeError, match="not enough memory"):
+        checkpoint.begin(tmp_path, trained, cases.plan(trained.workload), position, buffers=HostBuffers())
+    assert list(tmp_path.iterdir()) == []
 
 
 # The folder
