@@ -31,6 +31,13 @@ def large() -> Workload:
     return gpt("large", n_layer=4, width=12288, n_head=96, batch_size=4)
 
 
+def large_of_8() -> Workload:
+    """The same, with as many samples for each of 8 ranks."""
+    from examples.large_gpt import gpt
+
+    return gpt("large_of_8", n_layer=4, width=12288, n_head=96, batch_size=8 * 4)
+
+
 def quick() -> Workload:
     """Blocks of linear layers that plan in a moment."""
     torch.manual_seed(0)

@@ -15,7 +15,11 @@ from memfit import _torch
 
 SOURCE = Path(memfit.__file__).parent
 _OPERATORS = ("aten", "_aten", "torch.ops.aten")  # whose names are those of schemas, private or not
-_OTHERS = {("functools", "_lru_cache_wrapper"), ("sys", "_getframe")}  # Python's
+_OTHERS = {
+    ("functools", "_lru_cache_wrapper"),  # Python's, as the next
+    ("sys", "_getframe"),
+    ("model", "_init_weights"),  # what models of transformers override: a hook, in spite of its name
+}
 
 
 def is_private(dotted: str) -> bool:

@@ -43,6 +43,7 @@ LONG = {
     "docs/guides/out-of-memory.md",
     "docs/guides/precision.md",
     "docs/guides/resume.md",
+    "docs/guides/sharding.md",
     "docs/guides/structure.md",
     "docs/guides/trainers.md",
     "docs/guides/varying-shapes.md",

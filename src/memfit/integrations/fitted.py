@@ -17,6 +17,7 @@ from memfit.hardware.host import find_device
 from memfit.ir import codec
 from memfit.ir.plan import Levers, Plan, Precision
 from memfit.ir.sharding import Reduces, Sharding
+from memfit.levers import registry
 from memfit.levers.shared_by_ranks import described
 from memfit.levers.stack import check_plan
 from memfit.levers.switch import switched
@@ -151,11 +152,9 @@ def _check(made: Plan, workload: Workload, engine: Sharding | None) -> None:
             f"plan= has levers.sharding of {made.levers.sharding.world_size} ranks, which is memfit's own engine, and"
             " the trainer brings its own: make a plan under this trainer, with budget="
         )
-    if made.levers.optimizer != "as-is":
-        raise PlanError(
-            f"plan= has levers.optimizer={made.levers.optimizer!r}, and {_OWN['optimizers']}: make a plan with"
-            " optimizers=()"
-        )
+    for lever in registry.used(made.levers, made.batch_size):
+        if lever in registry.UPDATES:
+            raise PlanError(f"plan= uses {lever.name}, and {_OWN['optimizers']}: make a plan with optimizers=()")
     if made.levers.precision not in NAMES:
         raise PlanError(
             f"precision {made.levers.precision!r} is none that this trainer offers: give precisions= of"

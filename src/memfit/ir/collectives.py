@@ -138,7 +138,7 @@ class Waited(NamedTuple):
 
 def waited(signature: str) -> Waited | None:
     """Return the collective of a signature that was put in on paper, on the critical path; None for others."""
-    if not signature.startswith('{"op":"memfit.') or is_bubble(signature) or _SHARE in signature:
+    if not signature.startswith(tuple(f'{{"op":"{name}"' for name in _WAITED_SHARE)) or _SHARE in signature:
         return None
     body = json.loads(signature)
     return Waited(body["op"], *body["args"])
