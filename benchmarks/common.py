@@ -105,9 +105,9 @@ def slug(text: str) -> str:
 
 
 def _command(module: str, given: Sequence[str]) -> str:
-    """Return the command as it was given, but for where it writes."""
+    """Return the command as it was given, but for its files."""
     options = list(given)
-    for written in ("--json", "--rows"):
+    for written in ("--json", "--keep", "--rows"):
         if written in options:
             at = options.index(written)
             del options[at : at + 2]
