@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -117,33 +117,38 @@ def cases(quick: bool) -> Iterator[Case]:
 
 def replays(quick: bool) -> Iterator[Case]:
     """Yield how far the search's replay on paper is from a capture of the engine, for many ranks."""
-    cpu = find_device("cpu")
     for name in ["transformer"] if quick else MODELS:
-        for world_size in FAR:
-            for engine, sharding in engines(world_size).items():
-                if sharding.param_dtype:
-                    continue  # captured, not replayed
-                for size, reduces in ((2, "each"), (1, "each"), (1, "last")):
-                    shared = replace(sharding, reduces=reduces)
-                    workload = MODELS[name](2 * world_size)
-                    levers = Levers(microbatch_size=size, sharding=shared)
-                    captured = capture_levers(workload, levers, cpu)
-                    alone = capture_levers(MODELS[name](2), replace(levers, sharding=None), cpu)
-                    paper = shard(alone, shared)
-                    costs = costs_of([captured, paper], cpu)
-                    held = 0  # the whole batch is held on a CPU
-                    for trace, sign in ((captured, 1), (alone, -1)):
-                        held += sign * sum(s.nbytes for s in trace.storages if s.category == "inputs" and s.birth < 0)
-                    difference = simulate(paper, costs).peak_bytes + held
-                    yield {
-                        "part": "replays",
-                        "model": name,
-                        "world_size": world_size,
-                        "engine": engine,
-                        "microbatch_size": size,
-                        "reduces": reduces,
-                        "difference_bytes": difference - simulate(captured, costs).peak_bytes,
-                    }
+        yield from replays_of(name, FAR)
+
+
+def replays_of(name: str, world_sizes: Sequence[int], only: Collection[str] = ()) -> Iterator[Case]:
+    """Yield the same of a model, by number of ranks, and by engine where it is among `only`."""
+    cpu = find_device("cpu")
+    for world_size in world_sizes:
+        for engine, sharding in engines(world_size).items():
+            if sharding.param_dtype or (only and engine not in only):
+                continue  # with a dtype of their own they are captured, not replayed
+            for size, reduces in ((2, "each"), (1, "each"), (1, "last")):
+                shared = replace(sharding, reduces=reduces)
+                workload = MODELS[name](2 * world_size)
+                levers = Levers(microbatch_size=size, sharding=shared)
+                captured = capture_levers(workload, levers, cpu)
+                alone = capture_levers(MODELS[name](2), replace(levers, sharding=None), cpu)
+                paper = shard(alone, shared)
+                costs = costs_of([captured, paper], cpu)
+                held = 0  # the whole batch is held on a CPU
+                for trace, sign in ((captured, 1), (alone, -1)):
+                    held += sign * sum(s.nbytes for s in trace.storages if s.category == "inputs" and s.birth < 0)
+                difference = simulate(paper, costs).peak_bytes + held
+                yield {
+                    "part": "replays",
+                    "model": name,
+                    "world_size": world_size,
+                    "engine": engine,
+                    "microbatch_size": size,
+                    "reduces": reduces,
+                    "difference_bytes": difference - simulate(captured, costs).peak_bytes,
+                }
 
 
 def summarised(rows: list[Case]) -> dict[str, Any]:

@@ -101,6 +101,12 @@ class FullyShard:
         if self.reducing is not None:
             self.reducing.death = self.insertion.before(last)
             self.reducing = None
+        for (
+            unit
+        ) in self.units.values():  # gathered ahead for a backward pass that never came, as frozen units have none
+            if unit.pending is not None:
+                unit.pending.death = self.insertion.before(last)
+                unit.pending = None
 
     def _passes(self, microbatch: int) -> list[_Pass]:
         """Return the forward calls of the units, the root's first."""
