@@ -65,8 +65,8 @@ SHARES = {"penalty": 0.9}
 """Of the plain peak, where no plan takes 0.75 of it: within autograd that the loss asks for, nothing is recomputed."""
 
 FIRST_STEPS = {"penalty": 1.1, "accumulating": 1.03}
-"""Of the budget, what the first steps may take: that a loss has autograd of its own is not known before. The accumulating
-loop's first steps take 2.6 % more, for a reason not yet found; the steps after them keep the budget."""
+"""Of the budget, what the first steps may take: that a loss has autograd of its own is not known before. Those of the
+accumulating loop take 2.6 % more, for a reason not yet found; the steps after them keep the budget."""
 
 
 def plain_of(name: str) -> tuple[list[float], int]:
