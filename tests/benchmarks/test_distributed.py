@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from benchmarks.distributed import budgets, choices, interruptions, peaks, throughput
+from benchmarks.distributed import budgets, choices, figures, interruptions, peaks, throughput
 from benchmarks.distributed.__main__ import PARTS
 from benchmarks.distributed.ranks import of_all_ranks, on_ranks
 
@@ -52,6 +52,27 @@ def test_every_sharding_is_tried() -> None:
     assert {levers.sharding.mode for levers in tried if levers.sharding} == {"ddp", "zero2", "zero3"}
     assert {levers.microbatch_size for levers in tried} == {4, 2, 1}
     assert {bool(levers.regions) for levers in tried} == {True, False}
+
+
+def test_tables_tell_what_went_wrong() -> None:
+    machine = {"description": "a machine", "threads": 1}
+    plan = {
+        "part": "budgets",
+        "model": "tied",
+        "world_size": 2,
+        "budget_bytes": 100,
+        "measured_peak_bytes": [[103, 90]],
+    }
+    choice = {"part": "choices", "model": "tied", "budget_bytes": 100, "memfit": ["ddp of 4"], "memfit_seconds": 0.012}
+    tracked = {"part": "predictions", "engine": "kept", "memfit_peak_bytes": 100, "measured_by_memfit_bytes": 100}
+    tracked |= {"fsdp_mem_tracker_peak_bytes": 80, "measured_by_hand_bytes": 100}
+    peer = {"part": "peers", "peer": "by hand, ddp", "measured_peak_bytes": [90, 100], "seconds": 0.03}
+    cases = [plan, {**choice, "best_seconds": 0.01, "ratio": 1.2}, tracked, peer]
+    result = {"cases": cases, "machine": machine, "command": "it", "versions": {"torch": "2.13"}, "date": "today"}
+    assert "| tied | 2 | 1 | 100 B to 100 B | 1 | -3 B |" in figures.budgets_table(result)
+    assert "| ddp of 4 | 12.0 ms | 10.0 ms | 1.200 |" in figures.choices_table(result)
+    assert "| by hand, ddp | 100 B | 30.0 ms |" in figures.peers_table(result)
+    assert "| FSDPMemTracker | kept | 80 B | 100 B | -20.00% |" in figures.peers_table(result)
 
 
 @pytest.mark.ci

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from memfit.ir.collectives import BUBBLE, RING, SUM, Waited, is_unmeasurable, text, waited
+from memfit.ir.collectives import BUBBLE, RING, SUM, Collective, is_unmeasurable, text, waited
 
 
 @pytest.mark.parametrize("name", [SUM, RING])
 def test_what_is_waited_for_on_paper_is_read_back(name: str) -> None:
-    assert waited(text(name, 4096, 4)) == Waited(name, 4096, 4)
+    assert waited(text(name, 4096, 4)) == Collective(name, 4096, 4)
     assert is_unmeasurable(text(name, 4096, 4))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from memfit.ir.collectives import Collective, Waited, collective, copy_on_paper, share_on_paper, waited
+from memfit.ir.collectives import Collective, collective, copy_on_paper, share_on_paper, waited
 from memfit.ir.operator_costs import CostTable, OpCost
 from memfit.ir.trace import Trace
 
@@ -22,7 +22,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     bytes_per_second: float
     latency_seconds: float = 0.0
 
-    def seconds(self, sent: Collective | Waited) -> float:
+    def seconds(self, sent: Collective) -> float:
         """Return the time of a collective by ring algorithms: N − 1 messages, twice as many for a sum."""
         rounds = (sent.ranks - 1) * (2 if sent.sent_bytes > sent.nbytes else 1)
         return rounds * self.latency_seconds + sent.sent_bytes / self.bytes_per_second
@@ -53,7 +53,7 @@ class Links(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def with_collectives(costs: CostTable, traces: Iterable[Trace], links: Links) -> CostTable:
-    """Return costs with those of what ranks send, and of copies and shares that were put in on paper."""
+    """Return costs with those of collectives, and of copies and shares that were put in on paper."""
     ops = dict(costs.ops)
     for trace in traces:
         replicas = trace.sharding.replicas if trace.sharding else 1

@@ -59,7 +59,7 @@ def run(call: bytes, progress: Progress, *, fakes_cuda: bool = True) -> Any:
 
 
 def _without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without what a launcher such as torchrun tells its ranks."""
+    """Return an environment without the variables by which a launcher such as torchrun numbers its ranks."""
     return {
         name: value
         for name, value in environment.items()

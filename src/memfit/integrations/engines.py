@@ -80,7 +80,7 @@ def _fully_sharded(accelerator: Any, model: nn.Module, reduces: Reduces) -> Shar
 
 
 def own_checkpointing(accelerator: Any) -> Any:
-    """Return the plugin of an accelerator that checkpoints what it shards; None where none does.
+    """Return an accelerator's FSDP plugin if it checkpoints the modules that it shards; None where it does not.
 
     With the plan's regions, modules would be recomputed twice.
     """

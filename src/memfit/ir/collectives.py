@@ -20,6 +20,10 @@ COPY_IN, SCATTER = "fsdp.chunk_cat.default", "c10d._reduce_scatter_base_.default
 REDUCE, BROADCAST = "c10d.allreduce_.default", "c10d.broadcast_.default"
 _SENT_SHARE = {GATHER: 1.0, SCATTER: 1.0, REDUCE: 2.0, BROADCAST: 1.0, "_c10d_functional.all_reduce.default": 2.0}
 """What each rank of N sends, as a multiple of B·(N−1)/N of B bytes: ring algorithms."""
+SUM, RING, BUBBLE = "memfit.sum", "memfit.ring", "memfit.bubble"
+"""Operators put into a trace on paper, for which ranks that share a model wait at once: sums of activations, keys and
+values that go round, and a pipeline that fills and drains."""
+_WAITED_SHARE = {SUM: 2.0, RING: 1.0}
 SMALL_BYTES = 4096
 """Sums up to this size are of losses and norms, which the host reads."""
 
@@ -28,7 +32,7 @@ class Collective(NamedTuple):
     """A collective call.
 
     Attributes:
-        nbytes: Bytes of the whole: of what is gathered, or of what is reduced.
+        nbytes: Bytes of the whole that is gathered, reduced, or goes round.
         ranks: Ranks that take part.
     """
 
@@ -39,7 +43,8 @@ class Collective(NamedTuple):
     @property
     def sent_bytes(self) -> float:
         """The bytes that each rank sends."""
-        return _SENT_SHARE[self.name] * self.nbytes * (self.ranks - 1) / self.ranks
+        share = _WAITED_SHARE.get(self.name) or _SENT_SHARE[self.name]
+        return share * self.nbytes * (self.ranks - 1) / self.ranks
 
 
 def text(name: str, nbytes: int, ranks: int) -> str:
@@ -112,36 +117,12 @@ def share_on_paper(signature: str) -> Share | None:
     return Share(kwargs["share_of"], kwargs["ranks"])
 
 
-SUM, RING, BUBBLE = "memfit.sum", "memfit.ring", "memfit.bubble"
-"""What ranks that share a model wait for at once, put into a trace on paper: sums of activations, keys and values that
-go round, and a pipeline that fills and drains."""
-_WAITED_SHARE = {SUM: 2.0, RING: 1.0}
-
-
-class Waited(NamedTuple):
-    """A collective on the critical path, put into a trace on paper.
-
-    Attributes:
-        nbytes: Bytes of the whole: of what is summed, or of what goes round.
-        ranks: Ranks that take part.
-    """
-
-    name: str
-    nbytes: int
-    ranks: int
-
-    @property
-    def sent_bytes(self) -> float:
-        """The bytes that each rank sends."""
-        return _WAITED_SHARE[self.name] * self.nbytes * (self.ranks - 1) / self.ranks
-
-
-def waited(signature: str) -> Waited | None:
+def waited(signature: str) -> Collective | None:
     """Return the collective of a signature that was put in on paper, on the critical path; None for others."""
     if not signature.startswith(tuple(f'{{"op":"{name}"' for name in _WAITED_SHARE)) or _SHARE in signature:
         return None
     body = json.loads(signature)
-    return Waited(body["op"], *body["args"])
+    return Collective(body["op"], *body["args"])
 
 
 def is_bubble(signature: str) -> bool:

@@ -105,7 +105,7 @@ class Replay:
 
     @functools.cached_property
     def _lives(self) -> list[Life]:
-        """The lives of storages, by the names of those that they are or are copies of; -1 for other memory."""
+        """The life of each storage, by its own number or that of the storage it copies; -1 for other memory."""
         found = []
         for index, storage in enumerate(self.trace.storages):
             first = -1 if storage.birth < 0 else self.position[storage.birth]
@@ -211,7 +211,7 @@ class Replay:
         return self._summed(self._nbytes)
 
     def _summed(self, nbytes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the bytes alive at every point, of those that each life has."""
+        """Return the bytes alive at every point, from the bytes of each life."""
         _, begins, ends = self._spans
         change = np.zeros(len(self.points) + 1, np.int64)
         np.add.at(change, begins, nbytes)

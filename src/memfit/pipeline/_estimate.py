@@ -156,7 +156,7 @@ def _part(workload: Workload, world_size: int) -> Workload:
 
 
 def _sharded(trace: Trace, sharding: Sharding, device: Device, samples: int) -> Trace:
-    """Return the step of one rank of those that share a batch of some samples, with a note on what it sends."""
+    """Return one rank's step of a batch that ranks share, with a note on the bytes that it sends."""
     note = (
         f"{sharding.mode} over {sharding.world_size} ranks, on paper: of the batch's {samples} samples, the rank with"
         f" the most has {trace.batch_size}"
