@@ -6,6 +6,8 @@ import pytest
 
 import memfit
 from memfit.fake_gpu import shim
+from memfit.fake_gpu.kernel_registration import family
+from memfit.hardware.catalogue import catalogue
 from memfit.planner import gpu_process, worlds
 from tests.planner import worlds_there
 from tests.planner.worlds_there import Checked, mlp
@@ -100,3 +102,29 @@ def test_ranks_that_can_not_be_faster_are_left_out_unless_asked() -> None:
     for row in every:
         fewer = min(kept[ranks].step_seconds for ranks in kept if ranks <= row.ranks)
         assert fewer <= row.step_seconds * 1.1, row
+
+
+def test_cards_of_one_family_are_searched_together_and_none_is_left_out() -> None:
+    cards = [device for device in catalogue().values() if device.kind == "cuda"]
+    parts = worlds.in_two(cards, "reduced", None)
+    assert len(parts) == 2
+    assert sorted(device.name for part in parts for device in part) == sorted(device.name for device in cards)
+    assert {family(device) for device in parts[0]}.isdisjoint(family(device) for device in parts[1])
+    assert abs(len(parts[0]) - len(parts[1])) <= max(len(cards) // 4, 1)
+    assert worlds.in_two(cards[:1], "reduced", None) == [cards[:1]]
+
+
+def test_searches_in_two_parts_find_what_one_does() -> None:
+    options = {"world_sizes": [1, 4], "budget": "320MiB"}
+    names = ["a100-80gb", "h100"]
+    together = gpu_process.call(worlds_there.found, mlp(), {**options, "devices": names}, lambda *_: None)
+    apart = gpu_process.call_each(
+        worlds_there.found, mlp(), [{**options, "devices": [name]} for name in names], lambda *_: None
+    )
+    joined = worlds.joined(apart)
+    assert sorted(joined.found, key=by_card) == sorted(together.found, key=by_card)
+    assert (joined.notes, joined.step_error) == (together.notes, together.step_error)
+
+
+def by_card(row: worlds.Found) -> tuple[str, int]:
+    return row.device, row.ranks

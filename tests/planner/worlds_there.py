@@ -11,13 +11,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from memfit.allocator.replay import replay
+from memfit.errors import BudgetError
 from memfit.hardware.host import find_device
 from memfit.ir.allocations import allocations
 from memfit.ir.plan import Levers
 from memfit.ir.simulate import simulate
 from memfit.planner import worlds
 from memfit.planner.captures import capture_each
-from memfit.planner.prediction import costs_of
+from memfit.planner.prediction import Progress, costs_of
 from memfit.ranks.mesh import with_samples
 from memfit.sharding.groups import repeated_blocks
 from memfit.sharding.one_rank import shard, with_share_of_update
@@ -143,3 +144,20 @@ def _predicted(workload: Workload, row: worlds.Found, levers: Levers) -> tuple[i
     report = replay(allocations(trace, costs, levers.regions), device.allocator, total_bytes=device.memory_bytes)
     held = int(report.peak_reserved_bytes * (1 + costs.peak_error) * (1 + trace.slack))
     return held, simulate(trace, costs, levers.regions).step_seconds
+
+
+def found(
+    workload: Workload, *, devices: list[str], budget: str, world_sizes: list[int], progress: object
+) -> worlds.Worlds:
+    """Return what one search finds."""
+    return worlds.search(asked(workload, devices, budget, world_sizes))
+
+
+def counted(workload: Workload, *, steps: int, fails: bool, progress: Progress) -> int:
+    """Return the steps that were counted, one by one; fail before the last on request."""
+    for done in range(1, steps):
+        progress("count", done, steps)
+    if fails:
+        raise BudgetError(f"steps={steps}")
+    progress("count", steps, steps)
+    return steps

@@ -70,10 +70,15 @@ def choose(call: Call, device: Device) -> tuple[Kernel, dict[Kernel, str]]:
 
 def _order(device: Device) -> tuple[Kernel, ...]:
     """Return the kernels by priority: cuDNN (above 9.15) is first on Hopper and data-centre Blackwell, else last."""
-    cudnn_is_last = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1"
-    if device.capability in ((9, 0), (10, 0), (10, 3)) and not cudnn_is_last:
+    if takes_cudnn_first(device):
         return ("cudnn", "flash", "efficient", "math")
     return ("flash", "efficient", "math", "cudnn")
+
+
+def takes_cudnn_first(device: Device) -> bool:
+    """Tell whether a device's first choice for attention is cuDNN's kernel."""
+    cudnn_is_last = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1"
+    return device.capability in ((9, 0), (10, 0), (10, 3)) and not cudnn_is_last
 
 
 def _common(call: Call) -> Iterator[str]:

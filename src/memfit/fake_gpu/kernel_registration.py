@@ -8,7 +8,7 @@ import torch
 
 from memfit._torch.dispatch import has_kernel_for_dispatch_key
 from memfit.fake_gpu import recurrent
-from memfit.fake_gpu.attention import Attention
+from memfit.fake_gpu.attention import Attention, takes_cudnn_first
 from memfit.fake_gpu.cuda_answers import constant, pretend
 from memfit.ir.device import Device
 
@@ -57,7 +57,7 @@ def runs_alike(device: Device, other: Device) -> bool:
     It is where every attention takes the same kernel, and the answers that programs choose by are alike: the vendor,
     and whether the GPU is of Ampere's generation or later.
     """
-    if (device.kind, device.vendor, _is_newer(device)) != (other.kind, other.vendor, _is_newer(other)):
+    if _generation(device) != _generation(other):
         return False
     if _attention is None or device.kind != "cuda":
         return True
@@ -65,8 +65,13 @@ def runs_alike(device: Device, other: Device) -> bool:
     return _attention.runs_alike(other)
 
 
-def _is_newer(device: Device) -> bool:
-    return device.capability is None or device.capability >= (8, 0)
+def family(device: Device) -> tuple[object, ...]:
+    """Return what devices mostly have in common that run one program, before anything was captured."""
+    return (*_generation(device), takes_cudnn_first(device))
+
+
+def _generation(device: Device) -> tuple[str, str, bool]:
+    return device.kind, device.vendor, device.capability is None or device.capability >= (8, 0)
 
 
 def _no_data(*_: Any, **__: Any) -> None:

@@ -83,7 +83,6 @@ def fleet(
     found_prices = dict(prices) if isinstance(prices, Mapping) else read_prices(prices) if prices is not None else {}
     cards = _cards(devices)
     options: dict[str, Any] = {
-        "devices": cards,
         "budget": budget,
         "world_sizes": sorted(set(world_sizes)),
         "modes": SEARCHED if sharding == "auto" else (sharding,),
@@ -93,9 +92,11 @@ def fleet(
     }
     if any(gpu_process.is_elsewhere(card) for card in cards):
         readings = readings_to_send(workload, microbatch_sizes(samples_of(workload)))
-        result: worlds.Worlds = gpu_process.call(_searched, workload, options, progress, readings)
+        parts = worlds.in_two(cards, numerics, precisions)
+        calls = [{**options, "devices": part} for part in parts]
+        result = worlds.joined(gpu_process.call_each(_searched, workload, calls, progress, readings))
     else:
-        result = _searched(workload, **options, progress=progress)
+        result = _searched(workload, **options, devices=cards, progress=progress)
     by_name = {card.name: card for card in cards}
     rows = [_row(each, by_name[each.device], steps, found_prices) for each in result.found]
     order = list(by_name)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from memfit.capture.control_flow import Readings
@@ -48,3 +51,44 @@ def call(
     packet = packed(function, workload, options, [(receive, readings or {})])
     result: T = process.run(packet, progress, fakes_cuda=fakes_cuda)
     return result
+
+
+def call_each(
+    function: Callable[..., T],
+    workload: Workload,
+    calls: Sequence[dict[str, Any]],
+    progress: process.Progress,
+    readings: dict[int, Readings] | None = None,
+) -> list[T]:
+    """Return the results of `function(workload, **options, progress=...)` for some options, all of them at once.
+
+    Each has a process of its own, as `call` has. Their progress is told as that of one: what they did and have to do of
+    a stage is added up.
+
+    Raises:
+        MemfitError, CaptureError: As `call` raises them, once all have ended.
+    """
+    packets = [packed(function, workload, options, [(receive, readings or {})]) for options in calls]
+    together = _Together(progress)
+    with ThreadPoolExecutor(len(packets)) as pool:
+        waiting = [pool.submit(process.run, packet, together.of(index)) for index, packet in enumerate(packets)]
+    return [each.result() for each in waiting]
+
+
+class _Together:
+    """The progress of several calls, told as that of one."""
+
+    def __init__(self, progress: process.Progress) -> None:
+        self._progress, self._lock = progress, threading.Lock()
+        self._stages: dict[str, dict[int, tuple[int, int]]] = defaultdict(dict)
+
+    def of(self, index: int) -> process.Progress:
+        """Return what one of the calls tells its progress."""
+
+        def tell(stage: str, done: int, total: int) -> None:
+            with self._lock:
+                calls = self._stages[stage]
+                calls[index] = done, total
+                self._progress(stage, sum(done for done, _ in calls.values()), sum(of for _, of in calls.values()))
+
+        return tell

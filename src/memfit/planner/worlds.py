@@ -34,7 +34,7 @@ from msgspec.structs import replace
 
 from memfit.allocator.replay import replay as replay_allocations
 from memfit.errors import UsageError
-from memfit.fake_gpu.kernel_registration import runs_alike
+from memfit.fake_gpu.kernel_registration import family, runs_alike
 from memfit.hardware.advice import precisions as precisions_of
 from memfit.ir.allocations import allocations_of
 from memfit.ir.device import Device
@@ -131,6 +131,27 @@ def precisions_for(device: Device, numerics: Numerics, asked: Sequence[Precision
     if asked is not None:
         return tuple(asked)
     return (precisions_of(device)[-1],) if allows(numerics, "reduced") else ("32-true",)
+
+
+def in_two(devices: Sequence[Device], numerics: Numerics, asked: Sequence[Precision] | None) -> list[list[Device]]:
+    """Return cards in at most two parts to search at once, those that share captures in the same one."""
+    sharing: dict[tuple[object, ...], list[Device]] = defaultdict(list)
+    for device in devices:
+        sharing[precisions_for(device, numerics, asked), family(device)].append(device)
+    parts: tuple[list[Device], list[Device]] = [], []
+    for group in sorted(sharing.values(), key=len, reverse=True):
+        min(parts, key=len).extend(group)
+    return [part for part in parts if part]
+
+
+def joined(searches: Sequence[Worlds]) -> Worlds:
+    """Return the results of searches for different cards as those of one."""
+    return Worlds(
+        found=[row for search in searches for row in search.found],
+        misfits=[misfit for search in searches for misfit in search.misfits],
+        notes=list(dict.fromkeys(note for search in searches for note in search.notes)),
+        step_error=max(search.step_error for search in searches),
+    )
 
 
 class _Program:

@@ -104,12 +104,14 @@ def why_not_undone(sharding: Sharding) -> str:
 def _data_parallel(
     workload: Workload, sharding: Sharding, mesh: DeviceMesh, is_part: bool
 ) -> tuple[Workload, SharedStep]:
+    if not is_part:
+        _equalize(workload.model)
     wrapped = DistributedDataParallel(
         _ForwardPass(workload.model, workload.loss_fn),
         process_group=mesh.get_group(),
         gradient_as_bucket_view=sharding.gradient_as_bucket_view,
         bucket_cap_mb=sharding.bucket_cap_bytes / _MIB,
-        init_sync=not is_part,
+        init_sync=False,  # its copies of the weights outlive this call, by chance, in gloo's threads
     )
     engine = _DataParallel(wrapped, sharding)
     ranks = SharedStep(mesh, engine, is_part=is_part)
@@ -279,7 +281,7 @@ def _with_loss(workload: Workload, wrapped: Any) -> Workload:
 
 
 def _equalize(model: nn.Module) -> None:
-    """Make weights and buffers those of the first rank, as DistributedDataParallel does."""
+    """Make weights and buffers those of the first rank, each in place."""
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             dist.broadcast(tensor, 0)
