@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from torch import nn
 
 from memfit.errors import MemfitError, PlanError
+from memfit.hardware.cpu_allocations import allocated
 from memfit.ir.plan import Levers
 from memfit.ir.sharding import Sharding
 from memfit.levers.stack import applied
@@ -253,3 +254,29 @@ def fingerprints(rank: int) -> Iterator[Any]:
 
 def test_a_workload_keeps_its_fingerprint_where_an_engine_changes_its_classes() -> None:
     assert on_ranks(2, fingerprints) == [[True] * 3] * 2
+
+
+def _wrapped(rank: int, levers: Levers) -> Iterator[tuple[int, int, list[float]]]:
+    """Yield the peak of what putting an engine on a model allocates, the model's bytes, and its first weights."""
+    torch.manual_seed(rank)  # weights and buffers of its own
+    model = nn.Sequential(nn.Linear(256, 512), nn.BatchNorm1d(512), nn.Linear(512, 8))
+    model[0].weight.requires_grad_(False)  # the engine then has small buckets
+    model[1].running_mean.fill_(rank)
+    batch = {"x": torch.randn(4, 256), "y": torch.randint(8, (4,))}
+    workload = Workload(model, batch, _classified, torch.optim.SGD(model.parameters(), 0.1))
+    nbytes = sum(p.nbytes for p in model.parameters())
+    with allocated() as meter, applied(levers, workload):
+        pass
+    yield meter.peak_bytes, nbytes, [float(model[0].weight[0, 0]), float(model[1].running_mean[0])]
+
+
+def _classified(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def test_weights_of_data_parallel_ranks_are_made_equal_without_copies_of_them() -> None:
+    levers = Levers(microbatch_size=4, sharding=Sharding(world_size=2, mode="ddp"))
+    first, second = on_ranks(2, _wrapped, levers)
+    for peak_bytes, model_bytes, _ in (*first, *second):
+        assert peak_bytes < model_bytes / 10
+    assert first[0][2] == second[0][2] and first[0][2][1] == 0.0
