@@ -88,6 +88,16 @@ def peers_table(result: Result) -> str:
     return _signed(lines, result)
 
 
+def searches_table(result: Result) -> str:
+    """Return how long searches for many ranks and cards take."""
+    lines = head(("search", "model", "rows", "seconds", "processor seconds"))
+    said = {"worlds": "1 to 64 ranks of one card, each", "fleet": "1 to 64 ranks of every card of the catalogue"}
+    for case in _rows(result, "searches"):
+        seconds = (f"{case['seconds']:.0f}", f"{case['processor_seconds']:.0f}")
+        lines.append(row((said[case["case"]], f"GPT, {case['model']}", str(case["rows"]), *seconds)))
+    return _signed(lines, result)
+
+
 def _rows(result: Result, part: str) -> list[Case]:
     return [case for case in result["cases"] if case["part"] == part]
 

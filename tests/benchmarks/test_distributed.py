@@ -67,10 +67,13 @@ def test_tables_tell_what_went_wrong() -> None:
     tracked = {"part": "predictions", "engine": "kept", "memfit_peak_bytes": 100, "measured_by_memfit_bytes": 100}
     tracked |= {"fsdp_mem_tracker_peak_bytes": 80, "measured_by_hand_bytes": 100}
     peer = {"part": "peers", "peer": "by hand, ddp", "measured_peak_bytes": [90, 100], "seconds": 0.03}
+    searched = {"part": "searches", "case": "worlds", "model": "1 B", "rows": 64, "seconds": 44.2}
     cases = [plan, {**choice, "best_seconds": 0.01, "ratio": 1.2}, tracked, peer]
+    cases.append({**searched, "processor_seconds": 45.6})
     result = {"cases": cases, "machine": machine, "command": "it", "versions": {"torch": "2.13"}, "date": "today"}
     assert "| tied | 2 | 1 | 100 B to 100 B | 1 | -3 B |" in figures.budgets_table(result)
     assert "| ddp of 4 | 12.0 ms | 10.0 ms | 1.200 |" in figures.choices_table(result)
+    assert "| GPT, 1 B | 64 | 44 | 46 |" in figures.searches_table(result)
     assert "| by hand, ddp | 100 B | 30.0 ms |" in figures.peers_table(result)
     assert "| FSDPMemTracker | kept | 80 B | 100 B | -20.00% |" in figures.peers_table(result)
 

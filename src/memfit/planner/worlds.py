@@ -12,6 +12,7 @@ What makes it quick:
    is no room.
 5. A size of microbatch whose step alone is slower than a plan that fits is not looked at, nor are numbers of ranks
    that fewer do as well as.
+6. Cards that share no captures are searched at once, in a process each (`in_two`).
 
 What fits is held against the budget as `memfit.plan` holds it: by what the simulated allocator reserves, with its
 error bar.
@@ -20,53 +21,32 @@ error bar.
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from time import thread_time
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 from msgspec.structs import replace
 
-from memfit.allocator.replay import replay as replay_allocations
 from memfit.errors import UsageError
 from memfit.fake_gpu.kernel_registration import family, runs_alike
 from memfit.hardware.advice import precisions as precisions_of
-from memfit.ir.allocations import allocations_of
 from memfit.ir.device import Device
 from memfit.ir.fleet import Misfit
-from memfit.ir.interpolation import between, is_one_program, of_samples
-from memfit.ir.operator_costs import CostTable
 from memfit.ir.plan import Levers, LeverUse, Numerics, Precision, allows, freest
-from memfit.ir.remat import Region, Regions, enclosing
 from memfit.ir.sharding import Mode
-from memfit.ir.simulate import Replay
 from memfit.ir.trace import Trace
 from memfit.levers import registry
 from memfit.planner.batch_coupling import coupling
-from memfit.planner.captures import Captures
+from memfit.planner.menus import menu, valid
 from memfit.planner.prediction import Progress, check_precision, costs_of
+from memfit.planner.rank_steps import Paper, Program, Regionals
 from memfit.planner.search import is_faster
 from memfit.sharding.groups import repeated_blocks
-from memfit.sharding.one_rank import shard, with_share_of_update
 from memfit.sharding.proposals import proposals
-from memfit.solver.candidates import options
-from memfit.solver.milp import COARSE, Solver
-from memfit.solver.problem import Problem, build
 from memfit.units import Budget
 from memfit.workload import Workload, samples_of
-
-_LOW = 2  # samples of the smaller size captured: one sample alone often is another program
-_BUDGETS = 16  # that the menu is solved for, where there is time
-_MENU_SECONDS = 8.0  # for all of them, and for the lowest peak before
-_MENU = 32  # points of the menu, at most
-
-Regionals = tuple[Region, ...]
-Choices = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -154,52 +134,6 @@ def joined(searches: Sequence[Worlds]) -> Worlds:
     )
 
 
-class _Program:
-    """The step of one rank in one precision, for any number of samples, as some cards run it."""
-
-    def __init__(self, workload: Workload, device: Device, precision: Precision, most: int) -> None:
-        self.workload, self.device, self.precision, self.most = workload, device, precision, most
-        self._captures = Captures(workload, device)
-        self._of_one: dict[int, Trace] = {}
-        self._of_two: dict[int, Trace] = {}
-
-    def trace(self, size: int, samples: int) -> Trace:
-        """Return the step of a rank with some samples, in microbatches of a size."""
-        if size >= samples:
-            return self._sized(self._of_one, samples, self.most, self._one)
-        trace = self._sized(self._of_two, size, min(self.most, samples_of(self.workload)) // 2, self._two)
-        if trace.microbatches == 2:
-            return of_samples(trace, samples)
-        return self._part(samples)(self._levers(size))  # microbatches differ: all of them are captured
-
-    def _sized(self, known: dict[int, Trace], size: int, most: int, captured: Callable[[int], Trace]) -> Trace:
-        """Return the step of a size: a captured one, or from two that were."""
-        if size not in known:
-            is_end = size <= _LOW or size == most or most <= _LOW + 1
-            found = None
-            if not is_end:
-                low, high = (self._sized(known, end, most, captured) for end in (_LOW, most))
-                found = between(low, high, size)
-            known[size] = found or captured(size)
-        return known[size]
-
-    def _one(self, size: int) -> Trace:
-        return self._part(size)(self._levers(size))
-
-    def _two(self, size: int) -> Trace:
-        return self._captures(self._levers(size))
-
-    def _levers(self, size: int) -> Levers:
-        return Levers(precision=self.precision, microbatch_size=size)
-
-    def _part(self, samples: int) -> Captures:
-        if samples == samples_of(self.workload):
-            return self._captures
-        from memfit.ranks.mesh import with_samples  # distributed packages take a second to import
-
-        return Captures(with_samples(self.workload, samples), self.device)
-
-
 class _Point(NamedTuple):
     """A point that was looked at: what the step would be, and what it takes."""
 
@@ -207,146 +141,6 @@ class _Point(NamedTuple):
     peak_bytes: int
     held_bytes: int
     step_seconds: float
-
-
-class _Step(NamedTuple):
-    """The step of one rank on paper.
-
-    Attributes:
-        holds: Stands for the bytes of its storages: other samples and ranks may have the same.
-    """
-
-    trace: Trace
-    pattern: _Pattern
-    holds: bytes
-
-
-class _Pattern:
-    """The replays of one program, of which only bytes and costs differ by samples and ranks."""
-
-    def __init__(self, trace: Trace) -> None:
-        self.trace = trace
-        self._replays: dict[int, Replay] = {}
-
-    def replay(self, trace: Trace, point: int, regions: Regionals, costs: CostTable) -> Replay:
-        """Return the replay of one of its steps with the regions of a point of the menu recomputed."""
-        if point not in self._replays:
-            self._replays[point] = Replay(self.trace, costs, regions)
-        return self._replays[point].under(costs, trace)
-
-
-class _Paper:
-    """The steps of one rank on paper, with some modules recomputed: replayed once for all cards of a group.
-
-    Args:
-        menus: By precision, what is recomputed, from nothing to the lowest peak.
-    """
-
-    def __init__(self, programs: dict[Precision, _Program], menus: dict[Precision, list[Regionals]]) -> None:
-        self.programs, self.menus = programs, menus
-        self._steps: dict[tuple[object, ...], _Step] = {}
-        self._replays: dict[tuple[object, ...], Replay] = {}
-        self._costs: dict[tuple[object, ...], CostTable] = {}
-        self._workspaces: dict[tuple[object, ...], bytes] = {}
-        self._patterns: dict[tuple[object, ...], list[_Pattern]] = defaultdict(list)
-        self._peaks: dict[tuple[object, ...], int] = {}
-        self._held: dict[tuple[object, ...], tuple[int, int]] = {}
-        self._exceeded: dict[tuple[object, ...], float] = {}
-
-    def forget(self) -> None:
-        """Forget the steps of one number of ranks, which no other has."""
-        self._steps.clear()
-        self._replays.clear()
-        self._costs.clear()
-        self._workspaces.clear()
-
-    def sharded(self, levers: Levers, samples: int) -> Trace:
-        """Return the step of one rank, with its share of the update."""
-        return self._step(levers, samples).trace
-
-    def costs(self, levers: Levers, samples: int, device: Device) -> CostTable:
-        """Return the costs of a step on a card."""
-        key = (*_key(levers, samples), device.name)
-        if key not in self._costs:
-            self._costs[key] = costs_of([self.sharded(levers, samples)], device)
-        return self._costs[key]
-
-    def replay(self, levers: Levers, samples: int, point: int, device: Device) -> Replay:
-        """Return the replay of a step on a card, with the modules of a point of the menu recomputed."""
-        costs = self.costs(levers, samples, device)
-        key = (*_key(levers, samples), point)
-        if key not in self._replays:
-            step, regions = self._step(levers, samples), self.menus[levers.precision][point]
-            self._replays[key] = step.pattern.replay(step.trace, point, regions, costs)
-        return self._replays[key].under(costs)
-
-    def peak_bytes(self, levers: Levers, samples: int, point: int, device: Device) -> int:
-        """Return the most live bytes of a step on a card, with the modules of a point of the menu recomputed."""
-        key = self._holds(levers, samples, point, device)
-        if key not in self._peaks:
-            self._peaks[key] = self.replay(levers, samples, point, device).peak_bytes()
-        return self._peaks[key]
-
-    def held_bytes(
-        self, levers: Levers, samples: int, point: int, device: Device, most: float = math.inf
-    ) -> tuple[int, int] | None:
-        """Return the most that the simulated allocator has allocated and reserved for a step on a card.
-
-        Args:
-            most: Reserved bytes of which there is no need to know how far they are exceeded: None then.
-        """
-        settings = device.allocator
-        limited = settings.memory_fraction < 1 or settings.expandable_segments  # else the card's memory changes nothing
-        key = (*self._holds(levers, samples, point, device), settings, device.memory_bytes if limited else 0)
-        if key not in self._held:
-            if most <= self._exceeded.get(key, -1):
-                return None
-            events = allocations_of(self.replay(levers, samples, point, device), is_labelled=False)
-            report = replay_allocations(events, settings, total_bytes=device.memory_bytes, until_reserved_bytes=most)
-            if report.peak_reserved_bytes > most:
-                self._exceeded[key] = most
-                return None
-            self._held[key] = report.peak_allocated_bytes, report.peak_reserved_bytes
-        return self._held[key] if self._held[key][1] <= most else None
-
-    def _holds(self, levers: Levers, samples: int, point: int, device: Device) -> tuple[object, ...]:
-        """Return what the bytes of a step depend on: its program, the bytes of its storages, and its workspaces."""
-        step, key = self._step(levers, samples), (*_key(levers, samples), device.name)
-        if key not in self._workspaces:
-            costs = self.costs(levers, samples, device)
-            sizes = [costs.of(text).workspace_bytes for text in step.trace.signatures]
-            # By operator, since signatures are numbered otherwise for another number of samples.
-            of_ops = np.array(sizes, np.int64)[step.trace.op_signatures]
-            self._workspaces[key] = _digest(of_ops, costs.resident_workspace_bytes)
-        return id(step.pattern), point, step.holds, self._workspaces[key]
-
-    def _step(self, levers: Levers, samples: int) -> _Step:
-        key = _key(levers, samples)
-        if key not in self._steps:
-            trace = self.programs[levers.precision].trace(levers.microbatch_size, samples)
-            if levers.sharding is not None:
-                trace = with_share_of_update(shard(trace, levers.sharding), levers.sharding)
-            self._steps[key] = _Step(trace, self._pattern(trace), _digest(trace.storage_bytes))
-        return self._steps[key]
-
-    def _pattern(self, trace: Trace) -> _Pattern:
-        """Return what is known of steps that run the same program: it outlives numbers of ranks."""
-        alike = self._patterns[trace.precision, len(trace.ops), len(trace.storages)]
-        for pattern in alike:
-            if is_one_program(pattern.trace, trace):
-                return pattern
-        alike.append(_Pattern(trace))
-        return alike[-1]
-
-
-def _key(levers: Levers, samples: int) -> tuple[object, ...]:
-    """Return what the step of one rank depends on, whatever is recomputed."""
-    return levers.precision, levers.microbatch_size, samples, levers.sharding
-
-
-def _digest(sizes: npt.NDArray[np.int64], more: int = 0) -> bytes:
-    """Return what stands for some sizes in bytes: tens of kilobytes would stay for each step otherwise."""
-    return hashlib.blake2b(sizes.tobytes() + more.to_bytes(8, "little"), digest_size=16).digest()
 
 
 class _Search:
@@ -377,7 +171,7 @@ class _Search:
         sizes = self.world_sizes
         most = -(-self.samples // sizes[0])
         asked.progress("capture", len(asked.devices) - len(waiting), len(asked.devices))
-        programs = {precision: _Program(asked.workload, first, precision, most) for precision in searched}
+        programs = {precision: Program(asked.workload, first, precision, most) for precision in searched}
         traces = {precision: program.trace(most, most) for precision, program in programs.items()}
         alike = [
             device
@@ -391,8 +185,8 @@ class _Search:
             if precision not in menus:
                 asked.progress("solve", len(menus), len(menus) + 1)
                 menus[precision] = menu(trace, costs_of([trace], first), units)
-        fitting = {precision: _valid(menus[precision], trace) for precision, trace in traces.items()}
-        group = _Group(self, alike, _Paper(programs, fitting), units, self._couples(plain))
+        fitting = {precision: valid(menus[precision], trace) for precision, trace in traces.items()}
+        group = _Group(self, alike, Paper(programs, fitting), units, self._couples(plain))
         return group, [device for device in waiting if device not in alike]
 
     @functools.cached_property
@@ -432,7 +226,7 @@ class _Group:
     """The search for cards that run one program."""
 
     def __init__(
-        self, search: _Search, devices: list[Device], paper: _Paper, units: tuple[str, ...], couples: bool
+        self, search: _Search, devices: list[Device], paper: Paper, units: tuple[str, ...], couples: bool
     ) -> None:
         self.search, self.devices, self.paper, self.units = search, devices, paper, units
         self.asked, self.couples = search.asked, couples
@@ -644,70 +438,3 @@ def _share(levers: Levers) -> tuple[int, int, int, bool]:
         -len(sharding.kept),
         sharding.reduces == "each",
     )
-
-
-def menu(trace: Trace, costs: CostTable, units: Sequence[str]) -> list[Regionals]:
-    """Return what may be recomputed, from nothing to the lowest peak, each point slower and lower than the last.
-
-    A few budgets are solved. Between them lie parts of each solution: modules of a model are much alike, so that half
-    of them save about half. Only modules alone are taken, none of them around what `fully_shard` gathers by itself.
-    """
-    regions = Regions(trace)
-    choices = [
-        option
-        for option in options(regions, costs)
-        if all(len(region.modules) == 1 and not _surrounds(region.modules[0], units) for region in option.regions)
-    ]
-    problem = build(regions, costs, choices)
-    solver, nothing = Solver(problem), np.zeros(len(choices), np.int64)
-    deadline = thread_time() + _MENU_SECONDS
-    lowest = solver.leanest(_MENU_SECONDS / 4)
-    solutions = [lowest.x]
-    budgets = np.linspace(problem.peak_bytes(nothing), lowest.peak_bytes, _BUDGETS + 1)[1:]
-    for budget_bytes in (*budgets[3::4], *budgets[1::4], *budgets[::2]):  # ever closer ones
-        if (left := deadline - thread_time()) <= 0:
-            break
-        choice = solver.fastest(int(budget_bytes), COARSE, min(left, _MENU_SECONDS / 4))
-        solutions += [choice.x] if choice is not None else []
-    points = [nothing, *(part for x in solutions for part in _parts_of(x))]
-    return [problem.regions(x) for x in _thinned(_undominated(points, problem), problem)]
-
-
-def _parts_of(x: Choices) -> list[Choices]:
-    """Return a choice with only its first options, by how many, up to all of them."""
-    chosen = np.nonzero(x)[0]
-    found = []
-    for count in range(1, len(chosen) + 1):
-        part = np.zeros_like(x)
-        part[chosen[:count]] = 1
-        found.append(part)
-    return found
-
-
-def _undominated(points: Sequence[Choices], problem: Problem) -> list[Choices]:
-    """Return the choices than which none is as fast and as low, the fastest first."""
-    found: list[Choices] = []
-    lowest = math.inf
-    for x in sorted(points, key=lambda x: (problem.seconds(x), problem.peak_bytes(x))):
-        if problem.peak_bytes(x) < lowest:
-            found.append(x)
-            lowest = problem.peak_bytes(x)
-    return found
-
-
-def _thinned(points: Sequence[Choices], problem: Problem) -> list[Choices]:
-    """Return at most so many choices, about evenly by their peaks, the first and the last included."""
-    peaks = [problem.peak_bytes(x) for x in points]
-    wanted = np.linspace(peaks[0], peaks[-1], _MENU)
-    nearest = {min(range(len(peaks)), key=lambda i: abs(peaks[i] - peak)) for peak in wanted}
-    return [points[i] for i in sorted({0, *nearest, len(points) - 1})]
-
-
-def _surrounds(fqn: str, units: Sequence[str]) -> bool:
-    return any(fqn != unit and fqn in enclosing(unit) for unit in units)
-
-
-def _valid(points: Sequence[Regionals], trace: Trace) -> list[Regionals]:
-    """Return the points of a menu that another program has too."""
-    regions = Regions(trace)
-    return [point for point in points if all(region.modules[0] in regions.calls for region in point)]
