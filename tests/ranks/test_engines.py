@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -106,10 +107,21 @@ def alone(samples: int, world_size: int, counted: bool = False, size: int | None
     return trained(workload(samples, counted=counted), Levers(microbatch_size=size or samples // world_size))
 
 
+def halved(rank: int) -> Iterator[Any]:
+    for sharding in SHARDINGS.values():
+        yield from as_rank(rank, sharding, 2, 4, False)
+
+
+@pytest.fixture(scope="module")
+def halves() -> dict[str, list[Any]]:
+    """Return what each rank found, by sharding."""
+    return dict(zip(SHARDINGS, zip(*on_ranks(2, halved), strict=True), strict=True))
+
+
 @pytest.mark.parametrize("name", SHARDINGS)
-def test_two_ranks_are_bitwise_one_process_that_adds_up_two_halves(name: str) -> None:
+def test_two_ranks_are_bitwise_one_process_that_adds_up_two_halves(name: str, halves: dict[str, list[Any]]) -> None:
     expected = alone(4, 2)
-    for (found,) in on_ranks(2, as_rank, SHARDINGS[name], 2, 4, False):
+    for found in halves[name]:
         assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
         assert found["gradients"].keys() == expected["gradients"].keys()
         assert all(torch.equal(found["gradients"][n], g) for n, g in expected["gradients"].items())
@@ -119,19 +131,33 @@ def test_two_ranks_are_bitwise_one_process_that_adds_up_two_halves(name: str) ->
             torch.testing.assert_close(found["weights"][weight_name], weight, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("counted", [False, True], ids=["mean", "sum and count"])
-@pytest.mark.parametrize("samples", [8, 9, 3, 1], ids=lambda n: f"{n} samples")
-def test_however_a_batch_divides_the_step_is_that_of_one_process(samples: int, counted: bool) -> None:
+DIVIDED = list(itertools.product(("ddp", "zero3"), (8, 9, 3, 1), (False, True)))
+
+
+def divided(rank: int) -> Iterator[Any]:
+    for mode, samples, counted in DIVIDED:
+        sharding = Sharding(world_size=4, mode=mode, units=None if mode == "ddp" else UNITS, reduces="last")
+        yield from as_rank(rank, sharding, 2, samples, counted)
+
+
+@pytest.fixture(scope="module")
+def parts() -> dict[tuple[Any, ...], list[Any]]:
+    """Return what each of four ranks found, by mode, samples, and whether they are counted."""
+    return dict(zip(DIVIDED, zip(*on_ranks(4, divided), strict=True), strict=True))
+
+
+@pytest.mark.parametrize(("mode", "samples", "counted"), DIVIDED)
+def test_however_a_batch_divides_the_step_is_that_of_one_process(
+    mode: str, samples: int, counted: bool, parts: dict[tuple[Any, ...], list[Any]]
+) -> None:
     """Four ranks, microbatches of one or two: parts that differ, counts that differ, and ranks without samples."""
     expected = alone(samples, 4, counted, size=1)
-    for mode in ("ddp", "zero3"):
-        sharding = Sharding(world_size=4, mode=mode, units=None if mode == "ddp" else UNITS, reduces="last")
-        for (found,) in on_ranks(4, as_rank, sharding, 2, samples, counted):
-            assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
-            for name, gradient in expected["gradients"].items():
-                scale = float(gradient.abs().max())
-                assert float((found["gradients"][name] - gradient).abs().max()) <= 1e-6 * scale
-            assert found["losses"] == pytest.approx(expected["losses"], rel=1e-4)
+    for found in parts[mode, samples, counted]:
+        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+        for name, gradient in expected["gradients"].items():
+            scale = float(gradient.abs().max())
+            assert float((found["gradients"][name] - gradient).abs().max()) <= 1e-6 * scale
+        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-4)
 
 
 def hybrid(rank: int) -> Iterator[Any]:
