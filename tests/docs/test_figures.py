@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from benchmarks import reference
@@ -113,6 +114,19 @@ def test_figures_of_steps_of_other_kinds() -> None:
     ]
     assert [one for one in said if one not in words] == []
     assert f"{summary['above_upper_end']} of {len(errors)} predictions" in words_of(DOCS / "results" / "index.md")
+
+
+def test_figures_of_ranks() -> None:
+    summary, words = results("distributed")["summary"], words_of(DOCS / "results" / "index.md")
+    interrupted = summary["kills"] + summary["out_of_memory"]
+    survived = summary["kills_survived"] + summary["out_of_memory_survived"]
+    said = [
+        f"{summary['peaks']} peaks within {math.ceil(summary['peak_largest_abs_error'] * 1e5) / 1e3:.3f} %",
+        f"{summary['budget_violations']} of {summary['plans']} plans over their budget",
+        f"{survived} of {interrupted} interruptions",
+    ]
+    assert [one for one in said if one not in words] == []
+    assert summary["above_upper_end"] == summary["hangs"] == summary["wrongly_infeasible"] == 0
 
 
 def test_figures_of_other_peoples_packages() -> None:
