@@ -35,6 +35,7 @@ SLOW = {
 """Pages that take more than ten seconds, on a quiet machine."""
 LONG = {
     "docs/guides/another-card.md",
+    "docs/guides/budget.md",
     "docs/guides/compare-cards.md",
     "docs/guides/devices.md",
     "docs/guides/fleet.md",
@@ -43,6 +44,7 @@ LONG = {
     "docs/guides/out-of-memory.md",
     "docs/guides/precision.md",
     "docs/guides/resume.md",
+    "docs/guides/script.md",
     "docs/guides/sharding.md",
     "docs/guides/structure.md",
     "docs/guides/trainers.md",

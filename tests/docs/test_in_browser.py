@@ -16,7 +16,7 @@ from tests.docs.conftest import Site
 from tests.docs.test_finding import FIRST, TASKS
 from tests.report import test_browser
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.browser, pytest.mark.ci, pytest.mark.timeout(300)]
 browser = test_browser.browser
 RESULT = ".md-search-result__list > li"
 

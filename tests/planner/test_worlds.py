@@ -65,6 +65,7 @@ def test_one_rank_is_planned_as_memfit_plan_does(found: dict[str, list[Checked]]
 
 
 @pytest.mark.ci
+@pytest.mark.ci
 def test_cards_that_share_captures_are_predicted_as_alone() -> None:
     devices = ["rtx-3090", "h100", "a100-40gb", "t4", "mi300x"]
     pairs = gpu_process.call(worlds_there.grouped, mlp(32), {"devices": devices}, lambda *_: None)
