@@ -28,8 +28,8 @@ LINKS = Links(within=Link(bytes_per_second=1e9, latency_seconds=1e-4), copy_byte
 SHARES = (0.9, 0.65)
 
 
-def workload() -> Workload:
-    return dataclasses.replace(transformer(batch=8, tokens=16, dim=64, layers=2), max_grad_norm=1.0)
+def workload(layers: int = 2) -> Workload:
+    return dataclasses.replace(transformer(batch=8, tokens=16, dim=64, layers=layers), max_grad_norm=1.0)
 
 
 @pytest.fixture(scope="module")

@@ -33,10 +33,10 @@ ZERO3 = Sharding(world_size=2, mode="zero3", units=UNITS)
 
 def predicted(sharding: Sharding) -> Plan:
     """Return a plan that predicts what its step holds, however small that is."""
-    plan, cpu = make_plan(workload(), sharding=sharding), find_device("cpu")
+    plan, cpu = make_plan(workload(3), sharding=sharding), find_device("cpu")
     levers: Levers = replace(plan.levers, microbatch_size=8 // sharding.world_size)
     plan = replace(plan, levers=levers)
-    trace = capture_levers(workload(), plan.levers, cpu)
+    trace = capture_levers(workload(3), plan.levers, cpu)
     prediction, _ = predict(trace, costs_of([trace], cpu), cpu)
     named = uses(plan.levers, plan.batch_size, False)
     budget = prediction.peak_upper_bytes
@@ -45,7 +45,7 @@ def predicted(sharding: Sharding) -> Plan:
 
 def verifying(rank: int, plans: list[Plan]) -> Iterator[Verification]:
     for plan in plans:
-        yield memfit.verify(plan, workload())
+        yield memfit.verify(plan, workload(3))
 
 
 def test_two_ranks_are_what_their_plan_says_bitwise() -> None:
@@ -62,7 +62,7 @@ def tampered(rank: int, plan: Plan) -> Iterator[Any]:
     """Change what the second rank computes, before gradients are reduced and after, and what the plan says."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_verify_ranks, "_stated", lambda *_: [])  # which another test looks at
-        yield memfit.verify(plan, workload())
+        yield memfit.verify(plan, workload(3))
         if rank == 1:
             whole_loss, whole_gradients = Step.compute_loss, Step.gradients
 
@@ -76,16 +76,16 @@ def tampered(rank: int, plan: Plan) -> Iterator[Any]:
                 return loss, gradients
 
             patch.setattr(Step, "compute_loss", other_loss)
-        yield memfit.verify(plan, workload())
+        yield memfit.verify(plan, workload(3))
         if rank == 1:
             patch.setattr(Step, "compute_loss", whole_loss)
             patch.setattr(Step, "gradients", other_gradient)
-        yield memfit.verify(plan, workload())
+        yield memfit.verify(plan, workload(3))
         if rank == 1:
             patch.setattr(Step, "gradients", whole_gradients)
         less = replace(plan.predicted, peak_upper_bytes=plan.predicted.peak_bytes // 2)
-        yield memfit.verify(replace(plan, predicted=less), workload())
-        other = workload()
+        yield memfit.verify(replace(plan, predicted=less), workload(3))
+        other = workload(3)
         other.batch["x" if "x" in other.batch else next(iter(other.batch))][0, 0] += rank
         with pytest.raises(UsageError) as e:
             memfit.verify(plan, other)
