@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -48,3 +49,16 @@ def test_fake_cuda_is_in_forks_of_its_own_server_only() -> None:
     lines = [warm.command("-c", program, kind=kind) for kind in ("cpu", "cuda")]
     found = [subprocess.run(line, capture_output=True, text=True, check=True).stdout for line in lines]
     assert found[0] == "False False\n" and found[1].startswith("True ")
+
+
+def test_a_fork_ends_with_its_client() -> None:
+    """A launcher that kills a rank kills what it started: the fork would wait for its peers for ever."""
+    program = "import os, sys, time\nprint(os.getpid(), flush=True)\ntime.sleep(300)"
+    with subprocess.Popen(warm.command("-c", program), stdout=subprocess.PIPE, text=True) as client:
+        assert client.stdout is not None
+        fork = int(client.stdout.readline())
+        client.kill()
+    ends = time.monotonic() + 30
+    while Path(f"/proc/{fork}").exists() and time.monotonic() < ends:
+        time.sleep(0.02)
+    assert not Path(f"/proc/{fork}").exists()

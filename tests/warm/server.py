@@ -113,10 +113,19 @@ def _serve(connection: socket.socket, kind: str, standard: list[str]) -> None:
     for file in files:
         os.close(file)
     connection.sendall(child.to_bytes(8, "little"))
+    has_ended = threading.Event()
+    threading.Thread(target=_kill_with, args=(connection, child, has_ended), daemon=True).start()
     _, status = os.waitpid(child, 0)
+    has_ended.set()
     code = os.waitstatus_to_exitcode(status)
     connection.sendall(code.to_bytes(8, "little", signed=True))
     os._exit(0)
+
+
+def _kill_with(connection: socket.socket, child: int, has_ended: threading.Event) -> None:
+    """Kill a fork whose client is gone: nobody else knows of it, and it may wait for ever."""
+    if not connection.recv(1) and not has_ended.is_set():
+        os.kill(child, signal.SIGKILL)
 
 
 def _take(files: list[int], numbers: list[int]) -> None:
