@@ -246,6 +246,15 @@ def plan(
     sharding: Annotated[SharedName, typer.Option(help="How they share it; auto searches all.")] = SharedName.auto,
     points: Annotated[int, typer.Option(help="Budgets on the frontier, per precision and microbatch size.", min=1)] = 8,
     host_budget: HostBudget = None,
+    measure: Annotated[
+        bool | None,
+        typer.Option(
+            "--measure/--no-measure",
+            help="Run plans that are predicted to be about as fast for a few steps, on copies, and take the fastest; by"
+            " default where the device is here and steps are short enough for 20 seconds.",
+            show_default=False,
+        ),
+    ] = None,
     framework: Annotated[
         FrameworkName, typer.Option(help="What the workload is written in; one in Jittor is measured here.")
     ] = FrameworkName.pytorch,
@@ -265,6 +274,8 @@ def plan(
     if framework is FrameworkName.jittor:
         from memfit.cli.jittor import plan_in_jittor
 
+        if measure is not None:
+            raise UsageError("--measure is for workloads in PyTorch: leave it out with --framework jittor")
         chosen = plan_in_jittor(workload, budget, device, numerics.value, searched, points)
     else:
         loaded = _load_for(workload, device)
@@ -279,6 +290,7 @@ def plan(
                 sharding=sharding.value,
                 points=points,
                 host_budget=host_budget,
+                measure="auto" if measure is None else measure,
                 progress=progress,
             )
     if output is not None:

@@ -196,6 +196,24 @@ class Solution(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     solve_seconds: float
 
 
+class MeasuredStep(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A plan that was run for a few steps, on copies of the workload, before one was chosen.
+
+    Attributes:
+        levers: What it sets.
+        uses: The levers that are used, in words.
+        predicted_seconds: Its predicted step.
+        measured_seconds: The median of its steps.
+        steps: The number of steps that were timed (> 0).
+    """
+
+    levers: Levers
+    uses: tuple[LeverUse, ...] = ()
+    predicted_seconds: float
+    measured_seconds: float
+    steps: int
+
+
 class Proof(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Whether what a plan recomputes was held against the user's own step, bit by bit.
 
@@ -256,6 +274,8 @@ class Plan(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
         budget_share: What the budget was a share of ("50% of the 21.9 GiB that cpu has for a step"); "" for bytes.
         engine: How another library's engine has ranks share the step, on paper; `batch_size` and what is predicted are
             then of one rank. None where no other library does.
+        measured: Plans whose predicted times were too near to each other to choose by, as they ran here, the fastest
+            first. Empty where none was run.
     """
 
     schema: str = "memfit.plan/1"
@@ -279,6 +299,7 @@ class Plan(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     proof: Proof = Proof()
     budget_share: str = ""
     engine: Sharding | None = None
+    measured: tuple[MeasuredStep, ...] = ()
 
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "frontier", Frontier(self.frontier, self))
@@ -287,6 +308,11 @@ class Plan(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def classes(self) -> dict[str, Numerics]:
         """The numerics class of each lever that is used, by its name."""
         return {use.name: use.numerics for use in self.uses}
+
+    @property
+    def measured_seconds(self) -> float | None:
+        """The measured step of the plan; None where it was not run before it was chosen."""
+        return next((step.measured_seconds for step in self.measured if step.levers == self.levers), None)
 
     @property
     def is_proven(self) -> bool:

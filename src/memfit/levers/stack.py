@@ -6,12 +6,17 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from memfit.capture.fake_workload import real_copy
 from memfit.errors import PlanError, PlanMismatchError, WorkloadError
+from memfit.held_state import generators_of
 from memfit.ir.device import Device
 from memfit.ir.plan import Levers, Plan
 from memfit.levers import registry
 from memfit.levers.circumstances import check_combination
 from memfit.levers.lever import Running
+from memfit.recomputation.generators import foreign_generators, preserved
 from memfit.tape import LoopWorkload
 from memfit.training.loop import DescribedLoop
 from memfit.training.refusals import check_supported
@@ -43,6 +48,21 @@ def applied(
             yield TapedStep(running.workload, running.options.autocast)
         else:
             yield Step(running.workload, running.options)
+
+
+@contextlib.contextmanager
+def applied_to_copy(levers: Levers, workload: Workload, place: torch.device | None = None) -> Iterator[Step]:
+    """Run levers on a copy of a workload, with its data, until the context is left.
+
+    The random generators that it draws from are set back then, but for PyTorch's global one.
+
+    Args:
+        place: The device of the copy; None for the workload's own.
+    """
+    copied = real_copy(workload, place)
+    held = foreign_generators(generators_of(copied.model.modules()))  # those in globals are no part of the copy
+    with preserved(held), applied(levers, copied) as step:
+        yield step
 
 
 @contextlib.contextmanager

@@ -195,6 +195,7 @@ class Fitted:
                 optimizers=(),
                 world_size=1,
                 points=_POINTS,
+                measure=False,  # the loop's steps are its own
                 progress=self._progress,
             )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -22,8 +23,10 @@ from memfit.pipeline.joining import ranks_here
 from memfit.pipeline.placement import device_named
 from memfit.planner import gpu_process
 from memfit.planner.assembly import Request, assemble
+from memfit.planner.contenders import Measure
 from memfit.planner.prediction import Progress, check_precision, silent
 from memfit.planner.readings import readings_to_send
+from memfit.ranks.environment import launched_size
 from memfit.ranks.one_process import SingleProcess
 from memfit.ranks.together import check_same, each, once
 from memfit.report.notebook_progress import stages, with_bars
@@ -31,6 +34,9 @@ from memfit.sharding.proposals import SEARCHED
 from memfit.training.refusals import check_supported
 from memfit.units import parse_budget, read_budget
 from memfit.workload import Workload, samples_of
+
+MEASURE_VARIABLE = "MEMFIT_MEASURE"
+"""The environment variable by which "no" has plans chosen by predicted times alone, the same in every run."""
 
 
 @with_bars(stages)
@@ -48,6 +54,7 @@ def plan(
     points: int = 8,
     host_budget: int | str | None = None,
     time_limit_seconds: float = 10.0,
+    measure: Measure = "auto",
     progress: Progress = silent,
 ) -> Plan:
     """Choose the fastest combination of levers whose predicted peak fits a budget.
@@ -83,6 +90,12 @@ def plan(
         points: Budgets that the frontier is solved for, for each precision and microbatch size.
         time_limit_seconds: Of solving, about: nine tenths for the plan where it needs them, the rest, up to half,
             for the frontier. When time is up, the best found and how far it is from the bound proven are returned.
+        measure: Whether plans whose predicted times are too near to each other to choose by are run for a few steps
+            before one is chosen: at most four, in turns, on copies of the workload, with a model's memory more at a
+            time, for at most 20 seconds and the step that is under way then. "auto" does so where the device is here,
+            the workload has data and one process runs the step, unless steps are too long for that or the variable
+            `MEMFIT_MEASURE` is "no". True also runs a plan that has no other near it. A plan that says why none was run
+            has been chosen by predicted times. `Plan.measured` has the times.
         progress: Told how far it is; by default bars in a notebook, and nobody elsewhere.
 
     Raises:
@@ -92,7 +105,7 @@ def plan(
         PlanMismatchError: The ranks of the process group have different workloads.
         UsageError: An argument is out of its range, or `world_size` is not the number of ranks of the process group.
     """
-    ranks = ranks_here()
+    measure, ranks = _asked_to_measure(measure), ranks_here()
     if world_size is None:
         world_size = ranks.size
     if ranks.size > 1 and world_size != 1:
@@ -112,6 +125,7 @@ def plan(
                 "points": points,
                 "host_budget": host_budget,
                 "time_limit_seconds": time_limit_seconds,
+                "measure": measure,
             },
         )
     check_supported(workload)
@@ -155,6 +169,7 @@ def plan(
             "points": points,
             "host_budget": host_budget,
             "time_limit_seconds": time_limit_seconds,
+            "measure": measure,
         }
         readings = readings_to_send(workload, microbatch_sizes(-(-samples_of(workload) // world_size)))
         return gpu_process.call(plan, workload, options, progress, readings)
@@ -173,9 +188,18 @@ def plan(
         world_size=world_size,
         modes=SEARCHED if sharding == "auto" else (sharding,),
         engine=engine,
+        measure=measure,
+        processes=max(ranks.size, launched_size()),
     )
     with without_collector():  # which would go through millions of objects, none of which is garbage
         return assemble(request)
+
+
+def _asked_to_measure(measure: Measure) -> Measure:
+    """Return whether plans are to be run, as an argument says, or for "auto" the environment."""
+    if measure != "auto" and not isinstance(measure, bool):
+        raise UsageError(f"measure={measure!r} is unknown: use 'auto', True or False")
+    return False if measure == "auto" and os.environ.get(MEASURE_VARIABLE) == "no" else measure
 
 
 def _plan_on_ranks(

@@ -15,7 +15,7 @@ from memfit.held_state import generators_of
 from memfit.ir.plan import Levers, Plan
 from memfit.ir.verification import Verification
 from memfit.levers import registry
-from memfit.levers.stack import applied
+from memfit.levers.stack import applied, applied_to_copy
 from memfit.pipeline._verify_ranks import verify_on_ranks
 from memfit.pipeline.placement import check_runs_here
 from memfit.pipeline.statements import (
@@ -141,14 +141,12 @@ def _on_cpu(tensors: _Tensors) -> _Tensors:
 
 def _peak(workload: Workload, levers: Levers, runs: _Runs, place: torch.device) -> tuple[int, int | None]:
     """Return the measured peaks of a step: allocated bytes, and on an accelerator reserved bytes."""
-    copied = real_copy(workload, place)
-    # The steps compared after this one draw from the same generators.
-    held = foreign_generators(generators_of(copied.model.modules()))
-    with preserved(held), applied(levers, copied) as step:
-        step(copied.batch)  # makes the optimizer's state
+    with applied_to_copy(levers, workload, place) as step:
+        batch = step.workload.batch
+        step(batch)  # makes the optimizer's state
         runs.add()
-        peaks = measure_peaks(step, copied.batch)
-        found = (measure_peak_bytes(step, copied.batch), None) if peaks is None else peaks
+        peaks = measure_peaks(step, batch)
+        found = (measure_peak_bytes(step, batch), None) if peaks is None else peaks
         runs.add()
         return found
 

@@ -14,7 +14,19 @@ from msgspec.structs import replace
 from memfit.cost.calibrate import missing_kernel
 from memfit.ir.device import Device
 from memfit.ir.operator_costs import CostTable
-from memfit.ir.plan import Candidate, Levers, LeverUse, Numerics, Plan, Precision, Prediction, Solution, allows, freest
+from memfit.ir.plan import (
+    Candidate,
+    Levers,
+    LeverUse,
+    Numerics,
+    Plan,
+    Precision,
+    Prediction,
+    Proof,
+    Solution,
+    allows,
+    freest,
+)
 from memfit.ir.remat import Regions
 from memfit.ir.sharding import Mode, Sharding
 from memfit.ir.trace import Trace
@@ -26,8 +38,11 @@ from memfit.levers.parameter_updates import state_bytes
 from memfit.levers.shared_by_ranks import described
 from memfit.planner.batch_coupling import coupling
 from memfit.planner.confirmation import Confirmation, LeftOut
+from memfit.planner.contenders import Measure, contenders
+from memfit.planner.measured_choice import Choice, measured_choice, unmeasured
+from memfit.planner.measured_steps import why_not_here
 from memfit.planner.prediction import Progress, costs_of, predict
-from memfit.planner.search import Confirmed, Limits, fastest_that_fits, held_against, leanest_that_fits
+from memfit.planner.search import Confirmed, Limits, fastest_that_fits, held_against, leanest_that_fits, with_plan
 from memfit.planner.trials import Trials, refusal_notes
 from memfit.sharding.groups import around, repeated_blocks
 from memfit.sharding.one_rank import of_engine
@@ -62,6 +77,8 @@ class Request:
     world_size: int = 1
     modes: Sequence[Mode] = ()
     engine: Sharding | None = None
+    measure: Measure = False
+    processes: int = 1  # that a launcher or a process group has, and each make a plan
 
 
 def _part(request: Request) -> Workload:
@@ -218,15 +235,19 @@ class _Assembly:
             searched = self._searched()
             try:
                 chosen, points = self._search()
-                seconds = chosen.prediction.step_seconds
-                proof = self.confirmation.proof(chosen.point.levers, self._as_is, seconds, request.progress)
+                proof = self._proof(chosen)
                 break
             except LeftOut as e:
                 self._leave_out(e)
                 if self._searched() == searched:  # it would be chosen again
                     raise e.error from None
-        self._note_draws(chosen.point.levers)
-        point, prediction = chosen
+        solve_seconds = time.monotonic() - started
+        choice = self._measured(Choice(chosen, proof))
+        self.notes += choice.notes
+        point, prediction = choice.confirmed
+        if point.levers != chosen.point.levers:
+            points = with_plan(points, choice.confirmed, self.limits)
+        self._note_draws(point.levers)
         bound = min(point.bound_seconds, prediction.step_seconds)
         gap = 1 - bound / prediction.step_seconds
         notes = [*steps.traces[steps.plain].notes, *self.notes, *steps.trials.notes()]
@@ -255,12 +276,13 @@ class _Assembly:
                 status="optimal" if point.status == "optimal" and gap <= SIMPLER_WITHIN else "feasible",
                 bound_seconds=bound,
                 gap=gap,
-                solve_seconds=time.monotonic() - started,
+                solve_seconds=solve_seconds,
             ),
             frontier=points,
             notes=list(dict.fromkeys(notes)),
-            proof=proof,
+            proof=choice.proof,
             engine=request.engine,
+            measured=choice.measured,
         )
 
     # Capture
@@ -428,6 +450,46 @@ class _Assembly:
     def _confirm(self, candidate: Candidate) -> Prediction:
         """Predict a plan from a capture of the step with the plan applied."""
         return self.steps.prediction_of(self.confirmation.confirmed(candidate.levers))
+
+    def _confirm_another(self, candidate: Candidate) -> Prediction | None:
+        """Predict a plan in the same way; None where it can't be applied, since there is one that can."""
+        if not candidate.levers.regions:
+            return self.steps.predicted(candidate.levers)
+        try:
+            return self._confirm(candidate)
+        except LeftOut:
+            return None
+
+    def _proof(self, plan: Confirmed) -> Proof:
+        """Hold what a plan recomputes against the user's step; raise `LeftOut` where it differs."""
+        seconds = plan.prediction.step_seconds
+        return self.confirmation.proof(plan.point.levers, self._as_is, seconds, self.request.progress)
+
+    def _measured(self, predicted: Choice) -> Choice:
+        """Return the plan that is fastest as it runs here, of those that the prediction can't tell apart."""
+        request = self.request
+        if request.measure is False:
+            return predicted
+        why = why_not_here(request.workload, request.device, max(request.world_size, request.processes))
+        if request.engine is not None:
+            why = "another library's engine shares the step"
+        if why:
+            return unmeasured(predicted, why)
+        return measured_choice(
+            predicted,
+            lambda: contenders(
+                self.combinations,
+                self.limits,
+                predicted.confirmed,
+                self._confirm_another,
+                step_error=self.steps.costs.step_error,
+            ),
+            self._proof,
+            workload=request.workload,
+            device=request.device,
+            measure=request.measure,
+            progress=request.progress,
+        )
 
     def _leave_out(self, found: LeftOut) -> None:
         """Search no longer for plans with levers or regions that turned out not to work."""

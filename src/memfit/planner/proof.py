@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from memfit.capture.fake_workload import nothing_changes, real_copy
+from memfit.capture.fake_workload import nothing_changes
 from memfit.hardware.host import free_bytes
-from memfit.held_state import generators_of
 from memfit.ir.device import Device
 from memfit.ir.plan import Levers, Prediction
 from memfit.ir.remat import Region
-from memfit.levers.stack import applied
-from memfit.recomputation.generators import foreign_generators, preserved
+from memfit.levers.stack import applied_to_copy
 from memfit.recomputation.probe import Differences, probing
 from memfit.tape import LoopWorkload
 from memfit.units import format_bytes, format_seconds
@@ -47,11 +45,8 @@ def differences(workload: Workload, levers: Levers, place: torch.device | None =
     recomputed with the one that autograd saved, bit by bit. The copy is on the device `place`; None for the
     workload's own.
     """
-    with nothing_changes(workload):
-        copied = real_copy(workload, place)
-        held = foreign_generators(generators_of(copied.model.modules()))  # those in globals are no part of the copy
-        with preserved(held), applied(levers, copied) as step, probing() as found:
-            step.gradients(copied.batch)
+    with nothing_changes(workload), applied_to_copy(levers, workload, place) as step, probing() as found:
+        step.gradients(step.workload.batch)
     return found
 
 

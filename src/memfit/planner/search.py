@@ -155,8 +155,14 @@ def held_against(
             bound = {"status": chosen.point.status, "bound_seconds": chosen.point.bound_seconds}  # of all combinations
             loser, chosen = chosen, Confirmed(replace(rival, **bound), loser.prediction)
         captured.append(loser.as_captured())
+    return chosen, with_plan([*points, *captured], chosen, limits)
+
+
+def with_plan(points: Sequence[Candidate], chosen: Confirmed, limits: Limits) -> list[Candidate]:
+    """Return a frontier, the fastest point first, with the point of the plan chosen as it was captured."""
     own = replace(chosen.as_captured(), budget_bytes=limits.budget_bytes)
-    return chosen, sorted([*points, *captured, own], key=lambda point: point.step_seconds)
+    others = (point for point in points if point.levers != own.levers)
+    return sorted([*others, own], key=lambda point: point.step_seconds)
 
 
 def faster_of(one: Confirmed, other: Confirmed) -> Confirmed:

@@ -1,0 +1,129 @@
+"""The contenders of a plan: others that may be as fast, by the error of predicted times; and the fastest as measured.
+
+Nothing here runs a step. It needs traces and costs, and no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from time import thread_time
+from typing import Literal, NamedTuple
+
+from msgspec.structs import replace
+
+from memfit.ir.plan import NUMERICS, Candidate, Numerics, Prediction
+from memfit.planner.search import Confirmed, Limits
+from memfit.solver.frontier import SIMPLER_WITHIN, Combination
+from memfit.solver.milp import COARSE
+
+Measure = bool | Literal["auto"]
+"""Whether plans are run before one is chosen (`memfit.plan`)."""
+MOST = 4
+"""The most plans that are run, the one predicted to be fastest among them."""
+MARGIN = SIMPLER_WITHIN
+"""A plan predicted to be fastest is kept where no other one is measured to be faster by more than this share."""
+_SOLVE_SECONDS = 2.0
+_LEAST_SOLVE_SECONDS = 0.1
+
+
+def contenders(
+    combinations: Sequence[Combination],
+    limits: Limits,
+    chosen: Confirmed,
+    confirm: Callable[[Candidate], Prediction | None],
+    *,
+    step_error: float,
+) -> list[Confirmed]:
+    """Return the plan that is predicted to be fastest, and others that the prediction can't tell from it.
+
+    Others fit, and their predicted step is longer by no more than the error of predicted times. One of each kind is
+    taken, which is of the same levers set otherwise; then more of a kind, up to `MOST` in all.
+
+    Args:
+        combinations: The combinations of levers that were searched.
+        chosen: The plan that is predicted to be fastest.
+        confirm: Predicts a point of the frontier from its captured step; None where its levers can't be applied.
+        step_error: By what share steps may take longer than predicted.
+    """
+    longest_seconds = (1 + step_error) * chosen.prediction.step_seconds
+    found = [chosen]
+    for point in _one_of_each_kind(_others(combinations, limits, chosen.point, longest_seconds), chosen.point):
+        if len(found) == MOST:
+            break
+        prediction = confirm(point)
+        if prediction is not None and limits.fit(prediction) and prediction.step_seconds <= longest_seconds:
+            found.append(Confirmed(point, prediction))
+    return found
+
+
+def _others(
+    combinations: Sequence[Combination], limits: Limits, chosen: Candidate, longest_seconds: float
+) -> Iterator[Candidate]:
+    """Yield the fastest point that fits of each allowed combination but the chosen plan's, the most promising first."""
+    bare = replace(chosen.levers, regions=())
+    allowed = [c for c in limits.allow(combinations) if c.levers != bare]
+    bounds = {index: c.solver.bound(limits.peak_bytes) for index, c in enumerate(allowed)}
+    near = {index: bound for index, bound in bounds.items() if bound is not None and bound <= longest_seconds}
+    deadline = thread_time() + _SOLVE_SECONDS
+    for rank, index in enumerate(sorted(near, key=lambda index: near[index])):
+        left = deadline - thread_time()
+        if left <= 0:
+            return
+        share = max(left / (len(near) - rank), _LEAST_SOLVE_SECONDS)
+        point = allowed[index].fastest(limits.peak_bytes, COARSE, share)
+        if point is not None and point.step_seconds <= longest_seconds:
+            yield point
+
+
+def _one_of_each_kind(points: Iterator[Candidate], chosen: Candidate) -> list[Candidate]:
+    """Return points in the order in which they are to be run: of each other kind the fastest, then the others.
+
+    The plain step comes first: whoever plans wants to know what it takes.
+    """
+    ordered = sorted(points, key=lambda point: (bool(point.uses), point.step_seconds))
+    kinds = {_kind(chosen)}
+    first: list[Candidate] = []
+    for point in ordered:
+        if _kind(point) not in kinds:
+            kinds.add(_kind(point))
+            first.append(point)
+    return [*first, *(point for point in ordered if point not in first)]
+
+
+def _kind(point: Candidate) -> frozenset[str]:
+    return frozenset(use.name for use in point.uses)
+
+
+class Measured(NamedTuple):
+    """A contender and its measured step.
+
+    Attributes:
+        measured_seconds: The median of its steps.
+        predicted_seconds: Its predicted step.
+        numerics: Its class.
+        levers: How many levers it uses.
+    """
+
+    measured_seconds: float
+    predicted_seconds: float
+    numerics: Numerics = "exact"
+    levers: int = 0
+
+
+def fastest_measured(measured: Sequence[Measured], margin: float = MARGIN) -> int:
+    """Return which contender to take, of one or more: the first is the plan that is predicted to be fastest.
+
+    It is kept where no other is faster by more than the margin: noise changes nothing then. Otherwise one that is
+    within the margin of the fastest is taken, of the strictest numerics class, with the fewest levers.
+
+    Args:
+        margin: A share of the time that is not counted as a difference (≥ 0).
+    """
+    longest_seconds = (1 + margin) * min(one.measured_seconds for one in measured)
+    near = [index for index, one in enumerate(measured) if one.measured_seconds <= longest_seconds]
+
+    def preference(index: int) -> tuple[bool, int, int, float, int]:
+        one = measured[index]
+        return index > 0, NUMERICS.index(one.numerics), one.levers, one.measured_seconds, index
+
+    return min(near, key=preference)

@@ -1,0 +1,138 @@
+"""The measured choice: of plans that the prediction can't tell apart, the one that is fastest on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from memfit.errors import MemfitError
+from memfit.ir.device import Device
+from memfit.ir.plan import MeasuredStep, Proof, uses_text
+from memfit.planner.confirmation import LeftOut
+from memfit.planner.contenders import Measure, Measured, fastest_measured
+from memfit.planner.measured_steps import LIMIT_SECONDS, Timed, affordable, notes_of, timed_in_turns, why_no_room
+from memfit.planner.prediction import Progress
+from memfit.planner.search import Confirmed
+from memfit.planner.trials import first_line
+from memfit.units import format_seconds
+from memfit.workload import Workload
+
+STAGE = "measure plans"
+
+
+class Choice(NamedTuple):
+    """The plan that is taken.
+
+    Attributes:
+        confirmed: The plan.
+        proof: Whether what it recomputes was held against the user's step.
+        measured: The plans that were run, the fastest first.
+        notes: What is to be said of them.
+    """
+
+    confirmed: Confirmed
+    proof: Proof
+    measured: tuple[MeasuredStep, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def measured_choice(
+    predicted: Choice,
+    near: Callable[[], list[Confirmed]],
+    prove: Callable[[Confirmed], Proof],
+    *,
+    workload: Workload,
+    device: Device,
+    measure: Measure,
+    progress: Progress,
+) -> Choice:
+    """Return the fastest of the plans that are near the one predicted to be fastest, as they run here.
+
+    Args:
+        predicted: The plan predicted to be fastest.
+        near: Returns that plan and those that are near it.
+        prove: Holds what another plan recomputes against the user's step, before it is taken.
+        measure: "auto" runs steps where there are several plans and enough time to compare them; True also where one
+            plan can be timed alone.
+    """
+    step_seconds = predicted.confirmed.prediction.step_seconds
+    too_long = f"a step is predicted to take {format_seconds(step_seconds)}, and {LIMIT_SECONDS:.0f} s are for all"
+    if measure == "auto" and affordable([step_seconds] * 2) < 2:
+        return unmeasured(predicted, too_long)
+    found = near()
+    plans = found[: max(1, affordable([plan.prediction.step_seconds for plan in found]))]
+    if measure == "auto" and len(plans) == 1:
+        return predicted if len(found) == 1 else unmeasured(predicted, too_long)
+    if why := why_no_room(device, max(plan.prediction.peak_upper_bytes for plan in plans)):
+        return unmeasured(predicted, why)
+    try:
+        timed = timed_in_turns(
+            workload,
+            [(plan.point.levers, plan.prediction.step_seconds) for plan in plans],
+            device,
+            progress=lambda done, total: progress(STAGE, done, total),
+        )
+    except MemfitError as e:
+        return unmeasured(predicted, first_line(e))
+    if 0 not in timed.medians:
+        return unmeasured(predicted, timed.errors.get(0, "no step of it ended in time"))
+    return _taken(predicted, plans, timed, notes_of(timed, device), prove)
+
+
+def unmeasured(predicted: Choice, why: str) -> Choice:
+    """Return the plan predicted to be fastest, with a note that says why none was run."""
+    note = f"chosen by predicted times; no plan was run to measure it: {why}"
+    return predicted._replace(notes=(*predicted.notes, note))
+
+
+def _taken(
+    predicted: Choice,
+    plans: Sequence[Confirmed],
+    timed: Timed,
+    notes: Sequence[str],
+    prove: Callable[[Confirmed], Proof],
+) -> Choice:
+    """Return the fastest plan as measured whose recomputation was not found to differ."""
+    left = dict(timed.medians)
+    measured = tuple(
+        sorted((_record(plans[i], timed, i) for i in left), key=lambda step: step.measured_seconds)
+    )  # those that differ too: they ran
+    while True:
+        indices = list(left)
+        index = indices[fastest_measured([_measured(plans[i], left[i]) for i in indices])]
+        if index == 0:
+            return predicted._replace(measured=measured, notes=(*predicted.notes, *notes))
+        try:
+            proof = prove(plans[index])
+            break
+        except LeftOut:
+            del left[index]
+    note = (
+        f"chosen by measured times: {format_seconds(left[index])} a step. The plan that is predicted to be fastest"
+        f" ({uses_text(plans[0].point.uses)}) took {format_seconds(left[0])}"
+    )
+    taken = _of_same_search(plans[index], predicted.confirmed)
+    return Choice(taken, proof, measured, (*predicted.notes, note, *notes))
+
+
+def _measured(plan: Confirmed, seconds: float) -> Measured:
+    return Measured(seconds, plan.prediction.step_seconds, plan.point.numerics, len(plan.point.uses))
+
+
+def _record(plan: Confirmed, timed: Timed, index: int) -> MeasuredStep:
+    return MeasuredStep(
+        levers=plan.point.levers,
+        uses=plan.point.uses,
+        predicted_seconds=plan.prediction.step_seconds,
+        measured_seconds=timed.medians[index],
+        steps=len(timed.seconds[index]),
+    )
+
+
+def _of_same_search(taken: Confirmed, chosen: Confirmed) -> Confirmed:
+    """Return a plan with the bound of all combinations that were searched, which the chosen one has."""
+    bound = min(chosen.point.bound_seconds, taken.prediction.step_seconds)
+    point = replace(taken.point, status=chosen.point.status, bound_seconds=bound)
+    return Confirmed(point, taken.prediction)

@@ -1,0 +1,236 @@
+"""Steps under several plans, run in turns on copies of the workload, to choose the fastest one.
+
+A turn is a few steps under one plan, as a training runs them: the first makes the optimizer's state and fills the
+caches, and is not timed. Steps of two plans one after the other would each find the other's memory and caches. Each
+round takes all plans in an order drawn anew, so that a machine that gets slower or faster favours none. A turn has a
+copy of the workload of its own, and one is alive at a time.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from memfit.capture.fake_workload import nothing_changes
+from memfit.hardware import accelerators
+from memfit.hardware.host import free_bytes
+from memfit.ir.device import Device
+from memfit.ir.plan import Levers
+from memfit.levers.stack import applied_to_copy
+from memfit.planner.trials import first_line
+from memfit.rng import rng_preserved
+from memfit.tape import LoopWorkload
+from memfit.training.step import Step
+from memfit.units import format_bytes
+from memfit.workload import Workload, has_data
+
+LIMIT_SECONDS = 20.0
+"""Running steps to choose among plans takes no longer than this, but for the step that is under way then."""
+_ROUNDS, _LEAST_ROUNDS = 4, 2
+_STEPS, _MOST_STEPS = 2, 20  # timed in a turn
+_TURN_SECONDS = 0.2  # a turn of short steps has as many as take this long
+_ROOM = 1.1  # the free memory that is asked for, as a multiple of the largest peak
+_ATTENDED = 0.9  # the share of a step that its thread computes, on a machine at rest
+
+
+class Clocks(NamedTuple):
+    """The time of the world, and the time that this thread computed."""
+
+    wall: Callable[[], float]
+    own: Callable[[], float]
+
+
+CLOCKS = Clocks(time.perf_counter, time.thread_time)
+
+
+@dataclass
+class Timed:
+    """The times of steps under several plans.
+
+    Attributes:
+        seconds: Of each timed step, by plan.
+        errors: The error that a plan's steps ended with, in a line, by plan.
+        wall_seconds: All timed steps together.
+        own_seconds: What the thread that ran them computed meanwhile.
+    """
+
+    seconds: list[list[float]]
+    errors: dict[int, str] = field(default_factory=dict)
+    wall_seconds: float = 0.0
+    own_seconds: float = 0.0
+
+    @property
+    def medians(self) -> dict[int, float]:
+        """The median of the steps of each plan that was timed and did not fail."""
+        return {i: statistics.median(s) for i, s in enumerate(self.seconds) if s and i not in self.errors}
+
+    @property
+    def attended_share(self) -> float:
+        """The share of the timed steps in which their thread computed; less than all on a busy machine."""
+        return self.own_seconds / self.wall_seconds if self.wall_seconds else 1.0
+
+
+Run = Callable[[int, float], None]
+"""Runs a turn of a plan, until a time by the clock at the latest."""
+
+
+def why_not_here(workload: Workload, device: Device, ranks: int) -> str:
+    """Return why steps under a plan can't be run and timed here; "" where they can.
+
+    Args:
+        ranks: The number of ranks that share the step, or of processes that each make a plan.
+    """
+    if not device.is_here:
+        return f"{device.name} is not on this machine"
+    if ranks > 1:
+        return f"it is a step of one of {ranks} ranks"
+    if isinstance(workload, LoopWorkload):
+        return "the step is a loop's own"
+    if not has_data(workload):
+        return "the model or the batch holds no data here"
+    return ""
+
+
+def why_no_room(device: Device, peak_bytes: int) -> str:
+    """Return why a step of some peak can't run beside what is in memory already; "" where it can."""
+    free = free_bytes()
+    if device.kind != "cpu":
+        place = torch.device(device.name)
+        free = accelerators.memory_info(place)[0] + accelerators.cached_bytes(place)
+    if _ROOM * peak_bytes <= free:
+        return ""
+    return f"the step takes {format_bytes(peak_bytes)} beside the workload, and {format_bytes(free)} is free"
+
+
+def affordable(predicted_seconds: Sequence[float], limit_seconds: float = LIMIT_SECONDS) -> int:
+    """Return how many plans, of the first ones, can be run often enough to compare them within a time."""
+    least = _LEAST_ROUNDS * (1 + _STEPS)
+    total = 0.0
+    for count, seconds in enumerate(predicted_seconds):
+        total += least * seconds
+        if total > limit_seconds:
+            return count
+    return len(predicted_seconds)
+
+
+def in_turns(
+    run: Run,
+    predicted_seconds: Sequence[float],
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+    limit_seconds: float = LIMIT_SECONDS,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
+    """Run plans in turns, each round in an order drawn anew, until each had `_ROUNDS` or the time is over.
+
+    No turn begins that would end too late, by what the plan's last turn took or is predicted to take; in the first
+    round all begin that can.
+    """
+    count = len(predicted_seconds)
+    draws, ends = random.Random(0), clock() + limit_seconds
+    expected = [(1 + steps_of(seconds)) * seconds for seconds in predicted_seconds]
+    for turns in range(_ROUNDS):
+        for done, index in enumerate(draws.sample(range(count), count)):
+            began = clock()
+            if began + (expected[index] if turns else 0.0) >= ends:
+                return
+            run(index, ends)
+            expected[index] = clock() - began
+            progress(turns * count + done + 1, _ROUNDS * count)
+
+
+def steps_of(seconds: float) -> int:
+    """Return how many steps of a turn are timed, by what one takes."""
+    return max(_STEPS, min(_MOST_STEPS, int(_TURN_SECONDS / max(seconds, 1e-9))))
+
+
+def timed_in_turns(
+    workload: Workload,
+    plans: Sequence[tuple[Levers, float]],
+    device: Device,
+    *,
+    clocks: Clocks = CLOCKS,
+    limit_seconds: float = LIMIT_SECONDS,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Timed:
+    """Run steps under several plans on copies of a workload, in turns, and return what they took.
+
+    A plan whose step fails is not run again, and where the first one fails none is. Nothing of the workload or of the
+    random generators changes.
+
+    Args:
+        plans: The levers of each plan, and its predicted seconds.
+
+    Raises:
+        WorkloadError: The loss function uses the original model.
+    """
+    turns = _Turns(workload, plans, torch.device(device.name), clocks)
+    with nothing_changes(workload):
+        in_turns(
+            turns,
+            [seconds for _, seconds in plans],
+            clock=clocks.wall,
+            limit_seconds=limit_seconds,
+            progress=progress,
+        )
+    return turns.found
+
+
+class _Turns:
+    """Runs the turns of some plans, and keeps what their steps took."""
+
+    def __init__(
+        self, workload: Workload, plans: Sequence[tuple[Levers, float]], place: torch.device, clocks: Clocks
+    ) -> None:
+        self._workload, self._plans, self._place, self._clocks = workload, plans, place, clocks
+        self.found = Timed([[] for _ in plans])
+
+    def __call__(self, index: int, ends: float) -> None:
+        """Run a turn of a plan until a time at the latest; none where it failed before, or the first plan did."""
+        errors = self.found.errors
+        if index in errors or 0 in errors:
+            return
+        try:
+            with rng_preserved():  # so that all plans draw the same numbers
+                self._run(index, ends)
+        except Exception as e:  # someone's code, which may raise anything
+            errors[index] = first_line(e)  # and not the error, whose frames hold the copy
+        gc.collect()  # the copy, before there is another one
+        accelerators.release_cache()
+
+    def _run(self, index: int, ends: float) -> None:
+        levers, predicted_seconds = self._plans[index]
+        with applied_to_copy(levers, self._workload, self._place) as step:
+            self._step(step)
+            for _ in range(steps_of(predicted_seconds)):
+                if self._clocks.wall() >= ends:
+                    break
+                seconds, own_seconds = self._step(step)
+                self.found.seconds[index].append(seconds)
+                self.found.wall_seconds += seconds
+                self.found.own_seconds += own_seconds
+
+    def _step(self, step: Step) -> tuple[float, float]:
+        """Run a step; return what it took, and what this thread computed."""
+        wall, own = self._clocks.wall(), self._clocks.own()
+        step(step.workload.batch)
+        accelerators.synchronize(self._place)  # or the next step would wait for this one's update
+        return self._clocks.wall() - wall, self._clocks.own() - own
+
+
+def notes_of(found: Timed, device: Device) -> list[str]:
+    """Return what is to be said of measured steps: a busy machine, and plans that could not be run."""
+    notes = [f"a plan could not be run to measure it: {error}" for error in found.errors.values()]
+    if device.kind == "cpu" and found.attended_share < _ATTENDED:
+        notes.append(
+            "this machine was busy while plans were measured: the thread that runs a step had a processor for"
+            f" {found.attended_share:.0%} of the time, so that steps took longer than on a machine at rest"
+        )
+    return list(dict.fromkeys(notes))
