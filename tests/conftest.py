@@ -19,6 +19,7 @@ import torch
 from memfit.cost import calibrate
 from memfit.fake_gpu import shim
 from memfit.ir.plan import Levers
+from memfit.pipeline._plan import MEASURE_VARIABLE
 from memfit.planner import captures as captured_steps
 from memfit.workload import Workload
 from tests import warm
@@ -96,6 +97,7 @@ def _own_cache() -> Iterator[None]:
     gc.freeze()  # captures collect garbage, which is slow among all the objects of PyTorch
     with pytest.MonkeyPatch.context() as patch, quick_plans():
         patch.setattr(gc, "get_freeze_count", lambda: 1)  # which counts one by one, and each capture asks
+        patch.setenv(MEASURE_VARIABLE, "no")  # plans are chosen by predicted times, but where a test asks for more
         patch.setenv("MEMFIT_CACHE_DIR", os.environ[_SHARED] + "/cache")  # the shim of fake CUDA is built in it, once
         patch.setattr(shim, "command", warm.fake_cuda_command)
         patch.setattr(calibrate, "_interpreter", lambda code: warm.command("-c", code))

@@ -156,7 +156,7 @@ def timed_in_turns(
     plans: Sequence[tuple[Levers, float]],
     device: Device,
     *,
-    clocks: Clocks = CLOCKS,
+    clocks: Clocks | None = None,
     limit_seconds: float = LIMIT_SECONDS,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Timed:
@@ -167,10 +167,14 @@ def timed_in_turns(
 
     Args:
         plans: The levers of each plan, and its predicted seconds.
+        clocks: What is read before and after each step; None for this machine's clocks.
+        limit_seconds: See `LIMIT_SECONDS`.
+        progress: Told how many turns are done, of how many at most.
 
     Raises:
         WorkloadError: The loss function uses the original model.
     """
+    clocks = clocks or CLOCKS
     turns = _Turns(workload, plans, torch.device(device.name), clocks)
     with nothing_changes(workload):
         in_turns(

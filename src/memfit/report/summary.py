@@ -27,6 +27,15 @@ class LeverRow(NamedTuple):
     numerics: str
 
 
+class MeasuredRow(NamedTuple):
+    """A plan that was run before one was chosen."""
+
+    measured: str
+    predicted: str
+    levers: str
+    is_this: bool
+
+
 class RegionGroup(NamedTuple):
     """Repeated siblings that the plan treats alike ("blocks.0…5"), how many, and what it does with them."""
 
@@ -94,6 +103,19 @@ def microbatches(plan: Plan) -> int:
 def lever_rows(plan: Plan) -> list[LeverRow]:
     """Return the levers that a plan uses, how they are set, and their classes."""
     return [LeverRow(clean(use.name), clean(use.setting), use.numerics) for use in plan.uses]
+
+
+def measured_plan_rows(plan: Plan) -> list[MeasuredRow]:
+    """Return the plans that were run to choose this one, the fastest first; empty where none was."""
+    return [
+        MeasuredRow(
+            seconds_text(step.measured_seconds),
+            seconds_text(step.predicted_seconds),
+            clean(uses_text(step.uses)),
+            step.levers == plan.levers,
+        )
+        for step in plan.measured
+    ]
 
 
 def levers_text(point: Plan | Candidate) -> str:

@@ -25,6 +25,7 @@ from memfit.report.summary import (
     levers_text,
     loss_rows,
     loss_text,
+    measured_plan_rows,
     measured_rows,
     offers,
     proof_text,
@@ -56,8 +57,9 @@ def plan_table(plan: Plan) -> Table:
     )
     table.add_column(no_wrap=True, style="bold")
     table.add_column(overflow="fold")
-    for block in (_cost_block(plan), _lever_block(plan), _solver_block(plan)):
-        table.add_row("", "")
+    for block in (_cost_block(plan), _lever_block(plan), _measured_block(plan), _solver_block(plan)):
+        if block:
+            table.add_row("", "")
         for name, value in block:
             table.add_row(name, value)
     return table
@@ -108,6 +110,18 @@ def _lever_block(plan: Plan) -> list[tuple[str, RenderableType]]:
             regions.add_row(Text(group.name), _dim(group.action))
         block.append(("Regions", regions))
     return block
+
+
+def _measured_block(plan: Plan) -> list[tuple[str, RenderableType]]:
+    rows = measured_plan_rows(plan)
+    if not rows:
+        return []
+    steps = Table.grid(Column(no_wrap=True), Column(no_wrap=True), Column(overflow="fold"), padding=(0, 3, 0, 0))
+    for row in rows:
+        style = "bold" if row.is_this else "dim"
+        mark = f"{_CHOSEN} " if row.is_this else "  "
+        steps.add_row(f"{mark}{row.measured}", f"predicted {row.predicted}", Text(row.levers), style=style)
+    return [("Measured", steps)]
 
 
 def _solver_block(plan: Plan) -> list[tuple[str, RenderableType]]:

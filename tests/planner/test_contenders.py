@@ -1,0 +1,154 @@
+"""Contenders fit and are near by the error of predictions; of those measured the fastest is taken, but for noise."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from memfit.ir.plan import NUMERICS, Candidate, LeverUse, Numerics, Prediction, allows
+from memfit.planner.contenders import MARGIN, MOST, Measured, contenders, fastest_measured
+from memfit.planner.search import Confirmed
+from memfit.solver.frontier import Combination
+from tests.planner.test_search import Applied, chosen, combinations, limits, plain_bytes
+
+seconds = st.floats(1e-4, 1e3)
+records = st.builds(Measured, seconds, seconds, st.sampled_from(NUMERICS), st.integers(0, 4))
+several = st.lists(records, min_size=1, max_size=6)
+near_each_other = st.lists(
+    st.builds(Measured, st.floats(1.0, 1.04), seconds, st.sampled_from(NUMERICS), st.integers(0, 4)),
+    min_size=2,
+    max_size=6,
+)
+
+
+@given(several | near_each_other)
+def test_what_is_taken_is_within_the_margin_of_the_fastest(measured: list[Measured]) -> None:
+    taken = measured[fastest_measured(measured)]
+    assert taken.measured_seconds <= (1 + MARGIN) * min(one.measured_seconds for one in measured)
+
+
+@given(several | near_each_other)
+def test_the_predicted_plan_is_kept_exactly_where_no_other_is_faster_by_more_than_the_margin(
+    measured: list[Measured],
+) -> None:
+    least = min(one.measured_seconds for one in measured)
+    assert (fastest_measured(measured) == 0) == (measured[0].measured_seconds <= (1 + MARGIN) * least)
+
+
+@given(near_each_other)
+def test_of_plans_about_as_fast_none_is_stricter_or_as_strict_with_fewer_levers(measured: list[Measured]) -> None:
+    index = fastest_measured(measured)
+    least = min(one.measured_seconds for one in measured)
+    near = [one for one in measured if one.measured_seconds <= (1 + MARGIN) * least]
+
+    def freeness(one: Measured) -> tuple[int, int]:
+        return NUMERICS.index(one.numerics), one.levers
+
+    if index:
+        assert freeness(measured[index]) == min(map(freeness, near))
+
+
+@given(near_each_other, st.integers(-6, 6), st.randoms(use_true_random=False))
+def test_neither_the_unit_nor_the_order_of_the_others_matters(
+    measured: list[Measured], power: int, draws: random.Random
+) -> None:
+    taken = measured[fastest_measured(measured)]
+    scaled = [one._replace(measured_seconds=2.0**power * one.measured_seconds) for one in measured]
+    assert measured[fastest_measured(scaled)] == taken
+    mixed = [measured[0], *draws.sample(measured[1:], len(measured) - 1)]
+    again = mixed[fastest_measured(mixed)]
+    assert again._replace(predicted_seconds=0.0) == taken._replace(predicted_seconds=0.0)
+
+
+@pytest.mark.parametrize(
+    ("measured_seconds", "taken"), [((1.0, 0.99, 0.90), 2), ((1.0, 0.99), 0), ((1.0, 0.5, 0.505), 1), ((1.0,), 0)]
+)
+def test_worked_numbers(measured_seconds: tuple[float, ...], taken: int) -> None:
+    assert fastest_measured([Measured(each, 1.0) for each in measured_seconds]) == taken
+
+
+def test_a_freer_class_must_be_faster_by_more_than_the_margin() -> None:
+    slow, free, strict = Measured(1.0, 1.0), Measured(0.80, 1.0, "reduced"), Measured(0.81, 1.0, "exact")
+    assert fastest_measured([slow, free, strict]) == 2
+    assert fastest_measured([slow, free, strict._replace(measured_seconds=0.9)]) == 1
+
+
+# Contenders
+
+
+def named(combination: Combination) -> Combination:
+    """Return a combination whose levers go by names, so that there are kinds of them."""
+
+    def uses(levers: object) -> tuple[LeverUse, ...]:
+        precision, size, regions = (getattr(levers, name) for name in ("precision", "microbatch_size", "regions"))
+        names = {"precision": precision != "32-true", "microbatches": size < 4, "checkpointing": bool(regions)}
+        used = [name for name, is_used in names.items() if is_used]
+        classes = {name: "exact" if name == "checkpointing" else combination.numerics for name in used}
+        return tuple(LeverUse(name=name, setting="", brief=name, numerics=classes[name]) for name in used)
+
+    return Combination(combination.levers, combination.problem, uses)
+
+
+def found(share: float, numerics: Numerics, step_error: float) -> tuple[Confirmed, list[Confirmed]] | None:
+    best = chosen(share, numerics)
+    if best is None:
+        return None
+    every = [named(combination) for combination in combinations()]
+    within = limits(int(share * plain_bytes()), numerics)
+    return best, contenders(every, within, best, Applied(), step_error=step_error)
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.floats(0.3, 1.3), st.sampled_from(["exact", "reordered", "reduced"]), st.sampled_from([0.0, 0.2, 3.0]))
+def test_contenders_fit_are_allowed_and_no_slower_than_the_error(
+    share: float, numerics: Numerics, step_error: float
+) -> None:
+    pair = found(share, numerics, step_error)
+    if pair is None:
+        return
+    best, plans = pair
+    assert plans[0] == best and len(plans) <= MOST
+    assert len({plan.point.levers for plan in plans}) == len(plans)
+    for plan in plans[1:]:
+        assert plan.prediction.peak_upper_bytes <= int(share * plain_bytes())
+        assert plan.prediction.step_seconds <= (1 + step_error) * best.prediction.step_seconds
+        assert allows(numerics, plan.point.numerics)
+        assert plan.prediction == Applied()(plan.point)
+
+
+def test_a_larger_error_leaves_more_to_be_run_and_the_plain_step_is_the_first_of_them() -> None:
+    counts = []
+    for step_error in (0.0, 3.0):
+        pair = found(1.3, "reduced", step_error)
+        assert pair is not None
+        counts.append(len(pair[1]))
+    assert counts[0] < counts[1]
+    pair = found(1.3, "reduced", 3.0)
+    assert pair is not None
+    best, plans = pair
+    assert not plans[1].point.uses or not plans[0].point.uses
+
+
+def test_what_can_not_be_applied_or_does_not_fit_once_captured_is_left_out() -> None:
+    best = chosen(1.3, "reduced")
+    assert best is not None
+    every = [named(combination) for combination in combinations()]
+    within = limits(int(1.3 * plain_bytes()), "reduced")
+
+    def too_large(point: Candidate) -> Prediction:
+        return replace(Applied()(point), peak_upper_bytes=within.budget_bytes + 1)
+
+    for confirm in (lambda _: None, too_large):
+        assert contenders(every, within, best, confirm, step_error=3.0) == [best]
+
+
+def test_kinds_come_before_more_of_a_kind() -> None:
+    pair = found(0.6, "reduced", 30.0)
+    assert pair is not None
+    kinds = [frozenset(use.name for use in plan.point.uses) for plan in pair[1][1:]]
+    first = list(dict.fromkeys(kinds))
+    assert kinds[: len(first)] == first

@@ -1,0 +1,227 @@
+"""Steps under several plans run in turns, within their time, and change nothing of the workload."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from memfit.hardware.catalogue import look_up
+from memfit.hardware.host import find_device
+from memfit.ir.plan import Levers
+from memfit.planner import measured_steps
+from memfit.planner.measured_steps import (
+    Clocks,
+    Timed,
+    affordable,
+    in_turns,
+    notes_of,
+    steps_of,
+    timed_in_turns,
+    why_no_room,
+    why_not_here,
+)
+from memfit.workload import Workload
+from tests.models import squared_error
+
+
+def small() -> Workload:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 1))
+    batch = (torch.randn(8, 8), torch.randn(8, 1))
+    return Workload(model, batch, squared_error, torch.optim.AdamW(model.parameters()))
+
+
+durations = st.lists(st.floats(0.01, 5.0), min_size=1, max_size=4)
+
+
+class World:
+    """A clock that moves only where a turn takes its time."""
+
+    def __init__(self, seconds: list[float]) -> None:
+        self.now, self.seconds = 100.0, seconds
+        self.turns: list[int] = []
+
+    def clock(self) -> float:
+        return self.now
+
+    def run(self, index: int, ends: float) -> None:
+        self.turns.append(index)
+        self.now += self.seconds[index]
+
+
+@given(durations, durations, st.floats(0.05, 60.0))
+def test_turns_end_within_the_time_but_for_those_of_the_first_round(
+    taken: list[float], predicted: list[float], limit_seconds: float
+) -> None:
+    count = min(len(taken), len(predicted))
+    world = World(taken[:count])
+    in_turns(world.run, predicted[:count], clock=world.clock, limit_seconds=limit_seconds)
+    spent = world.now - 100.0
+    last = world.turns[-1]
+    assert spent - world.seconds[last] < limit_seconds  # none began when it was over
+    if len(world.turns) > count:
+        assert spent <= limit_seconds + 1e-9  # what a plan takes is known by then
+    times = Counter(world.turns)
+    assert max(times.values()) - min(times[index] for index in range(count)) <= 1
+    assert max(times.values()) <= measured_steps._ROUNDS
+
+
+def test_each_round_has_an_order_of_its_own() -> None:
+    world = World([0.1] * 4)
+    in_turns(world.run, [0.1] * 4, clock=world.clock, limit_seconds=60.0)
+    rounds = [tuple(world.turns[start : start + 4]) for start in range(0, 16, 4)]
+    assert all(sorted(each) == [0, 1, 2, 3] for each in rounds)
+    assert len(set(rounds)) > 1
+
+
+@given(durations, st.floats(0.1, 100.0))
+def test_what_is_affordable_takes_no_longer_than_the_limit(predicted: list[float], limit_seconds: float) -> None:
+    def least(count: int) -> float:
+        steps = measured_steps._LEAST_ROUNDS * (1 + measured_steps._STEPS)
+        return sum(steps * seconds for seconds in predicted[:count])
+
+    count = affordable(predicted, limit_seconds)
+    assert least(count) <= limit_seconds
+    assert count == len(predicted) or least(count + 1) > limit_seconds
+
+
+@pytest.mark.parametrize(("seconds", "steps"), [(1e-5, 20), (0.02, 10), (0.1, 2), (3.0, 2), (0.0, 20)])
+def test_turns_of_short_steps_have_more_of_them(seconds: float, steps: int) -> None:
+    assert steps_of(seconds) == steps
+
+
+# With data
+
+
+def state_of(workload: Workload) -> list[Any]:
+    tensors = [*workload.model.state_dict().values(), *(p.grad for p in workload.model.parameters())]
+    numbers = [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()]
+    flat = [None if tensor is None else tensor.clone() for tensor in tensors]
+    return [flat, numbers, len(workload.optimizer.state), [t.clone() for t in workload.batch]]
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def timed(workload: Workload, *levers: Levers, limit_seconds: float = 20.0, **options: Any) -> Timed:
+    plans = [(each, 10.0) for each in levers]  # long: two steps a turn
+    return timed_in_turns(workload, plans, find_device("cpu"), limit_seconds=limit_seconds, **options)
+
+
+@pytest.fixture
+def one_round(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(measured_steps, "_ROUNDS", 1)
+    yield
+
+
+def test_nothing_of_the_workload_changes(one_round: None) -> None:
+    workload = small()
+    before = state_of(workload)
+    told: list[tuple[int, int]] = []
+    found = timed(workload, Levers(microbatch_size=8), Levers(microbatch_size=4), progress=lambda *at: told.append(at))
+    assert same(state_of(workload), before)
+    assert [len(each) for each in found.seconds] == [2, 2] and not found.errors
+    assert set(found.medians) == {0, 1} and all(seconds > 0 for seconds in found.medians.values())
+    assert found.wall_seconds == pytest.approx(sum(map(sum, found.seconds)))
+    assert told == [(1, 2), (2, 2)]
+
+
+class Alive:
+    """The models that a loss function saw, as long as they are alive."""
+
+    def __init__(self) -> None:
+        self.models: dict[int, weakref.ref[nn.Module]] = {}
+        self.most = 0
+
+    def __deepcopy__(self, memo: Any) -> Alive:
+        return self
+
+    def saw(self, model: nn.Module) -> None:
+        self.models[id(model)] = weakref.ref(model)
+        self.most = max(self.most, sum(each() is not None for each in self.models.values()))
+
+
+def test_one_copy_is_alive_at_a_time_and_none_afterwards() -> None:
+    workload, alive = small(), Alive()
+    own = workload.loss_fn
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        alive.saw(model)
+        return own(model, batch)
+
+    found = timed(dataclasses.replace(workload, loss_fn=loss), Levers(microbatch_size=8), Levers(microbatch_size=4))
+    assert len(found.seconds[0]) == 2 * measured_steps._ROUNDS
+    assert alive.most == 1
+    assert not [each for each in alive.models.values() if each() is not None]
+
+
+def test_a_plan_that_fails_is_not_run_again_and_the_others_are() -> None:
+    workload = small()
+    own, calls = workload.loss_fn, Counter[int]()
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        calls[len(batch[0])] += 1
+        if len(batch[0]) == 4:
+            raise MemoryError("no room\nfor this")
+        return own(model, batch)
+
+    workload = dataclasses.replace(workload, loss_fn=loss)
+    found = timed(workload, Levers(microbatch_size=8), Levers(microbatch_size=4))
+    assert calls[4] == 1 and set(found.medians) == {0}
+    (note,) = notes_of(dataclasses.replace(found, own_seconds=found.wall_seconds), find_device("cpu"))
+    assert "could not be run" in note and "no room" in note and "for this" not in note
+    first = timed(workload, Levers(microbatch_size=4), Levers(microbatch_size=8))
+    assert first.errors.keys() == {0} and len(first.seconds[1]) <= 2  # with nothing to compare it with, it stops
+
+
+def test_a_time_that_is_over_ends_a_turn_between_two_steps(one_round: None) -> None:
+    now = iter(range(10_000))
+    clocks = Clocks(lambda: float(next(now)), lambda: 0.0)
+    found = timed_in_turns(
+        small(), [(Levers(microbatch_size=8), 1e-6)], find_device("cpu"), clocks=clocks, limit_seconds=12.0
+    )
+    assert 0 < len(found.seconds[0]) < steps_of(1e-6)
+
+
+@pytest.mark.parametrize(("share", "is_busy"), [(1.0, False), (0.95, False), (0.5, True)])
+def test_a_busy_machine_is_noticed(one_round: None, share: float, is_busy: bool) -> None:
+    now = iter(range(10_000))
+    at = [0.0]
+
+    def wall() -> float:
+        at[0] = float(next(now))
+        return at[0]
+
+    found = timed(small(), Levers(microbatch_size=8), limit_seconds=1e6, clocks=Clocks(wall, lambda: share * at[0]))
+    assert found.attended_share == pytest.approx(share)
+    notes = notes_of(found, find_device("cpu"))
+    assert [f"{share:.0%}" in note and "busy" in note for note in notes] == [True] * is_busy
+
+
+def test_where_steps_can_not_be_run_it_is_said_why() -> None:
+    cpu = find_device("cpu")
+    assert why_not_here(small(), cpu, 1) == ""
+    assert "rtx-3090" in why_not_here(small(), look_up("rtx-3090"), 1)
+    assert "2 ranks" in why_not_here(small(), cpu, 2)
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+    meta = Workload(model, torch.ones(2, 4), lambda m, b: m(b).sum(), torch.optim.SGD(model.parameters()))
+    assert "no data" in why_not_here(meta, cpu, 1)
+    assert why_no_room(cpu, 1) == ""
+    assert "is free" in why_no_room(cpu, 2**60)
