@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from memfit.cli import main
+from memfit.errors import UsageError
 from memfit.ir.plan import Levers
 
 LEAN = "tests.workloads:lean"
@@ -96,6 +97,23 @@ def test_plan_is_written_and_never_overwritten_unasked(memfit: Shell, tmp_path: 
     assert "--overwrite" in errors
     assert memfit(*command, "--overwrite")[0] == 0
     assert json.loads(path.read_text())["schema"] == "memfit.plan/1"
+
+
+@pytest.mark.parametrize(
+    ("flags", "measure"), [((), "auto"), (("--measure",), True), (("--no-measure",), False)], ids=str
+)
+def test_plan_measures_when_told_to(
+    memfit: Shell, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], measure: object
+) -> None:
+    asked = []
+
+    def plan(workload: object, **options: Any) -> None:
+        asked.append(options["measure"])
+        raise UsageError("that was all")
+
+    monkeypatch.setattr("memfit.pipeline.plan", plan)
+    assert memfit("plan", LEAN, "--budget", BUDGET, *flags)[0] == 2
+    assert asked == [measure]
 
 
 @pytest.mark.slow

@@ -259,6 +259,7 @@ def test_batch_norm_is_not_microbatched_unless_allowed() -> None:
         ({"budget": "1GiB", "device": "tpu"}, UsageError),
         ({"budget": "1GiB", "points": 0}, UsageError),
         ({"budget": "1GiB", "precisions": ["fp8"]}, UsageError),
+        ({"budget": "1GiB", "measure": "often"}, UsageError),
         ({"budget": "1GiB", "optimizers": ["lion"]}, UsageError),
         ({"budget": "1GiB", "precisions": ["bf16-mixed"]}, UsageError),
     ],

@@ -18,10 +18,12 @@ QUICK: Any = {"precisions": ["32-true"], "points": 1, "sharding": "ddp"}
 
 
 def planning(rank: int) -> Iterator[Any]:
-    plan = memfit.plan(workload(), budget="100MiB" if rank else "90MiB", **QUICK)
+    plan = memfit.plan(workload(), budget="100MiB" if rank else "90MiB", measure=True, **QUICK)
     yield codec.encode(plan), plan.budget_bytes, plan.levers.sharding
-    alone = memfit.plan(workload(), budget="100MiB", world_size=1, precisions=["32-true"], points=1)
+    options: Any = {"precisions": ["32-true"], "points": 1, "measure": True}
+    alone = memfit.plan(workload(), budget="100MiB", world_size=1, **options)
     yield alone.levers.sharding, alone.budget_bytes
+    yield [[note for note in each.notes if "one of 2 ranks" in note] for each in (plan, alone)]
     with pytest.raises(InfeasibleError) as e:
         memfit.plan(workload(), budget=1000, **QUICK)
     yield str(e.value)
@@ -35,7 +37,8 @@ def planning(rank: int) -> Iterator[Any]:
 def test_the_first_rank_plans_for_all_and_the_least_budget() -> None:
     first, second = on_ranks(2, planning)
     assert first == second
-    (_, budget_bytes, sharding), alone, infeasible, is_other = first
+    (_, budget_bytes, sharding), alone, notes, infeasible, is_other = first
+    assert all(notes)  # nothing was run to choose: each rank would find other times
     assert budget_bytes == 90 * 2**20
     assert sharding.world_size == 2 and sharding.mode == "ddp"
     assert alone == (None, 100 * 2**20) and is_other and "1000" in infeasible

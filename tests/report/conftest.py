@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from memfit.ir.plan import Candidate, Levers, LeverUse, Numerics, Plan, Precision, Prediction, Solution
+from memfit.ir.plan import Candidate, Levers, LeverUse, MeasuredStep, Numerics, Plan, Precision, Prediction, Solution
 from memfit.ir.remat import Region
 from memfit.ir.run_record import Comparison, Evaluation, Event, ModuleRow, RunRecord, Views
 from memfit.ir.timeline import TIMELINE_CATEGORIES, Timeline
@@ -160,6 +160,16 @@ def plan(views: Views) -> Plan:
     )
 
 
+def run_before(plan: Plan) -> Plan:
+    """Return a plan with two that were run to choose it, of which it is the faster one."""
+    other = plan.frontier[3]
+    steps = (
+        MeasuredStep(levers=plan.levers, uses=plan.uses, predicted_seconds=0.21, measured_seconds=0.19, steps=8),
+        MeasuredStep(levers=other.levers, uses=other.uses, predicted_seconds=0.20, measured_seconds=0.25, steps=8),
+    )
+    return msgspec.structs.replace(plan, measured=steps)
+
+
 @pytest.fixture
 def run() -> RunRecord:
     return RunRecord(
@@ -217,6 +227,15 @@ def hostile_records(
         memfit_version=text,
         uses=(LeverUse(name=text, setting=text, brief=text, numerics="exact"),),
         notes=[text],
+        measured=(
+            MeasuredStep(
+                levers=Levers(microbatch_size=1),
+                uses=(LeverUse(name=text, setting=text, brief=text, numerics="exact"),),
+                predicted_seconds=1.0,
+                measured_seconds=2.0,
+                steps=3,
+            ),
+        ),
         levers=Levers(microbatch_size=4, regions=(Region((text,), (text,)),)),
         plain=predicted,
         predicted=predicted,

@@ -34,6 +34,7 @@ from memfit.report.charts import Chart, Mark, Note, Shape, chart_html, steps_to
 from memfit.report.figures import curve_chart, frontier_chart, timeline_chart, total_bytes
 from memfit.report.html import render, write
 from memfit.units import format_bytes
+from tests.report.conftest import run_before
 
 MIB, GIB = 1024**2, 1024**3
 HOSTILE = "</script><script>alert(1)</script>"
@@ -192,6 +193,14 @@ def test_the_headline(page: Page, plan: Plan, views: Views) -> None:
     assert "×1.25 predicted 161.0 ms → 201.5 ms ×1.27 measured 211.4 ms in training" in said
     assert "feasible: no plan that fits takes over 2.8 % less time" in said
     assert "memfit 0.1.0, torch 2.13.0" in said and all(note in said for note in plan.notes)
+
+
+def test_plans_that_were_run_have_a_table(page: Page, plan: Plan, views: Views) -> None:
+    assert "Step, measured" not in page.said()
+    with_table = Page(render(run_before(plan), views, None, []))
+    said = with_table.said()
+    assert "Step, measured" in said and "190.0 ms 210.0 ms" in said and "250.0 ms 200.0 ms" in said
+    assert [tag for tag, _ in with_table.tags].count("table") == [tag for tag, _ in with_table.tags].count("caption")
 
 
 def test_a_plan_over_the_budget_is_not_said_to_fit(plan: Plan, views: Views) -> None:

@@ -38,6 +38,7 @@ from memfit.report.summary import (
     solver_text,
 )
 from memfit.report.tables import comparison_table, frontier_table, plan_table, plan_text, prediction_table
+from tests.report.conftest import run_before
 
 GIB = 1024**3
 
@@ -233,6 +234,17 @@ def test_plan_table_says_the_figures(plan: Plan) -> None:
     line_with(text, "microbatch", "8 of 16 samples, 2 microbatches", "reordered")
     for note in plan.notes:
         assert note in text
+
+
+def test_plans_that_were_run_are_listed_and_the_chosen_one_is_marked(plan: Plan) -> None:
+    assert "Measured" not in shown(plan_table(plan), 100) and plan.measured_seconds is None
+    plan = run_before(plan)
+    text = shown(plan_table(plan), 100)
+    line_with(text, "Measured", "▶ 190.0 ms", "predicted 210.0 ms", "microbatch 8")
+    line_with(text, "  250.0 ms", "predicted 200.0 ms", "10 regions")
+    assert plan.measured_seconds == 0.19
+    edited = msgspec.structs.replace(plan, levers=Levers(microbatch_size=1))
+    assert edited.measured_seconds is None and "▶ 190" not in shown(plan_table(edited), 100)
 
 
 def test_a_plan_over_the_budget_says_so(plan: Plan) -> None:

@@ -1,0 +1,105 @@
+"""Plans that were run before one was chosen: the fastest is taken, it is what it says, and nothing else changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import memfit
+from memfit.fake_gpu import shim
+from memfit.ir.plan import Levers, Plan, allows
+from memfit.pipeline._plan import MEASURE_VARIABLE
+from memfit.planner import measured_steps
+from memfit.planner.contenders import MOST
+from tests.workloads import quick
+
+OPTIONS: Any = {"budget": "0.8x", "precisions": ["32-true"], "points": 1}
+
+
+@pytest.fixture(scope="module")
+def predicted() -> Plan:
+    """The plan that is predicted to be fastest."""
+    return memfit.plan(quick(), **OPTIONS)
+
+
+def times_are(monkeypatch: pytest.MonkeyPatch, seconds_of: Callable[[Levers], float]) -> list[Levers]:
+    """Have steps of plans take what a function says, though they run; return a list of the plans that do."""
+    run, ran = measured_steps._Turns._run, list[Levers]()
+
+    def timed(self: measured_steps._Turns, index: int, ends: float) -> None:
+        levers = self._plans[index][0]
+        run(self, index, ends)
+        ran.append(levers)
+        self.found.seconds[index] = [seconds_of(levers)] * 2
+        self.found.wall_seconds = self.found.own_seconds = 1.0
+
+    monkeypatch.setattr(measured_steps._Turns, "_run", timed)
+    monkeypatch.setattr(measured_steps, "_ROUNDS", 1)
+    return ran
+
+
+def test_the_plan_that_ran_fastest_is_taken_and_holds(
+    predicted: Plan, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ran = times_are(monkeypatch, lambda levers: 2.0 if levers == predicted.levers else 1.0)
+    workload = quick()
+    before = [p.clone() for p in workload.model.parameters()]
+    state = torch.get_rng_state()
+    plan = memfit.plan(workload, measure=True, **OPTIONS)
+    assert predicted.levers in ran and 2 <= len(ran) <= MOST
+    assert plan.levers != predicted.levers
+    assert plan.measured_seconds == 1.0
+    assert {step.levers for step in plan.measured} == set(ran)
+    assert plan.predicted.peak_upper_bytes <= plan.budget_bytes
+    assert allows(plan.allowed, plan.numerics)
+    assert any("chosen by measured times" in note for note in plan.notes)
+    assert [c.levers for c in plan.frontier].count(plan.levers) == 1
+    assert predicted.levers in [c.levers for c in plan.frontier]
+    assert plan.solution.bound_seconds <= plan.predicted.step_seconds
+    assert "Measured" in str(plan)
+    assert memfit.load_plan(memfit.save_plan(plan, tmp_path / "plan.json")) == plan
+    assert all(map(torch.equal, before, workload.model.parameters())) and not workload.optimizer.state
+    assert torch.equal(state, torch.get_rng_state())
+    assert memfit.verify(plan, workload).holds
+
+
+def test_noise_changes_nothing(predicted: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = times_are(monkeypatch, lambda levers: 1.0 if levers == predicted.levers else 0.99)
+    plan = memfit.plan(quick(), measure=True, **OPTIONS)
+    assert len(plan.measured) == len(ran) >= 2
+    assert (plan.levers, plan.predicted, plan.frontier) == (predicted.levers, predicted.predicted, predicted.frontier)
+
+
+def test_auto_measures_where_the_environment_does_not_forbid_it(
+    predicted: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = times_are(monkeypatch, lambda levers: 1.0)
+    assert not memfit.plan(quick(), **OPTIONS).measured and not ran
+    monkeypatch.delenv(MEASURE_VARIABLE)
+    assert not memfit.plan(quick(), measure=False, **OPTIONS).measured and not ran
+    assert len(memfit.plan(quick(), **OPTIONS).measured) == len(ran) >= 2
+
+
+def test_without_any_class_but_exact_only_exact_plans_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    times_are(monkeypatch, lambda levers: 1.0)
+    plan = memfit.plan(quick(), measure=True, numerics="exact", **OPTIONS)
+    assert plan.measured and all(use.numerics == "exact" for step in plan.measured for use in step.uses)
+
+
+@pytest.mark.skipif(shim.why_not() is not None, reason="fake CUDA can't be had here")
+def test_for_a_device_that_is_not_here_nothing_is_run_and_the_plan_says_so() -> None:
+    plan = memfit.plan(quick(), device="rtx-3090", measure=True, **OPTIONS)
+    assert not plan.measured
+    assert any("no plan was run" in note and "rtx-3090 is not on this machine" in note for note in plan.notes)
+
+
+def test_times_are_those_of_a_clock() -> None:
+    plan = memfit.plan(quick(), measure=True, **OPTIONS)
+    assert plan.measured and all(0 < step.measured_seconds < 60 and step.steps > 1 for step in plan.measured)
+    times = [step.measured_seconds for step in plan.measured]
+    assert times == sorted(times) and plan.measured_seconds is not None
+    assert plan.measured_seconds <= 1.02 * times[0]
