@@ -71,7 +71,9 @@ def test_noise_changes_nothing(predicted: Plan, monkeypatch: pytest.MonkeyPatch)
     ran = times_are(monkeypatch, lambda levers: 1.0 if levers == predicted.levers else 0.99)
     plan = memfit.plan(quick(), measure=True, **OPTIONS)
     assert len(plan.measured) == len(ran) >= 2
-    assert (plan.levers, plan.predicted, plan.frontier) == (predicted.levers, predicted.predicted, predicted.frontier)
+    assert (plan.levers, plan.numerics, plan.notes) == (predicted.levers, predicted.numerics, predicted.notes)
+    assert plan.predicted.step_seconds == predicted.predicted.step_seconds
+    assert [c.levers for c in plan.frontier] == [c.levers for c in predicted.frontier]
 
 
 def test_auto_measures_where_the_environment_does_not_forbid_it(
@@ -92,7 +94,7 @@ def test_without_any_class_but_exact_only_exact_plans_are_run(monkeypatch: pytes
 
 @pytest.mark.skipif(shim.why_not() is not None, reason="fake CUDA can't be had here")
 def test_for_a_device_that_is_not_here_nothing_is_run_and_the_plan_says_so() -> None:
-    plan = memfit.plan(quick(), device="rtx-3090", measure=True, **OPTIONS)
+    plan = memfit.plan(quick(), device="rtx-3090", measure=True, **OPTIONS | {"budget": "1GiB"})
     assert not plan.measured
     assert any("no plan was run" in note and "rtx-3090 is not on this machine" in note for note in plan.notes)
 

@@ -75,7 +75,7 @@ def test_the_fastest_is_taken_with_a_proof_of_its_own(monkeypatch: pytest.Monkey
     assert [step.levers for step in taken.measured] == [found[i].point.levers for i in (1, 2, 0)]
     assert all(step.steps == 3 and step.predicted_seconds == 0.1 for step in taken.measured)
     (note,) = taken.notes
-    assert "100 ms" in note and "300 ms" in note
+    assert "100.0 ms" in note and "300.0 ms" in note
 
 
 @pytest.mark.parametrize("seconds", [[0.1, 0.099, 0.3], [0.1, 0.2, 0.3]])
@@ -116,7 +116,7 @@ def test_long_steps_are_run_only_when_asked_to(monkeypatch: pytest.MonkeyPatch) 
     taken = choice(found, near=lambda: asked.append(1) or found)  # type: ignore[func-returns-value]
     assert not asked and not machine.run  # nor was anything captured for it
     assert taken.confirmed == found[0] and not taken.measured
-    assert "predicted to take 10.0 s" in taken.notes[0]
+    assert "predicted to take 10.00 s" in taken.notes[0]
     taken = choice(found, True)
     assert machine.run == [found[0].point.levers] and len(taken.measured) == 1
 

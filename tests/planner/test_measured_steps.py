@@ -96,7 +96,7 @@ def test_what_is_affordable_takes_no_longer_than_the_limit(predicted: list[float
     assert count == len(predicted) or least(count + 1) > limit_seconds
 
 
-@pytest.mark.parametrize(("seconds", "steps"), [(1e-5, 20), (0.02, 10), (0.1, 2), (3.0, 2), (0.0, 20)])
+@pytest.mark.parametrize(("seconds", "steps"), [(1e-5, 20), (0.01, 10), (0.1, 2), (3.0, 2), (0.0, 20)])
 def test_turns_of_short_steps_have_more_of_them(seconds: float, steps: int) -> None:
     assert steps_of(seconds) == steps
 

@@ -196,10 +196,10 @@ def test_the_headline(page: Page, plan: Plan, views: Views) -> None:
 
 
 def test_plans_that_were_run_have_a_table(page: Page, plan: Plan, views: Views) -> None:
-    assert "Step, measured" not in page.said()
+    assert "Plans that were run" not in page.said()
     with_table = Page(render(run_before(plan), views, None, []))
     said = with_table.said()
-    assert "Step, measured" in said and "190.0 ms 210.0 ms" in said and "250.0 ms 200.0 ms" in said
+    assert "Plans that were run" in said and "190.0 ms 210.0 ms" in said and "250.0 ms 200.0 ms" in said
     assert [tag for tag, _ in with_table.tags].count("table") == [tag for tag, _ in with_table.tags].count("caption")
 
 

@@ -35,7 +35,7 @@ LIMIT_SECONDS = 20.0
 """Running steps to choose among plans takes no longer than this, but for the step that is under way then."""
 _ROUNDS, _LEAST_ROUNDS = 4, 2
 _STEPS, _MOST_STEPS = 2, 20  # timed in a turn
-_TURN_SECONDS = 0.2  # a turn of short steps has as many as take this long
+_TURN_SECONDS = 0.1  # a turn of short steps has as many as take this long
 _ROOM = 1.1  # the free memory that is asked for, as a multiple of the largest peak
 _ATTENDED = 0.9  # the share of a step that its thread computes, on a machine at rest
 
