@@ -16,7 +16,7 @@ import typer
 from benchmarks.markdown import head, row
 from memfit import errors
 from memfit.cli.app import app
-from memfit.ir.plan import Candidate, ChunkedLoss, Levers, Plan, Prediction, Proof, Solution
+from memfit.ir.plan import Candidate, ChunkedLoss, Levers, MeasuredStep, Plan, Prediction, Proof, Solution
 from memfit.ir.remat import Region
 from memfit.ir.throughput import Throughput
 
@@ -29,6 +29,7 @@ RECORDS: tuple[type[msgspec.Struct], ...] = (
     Throughput,
     Solution,
     Proof,
+    MeasuredStep,
     Candidate,
 )
 """What a plan file holds, from the outside in."""

@@ -44,7 +44,7 @@ class Machine:
         self.run += [levers for levers, _ in plans]
         errors = self.found.get("errors", {})
         rows = [[] if i in errors else [s, s, 9 * s] for i, s in enumerate(self.seconds[: len(plans)])]
-        return Timed(rows, errors, 1.0, self.found.get("own_seconds", 1.0))
+        return Timed(rows, rows, errors, 1.0, self.found.get("own_seconds", 1.0))
 
 
 def choice(

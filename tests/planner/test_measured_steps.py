@@ -57,16 +57,16 @@ class World:
 
     def run(self, index: int, ends: float) -> None:
         self.turns.append(index)
+        self.latest = ends - self.now
         self.now += self.seconds[index]
 
 
-@given(durations, durations, st.floats(0.05, 60.0))
-def test_turns_end_within_the_time_but_for_those_of_the_first_round(
-    taken: list[float], predicted: list[float], limit_seconds: float
-) -> None:
-    count = min(len(taken), len(predicted))
-    world = World(taken[:count])
-    in_turns(world.run, predicted[:count], clock=world.clock, limit_seconds=limit_seconds)
+@given(durations, st.floats(0.05, 60.0))
+def test_turns_end_within_the_time_but_for_those_of_the_first_round(taken: list[float], limit_seconds: float) -> None:
+    count, world = len(taken), World(taken)
+    in_turns(world.run, count, clock=world.clock, limit_seconds=limit_seconds)
+    assert world.turns[0] == 0
+    assert world.latest <= limit_seconds / (measured_steps._LEAST_ROUNDS * count) + 1e-9
     spent = world.now - 100.0
     last = world.turns[-1]
     assert spent - world.seconds[last] < limit_seconds  # none began when it was over
@@ -79,7 +79,7 @@ def test_turns_end_within_the_time_but_for_those_of_the_first_round(
 
 def test_each_round_has_an_order_of_its_own() -> None:
     world = World([0.1] * 4)
-    in_turns(world.run, [0.1] * 4, clock=world.clock, limit_seconds=60.0)
+    in_turns(world.run, 4, clock=world.clock, limit_seconds=60.0)
     rounds = [tuple(world.turns[start : start + 4]) for start in range(0, 16, 4)]
     assert all(sorted(each) == [0, 1, 2, 3] for each in rounds)
     assert len(set(rounds)) > 1
@@ -119,6 +119,10 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+def sizes(*microbatches: int) -> list[Levers]:
+    return [Levers(microbatch_size=size) for size in microbatches]
+
+
 def timed(workload: Workload, *levers: Levers, limit_seconds: float = 20.0, **options: Any) -> Timed:
     plans = [(each, 10.0) for each in levers]  # long: two steps a turn
     return timed_in_turns(workload, plans, find_device("cpu"), limit_seconds=limit_seconds, **options)
@@ -138,7 +142,8 @@ def test_nothing_of_the_workload_changes(one_round: None) -> None:
     assert same(state_of(workload), before)
     assert [len(each) for each in found.seconds] == [2, 2] and not found.errors
     assert set(found.medians) == {0, 1} and all(seconds > 0 for seconds in found.medians.values())
-    assert found.wall_seconds == pytest.approx(sum(map(sum, found.seconds)))
+    assert found.wall_seconds == pytest.approx(sum(map(sum, [*found.seconds, *found.first_seconds])))
+    assert [len(each) for each in found.first_seconds] == [1, 1]
     assert told == [(1, 2), (2, 2)]
 
 
@@ -194,9 +199,33 @@ def test_a_time_that_is_over_ends_a_turn_between_two_steps(one_round: None) -> N
     now = iter(range(10_000))
     clocks = Clocks(lambda: float(next(now)), lambda: 0.0)
     found = timed_in_turns(
-        small(), [(Levers(microbatch_size=8), 1e-6)], find_device("cpu"), clocks=clocks, limit_seconds=12.0
+        small(), [(Levers(microbatch_size=8), 1e-6)], find_device("cpu"), clocks=clocks, limit_seconds=24.0
     )
     assert 0 < len(found.seconds[0]) < steps_of(1e-6)
+
+
+def test_plans_are_compared_by_what_all_of_them_ran() -> None:
+    found = Timed([[1.0, 3.0, 2.0], [4.0]], [[9.0], [8.0]])
+    assert found.medians == {0: 2.0, 1: 4.0} and not found.are_first_steps
+    slow = dataclasses.replace(found, seconds=[[1.0], []])
+    assert slow.medians == {0: 9.0, 1: 8.0}
+    assert any("first step" in note for note in notes_of(slow, look_up("rtx-3090")))
+    assert dataclasses.replace(slow, errors={1: "failed"}).medians == {0: 1.0}
+    assert dataclasses.replace(found, seconds=[[1.0], []], first_seconds=[[9.0], []]).medians == {0: 1.0}
+
+
+def test_a_plan_that_is_much_slower_than_predicted_leaves_the_others_their_turns() -> None:
+    workload, now = small(), [0.0]
+    own = workload.loss_fn
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        now[0] += 12.0 if len(batch[0]) == 8 else 0.5
+        return own(model, batch)
+
+    clocks = Clocks(lambda: now[0], lambda: now[0])
+    found = timed(dataclasses.replace(workload, loss_fn=loss), *sizes(8, 4, 2), clocks=clocks)
+    assert found.are_first_steps
+    assert found.medians == {0: 12.0, 1: 1.0, 2: 2.0}
 
 
 @pytest.mark.parametrize(("share", "is_busy"), [(1.0, False), (0.95, False), (0.5, True)])

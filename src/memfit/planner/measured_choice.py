@@ -76,8 +76,8 @@ def measured_choice(
         )
     except MemfitError as e:
         return unmeasured(predicted, first_line(e))
-    if 0 not in timed.medians:
-        return unmeasured(predicted, timed.errors.get(0, "no step of it ended in time"))
+    if 0 in timed.errors:
+        return unmeasured(predicted, timed.errors[0])
     return _taken(predicted, plans, timed, notes_of(timed, device), prove)
 
 
@@ -127,7 +127,7 @@ def _record(plan: Confirmed, timed: Timed, index: int) -> MeasuredStep:
         uses=plan.point.uses,
         predicted_seconds=plan.prediction.step_seconds,
         measured_seconds=timed.medians[index],
-        steps=len(timed.seconds[index]),
+        steps=len(timed.compared[index]),
     )
 
 

@@ -1,7 +1,7 @@
 """Steps under several plans, run in turns on copies of the workload, to choose the fastest one.
 
 A turn is a few steps under one plan, as a training runs them: the first makes the optimizer's state and fills the
-caches, and is not timed. Steps of two plans one after the other would each find the other's memory and caches. Each
+caches, and is timed apart. Steps of two plans one after the other would each find the other's memory and caches. Each
 round takes all plans in an order drawn anew, so that a machine that gets slower or faster favours none. A turn has a
 copy of the workload of its own, and one is alive at a time.
 """
@@ -34,7 +34,7 @@ from memfit.workload import Workload, has_data
 LIMIT_SECONDS = 20.0
 """Running steps to choose among plans takes no longer than this, but for the step that is under way then."""
 _ROUNDS, _LEAST_ROUNDS = 4, 2
-_STEPS, _MOST_STEPS = 2, 20  # timed in a turn
+_STEPS, _MOST_STEPS = 2, 20  # of a turn after its first
 _TURN_SECONDS = 0.1  # a turn of short steps has as many as take this long
 _ROOM = 1.1  # the free memory that is asked for, as a multiple of the largest peak
 _ATTENDED = 0.9  # the share of a step that its thread computes, on a machine at rest
@@ -55,25 +55,43 @@ class Timed:
     """The times of steps under several plans.
 
     Attributes:
-        seconds: Of each timed step, by plan.
+        seconds: Of each step but those that begin a turn, by plan.
+        first_seconds: Of each step that begins a turn, by plan.
         errors: The error that a plan's steps ended with, in a line, by plan.
-        wall_seconds: All timed steps together.
+        wall_seconds: All steps together.
         own_seconds: What the thread that ran them computed meanwhile.
     """
 
     seconds: list[list[float]]
+    first_seconds: list[list[float]]
     errors: dict[int, str] = field(default_factory=dict)
     wall_seconds: float = 0.0
     own_seconds: float = 0.0
 
     @property
+    def compared(self) -> dict[int, list[float]]:
+        """The times by which plans are compared, of each that was run and did not fail.
+
+        Where there was no time for more than the first step of one of them, first steps are compared.
+        """
+        run = [i for i, seconds in enumerate(self.first_seconds) if seconds and i not in self.errors]
+        times = self.first_seconds if self.are_first_steps else self.seconds
+        return {i: times[i] for i in run}
+
+    @property
+    def are_first_steps(self) -> bool:
+        """Whether first steps are compared."""
+        pairs = enumerate(zip(self.first_seconds, self.seconds, strict=True))
+        return any(first and not others and i not in self.errors for i, (first, others) in pairs)
+
+    @property
     def medians(self) -> dict[int, float]:
-        """The median of the steps of each plan that was timed and did not fail."""
-        return {i: statistics.median(s) for i, s in enumerate(self.seconds) if s and i not in self.errors}
+        """The median of the times by which plans are compared."""
+        return {i: statistics.median(seconds) for i, seconds in self.compared.items()}
 
     @property
     def attended_share(self) -> float:
-        """The share of the timed steps in which their thread computed; less than all on a busy machine."""
+        """The share of the steps in which their thread computed; less than all on a busy machine."""
         return self.own_seconds / self.wall_seconds if self.wall_seconds else 1.0
 
 
@@ -122,7 +140,7 @@ def affordable(predicted_seconds: Sequence[float], limit_seconds: float = LIMIT_
 
 def in_turns(
     run: Run,
-    predicted_seconds: Sequence[float],
+    count: int,
     *,
     clock: Callable[[], float] = time.perf_counter,
     limit_seconds: float = LIMIT_SECONDS,
@@ -130,24 +148,25 @@ def in_turns(
 ) -> None:
     """Run plans in turns, each round in an order drawn anew, until each had `_ROUNDS` or the time is over.
 
-    No turn begins that would end too late, by what the plan's last turn took or is predicted to take; in the first
-    round all begin that can.
+    The first round begins with the plan that is predicted to be fastest, which the others are compared with. No turn
+    begins that would end too late, by what the plan's last one took; in the first round all begin that can. A turn ends
+    where it would leave others less than their share of `_LEAST_ROUNDS`, however slow this machine turns out to be.
     """
-    count = len(predicted_seconds)
-    draws, ends = random.Random(0), clock() + limit_seconds
-    expected = [(1 + steps_of(seconds)) * seconds for seconds in predicted_seconds]
+    draws, ends, share_seconds = random.Random(0), clock() + limit_seconds, limit_seconds / (_LEAST_ROUNDS * count)
+    expected = [0.0] * count
     for turns in range(_ROUNDS):
-        for done, index in enumerate(draws.sample(range(count), count)):
+        order = draws.sample(range(count), count)
+        for done, index in enumerate(order if turns else sorted(order, key=bool)):
             began = clock()
             if began + (expected[index] if turns else 0.0) >= ends:
                 return
-            run(index, ends)
+            run(index, min(ends, began + share_seconds))
             expected[index] = clock() - began
             progress(turns * count + done + 1, _ROUNDS * count)
 
 
 def steps_of(seconds: float) -> int:
-    """Return how many steps of a turn are timed, by what one takes."""
+    """Return how many steps a turn has after its first, by what one takes."""
     return max(_STEPS, min(_MOST_STEPS, int(_TURN_SECONDS / max(seconds, 1e-9))))
 
 
@@ -179,7 +198,7 @@ def timed_in_turns(
     with nothing_changes(workload):
         in_turns(
             turns,
-            [seconds for _, seconds in plans],
+            len(plans),
             clock=clocks.wall,
             limit_seconds=limit_seconds,
             progress=progress,
@@ -194,7 +213,7 @@ class _Turns:
         self, workload: Workload, plans: Sequence[tuple[Levers, float]], place: torch.device, clocks: Clocks
     ) -> None:
         self._workload, self._plans, self._place, self._clocks = workload, plans, place, clocks
-        self.found = Timed([[] for _ in plans])
+        self.found = Timed([[] for _ in plans], [[] for _ in plans])
 
     def __call__(self, index: int, ends: float) -> None:
         """Run a turn of a plan until a time at the latest; none where it failed before, or the first plan did."""
@@ -212,21 +231,20 @@ class _Turns:
     def _run(self, index: int, ends: float) -> None:
         levers, predicted_seconds = self._plans[index]
         with applied_to_copy(levers, self._workload, self._place) as step:
-            self._step(step)
+            self._step(step, self.found.first_seconds[index])
             for _ in range(steps_of(predicted_seconds)):
                 if self._clocks.wall() >= ends:
                     break
-                seconds, own_seconds = self._step(step)
-                self.found.seconds[index].append(seconds)
-                self.found.wall_seconds += seconds
-                self.found.own_seconds += own_seconds
+                self._step(step, self.found.seconds[index])
 
-    def _step(self, step: Step) -> tuple[float, float]:
-        """Run a step; return what it took, and what this thread computed."""
+    def _step(self, step: Step, times: list[float]) -> None:
+        """Run a step, and add what it took to some times."""
         wall, own = self._clocks.wall(), self._clocks.own()
         step(step.workload.batch)
         accelerators.synchronize(self._place)  # or the next step would wait for this one's update
-        return self._clocks.wall() - wall, self._clocks.own() - own
+        times.append(self._clocks.wall() - wall)
+        self.found.wall_seconds += times[-1]
+        self.found.own_seconds += self._clocks.own() - own
 
 
 def notes_of(found: Timed, device: Device) -> list[str]:
@@ -236,5 +254,10 @@ def notes_of(found: Timed, device: Device) -> list[str]:
         notes.append(
             "this machine was busy while plans were measured: the thread that runs a step had a processor for"
             f" {found.attended_share:.0%} of the time, so that steps took longer than on a machine at rest"
+        )
+    if found.are_first_steps:
+        notes.append(
+            "there was time for little more than a first step of each plan, which also makes the optimizer's state:"
+            " these were compared"
         )
     return list(dict.fromkeys(notes))
