@@ -90,12 +90,12 @@ def plan(
         points: Budgets that the frontier is solved for, for each precision and microbatch size.
         time_limit_seconds: Of solving, about: nine tenths for the plan where it needs them, the rest, up to half,
             for the frontier. When time is up, the best found and how far it is from the bound proven are returned.
-        measure: Whether plans whose predicted times are too near to each other to choose by are run for a few steps
-            before one is chosen: at most four, in turns, on copies of the workload, with a model's memory more at a
-            time, for at most 20 seconds and the step that is under way then. "auto" does so where the device is here,
-            the workload has data and one process runs the step, unless steps are too long for that or the variable
-            `MEMFIT_MEASURE` is "no". True also runs a plan that has no other near it. A plan that says why none was run
-            has been chosen by predicted times. `Plan.measured` has the times.
+        measure: Whether to run plans before one is chosen, where their predicted times are too near to each other to
+            choose by. At most four run, in turns, for a few steps each, on a copy of the workload, which takes its
+            memory once more. This stops after 20 seconds, but for the step that is under way then. "auto" runs them
+            where the device is here, the workload has data, no other ranks share the step, and steps are short enough;
+            never where the environment variable `MEMFIT_MEASURE` is "no". True runs fewer plans where steps are long,
+            and also a plan that no other is near. `Plan.measured` has the times, or a note says why none was run.
         progress: Told how far it is; by default bars in a notebook, and nobody elsewhere.
 
     Raises:

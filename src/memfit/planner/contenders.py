@@ -114,7 +114,8 @@ def fastest_measured(measured: Sequence[Measured], margin: float = MARGIN) -> in
     """Return which contender to take, of one or more: the first is the plan that is predicted to be fastest.
 
     It is kept where no other is faster by more than the margin: noise changes nothing then. Otherwise one that is
-    within the margin of the fastest is taken, of the strictest numerics class, with the fewest levers.
+    within the margin of the fastest is taken: of the strictest numerics class, with the fewest levers, and then the one
+    predicted to be fastest.
 
     Args:
         margin: A share of the time that is not counted as a difference (≥ 0).
@@ -122,8 +123,9 @@ def fastest_measured(measured: Sequence[Measured], margin: float = MARGIN) -> in
     longest_seconds = (1 + margin) * min(one.measured_seconds for one in measured)
     near = [index for index, one in enumerate(measured) if one.measured_seconds <= longest_seconds]
 
-    def preference(index: int) -> tuple[bool, int, int, float, int]:
+    def preference(index: int) -> tuple[bool, int, int, float, float, int]:
         one = measured[index]
-        return index > 0, NUMERICS.index(one.numerics), one.levers, one.measured_seconds, index
+        freeness = NUMERICS.index(one.numerics)
+        return index > 0, freeness, one.levers, one.predicted_seconds, one.measured_seconds, index
 
     return min(near, key=preference)

@@ -58,7 +58,8 @@ def measured_choice(
             plan can be timed alone.
     """
     step_seconds = predicted.confirmed.prediction.step_seconds
-    too_long = f"a step is predicted to take {format_seconds(step_seconds)}, and {LIMIT_SECONDS:.0f} s are for all"
+    predicted_to_take = f"a step is predicted to take {format_seconds(step_seconds)}"
+    too_long = f"{predicted_to_take}, too long to compare plans in {LIMIT_SECONDS:.0f} s"
     if measure == "auto" and affordable([step_seconds] * 2) < 2:
         return unmeasured(predicted, too_long)
     found = near()
@@ -76,6 +77,7 @@ def measured_choice(
         )
     except MemfitError as e:
         return unmeasured(predicted, first_line(e))
+    progress(STAGE, 1, 1)  # also where the time was over before all turns had been
     if 0 in timed.errors:
         return unmeasured(predicted, timed.errors[0])
     return _taken(predicted, plans, timed, notes_of(timed, device), prove)
@@ -96,9 +98,7 @@ def _taken(
 ) -> Choice:
     """Return the fastest plan as measured whose recomputation was not found to differ."""
     left = dict(timed.medians)
-    measured = tuple(
-        sorted((_record(plans[i], timed, i) for i in left), key=lambda step: step.measured_seconds)
-    )  # those that differ too: they ran
+    measured = tuple(sorted((_record(plans[i], timed, i) for i in left), key=lambda step: step.measured_seconds))
     while True:
         indices = list(left)
         index = indices[fastest_measured([_measured(plans[i], left[i]) for i in indices])]
