@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import atexit
+import contextlib
 import gc
 import importlib
 import json
@@ -124,7 +125,9 @@ def _serve(connection: socket.socket, kind: str, standard: list[str]) -> None:
 
 def _kill_with(connection: socket.socket, child: int, has_ended: threading.Event) -> None:
     """Kill a fork whose client is gone: nobody else knows of it, and it may wait for ever."""
-    if not connection.recv(1) and not has_ended.is_set():
+    with contextlib.suppress(ConnectionResetError):  # a client that had not read all
+        connection.recv(1)  # it sends nothing more
+    if not has_ended.is_set():
         os.kill(child, signal.SIGKILL)
 
 

@@ -86,7 +86,7 @@ def measured_choice(
 def unmeasured(predicted: Choice, why: str) -> Choice:
     """Return the plan predicted to be fastest, with a note that says why none was run."""
     note = f"chosen by predicted times; no plan was run to measure it: {why}"
-    return predicted._replace(notes=(*predicted.notes, note))
+    return Choice(predicted.confirmed, predicted.proof, predicted.measured, (*predicted.notes, note))
 
 
 def _taken(
@@ -103,7 +103,7 @@ def _taken(
         indices = list(left)
         index = indices[fastest_measured([_measured(plans[i], left[i]) for i in indices])]
         if index == 0:
-            return predicted._replace(measured=measured, notes=(*predicted.notes, *notes))
+            return Choice(predicted.confirmed, predicted.proof, measured, (*predicted.notes, *notes))
         try:
             proof = prove(plans[index])
             break
