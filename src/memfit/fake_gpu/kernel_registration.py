@@ -66,7 +66,7 @@ def runs_alike(device: Device, other: Device) -> bool:
 
 
 def family(device: Device) -> tuple[object, ...]:
-    """Return what devices mostly have in common that run one program, before anything was captured."""
+    """Return a key of a device: those that run one program mostly share it, and no capture is needed."""
     return (*_generation(device), takes_cudnn_first(device))
 
 

@@ -461,7 +461,7 @@ class _Assembly:
             return None
 
     def _proof(self, plan: Confirmed) -> Proof:
-        """Hold what a plan recomputes against the user's step; raise `LeftOut` where it differs."""
+        """Hold a plan's recomputation against the user's step; raise `LeftOut` where it differs."""
         seconds = plan.prediction.step_seconds
         return self.confirmation.proof(plan.point.levers, self._as_is, seconds, self.request.progress)
 

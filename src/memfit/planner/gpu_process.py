@@ -83,7 +83,7 @@ class _Together:
         self._stages: dict[str, dict[int, tuple[int, int]]] = defaultdict(dict)
 
     def of(self, index: int) -> process.Progress:
-        """Return what one of the calls tells its progress."""
+        """Return the progress function of one of the calls."""
 
         def tell(stage: str, done: int, total: int) -> None:
             with self._lock:

@@ -207,7 +207,7 @@ def timed_in_turns(
 
 
 class _Turns:
-    """Runs the turns of some plans, and keeps what their steps took."""
+    """Runs the turns of some plans, and keeps the times of their steps."""
 
     def __init__(
         self, workload: Workload, plans: Sequence[tuple[Levers, float]], place: torch.device, clocks: Clocks
