@@ -33,7 +33,7 @@ from memfit.hardware.advice import precisions
 from memfit.hardware.host import find_device
 from memfit.ir.device import Device
 from memfit.ir.ladder import Ladder, Rung
-from memfit.ir.plan import NUMERICS, Levers, LeverUse, Numerics, Prediction, allows, freest
+from memfit.ir.plan import NUMERICS, CompilerLever, Levers, LeverUse, Numerics, Prediction, allows, freest
 from memfit.ir.remat import Regions
 from memfit.ir.sharding import Sharding
 from memfit.ir.trace import Trace
@@ -131,6 +131,8 @@ class _Climb:
     def __post_init__(self) -> None:
         self.precisions = precisions(self.device)
         self.shardings: Sequence[Sharding] = ()
+        self.compilers: Sequence[CompilerLever] = ()
+        self.must_compile = False
         self.budget_bytes: int | None = None  # in bytes once the plain step is measured; None where nobody said one
         self.limit_bytes = 0  # the budget, or what the plain step takes
         self.batch_size = samples_of(self.workload)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -66,6 +67,27 @@ def test_current_compile_id_is_there_while_a_backend_compiles_and_aot_autograd_e
     assert len(ids) == 1 and ids[0] is not None and isinstance(ids[0].frame_id, int)
 
 
+def test_boxed_code_takes_a_list() -> None:
+    made = compilers.boxed(lambda x, y: x + y)
+    assert made([1, 2]) == 3
+    assert vars(compilers.mark_boxed(lambda given: given)).items() <= vars(made).items()
+
+
+def test_compiler_errors_are_those_of_back_ends_too_and_name_what_went_wrong_inside() -> None:
+    with pytest.raises(compilers.compiler_errors()) as raised:
+        torch.compile(lambda x: x + 2, backend=refusing)(torch.ones(1))
+    assert isinstance(raised.value.inner_exception, AssertionError)  # type: ignore[attr-defined]
+
+
+def test_code_is_not_compiled_more_often_than_recompilations_limited_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compilers, "_MOST", 2)
+    doubled = torch.compile(lambda x: x * 2, backend="eager", dynamic=False)
+    with compilers.recompilations_limited():
+        assert [doubled(torch.ones(size)).numel() for size in (1, 2, 1, 2)] == [1, 2, 1, 2]
+        with pytest.raises(compilers.compiler_errors()):
+            doubled(torch.ones(3))
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of what Inductor imports
 def test_inductor_has_the_settings_and_the_hooks_that_plans_need() -> None:
@@ -79,10 +101,12 @@ def test_inductor_has_the_settings_and_the_hooks_that_plans_need() -> None:
             allow_buffer_reuse=False,
             realize_reads_threshold=1,
             layout_optimization=False,
+            reorder_for_peak_memory=False,
         ),
     ):
         assert inductor.inductor_config.realize_reads_threshold == 1
     assert callable(inductor.InductorChoices.can_fuse) and callable(inductor.compile_fx)
+    assert "inner_compile" in inspect.signature(inductor.compile_fx).parameters
     with inductor.V.set_choices_handler(inductor.InductorChoices()):
         pass
     assert inductor.CustomPartitionerFn.__abstractmethods__ == {"__call__", "uuid"}

@@ -64,6 +64,12 @@ def test_disable_current_modes_hides_operators_from_the_modes_around() -> None:
     assert seen.operators == [aten.ones.default]
 
 
+def test_current_mode_stack_is_of_the_modes_that_are_entered_innermost_last() -> None:
+    with Seen() as outer, Seen() as inner:
+        assert dispatch.current_mode_stack() == [outer, inner]
+    assert dispatch.current_mode_stack() == []
+
+
 def test_DispatchKey_and_below_autograd_run_a_composite_operator_as_its_parts() -> None:
     composite = dispatch.DispatchKey.CompositeImplicitAutograd
     x = torch.ones(2, 3)

@@ -9,8 +9,8 @@ import torch
 from torch import fx, nn
 from torch._functorch.partitioners import default_partition
 
-from memfit.compiled.backend import lower_to_eager
 from memfit.compiled.channels_last import lay_out_channels_last, show_in_any_layout
+from memfit.compiled.lowering import lower_to_eager
 
 aten = torch.ops.aten
 

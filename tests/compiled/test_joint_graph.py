@@ -10,9 +10,9 @@ import torch
 from torch import fx, nn
 from torch._functorch.partitioners import default_partition
 
-from memfit.compiled.backend import lower_to_eager
 from memfit.compiled.inlining import inlined_nodes
 from memfit.compiled.joint_graph import _RECOMPUTED, JointGraph, _must_run_once, mark_kept, mark_recomputed, read
+from memfit.compiled.lowering import lower_to_eager
 
 
 class Block(nn.Module):

@@ -35,7 +35,10 @@ USED: dict[str, dict[str, Any]] = {
     "activation offload": {"regions": (Region(("blocks.0",), offload=True),)},
     **{lever.name: {"optimizer": lever.value} for lever in registry.UPDATES},
     "sharding": {"sharding": Sharding(world_size=2, mode="ddp")},
+    "compilation": {"compiler": "inductor"},
 }
+
+_LEFT_OUT = ("microbatches", "compilation", "sharding")
 
 
 def unclipped() -> Workload:
@@ -68,9 +71,9 @@ def test_each_tells_its_use_and_goes_without_it(lever: Lever) -> None:
     assert lever.names(levers) <= registry.names(levers, 4)
 
 
-@pytest.mark.parametrize("name", [name for name in USED if name not in ("microbatches", "sharding")])
+@pytest.mark.parametrize("name", [name for name in USED if name not in _LEFT_OUT])
 def test_none_is_applied_twice(name: str, plan: Plan) -> None:
-    """But microbatches, which leave nothing behind, and sharding, which needs ranks."""
+    """But microbatches and compilation, which leave the model as it is, and sharding, which needs ranks."""
     if name == "AdamW with 8-bit states":
         pytest.importorskip("bitsandbytes")
     workload, edited = unclipped(), under(plan, **USED[name])
@@ -143,7 +146,11 @@ def named_levers(source: str) -> list[str]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and node.attr in ("chunked_loss", "lean"):
             names.append(f"{ast.unparse(node)}, line {node.lineno}")
-        if isinstance(node, ast.Attribute) and node.attr == "optimizer" and "levers" in ast.unparse(node.value):
+        if (
+            isinstance(node, ast.Attribute)
+            and node.attr in ("optimizer", "compiler")
+            and "levers" in ast.unparse(node.value)
+        ):
             names.append(f"{ast.unparse(node)}, line {node.lineno}")
         if isinstance(node, ast.Constant) and node.value in values:
             names.append(f"{node.value!r}, line {node.lineno}")

@@ -2,10 +2,13 @@
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import _compile, fx
 from torch._guards import CompileContext
+
+_MOST = 64  # compilations of one code object: layers of one class are that, where a model breaks into several graphs
 
 disable_dynamo = _compile._disable_dynamo
 current_compile_id = CompileContext.current_compile_id
@@ -50,3 +53,35 @@ def aot_autograd_eager(module: Any, inputs: Any, partition_fn: Callable[..., Any
             fw_compiler=boxed_nop, partition_fn=partition_fn, keep_inference_input_mutations=True
         )(module, inputs)
     return compiled
+
+
+def boxed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that takes its arguments as a list, which it empties."""
+    from torch._functorch._aot_autograd.utils import make_boxed_func
+
+    code: Callable[..., Any] = make_boxed_func(function)
+    return code
+
+
+def mark_boxed(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Mark a function as code that takes its arguments as a list, which it empties."""
+    function._boxed_call = True  # type: ignore[attr-defined]
+    return function
+
+
+def compiler_errors() -> tuple[type[Exception], ...]:
+    """Return the errors of Dynamo and of the compilers that it calls."""
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+    return TorchDynamoException, FailOnRecompileLimitHit
+
+
+def recompilations_limited() -> AbstractContextManager[None]:
+    """Have Dynamo raise an error where it compiled the same code as often as it may, until the context is left.
+
+    It would run on without compiled code otherwise, and say so in a log.
+    """
+    from torch._dynamo import config
+
+    limited: AbstractContextManager[None] = config.patch(fail_on_recompile_limit_hit=True, recompile_limit=_MOST)
+    return limited

@@ -19,6 +19,7 @@ from torch.utils._device import DeviceContext as DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 disable_current_modes = _python_dispatch._disable_current_modes
+current_mode_stack: Callable[[], list[TorchDispatchMode]] = _python_dispatch._get_current_dispatch_mode_stack
 below_autograd = torch._C._AutoDispatchBelowAutograd
 exclude_dispatch_key = torch._C._SetExcludeDispatchKeyGuard
 has_kernel_for_dispatch_key = torch._C._dispatch_has_kernel_for_dispatch_key

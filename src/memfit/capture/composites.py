@@ -20,20 +20,42 @@ _aten = torch.ops.aten
 _KEYS = ("AutogradCPU", "AutogradCUDA")
 
 
+_registered: list[torch.library.Library] = []
+"""The kernels of the contexts that are entered, of which the innermost alone are registered."""
+
+
 @contextlib.contextmanager
 def composites_without_mode() -> Iterator[None]:
     """Run composite operators as without a dispatch mode, until the context is left."""
-    library = torch.library.Library("aten", "IMPL")
+    _registered.append(_library())
     try:
-        for key in _KEYS:
-            library.impl("linear", _linear, key)
-            library.impl("one_hot", _one_hot, key)
-            register_products(library, key)
-        register(library, "AutogradCPU", dict.fromkeys(("max", "min", "median", "nanmedian"), _Extreme.apply))
-        library.impl("max_pool1d", _max_pool1d, "AutogradCPU")
         yield
     finally:
-        destroy_library(library)
+        destroy_library(_registered.pop())
+
+
+@contextlib.contextmanager
+def composites_lifted() -> Iterator[None]:
+    """Run composite operators as PyTorch does, until the context is left, as where a compiler takes them apart."""
+    if not _registered:
+        yield
+        return
+    destroy_library(_registered[-1])
+    try:
+        yield
+    finally:
+        _registered[-1] = _library()
+
+
+def _library() -> torch.library.Library:
+    library = torch.library.Library("aten", "IMPL")
+    for key in _KEYS:
+        library.impl("linear", _linear, key)
+        library.impl("one_hot", _one_hot, key)
+        register_products(library, key)
+    register(library, "AutogradCPU", dict.fromkeys(("max", "min", "median", "nanmedian"), _Extreme.apply))
+    library.impl("max_pool1d", _max_pool1d, "AutogradCPU")
+    return library
 
 
 def _as_composite(func: Any, *args: Any) -> torch.Tensor:

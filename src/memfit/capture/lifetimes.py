@@ -171,7 +171,7 @@ def assemble_trace(
     last_save: dict[int, int] = {}
     for save in saves:
         last_save[save.storage] = max(save.death, last_save.get(save.storage, -1))
-    releases = _releases(recording, dry)
+    releases = _releases(recording, dry) | recording.releases
     full, captured = samples_of(workload), samples_of(copied)
     storages = []
     for index, storage in enumerate(recording.storages):

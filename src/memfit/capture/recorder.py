@@ -25,7 +25,7 @@ from memfit._torch.autograd import (
     sequence_nr_of,
     top_saved_tensors_default_hooks,
 )
-from memfit._torch.dispatch import TorchDispatchMode, get_unwrapped, is_functorch_wrapped_tensor
+from memfit._torch.dispatch import TorchDispatchMode, current_mode_stack, get_unwrapped, is_functorch_wrapped_tensor
 from memfit._torch.distributed import is_shared, ranks_of
 from memfit._torch.fake import FakeTensor, FakeTensorMode
 from memfit._torch.modules import BatchNormBase, NormBase, forward_hooks, forward_pre_hooks, set_forward_hooks
@@ -72,7 +72,13 @@ class _Saved:
 
 @dataclass
 class Recording:
-    """The record of one step, from `begin_step` to `end_step`; `refilled` are storages that were empty before."""
+    """The record of one step, from `begin_step` to `end_step`.
+
+    Attributes:
+        refilled: Storages that were empty before.
+        releases: For storages that compiled code keeps for its backward pass, `Storage.release`; of these the saves are
+            known, and autograd's own are not recorded.
+    """
 
     ops: list[Op] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
@@ -81,6 +87,7 @@ class Recording:
     signatures: dict[str, int] = field(default_factory=dict)
     works: list[Work] = field(default_factory=list)
     refilled: set[int] = field(default_factory=set)
+    releases: dict[int, int] = field(default_factory=dict)
 
 
 def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
@@ -194,10 +201,24 @@ class Recorder(TorchDispatchMode):
         self._emptied: set[int] = set()
         self._stack: list[int] = []
         self._is_paused = False
+        self._watches = True
         self._module_index: dict[int, int] = {}
         self._call_of_sequence: dict[int, int] = {}
         self.modules: list[Module] = []
         self._states: CallStates | None = None
+
+    @staticmethod
+    def active() -> Recorder | None:
+        """Return the recorder that is entered; None where there is none."""
+        return next((mode for mode in reversed(current_mode_stack()) if isinstance(mode, Recorder)), None)
+
+    def unwatched(self) -> contextlib.AbstractContextManager[None]:
+        """Attribute operators to no modules, until the context is left, as those between compiled graphs."""
+        return replaced(self, "_watches", False)
+
+    def paused(self) -> contextlib.AbstractContextManager[None]:
+        """Record nothing, until the context is left."""
+        return replaced(self, "_is_paused", True)
 
     def begin_step(self) -> None:
         """Begin to record; live storages get birth -1."""
@@ -296,7 +317,7 @@ class Recorder(TorchDispatchMode):
         text = _text(func, args, kwargs) if self.recording else ""  # before sparse arguments get other entries
         sparse = [t for t in written_by(func, args, kwargs) if t.layout is not torch.strided]
         held = _dense(sparse)  # the memory that they give up lives until the operator ends
-        out = self._run(func, args, kwargs)
+        out = self.run(func, args, kwargs)
         for tensor in sparse:
             self.observe(tensor, position if self.recording else -1)
         if self.recording:
@@ -307,7 +328,8 @@ class Recorder(TorchDispatchMode):
         del held
         return out
 
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return the outputs of an operator with the storages of the device's kernel."""
         if self.sparse is None:
             return func(*args, **kwargs)
         if func is _aten._grouped_mm.default and args[0].dtype == args[1].dtype:
@@ -319,10 +341,24 @@ class Recorder(TorchDispatchMode):
     ) -> Op:
         index = self.now.signatures.get(text)
         if index is None:
-            index = self.now.signatures[text] = len(self.now.works)
-            self.now.works.append(work_of(func, args, kwargs, out, self.device_type))
+            index = self.add_signature(text, work_of(func, args, kwargs, out, self.device_type))
         random = draws_random_numbers(func, args, kwargs)
         return Op(str(func), call, phase, self.microbatch, index, mutated, random)
+
+    def add_signature(self, text: str, work: Work) -> int:
+        """Return the index of a signature, which is recorded once."""
+        index = self.now.signatures.setdefault(text, len(self.now.works))
+        if index == len(self.now.works):
+            self.now.works.append(work)
+        return index
+
+    def add_module(self, module: Module) -> int:
+        """Return the index of a module by its FQN, which is recorded once."""
+        known = next((index for index, other in enumerate(self.modules) if other.fqn == module.fqn), None)
+        if known is None:
+            known = len(self.modules)
+            self.modules.append(module)
+        return known
 
     def _phase(self) -> Phase:
         recomputes = self.phase == "backward" and current_graph_task_id() != -1 and torch.is_grad_enabled()
@@ -368,7 +404,7 @@ class Recorder(TorchDispatchMode):
             yield
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not self.recording:
+        if not self.recording or not self._watches:
             return
         tensors = [_unwrapped(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         inputs = tuple(dict.fromkeys(i for t in tensors if (i := self.observe(t, -1)) is not None))
@@ -385,7 +421,7 @@ class Recorder(TorchDispatchMode):
             self._states.begin(index, module)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not self.recording or not self._stack:
+        if not self.recording or not self._watches or not self._stack:
             return
         index = self._stack.pop()
         self.now.calls[index] = replace(self.now.calls[index], end=len(self.now.ops))
@@ -418,7 +454,7 @@ class Recorder(TorchDispatchMode):
             return tensor
         # A node holds what hooks return for its output: with history the two would hold each other, and never die
         # where no backward pass comes.
-        with replaced(self, "_is_paused", True):
+        with self.paused():
             return tensor.detach()
 
     def generator_states(self) -> contextlib.AbstractContextManager[None]:
@@ -441,6 +477,8 @@ class Recorder(TorchDispatchMode):
         storage = self.observe(tensor, -1)
         if storage is None:
             return tensor
+        if storage in self.now.releases:
+            return self._detached(tensor)
         index = len(self.now.saves)
         call = self._stack[-1] if self._stack else -1
         self.now.saves.append(Save(storage, len(self.now.ops), call, -1, _NEVER))

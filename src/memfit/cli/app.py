@@ -6,7 +6,7 @@ import enum
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import msgspec
 import typer
@@ -110,6 +110,21 @@ class SharedName(enum.StrEnum):
     zero2 = "zero2"
     zero3 = "zero3"
     auto = "auto"
+
+
+class CompileName(enum.StrEnum):
+    """Whether a step may be compiled."""
+
+    no = "no"
+    auto = "auto"
+    yes = "yes"
+
+
+_COMPILE: dict[CompileName, bool | Literal["auto"]] = {
+    CompileName.no: False,
+    CompileName.auto: "auto",
+    CompileName.yes: True,
+}
 
 
 class FrameworkName(enum.StrEnum):
@@ -255,6 +270,10 @@ def plan(
             show_default=False,
         ),
     ] = None,
+    compile: Annotated[
+        CompileName,
+        typer.Option(help="Whether the model and the loss may be compiled; auto searches compiled steps too."),
+    ] = CompileName.no,
     framework: Annotated[
         FrameworkName, typer.Option(help="What the workload is written in; one in Jittor is measured here.")
     ] = FrameworkName.pytorch,
@@ -276,6 +295,8 @@ def plan(
 
         if measure is not None:
             raise UsageError("--measure is for workloads in PyTorch: leave it out with --framework jittor")
+        if compile is not CompileName.no:
+            raise UsageError("--compile is for workloads in PyTorch: leave it out with --framework jittor")
         chosen = plan_in_jittor(workload, budget, device, numerics.value, searched, points)
     else:
         loaded = _load_for(workload, device)
@@ -291,6 +312,7 @@ def plan(
                 points=points,
                 host_budget=host_budget,
                 measure="auto" if measure is None else measure,
+                compile=_COMPILE[compile],
                 progress=progress,
             )
     if output is not None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -16,6 +16,23 @@ from memfit.ir.trace import Call, Module
 _INDEX = re.compile(r"\[['\"]?([^'\"\]]*)['\"]?\]")
 
 
+class CallNames:
+    """Counts the calls of each module, in all graphs of a function: further ones have "@1", "@2" after their FQN."""
+
+    def __init__(self, counts: Mapping[str, int] | None = None) -> None:
+        self._counts = Counter(counts)
+
+    def copy(self) -> CallNames:
+        """Return the same counts, to go on with by themselves."""
+        return CallNames(self._counts)
+
+    def next(self, fqn: str) -> str:
+        """Return the name of one more call of a module."""
+        times = self._counts[fqn]
+        self._counts[fqn] += 1
+        return f"{fqn}@{times}" if times else fqn
+
+
 class ModuleCalls:
     """The module calls of a forward pass.
 
@@ -24,6 +41,7 @@ class ModuleCalls:
 
     Args:
         ops: The nodes of each operator, in order; a kernel's nodes are all of one module.
+        names: The names of the calls before, which is changed.
 
     Attributes:
         modules: A module for each call.
@@ -31,11 +49,11 @@ class ModuleCalls:
         of_op: For each operator, the innermost call, or -1.
     """
 
-    def __init__(self, ops: Iterable[Sequence[fx.Node]]) -> None:
+    def __init__(self, ops: Iterable[Sequence[fx.Node]], names: CallNames) -> None:
         self.modules: list[Module] = []
         self.calls: list[Call] = []
         self.of_op: list[int] = []
-        self._names: dict[str, int] = defaultdict(int)
+        self._names = names
         self._of_sequence: dict[int, int] = {}
         open_calls: list[tuple[str, int]] = []
         for index, nodes in enumerate(ops):
@@ -54,9 +72,7 @@ class ModuleCalls:
 
     def _enter(self, key: str, parent: int, index: int) -> int:
         fqn = key.split("\0")[0]
-        times = self._names[fqn]
-        self._names[fqn] += 1
-        self.modules.append(Module(f"{fqn}@{times}" if times else fqn, key.split("\0")[1], False, False))
+        self.modules.append(Module(self._names.next(fqn), key.split("\0")[1], False, False))
         self.calls.append(Call(len(self.modules) - 1, parent, 0, index, index, (), "forward"))
         return len(self.calls) - 1
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from memfit._torch.inductor import (
@@ -26,9 +27,13 @@ _SETTINGS: dict[str, Any] = {
     # Inductor inlines values that read up to 4 tensors into each reader, which keeps all of these alive instead of one
     # result: 0.5 MiB of 5 in a residual network.
     "realize_reads_threshold": 1,
+    "reorder_for_peak_memory": False,  # the graph itself has the order (`compiled.early_releases`)
     "layout_optimization": False,  # the graph itself has the layouts (`compiled.channels_last`)
 }
 """Settings that differ from Inductor's own, so that the step takes the planned memory."""
+
+_WITHOUT_DEVICE: dict[str, Any] = {"joint_graph_constant_folding": False}  # it computes constants where they are
+"""Settings for graphs of a device that is not here."""
 
 
 class Partitioner(CustomPartitionerFn):
@@ -69,17 +74,30 @@ def _planned(node: Any) -> set[int]:
     return {max(origin.meta[KERNEL] for origin in part) for part in origins if part}
 
 
+CompilePass = Callable[..., Callable[..., Any]]
+"""Makes code of the graph module of one pass, given it, its inputs and, by name, whether `is_backward`."""
+
+
 def lower(
-    module: fx.GraphModule, inputs: Sequence[Any], partition: Callable[[fx.GraphModule, int], Any]
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    partition: Callable[[fx.GraphModule, int], Any],
+    compile_pass: CompilePass | None = None,
 ) -> Callable[..., Any]:
     """Compile a graph, with its backward pass at once, so that the settings hold for both.
 
     Inductor's cache of kernels is used; its cache of whole graphs is not, since their partition is planned.
+
+    Args:
+        compile_pass: Makes the code, in Inductor's place, of the graph that it would make it of.
     """
+    options: dict[str, Any] = {} if compile_pass is None else {"inner_compile": compile_pass}
+    on_paper = compile_pass is not None and any(t.device.type != "cpu" for t in inputs if isinstance(t, torch.Tensor))
+    settings = {**_SETTINGS, **(_WITHOUT_DEVICE if on_paper else {})}
     with (
         functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True),
-        inductor_config.patch(custom_partitioner_fn=Partitioner(partition), **_SETTINGS),
+        inductor_config.patch(custom_partitioner_fn=Partitioner(partition), **settings),
         V.set_choices_handler(Choices()),
     ):
-        compiled: Any = compile_fx(module, inputs)
+        compiled: Any = compile_fx(module, inputs, **options)
     return compiled  # type: ignore[no-any-return]

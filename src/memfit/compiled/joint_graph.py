@@ -24,13 +24,13 @@ from memfit._torch.tensors import storage_key_of
 from memfit.capture.kernel_outputs import kernel_outputs
 from memfit.capture.recorder import draws_random_numbers, work_of
 from memfit.compiled.fusion import COMPUTED_FOR_EACH, INLINED, is_fusible, is_written_between, kernels, puts_into
-from memfit.compiled.graph_module_calls import ModuleCalls, module_stack
+from memfit.compiled.graph_module_calls import CallNames, ModuleCalls, module_stack
+from memfit.ir.kernels import text as kernel_text
 from memfit.ir.trace import Call, Category, Op, Phase, Save, Storage, Trace, Work
 from memfit.signature import signature
 
 _RECOMPUTED, _KEPT = "memfit_recomputed", "memfit_kept"
 _CPU = torch.device("cpu")
-_NO_WORK = Work(0, 0, 0, "", False)
 
 
 @dataclass
@@ -45,8 +45,6 @@ class JointGraph:
         returned: The storages of the graph's outputs.
         fixed: The nodes whose outputs must be kept, since a recomputation would differ.
         call_of: For each backward node, in order, the call whose forward operator it differentiates, or -1.
-        parts: For each signature of the trace, the signatures of the operators in its kernel.
-        in_place: For each signature of the trace, the bytes that it writes over its dying inputs.
         operators: The work of these operators, by signature.
     """
 
@@ -57,8 +55,6 @@ class JointGraph:
     returned: frozenset[int]
     fixed: frozenset[fx.Node]
     call_of: dict[fx.Node, int]
-    parts: dict[str, tuple[str, ...]]
-    in_place: dict[str, int]
     operators: dict[str, Work]
     trace: Trace
 
@@ -119,7 +115,9 @@ def has_symbols(graph: fx.Graph) -> bool:
     return any(isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool) for node in graph.nodes)
 
 
-def read(graph: fx.Graph, forward_outputs: int, name: str, fused: bool = False) -> JointGraph:
+def read(
+    graph: fx.Graph, forward_outputs: int, name: str, fused: bool = False, names: CallNames | None = None
+) -> JointGraph:
     """Return a joint graph as a trace.
 
     Args:
@@ -127,8 +125,9 @@ def read(graph: fx.Graph, forward_outputs: int, name: str, fused: bool = False) 
         forward_outputs: The number of outputs that the forward pass returns; the others are gradients.
         name: The trace's name.
         fused: Whether Inductor runs it, so that an operator of the trace is a kernel (`compiled.fusion`).
+        names: The names of module calls in graphs before, which is changed; None where there are none.
     """
-    return _Reader(graph, forward_outputs, name, fused).read()
+    return _Reader(graph, forward_outputs, name, fused, names or CallNames()).read()
 
 
 def _phases(graph: fx.Graph, forward_outputs: int) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -154,7 +153,7 @@ def _phases(graph: fx.Graph, forward_outputs: int) -> tuple[list[fx.Node], list[
 
 
 class _Reader:
-    def __init__(self, graph: fx.Graph, forward_outputs: int, name: str, fused: bool) -> None:
+    def __init__(self, graph: fx.Graph, forward_outputs: int, name: str, fused: bool, names: CallNames) -> None:
         self.graph, self.name, self.fused = graph, name, fused
         self.outputs = tree_leaves(graph.output_node().args[0])
         self.forward_outputs = self.outputs[:forward_outputs]
@@ -173,10 +172,9 @@ class _Reader:
         self.turn = len(forward)
         self.position = {node: index for index, nodes in enumerate(self.ops) for node in nodes}
         self.birth = [self.position.get(node, -1) for node in self.makers]
-        self.calls = ModuleCalls(forward)
-        self.parts: dict[str, tuple[str, ...]] = {}
-        self.in_place: dict[str, int] = {}
+        self.calls = ModuleCalls(forward, names)
         self.index: dict[str, int] = {}
+        self.works: list[Work] = []
         self.operators: dict[str, Work] = {}
 
     def read(self) -> JointGraph:
@@ -198,8 +196,8 @@ class _Reader:
             ops=ops,
             storages=storages,
             saves=list(self._saves(uses)),
-            signatures=list(self.parts),
-            works=[_NO_WORK] * len(self.parts),
+            signatures=list(self.index),
+            works=self.works,
         )
         fixed = frozenset(self._fixed())
         call_of = {node: self.calls.of_gradient(node) for node in self.backward}
@@ -211,8 +209,6 @@ class _Reader:
             frozenset(s for node in self.outputs for s in self.storages.get(node, ())),
             fixed,
             call_of,
-            self.parts,
-            self.in_place,
             self.operators,
             trace,
         )
@@ -243,7 +239,7 @@ class _Reader:
         parent, index = node.args
         assert isinstance(parent, fx.Node) and isinstance(index, int)
         whole = parent.meta.get("val")
-        start = sum(len(_dense(part)) for part in whole[:index]) if isinstance(whole, list | tuple) else 0
+        start = sum(len(tensors_of(part)) for part in whole[:index]) if isinstance(whole, list | tuple) else 0
         self.storages[node] = self.storages[parent][start : start + len(_tensors(node))]
         self.sources[node] = parent
 
@@ -253,7 +249,7 @@ class _Reader:
         if isinstance(node.target, OpOverload):
             args, kwargs = _values(node)
             value = kernel_outputs(value, node.target, args, kwargs, self.device.type)
-        return [tensor.untyped_storage().nbytes() for tensor in _dense(value)]
+        return [tensor.untyped_storage().nbytes() for tensor in tensors_of(value)]
 
     def _ops(self, nodes: list[fx.Node], place: Callable[[fx.Node], Any]) -> list[tuple[fx.Node, ...]]:
         """Return the nodes of a pass by operator: kernels, or single nodes with the `getitem`s of their outputs."""
@@ -352,20 +348,22 @@ class _Reader:
 
     def _signature(self, working: Sequence[fx.Node], reused_bytes: int) -> int:
         """Return the index of a kernel's signature, made of its operators', without fused views."""
-        parts = []
+        members = []
         for node in working:
             if isinstance(node.target, OpOverload) and not (self.fused and node in self.sources):
                 args, kwargs = _values(node)
-                text = signature(node.target, args, kwargs)
-                parts.append(text)
-                if text not in self.operators:
+                member = signature(node.target, args, kwargs)
+                members.append(member)
+                if member not in self.operators:
                     out = node.meta.get("val")
-                    self.operators[text] = work_of(node.target, args, kwargs, out, self.device.type)
-        joined = "\n".join(parts) or str(working[0].target)
-        joined += f"\n{reused_bytes} bytes in place" if reused_bytes else ""
-        self.parts.setdefault(joined, tuple(parts))
-        self.in_place[joined] = reused_bytes
-        return self.index.setdefault(joined, len(self.index))
+                    self.operators[member] = work_of(node.target, args, kwargs, out, self.device.type)
+        alone = members[0] if members else str(working[0].target)
+        text = kernel_text(tuple(members), reused_bytes) if self.fused else alone
+        if text not in self.index:
+            self.index[text] = len(self.index)
+            flops = sum(self.operators[member].flops for member in members)
+            self.works.append(Work(flops, 0, 0, self.operators[members[0]].dtype if members else "", bool(members)))
+        return self.index[text]
 
     def _fixed(self) -> Iterator[fx.Node]:
         mutated = {node.args[0] for node in self.graph.nodes if node.target is torch.ops.aten.copy_.default}
@@ -398,10 +396,10 @@ def _values(node: fx.Node) -> tuple[Any, Any]:
 
 
 def _tensors(node: fx.Node) -> Sequence[torch.Tensor]:
-    return _dense(node.meta.get("val"))
+    return tensors_of(node.meta.get("val"))
 
 
-def _dense(value: Any) -> Sequence[torch.Tensor]:
+def tensors_of(value: Any) -> Sequence[torch.Tensor]:
     return [t for t in tree_leaves(value) if isinstance(t, torch.Tensor) and t.layout is torch.strided]
 
 

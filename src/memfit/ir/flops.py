@@ -16,6 +16,7 @@ import msgspec
 
 from memfit.ir.arguments import Arguments, Tensor, arguments
 from memfit.ir.device import Device
+from memfit.ir.kernels import is_kernel, members_of
 from memfit.ir.operator_classes import ATTENTION, CONVOLUTIONS, RECURRENT, operator_class
 from memfit.ir.trace import Work
 
@@ -59,6 +60,8 @@ def call_flops(name: str, signature: str, work: Work) -> Flops:
             convolutions.
     """
     base = base_name(name)
+    if is_kernel(signature):  # a library's, of one operator, where it is none that the compiler generates
+        signature = members_of(signature)[-1] if members_of(signature) else ""
     if base in _CAUSAL:
         shape = attention_shape(name, arguments(signature))
         if shape is not None:

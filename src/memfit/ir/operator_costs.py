@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from memfit.ir.display import Shown
+from memfit.ir.kernels import is_kernel, members_of, reused_bytes_of
 
 
 class OpCost(msgspec.Struct, frozen=True, array_like=True):
@@ -54,11 +55,28 @@ class CostTable(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def of(self, signature: str) -> OpCost:
         """Return the cost of a signature; of an unknown one 0, not measured."""
+        if is_kernel(signature):
+            return self._of_kernel(signature)
         return self.ops.get(signature, _UNKNOWN)
 
+    def _of_kernel(self, signature: str) -> OpCost:
+        """Return the cost of a fused kernel, which is as slow as the slowest of its operators."""
+        members = members_of(signature)
+        costs = [self.of(member) for member in members]
+        # Generated code has no workspace, a library's has its own; bytes written in place count as one below zero.
+        is_library = len(members) == 1 and members[0].startswith(_LIBRARY)
+        workspace_bytes = costs[0].workspace_bytes if is_library else 0
+        return OpCost(
+            max((cost.seconds for cost in costs), default=0.0),
+            workspace_bytes - reused_bytes_of(signature),
+            all(cost.measured for cost in costs),
+        )
+
     def seconds_of(self, signature: str) -> float:
-        """Return an operator's share of a step's time, dispatch included."""
-        return self.of(signature).seconds + self.dispatch_seconds
+        """Return an operator's share of a step's time, dispatch included: compiled code launches kernels by itself."""
+        dispatch_seconds = 0.0 if is_kernel(signature) else self.dispatch_seconds
+        return self.of(signature).seconds + dispatch_seconds
 
 
 _UNKNOWN = OpCost(0.0, 0, False)
+_LIBRARY = '{"op":"aten.'

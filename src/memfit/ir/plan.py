@@ -14,6 +14,7 @@ from memfit.ir.sharding import Sharding
 from memfit.ir.throughput import Throughput
 
 Precision = Literal["32-true", "tf32", "bf16-mixed", "16-mixed", "bf16-true"]
+CompilerLever = Literal["none", "inductor", "inductor-channels-last"]
 OptimizerLever = Literal["as-is", "in-backward", "fused", "offloaded", "adamw-8bit", "adafactor"]
 Numerics = Literal["exact", "reordered", "reduced", "changed"]
 NUMERICS: tuple[Numerics, ...] = get_args(Numerics)
@@ -50,6 +51,9 @@ class Levers(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
         optimizer: How parameters are updated: "as-is" by the user's optimizer, "in-backward" as soon as each gradient
             is there, by its "fused" step, with its states "offloaded" to the host's memory, or by "adamw-8bit" or
             "adafactor", with less state, in its place.
+        compiler: What compiles the model and the loss: "none", "inductor" (`torch.compile`), or
+            "inductor-channels-last", with the channels of convolutions last. Regions are then recomputed within the
+            compiled code, and are named as its graphs call modules.
         sharding: How ranks share the step; None for one process. `microbatch_size` is then of one rank's samples.
     """
 
@@ -59,6 +63,7 @@ class Levers(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     chunked_loss: ChunkedLoss | None = None
     lean: tuple[str, ...] = ()
     optimizer: OptimizerLever = "as-is"
+    compiler: CompilerLever = "none"
     sharding: Sharding | None = None
 
 

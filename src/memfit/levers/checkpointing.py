@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 
@@ -30,8 +31,11 @@ class Checkpointing(Lever):
     def brief(self, levers: Levers, batch_size: int) -> str:
         return _counted(levers, "region")
 
+    def switches(self, levers: Levers) -> bool:
+        return levers.compiler == "none"  # else they are part of the compiled code
+
     def on_model(self, levers: Levers, model: nn.Module) -> AbstractContextManager[None]:
-        return checkpointed(model, levers.regions)
+        return checkpointed(model, levers.regions) if self.switches(levers) else contextlib.nullcontext()
 
     def is_applied(self, workload: Workload) -> bool:
         return is_checkpointed(workload.model)

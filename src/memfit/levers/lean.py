@@ -15,13 +15,14 @@ from memfit.levers.lever import LEAST_SHARE, Lever, NotOffered, Rung, Setting
 from memfit.recomputation.lean_modules import is_lean, is_made_lean, lean
 from memfit.workload import Workload
 
+LEAN = "lean norms and activations"
 _ALL = ("*",)
 
 
 class Lean(Lever):
     """Normalisations and activations that keep their inputs, not their outputs."""
 
-    name = "lean norms and activations"
+    name = LEAN
     field = "lean"
     switchable = True
     recomputes = True

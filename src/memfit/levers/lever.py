@@ -12,7 +12,8 @@ import msgspec
 from torch import nn
 
 from memfit.ir.device import Device
-from memfit.ir.plan import Levers, LeverUse, Numerics, Precision, Prediction
+from memfit.ir.operator_costs import CostTable
+from memfit.ir.plan import CompilerLever, Levers, LeverUse, Numerics, Precision, Prediction
 from memfit.ir.sharding import Sharding
 from memfit.ir.trace import Trace
 from memfit.levers.conflicts import Conflict
@@ -49,6 +50,8 @@ class Setting(Protocol):
         host_budget_bytes: Host memory that levers may take.
         precisions: Precisions that may be tried, the simplest first.
         shardings: Ways in which ranks may share the step; empty for one process.
+        compilers: What may compile the step; empty where nothing may.
+        must_compile: Whether only compiled steps are searched.
     """
 
     workload: Workload
@@ -59,12 +62,16 @@ class Setting(Protocol):
     coupling: str | None
     budget_bytes: int | None
     host_budget_bytes: int
+    must_compile: bool
 
     @property
     def precisions(self) -> Sequence[Precision]: ...
 
     @property
     def shardings(self) -> Sequence[Sharding]: ...
+
+    @property
+    def compilers(self) -> Sequence[CompilerLever]: ...
 
     def trace(self, levers: Levers) -> Trace:
         """Return the trace of the step with some levers."""
@@ -108,6 +115,8 @@ class Lever(ABC):
         field: The field of `Levers` that sets it.
         switchable: Whether it may change between two steps.
         recomputes: Whether it has modules run again in the backward pass.
+        compiles: Whether code is made for each step that it is put on, which takes longer than many steps.
+        draws_otherwise: Whether a step under it draws as many random numbers, and as likely, but other ones.
         numerics_class: Its numerics class, where that does not depend on the step.
         conflicts: What it does not go with.
     """
@@ -116,6 +125,8 @@ class Lever(ABC):
     field: ClassVar[str]
     switchable: ClassVar[bool] = False
     recomputes: ClassVar[bool] = False
+    compiles: ClassVar[bool] = False
+    draws_otherwise: ClassVar[bool] = False
     numerics_class: ClassVar[Numerics] = "exact"
     conflicts: ClassVar[tuple[Conflict, ...]] = ()
 
@@ -152,7 +163,11 @@ class Lever(ABC):
 
     def may_switch(self, levers: Levers, to: Levers, batch_size: int) -> bool:
         """Tell whether a step under some levers may go on under others, as far as it is concerned."""
-        return self.switchable or getattr(levers, self.field) == getattr(to, self.field)
+        return self.switches(levers) or getattr(levers, self.field) == getattr(to, self.field)
+
+    def switches(self, levers: Levers) -> bool:
+        """Tell whether it may change between two steps under some levers."""
+        return self.switchable
 
     def use(self, levers: Levers, batch_size: int, couples_batch: bool) -> LeverUse:
         """Return its use in words."""
@@ -192,6 +207,10 @@ class Lever(ABC):
     def host_bytes(self, levers: Levers, state_bytes: int, host_budget_bytes: int) -> int:
         """Return the host memory that it takes, with an optimizer's state of some size, within what levers may take."""
         return 0
+
+    def costs(self, costs: CostTable) -> CostTable:
+        """Return the costs of a step's operators under it."""
+        return costs
 
     # How it is chosen
 

@@ -9,6 +9,7 @@ from memfit.ir.plan import Levers, LeverUse, Numerics
 from memfit.levers.activation_offload import ActivationOffload
 from memfit.levers.checkpointing import Checkpointing
 from memfit.levers.chunked_loss import ChunkedLoss
+from memfit.levers.compilation import Compilation
 from memfit.levers.conflicts import Conflict, met
 from memfit.levers.fused_optimizer import FusedOptimizer
 from memfit.levers.lean import Lean
@@ -38,6 +39,7 @@ LEVERS: tuple[Lever, ...] = (
     Checkpointing(),
     ActivationOffload(),
     SharedByRanks(),
+    Compilation(),
 )
 CONFLICTS: tuple[Conflict, ...] = tuple(conflict for lever in LEVERS for conflict in lever.conflicts)
 """Everything else combines."""
@@ -60,8 +62,18 @@ def names(levers: Levers, batch_size: int) -> set[str]:
 
 
 def recomputes(levers: Levers) -> bool:
-    """Tell whether levers have anything run again in the backward pass."""
-    return any(lever.recomputes for lever in used(levers, levers.microbatch_size))
+    """Tell whether levers have modules run again in the backward pass, which their code may do otherwise."""
+    return any(lever.recomputes and lever.switches(levers) for lever in used(levers, levers.microbatch_size))
+
+
+def compiles(levers: Levers, batch_size: int) -> bool:
+    """Tell whether code is made for a step under some levers."""
+    return any(lever.compiles for lever in used(levers, batch_size))
+
+
+def draws_otherwise(levers: Levers, batch_size: int) -> bool:
+    """Tell whether a step under some levers draws other random numbers than the plain one."""
+    return any(lever.draws_otherwise for lever in used(levers, batch_size))
 
 
 def check_names(used: Collection[str], allowed: Numerics = "exact", where: str = "") -> None:

@@ -22,7 +22,7 @@ def switched(model: nn.Module, levers: Levers) -> Iterator[None]:
     """Put on a model the levers that may change between two steps, until the context is left."""
     with contextlib.ExitStack() as stack:
         for lever in registry.used(levers, levers.microbatch_size):
-            if lever.switchable:
+            if lever.switches(levers):
                 stack.enter_context(lever.on_model(levers, model))
         yield
 
@@ -31,7 +31,7 @@ def without_switched(levers: Levers, batch_size: int) -> Levers:
     """Return levers without those that `switched` puts on a model; the batch is cut as before."""
     bare = levers
     for lever in registry.LEVERS:
-        if lever.switchable:
+        if lever.switches(levers):
             bare = lever.without(bare, batch_size)
     return replace(bare, microbatch_size=levers.microbatch_size)
 

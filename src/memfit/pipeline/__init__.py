@@ -1,10 +1,10 @@
 """The stages, composed."""
 
-from memfit.compiled.backend import compile_backend
 from memfit.hardware.host import devices, find_device
 from memfit.ir.verification import Verification
 from memfit.pipeline._adapt import adapt
 from memfit.pipeline._apply import apply
+from memfit.pipeline._compile_backend import compile_backend
 from memfit.pipeline._consolidate import consolidate
 from memfit.pipeline._estimate import estimate
 from memfit.pipeline._fit import fit

@@ -15,6 +15,8 @@ from memfit.cost.calibrate import known_workspace_bytes
 from memfit.errors import UsageError
 from memfit.ir import codec
 from memfit.ir.plan import Plan
+from memfit.levers import registry
+from memfit.levers.compilation import LIMIT
 from memfit.levers.stack import applied, check_plan, check_untouched, host_bytes_of
 from memfit.levers.switch import Switch, without_switched
 from memfit.pipeline.placement import kind_of, placed
@@ -129,6 +131,8 @@ def switchable(
         live(step),
     ):
         if limit_bytes is not None:
+            if on_cpu:
+                registry.check_names(registry.names(plan.levers, plan.batch_size) | {LIMIT})
             step.change(limit=_limit(limit_bytes, step))
         yield switch
 

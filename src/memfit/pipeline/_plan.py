@@ -12,12 +12,15 @@ from memfit.errors import UsageError
 from memfit.hardware.advice import precisions as precisions_of
 from memfit.hardware.host import find_device
 from memfit.ir import codec
-from memfit.ir.plan import NUMERICS, Numerics, OptimizerLever, Plan, Precision, allows
+from memfit.ir.device import Device
+from memfit.ir.plan import NUMERICS, CompilerLever, Numerics, OptimizerLever, Plan, Precision, allows
 from memfit.ir.sharding import Mode, Sharding
 from memfit.levers import registry
 from memfit.levers.activation_offload import ACTIVATION_OFFLOAD
 from memfit.levers.circumstances import circumstances
+from memfit.levers.compilation import COMPILATION
 from memfit.levers.microbatches import microbatch_sizes
+from memfit.levers.shared_by_ranks import SHARDING
 from memfit.levers.stack import check_plan, check_workload
 from memfit.pipeline.joining import ranks_here
 from memfit.pipeline.placement import device_named
@@ -35,6 +38,7 @@ from memfit.training.refusals import check_supported
 from memfit.units import parse_budget, read_budget
 from memfit.workload import Workload, samples_of
 
+_COMPILERS: tuple[CompilerLever, ...] = ("inductor", "inductor-channels-last")
 MEASURE_VARIABLE = "MEMFIT_MEASURE"
 """The environment variable by which "no" has plans chosen by predicted times alone, the same in every run."""
 
@@ -55,6 +59,7 @@ def plan(
     host_budget: int | str | None = None,
     time_limit_seconds: float = 10.0,
     measure: Measure = "auto",
+    compile: bool | Literal["auto"] = False,
     progress: Progress = silent,
 ) -> Plan:
     """Choose the fastest combination of levers whose predicted peak fits a budget.
@@ -96,6 +101,9 @@ def plan(
             where the device is here, the workload has data, no other ranks share the step, and steps are short enough;
             never where the environment variable `MEMFIT_MEASURE` is "no". True runs fewer plans where steps are long,
             and also a plan that no other is near. `Plan.measured` has the times, or a note says why none was run.
+        compile: Whether the model and the loss may be compiled by `torch.compile`: "auto" searches compiled steps too,
+            True searches no others. `numerics` must allow "reordered". Each combination takes as long to capture as
+            Dynamo takes for the model; the code itself is made where the plan is applied, in its first step.
         progress: Told how far it is; by default bars in a notebook, and nobody elsewhere.
 
     Raises:
@@ -126,6 +134,7 @@ def plan(
                 "host_budget": host_budget,
                 "time_limit_seconds": time_limit_seconds,
                 "measure": measure,
+                "compile": compile,
             },
         )
     check_supported(workload)
@@ -145,6 +154,7 @@ def plan(
             f"world_size={world_size} has memfit share the step, and engine= says that another library does: leave out"
             " one of them"
         )
+    _check_compilation(compile, workload, found, numerics, world_size)
     for precision in precisions or ():
         check_precision(precision, "precisions", found, workload)
     host_budget_bytes = 0 if host_budget is None else parse_budget(host_budget, None, "host_budget")
@@ -170,6 +180,7 @@ def plan(
             "host_budget": host_budget,
             "time_limit_seconds": time_limit_seconds,
             "measure": measure,
+            "compile": compile,
         }
         readings = readings_to_send(workload, microbatch_sizes(-(-samples_of(workload) // world_size)))
         return gpu_process.call(plan, workload, options, progress, readings)
@@ -189,10 +200,28 @@ def plan(
         modes=SEARCHED if sharding == "auto" else (sharding,),
         engine=engine,
         measure=measure,
+        compilers=_COMPILERS if compile else (),
+        must_compile=compile is True,
         processes=max(ranks.size, launched_size()),
     )
     with without_collector():  # which would go through millions of objects, none of which is garbage
         return assemble(request)
+
+
+def _check_compilation(
+    compile: bool | str, workload: Workload, device: Device, numerics: Numerics, world_size: int
+) -> None:
+    if compile != "auto" and not isinstance(compile, bool):
+        raise UsageError(f"compile={compile!r} is unknown: use 'auto', True or False")
+    if not compile:
+        return
+    if not allows(numerics, "reordered"):
+        raise UsageError(
+            f"numerics={numerics!r} does not allow compile={compile!r}: compiled code rounds otherwise. Allow"
+            " numerics='reordered'"
+        )
+    shared = {SHARDING} if world_size > 1 else set()
+    registry.check_names({COMPILATION} | shared | circumstances(workload, device), where=f"compile={compile!r}: ")
 
 
 def _asked_to_measure(measure: Measure) -> Measure:

@@ -38,7 +38,7 @@ from memfit.workload import Workload, samples_of
 def verify(plan: Plan, workload: Workload, *, progress: Progress = silent) -> Verification:
     """Run the plain and the planned step on copies of a workload, and hold the plan to what it says.
 
-    Both start from the same weights and the same random state. Microbatches draw their own dropout
+    Both start from the same weights and the same random state. Microbatches and compiled code draw their own dropout
     masks: where the plan has any, both steps are compared with modules in evaluation mode, apart from
     normalisations.
 
@@ -62,7 +62,7 @@ def verify(plan: Plan, workload: Workload, *, progress: Progress = silent) -> Ve
     place = check_runs_here(plan, workload)
     size = samples_of(workload)
     plain = Levers(microbatch_size=size)
-    quiet = plan.levers.microbatch_size < size
+    quiet = plan.levers.microbatch_size < size or registry.draws_otherwise(plan.levers, size)
     with nothing_changes(workload):
         runs = _Runs("plain step", 3, progress)
         plain_loss, plain_gradients, plain_buffers = _gradients(workload, plain, quiet, runs, place)
@@ -88,7 +88,7 @@ def verify(plan: Plan, workload: Workload, *, progress: Progress = silent) -> Ve
         measured_reserved_bytes=reserved,
         plain_measured_peak_bytes=plain_peak,
         budget_bytes=plan.budget_bytes,
-        notes=["compared in evaluation mode, since microbatches draw their own dropout masks"] if quiet else [],
+        notes=["compared in evaluation mode, since the planned step draws its own dropout masks"] if quiet else [],
     )
     failures = [f"a region of the plan can't be recomputed: {how}" for how in differences.values()]
     if plan.numerics == "exact":

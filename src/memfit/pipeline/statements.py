@@ -27,6 +27,9 @@ network with random weights differ by more than a tenth.
 
 PREDICTION_TOLERANCE = 0.05
 """Largest difference of a measured peak from the predicted one, relative to what was measured."""
+COMPILED_TOLERANCE = 0.25
+"""The same where compiled code takes less: it fuses more than a plan counts on, across modules in the forward pass. The
+models of the tests, which are small, took up to a sixth less; a byte-level GPT took what was predicted."""
 
 Gradients = dict[str, torch.Tensor]
 
@@ -92,10 +95,14 @@ def peak_failures(plan: Plan, found: Verification) -> list[str]:
             f"{what}, {format_bytes(taken)}, is above the plan's budget_bytes, {format_bytes(plan.budget_bytes)}"
         )
     off = abs(found.measured_peak_bytes - plan.predicted.peak_bytes) / found.measured_peak_bytes
-    if off > PREDICTION_TOLERANCE:
+    is_less = found.measured_peak_bytes < plan.predicted.peak_bytes
+    allowed = PREDICTION_TOLERANCE
+    if is_less and registry.compiles(plan.levers, plan.batch_size):
+        allowed = COMPILED_TOLERANCE
+    if off > allowed:
         failures.append(
             f"the plan predicts a peak of {format_bytes(plan.predicted.peak_bytes)}, and"
-            f" {format_bytes(found.measured_peak_bytes)} was measured: {off:.1%} off, and {PREDICTION_TOLERANCE:.0%} is"
+            f" {format_bytes(found.measured_peak_bytes)} was measured: {off:.1%} off, and {allowed:.0%} is"
             " allowed"
         )
     return failures

@@ -12,10 +12,13 @@ import torch
 from msgspec.structs import replace
 
 from memfit.cost.calibrate import missing_kernel
+from memfit.errors import PlanError
 from memfit.ir.device import Device
+from memfit.ir.kernels import is_kernel
 from memfit.ir.operator_costs import CostTable
 from memfit.ir.plan import (
     Candidate,
+    CompilerLever,
     Levers,
     LeverUse,
     Numerics,
@@ -31,6 +34,7 @@ from memfit.ir.remat import Regions
 from memfit.ir.sharding import Mode, Sharding
 from memfit.ir.trace import Trace
 from memfit.levers import registry
+from memfit.levers.activation_offload import ACTIVATION_OFFLOAD
 from memfit.levers.circumstances import circumstances
 from memfit.levers.conflicts import met
 from memfit.levers.lever import LEAST_SHARE, Fallback, NotOffered
@@ -78,6 +82,8 @@ class Request:
     modes: Sequence[Mode] = ()
     engine: Sharding | None = None
     measure: Measure = False
+    compilers: Sequence[CompilerLever] = ()
+    must_compile: bool = False
     processes: int = 1  # that a launcher or a process group has, and each make a plan
 
 
@@ -110,6 +116,7 @@ class _Steps:
         self.request = request
         self.workload, self.device, self.numerics = request.workload, request.device, request.numerics
         self.precisions, self.host_budget_bytes = request.precisions, request.host_budget_bytes
+        self.compilers, self.must_compile = request.compilers, request.must_compile
         self.global_batch_size = samples_of(request.workload)
         self.part = _part(request)
         self.batch_size = samples_of(self.part)
@@ -203,10 +210,16 @@ class _Steps:
         regions, costs = Regions(trace), self._costs(trace)
         for lever in registry.used(levers, self.global_batch_size):
             excluded |= lever.not_recomputed(levers)
+            costs = lever.costs(costs)
         engine = self.request.engine
         excluded |= around(engine.units or ()) if engine is not None else frozenset()
         # Copies whose rate is not known have no price, and are not proposed.
-        offload = self.host_budget_bytes > 0 and costs.link_bytes_per_second > 0
+        used = registry.names(levers, self.global_batch_size) | {ACTIVATION_OFFLOAD}
+        offload = (
+            self.host_budget_bytes > 0
+            and costs.link_bytes_per_second > 0
+            and not met(registry.CONFLICTS, used, self.numerics)
+        )
         choices = options(regions, costs, excluded, offload=offload)
         problem = build(regions, costs, choices, max(0, self.host_bytes_left(levers)))
         return Combination(levers, problem, self.uses)
@@ -248,6 +261,7 @@ class _Assembly:
         if point.levers != chosen.point.levers:
             points = with_plan(points, choice.confirmed, self.limits)
         self._note_draws(point.levers)
+        self._note_code(point.levers)
         bound = min(point.bound_seconds, prediction.step_seconds)
         gap = 1 - bound / prediction.step_seconds
         notes = [*steps.traces[steps.plain].notes, *self.notes, *steps.trials.notes()]
@@ -347,6 +361,12 @@ class _Assembly:
         """Return combinations, with the plain step where no other is left that may be chosen."""
         if any(self.steps.allows(levers) for levers in wanted):
             return wanted
+        if self.request.must_compile:
+            notes = self.steps.trials.notes()
+            raise PlanError(
+                "compile=True, and the step can't be compiled: "
+                + ("; ".join(notes) if notes else f"numerics={self.request.numerics!r} does not allow it")
+            )
         return [*wanted, *self.steps.captured([self.steps.plain])]
 
     # Search
@@ -445,6 +465,15 @@ class _Assembly:
         """Return the upper end of a point's step without regions, as a multiple of its peak."""
         return Confirmed(point, self.steps.predicted(replace(point.levers, regions=()))).excess
 
+    def _note_code(self, levers: Levers) -> None:
+        """Say that code is to be made, and how much."""
+        if registry.compiles(levers, self.steps.global_batch_size):
+            kernels = sum(map(is_kernel, self.steps.trace(replace(levers, regions=())).signatures))
+            self.notes.append(
+                f"the first step makes code of about {kernels} kernels, which may take from seconds to minutes; no"
+                " predicted time has that"
+            )
+
     # Confirm
 
     def _confirm(self, candidate: Candidate) -> Prediction:
@@ -473,12 +502,15 @@ class _Assembly:
         why = why_not_here(request.workload, request.device, max(request.world_size, request.processes))
         if request.engine is not None:
             why = "another library's engine shares the step"
+        size = self.steps.global_batch_size
+        if registry.compiles(predicted.confirmed.point.levers, size):
+            why = why or "its code takes longer to make than plans may run to be compared"
         if why:
             return unmeasured(predicted, why)
         return measured_choice(
             predicted,
             lambda: contenders(
-                self.combinations,
+                [c for c in self.combinations if not registry.compiles(c.levers, size)],
                 self.limits,
                 predicted.confirmed,
                 self._confirm_another,
@@ -504,6 +536,11 @@ class _Assembly:
             self.notes.append(
                 "each microbatch draws its own random numbers (dropout): as many and as likely, but other ones than the"
                 " whole batch would draw"
+            )
+        elif draws and registry.draws_otherwise(levers, self.steps.global_batch_size):
+            self.notes.append(
+                "compiled code draws its own random numbers (dropout): as many and as likely, but other ones than the"
+                " step as it is would draw"
             )
 
 

@@ -8,6 +8,7 @@ from typing import get_args
 from msgspec.structs import replace
 
 from memfit.allocator.replay import AllocationEvent, replay
+from memfit.compiled.joint_rewriter import FUSED_ERROR
 from memfit.cost.accelerator_costs import measured_costs
 from memfit.cost.calibrate import calibrate
 from memfit.cost.communication import with_collectives
@@ -20,6 +21,7 @@ from memfit.hardware.advice import supports_bfloat16
 from memfit.ir.allocations import allocations
 from memfit.ir.device import Device
 from memfit.ir.flops import Matmul
+from memfit.ir.kernels import is_kernel, unfused
 from memfit.ir.operator_costs import CostTable
 from memfit.ir.plan import Precision, Prediction
 from memfit.ir.simulate import repeats, simulate
@@ -48,7 +50,7 @@ def costs_of(traces: Iterable[Trace], device: Device, progress: Callable[[int, i
 
     Traces in TF32 have the operators of those in fp32, and cost less: they need a table of their own.
     """
-    traces = list(traces)
+    traces = [unfused(trace) for trace in traces]
     costs = _costs_of_one(traces, device, progress)
     for sharding in {trace.sharding for trace in traces} - {None}:
         assert sharding is not None
@@ -88,7 +90,7 @@ def predict(
     prediction = Prediction(
         peak_bytes=allocated,
         peak_reserved_bytes=reserved,
-        peak_upper_bytes=int((reserved or allocated) * (1 + costs.peak_error) * (1 + trace.slack)),
+        peak_upper_bytes=_upper_bytes(reserved or allocated, trace, costs),
         step_seconds=timeline.step_seconds,
         after_step_bytes=after_step_bytes(trace, costs),
         phase_seconds=_phase_seconds(trace, timeline),
@@ -109,6 +111,15 @@ def predict(
         notes=[*trace.notes, *costs.notes, *_advice(trace, device)],
     )
     return prediction, timeline
+
+
+def _upper_bytes(peak_bytes: int, trace: Trace, costs: CostTable) -> int:
+    """Return the upper end of the interval around a peak; wider where a compiler orders kernels by itself."""
+    compiled_bytes = 0.0
+    if any(map(is_kernel, trace.signatures)):
+        held_bytes = sum(storage.nbytes for storage in trace.storages if storage.birth < 0)
+        compiled_bytes = max(0, peak_bytes - held_bytes) * FUSED_ERROR
+    return int((peak_bytes + compiled_bytes) * (1 + costs.peak_error) * (1 + trace.slack))
 
 
 def _retries(events: list[AllocationEvent], device: Device) -> int | None:

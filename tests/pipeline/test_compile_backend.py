@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.compiled.backend import CompileBackend, GraphPlanner, lower_to_eager
+from memfit.compiled.lowering import lower_to_eager
 from memfit.hardware.cpu_allocations import allocated
 from memfit.ir.operator_costs import CostTable
+from memfit.pipeline._compile_backend import CompileBackend, GraphPlanner
 from memfit.planner.prediction import costs_of
 from memfit.solver.milp import Choice
 from memfit.workload import Workload, tensors_of
@@ -115,7 +116,7 @@ def test_the_lowest_peak_does_not_depend_on_how_fast_operators_ran(monkeypatch: 
         }
         return msgspec.structs.replace(costs, ops=ops)
 
-    monkeypatch.setattr("memfit.compiled.backend.costs_of", vary)
+    monkeypatch.setattr("memfit.pipeline._compile_backend.costs_of", vary)
     for _ in range(3):
         planner = planners("tied")
         with pytest.raises(memfit.InfeasibleError) as caught:

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from time import thread_time
 from typing import Any
 
 import msgspec
-import torch
 from torch import fx
 
-from memfit._torch.compilers import aot_autograd_eager, current_compile_id
+from memfit._torch.compilers import current_compile_id
 from memfit._torch.dispatch import disable_current_modes
-from memfit.compiled.channels_last import lay_out_channels_last, show_in_any_layout
-from memfit.compiled.dropout_masks import hold_masks_as_bytes
-from memfit.compiled.inlining import computed_per_loop, inlined_nodes, mark_for_each, mark_inlined, users_by_call
-from memfit.compiled.joint_graph import JointGraph, has_symbols, mark_kept, mark_recomputed, read
-from memfit.compiled.rematerialization import KERNEL, GraphRegion, compute_for_each, keep_apart, rematerialize, split
-from memfit.errors import BudgetError, InfeasibleError, MemfitError, UsageError
+from memfit.compiled.joint_graph import has_symbols
+from memfit.compiled.joint_rewriter import FUSED_ERROR, JointRewriter, copied, layout_variants
+from memfit.compiled.lowering import lower_to_eager, memfit_error, raising
+from memfit.compiled.rematerialization import split
+from memfit.errors import BudgetError, InfeasibleError, UsageError
 from memfit.hardware.host import find_device
 from memfit.ir.device import Device
-from memfit.ir.operator_costs import CostTable, OpCost
+from memfit.ir.operator_costs import CostTable
 from memfit.ir.remat import Region, Regions
 from memfit.ir.simulate import simulate
 from memfit.ir.timeline import Timeline
@@ -38,13 +36,7 @@ _SOLVE_SECONDS = 6.0  # of the thread's time, for all rounds together
 _LEANEST_SECONDS = (10.0, 30.0)
 _LITTLE = 0.02  # share of the limit up to which an excess is solved for again with more time
 _CLOSE = 0.01  # share of the limit within which two targets count as equal
-_FUSED_ERROR = 0.05
-"""Inductor's excess over a prediction, as a share of the bytes that the step adds: it orders kernels by itself. At most
-3.5 % was seen, on four models at four budgets each."""
 _LARGEST_DEVICE = 1 << 62
-
-Partition = Callable[[fx.GraphModule, int], tuple[fx.GraphModule, fx.GraphModule]]
-"""A function that splits a joint graph module, given the number of forward outputs, into the two passes' modules."""
 
 
 class CompiledPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,10 +98,10 @@ class CompileBackend:
 
             return inductor_partition.lower(module, inputs, self._partition)
         except Exception as e:
-            error = _memfit_error(e)
+            error = memfit_error(e)
             if error is None:
                 raise
-            return _raising(error)  # raised here, the compiler would wrap it
+            return raising(error)
 
     def _partition(self, module: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
         if has_symbols(module.graph):
@@ -119,7 +111,7 @@ class CompileBackend:
             )
         self._count_graphs()
         name = str(current_compile_id())
-        graphs = _layout_variants(module.graph) if self.lowering == "inductor" else [module.graph]
+        graphs = layout_variants(module.graph) if self.lowering == "inductor" else [module.graph]
         planners = [GraphPlanner(graph, forward_outputs, name, self.lowering == "inductor") for graph in graphs]
         planner, plan = _fastest_of(planners, self._budget_bytes(planners[0].device))
         self.plans.append(plan)
@@ -173,36 +165,6 @@ def compile_backend(
     return CompileBackend(budget, reserved_bytes, lowering)
 
 
-def lower_to_eager(module: fx.GraphModule, inputs: Sequence[Any], partition: Partition) -> Callable[..., Any]:
-    """Compile a graph to run its operators eagerly, as PyTorch's "aot_eager" does."""
-
-    def partition_fn(joint: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> Any:
-        return partition(joint, num_fwd_outputs)
-
-    return aot_autograd_eager(module, inputs, partition_fn)
-
-
-def _memfit_error(error: BaseException | None) -> MemfitError | None:
-    while error is not None and not isinstance(error, MemfitError):
-        error = error.__cause__ or error.__context__
-    return error
-
-
-def _raising(error: MemfitError) -> Callable[..., Any]:
-    def fail(*_: Any) -> Any:
-        raise error
-
-    return fail
-
-
-def _layout_variants(graph: fx.Graph) -> list[fx.Graph]:
-    """Return a graph, and a copy with channels last where it has convolutions."""
-    show_in_any_layout(graph)
-    hold_masks_as_bytes(graph, mark_kept)
-    copied, _ = _copied(graph)
-    return [graph, copied] if lay_out_channels_last(copied) else [graph]
-
-
 @dataclass(frozen=True)
 class _Trial:
     """A solver's choice, applied to a copy of the graph, with its prediction."""
@@ -213,37 +175,19 @@ class _Trial:
     recomputed_ops: int
 
 
-class GraphPlanner:
-    """A planner of the recomputations in the backward pass of a joint graph, which `apply` changes."""
+class GraphPlanner(JointRewriter):
+    """A planner of the recomputations in the backward pass of a joint graph."""
 
     def __init__(self, graph: fx.Graph, forward_outputs: int, name: str, fused: bool) -> None:
-        self.graph, self.forward_outputs, self.name = graph, forward_outputs, name
-        self.fused = fused
-        self.joint = self._read(graph)
-        if fused:
-            self._inline()
+        super().__init__(graph, forward_outputs, name, fused)
         with disable_current_modes():  # nothing can be measured under the compiler's fake tensors
             self.device = find_device(self.joint.trace.device)
-            alone = _compiled_costs(costs_of([self.joint.operators_alone()], self.device), fused)
-        self.costs = _with_kernel_costs(alone, self.joint)
+            self.costs = _compiled_costs(costs_of([self.joint.operators_alone()], self.device), fused)
         self.held_bytes = sum(storage.nbytes for storage in self.joint.trace.storages if storage.birth < 0)
         regions = Regions(self.joint.trace)
         self.problem = build(regions, self.costs, options(regions, self.costs))
         self.solver = Solver(self.problem)
         self.trials: list[_Trial] = []
-
-    def _read(self, graph: fx.Graph) -> JointGraph:
-        return read(graph, self.forward_outputs, self.name, self.fused)
-
-    def _inline(self) -> None:
-        recomputed = inlined_nodes(self.joint)
-        parts = [GraphRegion(recomputed, users) for users in users_by_call(self.joint)]
-        rematerialize(self.graph, parts, self.joint.storages, list(self.joint.call_of), mark_inlined)
-        self.graph.eliminate_dead_code()
-        self.joint = self._read(self.graph)
-        for node, computed in list(computed_per_loop(self.joint)):
-            compute_for_each(node, computed, mark_for_each)
-        self.joint = self._read(self.graph)
 
     def plan(self, budget_bytes: int) -> CompiledPlan:
         """Return the fastest plan within a budget.
@@ -273,13 +217,13 @@ class GraphPlanner:
         """Return the upper end of the interval around a predicted peak."""
         if not self.fused:
             return math.ceil(peak_bytes * (1 + self.costs.peak_error))
-        return math.ceil(peak_bytes + (peak_bytes - self.held_bytes) * _FUSED_ERROR)
+        return math.ceil(peak_bytes + (peak_bytes - self.held_bytes) * FUSED_ERROR)
 
     def _limit_bytes(self, budget_bytes: int) -> int:
         """Return the predicted peak whose interval ends at a budget."""
         if not self.fused:
             return int(budget_bytes / (1 + self.costs.peak_error))
-        return int((budget_bytes + self.held_bytes * _FUSED_ERROR) / (1 + _FUSED_ERROR))
+        return int((budget_bytes + self.held_bytes * FUSED_ERROR) / (1 + FUSED_ERROR))
 
     def _fastest(self, limit_bytes: int) -> _Trial | None:
         """Return the fastest trial within a limit: the target is corrected by the difference of graph and model."""
@@ -331,12 +275,12 @@ class GraphPlanner:
 
     def _try(self, choice: Choice) -> _Trial:
         regions = self.problem.regions(choice.x)
-        copied, nodes = _copied(self.graph)
-        self._rewrite(copied, regions, nodes)
-        copied.eliminate_dead_code()
-        joint = self._read(copied)
+        copy, nodes = copied(self.graph)
+        self.rewrite(copy, regions, nodes)
+        copy.eliminate_dead_code()
+        joint = self.ordered(copy)
         recomputed_ops = sum(op.phase == "recompute" for op in joint.trace.ops)
-        trial = _Trial(choice, regions, simulate(joint.trace, _with_kernel_costs(self.costs, joint)), recomputed_ops)
+        trial = _Trial(choice, regions, simulate(joint.trace, self.costs), recomputed_ops)
         self.trials.append(trial)
         return trial
 
@@ -351,24 +295,6 @@ class GraphPlanner:
             lowest_peak_bytes=lowest_bytes,
             where=lowest.where(),
         )
-
-    def apply(self, regions: Sequence[Region]) -> None:
-        """Change the graph so that its backward pass recomputes regions."""
-        self._rewrite(self.graph, regions, lambda node: node)
-        self.graph.eliminate_dead_code()
-        joint = self._read(self.graph)
-        if self.fused:
-            for product in list(_early_products(joint)):
-                keep_apart(product)
-            joint = self._read(self.graph)
-        for index, nodes in enumerate(joint.ops):
-            for node in joint.call_of.keys() & nodes:
-                node.meta[KERNEL] = index
-
-    def _rewrite(self, graph: fx.Graph, regions: Sequence[Region], nodes: Callable[[fx.Node], fx.Node]) -> None:
-        storages = {nodes(node): made for node, made in self.joint.storages.items()}
-        backward = [nodes(node) for node in self.joint.call_of]
-        rematerialize(graph, _graph_regions(self.joint, regions, nodes), storages, backward, mark_recomputed)
 
 
 def _fastest_of(planners: Sequence[GraphPlanner], budget_bytes: int) -> tuple[GraphPlanner, CompiledPlan]:
@@ -386,61 +312,9 @@ def _fastest_of(planners: Sequence[GraphPlanner], budget_bytes: int) -> tuple[Gr
     return planner, msgspec.structs.replace(plan, bound_seconds=bound_seconds)
 
 
-def _early_products(joint: JointGraph) -> Iterator[fx.Node]:
-    """Yield matrix products to keep apart from the later sums that they go into.
-
-    Inductor would multiply where it adds, and keep the product's inputs until then, which are larger than its output:
-    for the weight gradient of a head that shares the embedding's weight, the logits' gradient until the end.
-    """
-    storages = joint.trace.storages
-    position = {node: index for index, nodes in enumerate(joint.ops) for node in nodes}
-    for node, index in position.items():
-        users = list(node.users)
-        if node.target is not torch.ops.aten.mm.default or [u.target for u in users] != [torch.ops.aten.add.Tensor]:
-            continue
-        taken = {s for given in node.all_input_nodes for s in joint.storages[given]}
-        held_bytes = sum(storages[s].nbytes for s in taken if index <= storages[s].death < position[users[0]])
-        made_bytes = sum(storages[s].nbytes for s in joint.storages[node])
-        if held_bytes > made_bytes and len(users[0].all_input_nodes) == 2 and not users[0].kwargs:
-            yield node
-
-
-def _with_kernel_costs(costs: CostTable, joint: JointGraph) -> CostTable:
-    """Return costs with those of fused kernels, each as slow as the slowest of its operators."""
-    ops = dict(costs.ops)
-    for text, members in joint.parts.items():
-        if text not in ops:
-            library = len(members) == 1 and '"op":"aten.' in members[0]
-            # Inductor's own code has no workspace; bytes written in place count as a workspace below zero.
-            workspace = costs.of(members[0]).workspace_bytes if library else 0
-            seconds = max((costs.of(member).seconds for member in members), default=0.0)
-            ops[text] = OpCost(seconds, workspace - joint.in_place[text], False)
-    return msgspec.structs.replace(costs, ops=ops)
-
-
 def _compiled_costs(costs: CostTable, fused: bool) -> CostTable:
     """Return costs without the overhead of eager checkpointing, and of dispatch where operators are fused."""
     dispatch_seconds = 0.0 if fused else costs.dispatch_seconds
     return msgspec.structs.replace(
         costs, checkpoint_seconds=0.0, selective_op_seconds=0.0, dispatch_seconds=dispatch_seconds
     )
-
-
-def _copied(graph: fx.Graph) -> tuple[fx.Graph, Callable[[fx.Node], fx.Node]]:
-    copied, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in graph.nodes:
-        nodes[node] = copied.node_copy(node, nodes.__getitem__)
-    return copied, nodes.__getitem__
-
-
-def _graph_regions(
-    joint: JointGraph, regions: Sequence[Region], nodes: Callable[[fx.Node], fx.Node]
-) -> list[GraphRegion]:
-    """Return regions as nodes of the graph, smallest first."""
-    spans = [(*joint.span(region.modules), region) for region in regions]
-    graph_regions = []
-    for start, end, region in sorted(spans, key=lambda span: span[1] - span[0]):
-        recomputed = frozenset(map(nodes, joint.recomputable(start, end, region.keep)))
-        users = frozenset(map(nodes, joint.gradients(start, end)))
-        graph_regions.append(GraphRegion(recomputed, users, tuple(region.modules)))
-    return graph_regions

@@ -1,0 +1,143 @@
+"""A loss function, compiled together with the model that it calls."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit._torch.compilers import compiler_errors, recompilations_limited
+from memfit._torch.dispatch import disable_current_modes
+from memfit._torch.modules import forward_hooks, forward_pre_hooks, set_forward_hooks
+from memfit.batch import leaves_of
+from memfit.capture.composites import composites_lifted
+from memfit.capture.recorder import Recorder
+from memfit.compiled.planned_backend import PlannedBackend
+from memfit.errors import CaptureError, PlanError
+
+LossFn = Callable[[nn.Module, Any], Any]
+
+MOST_SHAPES = 8
+"""Shapes of a batch that one step compiles code for; a microbatch of fewer samples is a shape of its own."""
+
+
+class CompiledLoss:
+    """A loss function that runs compiled, with a plan's regions recomputed in the backward pass.
+
+    Code is made at the first call with each shape of the batch. Under fake tensors none is: its kernels are recorded.
+    """
+
+    def __init__(self, loss_fn: LossFn, backend: PlannedBackend) -> None:
+        self._backend = backend
+        self._shapes: set[Any] = set()
+
+        def loss(model: nn.Module, batch: Any) -> Any:
+            return loss_fn(model, batch)
+
+        # Dynamo counts the recompilations of each code object: this is one of its own, for this model and plan.
+        own = types.FunctionType(loss.__code__.replace(), loss.__globals__, "loss", None, loss.__closure__)
+        self._compiled: LossFn = torch.compile(own, backend=backend, dynamic=False)
+
+    def __call__(self, model: nn.Module, batch: Any) -> Any:
+        """Return what the loss function returns.
+
+        Raises:
+            PlanError: It can't be compiled, or not as the plan says.
+        """
+        shape = _shape_of(batch)
+        is_new = shape not in self._shapes
+        if is_new:
+            self._check_count(shape)
+        recorder = Recorder.active()
+        with _compiling() if is_new else recompilations_limited():
+            loss = self._compiled(model, batch) if recorder is None else self._recorded(recorder, model, batch, is_new)
+        if is_new:
+            self._check_graphs()
+            self._shapes.add(shape)
+        return loss
+
+    def _check_count(self, shape: Any) -> None:
+        if len(self._shapes) == MOST_SHAPES:
+            raise PlanError(
+                f"the batch has a shape that no code was compiled for, {shape[0]}, and this step compiled code for"
+                f" {MOST_SHAPES} others: pad batches to fewer shapes, or set levers.compiler to 'none'"
+            )
+        self._backend.begin()
+
+    def _recorded(self, recorder: Recorder, model: nn.Module, batch: Any, is_new: bool) -> Any:
+        """Return the loss of a step that is captured.
+
+        Dynamo leaves code alone that runs under modes: it compiles where it sees none, and the code is recorded then.
+        """
+        if recorder.fake is None:
+            raise CaptureError(
+                "a compiled step is captured without data, and the step asks for data: plan without compile="
+            )
+        with torch.compiler.set_stance("default"):
+            if is_new:
+                with disable_current_modes(), recorder.fake, composites_lifted(), _unwatched(model):
+                    self._compiled(model, batch)
+            with recorder.unwatched():
+                return self._compiled(model, batch)
+
+    def _check_graphs(self) -> None:
+        if not self._backend.graphs and torch.is_grad_enabled():
+            raise PlanError(
+                "torch.compile makes no code of the step, as where a loop breaks into several graphs: look at"
+                " torch.compile(..., fullgraph=True), set levers.compiler to 'none', or plan with compile=False"
+            )
+        missing = [r.modules for r in self._backend.regions if not self._backend.called.issuperset(r.modules)]
+        if missing:
+            raise PlanError(
+                f"the compiled step does not call {', '.join(missing[0])}, which levers.regions has recomputed: make"
+                " the plan again, with this version of PyTorch"
+            )
+
+
+def _shape_of(batch: Any) -> Any:
+    """Return what code is compiled for: shapes and dtypes of a batch, autocast, and whether gradients are recorded."""
+    shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in leaves_of(batch))
+    return shapes, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+
+
+@contextlib.contextmanager
+def _compiling() -> Iterator[None]:
+    """Say what went wrong in a compiler as an error of the plan."""
+    with recompilations_limited(), warnings.catch_warnings():
+        # Dynamo looks at the gradients of what a graph before returned.
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+        try:
+            yield
+        except compiler_errors() as e:
+            inner = getattr(e, "inner_exception", e)  # of the back end
+            said = (str(inner).strip().splitlines() or [""])[0]
+            raise PlanError(
+                f"the step can't be compiled ({type(inner).__name__}: {said}): set levers.compiler to 'none', or plan"
+                " with compile=False"
+            ) from inner
+
+
+@contextlib.contextmanager
+def _unwatched(model: nn.Module) -> Iterator[None]:
+    """Take a recorder's hooks off a model's modules, until the context is left: Dynamo would compile them."""
+    watched = []
+    for module in model.modules():
+        hooks, pre_hooks = forward_hooks(module), forward_pre_hooks(module)
+        own, own_pre = _not_of_recorders(hooks), _not_of_recorders(pre_hooks)
+        if len(own) < len(list(hooks)) or len(own_pre) < len(list(pre_hooks)):
+            watched.append((module, hooks, pre_hooks))
+            set_forward_hooks(module, own, own_pre)
+    try:
+        yield
+    finally:
+        for module, hooks, pre_hooks in watched:
+            set_forward_hooks(module, hooks, pre_hooks)
+
+
+def _not_of_recorders(hooks: Any) -> dict[int, Callable[..., Any]]:
+    return {key: hook for key, hook in hooks.items() if not isinstance(getattr(hook, "__self__", None), Recorder)}

@@ -1,0 +1,96 @@
+"""Compilation: the model and the loss as code that `torch.compile` makes, which holds less and reads memory less often.
+
+Regions are then recomputed in the compiled backward pass, by the operators of the graph itself, and not by running
+modules again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+from msgspec.structs import replace
+
+from memfit._torch.fake import FakeTensor
+from memfit.compiled.compiled_loss import CompiledLoss
+from memfit.compiled.planned_backend import PlannedBackend
+from memfit.ir.device import Device
+from memfit.ir.operator_classes import CONVOLUTIONS, operator_class
+from memfit.ir.operator_costs import CostTable
+from memfit.ir.plan import CompilerLever, Levers
+from memfit.levers.activation_offload import ACTIVATION_OFFLOAD
+from memfit.levers.chunked_loss import CHUNKED_LOSS
+from memfit.levers.conflicts import ADAPTING, COMPILED, JITTOR, Conflict
+from memfit.levers.lean import LEAN
+from memfit.levers.lever import Lever, NotOffered, Running, Setting
+from memfit.levers.optimizer_in_backward import IN_BACKWARD
+from memfit.levers.shared_by_ranks import SHARDING
+from memfit.tape import LoopWorkload
+from memfit.workload import Workload
+
+COMPILATION = "compilation"
+OWN_LOOP = "a training loop of one's own (`memfit.fit`)"
+LIMIT = "`limit_bytes` on the CPU"
+CHANNELS_LAST: CompilerLever = "inductor-channels-last"
+_OFF = "set levers.compiler to 'none', or plan with compile=False"
+_REASONS = {
+    CHUNKED_LOSS: "compiled code can't hold logits that have no numbers",
+    LEAN: "the compiler decides by itself what norms and activations keep",
+    ACTIVATION_OFFLOAD: "compiled code keeps what it saves on the device",
+    IN_BACKWARD: "a compiled backward pass returns all gradients at its end, so that nothing is saved",
+    SHARDING: "engines gather parameters around modules, which compiled code does not call",
+    COMPILED: "the workload compiles its model or loss itself",
+    OWN_LOOP: "the loop calls its modules itself",
+    LIMIT: "compiled code allocates where no limit of the process sees it",
+    ADAPTING: "each shape of a batch would be compiled for each of its plans",
+    JITTOR: "Jittor compiles its own operators",
+}
+
+
+class Compilation(Lever):
+    """The model and the loss, compiled by Inductor."""
+
+    name = COMPILATION
+    field = "compiler"
+    numerics_class = "reordered"
+    compiles = True
+    draws_otherwise = True
+    conflicts = tuple(Conflict(COMPILATION, other, why, _OFF) for other, why in _REASONS.items())
+
+    def setting(self, levers: Levers, batch_size: int) -> str:
+        return levers.compiler
+
+    def brief(self, levers: Levers, batch_size: int) -> str:
+        return "compiled, channels last" if levers.compiler == CHANNELS_LAST else "compiled"
+
+    def circumstances(self, workload: Workload, device: Device | None) -> set[str]:
+        return {OWN_LOOP} if isinstance(workload, LoopWorkload) else set()
+
+    @contextlib.contextmanager
+    def apply(self, levers: Levers, running: Running) -> Iterator[Running]:
+        workload = running.workload
+        backend = PlannedBackend(
+            levers.regions,
+            channels_last=levers.compiler == CHANNELS_LAST,
+            is_on_paper=any(isinstance(p, FakeTensor) for p in workload.model.parameters()),
+        )
+        loss = CompiledLoss(workload.loss_fn, backend)
+        yield dataclasses.replace(running, workload=dataclasses.replace(workload, loss_fn=loss))
+
+    def costs(self, costs: CostTable) -> CostTable:
+        return replace(costs, checkpoint_seconds=0.0, selective_op_seconds=0.0)
+
+    def propose(self, step: Setting, wanted: list[Levers]) -> list[Levers]:
+        if not step.compilers:
+            raise NotOffered("plan with compile='auto' or True")
+        convolves = any(operator_class(op.name) == CONVOLUTIONS for op in step.trace(step.plain).ops)
+        compilers = [c for c in step.compilers if convolves or c != CHANNELS_LAST]
+        compiled = [replace(levers, compiler=c) for levers in wanted if _is_cut(levers) for c in compilers]
+        return compiled if step.must_compile else [*wanted, *compiled]
+
+
+def _is_cut(levers: Levers) -> bool:
+    """Tell whether levers set nothing but the precision and the size of microbatches."""
+    bare = Levers(precision=levers.precision, microbatch_size=levers.microbatch_size)
+    return levers == bare

@@ -1,0 +1,311 @@
+"""Compiled steps: predicted on paper, held to their budgets, computed as the plain step, and trained with safely."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+from torch import fx, nn
+
+import memfit
+from memfit.capture.measured_peak import measure_peak_bytes
+from memfit.compiled.compiled_loss import MOST_SHAPES, CompiledLoss
+from memfit.compiled.joint_rewriter import FUSED_ERROR
+from memfit.compiled.planned_backend import PlannedBackend
+from memfit.errors import MemfitError, PlanError, UsageError
+from memfit.hardware.host import find_device
+from memfit.ir.kernels import is_kernel
+from memfit.ir.plan import Levers, Plan
+from memfit.ir.remat import Region, Regions
+from memfit.ir.simulate import simulate
+from memfit.ir.trace import Trace
+from memfit.levers import registry
+from memfit.levers.stack import applied, applied_to_copy
+from memfit.planner.captures import capture_levers
+from memfit.planner.prediction import costs_of, predict
+from memfit.workload import Workload
+
+WHOLE = Levers(microbatch_size=256, compiler="inductor")
+CPU = find_device("cpu")
+
+
+class Broken(nn.Module):
+    """Blocks between which Dynamo breaks the graph."""
+
+    def __init__(self, breaks: bool = True) -> None:
+        super().__init__()
+        blocks = (nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(3))
+        self.blocks = nn.ModuleList(blocks)
+        self.head = nn.Linear(32, 10)
+        self.breaks = breaks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.blocks[0](x)
+        if self.breaks:
+            torch._dynamo.graph_break()
+        x = x + self.blocks[1](x)
+        if self.breaks:
+            torch._dynamo.graph_break()
+        x = x + self.blocks[2](x)
+        y: torch.Tensor = self.head(x)
+        return y
+
+
+def cross_entropy(model: nn.Module, batch: Any) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def workload_of(model: nn.Module, samples: int = 256, width: int = 32) -> Workload:
+    torch.manual_seed(1)
+    batch = {"x": torch.randn(samples, width), "y": torch.randint(0, 10, (samples,))}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return Workload(model=model, batch=batch, loss_fn=cross_entropy, optimizer=optimizer, name="compiled")
+
+
+def broken() -> Workload:
+    torch.manual_seed(0)
+    return workload_of(Broken())
+
+
+def whole() -> Workload:
+    torch.manual_seed(0)
+    return workload_of(Broken(breaks=False))
+
+
+def dropping() -> Workload:
+    torch.manual_seed(0)
+    block = [nn.Linear(32, 128), nn.GELU(), nn.Dropout(0.2), nn.Linear(128, 32)]
+    return workload_of(nn.Sequential(*block, nn.Linear(32, 10)))
+
+
+def convolutions() -> Workload:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
+    batch = {"x": torch.randn(16, 3, 24, 24), "y": torch.randint(0, 10, (16,))}
+    return dataclasses.replace(workload_of(model), batch=batch)
+
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Inductor imports
+BLOCKS = (Region(("blocks.0",)), Region(("blocks.2.1", "blocks.2.2")))
+SHAPES: list[Any] = [
+    pytest.param(broken, replace(WHOLE, microbatch_size=96, regions=BLOCKS), 0.001, id="three-graphs-regions-uneven"),
+    pytest.param(broken, WHOLE, 0.001, id="three-graphs", marks=pytest.mark.ci),
+    pytest.param(whole, replace(WHOLE, regions=BLOCKS), 0.05, id="regions", marks=pytest.mark.ci),
+    pytest.param(dropping, WHOLE, 0.15, id="dropout", marks=pytest.mark.ci),
+    pytest.param(
+        whole, replace(WHOLE, precision="bf16-mixed", microbatch_size=128), 0.05, id="bf16-mixed", marks=pytest.mark.ci
+    ),
+    pytest.param(
+        convolutions,
+        Levers(microbatch_size=8, compiler="inductor-channels-last"),
+        0.05,
+        id="channels-last",
+        marks=pytest.mark.ci,
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "levers", "tolerance"), SHAPES)
+def test_the_predicted_peak_is_the_measured_one(make: Any, levers: Levers, tolerance: float) -> None:
+    """Or the step takes less, where Inductor fuses across modules."""
+    workload = make()
+    trace = capture_levers(workload, levers, CPU)
+    prediction, _ = predict(trace, costs_of([trace], CPU), CPU)
+    with applied_to_copy(levers, workload) as step:
+        step(step.workload.batch)
+        measured = measure_peak_bytes(step, step.workload.batch)
+    assert (1 - tolerance) * prediction.peak_bytes <= measured <= prediction.peak_upper_bytes
+    assert measured <= (1 + FUSED_ERROR) * prediction.peak_bytes
+
+
+@pytest.fixture(scope="module")
+def traces() -> dict[str, Trace]:
+    """The step as it is, compiled, and compiled with a region."""
+    levers = {"plain": Levers(microbatch_size=256), "compiled": WHOLE, "region": replace(WHOLE, regions=BLOCKS)}
+    return {name: capture_levers(broken(), each, CPU) for name, each in levers.items()}
+
+
+def test_kernels_are_operators_that_regions_can_be_chosen_of(traces: dict[str, Trace]) -> None:
+    plain, compiled, region = (traces[name] for name in ("plain", "compiled", "region"))
+    assert not any(map(is_kernel, plain.signatures)) and any(map(is_kernel, compiled.signatures))
+    assert {"blocks.0", "blocks.1.2", "head"} <= set(Regions(compiled).calls)
+    assert any(op.phase == "recompute" for op in region.ops)
+    costs = costs_of([compiled, region], CPU)
+    on_paper = simulate(compiled, costs, BLOCKS[:1]).peak_bytes
+    assert simulate(region, costs).peak_bytes <= on_paper < simulate(compiled, costs).peak_bytes
+
+
+def test_kernels_wait_for_no_dispatch_and_the_upper_end_is_wider(traces: dict[str, Trace]) -> None:
+    compiled = traces["compiled"]
+    costs = replace(costs_of([compiled], CPU), dispatch_seconds=1.0, peak_error=0.0)
+    kernels = sum(is_kernel(compiled.signatures[op.signature]) for op in compiled.ops)
+    prediction, timeline = predict(compiled, costs, CPU)
+    assert timeline.step_seconds == pytest.approx(len(compiled.ops) - kernels, rel=0.01)
+    held = sum(storage.nbytes for storage in compiled.storages if storage.birth < 0)
+    added = prediction.peak_bytes - held
+    assert prediction.peak_upper_bytes == int(prediction.peak_bytes + FUSED_ERROR * added)
+
+
+def test_a_plan_is_compiled_where_that_is_asked_for() -> None:
+    options: dict[str, Any] = {"budget": "0.7x", "precisions": ["32-true"], "points": 1}
+    plans = [memfit.plan(whole(), compile=compile, **options) for compile in (False, True, "auto")]
+    assert [plan.levers.compiler for plan in plans[:2]] == ["none", "inductor"]
+    for plan, compilers in zip(plans, [{"none"}, {"inductor"}, {"none", "inductor"}], strict=True):
+        assert {point.levers.compiler for point in plan.frontier} <= compilers
+        assert plan.predicted.peak_upper_bytes <= plan.budget_bytes
+    assert plans[2].predicted.step_seconds <= 1.03 * min(plan.predicted.step_seconds for plan in plans[:2])
+    assert plans[1].classes["compilation"] == "reordered"
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"compile": "always"}, UsageError, "compile='always' is unknown"),
+        ({"compile": True, "numerics": "exact"}, UsageError, "numerics='exact' does not allow compile=True"),
+        (
+            {"compile": True, "world_size": 2},
+            PlanError,
+            "compilation does not go with sharding|sharding .* compilation",
+        ),
+    ],
+)
+def test_what_can_not_be_compiled_is_refused(options: dict[str, Any], error: type[MemfitError], text: str) -> None:
+    with pytest.raises(error, match=text):
+        memfit.plan(whole(), budget="0.9x", **options)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"lean": ("*",)}, {"optimizer": "in-backward"}, {"regions": (Region(("blocks.0",), offload=True),)}],
+    ids=str,
+)
+def test_what_does_not_go_with_it_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(PlanError, match="compilation does not go with"), applied(replace(WHOLE, **changes), whole()):
+        pass
+
+
+def test_a_step_without_code_says_so() -> None:
+    disabled = torch.compiler.disable(cross_entropy)
+    apart = dataclasses.replace(whole(), loss_fn=lambda model, batch: disabled(model, batch))
+    with pytest.raises(PlanError, match="makes no code of the step"):
+        capture_levers(apart, WHOLE, CPU)
+
+
+class Counting(PlannedBackend):
+    """Compiles nothing."""
+
+    def __call__(self, module: fx.GraphModule, inputs: Any) -> Any:
+        self.graphs += 1
+        return module.forward
+
+
+def test_batches_of_too_many_shapes_are_refused_by_name() -> None:
+    backend = Counting(())
+    loss, workload = CompiledLoss(cross_entropy, backend), whole()
+    for samples in range(1, MOST_SHAPES + 1):
+        loss(workload.model, {name: tensor[:samples] for name, tensor in workload.batch.items()})
+    assert backend.graphs == MOST_SHAPES
+    loss(workload.model, {name: tensor[:2] for name, tensor in workload.batch.items()})
+    with pytest.raises(PlanError, match=r"a shape that no code was compiled for.*9, 32.*pad batches"):
+        loss(workload.model, {name: tensor[:9] for name, tensor in workload.batch.items()})
+    assert backend.graphs == MOST_SHAPES
+
+
+def test_regions_of_other_code_are_refused() -> None:
+    with pytest.raises(PlanError, match="does not call blocks.7"):
+        capture_levers(whole(), replace(WHOLE, regions=(Region(("blocks.7",)),)), CPU)
+
+
+def test_regions_are_part_of_the_code_and_do_not_switch() -> None:
+    regions = replace(WHOLE, regions=BLOCKS)
+    assert not registry.recomputes(regions) and registry.recomputes(replace(regions, compiler="none"))
+    with applied(regions, whole()) as step:  # nothing is put on the model
+        assert not any(lever.is_applied(step.workload) for lever in registry.LEVERS)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return memfit.plan(whole(), budget="0.6x", compile=True, precisions=["32-true"], points=2)
+
+
+def test_limits_of_the_process_are_refused(plan: Plan) -> None:
+    with pytest.raises(PlanError, match="limit_bytes"):
+        memfit.apply(plan, whole(), limit_bytes=2**30)
+
+
+@pytest.mark.ci
+def test_a_plan_is_what_it_says(plan: Plan) -> None:
+    verification = memfit.verify(plan, whole())
+    assert verification.failures == [] and not verification.bitwise
+    dropped = memfit.plan(dropping(), budget="0.8x", compile=True, precisions=["32-true"], points=1)
+    assert any("draws its own random numbers" in note for note in dropped.notes)
+    assert memfit.verify(dropped, dropping()).failures == []
+
+
+@pytest.mark.ci
+def test_memory_that_runs_out_in_a_compiled_step_is_recovered(plan: Plan) -> None:
+    smaller = replace(plan.levers, microbatch_size=plan.levers.microbatch_size // 2)
+    point = replace(plan.frontier[0], levers=smaller, peak_bytes=plan.predicted.peak_bytes // 2)
+    workload, calls = whole(), 0
+    parameter = next(iter(workload.model.parameters()))
+
+    def fail_once(_: torch.Tensor) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise torch.OutOfMemoryError("no room")
+
+    parameter.register_post_accumulate_grad_hook(fail_once)
+    with memfit.apply(replace(plan, frontier=[*plan.frontier, point]), workload, recover=True) as step:
+        losses = [step(workload.batch).loss for _ in range(3)]
+        assert step.options.microbatch_size is not None
+        assert step.options.microbatch_size < plan.levers.microbatch_size
+    undisturbed = whole()
+    with memfit.apply(plan, undisturbed) as step:
+        assert losses == pytest.approx([step(undisturbed.batch).loss for _ in range(3)], rel=1e-4)
+
+
+_TRAIN = """
+import os, signal, sys
+import memfit
+from tests.levers.test_compilation import whole
+
+workload, killed_at = whole(), int(sys.argv[3])
+plan = memfit.load_plan(sys.argv[1])
+
+def kill(progress):
+    if progress.step == killed_at:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+memfit.train(
+    plan, workload, out=sys.argv[2], steps=4, checkpoint_every=1, resume=sys.argv[4] == "resume", on_step=kill
+)
+print(sum(float(p.double().sum()) for p in workload.model.parameters()).hex())
+"""
+
+
+@pytest.mark.ci
+def test_a_training_that_is_killed_ends_bitwise_as_others(plan: Plan, tmp_path: Path) -> None:
+    memfit.save_plan(plan, tmp_path / "plan.json")
+
+    def train(out: str, killed_at: int, how: str) -> subprocess.CompletedProcess[str]:
+        line = [sys.executable, "-c", _TRAIN, str(tmp_path / "plan.json"), str(tmp_path / out), str(killed_at), how]
+        return subprocess.run(
+            line, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        )
+
+    undisturbed = train("undisturbed", -1, "new")
+    assert undisturbed.returncode == 0, undisturbed.stderr
+    assert train("killed", 2, "new").returncode == -signal.SIGKILL
+    resumed = train("killed", -1, "resume")
+    assert resumed.returncode == 0, resumed.stderr
+    assert resumed.stdout.splitlines()[-1] == undisturbed.stdout.splitlines()[-1]
