@@ -68,6 +68,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 def _captures_itself(item: pytest.Item) -> bool:
     """Tell whether a test may depend on how steps are captured: by where it is, or since it changes memfit."""
     fixtures = getattr(item, "_fixtureinfo", None)
+    if item.get_closest_marker("harmless") is not None:
+        return False
     if fixtures is None or item.path.parent.name in _CAPTURING or getattr(item, "originalname", "") in _MEASURING:
         return True
     changing = {name for name, found in fixtures.name2fixturedefs.items() if "monkeypatch" in found[-1].argnames}
