@@ -7,7 +7,7 @@ class Model(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(97, 64)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 64)) for _ in range(3)
+            nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 64)) for _ in range(4)
         )
         self.head = nn.Linear(64, 97)
 
