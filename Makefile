@@ -55,7 +55,7 @@ test-more: $(STAMP)
 
 # On an accelerator that lives on the CPU, and is then the only one of its process: what needs no GPU's own kernels.
 test-accelerator: $(STAMP)
-	MEMFIT_TEST_ACCELERATOR=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile \
+	MEMFIT_TEST_ACCELERATOR=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "not ci" \
 		tests/accelerator_device tests/accelerators
 
 # Jittor needs NumPy 1 and compiles itself: an environment and a cache of its own, both kept in build/. It notes its home in

@@ -28,6 +28,7 @@ from tests.quick_plans import quick_plans
 from tests.remembered import remembered_captures
 
 _SHARED = "MEMFIT_TESTS_SHARED"
+_CACHE = "MEMFIT_CACHE_DIR"
 _CAPTURING = ("_torch", "capture", "cost", "fake_gpu", "jittor", "keras", "recomputation", "wheel")
 """The folders whose tests capture every step themselves."""
 _MEASURING = ("test_a_loop_keeps_its_losses_and_the_budget",)
@@ -52,6 +53,11 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(lambda: shutil.rmtree(os.environ.pop(_SHARED)))
     (Path(os.environ[_SHARED]) / "traces").mkdir(exist_ok=True)
     warm.servers.traces = Path(os.environ[_SHARED]) / "traces"
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(_CACHE, _cache())
+            warm.servers.share()
+        config.add_cleanup(warm.servers.end)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -68,6 +74,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 def _captures_itself(item: pytest.Item) -> bool:
     """Tell whether a test may depend on how steps are captured: by where it is, or since it changes memfit."""
     fixtures = getattr(item, "_fixtureinfo", None)
+    if item.get_closest_marker("harmless") is not None:
+        return False
     if fixtures is None or item.path.parent.name in _CAPTURING or getattr(item, "originalname", "") in _MEASURING:
         return True
     changing = {name for name, found in fixtures.name2fixturedefs.items() if "monkeypatch" in found[-1].argnames}
@@ -90,6 +98,10 @@ def _chain(error: BaseException | None) -> str:
     return "" if error is None else f"{error}\n{_chain(error.__cause__ or error.__context__)}"
 
 
+def _cache() -> str:
+    return os.environ[_SHARED] + "/cache"
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache() -> Iterator[None]:
     gc.collect()
@@ -98,7 +110,7 @@ def _own_cache() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, quick_plans():
         patch.setattr(gc, "get_freeze_count", lambda: 1)  # which counts one by one, and each capture asks
         patch.setenv(MEASURE_VARIABLE, "no")  # plans are chosen by predicted times, but where a test asks for more
-        patch.setenv("MEMFIT_CACHE_DIR", os.environ[_SHARED] + "/cache")  # the shim of fake CUDA is built in it, once
+        patch.setenv(_CACHE, _cache())  # the shim of fake CUDA is built in it, once
         patch.setattr(shim, "command", warm.fake_cuda_command)
         patch.setattr(calibrate, "_interpreter", lambda code: warm.command("-c", code))
         yield

@@ -226,7 +226,9 @@ def ran(*line: str | Path, folder: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=["SIGKILL", "SIGTERM"])
+@pytest.mark.parametrize(
+    "how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.ci)], ids=["SIGKILL", "SIGTERM"]
+)
 def test_a_run_that_is_killed_goes_on_and_ends_bitwise_as_one_that_is_not(
     how: signal.Signals, kind: str, command: list[str], tmp_path: Path
 ) -> None:

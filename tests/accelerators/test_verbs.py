@@ -24,6 +24,7 @@ from memfit.planner.captures import capture_levers
 from memfit.planner.prediction import costs_of, predict
 from memfit.workload import samples_of
 from tests.accelerators.steps import STEPS, language_model, same, state_of
+from tests.covering import each
 
 
 def plan_of(name: str, kind: str, budget: str = "0.75x", **options: object) -> Plan:
@@ -56,8 +57,7 @@ def test_a_plan_is_predicted_verified_and_keeps_its_budget(name: str, kind: str)
     assert taken is not None and taken <= plan.budget_bytes < found.plain_measured_peak_bytes * 1.3
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(("name", "precision"), each(STEPS, ["32-true", "bf16-mixed", "16-mixed"]))
 def test_peaks_are_as_predicted(name: str, precision: str, kind: str, place: torch.device) -> None:
     """Of the plain step, and in microbatches: allocated, within one percent."""
     device = find_device(kind)

@@ -79,10 +79,9 @@ def test_tables_tell_what_went_wrong() -> None:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("name", ["frozen", "tied"])
-def test_the_replay_on_paper_holds_what_the_engine_does(name: str) -> None:
+def test_the_replay_on_paper_holds_what_the_engine_does() -> None:
     """Units without gradients too: what is gathered ahead for their backward passes is let go of at the end."""
-    for row in peaks.replays_of(name, [8], only=["resharded", "kept"]):
+    for row in peaks.replays_of("frozen", [4], only=["resharded", "kept"]):
         assert abs(row["difference_bytes"]) <= 512, row
 
 

@@ -20,8 +20,9 @@ from benchmarks.faults.trials import Outcome, judged
 from memfit.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
-FEW = ["NaN in a gradient", "torn checkpoint", "SIGTERM"]
-"""A step that is repeated in the same process, a run that dies with what it wrote, and one that is told to end."""
+FEW = ["NaN in a gradient", "torn checkpoint"]
+"""A step that is repeated in the same process, and a run that dies with what it wrote."""
+OTHERS = [fault for fault in FAULTS if fault not in FEW]
 SCRIPT = """
 import json, sys
 from benchmarks.faults.__main__ import run
@@ -35,7 +36,7 @@ print(json.dumps([cases, summary, forgetful]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kinds", [FEW, pytest.param(list(FAULTS), marks=pytest.mark.ci)], ids=["few", "all"])
+@pytest.mark.parametrize("kinds", [FEW, pytest.param(OTHERS, marks=pytest.mark.ci)], ids=["few", "others"])
 def test_each_fault_is_survived_and_a_forgetful_trainer_is_seen(kinds: list[str]) -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT, *kinds], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -1,23 +1,26 @@
-"""The demonstration that `make demo` runs, with fewer steps."""
+"""The demonstration that `make demo` runs, with fewer steps of a smaller model."""
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
 
-from memfit.cli.demo import run_demo
+from memfit.cli import demo
 from memfit.ir import codec
 from memfit.ir.plan import Plan
 from memfit.ir.run_record import RunRecord, Views
+from memfit.recipes import byte_lm
 
 
 @pytest.mark.ci  # `make demo` itself; each of its parts has tests of its own
 @pytest.mark.slow
 def test_demo_trains_under_a_budget_that_the_plain_step_does_not_meet(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_demo(tmp_path / "demo", steps=4, budget="128MiB", device="cpu", overwrite=False)
+    monkeypatch.setattr(demo, "byte_lm", functools.partial(byte_lm, n_layer=2, d_model=128, batch_size=4))
+    demo.run_demo(tmp_path / "demo", steps=4, budget="24MiB", device="cpu", overwrite=False)
     shown = capsys.readouterr().out
     for part in ("predicted without running it", "Frontier", "Budget", "Peak, measured", "report.html"):
         assert part in shown
@@ -25,7 +28,7 @@ def test_demo_trains_under_a_budget_that_the_plain_step_does_not_meet(
     record = codec.read(tmp_path / "demo" / "run.json", RunRecord)
     comparison = codec.read(tmp_path / "demo" / "views.json", Views).comparison
     assert comparison is not None
-    assert plan.plain.peak_bytes > plan.budget_bytes == 128 * 2**20
+    assert plan.plain.peak_bytes > plan.budget_bytes == 24 * 2**20
     assert comparison.plain_peak_bytes > plan.budget_bytes >= comparison.planned_peak_bytes
     assert record.measured_peak_bytes is not None
     assert record.measured_peak_bytes <= plan.budget_bytes

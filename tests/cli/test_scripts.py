@@ -45,7 +45,7 @@ CASES = {
     "monai_segresnet": Case(
         "monai", 0.5, "1 call of SegResNet, 1 backward pass, 1 update by Adam, gradients not clipped"
     ),
-    "gan": Case("torch", 0.5, "1 call of Generator, 3 backward passes, 2 updates by Adam, gradients not clipped"),
+    "gan": Case("torch", 0.65, "1 call of Generator, 3 backward passes, 2 updates by Adam, gradients not clipped"),
 }
 MORE, CI = tuple(name for name in CASES if name != "language_model"), pytest.mark.ci
 """Scripts whose steps other tests fit too: what is the same for every script holds with one."""

@@ -58,10 +58,14 @@ OTHERWISE = {
         "until memfit train mine.py:workload": "until memfit train mine.py:preempted",
         "--steps 10000": "--steps 4",
     },
-    "docs/guides/another-card.md": {"mine.py:workload": "examples/mine.py:workload"},
+    "docs/guides/another-card.md": {
+        "mine.py:workload": "examples/mine.py:workload",
+        "memfit plan": "memfit plan --precision 16-mixed --points 1",
+    },
     "docs/guides/budget.md": {"memfit plan": "memfit plan --precision 32-true --points 2"},
     "docs/guides/ladder.md": {"memfit ladder": "memfit ladder --seconds 0.05"},
     "docs/quickstart.md": {
+        'numerics="exact")': 'numerics="exact", points=2)',
         "--numerics exact -o": "--numerics exact --points 2 -o",
         "--steps 20": "--steps 2",
         "--checkpoint-every 10": "--checkpoint-every 1",
@@ -120,13 +124,14 @@ def test_examples_run(name: str, plan_of: Callable[[str], bytes], tmp_path: Path
     for block in (block for block in blocks(page, "toml") if block.file != "prices.toml"):
         (tmp_path / "devices.toml").write_text(block.code)
         environment["MEMFIT_DEVICES"] = str(tmp_path / "devices.toml")
-    printed = run_python(_program(page), tmp_path, environment)
+    program = _program(page)
     script = "\n".join([*(block.code for block in blocks(page, "sh")), *MORE.get(name, ())])
     if "plan.json" in script and "-o plan.json" not in script:
         (tmp_path / "plan.json").write_bytes(plan_of(mine))
     for usual, here in OTHERWISE.get(name, {}).items():
-        assert usual in script
-        script = script.replace(usual, here)
+        assert usual in script + program
+        program, script = program.replace(usual, here), script.replace(usual, here)
+    printed = run_python(program, tmp_path, environment)
     printed += run_shell(script, tmp_path, environment)
     missing = [words for words in SAID.get(name, ()) if words not in printed]
     assert missing == [], printed

@@ -45,7 +45,7 @@ def test_memfit_is_right_on_random_programs(program: Program) -> None:
 
 
 @pytest.mark.ci
-@settings(SETTINGS, max_examples=20)
+@settings(SETTINGS, max_examples=12)
 @given(PROGRAMS)
 def test_memfit_is_right_on_more_random_programs(program: Program) -> None:
     is_right(program)

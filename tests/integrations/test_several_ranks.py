@@ -36,8 +36,6 @@ ZERO3 = Sharding(world_size=2, mode="zero3", units=UNITS, reduces="last")
 CASES = {
     "accelerate, fully sharded": ("accelerate", True),
     "transformers": ("transformers", False),
-    "accelerate": ("accelerate", False),
-    "transformers, fully sharded": ("transformers", True),
     "lightning": ("lightning", False),
     "lightning, fully sharded": ("lightning", True),
 }

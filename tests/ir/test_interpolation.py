@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from memfit.ir.interpolation import between, is_one_program, of_samples
 from memfit.ir.simulate import simulate
 from memfit.ir.trace import Trace
+from tests.covering import each
 from tests.models import COSTS, captured, convnet, recurrent, transformer, twice, unet
 
 BUILDERS: dict[str, Any] = {"transformer": transformer, "convnet": convnet, "unet": unet, "twice": twice}
@@ -19,8 +20,7 @@ def texts(trace: Trace) -> list[str]:
     return [trace.signatures[op.signature] for op in trace.ops]
 
 
-@pytest.mark.parametrize("name", BUILDERS)
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize(("name", "microbatches"), each(BUILDERS, [1, 2]))
 def test_a_size_between_two_is_the_captured_one(name: str, microbatches: int) -> None:
     low, middle, high = (
         captured(BUILDERS[name](batch=size * microbatches), microbatch_size=size) for size in (2, 5, 8)

@@ -114,8 +114,7 @@ def test_the_timeline_adds_up() -> None:
     assert timeline.step_seconds == pytest.approx(len(trace.ops) * COSTS.dispatch_seconds)
 
 
-@pytest.mark.parametrize("name", ["transformer", "tied", "convnet", "unet", "twice"])
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize(("name", "microbatches"), each(["transformer", "tied", "convnet", "unet", "twice"], [1, 2]))
 def test_a_step_of_another_size_is_replayed_as_if_alone(name: str, microbatches: int) -> None:
     small, large = (captured(BUILDERS[name](batch=size * microbatches), microbatch_size=size) for size in (2, 6))
     assert is_one_program(small, large)

@@ -24,6 +24,8 @@ from tests.measuring import peaks
 
 CASES = {**CONTAINERS, **SAMPLES, **WHOLE}
 CUT = {**CONTAINERS, **SAMPLES}
+ALIKE = ("packed, sorted", "packed, of an LSTM", "tuples of images and targets")
+"""Batches that are cut as others are: CI takes them too."""
 
 
 def graphs_that_are_split(**options: Any) -> Workload:
@@ -39,14 +41,20 @@ SPLIT: dict[str, Callable[[], Workload]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.ci) if c in ALIKE else c for c in CASES])
 def test_the_peak_is_predicted(case: str) -> None:
     workload = CASES[case]()
     predicted, measured = peaks(workload, Levers(microbatch_size=samples_of(workload)))
     assert predicted == measured
 
 
-@pytest.mark.parametrize("case", [*(c for c in CUT if "requires grad" not in c), *SPLIT])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(pytest.param(c, marks=pytest.mark.ci) if c in ALIKE else c for c in CUT if "requires grad" not in c),
+        *SPLIT,
+    ],
+)
 def test_the_peak_of_microbatches_is_predicted(case: str) -> None:
     workload = {**CUT, **SPLIT}[case]()
     predicted, measured = peaks(workload, Levers(microbatch_size=max(1, samples_of(workload) // 3)))

@@ -245,13 +245,12 @@ def test_graphs_without_a_backward_pass_are_compiled_as_they_are() -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Inductor imports
 @pytest.mark.ci  # `make test` has operators run one by one, and one step under Inductor
-@pytest.mark.parametrize("name", ["convnet", "transformer", "unet"])
-def test_kernels_of_inductor_keep_to_the_budget(name: str) -> None:
+def test_kernels_of_inductor_keep_to_the_budget() -> None:
     """Equal to Inductor's own result but for rounding: what is fused otherwise is rounded otherwise."""
-    expected, plain_peak, workload = compiled(name, "inductor")
-    budget = int(lowest(name, "inductor") * 1.01)
+    expected, plain_peak, workload = compiled("convnet", "inductor")
+    budget = int(lowest("convnet", "inductor") * 1.01)
     backend = memfit.compile_backend(budget)
-    found, peak, workload = compiled(name, backend)
+    found, peak, workload = compiled("convnet", backend)
     (plan,) = backend.plans
     assert all((a - b).abs().max() <= 1e-5 * (1 + b.abs().max()) for a, b in zip(found, expected, strict=True))
     assert plan.recomputed_ops and peak < plain_peak

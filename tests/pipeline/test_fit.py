@@ -56,6 +56,7 @@ MORE = (
     "two optimizers, three passes",
     "running mean",
     "accumulating",
+    "mixed precision",
     "transforms",
     "teacher",
 )

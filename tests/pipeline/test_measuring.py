@@ -17,6 +17,7 @@ from memfit.planner import measured_steps
 from memfit.planner.contenders import MOST
 from tests.workloads import quick
 
+pytestmark = pytest.mark.harmless
 OPTIONS: Any = {"budget": "0.8x", "precisions": ["32-true"], "points": 1}
 
 

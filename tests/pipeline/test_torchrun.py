@@ -22,7 +22,7 @@ from memfit.ir.sharding import Sharding
 from tests import warm
 from tests.processes import on_ranks
 from tests.ranks.killed import DEATHS
-from tests.ranks.trainings import DDP, HYBRID, ZERO2, ZERO3, is_same, plan_for, workload
+from tests.ranks.trainings import DDP, HYBRID, ZERO3, is_same, plan_for, workload
 from tests.training.conftest import lines_of
 
 STEPS = 8
@@ -99,9 +99,9 @@ def test_ranks_that_are_killed_end_bitwise_as_they_would_have(tmp_path: Path) ->
 
 @pytest.mark.ci
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ddp", "zero2", "hybrid"])
+@pytest.mark.parametrize("name", ["ddp", "hybrid"])
 def test_ranks_that_are_killed_at_many_places_end_bitwise_as_they_would_have(name: str, tmp_path: Path) -> None:
-    sharding = {"ddp": DDP, "zero2": ZERO2, "hybrid": HYBRID}[name]
+    sharding = {"ddp": DDP, "hybrid": HYBRID}[name]
     chance = random.Random(name)
     last = sharding.world_size - 1
     deaths: list[Any] = [[last, "before the update", 3], [0, "before the sums", 2], [last, "in an evaluation", 1]]
@@ -111,11 +111,9 @@ def test_ranks_that_are_killed_at_many_places_end_bitwise_as_they_would_have(nam
 
 @pytest.mark.ci
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ddp", "zero3"])
-def test_ranks_that_are_killed_while_threads_write_end_bitwise_as_they_would_have(name: str, tmp_path: Path) -> None:
-    writer = 0 if name == "ddp" else 1
-    deaths = [[writer, "while a thread writes", 4], [0, "before the rename", 2], [writer, "while a thread writes", 3]]
-    check_killed({"ddp": DDP, "zero3": ZERO3}[name], deaths, tmp_path, "--async-checkpoints")
+def test_ranks_that_are_killed_while_threads_write_end_bitwise_as_they_would_have(tmp_path: Path) -> None:
+    deaths = [[1, "while a thread writes", 4], [0, "before the rename", 2], [1, "while a thread writes", 3]]
+    check_killed(ZERO3, deaths, tmp_path, "--async-checkpoints")
 
 
 def test_sigterm_stops_all_ranks_with_a_checkpoint_from_which_they_go_on(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from msgspec.structs import replace
 
 import memfit
-from examples import digits_resnet, gpt2
+from examples import digits_resnet
 from memfit.errors import PlanMismatchError
 from memfit.ir.plan import Levers, Plan
 from memfit.ir.remat import Region
@@ -28,7 +28,6 @@ from tests.workloads import lean, other
 EVERY: dict[str, Callable[[], Workload]] = {
     "byte_lm": functools.partial(byte_lm, n_layer=1, d_model=64, context=64, batch_size=4, max_bytes=500_000),
     "brain_segmentation": functools.partial(brain_segmentation, patch=(32, 32, 32), batch_size=2),
-    "gpt2": gpt2.workload,
     "digits_resnet": digits_resnet.workload,
 }
 
@@ -36,7 +35,7 @@ EVERY: dict[str, Callable[[], Workload]] = {
 RUNS = [("plain step", 3), ("planned step", 4)]
 
 
-LARGE = ("brain_segmentation", "gpt2", "digits_resnet")
+LARGE = ("brain_segmentation", "digits_resnet")
 SOME = [pytest.param(name, marks=pytest.mark.ci) if name in LARGE else name for name in EVERY]
 
 

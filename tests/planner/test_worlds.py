@@ -20,7 +20,7 @@ TOLERANCE = 1.05  # what is about as fast is not taken for more levers, and a me
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[Checked]]:
-    options = {"device": DEVICE, "budgets": BUDGETS, "world_sizes": [1, 2, 4, 16]}
+    options = {"device": DEVICE, "budgets": BUDGETS, "world_sizes": [1, 4, 16]}
     return gpu_process.call(worlds_there.searched, mlp(), options, lambda *_: None)
 
 
@@ -53,18 +53,15 @@ def test_tight_budgets_need_recomputation_or_shards(found: dict[str, list[Checke
 
 
 def test_one_rank_is_planned_as_memfit_plan_does(found: dict[str, list[Checked]]) -> None:
-    for budget in BUDGETS[1:]:
-        one = next(each.row for each in found[budget] if each.row.ranks == 1)
-        chosen = memfit.plan(
-            mlp(), budget=budget, device=DEVICE, precisions=["32-true"], optimizers=["as-is"], points=1
-        )
-        if one.levers == chosen.levers:  # the time of its capture leaves out what checkpointing costs the host
-            assert one.held_bytes == pytest.approx(chosen.predicted.peak_upper_bytes, rel=0.01)
-        else:
-            assert one.step_seconds == pytest.approx(chosen.predicted.step_seconds, rel=TOLERANCE - 1)
+    budget = BUDGETS[1]
+    one = next(each.row for each in found[budget] if each.row.ranks == 1)
+    chosen = memfit.plan(mlp(), budget=budget, device=DEVICE, precisions=["32-true"], optimizers=["as-is"], points=1)
+    if one.levers == chosen.levers:  # the time of its capture leaves out what checkpointing costs the host
+        assert one.held_bytes == pytest.approx(chosen.predicted.peak_upper_bytes, rel=0.01)
+    else:
+        assert one.step_seconds == pytest.approx(chosen.predicted.step_seconds, rel=TOLERANCE - 1)
 
 
-@pytest.mark.ci
 @pytest.mark.ci
 def test_cards_that_share_captures_are_predicted_as_alone() -> None:
     devices = ["rtx-3090", "h100", "a100-40gb", "t4", "mi300x"]

@@ -124,11 +124,11 @@ def test_what_runs_out_on_one_rank_is_undone_on_all(name: str) -> None:
 def test_wherever_it_runs_out(name: str, counted: bool) -> None:
     """Forward and backward passes, recomputation's probe, norm, clipping, the optimizer's first state.
 
-    Twelve places each; `benchmarks.distributed` has forty.
+    Eight places each; `benchmarks.distributed` has forty.
     """
     sharding = SHARDINGS[name]
-    found = on_ranks(sharding.world_size, each_place, codec.encode(plan_of(sharding)), 12, counted)
-    assert found == [[1] * 12] * sharding.world_size
+    found = on_ranks(sharding.world_size, each_place, codec.encode(plan_of(sharding)), 8, counted)
+    assert found == [[1] * 8] * sharding.world_size
 
 
 # What else may happen, each by data parallelism and fully sharded

@@ -17,6 +17,7 @@ from memfit.errors import MemfitError, MemoryLimitError, OutputError, RankError
 from memfit.ir.sharding import Sharding
 from memfit.training.interrupt import PREEMPTED
 from memfit.training.trainer import Trainer
+from tests.covering import each
 from tests.processes import on_ranks
 from tests.ranks.trainings import DDP, HYBRID, ZERO2, ZERO3, Kind, fit, is_same, plan_for, state_of, step_of, workload
 from tests.training.conftest import lines_of
@@ -120,8 +121,7 @@ def six_steps(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return on_ranks(2, undisturbed, tmp_path_factory.mktemp("undisturbed") / "out")[0][0]
 
 
-@pytest.mark.parametrize("who", [0, 1])
-@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize(("act", "who"), each(ACTS, [0, 1]))
 def test_what_stops_one_rank_stops_all_after_the_same_step_with_a_checkpoint(
     act: str, who: int, six_steps: Any, tmp_path: Path
 ) -> None:

@@ -19,6 +19,8 @@ from pathlib import Path
 from memfit.fake_gpu import shim
 
 ROOT = Path(__file__).parents[2]
+_SHARED = "MEMFIT_TESTS_WARM"
+"""Names the folder of the servers that the processes of a session share."""
 _CLIENT = Path(__file__).with_name("client.py")
 _cold_fake_cuda = shim.command
 
@@ -41,6 +43,9 @@ class Servers:
         """Start both, which then get ready side by side with the tests; those that connect wait for them."""
         if self._started:
             return
+        if _SHARED in os.environ:
+            self.folder = Path(os.environ[_SHARED])
+            return
         self.folder = Path(tempfile.mkdtemp(prefix="memfit-warm-"))
         paths = os.pathsep.join([str(Path(shim.__file__).parents[2]), str(ROOT)])
         environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
@@ -52,6 +57,11 @@ class Servers:
         for line in lines if shim.why_not() is None else lines[:1]:
             self._started.append(subprocess.Popen(line, cwd=ROOT, env=environment, stdin=subprocess.PIPE))
 
+    def share(self) -> None:
+        """Start both for the processes that this one starts too."""
+        self.start()
+        os.environ[_SHARED] = str(self.folder)
+
     def end(self) -> None:
         """End what was started, and wait for it."""
         for process in self._started:
@@ -60,6 +70,7 @@ class Servers:
         for process in self._started:
             process.wait()
         if self._started:
+            os.environ.pop(_SHARED, None)
             shutil.rmtree(self.folder)
         self._started.clear()
 

@@ -63,6 +63,7 @@ class KnownValues(TorchDispatchMode):
         self.reads_draws = False
         self.reads_batch = False
         self._real = WeakIdKeyDictionary()
+        self._storages = set[int]()  # of the tensors in `_real`, and of some that are gone
         self._drawn = WeakIdKeyDictionary()
         self._assumed = WeakIdKeyDictionary()
         self._passing = WeakIdKeyDictionary()
@@ -82,7 +83,7 @@ class KnownValues(TorchDispatchMode):
         real = self._real.get(source) if isinstance(source, FakeTensor) else source
         if real is not None and (is_followed(real) or real.dim() == 0) and real.device.type != "meta":
             with unset_fake_temporarily():
-                self._real[fake] = real.detach().to("cpu", copy=True)
+                self._set(fake, real.detach().to("cpu", copy=True))
 
     def begin(self, batch: Iterable[torch.Tensor], extreme: Extreme) -> None:
         """Begin a step: set the batch's tensors and the numbers that random operators draw; forget earlier readings."""
@@ -257,13 +258,22 @@ class KnownValues(TorchDispatchMode):
     def _remember(self, out: Any, real: Any) -> None:
         for fake, value in zip(tensors_in(out), tensors_in(real), strict=True):
             if isinstance(fake, FakeTensor):
-                self._real[fake] = value
+                self._set(fake, value)
+
+    def _set(self, fake: torch.Tensor, value: torch.Tensor) -> None:
+        self._real[fake] = value
+        if fake.layout is torch.strided:
+            self._storages.add(storage_key_of(fake))
 
     def _forget(self, func: Any, args: Any, kwargs: Any) -> None:
         """Forget the values of all aliases of the arguments that an operator wrote unknown values to."""
-        storages = {storage_key_of(t) for t in written_by(func, args, kwargs) if t.layout is torch.strided}
+        written = [t for t in written_by(func, args, kwargs) if t.layout is torch.strided]
+        storages = {storage_key_of(t) for t in written}
+        if self._storages.isdisjoint(storages) and not any(t in self._real for t in written):
+            return  # as for most operators of an optimizer
         for fake in [t for t in self._real if storage_key_of(t) in storages]:
             del self._real[fake]
+        self._storages = {storage_key_of(t) for t in self._real}
 
 
 def tensors_in(values: Any) -> list[torch.Tensor]:

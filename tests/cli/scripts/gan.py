@@ -48,7 +48,7 @@ class Generator(nn.Module):
             nn.ConvTranspose2d(width, width, 4, 2, 1, bias=False),
             nn.BatchNorm2d(width),
             nn.ReLU(True),
-            *(Residual(width) for _ in range(8)),
+            *(Residual(width) for _ in range(4)),
             nn.ConvTranspose2d(width, 1, 4, 2, 1, bias=False),
             nn.Tanh(),
         )

@@ -34,7 +34,7 @@ class Printed(transformers.TrainerCallback):
 
 transformers.set_seed(0)
 config = transformers.GPT2Config(
-    n_layer=3, n_embd=64, n_head=2, vocab_size=64, n_positions=64, bos_token_id=0, eos_token_id=0
+    n_layer=2, n_embd=64, n_head=2, vocab_size=64, n_positions=64, bos_token_id=0, eos_token_id=0
 )
 model = transformers.GPT2LMHeadModel(config)
 training_arguments = transformers.TrainingArguments(

@@ -46,7 +46,7 @@ train_ds = Dataset(files[:2], train_transforms)
 train_loader = DataLoader(train_ds, batch_size=1, shuffle=True)
 val_loader = DataLoader(Dataset(files[2:], Compose(loaded)), batch_size=1)
 
-model = SegResNet(init_filters=8, in_channels=1, out_channels=2, blocks_down=(6, 2, 2), blocks_up=(1, 1))
+model = SegResNet(init_filters=8, in_channels=1, out_channels=2, blocks_down=(5, 1), blocks_up=(1,))
 loss_function = DiceLoss(to_onehot_y=True, softmax=True)
 optimizer = torch.optim.Adam(model.parameters(), 1e-3)
 dice_metric = DiceMetric(include_background=False, reduction="mean")

@@ -54,9 +54,7 @@ def run(sharding: Sharding | None, program: Any, *args: Any) -> list[Any]:
     return [found[0] for found in on_ranks(sharding.world_size, program, sharding, *args)]
 
 
-@pytest.mark.parametrize(
-    "kind", ["adamw", *(pytest.param(kind, marks=pytest.mark.ci) for kind in ("momentum", "fp16"))]
-)
+@pytest.mark.parametrize("kind", ["adamw", pytest.param("fp16", marks=pytest.mark.ci)])
 def test_a_state_is_bitwise_the_same_however_many_ranks_read_and_write_it(kind: Kind, tmp_path: Path) -> None:
     names = list(CHAIN)
     expected, *others = run(CHAIN[names[0]], saved, kind, tmp_path / names[0])
