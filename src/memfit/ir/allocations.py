@@ -45,6 +45,14 @@ def allocations_of(replay: Replay, steps: int = 2, *, is_labelled: bool = True) 
     return _Program(replay, is_labelled).events(steps)
 
 
+def _written_over(dead: Sequence[Life], point: int, nbytes: int) -> Iterator[Life]:
+    """Yield the storages that a kernel writes its outputs over (`kernels`), the largest first: some bytes in all."""
+    for life in sorted(dead, key=lambda life: -life.nbytes):
+        if nbytes >= life.nbytes > 0 and life.first < point:
+            nbytes -= life.nbytes
+            yield life
+
+
 class _Program:
     """The events of a program: a step's storages in the order in which they are allocated and freed."""
 
@@ -116,9 +124,11 @@ class _Program:
                     yield from self._made(point, self.state)
                 if point in resident:
                     yield self._event(point, resident[point], True)
+                for life in _written_over(dead, point, -workspace):
+                    yield self._event(point, life, False)
                 for life in born:
                     yield self._event(point, life, True)
-                if workspace:
+                if workspace > 0:
                     scratch = Life(_SCRATCH, workspace, WORKSPACE, point, point)
                     yield self._event(point, scratch, True)
                     yield self._event(point, scratch, False)
