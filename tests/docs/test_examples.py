@@ -49,6 +49,7 @@ LONG = {
     "docs/guides/structure.md",
     "docs/guides/trainers.md",
     "docs/guides/varying-shapes.md",
+    "docs/quickstart.md",
     "docs/reference/levers.md",
     "docs/reference/verbs.md",
 }

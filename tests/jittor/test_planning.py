@@ -33,11 +33,11 @@ def measured(step: Step) -> memory.Measurement:
 
 
 def test_plans_of_a_unet_meet_their_budgets_measured() -> None:
-    """80, 60 and 50 % of the plain peak; the weights are as they were after planning."""
+    """80 and 50 % of the plain peak; the weights are as they were after planning."""
     workload = unet()
     plain = measured(Step(workload)).peak_bytes
     batch = workload.batch
-    for share in (0.8, 0.6, 0.5):
+    for share in (0.8, 0.5):
         before = {name: v.numpy().copy() for name, v in named_variables(workload.model).items()}
         found = plan(workload, budget=int(share * plain), points=2, time_limit_seconds=2.0)
         assert all(np.array_equal(before[n], v.numpy()) for n, v in named_variables(workload.model).items())

@@ -338,6 +338,7 @@ class NextToken(nn.Module):
 
 
 @pytest.mark.slow
+@pytest.mark.ci  # `tests/levers/test_compilation.py` has a step under Inductor in `make test`
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Inductor imports
 def test_the_gradient_of_a_part_of_the_logits_needs_no_second_tensor_of_their_size() -> None:
     """What is summed and taken again is computed for each, and nothing of its size is written down in between."""

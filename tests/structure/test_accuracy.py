@@ -60,7 +60,7 @@ def random_accuracy(workload: Workload) -> float:
     "lever",
     [
         pytest.param(lambda w: separable_convolutions(w, multiply_adds=0.5), marks=pytest.mark.ci),
-        lambda w: prune(w, multiply_adds=0.5),
+        pytest.param(lambda w: prune(w, multiply_adds=0.5), marks=pytest.mark.ci),
     ],
 )
 def test_half_the_multiply_adds_are_within_a_point_after_fine_tuning(lever: Any) -> None:
