@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.common import Case
@@ -25,10 +26,17 @@ class Output:
     notices: str
 
 
-def output_of(command: Sequence[str], timeout_seconds: float) -> Output:
-    """Return what a command prints before it ends, or is ended at its time limit."""
+def output_of(command: Sequence[str], timeout_seconds: float, environment: Mapping[str, str] | None = None) -> Output:
+    """Return what a command prints before it ends, or is ended at its time limit.
+
+    Args:
+        environment: Variables to set beside those of this process.
+    """
+    variables = {**os.environ, **(environment or {})}
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=timeout_seconds, check=False)
+        result = subprocess.run(
+            command, capture_output=True, text=True, timeout=timeout_seconds, check=False, env=variables
+        )
         output, end, notices = result.stdout, f"exit status {result.returncode}", result.stderr
     except subprocess.TimeoutExpired as e:
         output, end, notices = _text(e.stdout), f"no end within {timeout_seconds:g} s", _text(e.stderr)

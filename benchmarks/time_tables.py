@@ -7,6 +7,12 @@ from typing import Any
 from benchmarks.markdown import head, made_by, row
 from memfit.units import format_bytes, format_seconds
 
+CONDITIONS = {
+    "quiet_1": "one thread",
+    "quiet_2": "two threads",
+    "busy_2": "two threads beside two programs",
+}
+
 
 def adaptive_table(result: dict[str, Any]) -> str:
     """Return what a plan for each batch's shape gained over the best plan for all of them."""
@@ -48,6 +54,30 @@ def overhead_table(result: dict[str, Any]) -> str:
         name = case["case"].replace("_without_", ", without ")
         lines.append(row((name, str(case["rounds"]), *seconds, f"×{case['ratio']:.3f}")))
     return "\n".join([*lines, "", f"{made_by(result)}."])
+
+
+def step_times_table(result: dict[str, Any]) -> str:
+    """Return how right predicted ratios are, and whether the plan chosen by measuring is the fastest, by condition."""
+    lines = head(
+        ("condition", "plans", "median error of the ratio", "within 10 %", "choices", "within 2 % of the fastest")
+    )
+    for condition, figures in result["summary"].items():
+        errors = (f"{figures['ratio_median_abs_error']:.1%}", f"{figures['ratio_within_10_percent']:.0%}")
+        within = figures["measured_choice_within_2_percent"]
+        choices = (str(figures["choices"]), "–" if within is None else f"{within:.0%}")
+        lines.append(row((CONDITIONS[condition], str(figures["cells"]), *errors, *choices)))
+    return "\n".join([*lines, "", f"{made_by(result)}."])
+
+
+def step_ratios_table(result: dict[str, Any]) -> str:
+    """Return the predicted and the measured ratio of each plan."""
+    lines = head(("model", "budget", "levers", "condition", "predicted", "measured"))
+    for case in result["cases"]:
+        if case["kind"] == "ratio":
+            ratios = (f"×{case['predicted_ratio']:.2f}", f"×{case['measured_ratio']:.2f}")
+            levers = ", ".join(case["levers"]) or "plain"
+            lines.append(row((case["model"], f"{case['budget']}x", levers, CONDITIONS[case["condition"]], *ratios)))
+    return "\n".join(lines)
 
 
 def resident_table(result: dict[str, Any]) -> str:

@@ -37,6 +37,7 @@ LONG = {
     "docs/guides/another-card.md",
     "docs/guides/budget.md",
     "docs/guides/compare-cards.md",
+    "docs/guides/compile.md",
     "docs/guides/devices.md",
     "docs/guides/fleet.md",
     "docs/guides/ladder.md",

@@ -90,6 +90,7 @@ def test_simulated_offload_is_the_applied_one(found: Found) -> None:
         assert 2 <= copies["copy_out"] <= 2 * moved and result["waits"] >= 0
 
 
+@pytest.mark.ci  # as its scenario
 def test_plans_keep_optimizer_states_in_the_host_s_memory_where_they_must(found: Found) -> None:
     answer = one(found, "optimizer states planned")
     peaks, seconds, state_bytes = answer["peaks"], answer["seconds"], answer["state_bytes"]
@@ -102,6 +103,7 @@ def test_plans_keep_optimizer_states_in_the_host_s_memory_where_they_must(found:
     assert answer["upper"] <= answer["budget"]
 
 
+@pytest.mark.ci  # as its scenario
 def test_plans_use_the_host_s_memory_where_they_may(found: Found) -> None:
     result = one(found, "offload planned")
     without, using = result["None"], result["1GiB"]

@@ -28,11 +28,14 @@ from memfit.levers import (
 from memfit.levers.activation_offload import ACTIVATION_OFFLOAD
 from memfit.levers.chunked_loss import CHUNKED_LOSS, HEAD_INSIDE
 from memfit.levers.circumstances import check_combination, circumstances
+from memfit.levers.compilation import COMPILATION, LIMIT, OWN_LOOP
+from memfit.levers.lean import LEAN
 from memfit.levers.microbatches import MICROBATCHES
 from memfit.levers.registry import CONFLICTS
 from memfit.levers.replaced_optimizer import ADAFACTOR, ADAMW_8BIT
 from memfit.levers.switch import candidates_of
 from memfit.recipes import byte_lm
+from memfit.tape import LoopWorkload
 from memfit.training.optimizers import Optimizers
 from memfit.workload import Workload
 from tests.workloads import lean
@@ -74,6 +77,11 @@ def compiled() -> Workload:
     return workload
 
 
+def looped() -> Workload:
+    workload = unclipped()
+    return LoopWorkload(**{field.name: getattr(workload, field.name) for field in dataclasses.fields(workload)})
+
+
 def foreign() -> Workload:
     workload = unclipped()
     return dataclasses.replace(workload, optimizer=Foreign(workload.model.parameters()))
@@ -83,6 +91,7 @@ OFFLOADED = Levers(microbatch_size=4, optimizer="offloaded")
 IN_BACKWARD = Levers(microbatch_size=4, optimizer="in-backward")
 FUSED = Levers(microbatch_size=4, optimizer="fused")
 DATA_PARALLEL = Levers(microbatch_size=2, sharding=Sharding(world_size=2, mode="ddp"))
+COMPILED = Levers(microbatch_size=4, compiler="inductor")
 FULLY_SHARDED = Levers(microbatch_size=2, sharding=Sharding(world_size=2, mode="zero3"))
 CASES: dict[tuple[str, str], tuple[Callable[[], Workload], Levers]] = {
     (MICROBATCHES, conflicts.BATCH_NORM): (with_batch_norm, Levers(microbatch_size=2)),
@@ -159,6 +168,18 @@ CASES: dict[tuple[str, str], tuple[Callable[[], Workload], Levers]] = {
         lambda: dataclasses.replace(lean(), bf16_updates="master-weights"),
         replace(FUSED, precision="bf16-true"),
     ),
+    **{
+        (COMPILATION, other): (make, replace(COMPILED, **changes))
+        for other, make, changes in (
+            (CHUNKED_LOSS, lean, {"chunked_loss": ChunkedLoss(head="head", rows=1)}),
+            (LEAN, lean, {"lean": ("*",)}),
+            (ACTIVATION_OFFLOAD, lean, {"regions": (Region(("blocks.0",), offload=True),)}),
+            (optimizer_in_backward.IN_BACKWARD, unclipped, {"optimizer": "in-backward"}),
+            (shared_by_ranks.SHARDING, unclipped, {"sharding": DATA_PARALLEL.sharding, "microbatch_size": 2}),
+            (conflicts.COMPILED, compiled, {}),
+            (OWN_LOOP, looped, {}),
+        )
+    },
 }
 
 
@@ -172,8 +193,15 @@ def test_each_row_is_refused(pair: tuple[str, str]) -> None:
 
 
 def test_every_row_but_those_of_other_frameworks_is_tested() -> None:
-    # tested with an environment of its own, in test_batch_coupling.py, below, in test_adapt.py, test_out_of_memory.py
-    elsewhere = {conflicts.JITTOR, conflicts.COUPLING_LOSS, replaced_optimizer.NO_BITSANDBYTES, conflicts.ADAPTING}
+    # tested with an environment of its own, in test_batch_coupling.py, below, in test_adapt.py, test_out_of_memory.py,
+    # and test_compilation.py
+    elsewhere = {
+        conflicts.JITTOR,
+        conflicts.COUPLING_LOSS,
+        replaced_optimizer.NO_BITSANDBYTES,
+        conflicts.ADAPTING,
+        LIMIT,
+    }
     assert set(CASES) == {(r.one, r.other) for r in CONFLICTS if elsewhere.isdisjoint((r.one, r.other))}
 
 

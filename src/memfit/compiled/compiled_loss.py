@@ -53,12 +53,13 @@ class CompiledLoss:
         is_new = shape not in self._shapes
         if is_new:
             self._check_count(shape)
-        recorder = Recorder.active()
-        with _compiling() if is_new else recompilations_limited():
+        recorder, graphs = Recorder.active(), self._backend.graphs
+        self._backend.begin()
+        with recompilations_limited(), _explained(), _without_notices() if is_new else contextlib.nullcontext():
             loss = self._compiled(model, batch) if recorder is None else self._recorded(recorder, model, batch, is_new)
-        if is_new:
+        if self._backend.graphs > graphs or (is_new and torch.is_grad_enabled()):
             self._check_graphs()
-            self._shapes.add(shape)
+        self._shapes.add(shape)
         return loss
 
     def _check_count(self, shape: Any) -> None:
@@ -67,7 +68,6 @@ class CompiledLoss:
                 f"the batch has a shape that no code was compiled for, {shape[0]}, and this step compiled code for"
                 f" {MOST_SHAPES} others: pad batches to fewer shapes, or set levers.compiler to 'none'"
             )
-        self._backend.begin()
 
     def _recorded(self, recorder: Recorder, model: nn.Module, batch: Any, is_new: bool) -> Any:
         """Return the loss of a step that is captured.
@@ -86,7 +86,7 @@ class CompiledLoss:
                 return self._compiled(model, batch)
 
     def _check_graphs(self) -> None:
-        if not self._backend.graphs and torch.is_grad_enabled():
+        if not self._backend.graphs:
             raise PlanError(
                 "torch.compile makes no code of the step, as where a loop breaks into several graphs: look at"
                 " torch.compile(..., fullgraph=True), set levers.compiler to 'none', or plan with compile=False"
@@ -106,20 +106,25 @@ def _shape_of(batch: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _compiling() -> Iterator[None]:
+def _explained() -> Iterator[None]:
     """Say what went wrong in a compiler as an error of the plan."""
-    with recompilations_limited(), warnings.catch_warnings():
-        # Dynamo looks at the gradients of what a graph before returned.
+    try:
+        yield
+    except compiler_errors() as e:
+        inner = getattr(e, "inner_exception", e)  # of the back end
+        said = (str(inner).strip().splitlines() or [""])[0]
+        raise PlanError(
+            f"the step can't be compiled ({type(inner).__name__}: {said}): set levers.compiler to 'none', or plan with"
+            " compile=False"
+        ) from inner
+
+
+@contextlib.contextmanager
+def _without_notices() -> Iterator[None]:
+    """Leave out what Dynamo warns of by itself, as it looks at the gradients of what a graph before returned."""
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-        try:
-            yield
-        except compiler_errors() as e:
-            inner = getattr(e, "inner_exception", e)  # of the back end
-            said = (str(inner).strip().splitlines() or [""])[0]
-            raise PlanError(
-                f"the step can't be compiled ({type(inner).__name__}: {said}): set levers.compiler to 'none', or plan"
-                " with compile=False"
-            ) from inner
+        yield
 
 
 @contextlib.contextmanager

@@ -87,13 +87,15 @@ class _Pass:
         """Run the pass, and return its outputs."""
         recorder = self.recorder if self.recorder is not None and self.recorder.recording else None
         self.offset = 0 if recorder is None else len(recorder.now.ops) - (self.graph.turn if self.is_backward else 0)
-        if recorder is not None and not self.is_backward:
-            self.passed.first_call = len(recorder.now.calls)
+        if recorder is not None:
+            for member, work in self.graph.joint.operators.items():  # whose costs make up those of kernels
+                recorder.add_signature(member, work)
+            if not self.is_backward:
+                self.passed.first_call = len(recorder.now.calls)
         for node, value in zip(self.module.graph.find_nodes(op="placeholder"), inputs, strict=True):
             self.values[node] = value
             self._observe(node, -1)
         inputs.clear()
-        value = None
         for node in self.module.graph.find_nodes(op="get_attr"):
             self.values[node] = _as_fake(getattr(self.module, str(node.target)), self.values.values())
         self._free(-1)
@@ -141,8 +143,6 @@ class _Pass:
 
     def _op(self, index: int, recorder: Recorder) -> Op:
         op, trace = self.trace.ops[index], self.trace
-        for member, work in self.graph.joint.operators.items():
-            recorder.add_signature(member, work)
         number = recorder.add_signature(trace.signatures[op.signature], trace.works[op.signature])
         phase: Phase = op.phase if op.phase == "recompute" else recorder.phase
         call = op.call + self.passed.first_call if op.call >= 0 else -1

@@ -38,7 +38,7 @@ class PlannedBackend:
         self.begin()
 
     def begin(self) -> None:
-        """Name calls from the first on: the next graphs are those of another shape of the batch."""
+        """Name calls from the first on: the next graphs are those of another run of the function."""
         self._names = CallNames()
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

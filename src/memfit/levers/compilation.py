@@ -21,7 +21,7 @@ from memfit.ir.operator_costs import CostTable
 from memfit.ir.plan import CompilerLever, Levers
 from memfit.levers.activation_offload import ACTIVATION_OFFLOAD
 from memfit.levers.chunked_loss import CHUNKED_LOSS
-from memfit.levers.conflicts import ADAPTING, COMPILED, JITTOR, Conflict
+from memfit.levers.conflicts import COMPILED, JITTOR, Conflict
 from memfit.levers.lean import LEAN
 from memfit.levers.lever import Lever, NotOffered, Running, Setting
 from memfit.levers.optimizer_in_backward import IN_BACKWARD
@@ -43,7 +43,6 @@ _REASONS = {
     COMPILED: "the workload compiles its model or loss itself",
     OWN_LOOP: "the loop calls its modules itself",
     LIMIT: "compiled code allocates where no limit of the process sees it",
-    ADAPTING: "each shape of a batch would be compiled for each of its plans",
     JITTOR: "Jittor compiles its own operators",
 }
 

@@ -18,6 +18,7 @@ from memfit.cost.calibrate import with_workspaces
 from memfit.errors import UsageError
 from memfit.hardware import accelerators
 from memfit.hardware.host import find_device
+from memfit.ir.kernels import unfused
 from memfit.ir.plan import Plan
 from memfit.ir.simulate import simulate
 from memfit.levers import registry
@@ -73,7 +74,7 @@ def adapt(
     plan, workload = without_coupled(plan, workload), placed(workload, plan)
     with contextlib.ExitStack() as stack:
         switch = stack.enter_context(switchable(plan, workload, limit_bytes=limit_bytes))
-        adaptive = stack.enter_context(contextlib.closing(Adaptive(switch, plan, snapshots)))
+        adaptive = stack.enter_context(contextlib.closing(Adaptive(switch, plan, workload, snapshots)))
         switch.step.change(recovery=adaptive)
         switch.step.on_close = stack.pop_all().close
     return switch.step
@@ -127,6 +128,7 @@ class Adaptive(Recovery):
     Args:
         switch: Puts the step under a plan.
         plan: The plan whose frontier has the others.
+        workload: The workload that the step is made of.
         snapshots: Folder for snapshots of steps that run out of memory; None for none.
 
     Attributes:
@@ -134,14 +136,14 @@ class Adaptive(Recovery):
         taken: How often each was run, by bucket and position.
     """
 
-    def __init__(self, switch: Switch, plan: Plan, snapshots: str | Path | None = None) -> None:
+    def __init__(self, switch: Switch, plan: Plan, workload: Workload, snapshots: str | Path | None = None) -> None:
         registry.check_names({ADAPTING} | registry.names(plan.levers, plan.batch_size))
         super().__init__(switch.step, plan, self._next, snapshots=snapshots_of(switch, snapshots))
         self.candidates = candidates_of(plan)
         self.taken: Counter[tuple[int, int]] = Counter()
         self._base = plan
         self._switch = switch
-        self._workload, self._device = switch.step.workload, find_device(plan.device)
+        self._workload, self._device = workload, find_device(plan.device)
         self._place_of_step = device_of(switch.step)
         self._largest = shapes_of(self._workload.batch)
         self._way: Way | None = None
@@ -219,7 +221,7 @@ class Adaptive(Recovery):
         if batch is self._workload.batch or self._device.kind != "cpu":
             self._costs = costs_of(traces.values(), self._device)
         else:
-            self._costs = with_workspaces(self._costs, traces.values())
+            self._costs = with_workspaces(self._costs, map(unfused, traces.values()))
         kept_bytes = sum(t.nbytes for t in tensors_of(self._workload.batch))  # beside the batch that is run
         found = []
         for levers, candidate in zip(bare, self.candidates, strict=True):
