@@ -101,7 +101,7 @@ SHAPES: list[Any] = [
     pytest.param(
         broken,
         replace(WHOLE, microbatch_size=96, regions=BLOCKS),
-        0.001,
+        0.01,
         id="three-graphs-regions-uneven",
         marks=pytest.mark.ci,
     ),
