@@ -44,7 +44,7 @@ class CompiledLoss:
         self._compiled: LossFn = torch.compile(own, backend=backend, dynamic=False)
 
     def __call__(self, model: nn.Module, batch: Any) -> Any:
-        """Return what the loss function returns.
+        """Return the loss of a batch, as the loss function gives it.
 
         Raises:
             PlanError: It can't be compiled, or not as the plan says.
@@ -100,14 +100,14 @@ class CompiledLoss:
 
 
 def _shape_of(batch: Any) -> Any:
-    """Return what code is compiled for: shapes and dtypes of a batch, autocast, and whether gradients are recorded."""
+    """Return the key of a batch's code: shapes and dtypes, autocast, and whether gradients are recorded."""
     shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in leaves_of(batch))
     return shapes, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
 
 
 @contextlib.contextmanager
 def _explained() -> Iterator[None]:
-    """Say what went wrong in a compiler as an error of the plan."""
+    """Raise a compiler's errors as errors of the plan."""
     try:
         yield
     except compiler_errors() as e:
@@ -121,7 +121,7 @@ def _explained() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_notices() -> Iterator[None]:
-    """Leave out what Dynamo warns of by itself, as it looks at the gradients of what a graph before returned."""
+    """Leave out warnings that Dynamo causes itself: it looks at the gradients of outputs of earlier graphs."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
         yield

@@ -68,7 +68,7 @@ class _Order:
                 self._move(kernel, barrier)
 
     def _move(self, kernel: int, barrier: int) -> None:
-        """Move a kernel to just after what it needs, where it frees more than it makes there."""
+        """Move a kernel to just after its inputs are made, where it frees more than it makes there."""
         place = {other: index for index, other in enumerate(self.order)}
         views, needed = self._needed(kernel)
         to = max([barrier, *(place.get(other, -1) + 1 for other in needed)])
@@ -87,7 +87,7 @@ class _Order:
             self.order[to:to] = moved
 
     def _needed(self, kernel: int) -> tuple[set[int], set[int]]:
-        """Return the kernels of views that a kernel reads through, and the kernels that make what it reads."""
+        """Return the kernels of views that a kernel reads through, and the kernels that make its inputs."""
         views, needed, waiting = set[int](), set[int](), [kernel]
         while waiting:
             for other in self._needs[waiting.pop()] - views:

@@ -92,7 +92,7 @@ class JointRewriter:
 
 
 def prepare(graph: fx.Graph) -> None:
-    """Have a joint graph hold what Inductor's code for it shall hold, in any layout."""
+    """Make a joint graph ready for Inductor: masks held as bytes, and views that are right in any layout."""
     show_in_any_layout(graph)
     hold_masks_as_bytes(graph, mark_kept)
 

@@ -50,7 +50,7 @@ class RecordedGraph:
 
 
 class _Passed:
-    """What a forward pass leaves for its backward pass: the storages by number in the joint graph, and saves."""
+    """The record of a forward pass for its backward pass: its storages, by number in the joint graph, and its saves."""
 
     def __init__(self) -> None:
         self.storages: dict[int, int] = {}
