@@ -105,8 +105,6 @@ SHAPES: list[Any] = [
         id="three-graphs-regions-uneven",
         marks=pytest.mark.ci,
     ),
-    pytest.param(broken, WHOLE, 0.001, id="three-graphs", marks=pytest.mark.ci),
-    pytest.param(whole, replace(WHOLE, regions=BLOCKS), 0.05, id="regions", marks=pytest.mark.ci),
     pytest.param(dropping, WHOLE, 0.15, id="dropout", marks=pytest.mark.ci),
     pytest.param(
         whole, replace(WHOLE, precision="bf16-mixed", microbatch_size=128), 0.05, id="bf16-mixed", marks=pytest.mark.ci
