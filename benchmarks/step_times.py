@@ -18,12 +18,14 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import memfit
 from benchmarks.common import Case, main
 from benchmarks.frontier.models import QUICK, SUBJECTS
 from benchmarks.processes import output_of
+from benchmarks.steps.rows import Rows
 from memfit.hardware.host import find_device
 from memfit.ir.plan import Levers, Plan
 from memfit.planner.contenders import MARGIN
@@ -135,28 +137,48 @@ def summary_of(rows: Sequence[Case]) -> dict[str, Any]:
 
 
 def run(
-    quick: bool, models: list[str] | None, conditions: list[str] | None, cell: str | None
+    quick: bool,
+    models: list[str] | None = None,
+    conditions: list[str] | None = None,
+    cell: str | None = None,
+    rows: Path | None = None,
 ) -> tuple[list[Case], dict[str, Any]]:
-    """Run every model under every condition."""
+    """Return the cells of every model under every condition, and their figures.
+
+    Args:
+        models: Those to run; None for all.
+        conditions: Those to run under; None for all.
+        cell: The one model that this process runs itself, and whose cells it prints.
+        rows: A file with cells that were measured before; None for none.
+    """
     if cell is not None:  # in a process of its own
         for row in cells(cell, quick):
             print(json.dumps(row), flush=True)
         sys.exit(0)
-    rows: list[Case] = []
+    before, cases = Rows(rows), list[Case]()
     for condition in conditions or list(CONDITIONS):
-        setting = CONDITIONS[condition]
         for model in models or list(QUICK if quick else SUBJECTS):
-            command = [sys.executable, "-m", "benchmarks.step_times", "--cell", model, *(["--quick"] * quick)]
-            with _computing(setting.others):
-                output = output_of(command, _LIMIT_SECONDS, {"OMP_NUM_THREADS": str(setting.threads)})
-            if not output.rows:
-                print(f"{model}, {condition}: {output.end}\n{output.notices[-2000:]}", file=sys.stderr)
-            rows += [{"condition": condition, **row} for row in output.rows]
+            name = f"{model}, {condition}"
+            found = before.of(name)
+            if found is None:
+                found = _isolated(model, CONDITIONS[condition], quick, name)
+                before.add(name, found)
+            cases += [{"condition": condition, **row} for row in found]
     summary = {
-        condition: summary_of([row for row in rows if row["condition"] == condition])
+        condition: summary_of([case for case in cases if case["condition"] == condition])
         for condition in conditions or list(CONDITIONS)
     }
-    return rows, summary
+    return cases, summary
+
+
+def _isolated(model: str, condition: Condition, quick: bool, name: str) -> list[Case]:
+    """Return the cells of a model from a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.step_times", "--cell", model, *(["--quick"] * quick)]
+    with _computing(condition.others):
+        output = output_of(command, _LIMIT_SECONDS, {"OMP_NUM_THREADS": str(condition.threads)})
+    if not output.rows:
+        print(f"{name}: {output.end}\n{output.notices[-2000:]}", file=sys.stderr)
+    return output.rows
 
 
 if __name__ == "__main__":
@@ -167,6 +189,11 @@ if __name__ == "__main__":
         {
             "--models": {"nargs": "+", "choices": sorted(SUBJECTS), "help": "all by default"},
             "--conditions": {"nargs": "+", "choices": list(CONDITIONS), "help": "all by default"},
+            "--rows": {
+                "type": Path,
+                "metavar": "FILE",
+                "help": "go on with a run that was cut short: its rows are kept there",
+            },
             "--cell": {"metavar": "MODEL", "help": "print the cells of one model, as this process runs it"},
         },
     )
