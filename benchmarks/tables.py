@@ -16,7 +16,15 @@ from benchmarks.distributed import figures as ranks
 from benchmarks.faults import figures as faults
 from benchmarks.markdown import head, made_by, row
 from benchmarks.packages.zoo import FAMILIES
-from benchmarks.time_tables import adaptive_table, large_table, overhead_table, resident_table, roofline_table
+from benchmarks.time_tables import (
+    adaptive_table,
+    large_table,
+    overhead_table,
+    resident_table,
+    roofline_table,
+    step_ratios_table,
+    step_times_table,
+)
 from memfit.ir.codec import write_atomic
 from memfit.levers import registry
 from memfit.units import format_bytes, format_seconds
@@ -217,6 +225,8 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "roofline": ("roofline", roofline_table),
     "large": ("large", large_table),
     "overhead": ("overhead", overhead_table),
+    "step_times": ("step_times", step_times_table),
+    "step_ratios": ("step_times", step_ratios_table),
     "worked": ("worked_example", worked_example_table),
     "combinations": ("", lambda _: registry.table()),
     "commands": ("", lambda _: reference.commands()),
