@@ -129,7 +129,7 @@ class _Pass:
         return node.target(*args, **kwargs)
 
     def _observe(self, node: fx.Node, position: int, kernel: int = -1) -> None:
-        """Observe the storages of a node's outputs, but those that only its own kernel reads."""
+        """Observe the storages of a node's outputs, except those that only its own kernel reads."""
         if self.recorder is None:
             return
         named = self.graph.storages_of.get(node.name, ())
@@ -153,7 +153,7 @@ class _Pass:
             del self.values[node]
 
     def _finish_forward(self, recorder: Recorder) -> None:
-        """Record the calls of modules, what is saved, and when it would die if it were not."""
+        """Record the calls of modules, the saves, and the releases of saved storages."""
         first, storages = self.passed.first_call, self.passed.storages
         for call in self.trace.calls:
             recorder.now.calls.append(
@@ -180,7 +180,7 @@ class _Pass:
         self.graph.waiting.append(self.passed)
 
     def _finish_backward(self, recorder: Recorder) -> None:
-        """Record when what was saved was read first and last."""
+        """Record the first and the last read of each save."""
         for index, save in self.passed.saves:
             recorder.now.saves[index] = replace(
                 recorder.now.saves[index], unpacked=save.unpacked + self.offset, death=save.death + self.offset

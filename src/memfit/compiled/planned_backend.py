@@ -13,7 +13,7 @@ from memfit.compiled.graph_module_calls import CallNames
 from memfit.compiled.joint_graph import has_symbols
 from memfit.compiled.joint_rewriter import JointRewriter, prepare
 from memfit.compiled.kernel_recording import RecordedGraph
-from memfit.compiled.lowering import memfit_error, raising
+from memfit.compiled.lowering import lower_to_inductor, raising_own
 from memfit.compiled.rematerialization import split
 from memfit.errors import PlanError
 from memfit.ir.remat import Region
@@ -43,17 +43,9 @@ class PlannedBackend:
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile a graph."""
-        from memfit.compiled import inductor_partition  # takes seconds; `import memfit` must not
-
         self._recorded: RecordedGraph | None = None
-        try:
-            compile_pass = self._recording if self.is_on_paper else None
-            return inductor_partition.lower(module, inputs, self._partition, compile_pass)
-        except Exception as e:
-            error = memfit_error(e)
-            if error is None:
-                raise
-            return raising(error)
+        compile_pass = self._recording if self.is_on_paper else None
+        return raising_own(lambda: lower_to_inductor(module, inputs, self._partition, compile_pass))
 
     def _partition(self, module: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
         if has_symbols(module.graph):

@@ -16,7 +16,7 @@ from memfit._torch.compilers import current_compile_id
 from memfit._torch.dispatch import disable_current_modes
 from memfit.compiled.joint_graph import has_symbols
 from memfit.compiled.joint_rewriter import FUSED_ERROR, JointRewriter, copied, layout_variants
-from memfit.compiled.lowering import lower_to_eager, memfit_error, raising
+from memfit.compiled.lowering import lower_to_eager, lower_to_inductor, raising_own
 from memfit.compiled.rematerialization import split
 from memfit.errors import BudgetError, InfeasibleError, UsageError
 from memfit.hardware.host import find_device
@@ -91,17 +91,8 @@ class CompileBackend:
         self._frames: set[int] = set()
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        try:
-            if self.lowering == "eager":
-                return lower_to_eager(module, inputs, self._partition)
-            from memfit.compiled import inductor_partition  # takes seconds; `import memfit` must not
-
-            return inductor_partition.lower(module, inputs, self._partition)
-        except Exception as e:
-            error = memfit_error(e)
-            if error is None:
-                raise
-            return raising(error)
+        lower = lower_to_eager if self.lowering == "eager" else lower_to_inductor
+        return raising_own(lambda: lower(module, inputs, self._partition))
 
     def _partition(self, module: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
         if has_symbols(module.graph):
