@@ -13,6 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from memfit._torch.fake import FakeTensor, FakeTensorMode
+from memfit._torch.fake_cache import CachedFakeTensorMode
 from memfit._torch.replacement import replaced
 from memfit._torch.tensors import storage_key_of
 from memfit.batch import is_uncut, packed_in
@@ -190,7 +191,7 @@ def mode_of(workload: Workload) -> FakeTensorMode:
     for tensor in [*workload.model.parameters(), *tensors_of(workload.batch)]:
         if isinstance(tensor, FakeTensor):
             return tensor.fake_mode
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    return CachedFakeTensorMode(allow_non_fake_inputs=True)
 
 
 def fake_copy(workload: Workload, values: KnownValues, device: torch.device | None = None) -> Workload:

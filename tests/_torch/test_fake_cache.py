@@ -1,0 +1,175 @@
+"""What memfit relies on of the cache of fake tensors, and that a quicker look-up returns what PyTorch's does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from memfit._torch import fake_cache
+from memfit._torch.fake import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from memfit._torch.fake_cache import CachedFakeTensorMode
+from memfit.capture import fake_workload
+from memfit.ir import codec
+from memfit.workload import Workload
+from tests.models import captured, recurrent, transformer, unet
+
+_METADATA = ("shape", "dtype", "layout", "device", "fake_device", "requires_grad", "is_leaf", "constant", "pytype")
+
+
+@pytest.fixture(autouse=True)
+def _empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CachedFakeTensorMode, "_kept", {})
+
+
+def _described(tensor: torch.Tensor) -> dict[str, Any]:
+    assert type(tensor) is FakeTensor
+    found = {name: getattr(tensor, name) for name in _METADATA}
+    found["nbytes"] = tensor.untyped_storage().nbytes()
+    return found | {"stride": tensor.stride(), "offset": tensor.storage_offset(), "names": sorted(vars(tensor))}
+
+
+def _is_same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+
+
+def _views(x: torch.Tensor) -> list[torch.Tensor]:
+    return [x.t(), x[1:, 2], x.view(-1), x.unsqueeze(0).expand(3, -1, -1), *x.split(2), *x.unbind(1)]
+
+
+def _in_place(x: torch.Tensor) -> list[torch.Tensor]:
+    y = x.clone()
+    returned = [y.add_(1), y.mul_(x), y.t_(), y.zero_()]
+    assert all(r is y for r in returned)
+    return returned
+
+
+def _several(x: torch.Tensor) -> list[torch.Tensor]:
+    values, indices = x.sort(dim=0)
+    return [values, indices, *torch.ops.aten.native_layer_norm(x, [x.shape[1]], None, None, 1e-5)]
+
+
+def _made(x: torch.Tensor) -> list[torch.Tensor]:
+    return [torch.zeros(3), torch.arange(4), x.new_ones(2, dtype=torch.bool), torch.empty(2, 3).t().contiguous()]
+
+
+def _promoted(x: torch.Tensor) -> list[torch.Tensor]:
+    return [x + 1, x + 1.0, x.long() + 1, x.long() + 1.0, x.long() + True, x.bfloat16() * x, x > 0]
+
+
+def _channels_last(x: torch.Tensor) -> list[torch.Tensor]:
+    image = x[None, None].expand(2, 3, -1, -1)
+    last = image.contiguous(memory_format=torch.channels_last)
+    weight = torch.ones(5, 3, 1, 1)
+    return [last, last + 1, torch.conv2d(last, weight), torch.conv2d(image.contiguous(), weight)]
+
+
+def _complex(x: torch.Tensor) -> list[torch.Tensor]:
+    z = torch.complex(x, x)
+    return [z, z.conj() * 2, (z * 2).real, torch.view_as_real(z)]
+
+
+def _with_gradients(x: torch.Tensor) -> list[torch.Tensor]:
+    w = torch.ones(x.shape[1], 2).requires_grad_()
+    (gradient,) = torch.autograd.grad(torch.tanh(x @ w).sum(), w)
+    return [x @ w, gradient]
+
+
+@pytest.mark.parametrize(
+    "run", [_views, _in_place, _several, _made, _promoted, _channels_last, _complex, _with_gradients]
+)
+def test_a_second_call_returns_what_pytorch_does(run: Callable[[torch.Tensor], list[torch.Tensor]]) -> None:
+    """In metadata, in what shares memory with the argument, and in attributes; also under another mode."""
+
+    def outputs(mode: FakeTensorMode) -> tuple[list[dict[str, Any]], list[bool]]:
+        with mode:
+            x = mode.from_tensor(torch.ones(4, 6))
+            made = run(x)
+        assert all(tensor.fake_mode is mode for tensor in made)  # type: ignore[attr-defined]
+        return [_described(tensor) for tensor in made], [_is_same_memory(tensor, x) for tensor in made]
+
+    expected = outputs(FakeTensorMode())
+    first = CachedFakeTensorMode()
+    assert outputs(first) == outputs(first) == outputs(CachedFakeTensorMode()) == expected
+    assert any(kept is not None for kept in CachedFakeTensorMode._kept.values())
+
+
+def test_what_tells_calls_apart_is_in_the_key() -> None:
+    """The default dtype, the device, strides, a scalar's type, an optional argument."""
+    with CachedFakeTensorMode() as mode:
+        x = mode.from_tensor(torch.ones(4, 6))
+        assert (x.long() + 1).dtype == torch.long and (x.long() + 1.0).dtype == torch.float32
+        assert x.sum(0).shape == (6,) and x.sum(1).shape == (4,) and x.sum(1, keepdim=True).shape == (4, 1)
+        assert (x * 2).stride() == (6, 1) and (x.t() * 2).stride() == (1, 6)
+        assert torch.empty(2, device="meta").device.type == "meta" and torch.empty(2).device.type == "cpu"
+        dtypes = []
+        for dtype in (torch.float32, torch.float64, torch.float32):
+            torch.set_default_dtype(dtype)
+            dtypes.append(torch.ones(2).dtype)
+        assert dtypes == [torch.float32, torch.float64, torch.float32]
+
+
+def test_pytorchs_cache_decides_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs that depend on data are not; nothing is where `_BypassDispatchCache` is raised, or the cache is off."""
+    with CachedFakeTensorMode() as mode:
+        x = mode.from_tensor(torch.ones(4))
+        with pytest.raises(DataDependentOutputException):
+            x.sum().item()
+        with pytest.raises(DynamicOutputShapeException):
+            torch.nonzero(x)
+        torch.relu(x)
+        kept = CachedFakeTensorMode._kept
+        relu = [key for key in kept if key[0] is torch.ops.aten.relu.default]
+        assert len(relu) == 1 and isinstance(kept[relu[0]], fake_cache._Kept)
+        assert not any(kept[key] for key in kept if "nonzero" in str(key[0]) or "local_scalar" in str(key[0]))
+        kept.clear()
+        monkeypatch.setattr(mode, "cache_enabled", False)
+        torch.relu(x)
+        monkeypatch.setattr(mode, "cache_enabled", True)
+
+        def bypassed(*arguments: Any) -> None:
+            raise fake_cache._BypassDispatchCache("for a test")
+
+        monkeypatch.setattr(mode, "_cache_key", bypassed)
+        assert torch.relu(x).shape == (4,)
+        assert not kept
+
+
+def test_data_of_a_kept_output_can_not_be_had() -> None:
+    """`_set_throw_on_mutable_data_ptr`, or `_set_warn_deprecated_on_mutable_data_ptr`, is set on it."""
+    with CachedFakeTensorMode() as mode:
+        mode._allow_unsafe_data_ptr_access = False
+        x = mode.from_tensor(torch.ones(4))
+        for out in (torch.relu(x), torch.relu(x)):
+            with pytest.raises(RuntimeError, match="data"):
+                out.data_ptr()
+
+
+@pytest.mark.parametrize("workload", [transformer, unet, recurrent])
+def test_a_capture_records_what_it_does_without(
+    workload: Callable[[], Workload], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def recorded() -> bytes:
+        torch.manual_seed(0)
+        return codec.encode(captured(workload()))
+
+    cached = [recorded(), recorded()]
+    monkeypatch.setattr(fake_workload, "CachedFakeTensorMode", FakeTensorMode)
+    assert cached == [recorded()] * 2
+
+
+def test_a_module_of_fake_parameters_runs_from_the_cache() -> None:
+    with CachedFakeTensorMode() as mode:
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.GELU(), nn.Linear(8, 2))
+        x = mode.from_tensor(torch.ones(3, 4))
+        for _ in range(2):
+            model(x).sum().backward()
+    assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
