@@ -11,11 +11,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses._fake_tensor_utils import _CacheKeyState
 from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
     _BypassDispatchCache,
-    _CacheKeyState,
     _DispatchCacheValidEntry,
 )
 
@@ -140,6 +140,12 @@ def _kept(entry: Any, out: Any) -> _Kept | None:
             return None
         else:
             attributes = {name: value for name, value in vars(made).items() if name != "fake_mode"}
-            form = (metadata.shape, metadata.stride, metadata.storage_offset, metadata.dtype, metadata.requires_grad)
+            form: Any = (
+                metadata.shape,
+                metadata.stride,
+                metadata.storage_offset,
+                metadata.dtype,
+                metadata.requires_grad,
+            )
             outputs.append(_New(*form, metadata.device, info.view_idx, attributes))
     return _Kept(tuple(outputs), entry.is_output_tuple)
