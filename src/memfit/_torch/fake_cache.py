@@ -140,12 +140,7 @@ def _kept(entry: Any, out: Any) -> _Kept | None:
             return None
         else:
             attributes = {name: value for name, value in vars(made).items() if name != "fake_mode"}
-            form: Any = (
-                metadata.shape,
-                metadata.stride,
-                metadata.storage_offset,
-                metadata.dtype,
-                metadata.requires_grad,
-            )
-            outputs.append(_New(*form, metadata.device, info.view_idx, attributes))
+            form: list[Any] = [metadata.shape, metadata.stride, metadata.storage_offset, metadata.dtype]
+            form += [metadata.requires_grad, metadata.device, info.view_idx, attributes]
+            outputs.append(_New(*form))
     return _Kept(tuple(outputs), entry.is_output_tuple)
