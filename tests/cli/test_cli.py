@@ -172,6 +172,8 @@ def test_train_plans_for_a_budget(memfit: Shell, tmp_path: Path) -> None:
     for options in ((), ("--budget", "2x", "--plan", str(tmp_path / "plan.json"))):
         status, _, errors = memfit(*train, *options)
         assert status == 2 and "give one of --plan and --budget" in errors
+    status, _, errors = memfit(*train, "--plan", str(tmp_path / "plan.json"), "--compile", "yes")
+    assert status == 2 and "--compile is for the plan that --budget makes" in errors
     assert memfit(*train, "--budget", "2x")[0] == 0
     assert (run / "plan.json").is_file()
 

@@ -48,26 +48,29 @@ durations = st.lists(st.floats(0.01, 5.0), min_size=1, max_size=4)
 class World:
     """A clock that moves only where a turn takes its time."""
 
-    def __init__(self, seconds: list[float]) -> None:
-        self.now, self.seconds = 100.0, seconds
+    def __init__(self, seconds: list[float], code_seconds: float = 0.0) -> None:
+        self.now, self.seconds, self.code_seconds = 100.0, seconds, code_seconds
         self.turns: list[int] = []
 
     def clock(self) -> float:
         return self.now
 
-    def run(self, index: int, ends: float) -> None:
+    def run(self, index: int, seconds: float) -> float:
         self.turns.append(index)
-        self.latest = ends - self.now
-        self.now += self.seconds[index]
+        self.latest = seconds
+        self.now += self.seconds[index] + self.code_seconds
+        return self.code_seconds
 
 
-@given(durations, st.floats(0.05, 60.0))
-def test_turns_end_within_the_time_but_for_those_of_the_first_round(taken: list[float], limit_seconds: float) -> None:
-    count, world = len(taken), World(taken)
+@given(durations, st.floats(0.05, 60.0), st.sampled_from([0.0, 40.0]))
+def test_turns_end_within_the_time_but_for_those_of_the_first_round(
+    taken: list[float], limit_seconds: float, code_seconds: float
+) -> None:
+    count, world = len(taken), World(taken, code_seconds)
     in_turns(world.run, count, clock=world.clock, limit_seconds=limit_seconds)
     assert world.turns[0] == 0
     assert world.latest <= limit_seconds / (measured_steps._LEAST_ROUNDS * count) + 1e-9
-    spent = world.now - 100.0
+    spent = world.now - 100.0 - code_seconds * len(world.turns)  # making code is not of the time
     last = world.turns[-1]
     assert spent - world.seconds[last] < limit_seconds  # none began when it was over
     if len(world.turns) > count:
@@ -202,6 +205,26 @@ def test_a_time_that_is_over_ends_a_turn_between_two_steps(one_round: None) -> N
         small(), [(Levers(microbatch_size=8), 1e-6)], find_device("cpu"), clocks=clocks, limit_seconds=24.0
     )
     assert 0 < len(found.seconds[0]) < steps_of(1e-6)
+
+
+def test_making_code_is_timed_apart_and_costs_the_others_none_of_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    workload, now, calls = small(), [0.0], Counter[int]()
+    own = workload.loss_fn
+    monkeypatch.setattr(measured_steps.registry, "compiles", lambda levers, size: size == 4)
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        size = len(batch[0])
+        now[0] += 60.0 if size == 4 and calls[size] % 8 < 2 else 1.0  # a turn has four steps of two microbatches
+        calls[size] += 1
+        return own(model, batch)
+
+    clocks = Clocks(lambda: now[0], lambda: now[0])
+    found = timed(dataclasses.replace(workload, loss_fn=loss), *sizes(8, 4), clocks=clocks, limit_seconds=1000.0)
+    assert found.medians == {0: 1.0, 1: 2.0} and max(found.first_seconds[1]) == 2.0
+    rounds = measured_steps._ROUNDS
+    assert calls == {8: 3 * rounds, 4: 8 * rounds} and now[0] > 2 * 60.0 * rounds
+    calls.clear()
+    assert timed(dataclasses.replace(workload, loss_fn=loss), *sizes(8, 4), clocks=clocks).medians == {0: 1.0, 1: 2.0}
 
 
 def test_plans_are_compared_by_what_all_of_them_ran() -> None:

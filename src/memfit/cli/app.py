@@ -120,6 +120,9 @@ class CompileName(enum.StrEnum):
     yes = "yes"
 
 
+CompileOption = Annotated[
+    CompileName, typer.Option(help="Whether the model and the loss may be compiled; auto searches compiled steps too.")
+]
 _COMPILE: dict[CompileName, bool | Literal["auto"]] = {
     CompileName.no: False,
     CompileName.auto: "auto",
@@ -270,10 +273,7 @@ def plan(
             show_default=False,
         ),
     ] = None,
-    compile: Annotated[
-        CompileName,
-        typer.Option(help="Whether the model and the loss may be compiled; auto searches compiled steps too."),
-    ] = CompileName.no,
+    compile: CompileOption = CompileName.no,
     framework: Annotated[
         FrameworkName, typer.Option(help="What the workload is written in; one in Jittor is measured here.")
     ] = FrameworkName.pytorch,
@@ -510,6 +510,7 @@ def train(
             show_default=False,
         ),
     ] = None,
+    compile: CompileOption = CompileName.no,
     steps: Annotated[int | None, typer.Option(help="Optimizer updates; or give --epochs.", min=1)] = None,
     epochs: Annotated[
         int | None, typer.Option(help="Passes over the workload's batches; or give --steps.", min=1)
@@ -578,6 +579,8 @@ def train(
     limit_bytes = None if limit is None else parse_budget(limit, None, "--limit")
     if (plan is None) == (budget is None):
         raise UsageError("give one of --plan and --budget")
+    if plan is not None and compile is not CompileName.no:
+        raise UsageError("--compile is for the plan that --budget makes: leave it out with --plan, which says it")
     read = plan_of(plan, output if resume else None)
     if read is not None:
         check_launched(read, "train")
@@ -586,7 +589,7 @@ def train(
     if read is None:
         assert budget is not None
         with stages() as progress, pipeline.joined_by(loaded):
-            read = pipeline.plan(loaded, budget=budget, progress=progress)
+            read = pipeline.plan(loaded, budget=budget, compile=_COMPILE[compile], progress=progress)
         spare_memory(read, host_budget)
     record = train_with_bar(
         read,

@@ -503,14 +503,14 @@ class _Assembly:
         if request.engine is not None:
             why = "another library's engine shares the step"
         size = self.steps.global_batch_size
-        if registry.compiles(predicted.confirmed.point.levers, size):
-            why = why or "its code takes longer to make than plans may run to be compared"
+        if request.measure == "auto" and registry.compiles(predicted.confirmed.point.levers, size):
+            why = why or "its code takes longer to make than plans may run to be compared, unless measure=True"
         if why:
             return unmeasured(predicted, why)
         return measured_choice(
             predicted,
             lambda: contenders(
-                [c for c in self.combinations if not registry.compiles(c.levers, size)],
+                [c for c in self.combinations if request.measure is True or not registry.compiles(c.levers, size)],
                 self.limits,
                 predicted.confirmed,
                 self._confirm_another,

@@ -3,7 +3,8 @@
 A turn is a few steps under one plan, as a training runs them: the first makes the optimizer's state and fills the
 caches, and is timed apart. Steps of two plans one after the other would each find the other's memory and caches. Each
 round takes all plans in an order drawn anew, so that a machine that gets slower or faster favours none. A turn has a
-copy of the workload of its own, and one is alive at a time.
+copy of the workload of its own, and one is alive at a time. A compiled step makes its code before the turn, which takes
+long once; it is kept where compilers keep code, and the training that takes the plan finds it there.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from memfit.hardware import accelerators
 from memfit.hardware.host import free_bytes
 from memfit.ir.device import Device
 from memfit.ir.plan import Levers
+from memfit.levers import registry
 from memfit.levers.stack import applied_to_copy
 from memfit.planner.trials import first_line
 from memfit.rng import rng_preserved
@@ -32,7 +34,7 @@ from memfit.units import format_bytes
 from memfit.workload import Workload, has_data
 
 LIMIT_SECONDS = 20.0
-"""Running steps to choose among plans takes no longer than this, but for the step that is under way then."""
+"""Running steps to choose among plans takes no longer, but for a step that is under way then, and for making code."""
 _ROUNDS, _LEAST_ROUNDS = 4, 2
 _STEPS, _MOST_STEPS = 2, 20  # of a turn after its first
 _TURN_SECONDS = 0.1  # a turn of short steps has as many as take this long
@@ -95,8 +97,8 @@ class Timed:
         return self.own_seconds / self.wall_seconds if self.wall_seconds else 1.0
 
 
-Run = Callable[[int, float], None]
-"""Runs a turn of a plan, until a time by the clock at the latest."""
+Run = Callable[[int, float], float]
+"""Runs a turn of a plan for some seconds at most, and returns what it took before them, to make code."""
 
 
 def why_not_here(workload: Workload, device: Device, ranks: int) -> str:
@@ -160,8 +162,9 @@ def in_turns(
             began = clock()
             if began + (expected[index] if turns else 0.0) >= ends:
                 return
-            run(index, min(ends, began + share_seconds))
-            expected[index] = clock() - began
+            apart_seconds = run(index, min(ends - began, share_seconds))
+            ends += apart_seconds
+            expected[index] = clock() - began - apart_seconds
             progress(turns * count + done + 1, _ROUNDS * count)
 
 
@@ -215,27 +218,33 @@ class _Turns:
         self._workload, self._plans, self._place, self._clocks = workload, plans, place, clocks
         self.found = Timed([[] for _ in plans], [[] for _ in plans])
 
-    def __call__(self, index: int, ends: float) -> None:
-        """Run a turn of a plan until a time at the latest; none where it failed before, or the first plan did."""
-        errors = self.found.errors
+    def __call__(self, index: int, seconds: float) -> float:
+        """Run a turn of a plan for some seconds; none where it failed before, or the first plan did."""
+        errors, apart_seconds = self.found.errors, 0.0
         if index in errors or 0 in errors:
-            return
+            return apart_seconds
         try:
             with rng_preserved():  # so that all plans draw the same numbers
-                self._run(index, ends)
+                apart_seconds = self._run(index, seconds)
         except Exception as e:  # someone's code, which may raise anything
             errors[index] = first_line(e)  # and not the error, whose frames hold the copy
         gc.collect()  # the copy, before there is another one
         accelerators.release_cache()
+        return apart_seconds
 
-    def _run(self, index: int, ends: float) -> None:
+    def _run(self, index: int, seconds: float) -> float:
         levers, predicted_seconds = self._plans[index]
         with applied_to_copy(levers, self._workload, self._place) as step:
+            began = self._clocks.wall()
+            if registry.compiles(levers, levers.microbatch_size):
+                step(step.workload.batch)
+            makes_until = self._clocks.wall()
             self._step(step, self.found.first_seconds[index])
             for _ in range(steps_of(predicted_seconds)):
-                if self._clocks.wall() >= ends:
+                if self._clocks.wall() >= makes_until + seconds:
                     break
                 self._step(step, self.found.seconds[index])
+        return makes_until - began
 
     def _step(self, step: Step, times: list[float]) -> None:
         """Run a step, and add what it took to some times."""
