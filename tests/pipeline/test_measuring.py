@@ -31,12 +31,13 @@ def times_are(monkeypatch: pytest.MonkeyPatch, seconds_of: Callable[[Levers], fl
     """Have steps of plans take what a function says, though they run; return a list of the plans that do."""
     run, ran = measured_steps._Turns._run, list[Levers]()
 
-    def timed(self: measured_steps._Turns, index: int, ends: float) -> None:
+    def timed(self: measured_steps._Turns, index: int, allowed_seconds: float) -> float:
         levers = self._plans[index][0]
-        run(self, index, ends)
+        apart_seconds = run(self, index, allowed_seconds)
         ran.append(levers)
         self.found.seconds[index] = [seconds_of(levers)] * 2
         self.found.wall_seconds = self.found.own_seconds = 1.0
+        return apart_seconds
 
     monkeypatch.setattr(measured_steps._Turns, "_run", timed)
     monkeypatch.setattr(measured_steps, "_ROUNDS", 1)
