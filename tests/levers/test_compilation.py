@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -174,6 +175,7 @@ def test_a_plan_is_compiled_where_that_is_asked_for(compiled: Plan) -> None:
     fastest = min(plan.predicted.step_seconds for plan in (eager, compiled))
     assert either.predicted.step_seconds <= 1.03 * fastest
     assert compiled.levers.compiler == "inductor" and compiled.classes["compilation"] == "reordered"
+    assert any(re.search(r"code of about \d+ kernels, which is predicted to take [\d.]+ s", n) for n in compiled.notes)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,9 +13,9 @@ import torch
 from msgspec.structs import replace
 
 from memfit.cost.calibrate import missing_kernel
+from memfit.cost.code import code_seconds, kernels_of
 from memfit.errors import PlanError
 from memfit.ir.device import Device
-from memfit.ir.kernels import is_kernel
 from memfit.ir.operator_costs import CostTable
 from memfit.ir.plan import (
     Candidate,
@@ -55,7 +56,7 @@ from memfit.solver.candidates import options, refusals
 from memfit.solver.frontier import SIMPLER_WITHIN, Combination, frontier
 from memfit.solver.problem import build
 from memfit.tape import LoopWorkload
-from memfit.units import Budget
+from memfit.units import Budget, format_seconds
 from memfit.version import __version__
 from memfit.workload import Workload, fingerprint, samples_of, tokens_per_sample
 
@@ -468,10 +469,13 @@ class _Assembly:
     def _note_code(self, levers: Levers) -> None:
         """Say that code is to be made, and how much."""
         if registry.compiles(levers, self.steps.global_batch_size):
-            kernels = sum(map(is_kernel, self.steps.trace(replace(levers, regions=())).signatures))
+            trace = self.steps.trace(replace(levers, regions=()))
+            takes = "which may take from seconds to minutes"
+            if self.request.device.kind == "cpu" and self.request.device.is_here:
+                takes = f"which is predicted to take {format_seconds(code_seconds(trace, os.cpu_count() or 1))}"
+                takes += " unless it is kept from an earlier run"
             self.notes.append(
-                f"the first step makes code of about {kernels} kernels, which may take from seconds to minutes; no"
-                " predicted time has that"
+                f"the first step makes code of about {kernels_of(trace)} kernels, {takes}; that is not in a step's time"
             )
 
     # Confirm
