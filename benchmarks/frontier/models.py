@@ -139,6 +139,46 @@ def moe(layers: int = 6, width: int = 256, length: int = 256, batch: int = 8) ->
     return Workload(model, tokens(batch, length), next_token_loss, optimizer, name="moe", max_grad_norm=1.0)
 
 
+def llama(layers: int = 8, width: int = 256, length: int = 256, batch: int = 8) -> Workload:
+    """A Llama-like model with grouped queries (2 heads of keys and values for 8), rotary embeddings and SwiGLU; AdamW."""
+    torch.manual_seed(57)
+    config = transformers.LlamaConfig(
+        hidden_size=width,
+        intermediate_size=8 * width // 3,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=length,
+        use_cache=False,
+    )
+    model = transformers.LlamaForCausalLM(config).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    return Workload(model, tokens(batch, length), next_token_loss, optimizer, name="llama", max_grad_norm=1.0)
+
+
+def diffusion(size: int = 32, batch: int = 4) -> Workload:
+    """MONAI's diffusion U-Net with attention at two levels, trained to predict the noise of images; AdamW."""
+    from monai.networks.nets import DiffusionModelUNet  # seconds, which other steps need not take
+
+    torch.manual_seed(58)
+    model = DiffusionModelUNet(
+        *(2, 3, 3),
+        channels=(64, 128, 256),
+        attention_levels=(False, True, True),
+        num_res_blocks=2,
+        num_head_channels=64,
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    noise, noisy = torch.randn(2, batch, 3, size, size)
+    return Workload(model, (noisy, torch.randint(0, 1000, (batch,)), noise), _noise_loss, optimizer, name="diffusion")
+
+
+def _noise_loss(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    noisy, times, noise = batch
+    return F.mse_loss(model(noisy, timesteps=times), noise)
+
+
 class RecurrentLayer(nn.Module):
     """One LSTM, dropout, and a normalised residual."""
 
@@ -195,6 +235,12 @@ _RESNET_STAGES = tuple(
     _numbered(f"resnet.encoder.stages.{stage}.layers", count) for stage, count in enumerate((3, 4, 6, 3))
 )
 
+_DIFFUSION_BLOCKS = (
+    *(f"down_blocks.{level}.resnets.{block}" for level in range(3) for block in range(2)),
+    *("middle_block.resnet_1", "middle_block.attention", "middle_block.resnet_2"),
+    *(f"up_blocks.{level}.resnets.{block}" for level in range(3) for block in range(3)),
+)
+
 SUBJECTS: dict[str, Subject] = {
     "gpt": Subject(gpt, (_numbered("transformer.h", 12),), note="GPT-2, 12 layers, d = 768, 2 x 512 tokens; SGD"),
     "bert": Subject(
@@ -212,6 +258,15 @@ SUBJECTS: dict[str, Subject] = {
         moe, (_numbered("model.layers", 6),), note="Mixtral-like, 6 layers, d = 256, 4 experts, 8 x 256 tokens; SGD"
     ),
     "lstm": Subject(lstm, (_numbered("layers", 8),), note="8 LSTMs with residuals, d = 256, 32 x 128 characters; SGD"),
+    "llama": Subject(
+        llama, (_numbered("model.layers", 8),), note="Llama-like with GQA, 8 layers, d = 256, 8 x 256 tokens; AdamW"
+    ),
+    "diffusion": Subject(
+        diffusion,
+        tuple((block,) for block in _DIFFUSION_BLOCKS),
+        (*_numbered("down_blocks", 3), "middle_block", *_numbered("up_blocks", 3)),
+        "MONAI's diffusion U-Net with attention at two levels, 4 images of 32²; AdamW",
+    ),
 }
 """Each by its name."""
 
