@@ -140,7 +140,7 @@ def moe(layers: int = 6, width: int = 256, length: int = 256, batch: int = 8) ->
 
 
 def llama(layers: int = 8, width: int = 256, length: int = 256, batch: int = 8) -> Workload:
-    """A Llama-like model with grouped queries (2 heads of keys and values for 8), rotary embeddings and SwiGLU; AdamW."""
+    """A Llama-like model with grouped queries: 2 heads of keys and values for 8; AdamW."""
     torch.manual_seed(57)
     config = transformers.LlamaConfig(
         hidden_size=width,
