@@ -202,6 +202,30 @@ def test_a_step_without_code_says_so() -> None:
         capture_levers(apart, WHOLE, CPU)
 
 
+class Reading(nn.Module):
+    """Reads a number of its activations between two graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 64), nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x).relu()
+        if hidden.mean().item() > 1e9:
+            hidden = 2 * hidden
+        y: torch.Tensor = self.second(hidden)
+        return y
+
+
+def test_a_step_that_reads_its_activations_runs_as_it_is_and_the_note_names_the_line() -> None:
+    model = Reading()
+    workload = dataclasses.replace(whole(), model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1))
+    plan = memfit.plan(workload, budget="1x", compile="auto", precisions=["32-true"], points=1)
+    assert plan.levers.compiler == "none"
+    (note,) = (note for note in plan.notes if note.startswith("compiled: left out"))
+    assert "test_compilation.py" in note and "hidden.mean().item()" in note
+
+
 class Counting(PlannedBackend):
     """Compiles nothing."""
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from msgspec.structs import replace
 
+from memfit._torch.fake import DataDependentOutputException, DynamicOutputShapeException
 from memfit.errors import MemfitError, RecomputationError
 from memfit.ir.device import Device
 from memfit.ir.plan import Levers
@@ -93,8 +94,14 @@ def first_line(error: BaseException) -> str:
     if isinstance(error, RecomputationError):
         return f"{error.module}, run again, does something else ({error.how})"
     origin = error.__cause__ or error
+    if isinstance(origin, DataDependentOutputException | DynamicOutputShapeException):  # says not where
+        place, _, _ = str(error).partition("). ")  # and then what to do
+        return _shortened(f"{place})")
     said = (str(origin).strip() or type(origin).__name__).splitlines()[0]
-    text = said if isinstance(origin, MemfitError) else f"{type(origin).__name__}: {said}"
+    return _shortened(said if isinstance(origin, MemfitError) else f"{type(origin).__name__}: {said}")
+
+
+def _shortened(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
 
