@@ -7,6 +7,7 @@ import pytest
 
 from memfit.errors import UsageError, WorkloadError
 from memfit.keras import checkpoint_every, measured_peak
+from memfit.keras.graph import graph_of
 from memfit.keras.recompute import Recomputed
 from tests.keras.models import difference, keras, layers, mlp, resnet, tf, unet, values_after_step, workload
 
@@ -118,6 +119,14 @@ def test_layers_with_masks_or_losses_end_a_run() -> None:
     ids = np.array([[1, 2, 3, 0, 0, 0]])
     assert np.array_equal(model(ids).numpy(), lean(ids).numpy())
     assert len(lean.losses) == 1
+
+
+def test_names_are_the_same_in_every_process() -> None:
+    shared = layers.Dense(4, name="mine")
+    inputs = keras.Input((4,))
+    x = layers.Dense(4)(shared(layers.Dense(4)(shared(inputs)))) + inputs
+    graph = graph_of(keras.Model(inputs, layers.ReLU()(x)))
+    assert [unit.name for unit in graph.units] == ["mine", "dense", "mine#2", "dense_1", "add", "re_lu"]
 
 
 def test_what_is_refused() -> None:

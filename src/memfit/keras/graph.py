@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,8 @@ class Unit:
     """One call of a layer, or of an operation such as `a + b`.
 
     Attributes:
-        name: Of the layer; its second call is "name#2".
+        name: Of the layer; its second call is "name#2". Names that Keras made are counted anew in each model ("dense_1"),
+            so that they are the same in every process.
         operation: The layer.
         arguments: Its arguments, which Keras fills in from values.
         inputs: The symbolic tensors that it takes, by `id`, each once.
@@ -89,13 +91,11 @@ def graph_of(model: Any) -> Graph:
         )
     units: list[Unit] = []
     tensors = {id(t): t for t in model.inputs}
-    calls: dict[str, int] = {}
+    names = _Names()
     for node in internals.nodes(model):
-        name = node.operation.name
-        calls[name] = calls.get(name, 0) + 1
         units.append(
             Unit(
-                name=name if calls[name] == 1 else f"{name}#{calls[name]}",
+                name=names.of(node.operation),
                 operation=node.operation,
                 arguments=node.arguments,
                 inputs=tuple(dict.fromkeys(id(t) for t in node.input_tensors)),
@@ -105,6 +105,30 @@ def graph_of(model: Any) -> Graph:
         )
         tensors |= {id(t): t for t in node.outputs}
     return Graph(model.name, units, tensors, [id(t) for t in model.inputs], [id(t) for t in model.outputs])
+
+
+class _Names:
+    """Names of calls, in the order in which they are asked for."""
+
+    def __init__(self) -> None:
+        self.made: dict[int, str] = {}
+        self.counts: dict[str, int] = {}
+
+    def of(self, operation: Any) -> str:
+        """Return the name of the next call of a layer."""
+        key = id(operation)
+        if key not in self.made:
+            self.made[key] = self._of_layer(operation)
+        return self._counted(self.made[key], "#", 1)
+
+    def _of_layer(self, operation: Any) -> str:
+        stem = re.sub(r"_\d+$", "", operation.name)
+        is_made = stem.replace("_", "") == type(operation).__name__.lower()
+        return self._counted(f"{stem} of Keras", "_", 0).replace(" of Keras", "") if is_made else str(operation.name)
+
+    def _counted(self, name: str, mark: str, first: int) -> str:
+        self.counts[name] = self.counts.get(name, first - 1) + 1
+        return name if self.counts[name] == first else f"{name}{mark}{self.counts[name]}"
 
 
 def _refused(node: Any) -> str:

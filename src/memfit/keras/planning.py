@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,7 +27,7 @@ from memfit.version import __version__
 
 _OVERESTIMATE = 0.1  # share by which a predicted peak may be over the budget for its plan to be measured all the same
 _MEASURED_STEPS = 5
-_ALLOWANCE = 0.05  # share by which the peaks of equal steps differ: TensorFlow's allocator rounds by what it has free
+_ALLOWANCE, _ALLOWANCE_OF_THREADS = 0.03, 0.1  # shares by which the peaks of equal steps differ, see `_allowance`
 
 Progress = Callable[[str, int, int | None], None]
 
@@ -89,6 +91,16 @@ def _applied(model: Any, graph: Graph, levers: Levers) -> Any:
     return recomputed(model, graph, runs, f"{graph.name}_planned") if runs else model
 
 
+def _allowance(run_eagerly: bool) -> float:
+    """Return the share by which peaks of equal steps differ.
+
+    TensorFlow's allocator counts the blocks that it gives, which may be larger than what was asked for, and threads run
+    the operators of a function in another order each time.
+    """
+    threads = tf.config.threading.get_inter_op_parallelism_threads() or int(os.environ.get("TF_NUM_INTEROP_THREADS", "0"))
+    return _ALLOWANCE if run_eagerly or threads == 1 else _ALLOWANCE_OF_THREADS
+
+
 @dataclass
 class Planner:
     """A workload with its layers measured and its frontier solved: plans for many budgets.
@@ -105,6 +117,7 @@ class Planner:
 
     def __post_init__(self) -> None:
         self.device = default_device()
+        self.allowance = _allowance(self.workload.run_eagerly)
         self.graph = graph_of(self.workload.model)
         self.costs = profile(
             self.workload, self.graph, self.device, lambda done, total: self.progress("measure layers", done, total)
@@ -120,7 +133,7 @@ class Planner:
     def plan(self, budget: int | float | str) -> Plan:
         """Return the fastest plan of the frontier whose measured peak fits a budget."""
         read = read_budget(budget, of_device=False)
-        plain_bytes = self._upper_bytes(0) if read.of else None
+        plain_bytes = self.upper_bytes(0) if read.of else None
         budget_bytes = read.nbytes(plain_bytes=plain_bytes)
         share = read.share_text("", None, plain_bytes) if plain_bytes is not None else ""
         likely = budget_bytes / (1 - _OVERESTIMATE)
@@ -128,20 +141,21 @@ class Planner:
         first = next((i for i, c in enumerate(self.frontier) if c.peak_bytes <= likely), last)
         for index in range(first, last + 1):
             self.progress("measure plans", index - first, last + 1 - first)
-            upper = self._upper_bytes(index)
+            upper = self.upper_bytes(index)
             if upper is not None and upper <= budget_bytes:
                 return self._as_plan(index, upper, budget_bytes, share)
         raise self._infeasible(budget_bytes)
 
-    def _upper_bytes(self, index: int) -> int | None:
+    def upper_bytes(self, index: int) -> int | None:
         """Return the measured peak of a plan of the frontier, with an allowance; None where memory ran out."""
         if index not in self.measured:
             step = self.workload.step(_applied(self.workload.model, self.graph, self.frontier[index].levers))
             before = [(v, tf.convert_to_tensor(v.value)) for v in self.workload.model.non_trainable_variables]
+            gc.collect()  # what is left of other models would be between free blocks
             try:
                 peaks = [measured_peak(step, self.device)]
                 peaks += [peak_of(step, self.device) for _ in range(_MEASURED_STEPS - 1)]
-                self.measured[index] = int(max(peaks) * (1 + _ALLOWANCE))
+                self.measured[index] = int(max(peaks) * (1 + self.allowance))
             except tf.errors.ResourceExhaustedError:
                 self.measured[index] = None
             for variable, value in before:
@@ -183,8 +197,8 @@ class Planner:
             notes=[
                 f"predicted from its layers: {format_bytes(chosen.peak_bytes)} at the peak, and"
                 f" {format_seconds(chosen.step_seconds - plain.step_seconds)} of recomputation",
-                f"measured on the applied step: {format_bytes(upper_bytes / (1 + _ALLOWANCE))} at the peak, beyond what"
-                " TensorFlow held before the step",
+                f"measured on the applied step: {format_bytes(upper_bytes / (1 + self.allowance))} at the peak, beyond what"
+                f" TensorFlow held before the step; equal steps may differ by {self.allowance:.0%}",
                 *self._left_out(),
             ],
         )
@@ -196,7 +210,7 @@ class Planner:
 
     def _prediction(self, candidate: Candidate, upper_bytes: int | None) -> Prediction:
         """Return what a plan is predicted to take, at a peak that is measured where it was."""
-        peak = candidate.peak_bytes if upper_bytes is None else int(upper_bytes / (1 + _ALLOWANCE))
+        peak = candidate.peak_bytes if upper_bytes is None else int(upper_bytes / (1 + self.allowance))
         return Prediction(
             peak_bytes=peak,
             peak_upper_bytes=peak if upper_bytes is None else upper_bytes,

@@ -130,21 +130,23 @@ class _Meter:
             with keras.StatelessScope(self.state):  # from the same state each time
                 return self.unit.call(dict(zip(names, values, strict=True)), self.training)
 
-        self.function = run if self.is_eager else tf.function(run, autograph=False)
+        self.function = self._function(run)
 
     def cost(self, refused: str) -> Cost:
         """Return what the unit takes."""
         self._backward_peak()  # makes once what is made once
         gc.collect()
         saved, freed_outputs, freed_inputs, output_bytes, forward_peak = self._held()
-        forward, backward = self._seconds()
+        forward, backward, needed = self._steps()
         kept = sum(size for size, freed in zip(output_bytes, freed_outputs, strict=True) if not freed and size)
+        alone = max(0, saved - kept)
+        saved = alone if needed is None else min(alone, max(0, needed - kept))
         return Cost(
             output_bytes=output_bytes,
             needs_inputs=tuple(not freed for freed in freed_inputs),
             needs_outputs=tuple(not freed and size > 0 for size, freed in zip(output_bytes, freed_outputs, strict=True)),
-            saved_bytes=max(0, saved - kept),
-            forward_bytes=max(0, forward_peak - sum(output_bytes) - max(0, saved - kept)),
+            saved_bytes=saved,
+            forward_bytes=max(0, forward_peak - sum(output_bytes) - alone),
             backward_bytes=self._backward_peak(),
             weight_bytes=sum(_nbytes(v) for v in self._weights()),
             forward_seconds=forward,
@@ -201,20 +203,65 @@ class _Meter:
             return 0
         return peak_of(lambda: tape.gradient(results, targets, output_gradients=gradients), self.device)
 
-    def _seconds(self) -> tuple[float, float]:
-        """Return the seconds of the forward pass and of the backward pass."""
-        names = list(self.values)
+    def _steps(self) -> tuple[float, float, int | None]:
+        """Return the seconds of the forward and the backward pass, and in a function what the backward pass needs.
 
-        def forward(*values: Any) -> Any:
-            return self.run(dict(zip(names, values, strict=True)))
+        That is less than the unit's function by itself keeps, since operators of both passes are fused and shared. It is
+        what a second call of the unit adds to the peak, whose backward pass comes before that of the first one.
+        """
+        forward, once, twice = (self._function(f) for f in (self._forward, self._once, self._twice))
+        values = list(self.values.values())
+        zero = tf.constant(0.0)
+        seconds = [_least_seconds(lambda: forward(*values)), _least_seconds(lambda: once(values, zero))]
+        backward = max(0.0, seconds[1] - seconds[0])
+        if self.is_eager:
+            return seconds[0], backward, None
+        copies = [_copy(v) for v in values]
+        twice(values, copies)
+        peaks = [peak_of(lambda: once(values, zero), self.device), peak_of(lambda: twice(values, copies), self.device)]
+        return seconds[0], backward, max(0, peaks[1] - peaks[0])
 
-        def both(*values: Any) -> Any:
-            tape, results, targets = self._taped(dict(zip(names, values, strict=True)))
-            return results, tape.gradient(results, targets) if targets and results else []
+    def _function(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function as the step runs one."""
+        return run if self.is_eager else tf.function(lambda *values: run(*values), autograph=False)
 
-        made = (forward, both) if self.is_eager else (tf.function(f, autograph=False) for f in (forward, both))
-        seconds = [_least_seconds(run, list(self.values.values())) for run in made]
-        return seconds[0], max(0.0, seconds[1] - seconds[0])
+    def _called(self, values: Sequence[Any]) -> Callable[..., Any]:
+        """Call the unit, and return what makes its gradients after a number is there: a number that needs them all."""
+        with keras.StatelessScope(self.state):
+            named = dict(zip(self.values, values, strict=True))
+            targets = self._targets(named)
+            with tf.GradientTape() as tape:
+                tape.watch([t for t in targets if not isinstance(t, tf.Variable)])
+                results = [v for v in self.unit.call(named, self.training) if v.dtype.is_floating]
+
+        def gradients(number: Any = 0.0) -> Any:
+            upstream = _after(number, [tf.zeros(r.shape, r.dtype) for r in results])
+            found = tape.gradient(results, targets, output_gradients=upstream) if targets and results else []
+            sums = [tf.reduce_sum(tf.cast(tf.convert_to_tensor(g), "float32")) for g in found if g is not None]
+            return tf.add_n(sums) if sums else tf.constant(0.0)
+
+        self.results = results
+        return gradients
+
+    def _forward(self, *values: Any) -> Any:
+        with keras.StatelessScope(self.state):
+            return self.unit.call(dict(zip(self.values, values, strict=True)), self.training)
+
+    def _once(self, values: Sequence[Any], number: Any) -> Any:
+        return self._called(_after(number, values))()
+
+    def _twice(self, first: Sequence[Any], second: Sequence[Any]) -> Any:
+        first_gradients = self._called(first)
+        sums = [tf.cast(tf.reshape(r, [-1])[0], "float32") for r in self.results] or [tf.constant(0.0)]
+        found = self._once(second, tf.add_n(sums))
+        self.results = []
+        return first_gradients(found)
+
+
+def _after(number: Any, values: Sequence[Any]) -> list[Any]:
+    """Return copies of values that are made after a number is there, as `tf.recompute_grad` makes them."""
+    zero = tf.where(number == number, 0.0, float("nan"))
+    return [v + tf.cast(zero, v.dtype) if v.dtype.is_floating else v for v in values]
 
 
 def _copy(value: Any) -> Any:
@@ -225,11 +272,11 @@ def _nbytes(tensor: Any) -> int:
     return int(tf.TensorShape(tensor.shape).num_elements() or 0) * int(tf.as_dtype(tensor.dtype).size)
 
 
-def _least_seconds(run: Callable[..., Any], values: Sequence[Any]) -> float:
-    run(*values)
+def _least_seconds(run: Callable[[], Any]) -> float:
+    run()
     found = []
     for _ in range(_TIMED):
         started = time.perf_counter()
-        keras.tree.map_structure(lambda t: t.device, run(*values))
+        keras.tree.map_structure(lambda t: t.device, run())
         found.append(time.perf_counter() - started)
     return min(found)
