@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.frameworks.subject import TransformerSizes, UNetSizes
 from memfit.keras.tensorflow import keras, tf
 
-layers = keras.layers
+layers: Any = keras.layers
 
 
 class ByHand(layers.Layer):  # type: ignore[misc]
@@ -40,7 +40,11 @@ def unet(sizes: UNetSizes, shape: tuple[int, ...], by_hand: bool) -> Any:
     def convolved(x: Any, width: int) -> Any:
         stack: list[Any] = []
         for _ in range(2):
-            stack += [layers.Conv2D(width, 3, padding="same", use_bias=False), layers.BatchNormalization(), layers.ReLU()]
+            stack += [
+                layers.Conv2D(width, 3, padding="same", use_bias=False),
+                layers.BatchNormalization(),
+                layers.ReLU(),
+            ]
         if by_hand:
             return ByHand(stack)(x)
         for layer in stack:
@@ -91,8 +95,8 @@ def _parts(sizes: TransformerSizes) -> list[Any]:
 def _block(parts: list[Any], x: Any) -> Any:
     norm1, attention, norm2, up, down = parts
     y = norm1(x)
-    x = x + attention(y, y)
-    return x + down(up(norm2(x)))
+    x = keras.ops.add(x, attention(y, y))
+    return keras.ops.add(x, down(up(norm2(x))))
 
 
 def transformer(sizes: TransformerSizes, shape: tuple[int, ...], by_hand: bool) -> Any:

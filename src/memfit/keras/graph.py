@@ -16,8 +16,8 @@ class Unit:
     """One call of a layer, or of an operation such as `a + b`.
 
     Attributes:
-        name: Of the layer; its second call is "name#2". Names that Keras made are counted anew in each model ("dense_1"),
-            so that they are the same in every process.
+        name: Of the layer; its second call is "name#2". Names that Keras made ("dense_1") are counted anew in each
+            model, so that they are the same in every process.
         operation: The layer.
         arguments: Its arguments, which Keras fills in from values.
         inputs: The symbolic tensors that it takes, by `id`, each once.
@@ -86,8 +86,8 @@ def graph_of(model: Any) -> Graph:
     check_backend()
     if internals.functional(model) is None or not getattr(model, "inputs", None):
         raise WorkloadError(
-            f"the calls of the model {getattr(model, 'name', model)!r} are not known: give a built keras.Sequential or a"
-            " functional model, keras.Model(inputs, outputs)"
+            f"the calls of the model {getattr(model, 'name', model)!r} are not known: give a built keras.Sequential or"
+            " a functional model, keras.Model(inputs, outputs)"
         )
     units: list[Unit] = []
     tensors = {id(t): t for t in model.inputs}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,8 +25,8 @@ from memfit.units import format_bytes, format_seconds, read_budget
 from memfit.version import __version__
 
 _OVERESTIMATE = 0.1  # share by which a predicted peak may be over the budget for its plan to be measured all the same
-_MEASURED_STEPS = 5
-_ALLOWANCE, _ALLOWANCE_OF_THREADS = 0.03, 0.1  # shares by which the peaks of equal steps differ, see `_allowance`
+_MEASURED_STEPS = 2
+_TRACES, _ALLOWANCE, _ALLOWANCE_OF_TRACES = 3, 0.03, 0.1  # see `Planner.allowance`
 
 Progress = Callable[[str, int, int | None], None]
 
@@ -91,22 +90,12 @@ def _applied(model: Any, graph: Graph, levers: Levers) -> Any:
     return recomputed(model, graph, runs, f"{graph.name}_planned") if runs else model
 
 
-def _allowance(run_eagerly: bool) -> float:
-    """Return the share by which peaks of equal steps differ.
-
-    TensorFlow's allocator counts the blocks that it gives, which may be larger than what was asked for, and threads run
-    the operators of a function in another order each time.
-    """
-    threads = tf.config.threading.get_inter_op_parallelism_threads() or int(os.environ.get("TF_NUM_INTEROP_THREADS", "0"))
-    return _ALLOWANCE if run_eagerly or threads == 1 else _ALLOWANCE_OF_THREADS
-
-
 @dataclass
 class Planner:
     """A workload with its layers measured and its frontier solved: plans for many budgets.
 
-    A larger budget never gets a slower plan, as predicted: the frontier is the same for all of them, and the search begins
-    further towards its fast end.
+    A larger budget never gets a slower plan, as predicted: the frontier is the same for all of them, and the search
+    begins further towards its fast end.
     """
 
     workload: Workload
@@ -117,7 +106,6 @@ class Planner:
 
     def __post_init__(self) -> None:
         self.device = default_device()
-        self.allowance = _allowance(self.workload.run_eagerly)
         self.graph = graph_of(self.workload.model)
         self.costs = profile(
             self.workload, self.graph, self.device, lambda done, total: self.progress("measure layers", done, total)
@@ -129,6 +117,16 @@ class Planner:
             [Combination(levers, problem, self._uses)], self.points, time_limit_seconds=self.time_limit_seconds
         )
         self.solve_seconds = time.monotonic() - started
+
+    @property
+    def allowance(self) -> float:
+        """The share by which the peaks of equal steps differ.
+
+        TensorFlow's allocator counts the blocks that it gives, which may be larger than what was asked for. It runs the
+        operators of a function in an order that differs from trace to trace, and with several threads from step to
+        step.
+        """
+        return _ALLOWANCE if self.workload.run_eagerly else _ALLOWANCE_OF_TRACES
 
     def plan(self, budget: int | float | str) -> Plan:
         """Return the fastest plan of the frontier whose measured peak fits a budget."""
@@ -149,18 +147,22 @@ class Planner:
     def upper_bytes(self, index: int) -> int | None:
         """Return the measured peak of a plan of the frontier, with an allowance; None where memory ran out."""
         if index not in self.measured:
-            step = self.workload.step(_applied(self.workload.model, self.graph, self.frontier[index].levers))
+            model = _applied(self.workload.model, self.graph, self.frontier[index].levers)
             before = [(v, tf.convert_to_tensor(v.value)) for v in self.workload.model.non_trainable_variables]
             gc.collect()  # what is left of other models would be between free blocks
             try:
-                peaks = [measured_peak(step, self.device)]
-                peaks += [peak_of(step, self.device) for _ in range(_MEASURED_STEPS - 1)]
+                peaks = [self._peak_bytes(model) for _ in range(1 if self.workload.run_eagerly else _TRACES)]
                 self.measured[index] = int(max(peaks) * (1 + self.allowance))
             except tf.errors.ResourceExhaustedError:
                 self.measured[index] = None
             for variable, value in before:
                 variable.assign(value)
         return self.measured[index]
+
+    def _peak_bytes(self, model: Any) -> int:
+        """Return the largest peak of some steps, in a function that is traced anew."""
+        step = self.workload.step(model)
+        return max([measured_peak(step, self.device), *(peak_of(step, self.device) for _ in range(_MEASURED_STEPS))])
 
     def _uses(self, levers: Levers) -> tuple[LeverUse, ...]:
         """Return the levers that are used, in words: a function's operators may be fused otherwise where runs end."""
@@ -197,8 +199,8 @@ class Planner:
             notes=[
                 f"predicted from its layers: {format_bytes(chosen.peak_bytes)} at the peak, and"
                 f" {format_seconds(chosen.step_seconds - plain.step_seconds)} of recomputation",
-                f"measured on the applied step: {format_bytes(upper_bytes / (1 + self.allowance))} at the peak, beyond what"
-                f" TensorFlow held before the step; equal steps may differ by {self.allowance:.0%}",
+                f"measured on the applied step: {format_bytes(upper_bytes / (1 + self.allowance))} at the peak, beyond"
+                f" what TensorFlow held before the step; equal steps may differ by {self.allowance:.0%}",
                 *self._left_out(),
             ],
         )
@@ -225,8 +227,8 @@ class Planner:
         left_out = self._left_out()
         more = f". {'; '.join(left_out[:3])}" if left_out else ""
         return InfeasibleError(
-            f"no plan fits budget={format_bytes(budget_bytes)}: the lowest peak measured is {format_bytes(lowest)}, which"
-            " TensorFlow allocates beyond what it held before the step. What to do: raise budget= to that, give"
+            f"no plan fits budget={format_bytes(budget_bytes)}: the lowest peak measured is {format_bytes(lowest)},"
+            " which TensorFlow allocates beyond what it held before the step. What to do: raise budget= to that, give"
             f" Workload.batch fewer samples, or set Keras's mixed precision{more}",
             budget_bytes=budget_bytes,
             lowest_peak_bytes=lowest,

@@ -1,8 +1,9 @@
 """The peak of a Keras step as a linear function of which runs of units are recomputed.
 
 The axis is the forward pass, a place for each unit, and then the backward pass, two for each: where a recomputation may
-run, and the unit's own. A tensor is alive from its unit to its last taker, and on while the backward pass of a unit that
-needs it is to come, unless both are recomputed together; what a recomputed run takes lives until its backward pass is over.
+run, and the unit's own. A tensor is alive from its unit to its last taker, and on while the backward pass of a unit
+that needs it is to come, unless both are recomputed together; what a recomputed run takes lives until its backward
+pass is over.
 """
 
 from __future__ import annotations
@@ -126,7 +127,8 @@ class _Builder:
 
     def _conflicts(self) -> list[frozenset[int]]:
         members = (
-            frozenset(j for j, (start, stop) in enumerate(self.runs) if start <= unit < stop) for unit in range(self.count)
+            frozenset(j for j, (start, stop) in enumerate(self.runs) if start <= unit < stop)
+            for unit in range(self.count)
         )
         return list(dict.fromkeys(m for m in members if len(m) > 1))
 
@@ -145,7 +147,9 @@ class _Builder:
         for j, run in enumerate(self.runs):
             rows.append(Row(self._gap(run[1] - 1), j, self._add_recomputation(j, run)))
             names = tuple(unit.name for unit in self.graph.units[run[0] : run[1]])
-            options.append(Option((Region(names),), {}, (), sum(c.forward_seconds for c in self.costs[run[0] : run[1]])))
+            options.append(
+                Option((Region(names),), {}, (), sum(c.forward_seconds for c in self.costs[run[0] : run[1]]))
+            )
         columns = np.array([np.cumsum(line[: self.length]) for line in (*self.x, *self.z.values())], np.int64)
         return Problem(
             options=options,

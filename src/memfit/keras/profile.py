@@ -1,7 +1,7 @@
 """The bytes and seconds of each layer, measured on the values that the model gives it.
 
-Each unit runs by itself on copies of its inputs. What TensorFlow holds after the unit, and what it frees when an output or
-an input is let go, tells what the backward pass needs: the unit's own buffers, its outputs, its inputs.
+Each unit runs by itself on copies of its inputs. What TensorFlow holds after the unit, and what it frees when an
+output or an input is let go, tells what the backward pass needs: the unit's own buffers, its outputs, its inputs.
 """
 
 from __future__ import annotations
@@ -144,7 +144,9 @@ class _Meter:
         return Cost(
             output_bytes=output_bytes,
             needs_inputs=tuple(not freed for freed in freed_inputs),
-            needs_outputs=tuple(not freed and size > 0 for size, freed in zip(output_bytes, freed_outputs, strict=True)),
+            needs_outputs=tuple(
+                not freed and size > 0 for size, freed in zip(output_bytes, freed_outputs, strict=True)
+            ),
             saved_bytes=saved,
             forward_bytes=max(0, forward_peak - sum(output_bytes) - alone),
             backward_bytes=self._backward_peak(),
@@ -206,8 +208,8 @@ class _Meter:
     def _steps(self) -> tuple[float, float, int | None]:
         """Return the seconds of the forward and the backward pass, and in a function what the backward pass needs.
 
-        That is less than the unit's function by itself keeps, since operators of both passes are fused and shared. It is
-        what a second call of the unit adds to the peak, whose backward pass comes before that of the first one.
+        That is less than the unit's function by itself keeps, since operators of both passes are fused and shared. It
+        is what a second call of the unit adds to the peak, whose backward pass comes before that of the first one.
         """
         forward, once, twice = (self._function(f) for f in (self._forward, self._once, self._twice))
         values = list(self.values.values())

@@ -1,8 +1,8 @@
 """Recomputation of runs of layers in the backward pass.
 
-`tf.recompute_grad` runs a function again without restoring any state: a layer that draws random numbers draws others, so
-that the gradient is wrong, and a layer that updates statistics updates them twice. Here the second run has the state that
-the first one found (`keras.StatelessScope`), and what it would update is dropped.
+`tf.recompute_grad` runs a function again without restoring any state: a layer that draws random numbers draws others,
+so that the gradient is wrong, and a layer that updates statistics updates them twice. Here the second run has the
+state that the first one found (`keras.StatelessScope`), and what it would update is dropped.
 """
 
 from __future__ import annotations

@@ -58,7 +58,8 @@ def fingerprint(graph: Graph) -> str:
     """Return a hash of a model's calls and of the shapes of its weights, without values."""
     position = {t: index for index, t in enumerate(graph.tensors)}
     parts = [
-        f"{type(u.operation).__qualname__}:{u.name}:{[position[t] for t in (*u.inputs, *u.outputs)]}" for u in graph.units
+        f"{type(u.operation).__qualname__}:{u.name}:{[position[t] for t in (*u.inputs, *u.outputs)]}"
+        for u in graph.units
     ]
     for unit in graph.units:
         if unit.is_layer:
