@@ -12,7 +12,7 @@ from memfit.keras.tensorflow import keras, tf
 layers = keras.layers
 
 
-def mlp(depth: int = 16, width: int = 128) -> Any:
+def mlp(depth: int = 12, width: int = 128) -> Any:
     """Return a chain."""
     keras.utils.set_random_seed(0)
     dense = [layers.Dense(width, activation="gelu") for _ in range(depth)]

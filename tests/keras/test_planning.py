@@ -104,9 +104,9 @@ def test_below_the_lowest_peak_numbers_are_said(planners: Callable[[str], Planne
 def test_shares_of_the_plain_peak() -> None:
     mine = workload(resnet(blocks=2), 32)
     before = [v.numpy() for v in mine.model.variables]
-    plan = mk.plan(mine, budget="0.7x", points=4, time_limit_seconds=1.0)
+    plan = mk.plan(mine, budget="0.9x", points=3, time_limit_seconds=1.0)
     assert all(np.array_equal(a, b.numpy()) for a, b in zip(before, mine.model.variables, strict=True))
-    assert "0.7x of the plain step's peak" in plan.budget_share
+    assert "0.9x of the plain step's peak" in plan.budget_share
     assert plan.numerics == "reordered"
     assert plan.predicted.peak_upper_bytes <= plan.budget_bytes
     plain, planned = (
@@ -120,14 +120,14 @@ def test_shares_of_the_plain_peak() -> None:
 def test_mixed_precision_goes_with_it(policy: str) -> None:
     keras.mixed_precision.set_global_policy(policy)
     try:
-        mine = workload(mlp(depth=8), 8192)
-        plan = mk.plan(mine, budget="0.75x", points=4, time_limit_seconds=1.0)
+        mine = workload(mlp(depth=6), 8192, run_eagerly=True)
+        plan = mk.plan(mine, budget="0.75x", points=3, time_limit_seconds=1.0)
         assert measured_peak(mine.step(mk.apply(plan, mine.model))) <= plan.budget_bytes
         plain, planned = (
-            values_after_step(lambda: mlp(depth=8), change, 8192)
+            values_after_step(lambda: mlp(depth=6), change, 8192, run_eagerly=True)
             for change in (lambda model: model, lambda model: mk.apply(plan, model))
         )
-        assert difference(plain, planned) <= 0.05  # of numbers with 8 or 11 bits
+        assert difference(plain, planned) == 0.0
     finally:
         keras.mixed_precision.set_global_policy("float32")
 
