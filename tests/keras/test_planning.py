@@ -15,7 +15,7 @@ from memfit.keras.planning import Planner
 from memfit.keras.recompute import Recomputed
 from tests.keras.models import difference, keras, layers, mlp, resnet, tf, unet, values_after_step, workload
 
-CASES = {"chain": (mlp, 4096), "residual": (resnet, 32), "U-Net": (unet, 32)}
+CASES = {"chain": (mlp, 2048), "residual": (resnet, 32), "U-Net": (unet, 32)}
 EAGER = {"residual", "U-Net"}  # peaks of functions with branches differ from trace to trace
 
 
