@@ -1,6 +1,7 @@
 """The same models with the same weights and data in PyTorch and in Jittor, plain and planned: memory, time, losses.
 
-Each run has a process of its own, with one thread. Jittor's needs `make test-jittor`, which makes its environment.
+Each run has a process of its own, with one thread. Jittor's needs `make test-jittor`, which makes its environment. With
+--keras, the ways to save memory in Keras are compared instead, which needs `make test-keras`.
 """
 
 from __future__ import annotations
@@ -18,10 +19,14 @@ from benchmarks.frameworks.subject import SUBJECTS
 
 ROOT = Path(__file__).parents[2]
 JITTOR = ROOT / "build" / "jittor-venv" / "bin" / "python"
+KERAS = ROOT / "build" / "keras-venv" / "bin" / "python"
+KERAS_SUBJECTS = ("U-Net 2-D", "Transformer")
 
 
-def run(quick: bool) -> tuple[list[Case], dict[str, Any]]:
+def run(quick: bool, keras: bool = False) -> tuple[list[Case], dict[str, Any]]:
     """Return a case for each model, framework and kind of step."""
+    if keras:
+        return _run_keras(quick)
     if not JITTOR.exists():
         sys.exit(f"{JITTOR} does not exist: run make test-jittor")
     names = [name for name in SUBJECTS if name.endswith("small") == quick]
@@ -33,6 +38,40 @@ def run(quick: bool) -> tuple[list[Case], dict[str, Any]]:
                 budget = int(SUBJECTS[name].share * plain["own_peak_bytes"])
                 cases += [plain, _case(name, framework, budget, quick, Path(folder))]
     return cases, _summary(cases)
+
+
+def _run_keras(quick: bool) -> tuple[list[Case], dict[str, Any]]:
+    """Return a case for each model and way to save memory in Keras."""
+    if not KERAS.exists():
+        sys.exit(f"{KERAS} does not exist: run make test-keras")
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "TF_NUM_INTEROP_THREADS": "1",
+        "TF_NUM_INTRAOP_THREADS": "1",
+        "TF_ENABLE_ONEDNN_OPTS": "1",  # or TensorFlow counts no memory of processors without AVX512-VNNI
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]),
+    }
+    cases: list[Case] = []
+    summary: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in (f"{subject}, small" if quick else subject for subject in KERAS_SUBJECTS):
+            out = Path(folder) / "out.json"
+            command = [str(KERAS), "-m", "benchmarks.frameworks.in_keras", name, "5" if quick else "7", str(out)]
+            done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+            if done.returncode:
+                sys.exit(f"{name} in Keras failed: {done.stderr[-3000:]}")
+            found = json.loads(out.read_text())
+            cases += found["cases"]
+            summary["versions"] = found["versions"]
+            summary[name] = {c["way"]: _ratios(c, found["cases"][0]) for c in found["cases"][1:]}
+            print(f"{name}, Keras: {len(found['cases'])} cases", file=sys.stderr)
+    summary["over_budget"] = sum(c["own_peak_bytes"] > c["budget_bytes"] > 0 for c in cases)
+    return cases, summary
+
+
+def _ratios(case: Case, plain: Case) -> dict[str, float]:
+    return {f"{key}_over_plain": case[key] / plain[key] for key in ("own_peak_bytes", "step_seconds")}
 
 
 def _case(name: str, framework: str, budget_bytes: int, quick: bool, folder: Path) -> Case:
@@ -79,4 +118,5 @@ def _summary(cases: list[Case]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main("frameworks", run, __doc__)
+    flag = {"action": "store_true", "help": "compare ways to save memory in Keras instead"}
+    main("frameworks", run, __doc__, options={"--keras": flag})

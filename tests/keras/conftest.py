@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 os.environ["TF_ENABLE_ONEDNN_OPTS"] = "1"  # or TensorFlow counts no memory of processors without AVX512-VNNI
+os.environ["TF_NUM_INTEROP_THREADS"] = "1"  # or operators run in another order each time, and peaks differ
 HAS_TENSORFLOW = importlib.util.find_spec("tensorflow") is not None
 
 

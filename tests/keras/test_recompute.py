@@ -7,80 +7,133 @@ import pytest
 
 from memfit.errors import UsageError, WorkloadError
 from memfit.keras import checkpoint_every, measured_peak
-from memfit.keras.recompute import Recomputed, keras, tf
-
-WIDTH, SAMPLES = 128, 4096
-
-
-def mlp(*more: Any, layers: int = 24) -> Any:
-    keras.utils.set_random_seed(0)
-    dense = [keras.layers.Dense(WIDTH, activation="gelu") for _ in range(layers)]
-    half = len(dense) // 2
-    return keras.Sequential([keras.Input((WIDTH,)), *dense[:half], *more, *dense[half:]])
+from memfit.keras.graph import graph_of
+from memfit.keras.recompute import Recomputed
+from tests.keras.models import difference, keras, layers, mlp, resnet, tf, unet, values_after_step, workload
 
 
-def batch(samples: int = SAMPLES) -> Any:
-    return tf.constant(np.random.RandomState(0).randn(samples, WIDTH).astype("float32"))
-
-
-def gradients(model: Any, x: Any, training: bool = True) -> list[Any]:
-    with tf.GradientTape() as tape:
-        loss = tf.reduce_mean(model(x, training=training) ** 2)
-    return [loss.numpy(), *(g.numpy() for g in tape.gradient(loss, model.trainable_variables))]
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_the_peak_halves_and_gradients_stay(compiled: bool) -> None:
-    model, x = mlp(), batch()
-    lean = checkpoint_every(model, 5)
+@pytest.mark.parametrize("run_eagerly", [True, False])
+def test_the_peak_falls_and_gradients_stay(run_eagerly: bool) -> None:
+    model = mlp(depth=16)
+    mine = workload(model, 4096, run_eagerly=run_eagerly)
+    lean = checkpoint_every(model, 4)
     assert [id(v) for v in lean.trainable_variables] == [id(v) for v in model.trainable_variables]
-    plain, planned = gradients(model, x), gradients(lean, x)
-    assert all(np.array_equal(a, b) for a, b in zip(plain, planned, strict=True))
-
-    def step(one: Any) -> Any:
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(one(x, training=True) ** 2)
-        return tape.gradient(loss, one.trainable_variables)
-
-    peaks = []
-    for one in (model, lean):
-        function = tf.function(step) if compiled else step
-        peaks.append(measured_peak(lambda function=function, one=one: function(one)))  # type: ignore[misc]
+    (loss, plain), (lean_loss, planned) = mine.step(model)(), mine.step(lean)()
+    # A function's matrix product is fused with its GELU where no backward pass needs what is between.
+    assert difference([loss, *plain], [lean_loss, *planned]) <= (0.0 if run_eagerly else 1e-5)
+    peaks = [measured_peak(mine.step(one)) for one in (model, lean)]
     print(f"{peaks[0] / 2**20:.1f} MiB plain, {peaks[1] / 2**20:.1f} MiB, {peaks[1] / peaks[0]:.2f}")
-    assert peaks[1] <= 0.5 * peaks[0]
+    assert peaks[1] <= 0.6 * peaks[0]
 
 
-def test_layers_with_a_state_are_left_out_and_stay_right() -> None:
-    x = batch(64)
-    results = []
-    for k in (None, 3):
-        model = mlp(keras.layers.Dropout(0.5, seed=1), keras.layers.BatchNormalization(), layers=6)
-        lean = model if k is None else checkpoint_every(model, k)
-        results.append([*gradients(lean, x), *(v.numpy() for v in model.non_trainable_variables)])
-    assert all(np.array_equal(a, b) for a, b in zip(*results, strict=True))
-    recomputed = [layer for layer in lean.layers if isinstance(layer, Recomputed)]
-    assert [len(layer.layers) for layer in recomputed] == [3, 3]
+@pytest.mark.parametrize("run_eagerly", [True, False])
+@pytest.mark.parametrize("make", [resnet, unet])
+def test_branches_dropout_and_statistics_are_as_in_the_plain_step(make: Any, run_eagerly: bool) -> None:
+    plain, *others = (
+        values_after_step(make, lambda m, k=k: checkpoint_every(m, k) if k else m, 4, run_eagerly=run_eagerly)
+        for k in (0, 3, 100)
+    )
+    for other in others:
+        assert all(np.array_equal(a, b) for a, b in zip(plain, other, strict=True))
+
+
+def test_statistics_are_updated_once() -> None:
+    model = resnet(blocks=1)
+    mine = workload(model, 4)
+    lean = mine.step(checkpoint_every(model, 3))
+    norm = next(layer for layer in model.layers if isinstance(layer, layers.BatchNormalization))
+    start = norm.moving_mean.numpy()
+    lean()
+    once = norm.moving_mean.numpy() - start
+    norm.moving_mean.assign(start)
+    mine.step(model)()
+    assert np.abs(once).max() > 0
+    assert np.array_equal(once, norm.moving_mean.numpy() - start)
+
+
+def test_without_the_first_state_dropout_would_be_wrong() -> None:
+    """The comparison of gradients tells: `tf.recompute_grad` by itself draws other numbers."""
+    model = keras.Sequential([keras.Input((64,)), layers.Dense(64), layers.Dropout(0.5, seed=1), layers.Dense(64)])
+    x = tf.constant(np.random.RandomState(0).randn(32, 64).astype("float32"))
+    generator = model.layers[1].seed_generator.state
+
+    def gradients(call: Any) -> list[Any]:
+        generator.assign([1, 0])
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(call(x) ** 2)
+        return [g.numpy() for g in tape.gradient(loss, model.trainable_variables)]
+
+    lean = checkpoint_every(model, 3)
+    plain = gradients(lambda x: model(x, training=True))
+    assert all(np.array_equal(a, b) for a, b in zip(plain, gradients(lambda x: lean(x, training=True)), strict=True))
+    by_hand = gradients(tf.recompute_grad(lambda x: model(x, training=True)))
+    assert not all(np.array_equal(a, b) for a, b in zip(plain, by_hand, strict=True))
+
+
+def test_a_compiled_model_is_fit() -> None:
+    trained = []
+    for k in (0, 3):
+        model = resnet(blocks=2)
+        one = checkpoint_every(model, k) if k else model
+        one.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
+        x = np.random.RandomState(0).randn(16, 32, 32, 3).astype("float32")
+        one.fit(x, np.arange(16) % 10, batch_size=8, epochs=2, shuffle=False, verbose=0)
+        trained.append([v.numpy() for v in model.variables])
+    assert all(np.array_equal(a, b) for a, b in zip(*trained, strict=True))
 
 
 def test_a_frozen_layer_is_recomputed() -> None:
-    model = mlp(layers=4)
+    model = mlp(depth=4)
     model.layers[1].trainable = False
     lean = checkpoint_every(model, 4)
-    assert [len(layer.layers) for layer in lean.layers if isinstance(layer, Recomputed)] == [4]
-    assert len(gradients(lean, batch(8))) == len(gradients(model, batch(8))) == 1 + 6
+    assert [len(piece.layers) for piece in lean.layers if isinstance(piece, Recomputed)] == [4]
+    (_, plain), (_, planned) = (workload(model, 8).step(one)() for one in (model, lean))
+    assert len(plain) == len(planned) == 6
 
 
-def test_functional_chains_and_what_is_none() -> None:
-    inputs = keras.Input((WIDTH,))
-    first = keras.layers.Dense(WIDTH)(inputs)
-    chain = keras.Model(inputs, keras.layers.Dense(3)(first))
-    x = batch(8)
-    assert np.array_equal(chain(x).numpy(), checkpoint_every(chain, 2)(x).numpy())
-    residual = keras.Model(inputs, keras.layers.Add()([first, inputs]))
-    with pytest.raises(WorkloadError, match="no chain"):
-        checkpoint_every(residual, 2)
+def test_shared_layers_several_inputs_and_outputs_and_integers() -> None:
+    tokens, x = keras.Input((6,), dtype="int32", name="tokens"), keras.Input((6, 8), name="x")
+    embedded = layers.Embedding(10, 8)(tokens)
+    shared = layers.Dense(8, activation="tanh")
+    y = shared(shared(embedded) + x)
+    model = keras.Model({"tokens": tokens, "x": x}, [layers.Dense(2)(y), y])
+    random = np.random.RandomState(0)
+    batch = {"tokens": random.randint(0, 10, (4, 6)), "x": random.randn(4, 6, 8).astype("float32")}
+    found = []
+    for one in (model, checkpoint_every(model, 3), checkpoint_every(model, 10)):
+        with tf.GradientTape() as tape:
+            first, second = one(batch)
+            loss = tf.reduce_mean(first**2) + tf.reduce_mean(second)
+        found.append([tf.convert_to_tensor(g).numpy() for g in tape.gradient(loss, model.trainable_variables)])
+    for other in found[1:]:
+        assert all(np.array_equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+def test_layers_with_masks_or_losses_end_a_run() -> None:
+    tokens = keras.Input((6,), dtype="int32")
+    x = layers.Embedding(10, 8, mask_zero=True)(tokens)
+    x = layers.Dense(8, activity_regularizer="l2")(layers.GlobalAveragePooling1D()(x))
+    model = keras.Model(tokens, layers.Dense(2)(layers.Dense(8)(x)))
+    lean = checkpoint_every(model, 5)
+    assert [len(piece.layers) for piece in lean.layers if isinstance(piece, Recomputed)] == [2]
+    ids = np.array([[1, 2, 3, 0, 0, 0]])
+    assert np.array_equal(model(ids).numpy(), lean(ids).numpy())
+    assert len(lean.losses) == 1
+
+
+def test_names_are_the_same_in_every_process() -> None:
+    shared = layers.Dense(4, name="mine")
+    inputs = keras.Input((4,))
+    x = layers.Dense(4)(shared(layers.Dense(4)(shared(inputs)))) + inputs
+    graph = graph_of(keras.Model(inputs, layers.ReLU()(x)))
+    assert [unit.name for unit in graph.units] == ["mine", "dense", "mine#2", "dense_1", "add", "re_lu"]
+
+
+def test_what_is_refused() -> None:
     with pytest.raises(UsageError, match="k=0"):
-        checkpoint_every(chain, 0)
+        checkpoint_every(mlp(depth=2), 0)
+    with pytest.raises(WorkloadError, match="are not known"):
+        checkpoint_every(keras.Sequential([layers.Dense(2)]), 2)
 
 
 def test_a_device_whose_memory_nothing_counts_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

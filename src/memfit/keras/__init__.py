@@ -1,9 +1,15 @@
-"""Recomputation for Keras models on TensorFlow, by `tf.recompute_grad` without its traps.
+"""Recomputation for Keras models on TensorFlow, planned for a budget of bytes from measured layers.
 
-smaller = memfit.keras.checkpoint_every(model, 4)   # the same layers and weights
-before, after = (memfit.keras.measured_peak(lambda: step(m)) for m in (model, smaller))
+mine = memfit.keras.Workload(model, batch, loss_fn)
+plan = memfit.keras.plan(mine, budget="200MiB")     # layers measured, solved, applied, measured again
+smaller = memfit.keras.apply(plan, model)           # the same layers and weights
+smaller = memfit.keras.checkpoint_every(model, 4)   # by hand: every four layers
+peak = memfit.keras.measured_peak(lambda: step(smaller))
 """
 
-from memfit.keras.recompute import checkpoint_every, measured_peak
+from memfit.keras.memory import measured_peak
+from memfit.keras.planning import apply, plan
+from memfit.keras.recompute import checkpoint_every
+from memfit.keras.workload import Workload
 
-__all__ = ["checkpoint_every", "measured_peak"]
+__all__ = ["Workload", "apply", "checkpoint_every", "measured_peak", "plan"]

@@ -1,127 +1,164 @@
 """Recomputation of runs of layers in the backward pass.
 
 `tf.recompute_grad` runs a function again without restoring any state: a layer that draws random numbers draws others,
-so that the gradient is wrong, and a layer that updates statistics updates them twice. Such layers are left out, and end
-a run.
+so that the gradient is wrong, and a layer that updates statistics updates them twice. Here the second run has the
+state that the first one found (`keras.StatelessScope`), and what it would update is dropped.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Sequence
 from typing import Any
 
-os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+from memfit.errors import UsageError, WorkloadError
+from memfit.keras import internals
+from memfit.keras.graph import Graph, Unit, graph_of
+from memfit.keras.tensorflow import keras, tf
 
-from memfit.errors import MissingExtraError, UsageError, WorkloadError
-from memfit.keras.internals import call_count, weights_within
-
-try:
-    import keras
-    import tensorflow as tf
-except ModuleNotFoundError as e:
-    raise MissingExtraError("memfit.keras", "keras", str(e.name)) from e
+Run = tuple[int, int]
+"""A run of units: the first, and one past the last."""
 
 
 def checkpoint_every(model: Any, k: int) -> Any:
-    """Return a model of the same layers and weights that keeps the activations of every k-th layer only.
+    """Return a model of the same layers and weights that recomputes its layers k at a time in the backward pass.
 
     Args:
-        model: A built `keras.Sequential`, or a functional model whose layers form a chain, on the TensorFlow backend.
-        k: Layers that are recomputed together (> 0). Layers with a state (dropout, BatchNormalization) are not
-            recomputed, and end a run.
+        model: A built `keras.Sequential` or a functional model, on the TensorFlow backend; its layers may branch.
+        k: Layers that are recomputed together (> 0). Layers that can't be recomputed end a run.
 
     Raises:
         UsageError: `k` is not positive, or Keras runs on another backend.
-        WorkloadError: The model's layers are not a chain.
+        WorkloadError: The calls of the model's layers are not known.
     """
     if k < 1:
         raise UsageError(f"k={k} is not above 0: give a number of layers")
-    if keras.backend.backend() != "tensorflow":
-        raise UsageError(f"memfit.keras needs KERAS_BACKEND=tensorflow, not {keras.backend.backend()!r}")
-    inputs = keras.Input(batch_shape=model.input_shape, dtype=model.inputs[0].dtype)
-    value = inputs
-    for run in _runs(_chain(model), k):
-        value = run[0](value) if len(run) == 1 and _has_state(run[0]) else Recomputed(run)(value)
-    return keras.Model(inputs, value, name=f"{model.name}_every_{k}")
+    graph = graph_of(model)
+    return recomputed(model, graph, _every(graph.units, k), f"{model.name}_every_{k}")
 
 
-class Recomputed(keras.layers.Layer):  # type: ignore[misc]
-    """Layers called one after the other, and recomputed in the backward pass."""
-
-    def __init__(self, layers: Sequence[Any], **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.layers = list(layers)
-        self.built = all(layer.built for layer in layers)
-
-    def call(self, inputs: Any) -> Any:
-        @tf.recompute_grad  # type: ignore[untyped-decorator]
-        def run(value: Any) -> Any:
-            for layer in self.layers:
-                value = layer(value)
-            return value
-
-        return run(inputs)
-
-    def compute_output_shape(self, input_shape: Any) -> Any:
-        for layer in self.layers:
-            input_shape = layer.compute_output_shape(input_shape)
-        return input_shape
-
-
-def _chain(model: Any) -> list[Any]:
-    """Return a model's layers in order."""
-    if not getattr(model, "inputs", None) or len(model.inputs) != 1 or len(model.outputs) != 1:
-        raise WorkloadError(
-            f"the model {model.name!r} is not built, or has several inputs or outputs: build it, with one input and"
-            " one output"
-        )
-    layers = [layer for layer in model.layers if not isinstance(layer, keras.layers.InputLayer)]
-    tensor = model.inputs[0]
-    for layer in [] if isinstance(model, keras.Sequential) else layers:
-        if call_count(layer) != 1 or layer.input is not tensor:
-            raise WorkloadError(f"the layer {layer.name!r} does not follow the one before it: the model is no chain")
-        tensor = layer.output
-    return layers
-
-
-def _runs(layers: Sequence[Any], k: int) -> list[list[Any]]:
-    """Return layers in runs of up to k; a layer with a state is a run of its own."""
-    runs: list[list[Any]] = []
-    for layer in layers:
-        has_state = _has_state(layer)
-        if runs and not has_state and len(runs[-1]) < k and not _has_state(runs[-1][-1]):
-            runs[-1].append(layer)
+def _every(units: Sequence[Unit], k: int) -> list[Run]:
+    """Return runs of up to k units that may be recomputed."""
+    runs: list[Run] = []
+    for index, unit in enumerate(units):
+        if unit.refused:
+            continue
+        if runs and runs[-1][1] == index and index - runs[-1][0] < k:
+            runs[-1] = (runs[-1][0], index + 1)
         else:
-            runs.append([layer])
+            runs.append((index, index + 1))
     return runs
 
 
-def _has_state(layer: Any) -> bool:
-    """Return whether a layer has variables beside its weights, as a generator's state or running statistics."""
-    weights = {id(variable) for variable in weights_within(layer)}
-    return any(id(v) not in weights for v in layer.variables)
+def recomputed(model: Any, graph: Graph, runs: Sequence[Run], name: str) -> Any:
+    """Return a model of the same layers and weights that recomputes some runs of its units."""
+    pieces: list[Stretch | Recomputed] = []
+    start = 0
+    for first, stop in [*sorted(runs), (len(graph.units), len(graph.units))]:
+        if start < first:
+            pieces.append(Stretch(graph, start, first))
+        if first < stop:
+            pieces.append(Recomputed(graph, first, stop))
+        start = stop
+    return joined(model, graph, pieces, name)
 
 
-def measured_peak(run: Callable[[], Any], device: str = "CPU:0") -> int:
-    """Return the bytes that TensorFlow allocates at the peak of a run, beyond those held before.
+def joined(model: Any, graph: Graph, pieces: Sequence[Any], name: str) -> Any:
+    """Return a model that calls pieces of another one after the other."""
+    known = internals.functional(model)
+    inputs = keras.tree.map_structure(
+        lambda t: keras.Input(batch_shape=t.shape, dtype=t.dtype, name=t.name), known.input
+    )
+    values = dict(zip(graph.inputs, keras.tree.flatten(inputs), strict=True))
+    for piece in pieces:
+        values |= zip(piece.given, piece([values[t] for t in piece.taken]), strict=True)
+    outputs = keras.tree.map_structure(lambda t: values[id(t)], known.output)
+    return keras.Model(inputs, outputs, name=name)
 
-    Args:
-        run: The function, run once to trace it and once to measure it.
-        device: Name of the device for `tf.config.experimental.get_memory_info`.
 
-    Raises:
-        UsageError: TensorFlow does not count the device's memory. It counts a CPU's where oneDNN is on, which it turns
-            off by itself for processors without instructions for neural networks (AVX512-VNNI).
+class Stretch(keras.layers.Layer):  # type: ignore[misc]
+    """Units called one after the other; what none of them needs any more is dropped.
+
+    Attributes:
+        taken: The tensors that it takes, by `id`.
+        given: Those that it gives.
     """
-    run()
-    try:
-        tf.config.experimental.reset_memory_stats(device)
-    except ValueError as e:
-        raise UsageError(
-            f"TensorFlow counts no memory of device={device!r} ({e}): for a CPU, set TF_ENABLE_ONEDNN_OPTS=1 in the"
-            " environment before TensorFlow is imported"
-        ) from e
-    before = tf.config.experimental.get_memory_info(device)["current"]
-    run()
-    return int(tf.config.experimental.get_memory_info(device)["peak"] - before)
+
+    def __init__(self, graph: Graph, start: int, stop: int, **kwargs: Any) -> None:
+        super().__init__(dtype="float32", autocast=False, **kwargs)  # its layers have their own dtypes
+        self.graph, self.units = graph, tuple(graph.units[start:stop])
+        self.taken, self.given = tuple(graph.taken(start, stop)), tuple(graph.given(start, stop))
+        self.layers = [unit.operation for unit in self.units if unit.is_layer]
+        last = {t: index for index, unit in enumerate(self.units) for t in (*unit.outputs, *unit.inputs)}
+        self.dropped = tuple(
+            tuple(t for t, index in last.items() if index == place and t not in self.given)
+            for place in range(len(self.units))
+        )
+        self.built = True
+
+    def call(self, inputs: Any, training: bool | None = None) -> Any:
+        values = dict(zip(self.taken, inputs, strict=True))
+        del inputs
+        for unit, dropped in zip(self.units, self.dropped, strict=True):
+            values |= zip(unit.outputs, self.value(unit, values, training), strict=True)
+            for tensor in dropped:
+                del values[tensor]
+        return [values[t] for t in self.given]
+
+    def value(self, unit: Unit, values: dict[int, Any], training: bool | None) -> list[Any]:
+        """Return what a unit gives."""
+        return unit.call(values, training)
+
+    def compute_output_spec(self, inputs: Any, training: bool | None = None) -> Any:
+        """Return the shapes and dtypes that the model's own tensors have."""
+        tensors = (self.graph.tensors[t] for t in self.given)
+        return [keras.KerasTensor(t.shape, t.dtype, name=t.name) for t in tensors]
+
+
+class Recomputed(keras.layers.Layer):  # type: ignore[misc]
+    """Units called one after the other, and called again in the backward pass, from the state of the first call."""
+
+    def __init__(self, graph: Graph, start: int, stop: int, **kwargs: Any) -> None:
+        super().__init__(dtype="float32", autocast=False, **kwargs)
+        self.body = Stretch(graph, start, stop)
+        self.taken, self.given = self.body.taken, self.body.given
+        self.state = tuple(variable for layer in self.body.layers for variable in states_of(layer))
+        self.built = True
+
+    @property
+    def layers(self) -> list[Any]:
+        """The layers that are recomputed."""
+        return list(self.body.layers)
+
+    def call(self, inputs: Any, training: bool | None = None) -> Any:
+        state = [(variable, tf.convert_to_tensor(variable.value)) for variable in self.state]
+        differentiable = [index for index, value in enumerate(inputs) if value.dtype.is_floating]
+        others = {index: value for index, value in enumerate(inputs) if not value.dtype.is_floating}
+        calls = 0
+
+        def run(*values: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            given = others | dict(zip(differentiable, values, strict=True))
+            scope = contextlib.nullcontext() if calls == 1 else keras.StatelessScope(state)
+            with scope:
+                return self.body([given[index] for index in sorted(given)], training=training)
+
+        losses = internals.losses_added(self.body)
+        results = tf.recompute_grad(run)(*(inputs[index] for index in differentiable))
+        if internals.losses_added(self.body) > losses:
+            raise WorkloadError(
+                f"one of the layers {[layer.name for layer in self.layers]} adds a loss in its call, which has no"
+                " gradient where they are recomputed: plan with memfit.keras.plan, which leaves it out"
+            )
+        return results
+
+    def compute_output_spec(self, inputs: Any, training: bool | None = None) -> Any:
+        """Return the shapes and dtypes that the model's own tensors have."""
+        return self.body.compute_output_spec(inputs)
+
+
+def states_of(layer: Any) -> list[Any]:
+    """Return the variables of a layer beside its weights, as a generator's state or running statistics."""
+    weights = {id(variable) for variable in internals.weights_within(layer)}
+    return [variable for variable in layer.variables if id(variable) not in weights]
