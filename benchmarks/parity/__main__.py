@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from benchmarks.common import Case, main
 from benchmarks.parity import uses
 from benchmarks.parity.conditions import CONDITIONS
 from benchmarks.parity.equivalence import compare
+from benchmarks.parity.figures import summary_of
 from benchmarks.parity.runs import run as run_once
 from benchmarks.parity.trainings import TRAININGS, Training
 from benchmarks.steps.rows import Rows
@@ -113,25 +113,6 @@ def verdicts(name: str, cases: Sequence[Case]) -> list[Case]:
             }
         )
     return found
-
-
-def summary_of(cases: Sequence[Case]) -> dict[str, Any]:
-    """Return the figures. The verdicts counted are those on levers, without the ways that are here since they hurt."""
-    runs = [case for case in cases if case["kind"] == "run"]
-    exact = [case for case in cases if case["kind"] == "verdict" and case["condition"] == "exact"]
-    levers = [c for c in cases if c["kind"] == "verdict" and not CONDITIONS[c["condition"]].hurts]
-    count = Counter(case["verdict"] for case in levers)
-    return {
-        "trainings": len({case["training"] for case in runs}),
-        "seeds": len({case["seed"] for case in runs}),
-        "runs": len(runs),
-        "exact_runs": sum(case["seeds"] for case in exact),
-        "exact_bitwise": sum(case["bitwise"] for case in exact),
-        "equivalent": count["equivalent"],
-        "refuted": count["refuted"],
-        "undecided": count["undecided"],
-        "budget_use_pays": len({case["training"] for case in cases if case["kind"] == "use" and case["pays"]}),
-    }
 
 
 if __name__ == "__main__":

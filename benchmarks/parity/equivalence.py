@@ -46,10 +46,11 @@ def compare(differences: Sequence[float], margin: float) -> Equivalence:
         differences: One for each seed; two or more.
         margin: Above 0.
     """
-    n, mean, spread = len(differences), statistics.fmean(differences), statistics.stdev(differences)
+    n, mean = len(differences), statistics.fmean(differences)
+    if not all(map(math.isfinite, differences)):  # a training that did not survive is another one
+        return Equivalence("refuted", mean, math.inf, 1.0, n)
+    spread = statistics.stdev(differences)
     half_width = _half_width(spread, n)
-    if any(not math.isfinite(d) for d in differences):
-        return Equivalence("refuted", mean, half_width, 1.0, n)
     if spread <= 1e-12:  # a t-test divides by it
         verdict: Verdict = "equivalent" if abs(mean) < margin else "refuted"
         return Equivalence(verdict, mean, 0.0, float(verdict == "refuted"), n)
@@ -58,7 +59,7 @@ def compare(differences: Sequence[float], margin: float) -> Equivalence:
     p_equivalent = float(max(above, below))
     if p_equivalent <= LEVEL:
         return Equivalence("equivalent", mean, half_width, p_equivalent, n)
-    if 1 - min(above, below) <= LEVEL:  # the opposite one-sided tests
+    if 1 - p_equivalent <= LEVEL:  # the opposite one-sided test
         return Equivalence("refuted", mean, half_width, p_equivalent, n)
     return Equivalence("undecided", mean, half_width, p_equivalent, _seeds_needed(mean, spread, margin))
 
