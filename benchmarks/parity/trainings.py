@@ -140,7 +140,7 @@ TRAININGS = {
         better="less",
         chance=8.0,
         margin=0.05,
-        rationale="what the last tenth of the steps gains, about",
+        rationale="about what the last tenth of the steps gains at a constant rate",
     ),
     "fine_tuning": Training(
         "the trained byte_lm goes on with English prose, at a small learning rate",
