@@ -20,6 +20,7 @@ from benchmarks.parity import uses
 from benchmarks.parity.conditions import CONDITIONS
 from benchmarks.parity.equivalence import compare
 from benchmarks.parity.figures import summary_of
+from benchmarks.parity.half import slowdowns
 from benchmarks.parity.runs import run as run_once
 from benchmarks.parity.trainings import TRAININGS, Training
 from benchmarks.steps.rows import Rows
@@ -58,6 +59,7 @@ def run(
             cases += [_run(name, training, condition, seed, plans[name], before) for condition in under]
     if not quick:
         cases += [_use(use, before) for use in uses.USES.values() if use.training in names]
+        cases.append({"kind": "fp16 kernels", "slowdowns": slowdowns()})
     cases += [verdict for name in names for verdict in verdicts(name, cases)]
     return cases, summary_of(cases)
 

@@ -82,7 +82,7 @@ def peaks_table(result: dict[str, Any]) -> str:
     """Return what each condition does to the measured peak of a step."""
     names = _trainings(result["cases"])
     lines = head(("", *names))
-    for condition in ("plain", *_conditions(result["cases"])):
+    for condition in ("plain", *(c for c in _conditions(result["cases"]) if not CONDITIONS[c].hurts)):
         cells = []
         for name in names:
             plain, here = (
@@ -116,7 +116,9 @@ def dtypes_table(result: dict[str, Any]) -> str:
         for wanted in (["fp16 in, fp32 inside"], ["float16"], ["float16", "float32"], ["float32"]):
             cells.append(", ".join(f"`{op}`" for op, dtypes in seen.items() if dtypes == wanted and _computes(op)))
         lines.append(row((name, *cells)))
-    return "\n".join(lines)
+    (timed,) = _of(result["cases"], "fp16 kernels")
+    slow = ", ".join(f"×{ratio:.0f} ({name})" for name, ratio in timed["slowdowns"].items())
+    return "\n".join([*lines, "", f"The CPU's own fp16 kernels, forward and backward, take {slow} of fp32's time."])
 
 
 def uses_table(result: dict[str, Any]) -> str:

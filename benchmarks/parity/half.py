@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +23,7 @@ PRODUCTS = {
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
 }
-"""What a CPU without fp16 units takes 10 to 20 times as long for as in fp32."""
+"""What a CPU without fp16 units takes many times as long for as in fp32 (`slowdowns`)."""
 
 
 class HalfProducts(TorchDispatchMode):
@@ -55,3 +57,26 @@ def _widened(tensor: torch.Tensor) -> torch.Tensor:
 
 def _narrowed(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.half() if tensor.dtype is torch.float32 else tensor
+
+
+def slowdowns(rounds: int = 5) -> dict[str, float]:
+    """Return how many times as long as in fp32 a layer's forward and backward pass take in fp16's own kernels."""
+    layers: dict[str, tuple[torch.nn.Module, torch.Tensor]] = {
+        "linear": (torch.nn.Linear(64, 256), torch.randn(1024, 64)),
+        "2-D convolution": (torch.nn.Conv2d(32, 32, 3, padding=1), torch.randn(64, 32, 8, 8)),
+        "3-D convolution": (torch.nn.Conv3d(8, 16, 3, padding=1), torch.randn(2, 8, 16, 16, 16)),
+    }
+    return {
+        name: _seconds(layer.half(), x.half(), rounds) / seconds
+        for name, (layer, x) in layers.items()
+        for seconds in [_seconds(layer, x, rounds)]
+    }
+
+
+def _seconds(layer: torch.nn.Module, x: torch.Tensor, rounds: int) -> float:
+    taken = []
+    for _ in range(rounds + 1):
+        started = time.process_time()
+        layer(x.requires_grad_()).sum().backward()
+        taken.append(time.process_time() - started)
+    return statistics.median(taken[1:])

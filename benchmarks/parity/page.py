@@ -1,15 +1,18 @@
-"""Makes the picture of docs/results/parity.md: `python -m benchmarks.parity.page [--check]`."""
+"""Makes the pictures of docs/results/parity.md: `python -m benchmarks.parity.page [--check]`."""
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.charts import Interval, intervals
+from benchmarks.charts import COLOURS, Axis, Interval, Line, Panel, chart, intervals
 from benchmarks.claims_page import DOCS, stale
 from benchmarks.parity.conditions import CONDITIONS
+from benchmarks.parity.runs import POINTS
+from benchmarks.parity.trainings import TRAININGS
 from benchmarks.tables import results
 from memfit.ir.codec import write_atomic
 
@@ -41,9 +44,47 @@ def verdicts_chart(result: dict[str, Any]) -> str:
     )
 
 
+SHOWN = ("byte_lm", "text_classifier", "brain_segmentation", "video")
+LINES = {
+    "plain": ("plain", COLOURS[1]),
+    "bf16-alone": ("bf16 by hand", COLOURS[2]),
+    "16-mixed-high": ("scale from 2^40", COLOURS[3]),
+    "adafactor": ("Adafactor", COLOURS[0]),
+}
+
+
+def curves_chart(result: dict[str, Any]) -> str:
+    """Return the chart of training losses, plain and where something hurts, in the mean over the seeds."""
+    panels = []
+    for name in SHOWN:
+        lines = []
+        for condition, (label, colour) in LINES.items():
+            runs = [
+                c["losses"]
+                for c in result["cases"]
+                if (c.get("training"), c.get("condition")) == (name, condition) and c["kind"] == "run"
+            ]
+            means = [statistics.fmean(parts) for parts in zip(*runs, strict=True)]
+            part = TRAININGS[name].steps // POINTS
+            points = [(part * (index + 1), mean) for index, mean in enumerate(means)]
+            lines.append(Line(label, points, colour, dashed=condition == "bf16-alone"))
+        panels.append(Panel(name, lines))
+    return chart(
+        "Where a lever hurts",
+        "Training loss, the mean of each tenth of the steps and of the seeds",
+        panels,
+        Axis("steps", (15, 30, 60, 120, 240), lambda value: f"{value:.0f}"),
+        Axis("nats", (0.5, 1, 2, 4, 8), lambda value: f"{value:g}"),
+        legend=panels[0].lines,
+    )
+
+
 def files(result: dict[str, Any]) -> dict[Path, str]:
     """Return the charts."""
-    return {DOCS / "figures" / "parity.svg": verdicts_chart(result)}
+    return {
+        DOCS / "figures" / "parity.svg": verdicts_chart(result),
+        DOCS / "figures" / "parity-curves.svg": curves_chart(result),
+    }
 
 
 def main() -> None:

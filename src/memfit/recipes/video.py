@@ -56,7 +56,7 @@ def video(
 
     Raises:
         WorkloadError: An argument is out of its range, or a clip does not fit in the template.
-        MissingExtraError: MONAI, nilearn or nibabel is not installed.
+        MissingExtraError: nilearn or nibabel is not installed.
     """
     check_positive(
         size=size,
