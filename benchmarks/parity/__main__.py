@@ -28,6 +28,7 @@ from memfit import InfeasibleError, Plan
 
 SEEDS, USE_SEEDS = 5, 3
 QUICK = ("plain", "exact", "bf16-mixed")
+QUICK_TRAININGS = ("text_classifier", "digits_resnet", "brain_segmentation", "video")
 QUICK_STEPS = 12
 
 
@@ -41,14 +42,14 @@ def run(
     """Return a row for each run, verdict and use, and the figures.
 
     Args:
-        trainings: Those to run; None for all.
+        trainings: Those to run; None for all, or `QUICK_TRAININGS`.
         conditions: Those to run under, beside the plain one; None for all.
         seeds: Their number (> 1); None for `SEEDS`.
         rows: A file with rows that were measured before, which grows by each run; None for none.
     """
     torch.set_num_threads(1)
     before, cases = Rows(rows), list[Case]()
-    names = list(trainings or TRAININGS)
+    names = list(trainings or (QUICK_TRAININGS if quick else TRAININGS))
     asked = conditions or (QUICK if quick else CONDITIONS)
     under = ["plain", *(condition for condition in asked if condition != "plain")]
     plans: dict[str, dict[str, Plan | None]] = {name: {} for name in names}
