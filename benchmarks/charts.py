@@ -17,6 +17,7 @@ PANEL_WIDTH, PANEL_HEIGHT = 280, 250
 LEFT, TOP, BOTTOM, BETWEEN, RIGHT = 62, 74, 56, 192, 150
 
 _DASH = ' stroke-dasharray="6 5"'
+_LIMIT = 3.0  # of the axis of intervals, in margins
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,66 @@ def stacks(
         parts += _stack(panel, LEFT + index * (PANEL_WIDTH + LEFT), colours, ticks, limit, end, x_title)
     parts += _key([(name, colours[name]) for name in reversed(names)], width - RIGHT + 14)
     return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean with an interval around it.
+
+    Attributes:
+        half_width: Of the interval (>= 0).
+    """
+
+    mean: float
+    half_width: float
+    colour: str
+
+
+def intervals(
+    title: str,
+    subtitle: str,
+    rows: Sequence[str],
+    columns: Mapping[str, Sequence[Interval]],
+    key: Sequence[tuple[str, str]],
+    x_title: str,
+) -> str:
+    """Return an SVG of intervals in units of a margin: rows of one name, a column of them for each subject.
+
+    Args:
+        columns: For each subject, the interval of each row. What is beyond the axis ends in an arrow.
+        key: Names of the colours.
+    """
+    left, width, gap, high = 210, 118, 18, 24
+    across, bottom = left + len(columns) * (width + gap), TOP + high * len(rows)
+    parts = _opening(title, subtitle, across + RIGHT, bottom + BOTTOM)
+    for index, name in enumerate(rows):
+        parts.append(_text(left - 14, TOP + high * index + 16, name, anchor="end"))
+    for index, (subject, found) in enumerate(columns.items()):
+        middle = left + index * (width + gap) + width / 2
+        unit = width / (2 * _LIMIT)
+        parts.append(_text(middle, TOP - 10, subject, anchor="middle", weight=600, size=11))
+        for tick in (-_LIMIT, -1.0, 0.0, 1.0, _LIMIT):
+            at = middle + tick * unit
+            parts.append(_rule(at, TOP, at, bottom, INK if abs(tick) == 1 else GRID, dashed=abs(tick) == 1))
+            parts.append(_text(at, bottom + 16, f"{tick:+g}" if tick else "0", colour=MUTED, anchor="middle", size=10))
+        for place, interval in enumerate(found):
+            parts += _interval(interval, middle, unit, TOP + high * place + 12)
+    parts.append(_text(left + (across - left - gap) / 2, bottom + 40, x_title, colour=MUTED, anchor="middle"))
+    return "\n".join([*parts, *_key(key, across), "</svg>"]) + "\n"
+
+
+def _interval(interval: Interval, middle: float, unit: float, y: float) -> list[str]:
+    """Return a mean as a dot, or as an arrow at the end of the axis, and the interval around it."""
+    low, high = (max(-_LIMIT, min(_LIMIT, interval.mean + way * interval.half_width)) for way in (-1, 1))
+    colour, x = interval.colour, middle + max(-_LIMIT, min(_LIMIT, interval.mean)) * unit
+    line = (
+        f'<line x1="{middle + low * unit:.1f}" y1="{y}" x2="{middle + high * unit:.1f}" y2="{y}" stroke="{colour}"'
+        ' stroke-width="2"/>'
+    )
+    if abs(interval.mean) <= _LIMIT:
+        return [line, f'<circle cx="{x:.1f}" cy="{y}" r="4" fill="{colour}"/>']
+    back = -7 if interval.mean > 0 else 7
+    return [line, f'<path d="M{x:.1f} {y} l{back} -5 v10 z" fill="{colour}"/>']
 
 
 def _stack(

@@ -16,6 +16,7 @@ from benchmarks.distributed import figures as ranks
 from benchmarks.faults import figures as faults
 from benchmarks.markdown import head, made_by, row
 from benchmarks.packages.zoo import FAMILIES
+from benchmarks.parity import figures as parity
 from benchmarks.time_tables import (
     adaptive_table,
     large_table,
@@ -217,6 +218,12 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "ladder": ("ladder", ladder_table),
     "solving": ("solving", solving_table),
     "exactness": ("exactness", exactness_table),
+    "parity_trainings": ("parity", parity.trainings_table),
+    "parity_verdicts": ("parity", parity.verdicts_table),
+    "parity_peaks": ("parity", parity.peaks_table),
+    "parity_scaling": ("parity", parity.scaling_table),
+    "parity_dtypes": ("parity", parity.dtypes_table),
+    "parity_uses": ("parity", parity.uses_table),
     "packages": ("packages", packages_table),
     "resident": ("resident", resident_table),
     "brain_segmentation": ("brain_segmentation", brain_segmentation_table),

@@ -30,6 +30,7 @@ SLOW = {
     "docs/guides/offload.md",
     "docs/guides/resume.md",
     "docs/guides/trainers.md",
+    "docs/guides/video.md",
     "docs/quickstart.md",
 }
 """Pages that take more than ten seconds, on a quiet machine."""
@@ -50,6 +51,7 @@ LONG = {
     "docs/guides/structure.md",
     "docs/guides/trainers.md",
     "docs/guides/varying-shapes.md",
+    "docs/guides/video.md",
     "docs/quickstart.md",
     "docs/reference/levers.md",
     "docs/reference/verbs.md",
