@@ -1,4 +1,4 @@
-"""The frontier of time and memory on seven models: memfit's plans, and what others reach.
+"""The frontier of time and memory on nine models: memfit's plans, and what others reach.
 
 Each method's peak, parameters included, is what PyTorch's allocator reported of a steady step (on a GPU, what it
 reserved); its time is that of a
