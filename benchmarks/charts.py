@@ -7,10 +7,15 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-# Readable on white and on dark pages alike: the chart brings its own background.
+# Readable on white and on dark pages alike: the chart brings its own background, and another one to dark screens.
 INK, MUTED, GRID, GROUND = "#1f2328", "#59636e", "#e4e7eb", "#ffffff"
 COLOURS = ("#c2410c", "#1d4ed8", "#15803d", "#7e22ce")
 SHADES = ("#94a3b8", "#475569", "#a16207", "#15803d", "#1d4ed8", "#c2410c", "#7e22ce")
+DARK = {
+    **dict(zip((INK, MUTED, GRID, GROUND), ("#e6edf3", "#9198a1", "#30363d", "#0d1117"), strict=True)),
+    **dict(zip(COLOURS, ("#fb923c", "#60a5fa", "#4ade80", "#c084fc"), strict=True)),
+}
+"""What stands in for each colour where the reader's screen is dark."""
 FONT = "system-ui, -apple-system, 'Segoe UI', sans-serif"
 
 PANEL_WIDTH, PANEL_HEIGHT = 280, 250
@@ -229,10 +234,15 @@ def _opening(title: str, subtitle: str, width: float, height: float) -> list[str
     return [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
         f' font-family="{FONT}" font-size="12" role="img" aria-label="{_escape(title)}">',
+        f"<style>@media (prefers-color-scheme:dark){{{_dark_rules()}}}</style>",
         f'<rect width="{width}" height="{height}" rx="6" fill="{GROUND}"/>',
         _text(16, 24, title, size=15, weight=600),
         _text(16, 42, subtitle, colour=MUTED),
     ]
+
+
+def _dark_rules() -> str:
+    return "".join(f'[fill="{a}"]{{fill:{b}}}[stroke="{a}"]{{stroke:{b}}}' for a, b in DARK.items())
 
 
 def _panel(panel: Panel, left: float, x: Axis, y: Axis, *, y_title: bool, named: bool) -> list[str]:
