@@ -549,6 +549,8 @@ def test_blocks_and_levels_of_every_subject_are_modules_of_its_model() -> None:
         "vit": functools.partial(models.vit, width=64, size=16, batch=1),
         "moe": functools.partial(models.moe, width=64, length=8, batch=1),
         "lstm": functools.partial(models.lstm, width=8, length=8, batch=2),
+        "llama": functools.partial(models.llama, width=64, length=8, batch=1),
+        "diffusion": functools.partial(models.diffusion, size=8, batch=1),
     }
     assert small.keys() == models.SUBJECTS.keys()
     for name, make in small.items():
