@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.claims_page import DOCS, stale
 from benchmarks.frontier.cells import cells_of
 from benchmarks.frontier.methods import KINDS
 from benchmarks.frontier.page import cells_table, summary_table
 from benchmarks.markdown import head, made_by, row
+from benchmarks.pages import DOCS, stale
 from benchmarks.tables import RESULTS, cases_table, exactness_table
 from benchmarks.time_tables import overhead_table, roofline_table
 from memfit.errors import UsageError

@@ -6,19 +6,15 @@ follows from the figures, making the page fails.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
 from benchmarks.charts import COLOURS, Axis, Line, Panel, chart
 from benchmarks.claims_figures import GIB, SECTIONS, Cases, depth_series, every
-from benchmarks.tables import ROOT, results
+from benchmarks.pages import DOCS, main
 from memfit.hardware.host import find_device
-from memfit.ir.codec import write_atomic
 from memfit.units import format_bytes
 
-DOCS = ROOT / "docs"
 TEMPLATE = Path(__file__).with_name("claims_template.md")
 
 
@@ -90,23 +86,5 @@ def files(result: dict[str, Any]) -> dict[Path, str]:
     }
 
 
-def stale(made: dict[Path, str]) -> list[str]:
-    """Return the names of files that are not as they would be made."""
-    return [path.name for path, text in made.items() if not path.exists() or path.read_text() != text]
-
-
-def main() -> None:
-    """Write the page, or check that it is that of the result file."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.claims_page", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="exit with 1 where the page has other figures")
-    made = files(results("claims"))
-    if parser.parse_args().check:
-        found = stale(made)
-        sys.exit(f"other than benchmarks/results: {', '.join(found)}; run benchmarks.claims_page" if found else 0)
-    for path, text in made.items():
-        path.parent.mkdir(exist_ok=True)
-        write_atomic(path, text.encode())
-
-
 if __name__ == "__main__":
-    main()
+    main("benchmarks.claims_page", "claims", files, __doc__)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import sys
 from pathlib import Path
 from typing import Any
 
 from benchmarks.charts import COLOURS, Axis, Line, Panel, Stack, chart, stacks
-from benchmarks.claims_page import DOCS, stale
 from benchmarks.common import Case
 from benchmarks.frontier.page import pareto
-from benchmarks.tables import results
-from memfit.ir.codec import write_atomic
+from benchmarks.pages import DOCS, main
 from memfit.units import format_bytes
 
 MIB = 2**20
@@ -69,19 +65,5 @@ def files(result: dict[str, Any]) -> dict[Path, str]:
     }
 
 
-def main() -> None:
-    """Write the charts, or check that they are those of the result file."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.worked_example_page", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a chart has other figures")
-    made = files(results("worked_example"))
-    if parser.parse_args().check:
-        found = stale(made)
-        sys.exit(
-            f"other than benchmarks/results: {', '.join(found)}; run benchmarks.worked_example_page" if found else 0
-        )
-    for path, text in made.items():
-        write_atomic(path, text.encode())
-
-
 if __name__ == "__main__":
-    main()
+    main("benchmarks.worked_example_page", "worked_example", files, __doc__)

@@ -5,23 +5,19 @@
 
 from __future__ import annotations
 
-import argparse
 import csv
 import io
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.charts import COLOURS, Axis, Line, Panel, chart
-from benchmarks.claims_page import DOCS, stale
 from benchmarks.common import Case
 from benchmarks.frontier.cells import AT_BOUND, FASTER, LIMIT, SURE, Cell, cells_of
 from benchmarks.frontier.methods import KINDS, OURS, Kind
 from benchmarks.frontier.models import SUBJECTS
-from benchmarks.tables import results
-from memfit.ir.codec import write_atomic
+from benchmarks.pages import DOCS, main
 from memfit.units import format_bytes
 
 PAGE = DOCS / "results" / "frontier.md"
@@ -245,18 +241,5 @@ def files(result: dict[str, Any]) -> dict[Path, str]:
     return {PAGE: page(PAGE.read_text(), result), **charts, **overview, **sheets}
 
 
-def main() -> None:
-    """Write the page, or check that it is that of the result file."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.frontier.page", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="exit with 1 where the page has other figures")
-    made = files(results("frontier"))
-    if parser.parse_args().check:
-        found = stale(made)
-        sys.exit(f"other than benchmarks/results: {', '.join(found)}; run benchmarks.frontier.page" if found else 0)
-    for path, text in made.items():
-        path.parent.mkdir(exist_ok=True)
-        write_atomic(path, text.encode())
-
-
 if __name__ == "__main__":
-    main()
+    main("benchmarks.frontier.page", "frontier", files, __doc__)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
 from benchmarks.charts import COLOURS, Axis, Interval, Line, Panel, chart, intervals
-from benchmarks.claims_page import DOCS, stale
+from benchmarks.pages import DOCS, main
 from benchmarks.parity.conditions import CONDITIONS
 from benchmarks.parity.runs import POINTS
 from benchmarks.parity.trainings import TRAININGS
-from benchmarks.tables import results
-from memfit.ir.codec import write_atomic
 
 VERDICT_COLOURS = {"equivalent": "#15803d", "undecided": "#94a3b8", "refuted": "#c2410c"}
 
@@ -87,17 +83,5 @@ def files(result: dict[str, Any]) -> dict[Path, str]:
     }
 
 
-def main() -> None:
-    """Write the charts, or check that they are those of the result file."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.parity.page", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a chart has other figures")
-    made = files(results("parity"))
-    if parser.parse_args().check:
-        found = stale(made)
-        sys.exit(f"other than benchmarks/results: {', '.join(found)}; run benchmarks.parity.page" if found else 0)
-    for path, text in made.items():
-        write_atomic(path, text.encode())
-
-
 if __name__ == "__main__":
-    main()
+    main("benchmarks.parity.page", "parity", files, __doc__)

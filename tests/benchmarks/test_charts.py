@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.charts import COLOURS, DARK, GROUND
-from benchmarks.claims_page import DOCS
+from benchmarks.pages import DOCS
 
 FIGURES = sorted((DOCS / "figures").glob("*.svg"))
 

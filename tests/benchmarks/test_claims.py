@@ -12,8 +12,9 @@ import torch
 from benchmarks import claims_workloads as workloads
 from benchmarks.charts import Axis, Line, Panel, chart
 from benchmarks.claims_figures import UnsupportedVerdict, every, growth, pick
-from benchmarks.claims_page import files, page, stale
+from benchmarks.claims_page import files, page
 from benchmarks.claims_predicted import activation_bytes, capture_step, fits, kept_convolutions
+from benchmarks.pages import stale
 from benchmarks.tables import results
 from memfit.hardware.host import find_device
 from memfit.ir.plan import Prediction

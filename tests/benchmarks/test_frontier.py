@@ -21,7 +21,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from benchmarks.claims_page import stale
 from benchmarks.frontier import models, sac_milp
 from benchmarks.frontier.__main__ import merge, read
 from benchmarks.frontier.cells import WRONG, cells_of, contenders, is_wrong, summarised
@@ -40,6 +39,7 @@ from benchmarks.frontier.methods import LOWEST, OURS, PLAIN, Kind, Method, Prepa
 from benchmarks.frontier.models import Subject
 from benchmarks.frontier.page import files, model_chart, page, pareto, rows_csv, tables
 from benchmarks.frontier.subject import Bench, methods, without_place
+from benchmarks.pages import stale
 from benchmarks.tables import results
 from memfit import Workload
 from memfit.capture.fake_workload import real_copy

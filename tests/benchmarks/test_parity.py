@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.claims_page import stale
+from benchmarks.pages import stale
 from benchmarks.parity import uses
 from benchmarks.parity.__main__ import run, verdicts
 from benchmarks.parity.conditions import CONDITIONS

@@ -6,7 +6,7 @@ import math
 import re
 
 from benchmarks import reference
-from benchmarks.claims_page import stale
+from benchmarks.pages import stale
 from benchmarks.tables import PAGES, TABLES, results, with_tables
 from benchmarks.worked_example_page import files
 from memfit.units import format_bytes
