@@ -17,6 +17,7 @@ from benchmarks.faults import figures as faults
 from benchmarks.markdown import head, made_by, row
 from benchmarks.packages.zoo import FAMILIES
 from benchmarks.parity import figures as parity
+from benchmarks.parity import in_jittor
 from benchmarks.time_tables import (
     adaptive_table,
     large_table,
@@ -224,6 +225,8 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "parity_scaling": ("parity", parity.scaling_table),
     "parity_dtypes": ("parity", parity.dtypes_table),
     "parity_uses": ("parity", parity.uses_table),
+    "jittor_verdicts": ("parity_jittor", in_jittor.verdicts_table),
+    "jittor_uses": ("parity_jittor", in_jittor.uses_table),
     "packages": ("packages", packages_table),
     "resident": ("resident", resident_table),
     "brain_segmentation": ("brain_segmentation", brain_segmentation_table),
