@@ -90,7 +90,7 @@ def test_tables_say_what_was_measured() -> None:
 
 
 def test_the_page_has_the_figures_of_the_result() -> None:
-    result, words = results("parity_jittor"), words_of(DOCS / "results" / "parity.md")
+    result, words = results("parity_jittor"), words_of(DOCS / "results" / "parity-in-jittor.md")
     summary = result["summary"]
     assert "--quick" not in result["command"] and summary_of(result["cases"]) == summary
     assert [c for c in result["cases"] if c["kind"] == "verdict"] == verdicts(result["cases"])
