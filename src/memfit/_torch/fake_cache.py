@@ -1,4 +1,4 @@
-"""A fake tensor mode that looks up what operators return with less work.
+"""A fake tensor mode that looks up the outputs of operators with less work.
 
 `FakeTensorMode` keeps operators' outputs by the metadata of their arguments. To look one up it makes a record of 17
 fields for each tensor, and it builds each output through a constructor of fifty lines, which is half of a capture. This
@@ -50,12 +50,12 @@ class _Kept(NamedTuple):
 
 
 class CachedFakeTensorMode(FakeTensorMode):
-    """`FakeTensorMode` for shapes without symbols, with a quicker look-up of what operators return."""
+    """`FakeTensorMode` for shapes without symbols, with a quicker look-up of outputs."""
 
     _kept: dict[tuple[Any, ...], _Kept | None] = {}
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Return an operator's outputs, by what is kept where the arguments' metadata are known."""
+        """Return an operator's outputs, from kept metadata where the arguments' are known."""
         kwargs = kwargs or {}
         key = [func, torch.get_default_dtype(), torch._C._get_default_device(), torch.is_inference_mode_enabled()]
         key.append(len(args))
@@ -71,7 +71,7 @@ class CachedFakeTensorMode(FakeTensorMode):
         return tuple(outputs) if kept.is_tuple else outputs[0]
 
     def _describe(self, key: list[Any], values: Any) -> bool:
-        """Append to a key what tells values apart; return False for those that no key tells."""
+        """Append the metadata of values to a key; return False where a value has none that can be kept."""
         for value in values:
             kind = type(value)
             if kind is FakeTensor:
@@ -126,7 +126,7 @@ class CachedFakeTensorMode(FakeTensorMode):
 
 
 def _kept(entry: Any, out: Any) -> _Kept | None:
-    """Return what PyTorch's cache keeps of an operator's outputs; None for what it does not, or can't be made here."""
+    """Return the metadata of an operator's outputs; None where PyTorch keeps none, or they can't be made here."""
     if not isinstance(entry, _DispatchCacheValidEntry):
         return None
     outputs: list[Any] = []
