@@ -25,6 +25,10 @@ class Seen(dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class PassivelySeen(dispatch.PassiveMode, Seen):
+    """Notes the operators that run, and leaves Dynamo to compile."""
+
+
 class Functions(TorchFunctionMode):
     """Notes the functions that are called."""
 
@@ -62,6 +66,24 @@ def test_disable_current_modes_hides_operators_from_the_modes_around() -> None:
         assert seen.operators == []
         torch.ones(2)
     assert seen.operators == [aten.ones.default]
+
+
+@pytest.mark.parametrize(("mode", "compiled"), [(Seen(), 0), (PassivelySeen(), 1)], ids=["other", "passive"])
+def test_PassiveMode_has_Dynamo_compile_and_sees_the_code_run(mode: Seen, compiled: int) -> None:
+    torch._dynamo.reset()  # it remembers code that it left alone
+    graphs, modes = [], []
+
+    def backend(module: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(module)
+        modes.extend(dispatch.current_mode_stack())
+        return module.forward
+
+    function = torch.compile(lambda x: (x + 1).exp(), backend=backend)
+    x = torch.ones(2)
+    with mode:
+        function(x)
+    assert (len(graphs), modes) == (compiled, [])
+    assert mode.operators == [aten.add.Tensor, aten.exp.default]
 
 
 def test_current_mode_stack_is_of_the_modes_that_are_entered_innermost_last() -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import memfit
+from memfit._torch.fake import DataDependentOutputException
 from memfit.cost.calibrate import missing_kernel
 from memfit.errors import CaptureError, InfeasibleError
 from memfit.ir.plan import Levers, Plan
@@ -222,6 +223,9 @@ def test_regions_that_fail_only_together_are_all_found() -> None:
 def test_notes_are_one_line_each() -> None:
     assert first_line(ValueError("one\ntwo")) == "ValueError: one"
     assert len(first_line(ValueError("x" * 10_000))) < 300
+    unread = CaptureError("the step can't be captured at train.py:3: x.item() (of unknown values). Replace it")
+    unread.__cause__ = DataDependentOutputException(torch.ops.aten._local_scalar_dense.default)
+    assert first_line(unread) == "the step can't be captured at train.py:3: x.item() (of unknown values)"
     assert refusal_notes({"": "x", "a": "reads b", "c": "writes d"}) == [
         "a is not recomputed: it reads b",
         "c is not recomputed: it writes d",

@@ -36,3 +36,12 @@ push_function_mode: Callable[[TorchFunctionMode], None] = overrides._push_mode
 get_unwrapped = _functorch.get_unwrapped
 is_functorch_wrapped_tensor = _functorch.is_functorch_wrapped_tensor
 peek_interpreter_stack = _functorch.peek_interpreter_stack
+
+
+class PassiveMode(TorchDispatchMode):
+    """A dispatch mode under which Dynamo compiles code as without it, and which sees the operators of that code."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Tell Dynamo, which else leaves code alone that runs under modes, to compile: the mode is off meanwhile."""
+        return True

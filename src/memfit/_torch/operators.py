@@ -19,5 +19,12 @@ def call_at(func: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def destroy_library(library: torch.library.Library) -> None:
-    """Unregister the operators and kernels of a library."""
+    """Unregister the operators and kernels of a library.
+
+    The Python dispatcher, under which compilers trace, keeps which kernel it took for a key: it looks again.
+    """
+    for kernel in library._op_impls:
+        namespace, name, _ = kernel.split("/")
+        packet, _, overload = name.partition(".")
+        getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")._dispatch_cache.clear()
     library._destroy()

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from memfit._torch.dispatch import TorchDispatchMode
+from memfit._torch.dispatch import PassiveMode
 from memfit._torch.distributed import is_shared
 from memfit._torch.fake import (
     DataDependentOutputException,
@@ -45,7 +45,7 @@ _ATTRIBUTE = "_memfit_known_values"
 _Unknown = object()
 
 
-class KnownValues(TorchDispatchMode):
+class KnownValues(PassiveMode):
     """A dispatch mode that follows values of integers, booleans and few other numbers. Enter it inside a fake mode.
 
     Attributes:

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from memfit.capture.external_state import external_tensors
 from memfit.capture.partial_steps import inputs_of
 from memfit.capture.recorder import LiveStorage, Recorder, Recording
+from memfit.ir.kernels import is_kernel
 from memfit.ir.trace import Category, Module, Parameter, Phase, Storage, Trace
 from memfit.sparse import parts
 from memfit.workload import StepProgram, Workload, fingerprint, samples_of, tensors_of
@@ -115,11 +116,17 @@ def _forward_of(recording: Recording, microbatch: int) -> list[int]:
 
 def runs_same_operators(recording: Recording, dry: list[Recording]) -> bool:
     """Tell whether the dry forward passes ran the same operators as in the step, but for those that weigh its loss."""
+    recorded = _names(recording)
     return all(
-        [recording.ops[i].name for i in _forward_of(recording, microbatch)[: len(dried.ops)]]
-        == [op.name for op in dried.ops]
+        [recorded[i] for i in _forward_of(recording, microbatch)[: len(dried.ops)]] == _names(dried)
         for microbatch, dried in enumerate(dry)
     )
+
+
+def _names(recording: Recording) -> list[str]:
+    """Return the operators' names; of kernels, which are all named alike, their operators."""
+    texts = list(recording.signatures)
+    return [texts[op.signature] if is_kernel(texts[op.signature]) else op.name for op in recording.ops]
 
 
 def _releases(recording: Recording, dry: list[Recording]) -> dict[int, int]:

@@ -25,7 +25,7 @@ from memfit._torch.autograd import (
     sequence_nr_of,
     top_saved_tensors_default_hooks,
 )
-from memfit._torch.dispatch import TorchDispatchMode, current_mode_stack, get_unwrapped, is_functorch_wrapped_tensor
+from memfit._torch.dispatch import PassiveMode, current_mode_stack, get_unwrapped, is_functorch_wrapped_tensor
 from memfit._torch.distributed import is_shared, ranks_of
 from memfit._torch.fake import FakeTensor, FakeTensorMode
 from memfit._torch.modules import BatchNormBase, NormBase, forward_hooks, forward_pre_hooks, set_forward_hooks
@@ -175,7 +175,7 @@ def _let_encoders_run_in_one_operator(model: nn.Module) -> None:
                 set_forward_hooks(module, _Uncounted(), _Uncounted())
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(PassiveMode):
     """A dispatch mode that records every operator below autograd, and the lifetime of every storage.
 
     Enter it inside (after) a fake tensor mode, or alone for a real run. `watch` attributes operators to modules,

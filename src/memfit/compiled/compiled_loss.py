@@ -12,10 +12,8 @@ import torch
 from torch import nn
 
 from memfit._torch.compilers import compiler_errors, recompilations_limited
-from memfit._torch.dispatch import disable_current_modes
 from memfit._torch.modules import forward_hooks, forward_pre_hooks, set_forward_hooks
 from memfit.batch import leaves_of
-from memfit.capture.composites import composites_lifted
 from memfit.capture.recorder import Recorder
 from memfit.compiled.planned_backend import PlannedBackend
 from memfit.errors import CaptureError, PlanError
@@ -55,8 +53,8 @@ class CompiledLoss:
             self._check_count(shape)
         recorder, graphs = Recorder.active(), self._backend.graphs
         self._backend.begin()
-        with recompilations_limited(), _explained(), _without_notices() if is_new else contextlib.nullcontext():
-            loss = self._compiled(model, batch) if recorder is None else self._recorded(recorder, model, batch, is_new)
+        with recompilations_limited(), _explained(), _without_notices():
+            loss = self._compiled(model, batch) if recorder is None else self._recorded(recorder, model, batch)
         if self._backend.graphs > graphs or (is_new and torch.is_grad_enabled()):
             self._check_graphs()
         self._shapes.add(shape)
@@ -69,21 +67,14 @@ class CompiledLoss:
                 f" {MOST_SHAPES} others: pad batches to fewer shapes, or set levers.compiler to 'none'"
             )
 
-    def _recorded(self, recorder: Recorder, model: nn.Module, batch: Any, is_new: bool) -> Any:
-        """Return the loss of a step that is captured.
-
-        Dynamo leaves code alone that runs under modes: it compiles where it sees none, and the code is recorded then.
-        """
+    def _recorded(self, recorder: Recorder, model: nn.Module, batch: Any) -> Any:
+        """Return the loss of a step that is captured."""
         if recorder.fake is None:
             raise CaptureError(
                 "a compiled step is captured without data, and the step asks for data: plan without compile="
             )
-        with torch.compiler.set_stance("default"):
-            if is_new:
-                with disable_current_modes(), recorder.fake, composites_lifted(), _unwatched(model):
-                    self._compiled(model, batch)
-            with recorder.unwatched():
-                return self._compiled(model, batch)
+        with torch.compiler.set_stance("default"), _unwatched(model), recorder.unwatched():
+            return self._compiled(model, batch)
 
     def _check_graphs(self) -> None:
         if not self._backend.graphs:

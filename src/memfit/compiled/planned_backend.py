@@ -8,6 +8,7 @@ from typing import Any
 from torch import fx
 
 from memfit._torch.compilers import boxed, current_compile_id
+from memfit.capture.composites import composites_lifted
 from memfit.compiled.channels_last import lay_out_channels_last
 from memfit.compiled.graph_module_calls import CallNames
 from memfit.compiled.joint_graph import has_symbols
@@ -45,7 +46,8 @@ class PlannedBackend:
         """Compile a graph."""
         self._recorded: RecordedGraph | None = None
         compile_pass = self._recording if self.is_on_paper else None
-        return raising_own(lambda: lower_to_inductor(module, inputs, self._partition, compile_pass))
+        with composites_lifted():
+            return raising_own(lambda: lower_to_inductor(module, inputs, self._partition, compile_pass))
 
     def _partition(self, module: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
         if has_symbols(module.graph):
