@@ -65,7 +65,8 @@ test-accelerator: $(STAMP)
 JITTOR_HOMES := HOME=$(CURDIR)/build/jittor-home JITTOR_HOME=$(CURDIR)/build/jittor-home
 
 # Jittor compiles each kernel that it meets, and what it includes is most of that: it is parsed once, for the core and for
-# kernels, with the options of each.
+# kernels, with the options of each. g++ reads it anew, and says nothing, where they differ from those that kernels are
+# compiled with; `memfit.doctor` sets two of them.
 JITTOR_HEADER := $(CURDIR)/build/jittor-precompiled/precompiled.h
 JITTOR_FLAGS := $(JITTOR_HOMES) cc_flags="-include $(JITTOR_HEADER)" kernel_flags="-DJIT=1"
 
@@ -82,7 +83,7 @@ $(JITTOR_HEADER).gch/kernel: tests/jittor/precompiled.h $(JITTOR_STAMP)
 	jittor_headers=`echo $(JITTOR_VENV)/lib/python3*/site-packages/jittor/src`; \
 	options="-x c++-header -std=c++14 -fPIC -march=native -I$$python_headers -I$$jittor_headers"; \
 	g++ $(JITTOR_HEADER) $$options -O2 -o $(@D)/core; \
-	g++ $(JITTOR_HEADER) $$options -Ofast -fopenmp -g -DJIT=1 -o $@
+	g++ $(JITTOR_HEADER) $$options -Ofast -fno-reciprocal-math -mno-recip -fopenmp -DJIT=1 -o $@
 
 $(JITTOR_STAMP): pyproject.toml constraints.txt
 	$(call environment,$(JITTOR_VENV))
