@@ -51,7 +51,7 @@ contracts: $(STAMP)
 unit: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "not ci"
 
-# More models and sizes of what `make test` has tested.
+# More models and sizes of what `make test` has tested, and what takes longest of benchmarks, ranks, fleets and structure.
 test-more: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m ci
 
@@ -64,9 +64,9 @@ test-accelerator: $(STAMP)
 # the user's, which its compilers read while another writes it, and fail; with one and the same home it writes nothing.
 JITTOR_HOMES := HOME=$(CURDIR)/build/jittor-home JITTOR_HOME=$(CURDIR)/build/jittor-home
 
-# Jittor compiles each kernel that it meets, and what it includes is most of that: it is parsed once, for the core and for
-# kernels, with the options of each. g++ reads it anew, and says nothing, where they differ from those that kernels are
-# compiled with; `memfit.doctor` sets two of them.
+# Jittor compiles each kernel that it meets, and what it includes is most of that: it is parsed once for the core, for kernels,
+# and for those without fast mathematics. g++ parses it anew, and says nothing, where these options are not those that it is
+# called with: two of a kernel's come from `memfit.doctor`, and one from Jittor's `asm_tuner.py`.
 JITTOR_HEADER := $(CURDIR)/build/jittor-precompiled/precompiled.h
 JITTOR_FLAGS := $(JITTOR_HOMES) cc_flags="-include $(JITTOR_HEADER)" kernel_flags="-DJIT=1"
 
@@ -83,7 +83,9 @@ $(JITTOR_HEADER).gch/kernel: tests/jittor/precompiled.h $(JITTOR_STAMP)
 	jittor_headers=`echo $(JITTOR_VENV)/lib/python3*/site-packages/jittor/src`; \
 	options="-x c++-header -std=c++14 -fPIC -march=native -I$$python_headers -I$$jittor_headers"; \
 	g++ $(JITTOR_HEADER) $$options -O2 -o $(@D)/core; \
-	g++ $(JITTOR_HEADER) $$options -Ofast -fno-reciprocal-math -mno-recip -fopenmp -DJIT=1 -o $@
+	kernel="-g -DJIT=1 -fopenmp -Ofast -fno-reciprocal-math -mno-recip"; \
+	g++ $(JITTOR_HEADER) $$options $$kernel -fno-fast-math -ffp-contract=off -o $(@D)/strict; \
+	g++ $(JITTOR_HEADER) $$options $$kernel -o $@
 
 $(JITTOR_STAMP): pyproject.toml constraints.txt
 	$(call environment,$(JITTOR_VENV))

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import pytest
 import torch
 
 from benchmarks.exactness import compared, trained
 from benchmarks.frontier.models import QUICK
 
 
+@pytest.mark.ci
 def test_exact_steps_are_counted() -> None:
     case = compared("lstm", QUICK["lstm"], steps=3)
     assert case["equal_steps"] == 3 and case["regions"] and case["last_loss"] != case["first_loss"]

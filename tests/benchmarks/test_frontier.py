@@ -402,6 +402,7 @@ class Counted:
         return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
 
+@pytest.mark.ci
 def test_a_compiled_step_is_compiled_once_loss_and_all_and_leaves_the_model_as_it_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -563,6 +564,7 @@ def test_blocks_and_levels_of_every_subject_are_modules_of_its_model() -> None:
             assert len(one) in (1, len(list(parent.children())))
 
 
+@pytest.mark.ci
 def test_a_small_case_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = (PLAIN, "checkpoint every K-th block", "transformers' switch", OURS)
     chosen = tuple(m for m in methods("eager") if m.name in wanted)

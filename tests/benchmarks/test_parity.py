@@ -54,6 +54,7 @@ def test_undecided_says_how_many_seeds_would_do() -> None:
     assert compare([0.03, 0.01, 0.02, 0.025, 0.015], margin=0.02).seeds_needed is None  # right on the margin
 
 
+@pytest.mark.ci
 def test_a_wrong_verdict_is_rare_where_the_truth_is_the_margin() -> None:
     """At the margin, "equivalent" may be said in 5 % of cases, and so may "refuted"."""
     generator = torch.Generator().manual_seed(0)
@@ -131,6 +132,7 @@ def test_products_in_fp16_are_those_of_the_cpu_and_are_written_down() -> None:
     assert layer.weight.grad is not None and layer.weight.grad.dtype is torch.float16
 
 
+@pytest.mark.ci
 def test_an_exact_run_ends_in_the_same_weights_and_another_one_does_not() -> None:
     training, plans = dataclasses.replace(TRAININGS["text_classifier"], steps=3), dict[str, Any]()
     plain, exact, other = (

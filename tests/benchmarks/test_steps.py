@@ -127,6 +127,7 @@ def test_there_are_60_steps_and_more_that_the_first_zoo_has_not() -> None:
     assert set(QUICK) <= STEPS.keys()
 
 
+@pytest.mark.ci
 def test_a_workload_whose_process_dies_gives_a_refusal_for_each_of_its_rows(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -199,6 +200,7 @@ def test_the_plain_loop_draws_what_the_steps_of_a_plan_draw() -> None:
     assert difference(trained_plainly(_tiny), trained_by_plan(_tiny, made)) is None
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_sample_is_predicted_and_its_exact_plan_is_bitwise(name: str) -> None:

@@ -12,6 +12,7 @@ from benchmarks.worked_example import run
 SVG = "{http://www.w3.org/2000/svg}"
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_the_example_is_predicted_to_the_byte_and_fits() -> None:
     (plain, planned), summary = run(quick=True)

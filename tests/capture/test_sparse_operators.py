@@ -99,6 +99,7 @@ def test_clipped_and_accumulated_gradients_are_predicted(name: str, optimizer: s
         assert predicted == measured, size
 
 
+@pytest.mark.ci
 def test_plans_with_sparse_gradients_are_verified() -> None:
     workload = _workload("bag of means", "SparseAdam", rows=16)
     budget = int(1.5 * memfit.estimate(workload).peak_bytes)

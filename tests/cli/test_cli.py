@@ -66,6 +66,7 @@ def test_estimate(memfit: Shell) -> None:
     assert status == 0 and "cp=2 on paper" in output and "neither applied nor measured" in " ".join(output.split())
 
 
+@pytest.mark.ci
 def test_ladder_is_printed_and_written(memfit: Shell, tmp_path: Path) -> None:
     page, record = tmp_path / "ladder.html", tmp_path / "ladder.json"
     options = ("--numerics", "exact", "--seconds", "0.02", "--html", str(page), "--output", str(record))

@@ -48,6 +48,7 @@ def test_sharding_needs_several_ranks(memfit: Shell) -> None:  # noqa: F811
     assert status == 2 and "--world-size" in errors
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(shim.why_not() is not None, reason="fake CUDA can't be had here")
 def test_the_document_has_the_answers_and_the_page_is_written(tmp_path: Path) -> None:
     page = tmp_path / "fleet.html"

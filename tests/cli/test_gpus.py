@@ -46,6 +46,7 @@ def test_an_estimate_and_what_it_writes(tmp_path: Path) -> None:
     assert again.returncode == 2 and "--snapshot" in again.stderr and "--overwrite" in again.stderr
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_a_model_larger_than_this_machine_and_its_shards() -> None:
     whole = answer("estimate", LARGE, "--device", "a100-80gb", "--precision", "bf16-mixed")

@@ -103,6 +103,7 @@ def test_without_json_nothing_is_moved(noisy: str) -> None:
     assert "no such dataset" in done.stderr
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_what_pytorch_says_of_memory_it_measured_in_part_is_kept_out(noisy: str, tmp_path: Path) -> None:
     plan = memfit.save_plan(memfit.plan(lean(), budget="1GiB", precisions=["32-true"], points=1), tmp_path / "plan")

@@ -50,6 +50,7 @@ def check_brain_segmentation(cases: list[dict[str, Any]], summary: dict[str, Any
     assert not plain["levers"] and planned["levers"] and structured["levers"]
 
 
+@pytest.mark.ci
 def test_language_model_runs() -> None:
     from examples.language_model.__main__ import run
 

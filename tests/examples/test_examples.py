@@ -36,6 +36,7 @@ def test_every_example_is_tested() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.py")} == {*NEEDS, "large_gpt", "mine", "training"}
 
 
+@pytest.mark.ci
 def test_large_gpts_have_their_sizes_and_a_step_that_runs() -> None:
     pytest.importorskip("transformers")
     from examples import large_gpt

@@ -162,6 +162,7 @@ def with_schedule(module: Any) -> Any:
 OPTIONS: dict[str, Any] = {"numerics": "exact", "precisions": ["32-true"], "points": 1, "time_limit_seconds": 0.5}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "way",
     [pytest.param(w, marks=pytest.mark.ci) for w in ("sgd", "schedule", "two loaders")] + ["validation", "clipped"],
@@ -190,6 +191,7 @@ def test_what_else_a_trainer_does_stays_bitwise_and_within_the_budget(tmp_path: 
     assert 0.9 * memory.plan.predicted.peak_bytes < peak <= memory.plan.budget_bytes
 
 
+@pytest.mark.ci
 def test_accumulation_stays_within_the_budget(tmp_path: Path) -> None:
     plain, module = Several(dropout=0.0), Several(dropout=0.0)
     fit(plain, loader_of(64), tmp_path, max_steps=1)
@@ -286,6 +288,7 @@ def test_several_optimizers_and_manual_optimization_are_refused_by_name() -> Non
         MemfitCallback(ByItself(), first(8), budget="8GiB")
 
 
+@pytest.mark.ci
 def test_an_optimizer_that_needs_a_trainer_is_given(tmp_path: Path) -> None:
     module = Several(of_the_trainer)
     with pytest.raises(UsageError, match=r"configure_optimizers\(\) failed before there is a trainer.*optimizer="):

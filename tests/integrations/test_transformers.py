@@ -125,6 +125,7 @@ def test_a_trainer_trains_as_before_within_a_budget(tmp_path: Path, numerics: st
         torch.testing.assert_close(weights, expected, rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.ci
 def test_precision_is_set_where_reduced_is_allowed(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, optim="sgd")
     callback = MemfitCallback(
@@ -164,6 +165,7 @@ MORE = ("evaluation", "sgd", "adafactor", "a schedule and weight decay", "its ow
 """Ways that share their mechanisms with others: CI runs them."""
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("way", [pytest.param(w, marks=pytest.mark.ci) if w in MORE else w for w in UNDER])
 def test_what_else_a_trainer_does_stays_bitwise_and_within_the_budget(tmp_path: Path, way: str) -> None:
     changes = {"dropout": 0.1} | UNDER[way]
@@ -202,6 +204,7 @@ def test_training_resumes_bitwise(tmp_path: Path) -> None:
     assert losses == expected_losses and torch.equal(weights, expected)
 
 
+@pytest.mark.ci
 def test_a_global_batch_of_several_microbatches_stays(tmp_path: Path) -> None:
     cut = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "optim": "sgd"}
     expected_losses, expected = trained(trainer_of(tmp_path / "plain", **cut))
@@ -283,6 +286,7 @@ def test_planning_leaves_no_notes_in_the_trainer(tmp_path: Path) -> None:
     assert trainer.noted == {"losses": []} and not hasattr(trainer, "calls")
 
 
+@pytest.mark.ci
 def test_a_batch_of_the_longest_samples_may_be_given(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, optim="sgd")
     ids = torch.zeros(GLOBAL_BATCH, TOKENS // 2, dtype=torch.long)

@@ -125,6 +125,7 @@ def test_places_on_the_way_are_the_smallest_that_cover_a_batch() -> None:
     assert way.covers(((8, 9), (8, 8), (8, 7, 6))) and not way.covers(((7, 100), (8, 101), (8, 100, 100)))
 
 
+@pytest.mark.ci
 def test_modules_in_fp32_stay_so_while_plans_change() -> None:
     """Another shape is predicted from the modules as they were made; what runs is cast as before."""
 

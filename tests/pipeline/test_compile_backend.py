@@ -105,6 +105,7 @@ def test_operators_run_one_by_one_give_the_plain_steps_bits_within_what_was_pred
     assert plan.bound_seconds > plan.plain_seconds
 
 
+@pytest.mark.ci
 def test_the_lowest_peak_does_not_depend_on_how_fast_operators_ran(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many choices have the lowest peak that is solved for, and some take a fifth less than others once applied."""
     rng, found = np.random.default_rng(0), set()
@@ -126,6 +127,7 @@ def test_the_lowest_peak_does_not_depend_on_how_fast_operators_ran(monkeypatch: 
     assert len(found) == 1 and max(found) < 0.81 * planner.solver.leanest().peak_bytes
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("share", "asked"), [(0.99, [10.0, 30.0]), (0.5, [10.0])])
 def test_where_little_is_missing_the_lowest_peak_is_solved_for_again(
     share: float, asked: list[float], monkeypatch: pytest.MonkeyPatch
@@ -146,6 +148,7 @@ def test_where_little_is_missing_the_lowest_peak_is_solved_for_again(
     assert [seconds for seconds in seen if seconds >= 10] == asked
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("name", [pytest.param("transformer", marks=pytest.mark.ci), "unet"])
 def test_a_larger_budget_never_takes_longer(name: str, fused: bool) -> None:
@@ -159,6 +162,7 @@ def test_a_larger_budget_never_takes_longer(name: str, fused: bool) -> None:
     assert seconds == sorted(seconds, reverse=True) and seconds[0] > seconds[-1]
 
 
+@pytest.mark.ci
 def test_a_plan_that_needs_nothing_changes_nothing() -> None:
     backend = memfit.compile_backend("1TiB", lowering="eager")
     found, peak, workload = compiled("transformer", backend)

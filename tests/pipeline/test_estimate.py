@@ -31,6 +31,7 @@ def by_hand(workload: Workload, samples: int, ranks: int, mode: Mode, microbatch
     return predict(with_share_of_update(shard(trace, sharding), sharding), costs_of([trace], cpu), cpu)[0].peak_bytes
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize(
     ("samples", "ranks", "most", "mode"),

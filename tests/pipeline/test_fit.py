@@ -53,6 +53,7 @@ CASES: dict[str, tuple[loops.Loop, Make, str]] = {
 
 MORE = (
     "function",
+    "penalty",
     "two optimizers, three passes",
     "running mean",
     "accumulating",
@@ -300,6 +301,7 @@ def test_what_the_loop_itself_could_do_is_told_with_its_figures_where_the_plan_i
         assert any(("predicted, with that alone" in text) == told for text in said if "could do" in text)
 
 
+@pytest.mark.ci
 def test_mixed_precision_of_a_loop_is_predicted_as_the_loop_would_take_it() -> None:
     """The figure of the advice is that of the loop's own step, once it has autocast."""
     (model,), (optimizer,) = loops.one(blocks=4)

@@ -43,6 +43,7 @@ def test_hours_nodes_and_costs_follow_from_the_steps() -> None:
     assert msgspec.json.decode(msgspec.json.encode(found), type=Fleet) == found
 
 
+@pytest.mark.ci
 @there
 def test_what_is_not_in_time_names_the_nearest() -> None:
     found = fleet(within="1s", devices=["a100-80gb"])
@@ -50,6 +51,7 @@ def test_what_is_not_in_time_names_the_nearest() -> None:
     assert "Nothing is done within 1.0 s: the nearest is" in str(found)
 
 
+@pytest.mark.ci
 @there
 def test_where_nothing_fits_the_nearest_card_is_named() -> None:
     with pytest.raises(InfeasibleError, match="no plan fits any of 2 cards: the nearest is") as caught:

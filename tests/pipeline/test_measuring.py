@@ -78,6 +78,7 @@ def test_noise_changes_nothing(predicted: Plan, monkeypatch: pytest.MonkeyPatch)
     assert [c.levers for c in plan.frontier] == [c.levers for c in predicted.frontier]
 
 
+@pytest.mark.ci
 def test_auto_measures_where_the_environment_does_not_forbid_it(
     predicted: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:

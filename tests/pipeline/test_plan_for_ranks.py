@@ -78,6 +78,7 @@ def test_no_rank_holds_more_than_the_budget(plans: list[Plan]) -> None:
             assert peak == pytest.approx(plan.predicted.peak_bytes, rel=0.01)
 
 
+@pytest.mark.ci
 @pytest.mark.harmless
 def test_what_is_infeasible_names_a_budget_that_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "_measured", lambda ranks: LINKS)
@@ -103,6 +104,7 @@ def test_what_can_not_be_is_refused_by_its_argument(options: dict[str, Any], tex
     assert text in str(e.value)
 
 
+@pytest.mark.ci
 def test_buckets_count_where_a_rank_is_measured() -> None:
     """What DistributedDataParallel holds between steps belongs to the step."""
     plan = memfit.plan(workload(), budget="2x", numerics="exact", precisions=["32-true"], points=1)

@@ -167,6 +167,7 @@ def in_a_group(rank: int, out: Path) -> Iterator[Any]:
     yield record.steps, again.steps, [event.kind for event in again.events]
 
 
+@pytest.mark.ci
 def test_a_group_that_was_joined_before_trains_too(tmp_path: Path) -> None:
     for found in on_ranks(2, in_a_group, tmp_path):
         assert found == [(2, 3, ["another plan"])]
@@ -191,6 +192,7 @@ def under_torchrun(*arguments: str) -> tuple[int, str]:
     return process.returncode, text
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_a_plan_that_does_not_hold_fails_on_all_ranks_and_the_first_says_why(tmp_path: Path) -> None:
     memfit.save_plan(plan_for(workload(), DDP), tmp_path / "plan.json")  # of made-up predictions

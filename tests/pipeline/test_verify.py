@@ -62,6 +62,7 @@ def test_exact_plans_are_bitwise_equal_within_budget_and_predicted(name: str) ->
     assert found.measured_peak_bytes == pytest.approx(plan.predicted.peak_bytes, rel=0.05)
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.ci) if n != "byte_lm" else n for n in EVERY])
 def test_reduced_plans_hold_in_bf16(name: str) -> None:

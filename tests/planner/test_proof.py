@@ -111,6 +111,7 @@ def test_a_plan_is_proven_and_what_differs_is_left_out() -> None:
     assert verify(plan, workload()).bitwise
 
 
+@pytest.mark.ci
 def test_layers_dropped_by_python_are_planned_exactly() -> None:
     class Dropped(Layer):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -52,6 +52,7 @@ def test_tight_budgets_need_recomputation_or_shards(found: dict[str, list[Checke
     assert all(not each.row.levers.regions for each in found[BUDGETS[-1]])
 
 
+@pytest.mark.ci
 def test_one_rank_is_planned_as_memfit_plan_does(found: dict[str, list[Checked]]) -> None:
     budget = BUDGETS[1]
     one = next(each.row for each in found[budget] if each.row.ranks == 1)
@@ -88,6 +89,7 @@ def test_what_cards_and_ranks_share_is_what_each_finds_alone() -> None:
     assert together.misfits[0].held_bytes > together.misfits[0].budget_bytes
 
 
+@pytest.mark.ci
 def test_ranks_that_can_not_be_faster_are_left_out_unless_asked() -> None:
     def rows(each: bool) -> list[worlds.Found]:
         options = {"device": DEVICE, "budget": "2GiB", "each": each}
@@ -113,6 +115,7 @@ def test_cards_of_one_family_are_searched_together_and_none_is_left_out() -> Non
     assert worlds.in_two(cards[:1], "reduced", None) == [cards[:1]]
 
 
+@pytest.mark.ci
 def test_searches_in_two_parts_find_what_one_does() -> None:
     options = {"world_sizes": [1, 4], "budget": "320MiB"}
     names = ["a100-80gb", "h100"]

@@ -146,6 +146,7 @@ def parts() -> dict[tuple[Any, ...], list[Any]]:
     return dict(zip(DIVIDED, zip(*on_ranks(4, divided), strict=True), strict=True))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("mode", "samples", "counted"), DIVIDED)
 def test_however_a_batch_divides_the_step_is_that_of_one_process(
     mode: str, samples: int, counted: bool, parts: dict[tuple[Any, ...], list[Any]]

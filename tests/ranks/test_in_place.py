@@ -45,6 +45,7 @@ def reduced(rank: int) -> Iterator[tuple[bool, int, int]]:
         yield torch.equal(output, expected), meter.peak_bytes, meter.net_bytes
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_what_arrives_is_what_gloo_itself_sends_without_a_copy(world_size: int) -> None:
     for rank in on_ranks(world_size, gathered):

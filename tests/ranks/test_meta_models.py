@@ -86,6 +86,7 @@ def expected() -> tuple[dict[str, Any], float]:
         return values(given), step(given.batch).loss
 
 
+@pytest.mark.ci
 def test_values_are_those_of_one_process_however_many_ranks_there_are() -> None:
     torch.manual_seed(7)
     recipe = workload().model.to_empty(device="cpu")

@@ -324,6 +324,7 @@ def found(request: pytest.FixtureRequest) -> Found:
     return dict(zip(CASES, map(list, zip(*by_rank, strict=True)), strict=True))
 
 
+@pytest.mark.ci
 def test_an_undisturbed_training_is_that_without_recovery(found: Found) -> None:
     one, other = found["undisturbed"]
     assert one["weights"] == other["weights"] == found["without recovery"][0]["weights"]
@@ -406,6 +407,7 @@ def with_buffers(rank: int, data: bytes) -> Iterator[Any]:
             yield weights(work), events
 
 
+@pytest.mark.ci
 def test_buffers_are_those_before_the_step_on_all_ranks() -> None:
     plan = memfit.plan(counting(), budget="90%", numerics="exact", precisions=["32-true"], points=1)
     plan = with_frontier(plan, [(), (Region(("linear",)),)])

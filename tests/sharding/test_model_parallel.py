@@ -211,6 +211,7 @@ def test_a_bubble_lengthens_a_step() -> None:
     assert any(note.startswith("stage 0 of 0 to 3 holds most") for note in many.notes)
 
 
+@pytest.mark.ci
 def test_they_combine() -> None:
     given = transformer(batch=4, tokens=32, layers=4)
     both = memfit.estimate(given, parallel="tp=2,cp=2,pp=2", microbatch_size=2)

@@ -304,6 +304,7 @@ def test_a_link_without_a_rate_is_refused() -> None:
         communication(mlp(), Sharding(world_size=2, mode="ddp"), 0.0)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("mode", "microbatches"), each(MODES, [1, 2]))
 def test_a_step_captured_with_checkpointing_is_sharded_as_one_simulated_with_it(mode: Mode, microbatches: int) -> None:
     given = Sharding(world_size=4, mode=mode)

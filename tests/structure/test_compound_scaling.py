@@ -91,6 +91,7 @@ def test_the_member_chosen_fits_and_the_next_does_not() -> None:
     assert [m.peak_bytes for m in found.frontier] == sorted(m.peak_bytes for m in found.frontier)
 
 
+@pytest.mark.ci
 def test_rules_compete_by_the_proxy() -> None:
     budget = 400_000
     widest = scale(family, budget=budget, rules=SINGLE[:2], tolerance=1.0, proxy=lambda w: w.model[0].out_channels)
@@ -106,6 +107,7 @@ def test_a_proxy_of_zero_is_above_those_below() -> None:
     assert (closest.chosen.rule, closest.chosen.proxy) == ("width", 0.0)
 
 
+@pytest.mark.ci
 def test_plans_make_room_for_larger_members() -> None:
     options: dict[str, Any] = {"budget": 300_000, "tolerance": 1.0, "phi_range": (-2.0, 3.0)}
     plain, planned = scale(family, **options), scale(family, planned=True, **options)

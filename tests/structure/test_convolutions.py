@@ -145,6 +145,7 @@ def test_convolution_with_two_names_is_replaced_once() -> None:
     }
 
 
+@pytest.mark.ci
 def test_a_share_is_reached_with_the_fewest_and_the_order_is_what_was_asked_for() -> None:
     workload = unet(width=8)
     whole = separable_convolutions(workload)

@@ -119,6 +119,7 @@ def test_features_come_near_through_a_projection() -> None:
     assert last < first
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "make, sizes, large, options",
     [

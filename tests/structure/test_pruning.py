@@ -94,6 +94,7 @@ def test_channels_that_do_nothing_go_first_and_nothing_changes() -> None:
     assert {change.module for change in found.changes} == {"c", "head"}
 
 
+@pytest.mark.ci
 def test_rounds_come_down_in_equal_factors_with_training_between() -> None:
     workload = convnet(channels=16)
     seen: list[int] = []

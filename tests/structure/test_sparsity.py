@@ -56,6 +56,7 @@ def test_mask_is_kept_while_training_and_the_original_stays() -> None:
     assert held == set(made.model.parameters())
 
 
+@pytest.mark.ci
 def test_price_is_honest_about_the_cpu() -> None:
     workload = transformer(**LARGE["transformer"])
     found = sparsify(workload)

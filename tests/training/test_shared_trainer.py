@@ -57,6 +57,7 @@ def evaluated(rank: int, sharding: Sharding | None, out: Path) -> Iterator[Any]:
     yield [e.values["loss"] for e in record.evaluations], state["model"]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["ddp", "zero2", "zero3"])
 def test_evaluation_runs_on_all_ranks_with_the_models_own_forward_pass(name: str, tmp_path: Path) -> None:
     (one, weights), (other, _) = (rank[0] for rank in on_ranks(2, evaluated, SHARDINGS[name], tmp_path / name))

@@ -116,6 +116,7 @@ def refused(rank: int, sharding: Sharding, folder: Path) -> Iterator[Any]:
         yield str(e.value)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_all_ranks_refuse_a_damaged_checkpoint(damage: str, tmp_path: Path) -> None:
     run(ZERO3, saved, "adamw", tmp_path)
