@@ -1,0 +1,119 @@
+"""Commands about this machine, and what is measured on it: `ladder`, `devices`, `doctor`, `demo`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from memfit.cli.loading import load
+from memfit.cli.options import (
+    AsJson,
+    DeviceHere,
+    DoctorFramework,
+    NumericsName,
+    NumericsOption,
+    Overwrite,
+    WorkloadName,
+    check_new,
+)
+from memfit.cli.output import out, print_json, stages
+from memfit.errors import UsageError
+
+
+def ladder(
+    workload: WorkloadName,
+    budget: Annotated[
+        str | None,
+        typer.Option(help="Bytes, or a share as `plan` takes it; what the plain step takes by default."),
+    ] = None,
+    numerics: NumericsOption = NumericsName.reduced,
+    seconds: Annotated[float, typer.Option(help="How long each step is timed for, at least.", min=0.01)] = 2.0,
+    device: DeviceHere = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the ladder there, as JSON.")] = None,
+    page: Annotated[Path | None, typer.Option("--html", help="Write a page with table and plot there.")] = None,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Climb the levers one by one, and measure on this machine what each buys."""
+    from memfit._ladder import ladder as climb
+    from memfit.ir import codec
+    from memfit.report.ladders import ladder_table, write_ladder
+
+    check_new("--output", output, overwrite)
+    check_new("--html", page, overwrite)
+    loaded = load(workload)
+    with stages() as progress:
+        climbed = climb(
+            loaded,
+            budget=budget,
+            device=device,
+            numerics=numerics.value,
+            min_run_seconds=seconds,
+            progress=progress,
+        )
+    if output is not None:
+        codec.write_atomic(output, codec.encode(climbed))
+    if page is not None:
+        write_ladder(page, climbed)
+    if as_json:
+        print_json(climbed)
+    else:
+        out.print(ladder_table(climbed))
+
+
+def devices(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="Show all of one device.", show_default=False)
+    ] = None,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Measure this machine's devices and keep the figures.")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="With --probe, the file of devices to write to.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show this machine's devices and the catalogue of others, or measure this machine's."""
+    from memfit.cli.devices import list_devices, probe_devices, show_device
+
+    if probe and name is not None:
+        raise UsageError(f"--probe measures this machine's devices: leave out {name!r}")
+    if output is not None and not probe:
+        raise UsageError("--output is the file that --probe writes to: give --probe too")
+    if probe:
+        probe_devices(output, as_json)
+    elif name is not None:
+        show_device(name, as_json)
+    else:
+        list_devices(as_json)
+
+
+def doctor(
+    framework: Annotated[DoctorFramework, typer.Argument(help="What to look at.", show_default=False)],
+    prepare: Annotated[bool, typer.Option(help="Compile it where that was not done; takes minutes, once.")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Say what a second framework lacks on this machine, and prepare it."""
+    from memfit.cli.jittor import examine
+
+    examine(prepare, as_json)
+
+
+def demo(
+    output: Annotated[Path, typer.Option("--out", help="The run's folder.")] = Path("runs/demo"),
+    steps: Annotated[
+        int | None,
+        typer.Option(help="Optimizer updates; as many as take about half a minute by default.", min=2),
+    ] = None,
+    budget: Annotated[str, typer.Option(help="Memory budget; the plain step needs about 573 MiB.")] = "128MiB",
+    device: DeviceHere = "cpu",
+    overwrite: Overwrite = False,
+) -> None:
+    """Train a byte-level GPT on Python's standard library under a budget that the plain step does not meet."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported: waiting threads leave the cores
+    from memfit.cli.demo import run_demo
+
+    run_demo(output, steps, budget, device or "cpu", overwrite)

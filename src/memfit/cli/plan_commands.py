@@ -1,0 +1,290 @@
+"""Commands that predict and plan: `estimate`, `plan`, `fleet`, `run`, `probe-range`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import msgspec
+import typer
+
+from memfit.cli.loading import load, load_for
+from memfit.cli.options import (
+    COMPILE,
+    AsJson,
+    BudgetText,
+    CompileName,
+    CompileOption,
+    DeviceName,
+    FrameworkName,
+    HostBudget,
+    MicrobatchSize,
+    NumericsName,
+    NumericsOption,
+    Overwrite,
+    PrecisionName,
+    ShardingName,
+    SharedName,
+    WorkloadName,
+    check_new,
+    precisions_of,
+)
+from memfit.cli.output import out, print_json, stages
+from memfit.errors import UsageError
+
+if TYPE_CHECKING:
+    from memfit.ir.plan import Precision
+
+
+def estimate(
+    workload: WorkloadName,
+    device: DeviceName = None,
+    precision: Annotated[
+        PrecisionName, typer.Option(help="Precision of the step; auto takes the mixed one that suits the device.")
+    ] = PrecisionName.fp32,
+    microbatch_size: MicrobatchSize = None,
+    world_size: Annotated[
+        int, typer.Option(help="Ranks that share the step; each runs its part of the batch.", min=1)
+    ] = 1,
+    sharding: Annotated[
+        ShardingName | None, typer.Option(help="How they share it; ddp by default.", show_default=False)
+    ] = None,
+    parallel: Annotated[
+        str | None,
+        typer.Option(
+            help="Ranks that share one copy of the model, on paper: tensor, context and pipeline parallelism, as in"
+            " tp=4,pp=2.",
+            show_default=False,
+        ),
+    ] = None,
+    snapshot: Annotated[
+        Path | None,
+        typer.Option(help="Write the allocator's simulated history there, for pytorch.org/memory_viz; GPUs only."),
+    ] = None,
+    chrome_trace: Annotated[Path | None, typer.Option(help="Write the step's timeline there, for Perfetto.")] = None,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Predict the memory (bytes) and the time (seconds) of the step as it is, without running it."""
+    from memfit import pipeline
+    from memfit.hardware.advice import precisions
+    from memfit.report.estimates import estimate_page
+    from memfit.workload import precision_label
+
+    check_new("--snapshot", snapshot, overwrite)
+    check_new("--chrome-trace", chrome_trace, overwrite)
+    if sharding is not None and world_size == 1:
+        raise UsageError(f"--sharding {sharding.value} needs several ranks: give --world-size above 1")
+    loaded = load_for(workload, device)
+    device = pipeline.device_named(device, loaded)
+    is_auto = precision is PrecisionName.auto
+    chosen = precisions(pipeline.find_device(device))[-1] if is_auto else cast("Precision", precision.value)
+    with stages() as progress:
+        prediction = pipeline.estimate(
+            loaded,
+            device=device,
+            precision=chosen,
+            microbatch_size=microbatch_size,
+            world_size=world_size,
+            sharding=sharding.value if sharding else "ddp",
+            parallel=parallel,
+            snapshot=snapshot,
+            chrome_trace=chrome_trace,
+            progress=progress,
+        )
+    if as_json:
+        print_json(prediction)
+    else:
+        ranks = f", one of {world_size} ranks" if world_size > 1 else ""
+        ranks += f", {parallel} on paper" if parallel else ""
+        out.print(estimate_page(prediction, f"{loaded.name} on {device}, {precision_label(loaded, chosen)}{ranks}"))
+    for written in (snapshot, chrome_trace):
+        if written is not None and not as_json:
+            out.print(f"Written to {written}", highlight=False, soft_wrap=True)
+
+
+def plan(
+    workload: WorkloadName,
+    budget: BudgetText,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan there, as JSON.")] = None,
+    device: DeviceName = None,
+    numerics: NumericsOption = NumericsName.reordered,
+    precision: Annotated[
+        list[PrecisionName] | None,
+        typer.Option(
+            help="Precisions to search, repeatable; auto, the default, is 32-true and the mixed one for the device.",
+            show_default=False,
+        ),
+    ] = None,
+    world_size: Annotated[
+        int, typer.Option(help="Ranks that share the step; each runs its part of the batch.", min=1)
+    ] = 1,
+    sharding: Annotated[SharedName, typer.Option(help="How they share it; auto searches all.")] = SharedName.auto,
+    points: Annotated[int, typer.Option(help="Budgets on the frontier, per precision and microbatch size.", min=1)] = 8,
+    host_budget: HostBudget = None,
+    measure: Annotated[
+        bool | None,
+        typer.Option(
+            "--measure/--no-measure",
+            help="Run plans that are predicted to be about as fast for a few steps, on copies, and take the fastest; by"
+            " default where the device is here and steps are short enough for 20 seconds.",
+            show_default=False,
+        ),
+    ] = None,
+    compile: CompileOption = CompileName.no,
+    framework: Annotated[
+        FrameworkName, typer.Option(help="What the workload is written in; one in Jittor is measured here.")
+    ] = FrameworkName.pytorch,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Choose the fastest combination of levers whose predicted peak fits a budget in bytes."""
+    from memfit import pipeline
+    from memfit.report.tables import frontier_table, plan_table
+
+    check_new("--output", output, overwrite)
+    searched = precisions_of(precision or [])
+    if sharding is not SharedName.auto and world_size == 1:
+        raise UsageError(f"--sharding {sharding.value} needs several ranks: give --world-size above 1")
+    if world_size > 1 and framework is FrameworkName.jittor:
+        raise UsageError("--world-size is for workloads in PyTorch: leave out --framework jittor")
+    if framework is FrameworkName.jittor:
+        from memfit.cli.jittor import plan_in_jittor
+
+        if measure is not None:
+            raise UsageError("--measure is for workloads in PyTorch: leave it out with --framework jittor")
+        if compile is not CompileName.no:
+            raise UsageError("--compile is for workloads in PyTorch: leave it out with --framework jittor")
+        chosen = plan_in_jittor(workload, budget, device, numerics.value, searched, points)
+    else:
+        loaded = load_for(workload, device)
+        with stages() as progress:
+            chosen = pipeline.plan(
+                loaded,
+                budget=budget,
+                device=device,
+                numerics=numerics.value,
+                precisions=searched,
+                world_size=world_size,
+                sharding=sharding.value,
+                points=points,
+                host_budget=host_budget,
+                measure="auto" if measure is None else measure,
+                compile=COMPILE[compile],
+                progress=progress,
+            )
+    if output is not None:
+        pipeline.save_plan(chosen, output)
+    if as_json:
+        print_json(chosen)
+    else:
+        out.print(plan_table(chosen), frontier_table(chosen))
+        if output is not None:
+            out.print(f"Written to {output}", highlight=False)
+
+
+def fleet(
+    workload: WorkloadName,
+    steps: Annotated[int, typer.Option(help="Optimizer updates of the whole training.", min=1, show_default=False)],
+    budget: Annotated[
+        str, typer.Option(help="What a card may hold: bytes, or with a unit (70GiB), or a share of each card (90%).")
+    ] = "90%",
+    within: Annotated[
+        str | None, typer.Option(help="What the training may take (24h, 3d, 90min); any time by default.")
+    ] = None,
+    device: Annotated[
+        list[str] | None,
+        typer.Option(help="Cards to look at, repeatable; all of the catalogue by default.", show_default=False),
+    ] = None,
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks to try: 1-64, or 1,2,4,8.")] = "1-64",
+    sharding: Annotated[
+        SharedName, typer.Option(help="How ranks share the step; auto searches all.")
+    ] = SharedName.auto,
+    numerics: NumericsOption = NumericsName.reordered,
+    precision: Annotated[
+        list[PrecisionName] | None,
+        typer.Option(
+            help="Precisions to search, repeatable; auto, the default, is the mixed one that each card is made for,"
+            " where --numerics allows it.",
+            show_default=False,
+        ),
+    ] = None,
+    prices: Annotated[
+        Path | None, typer.Option(help="TOML file of your prices, each with its date.", show_default=False)
+    ] = None,
+    each: Annotated[
+        bool, typer.Option("--each", help="Solve for numbers of ranks too that can't be faster than fewer are.")
+    ] = False,
+    page: Annotated[Path | None, typer.Option("--html", help="Write a page with table and plot there.")] = None,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Find the fewest cards that train a workload in time, the cheapest ones, and the fastest."""
+    from memfit import pipeline
+    from memfit.cli.fleet_options import check_cards, rank_numbers
+    from memfit.report.fleets import fleet_table, write_fleet
+
+    check_new("--html", page, overwrite)
+    numbers, searched = rank_numbers(ranks), precisions_of(precision or [])
+    cards = check_cards(device, prices, within)
+    loaded = load_for(workload, cards[0])
+    with stages() as progress:
+        found = pipeline.fleet(
+            loaded,
+            budget=budget,
+            steps=steps,
+            within=within,
+            devices=device or None,
+            world_sizes=numbers,
+            sharding=sharding.value,
+            numerics=numerics.value,
+            precisions=searched,
+            prices=prices,
+            each=each,
+            progress=progress,
+        )
+    if page is not None:
+        write_fleet(page, found)
+    if as_json:
+        print_json({**msgspec.to_builtins(found), "answers": found.answers()})
+    else:
+        out.print(fleet_table(found))
+        if page is not None:
+            out.print(f"Written to {page}", highlight=False, soft_wrap=True)
+
+
+def run(
+    context: typer.Context,
+    script: Annotated[str, typer.Argument(metavar="SCRIPT [ARGS]...", help="Your script.", show_default=False)],
+    budget: BudgetText,
+    is_module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as for `python -m`.")] = False,
+    numerics: Annotated[
+        NumericsName, typer.Option(help="How far the numbers of the training may change: exact or reordered.")
+    ] = NumericsName.exact,
+    host_budget: HostBudget = None,
+) -> None:
+    """Run your own training script as it is, and fit the loop in it into a budget.
+
+    Its first step is watched where it runs; the steps after it run under the plan for it.
+    """
+    from memfit.cli.run import run_script
+
+    run_script(script, context.args, is_module, budget, numerics.value, host_budget)
+
+
+def probe_range(
+    workload: WorkloadName,
+    batches: Annotated[int, typer.Option(help="First batches of the workload to look at.", min=1)] = 1,
+    microbatch_size: MicrobatchSize = None,
+    as_json: AsJson = False,
+) -> None:
+    """Tell which modules' activations or gradients leave fp16's range or flush to zero, and what to do about it."""
+    from memfit import pipeline
+
+    loaded = load(workload)
+    with stages() as progress:
+        ranges = pipeline.probe_range(loaded, batches=batches, microbatch_size=microbatch_size, progress=progress)
+    if as_json:
+        print_json(ranges)
+    else:
+        out.print(str(ranges), highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,240 @@
+"""Commands that hold a plan against the plain step, train with it, and write what a run left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from memfit.cli.loading import load
+from memfit.cli.options import COMPILE, AsJson, CompileName, CompileOption, Overwrite, PlanFile, WorkloadName, check_new
+from memfit.cli.output import out, print_json, stages
+from memfit.errors import UsageError, VerificationError
+from memfit.ranks.environment import launched_rank
+from memfit.units import parse_budget
+
+
+def verify(workload: WorkloadName, plan: PlanFile, as_json: AsJson = False) -> None:
+    """Run the plain and the planned step side by side: numerics and peak bytes, against what the plan says.
+
+    For a plan for several ranks: torchrun --nproc-per-node N -m memfit verify ...
+    """
+    from memfit import pipeline
+    from memfit.cli.training import check_launched
+    from memfit.report.listings import verification_table
+
+    read, loaded = pipeline.load_plan(plan), load(workload)
+    check_launched(read, "verify")
+    with pipeline.ranks_of(read) as ranks:
+        with stages() as progress:
+            verification = pipeline.verify(read, loaded, progress=progress)
+        if ranks.rank == 0:  # the first shows it
+            if as_json:
+                print_json({**msgspec.structs.asdict(verification), "holds": verification.holds})
+            else:
+                out.print(verification_table(verification))
+        ranks.gathered(None)  # the others wait for it: torchrun ends all ranks when one has failed
+    if not verification.holds and ranks.rank:
+        raise SystemExit(VerificationError.exit_status)
+    if not verification.holds:
+        raise VerificationError(f"{plan} does not hold: " + "; ".join(verification.failures))
+
+
+def compare(
+    workload: WorkloadName,
+    plan: PlanFile,
+    steps: Annotated[int, typer.Option(help="Steps of each.", min=2)] = 5,
+    as_json: AsJson = False,
+) -> None:
+    """Train the plain and the planned step in turn on copies: peaks in bytes, seconds a step, and losses.
+
+    For a plan for several ranks: torchrun --nproc-per-node N -m memfit compare ...
+    """
+    from memfit import pipeline
+    from memfit.cli.training import check_launched
+    from memfit.report.tables import comparison_table
+
+    read, loaded = pipeline.load_plan(plan), load(workload)
+    check_launched(read, "compare")
+    with stages() as progress:
+
+        def compared(done: int, of: int) -> None:
+            progress("plain and planned", done, of)
+
+        comparison = pipeline.compare(read, loaded, steps=steps, progress=compared)
+    if launched_rank():  # the first shows it
+        return
+    if as_json:
+        print_json(comparison)
+    else:
+        out.print(comparison_table(None, comparison))
+
+
+def train(
+    workload: WorkloadName,
+    output: Annotated[Path, typer.Option("--out", help="The run's folder.", show_default=False)],
+    plan: Annotated[
+        Path | None,
+        typer.Option("--plan", help="A plan that `memfit plan` wrote; or give --budget.", show_default=False),
+    ] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help="Plan for this budget first, as `memfit plan` does, for the ranks that are there; or give --plan.",
+            show_default=False,
+        ),
+    ] = None,
+    compile: CompileOption = CompileName.no,
+    steps: Annotated[int | None, typer.Option(help="Optimizer updates; or give --epochs.", min=1)] = None,
+    epochs: Annotated[
+        int | None, typer.Option(help="Passes over the workload's batches; or give --steps.", min=1)
+    ] = None,
+    evaluate_every: Annotated[int | None, typer.Option(help="Steps between evaluations.", min=1)] = None,
+    checkpoint_every: Annotated[int | None, typer.Option(help="Steps between checkpoints.", min=1)] = None,
+    keep_checkpoints: Annotated[int, typer.Option(help="Checkpoints that are kept.", min=1)] = 2,
+    async_checkpoints: Annotated[
+        bool,
+        typer.Option(
+            "--async-checkpoints", help="Write checkpoints in a thread, from copies in host memory, while steps run."
+        ),
+    ] = False,
+    prefetch_batches: Annotated[
+        int, typer.Option(help="Batches that a thread makes ahead, while steps run.", min=0)
+    ] = 0,
+    measure_every: Annotated[
+        int | None,
+        typer.Option(help="Steps between measurements of the peak; the second step is measured in any case.", min=1),
+    ] = None,
+    compare: Annotated[
+        int, typer.Option(help="Before training, steps to run side by side with the plain step; 0 for none.", min=0)
+    ] = 0,
+    recover: Annotated[
+        bool | None,
+        typer.Option(
+            "--recover/--no-recover",
+            help="Run a step that runs out of memory again, under the next lower plan; by default where it can be.",
+            show_default=False,
+        ),
+    ] = None,
+    limit: Annotated[
+        str | None,
+        typer.Option(
+            help="What a step may hold at a time: bytes, or with a unit (1.5GiB). It fails before it exceeds that.",
+            show_default=False,
+        ),
+    ] = None,
+    adaptive: Annotated[
+        bool, typer.Option("--adaptive", help="Run batches of other shapes with plans of their own.")
+    ] = False,
+    host_budget: Annotated[
+        str | None,
+        typer.Option(
+            help="What the run may take of the host's memory (64GiB, 90%); by default what the host has left.",
+            show_default=False,
+        ),
+    ] = None,
+    tensorboard: Annotated[bool, typer.Option(help="Write TensorBoard scalars too.")] = False,
+    resume: Annotated[bool, typer.Option(help="Go on from the run's latest checkpoint.")] = False,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train with a plan: metrics, checkpoints and a report in the run's folder.
+
+    For a plan for several ranks: torchrun --nproc-per-node N -m memfit train ...
+    """
+    from memfit import pipeline
+    from memfit.cli.training import check_launched, plan_of, spare_memory, train_with_bar
+    from memfit.report.summary import retries_text, waiting_text
+
+    if (steps is None) == (epochs is None):
+        raise UsageError("give one of --steps and --epochs")
+    if adaptive and recover is False:
+        raise UsageError("--adaptive always reruns steps that run out of memory: leave out --no-recover")
+    limit_bytes = None if limit is None else parse_budget(limit, None, "--limit")
+    if (plan is None) == (budget is None):
+        raise UsageError("give one of --plan and --budget")
+    if plan is not None and compile is not CompileName.no:
+        raise UsageError("--compile is for the plan that --budget makes: leave it out with --plan, which says it")
+    read = plan_of(plan, output if resume else None)
+    if read is not None:
+        check_launched(read, "train")
+        spare_memory(read, host_budget)
+    loaded = load(workload)
+    if read is None:
+        assert budget is not None
+        with stages() as progress, pipeline.joined_by(loaded):
+            read = pipeline.plan(loaded, budget=budget, compile=COMPILE[compile], progress=progress)
+        spare_memory(read, host_budget)
+    record = train_with_bar(
+        read,
+        loaded,
+        out=output,
+        steps=steps,
+        epochs=epochs,
+        evaluate_every=evaluate_every,
+        checkpoint_every=checkpoint_every,
+        keep_checkpoints=keep_checkpoints,
+        async_checkpoints=async_checkpoints,
+        prefetch_batches=prefetch_batches,
+        measure_every=measure_every,
+        compare_steps=compare,
+        recover=recover,
+        limit_bytes=limit_bytes,
+        adaptive=adaptive,
+        host_budget=host_budget,
+        tensorboard=tensorboard,
+        resume=resume,
+        overwrite=overwrite,
+    )
+    if launched_rank():  # the first shows it
+        return
+    if as_json:
+        print_json(record)
+    else:
+        losses = f"{record.first_loss:.4g} → {record.last_loss:.4g}"
+        out.print(f"{record.steps} steps, loss {losses}. `memfit report {output}` draws the run", highlight=False)
+        for line in (waiting_text(record), retries_text(record)):
+            if line:
+                out.print(line, highlight=False, soft_wrap=True)
+
+
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.", show_default=False)],
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="The file; RUN/report.html by default.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a run's report: one HTML file that needs no network."""
+    from memfit import pipeline
+
+    check_new("--output", output, overwrite=True)
+    with stages() as progress:
+        progress("draw", 0, 1)
+        written = pipeline.write_report(run, output)
+        progress("draw", 1, 1)
+    if as_json:
+        print_json({"report": str(written)})
+    else:
+        out.print(f"Written to {written}", highlight=False)
+
+
+def consolidate(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="The folder of a run, or of one checkpoint.", show_default=False)
+    ],
+    output: Annotated[Path, typer.Option("--out", help="The folder to write the model to.", show_default=False)],
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a run's model as whole tensors in safetensors files, however many ranks wrote its shards."""
+    from memfit import pipeline
+
+    with stages() as progress:
+        progress("write", 0, 1)
+        written = pipeline.consolidate(run, output, overwrite=overwrite)
+        progress("write", 1, 1)
+    if as_json:
+        print_json({"model": str(written)})
+    else:
+        out.print(f"Written to {written}", highlight=False)
