@@ -20,8 +20,7 @@ from memfit.pipeline._verify_ranks import verify_on_ranks
 from memfit.pipeline.placement import check_runs_here
 from memfit.pipeline.statements import (
     TOLERANCE,
-    differences_of,
-    loss_difference,
+    compared,
     numerics_failures,
     peak_failures,
     prediction_failures,
@@ -73,21 +72,11 @@ def verify(plan: Plan, workload: Workload, *, progress: Progress = silent) -> Ve
         differences = probe_regions(workload, plan.levers, place) if is_again else {}
         runs.add(is_again)
         peak, reserved = _peak(workload, plan.levers, runs, place)
-    each, total = differences_of(gradients, plain_gradients)
-    found = Verification(
-        failures=[],
-        numerics=plan.numerics,
-        plain_loss=plain_loss,
-        planned_loss=loss,
-        loss_difference=loss_difference(loss, plain_loss),
-        gradient_difference=total,
-        bitwise=loss == plain_loss and all(g.equal for g in each) and gradients.keys() == plain_gradients.keys(),
-        gradients=each,
-        predicted_peak_bytes=plan.predicted.peak_bytes,
+    found = msgspec.structs.replace(
+        compared(plan, loss, gradients, plain_loss, plain_gradients),
         measured_peak_bytes=peak,
         measured_reserved_bytes=reserved,
         plain_measured_peak_bytes=plain_peak,
-        budget_bytes=plan.budget_bytes,
         notes=["compared in evaluation mode, since the planned step draws its own dropout masks"] if quiet else [],
     )
     failures = [f"a region of the plan can't be recomputed: {how}" for how in differences.values()]

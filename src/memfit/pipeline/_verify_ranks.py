@@ -27,8 +27,7 @@ from memfit.pipeline.placement import check_runs_here, place_of, rank_place
 from memfit.pipeline.statements import (
     TOLERANCE,
     Gradients,
-    differences_of,
-    loss_difference,
+    compared,
     numerics_failures,
     peak_failures,
     prediction_failures,
@@ -187,26 +186,12 @@ def _verdict(
     progress("one process", 0, 1)
     plain_loss, plain_gradients = _played(workload, plan.levers, place)
     progress("one process", 1, 1)
-    each_difference, total = differences_of(gradients, plain_gradients)
-    loss = found[0][0]
     peaks = [of_rank[3] for of_rank in found]
     reserved = [of_rank[4] for of_rank in found if of_rank[4] is not None]
-    made = Verification(
-        failures=[],
-        numerics=plan.numerics,
-        plain_loss=plain_loss,
-        planned_loss=loss,
-        loss_difference=loss_difference(loss, plain_loss),
-        gradient_difference=total,
-        bitwise=loss == plain_loss
-        and all(difference.equal for difference in each_difference)
-        and gradients.keys() == plain_gradients.keys(),
-        gradients=each_difference,
-        predicted_peak_bytes=plan.predicted.peak_bytes,
+    made = msgspec.structs.replace(
+        compared(plan, found[0][0], gradients, plain_loss, plain_gradients),
         measured_peak_bytes=max(peaks),
         measured_reserved_bytes=max(reserved, default=None),
-        plain_measured_peak_bytes=None,
-        budget_bytes=plan.budget_bytes,
         notes=_notes(plan),
         rank_peaks_bytes=peaks,
     )

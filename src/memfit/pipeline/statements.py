@@ -46,9 +46,24 @@ def differences_of(planned: Gradients, plain: Gradients) -> tuple[list[GradientD
     return sorted(each, key=lambda difference: -difference.relative), relative(list(pairs.values()))
 
 
-def loss_difference(planned: float, plain: float) -> float:
-    """Return the relative difference of two losses."""
-    return abs(planned - plain) / max(abs(plain), 1e-30)
+def compared(plan: Plan, loss: float, gradients: Gradients, plain_loss: float, plain: Gradients) -> Verification:
+    """Return how the planned step's loss and gradients differ from the plain one's; its peak is not measured yet."""
+    each, total = differences_of(gradients, plain)
+    return Verification(
+        failures=[],
+        numerics=plan.numerics,
+        plain_loss=plain_loss,
+        planned_loss=loss,
+        loss_difference=abs(loss - plain_loss) / max(abs(plain_loss), 1e-30),
+        gradient_difference=total,
+        bitwise=loss == plain_loss and all(g.equal for g in each) and gradients.keys() == plain.keys(),
+        gradients=each,
+        predicted_peak_bytes=plan.predicted.peak_bytes,
+        measured_peak_bytes=0,
+        plain_measured_peak_bytes=None,
+        budget_bytes=plan.budget_bytes,
+        notes=[],
+    )
 
 
 def relative(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
