@@ -100,7 +100,6 @@ def commands(device: str, quick: bool) -> Iterator[Command]:
 def main() -> int:
     """Run what is left to run, as long as there is time."""
     given = _arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what runs is ended too
     bring(given.device)
     device = find_device(given.device)
     if given.again:
@@ -257,4 +256,5 @@ SUMMARIES: dict[str, Callable[[Sequence[dict[str, Any]]], dict[str, Any]]] = {
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what runs is ended too
     raise SystemExit(main())
