@@ -119,6 +119,18 @@ def test_DisableTorchFunction_and_DisableTorchFunctionSubclass_let_functions_by(
         wrapped.dim()
 
 
+def test_disabled_torch_function_is_what_a_class_has_whose_functions_return_plain_tensors() -> None:
+    class Quiet(torch.Tensor):
+        __torch_function__ = dispatch.disabled_torch_function
+
+    class Loud(torch.Tensor):
+        pass
+
+    assert type(torch.ones(2).as_subclass(Quiet) + 1) is torch.Tensor
+    assert type(torch.ones(2).as_subclass(Loud) + 1) is Loud
+    assert torch.nn.Parameter.__torch_function__ is dispatch.disabled_torch_function
+
+
 def test_function_modes_are_a_stack_that_can_be_pushed_and_popped() -> None:
     outer, inner = Functions(), Functions()
     assert dispatch.get_current_function_mode() is None

@@ -18,6 +18,7 @@ from torch.utils import _python_dispatch
 from torch.utils._device import DeviceContext as DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
+disabled_torch_function = torch._C._disabled_torch_function_impl
 disable_current_modes = _python_dispatch._disable_current_modes
 current_mode_stack: Callable[[], list[TorchDispatchMode]] = _python_dispatch._get_current_dispatch_mode_stack
 below_autograd = torch._C._AutoDispatchBelowAutograd

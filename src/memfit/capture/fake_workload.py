@@ -20,6 +20,7 @@ from memfit.batch import is_uncut, packed_in
 from memfit.capture.deep_copies import copied
 from memfit.capture.external_state import Rebinding
 from memfit.capture.known_values import KnownValues
+from memfit.capture.subclasses import as_class_of
 from memfit.errors import MemfitError, WorkloadError
 from memfit.rng import rng_preserved
 from memfit.sparse import assembled, parts
@@ -40,8 +41,9 @@ class _ConvertTensors(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         tensor, memo = args
         if id(tensor) not in memo:
-            memo[id(tensor)] = self.convert(tensor.detach() if not tensor.is_leaf else tensor)
-            _keep_attributes(memo[id(tensor)], tensor)
+            new = self.convert(tensor.detach() if not tensor.is_leaf else tensor)
+            _keep_attributes(new, tensor)
+            memo[id(tensor)] = as_class_of(new, tensor, memo)
         return memo[id(tensor)]
 
 

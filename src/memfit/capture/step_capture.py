@@ -33,6 +33,7 @@ from memfit.capture.partial_steps import (
     unwrapped,
 )
 from memfit.capture.recorder import Recorder, Recording
+from memfit.capture.subclasses import aliasing
 from memfit.capture.value_reads import Replay
 from memfit.errors import CaptureError
 from memfit.fake_gpu.attention import Attention
@@ -280,6 +281,7 @@ def _record(
         recorder.generator_states(),
         recorder.resizes(),
         _course_followed(course, values, inputs_of(copied)) as follow,
+        aliasing(inputs_of(copied)),
     ):
         last = 0  # the step's last microbatch so far
 
