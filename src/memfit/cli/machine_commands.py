@@ -1,4 +1,4 @@
-"""Commands about this machine, and what is measured on it: `ladder`, `devices`, `doctor`, `demo`."""
+"""Commands about this machine, or with measurements on it: `ladder`, `devices`, `doctor`, `demo`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of commands, and what their values stand for."""
+"""Options of commands, and the values of the library that their values stand for."""
 
 from __future__ import annotations
 

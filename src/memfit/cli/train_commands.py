@@ -1,4 +1,4 @@
-"""Commands that hold a plan against the plain step, train with it, and write what a run left."""
+"""Commands that hold a plan against the plain step, train with it, and write a run's report and model."""
 
 from __future__ import annotations
 

@@ -53,7 +53,9 @@ class CompiledLoss:
             self._check_count(shape)
         recorder, graphs = Recorder.active(), self._backend.graphs
         self._backend.begin()
-        with recompilations_limited(), _explained(), _without_notices():
+        # Not at every step: to change the filters has Python show each warning of the user's anew.
+        quiet = is_new or recorder is not None
+        with recompilations_limited(), _explained(), _without_notices() if quiet else contextlib.nullcontext():
             loss = self._compiled(model, batch) if recorder is None else self._recorded(recorder, model, batch)
         if self._backend.graphs > graphs or (is_new and torch.is_grad_enabled()):
             self._check_graphs()
