@@ -31,7 +31,7 @@ from memfit._torch.pytree import tree_map
 from memfit._torch.replacement import replaced
 from memfit._torch.tensors import storage_key_of
 from memfit.capture.draws import Extreme, random_output
-from memfit.capture.value_reads import Replay
+from memfit.capture.value_reads import Replay, Site, reading_site
 
 _aten = torch.ops.aten
 _CONSTANTS = {_aten.arange, _aten.eye, _aten.full, _aten.linspace, _aten.ones, _aten.scalar_tensor, _aten.zeros}
@@ -53,6 +53,7 @@ class KnownValues(PassiveMode):
         extreme: Whether random operators draw the least or the greatest numbers.
         reads_draws: Whether code read a value that depends on random numbers.
         reads_batch: Whether code read a known value that depends on the batch.
+        read_sites: The lines that read values, constants' apart, or ran operators whose shapes depend on values.
     """
 
     def __init__(self, fake: FakeTensorMode) -> None:
@@ -62,6 +63,7 @@ class KnownValues(PassiveMode):
         self.extreme: Extreme = ""
         self.reads_draws = False
         self.reads_batch = False
+        self.read_sites: list[Site | None] = []
         self._real = WeakIdKeyDictionary()
         self._storages = set[int]()  # of the tensors in `_real`, and of some that are gone
         self._drawn = WeakIdKeyDictionary()
@@ -96,6 +98,7 @@ class KnownValues(PassiveMode):
         if not isinstance(tensor, FakeTensor):
             return tensor
         self.reads_batch |= tensor in self._batch
+        self.read_sites.append(reading_site()[0])
         with unset_fake_temporarily():
             value = self._value(tensor)
         return None if value is _Unknown else value
@@ -185,6 +188,8 @@ class KnownValues(PassiveMode):
     def _read(self, func: Any, args: Any, kwargs: Any, known: tuple[Any, Any] | None) -> bool | int | float:
         """Return the number for `.item()` and the like: the known value, else the replay's answer."""
         tensor = args[0]
+        if not (isinstance(tensor, FakeTensor) and tensor.constant is not None):
+            self.read_sites.append(reading_site()[0])
         if known is not None:
             logged = self.replay.logged("item", tensor)
             return logged if self._prefers_log(logged, tensor) else _compute(func, *known)  # type: ignore[no-any-return]
@@ -204,6 +209,7 @@ class KnownValues(PassiveMode):
 
     def _run_with_shape(self, func: Any, args: Any, kwargs: Any, known: tuple[Any, Any] | None) -> Any:
         """Run an operator whose output shape depends on values: known, logged, or guessed to be the largest."""
+        self.read_sites.append(reading_site()[0])
         logged = self.replay.logged(str(func), args[0])
         if known is not None and not any(self._prefers_log(logged, t) for t in tensors_in((args, kwargs))):
             real = _compute(func, *known)

@@ -14,6 +14,7 @@ from torch import nn
 from memfit._torch.compilers import compiler_errors, recompilations_limited
 from memfit._torch.modules import forward_hooks, forward_pre_hooks, set_forward_hooks
 from memfit.batch import leaves_of
+from memfit.capture.known_values import KnownValues
 from memfit.capture.recorder import Recorder
 from memfit.compiled.planned_backend import PlannedBackend
 from memfit.errors import CaptureError, PlanError
@@ -76,7 +77,15 @@ class CompiledLoss:
                 "a compiled step is captured without data, and the step asks for data: plan without compile="
             )
         with torch.compiler.set_stance("default"), _unwatched(model), recorder.unwatched():
-            return self._compiled(model, batch)
+            sites = KnownValues.of(recorder.fake).read_sites
+            sites.clear()
+            loss = self._compiled(model, batch)
+        if sites:
+            raise PlanError(
+                f"the step reads values of its tensors at {sites[0]}, between its compiled graphs, and torch.compile"
+                " would make code for each value: plan with compile=False, or read them after the step"
+            )
+        return loss
 
     def _check_graphs(self) -> None:
         if not self._backend.graphs:
