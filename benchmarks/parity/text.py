@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sysconfig
 from collections.abc import Mapping
 from functools import lru_cache, partial
 from typing import Literal
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memfit import Workload
+from memfit.errors import WorkloadError
 from memfit.recipes.byte_lm import SeededBatches, source_files
 
 PACKAGES = ("asyncio", "email", "idlelib", "importlib", "multiprocessing", "tkinter", "unittest", "xml")
@@ -65,15 +67,23 @@ def text_classifier(
 
 @lru_cache(maxsize=2)
 def sources(split: Literal["training", "validation"]) -> tuple[Tensor, ...]:
-    """Return the source of each package, uint8 [n_bytes]."""
+    """Return the source of each package, uint8 [n_bytes].
+
+    Raises:
+        WorkloadError: This Python lacks one of the packages, as Debian's lacks `idlelib` and `tkinter`.
+    """
     every = sorted([*source_files("training"), *source_files("validation")])
-    found = []
-    for package in PACKAGES:
-        files = [path for path in every if package in path.parts]
-        chosen = [path for index, path in enumerate(files) if (index % 4 == 3) == (split == "validation")]
-        text = bytearray(b"".join(path.read_bytes() for path in chosen))
-        found.append(torch.frombuffer(text, dtype=torch.uint8))
-    return tuple(found)
+    files = {package: [path for path in every if package in path.parts] for package in PACKAGES}
+    if missing := [package for package in PACKAGES if not files[package]]:
+        raise WorkloadError(
+            f"no source files of {', '.join(missing)} in {sysconfig.get_paths()['stdlib']}: use a Python with all of"
+            " its standard library (make PYTHON=...)"
+        )
+    texts = []
+    for paths in files.values():
+        chosen = [path for index, path in enumerate(paths) if (index % 4 == 3) == (split == "validation")]
+        texts.append(torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in chosen)), dtype=torch.uint8))
+    return tuple(texts)
 
 
 def random_texts(

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.pages import stale
-from benchmarks.parity import uses
+from benchmarks.parity import text, uses
 from benchmarks.parity.__main__ import run, verdicts
 from benchmarks.parity.conditions import CONDITIONS
 from benchmarks.parity.equivalence import compare
@@ -21,6 +23,7 @@ from benchmarks.parity.runs import run as run_once
 from benchmarks.parity.text import PACKAGES, sources
 from benchmarks.parity.trainings import TRAININGS
 from benchmarks.tables import results
+from memfit.errors import WorkloadError
 from tests.docs.pages import DOCS, words_of
 
 
@@ -113,10 +116,20 @@ def test_summary_leaves_out_what_is_there_since_it_hurts() -> None:
 # What runs
 
 
+@pytest.mark.skipif(
+    any(find_spec(package) is None for package in PACKAGES), reason="this Python lacks packages that the texts are from"
+)
 def test_texts_of_no_file_are_in_both_parts() -> None:
     training, validation = sources("training"), sources("validation")
     assert len(training) == len(validation) == len(PACKAGES)
     assert all(len(a) > len(b) > 10_000 for a, b in zip(training, validation, strict=True))
+
+
+def test_a_python_without_one_of_the_packages_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text, "source_files", lambda split: [Path(p, "a.py") for p in PACKAGES if p != "email"])
+    sources.cache_clear()
+    with pytest.raises(WorkloadError, match=r"no source files of email in .*PYTHON="):
+        sources("training")
 
 
 def test_products_in_fp16_are_those_of_the_cpu_and_are_written_down() -> None:
