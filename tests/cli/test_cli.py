@@ -117,6 +117,7 @@ def test_plan_measures_when_told_to(
     assert asked == [measure]
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_a_run_that_is_started_twice_is_refused_the_second_time(memfit: Shell, plan_file: Path, tmp_path: Path) -> None:
     """Whichever way; and it goes on once the first is gone, without a word of it."""

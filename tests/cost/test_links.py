@@ -17,6 +17,7 @@ from memfit.ir.sharding import Sharding
 from tests.models import COSTS, captured, transformer
 
 
+@pytest.mark.ci
 def test_processes_measure_their_link_once_and_under_torchrun_too(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -56,6 +56,7 @@ def test_what_is_resident_is_what_tensors_take_where_there_is_little_room() -> N
     assert resident <= 1.1 * taken
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(not is_glibc, reason="the C library is not glibc")
 def test_where_there_is_room_the_heap_is_left_alone() -> None:
     told, taken, resident = seen(peak_bytes=100 * MIB, room_bytes=400 * MIB)
@@ -63,6 +64,7 @@ def test_where_there_is_room_the_heap_is_left_alone() -> None:
     assert resident > 1.2 * taken  # or there was nothing to mend
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(not is_glibc, reason="the C library is not glibc")
 def test_the_users_own_setting_stays() -> None:
     told, taken, resident = seen(peak_bytes=100 * MIB, room_bytes=MIB, MALLOC_MMAP_THRESHOLD_=str(2**25))

@@ -67,7 +67,7 @@ def fitted(folder: Path, batch_size: int, **arguments: Any) -> Any:
     ("precision", "numerics", "size"),
     [
         ("32-true", "exact", 64),
-        ("32-true", "reordered", 32),
+        pytest.param("32-true", "reordered", 32, marks=pytest.mark.ci),
         pytest.param("bf16-mixed", "reduced", 8, marks=pytest.mark.ci),
     ],
 )
@@ -301,6 +301,7 @@ def test_an_optimizer_that_needs_a_trainer_is_given(tmp_path: Path) -> None:
     fit(module, loader_of(64), tmp_path, callbacks=[memory], max_steps=1, **memory.trainer_arguments)
 
 
+@pytest.mark.ci
 def test_a_validation_beyond_the_budget_is_refused_before_training(tmp_path: Path) -> None:
     module = Several()
     memory = MemfitCallback(module, first(8), budget="8GiB", **OPTIONS)

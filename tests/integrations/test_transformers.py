@@ -188,6 +188,7 @@ def test_a_trainer_is_planned_with_the_optimizer_it_is_given(tmp_path: Path) -> 
     assert plan.plain.by_category["optimizer state"] == weights  # AdamW's would be twice that
 
 
+@pytest.mark.ci
 def test_training_resumes_bitwise(tmp_path: Path) -> None:
     options: dict[str, Any] = {"dropout": 0.1, "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
     expected_losses, expected = trained(trainer_of(tmp_path / "plain", **options))
@@ -217,6 +218,7 @@ def test_a_global_batch_of_several_microbatches_stays(tmp_path: Path) -> None:
     torch.testing.assert_close(weights, expected, rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.ci
 def test_an_evaluation_beyond_the_budget_is_refused_before_training(tmp_path: Path) -> None:
     given = {"eval_dataset": {"short": Tokens(), "long": Tokens()}}
     changes = {"layers": 2, "eval_strategy": "steps", "per_device_eval_batch_size": 24, "optim": "sgd", "given": given}

@@ -271,6 +271,7 @@ def test_arguments_are_named() -> None:
         memfit.plan(lean(), budget="1GiB", host_budget="1GiB")
 
 
+@pytest.mark.ci
 def test_the_optimizer_is_changed_where_nothing_else_is_cheap(captures: list[Levers]) -> None:
     sizes = {"n_layer": 2, "d_model": 128, "n_head": 2, "context": 32, "batch_size": 1}
     workload = byte_lm(max_grad_norm=None, max_bytes=200_000, dropout=0.0, **sizes)  # type: ignore[arg-type]

@@ -188,6 +188,7 @@ def compiled() -> Plan:
     return memfit.plan(whole(), budget="0.6x", compile=True, precisions=["32-true"], points=2)
 
 
+@pytest.mark.ci
 def test_a_plan_is_compiled_where_that_is_asked_for(compiled: Plan) -> None:
     options: dict[str, Any] = {"budget": "0.6x", "precisions": ["32-true"], "points": 1}
     eager, either = (memfit.plan(whole(), compile=compile, **options) for compile in (False, "auto"))
@@ -265,6 +266,7 @@ def test_regions_are_part_of_the_code_and_do_not_switch() -> None:
         assert not any(lever.is_applied(step.workload) for lever in registry.LEVERS)
 
 
+@pytest.mark.ci
 def test_limits_of_the_process_are_refused(compiled: Plan) -> None:
     with pytest.raises(PlanError, match="limit_bytes"):
         memfit.apply(compiled, whole(), limit_bytes=2**30)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -25,6 +26,7 @@ def deep() -> Workload:
     )
 
 
+@pytest.mark.ci
 def test_a_plan_takes_them_where_they_are_enough_and_is_what_it_says() -> None:
     workload = deep()
     plain = memfit.estimate(workload)

@@ -56,6 +56,7 @@ def test_large_states_are_moved_once_each_way_and_states_that_were_there_go_on()
         assert {id(v) for values in made.optimizer.state.values() for v in values.values()} == held
 
 
+@pytest.mark.ci
 def test_a_training_goes_on_from_either_kind_of_checkpoint(tmp_path: Path) -> None:
     sizes = {"vocabulary_size": 1024}
     plan = memfit.plan(workload(**sizes), budget="1GiB", numerics="exact", precisions=["32-true"], points=1)

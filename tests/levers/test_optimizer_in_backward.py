@@ -83,7 +83,9 @@ def test_it_combines(others: dict[str, Any]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found[2], expected[2], strict=True))
 
 
-@pytest.mark.parametrize("regions", [(), (Region(("blocks.0",)), Region(("blocks.1",)))])
+@pytest.mark.parametrize(
+    "regions", [(), pytest.param((Region(("blocks.0",)), Region(("blocks.1",))), marks=pytest.mark.ci)]
+)
 def test_saving_is_predicted(regions: tuple[Region, ...]) -> None:
     large = byte_lm(n_layer=4, d_model=128, n_head=2, context=32, batch_size=1, max_grad_norm=None, max_bytes=200_000)
     plain = Levers(microbatch_size=1, regions=regions)

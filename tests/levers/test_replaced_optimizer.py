@@ -178,6 +178,7 @@ def test_it_is_another_optimizer_of_the_same_workload() -> None:
         assert fingerprint(step.workload) == before
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("numerics", "lever"), [pytest.param("reduced", "adamw-8bit", marks=pytest.mark.ci), ("changed", "adafactor")]
 )

@@ -48,6 +48,7 @@ def adaptive_of(step: Step) -> Adaptive:
     return step.recovery
 
 
+@pytest.mark.ci
 def test_every_batch_stays_within_the_budget_and_its_prediction(plan: Plan) -> None:
     work, rng = workload(), random.Random(1)
     with memfit.adapt(plan, work, limit_bytes=plan.budget_bytes) as step:

@@ -89,7 +89,8 @@ def lowest(name: str, lowering: str) -> int:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.ci if n in ("tied", "unet", "transformer") else ()) for n in COMPILED]
+    "name",
+    [pytest.param(n, marks=pytest.mark.ci if n in ("tied", "unet", "transformer", "twice") else ()) for n in COMPILED],
 )
 def test_operators_run_one_by_one_give_the_plain_steps_bits_within_what_was_predicted(name: str) -> None:
     expected, plain_peak, _ = compiled(name, "aot_eager")

@@ -54,6 +54,7 @@ CASES: dict[str, tuple[loops.Loop, Make, str]] = {
 MORE = (
     "function",
     "penalty",
+    "two optimizers",
     "two optimizers, three passes",
     "running mean",
     "accumulating",
@@ -281,9 +282,8 @@ def test_wrong_arguments_are_named_before_the_loop_begins(
         raise AssertionError("the loop began")
 
 
-@pytest.mark.parametrize(
-    ("name", "told"), [("accumulating", True), pytest.param("mixed precision", False, marks=pytest.mark.ci)]
-)
+@pytest.mark.ci
+@pytest.mark.parametrize(("name", "told"), [("accumulating", True), ("mixed precision", False)])
 def test_what_the_loop_itself_could_do_is_told_with_its_figures_where_the_plan_is_slow(name: str, told: bool) -> None:
     loop, make, _ = CASES[name]
     models, optimizers = make()

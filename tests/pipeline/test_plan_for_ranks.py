@@ -25,57 +25,51 @@ from tests.models import transformer
 from tests.processes import on_ranks
 
 LINKS = Links(within=Link(bytes_per_second=1e9, latency_seconds=1e-4), copy_bytes_per_second=5e9, pads=True)
-SHARES = (0.9, 0.65)
 
 
 def workload(layers: int = 2) -> Workload:
     return dataclasses.replace(transformer(batch=8, tokens=16, dim=64, layers=layers), max_grad_norm=1.0)
 
 
-@pytest.fixture(scope="module")
-def plans() -> Iterator[list[Plan]]:
+@pytest.fixture(scope="module", params=[pytest.param(0.9, marks=pytest.mark.ci), 0.65])
+def plan(request: pytest.FixtureRequest) -> Plan:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(links, "_measured", lambda ranks: LINKS)
-        given = {"world_size": 2, "precisions": ["32-true"], "points": 1}
-        yield [memfit.plan(workload(), budget=f"{share}x", **given) for share in SHARES]  # type: ignore[arg-type]
+        return memfit.plan(workload(), budget=f"{request.param}x", world_size=2, precisions=["32-true"], points=1)
 
 
-def test_a_plan_shares_the_global_batch(plans: list[Plan]) -> None:
-    for plan in plans:
-        assert plan.levers.sharding is not None and plan.levers.sharding.world_size == 2
-        assert plan.batch_size == 8 and plan.levers.microbatch_size <= 4
-        assert plan.classes["sharding"] == "reordered"
-        assert plan.predicted.peak_upper_bytes <= plan.budget_bytes
-        assert ("microbatches" in plan.classes) == (plan.levers.microbatch_size < 4)
+def test_a_plan_shares_the_global_batch(plan: Plan) -> None:
+    assert plan.levers.sharding is not None and plan.levers.sharding.world_size == 2
+    assert plan.batch_size == 8 and plan.levers.microbatch_size <= 4
+    assert plan.classes["sharding"] == "reordered"
+    assert plan.predicted.peak_upper_bytes <= plan.budget_bytes
+    assert ("microbatches" in plan.classes) == (plan.levers.microbatch_size < 4)
 
 
 @pytest.mark.harmless
-def test_what_is_predicted_is_the_applied_step(plans: list[Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_predicted_is_the_applied_step(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "_measured", lambda ranks: LINKS)
     cpu = find_device("cpu")
-    for plan in plans:
-        trace = capture_levers(workload(), plan.levers, cpu)
-        found, _ = predict(trace, costs_of([trace], cpu), cpu)
-        assert found.peak_bytes == plan.predicted.peak_bytes
-        assert found.step_seconds == pytest.approx(plan.predicted.step_seconds)
+    trace = capture_levers(workload(), plan.levers, cpu)
+    found, _ = predict(trace, costs_of([trace], cpu), cpu)
+    assert found.peak_bytes == plan.predicted.peak_bytes
+    assert found.step_seconds == pytest.approx(plan.predicted.step_seconds)
 
 
-def held(rank: int, plans: list[Plan]) -> Iterator[int]:
-    for plan in plans:
-        given = workload()
-        with memfit.apply(plan, given) as step:
-            for _ in range(2):
-                step(given.batch)
-            gc.collect()
-            yield min(measure_peak_bytes(step, given.batch) for _ in range(3))
+def held(rank: int, plan: Plan) -> Iterator[int]:
+    given = workload()
+    with memfit.apply(plan, given) as step:
+        for _ in range(2):
+            step(given.batch)
+        gc.collect()
+        yield min(measure_peak_bytes(step, given.batch) for _ in range(3))
 
 
 @pytest.mark.slow
-def test_no_rank_holds_more_than_the_budget(plans: list[Plan]) -> None:
-    for peaks in on_ranks(2, held, plans):
-        for plan, peak in zip(plans, peaks, strict=True):
-            assert peak <= plan.predicted.peak_upper_bytes <= plan.budget_bytes
-            assert peak == pytest.approx(plan.predicted.peak_bytes, rel=0.01)
+def test_no_rank_holds_more_than_the_budget(plan: Plan) -> None:
+    for (peak,) in on_ranks(2, held, plan):
+        assert peak <= plan.predicted.peak_upper_bytes <= plan.budget_bytes
+        assert peak == pytest.approx(plan.predicted.peak_bytes, rel=0.01)
 
 
 @pytest.mark.ci

@@ -334,7 +334,9 @@ def test_a_training_run_logs_what_ran_out_and_goes_on_with_the_lower_plan(tmp_pa
     assert list((tmp_path / "run").glob("*.pickle")) == []
 
 
-@pytest.mark.parametrize("how", ["recover", "adaptive", "no recovery"])
+@pytest.mark.parametrize(
+    "how", ["recover", *(pytest.param(how, marks=pytest.mark.ci) for how in ("adaptive", "no recovery"))]
+)
 def test_the_snapshot_is_of_the_plan_that_ran_out(how: str, tmp_path: Path) -> None:
     """Its live bytes peak at the predicted peak, by the ledger's categories; a run without recovery has one too."""
     workload = models.transformer()
@@ -415,6 +417,7 @@ print(limited[0] == free[0] and all(torch.equal(a, b) for a, b in zip(limited[1]
 """
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the address space as Linux does")
 def test_memory_that_really_runs_out() -> None:
     done = subprocess.run([sys.executable, "-c", LIMITED], capture_output=True, text=True, check=False)

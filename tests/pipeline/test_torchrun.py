@@ -92,6 +92,7 @@ def check_killed(
     assert json.loads((outs[1] / "run.json").read_text())["status"] == "finished"
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_ranks_that_are_killed_end_bitwise_as_they_would_have(tmp_path: Path) -> None:
     check_killed(ZERO3, [[0, "before the rename", 2], [1, "in a step", 5]], tmp_path)

@@ -122,6 +122,7 @@ def test_a_run_goes_on_bitwise_under_the_plan_of_a_smaller_machine(plan: Plan, w
     assert codec.read(tmp_path / "moved" / "views.json", Views).planned.peak_bytes == plan.predicted.peak_bytes
 
 
+@pytest.mark.ci
 def test_a_run_goes_on_over_the_same_batches_with_smaller_microbatches(tmp_path: Path) -> None:
     """The same global batches in the same order; the sums are of other pieces, so equal to rounding."""
 

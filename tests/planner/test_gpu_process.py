@@ -83,6 +83,7 @@ def test_a_plan_is_made_for_a_gpu() -> None:
     assert found.predicted.peak_upper_bytes <= budget_bytes
 
 
+@pytest.mark.ci
 def test_a_script_with_its_own_classes(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(

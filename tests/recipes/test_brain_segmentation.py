@@ -169,6 +169,7 @@ def test_sliding_windows_put_every_voxel_in_its_place() -> None:
     assert figures["dice/grey"] == 0
 
 
+@pytest.mark.ci
 def test_training_improves_the_validation_dice() -> None:
     torch.manual_seed(0)
     workload = small(batches_per_epoch=40, batch_size=4, patch=(24, 24, 24), resolution=2, learning_rate=5e-3)

@@ -274,6 +274,7 @@ def test_colours_follow_the_scheme(browser: Any, file: Path) -> None:
     page.context.close()
 
 
+@pytest.mark.ci
 def test_hostile_names_run_nothing(browser: Any, tmp_path: Path, hostile: Any) -> None:
     image, link = "<img src=x onerror=window.ran=1>", "<a href='javascript:window.ran=1'>z</a>"
     text = f"</script><script>window.ran=1</script>{image}{link}"

@@ -43,6 +43,7 @@ def test_microbatches_then_give_the_gradients_of_the_whole_batch(change: Any) ->
     assert difference(convnet(change)) < 1e-5
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("change", [None, freeze_batch_norm])
 def test_plans_take_microbatches_where_nothing_is_in_the_way(change: Any) -> None:
     workload = convnet(change, blocks=1, channels=4)

@@ -100,6 +100,7 @@ def test_rules_compete_by_the_proxy() -> None:
     assert all((m.proxy is None) != m.fits for m in widest.members)
 
 
+@pytest.mark.ci
 def test_a_proxy_of_zero_is_above_those_below() -> None:
     whole = len(family(1, 1, 1).model)
     closest = scale(family, budget=400_000, rules=SINGLE[:2], tolerance=1.0, proxy=lambda w: whole - len(w.model))

@@ -150,6 +150,7 @@ def test_of_the_teachers_activations_nothing_is_left() -> None:
     assert one - alone - weights < 0.02 * alone
 
 
+@pytest.mark.ci
 def test_plans_count_the_teacher_and_run() -> None:
     workload = convnet(**LARGE["convnet"])
     made = distill(workload, teacher(16))
@@ -159,6 +160,7 @@ def test_plans_count_the_teacher_and_run() -> None:
     assert verification.holds, verification.failures
 
 
+@pytest.mark.ci
 def test_a_file_of_outputs_stands_for_the_teacher(tmp_path: Path) -> None:
     workload, large = convnet(**SMALL), teacher()
     loader = torch.utils.data.DataLoader(

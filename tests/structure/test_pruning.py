@@ -117,6 +117,7 @@ def test_channels_of_equal_importance_do_not_all_go_at_once() -> None:
     assert found.after.multiply_adds > 0.2 * found.before.multiply_adds
 
 
+@pytest.mark.ci
 def test_plan_is_made_anew_for_the_smaller_model() -> None:
     workload = convnet(channels=16, blocks=1)
     found = prune(workload, multiply_adds=0.5)

@@ -67,6 +67,7 @@ def test_price_is_honest_about_the_cpu() -> None:
     assert predicted == pytest.approx(really, rel=0.05) and really < 0
 
 
+@pytest.mark.ci
 def test_plans_take_masked_models() -> None:
     made = sparsify(transformer(layers=1)).workload
     plan = memfit.plan(made, budget="1GiB", points=1, precisions=["32-true"])

@@ -260,6 +260,7 @@ def sharing(rank: int, folder: str) -> Iterator[bool]:
         dist.barrier()
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_ranks_of_one_run_share_a_folder(tmp_path: Path) -> None:
     assert on_two_spawned_ranks(sharing, str(tmp_path / "run")) == [[True], [True]]
