@@ -219,6 +219,9 @@ class StepProgram(Protocol):
     def compute_loss(self, microbatch: Any) -> Any:
         """Run the forward pass as the step does."""
 
+    def drop_forward(self) -> None:
+        """Undo what a forward pass leaves without a backward pass: parameters gathered from other ranks are cut again."""
+
 
 def samples_of(workload: Workload, batch: Any = None) -> int:
     """Return the number of samples of a batch: by `Workload.batch_size`, else by its tensors.

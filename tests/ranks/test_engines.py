@@ -13,9 +13,11 @@ from torch import nn
 
 from memfit.errors import MemfitError, PlanError
 from memfit.hardware.cpu_allocations import allocated
+from memfit.hardware.host import find_device
 from memfit.ir.plan import Levers
 from memfit.ir.sharding import Sharding
 from memfit.levers.stack import applied
+from memfit.planner.captures import capture_levers
 from memfit.workload import Workload, fingerprint
 from tests.processes import on_ranks
 
@@ -307,3 +309,17 @@ def test_weights_of_data_parallel_ranks_are_made_equal_without_copies_of_them() 
     for peak_bytes, model_bytes, _ in (*first, *second):
         assert peak_bytes < model_bytes / 10
     assert first[0][2] == second[0][2] and first[0][2][1] == 0.0
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # of the views that the blocks return
+@pytest.mark.parametrize("name", SHARDINGS)
+def test_each_microbatch_is_captured_as_after_a_backward_pass(name: str) -> None:
+    """A forward pass that is run again, without a backward pass, must gather what the step gathers, and nothing else."""
+    levers = Levers(microbatch_size=1, sharding=SHARDINGS[name])
+    trace = capture_levers(workload(samples=4), levers, find_device("cpu"))
+    assert {op.microbatch for op in trace.ops} == {0, 1}
+    assert not any("runs other operators each time" in note for note in trace.notes)
+    for microbatch in range(2):  # each has activations that recomputing would free
+        forward = {i for i, op in enumerate(trace.ops) if op.phase == "forward" and op.microbatch == microbatch}
+        born = [storage for storage in trace.storages if storage.birth in forward]
+        assert any(storage.release < storage.death for storage in born)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -105,6 +105,7 @@ def dry_forward_passes(
                 loss = step.compute_loss(microbatch)
             recordings[key] = recorder.end_step()
             del loss
+            step.drop_forward()  # the next one begins as after a backward pass
         dry.append(recordings[key])
     return dry
 
@@ -121,6 +122,15 @@ def runs_same_operators(recording: Recording, dry: list[Recording]) -> bool:
         [recorded[i] for i in _forward_of(recording, microbatch)[: len(dried.ops)]] == _names(dried)
         for microbatch, dried in enumerate(dry)
     )
+
+
+def run_same_forward(recordings: Sequence[Recording]) -> bool:
+    """Tell whether steps ran the same operators in their forward passes."""
+    named = []
+    for recording in recordings:
+        names = _names(recording)
+        named.append([(op.microbatch, names[i]) for i, op in enumerate(recording.ops) if op.phase == "forward"])
+    return all(names == named[0] for names in named)
 
 
 def _names(recording: Recording) -> list[str]:

@@ -22,7 +22,13 @@ from memfit.capture.external_state import external_tensors
 from memfit.capture.fake_workload import fake_copy, mode_of, nothing_changes
 from memfit.capture.hints import explained
 from memfit.capture.known_values import KnownValues, device_of, fake_paths_disabled
-from memfit.capture.lifetimes import Categories, assemble_trace, dry_forward_passes, runs_same_operators
+from memfit.capture.lifetimes import (
+    Categories,
+    assemble_trace,
+    dry_forward_passes,
+    run_same_forward,
+    runs_same_operators,
+)
 from memfit.capture.partial_steps import (
     MOST_MICROBATCHES,
     EveryMicrobatch,
@@ -293,6 +299,7 @@ def _record(
 
         step.on_phase = enter_phase
         garbage_bytes = 0
+        early_share = 0.0  # what an earlier step took more than the one that all later ones are like
         made_in_part = False  # whether one microbatch of several made the optimizer's state
         masters = [p for group in copied.optimizer.param_groups for p in group["params"]]
         held = [*copied.model.parameters(), *copied.model.buffers(), *inputs_of(copied), *masters]
@@ -319,9 +326,17 @@ def _record(
             raise CaptureError("the copy holds state of another step: it is captured from its first step on")
         if not is_same:
             more_steps = [_recorded(recorder, step, copied.batch, enter_phase) for _ in range(_OTHER_STEPS)]
-            recorded = max([recorded, *more_steps], key=lambda pair: live_peak_bytes(pair[0]))
-            recorded[0].saves.clear()
-            notes, dry = [*notes, _OTHER_EACH_TIME], []
+            highest = max([recorded, *more_steps], key=lambda pair: live_peak_bytes(pair[0]))
+            recorded = more_steps[-1]
+            dry = dry_forward_passes(recorder, step, copied.batch, recorded[0], enter_phase)
+            # Some settle after their second step: DistributedDataParallel makes its buckets anew there.
+            settles = run_same_forward([each for each, _ in more_steps]) and runs_same_operators(recorded[0], dry)
+            if settles:
+                early_share = live_peak_bytes(highest[0]) / max(1, live_peak_bytes(recorded[0])) - 1
+            else:
+                recorded = highest
+                recorded[0].saves.clear()
+                notes, dry = [*notes, _OTHER_EACH_TIME], []
     recording, categories = recorded
     late_share = 0.0
     if not made_in_part:  # the user's second step makes late state too, and later ones hold it from their beginning
@@ -341,7 +356,7 @@ def _record(
             f"a step and the one before leave {format_bytes(garbage_bytes)} in objects that refer to each other, which"
             " stay until Python's garbage collector runs: a step may take that much more, and more after further steps"
         )
-    return replace(trace, notes=notes, slack=late_share + (share if share > _NOTED_GARBAGE else 0.0))
+    return replace(trace, notes=notes, slack=late_share + early_share + (share if share > _NOTED_GARBAGE else 0.0))
 
 
 def _collected_bytes(recorder: Recorder) -> int:

@@ -148,6 +148,9 @@ class _DataParallel:
         """Run work outside of steps: weights are whole."""
         return work()
 
+    def drop_forward(self) -> None:
+        """Do nothing: weights are whole."""
+
     def watch(self, agreement: Agreement) -> None:
         watch_data_parallel(self._wrapped, agreement)
         self._agreement = agreement
@@ -247,14 +250,17 @@ class _FullySharded:
     def outside(self, work: Callable[[], Any]) -> Any:
         """Run work that runs the model forward outside of steps, within what is put around a step's forward pass."""
         given = _Outside(work)
+        self._root(given)
+        self.drop_forward()
+        return given.result
+
+    def drop_forward(self) -> None:
         root: Any = self._root
-        root(given)
         if hasattr(root, "reset_iter_state"):  # new in torch 2.13
             root.reset_iter_state()  # or the next backward pass would look for the order of these passes
         for module in root.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-        return given.result
 
 
 def _offload() -> CPUOffloadPolicy:

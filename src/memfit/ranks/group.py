@@ -45,6 +45,9 @@ class Engine(Protocol):
     def outside(self, work: Callable[[], T]) -> T:
         """Run work that runs the model forward outside of steps."""
 
+    def drop_forward(self) -> None:
+        """Undo what a forward pass leaves without a backward pass."""
+
 
 class Group(SingleProcess):
     """The ranks of the default process group.
@@ -207,6 +210,9 @@ class SharedStep(Group):
 
     def outside(self, work: Callable[[], T]) -> T:
         return self._engine.outside(work)
+
+    def drop_forward(self) -> None:
+        self._engine.drop_forward()
 
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:

@@ -132,3 +132,6 @@ class SingleProcess:
     def outside(self, work: Callable[[], T]) -> T:
         """Run work outside of steps that runs the model forward; return its result. All ranks call it."""
         return work()
+
+    def drop_forward(self) -> None:
+        """Undo what a forward pass leaves without a backward pass. All ranks call it."""

@@ -41,6 +41,10 @@ class DescribedLoop:
         """Run the forward pass as the loop does."""
         return self.step.compute_loss(self._as_inputs(microbatch))
 
+    def drop_forward(self) -> None:
+        """Undo what a forward pass leaves without a backward pass."""
+        self.step.drop_forward()
+
     def __call__(self, batch: Any) -> None:
         """Run one step."""
         loop = self.loop

@@ -185,6 +185,10 @@ class Step:
         with self.autocast():
             return checked_loss(self.workload.loss_fn(self.workload.model, microbatch))
 
+    def drop_forward(self) -> None:
+        """Undo what a forward pass leaves without a backward pass: gathered parameters are cut again."""
+        self.options.ranks.drop_forward()
+
     def autocast(self) -> AbstractContextManager[object]:
         """Make the context of a forward pass."""
         return nullcontext() if self.options.autocast is None else self.options.autocast()
