@@ -220,7 +220,7 @@ class StepProgram(Protocol):
         """Run the forward pass as the step does."""
 
     def drop_forward(self) -> None:
-        """Undo what a forward pass leaves without a backward pass: parameters gathered from other ranks are cut again."""
+        """Undo what a forward pass leaves without a backward pass: gathered parameters are cut again."""
 
 
 def samples_of(workload: Workload, batch: Any = None) -> int:

@@ -412,3 +412,36 @@ def test_grouped_products_of_any_dtype_are_captured(precision: str) -> None:
     assert [(s.nbytes, s.birth, s.death) for s in fake.storages] == [
         (s.nbytes, s.birth, s.death) for s in real.storages
     ]
+
+
+class Warming(nn.Module):
+    """Does more in its first steps than later: makes a table, and keeps activations of another size."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.layers, self.head = nn.Linear(64, 64), nn.Linear(64, 1)
+        self.steps, self.calls = steps, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        x = self.layers(x).tanh()
+        if self.calls <= self.steps:
+            x = torch.cat([x, x.sin()]).chunk(2)[0]
+        y: torch.Tensor = self.head(x)
+        return y
+
+
+def warming(steps: int) -> Workload:
+    model = Warming(steps)
+    batch = torch.randn(32, 64)
+    return Workload(model, batch, lambda model, x: model(x).mean(), torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])  # the second step is the one that is recorded first
+def test_a_step_that_settles_is_captured_as_it_is_then(steps: int) -> None:
+    """An earlier step that takes more is within the interval."""
+    trace, settled = captured(warming(steps)), captured(warming(0))
+    assert not any("other operators each time" in note for note in trace.notes)
+    assert [op.name for op in trace.ops] == [op.name for op in settled.ops]
+    assert [storage.release for storage in trace.storages] == [storage.release for storage in settled.storages]
+    assert (trace.slack > 0.1) == (steps == 2)

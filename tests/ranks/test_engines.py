@@ -314,7 +314,7 @@ def test_weights_of_data_parallel_ranks_are_made_equal_without_copies_of_them() 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # of the views that the blocks return
 @pytest.mark.parametrize("name", SHARDINGS)
 def test_each_microbatch_is_captured_as_after_a_backward_pass(name: str) -> None:
-    """A forward pass that is run again, without a backward pass, must gather what the step gathers, and nothing else."""
+    """A forward pass that is run again, without a backward pass, gathers what the step gathers, and nothing else."""
     levers = Levers(microbatch_size=1, sharding=SHARDINGS[name])
     trace = capture_levers(workload(samples=4), levers, find_device("cpu"))
     assert {op.microbatch for op in trace.ops} == {0, 1}
