@@ -26,6 +26,10 @@ from benchmarks.tables import results
 from memfit.errors import WorkloadError
 from tests.docs.pages import DOCS, words_of
 
+has_texts = pytest.mark.skipif(
+    any(find_spec(package) is None for package in PACKAGES), reason="this Python lacks packages that the texts are from"
+)
+
 
 @pytest.mark.parametrize(
     ("differences", "verdict"),
@@ -116,9 +120,7 @@ def test_summary_leaves_out_what_is_there_since_it_hurts() -> None:
 # What runs
 
 
-@pytest.mark.skipif(
-    any(find_spec(package) is None for package in PACKAGES), reason="this Python lacks packages that the texts are from"
-)
+@has_texts
 def test_texts_of_no_file_are_in_both_parts() -> None:
     training, validation = sources("training"), sources("validation")
     assert len(training) == len(validation) == len(PACKAGES)
@@ -146,6 +148,7 @@ def test_products_in_fp16_are_those_of_the_cpu_and_are_written_down() -> None:
 
 
 @pytest.mark.ci
+@has_texts
 def test_an_exact_run_ends_in_the_same_weights_and_another_one_does_not() -> None:
     training, plans = dataclasses.replace(TRAININGS["text_classifier"], steps=3), dict[str, Any]()
     plain, exact, other = (
@@ -157,6 +160,7 @@ def test_an_exact_run_ends_in_the_same_weights_and_another_one_does_not() -> Non
 
 
 @pytest.mark.ci
+@has_texts
 def test_a_scale_that_is_too_high_skips_updates() -> None:
     training = dataclasses.replace(TRAININGS["text_classifier"], steps=4)
     found = run_once(training, "16-mixed-high", 0, {})
@@ -164,6 +168,7 @@ def test_a_scale_that_is_too_high_skips_updates() -> None:
 
 
 @pytest.mark.ci
+@has_texts
 def test_a_run_goes_on_from_its_rows(tmp_path: Any) -> None:
     options: dict[str, Any] = {"trainings": ["text_classifier"], "rows": tmp_path / "rows"}
     cases, summary = run(True, conditions=["exact"], **options)
@@ -173,6 +178,7 @@ def test_a_run_goes_on_from_its_rows(tmp_path: Any) -> None:
 
 
 @pytest.mark.ci
+@has_texts
 def test_a_use_stays_in_the_bytes_of_the_plain_step() -> None:
     use = uses.USES["batch of 128 in place of 32"]
     plan, plain_bytes, large_bytes = uses.plan_of(use)
