@@ -28,7 +28,7 @@ from tests.workloads import lean, other
 EVERY: dict[str, Callable[[], Workload]] = {
     "byte_lm": functools.partial(byte_lm, n_layer=1, d_model=64, context=64, batch_size=4, max_bytes=500_000),
     "brain_segmentation": functools.partial(brain_segmentation, patch=(32, 32, 32), batch_size=2),
-    "digits_resnet": digits_resnet.workload,
+    "digits_resnet": functools.partial(digits_resnet.workload, size=16),
 }
 
 
