@@ -84,9 +84,9 @@ def capture(
     """Return the trace of a step that runs under fake tensors on a copy: without data, without memory.
 
     Two steps run: the first makes the optimizer's state, the second is recorded. Of equal microbatches two run; all run
-    where those two differ, or add up sparse gradients. Where the forward pass then runs other operators, three more steps
-    run: the last is taken if they are alike, else that with the highest peak. A step whose course depends on values of
-    tensors or on random numbers runs again for each other course (`capture.control_flow`).
+    where those two differ, or add up sparse gradients. Where the forward pass then runs other operators, three more
+    steps run: the last is taken if they are alike, else that with the highest peak. A step whose course depends on
+    values of tensors or on random numbers runs again for each other course (`capture.control_flow`).
 
     Args:
         precision: The precision that the trace names.
