@@ -8,6 +8,8 @@ Values of activations are not known: `capture.value_reads` answers for them.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import math
 import sys
 from collections.abc import Iterable, Iterator
@@ -109,10 +111,11 @@ class KnownValues(PassiveMode):
             return NotImplemented
         if func.namespace == "prim":  # most of all calls: queries, such as of a tensor's device
             return func(*args, **kwargs)
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        traits = _traits_of(func)
+        if traits.draws:
             return self._draw(func, args, kwargs)
         known = self._known_arguments(func, args, kwargs)
-        if torch.Tag.data_dependent_output in func.tags:
+        if traits.reads:
             return self._read(func, args, kwargs, known)
         if known is None and _only_writes(func, args):
             self._forget(func, args, kwargs)
@@ -127,7 +130,7 @@ class KnownValues(PassiveMode):
         elif (answer := _assumed_finite(func, args)) is not None and is_followed(out):
             self._remember(out, _compute(torch.full, (tuple(out.shape), answer), {}))
             self._assumed[out] = True
-        elif schema_of(func).is_mutable:
+        elif traits.written:
             self._forget(func, args, kwargs)
         elif packet_of(func) in _CHECKS and isinstance(out, FakeTensor) and out.dim() == 0:
             self._passing[out] = True
@@ -301,13 +304,39 @@ def tensors_in(values: Any) -> list[torch.Tensor]:
 
 def written_by(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """Return the arguments that an operator writes in place."""
-    if not schema_of(func).is_mutable:
+    written = _traits_of(func).written
+    if not written:
         return []
-    written: list[Any] = []
-    for position, argument in enumerate(schema_of(func).arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written.append(args[position] if position < len(args) else kwargs.get(argument.name))
-    return tensors_in(written)
+    return tensors_in([args[place] if place < len(args) else kwargs.get(name) for place, name in written])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Traits:
+    """What an operator's schema and tags say, which take longer to ask than to look up.
+
+    Attributes:
+        draws: It draws random numbers.
+        reads: It returns a number that depends on values.
+        written: The places and names of the arguments that it writes.
+        is_elementwise_in_place: It writes element by element into its first argument.
+    """
+
+    draws: bool
+    reads: bool
+    written: tuple[tuple[int, str], ...]
+    is_elementwise_in_place: bool
+
+
+@functools.lru_cache(maxsize=4096)
+def _traits_of(func: Any) -> _Traits:
+    schema, tags = schema_of(func), func.tags
+    arguments = enumerate(schema.arguments if schema.is_mutable else ())
+    return _Traits(
+        draws=torch.Tag.nondeterministic_seeded in tags,
+        reads=torch.Tag.data_dependent_output in tags,
+        written=tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write),
+        is_elementwise_in_place=torch.Tag.pointwise in tags and schema.name.endswith("_"),
+    )
 
 
 def device_of(tensor: torch.Tensor) -> torch.device:
@@ -325,7 +354,7 @@ def _only_writes(func: Any, args: Any) -> bool:
 
     That changes nothing of a fake tensor, so the fake kernel need not run: it is most of an optimizer's operators.
     """
-    if torch.Tag.pointwise not in func.tags or not schema_of(func).name.endswith("_"):
+    if not _traits_of(func).is_elementwise_in_place:
         return False
     written, *others = args
     if not isinstance(written, FakeTensor) or written.layout is not torch.strided or written.constant is not None:

@@ -315,13 +315,14 @@ class Recorder(PassiveMode):
         position = len(self.now.ops)
         func, args = self.accumulation.engine_operator(func, args, kwargs)
         text = _text(func, args, kwargs) if self.recording else ""  # before sparse arguments get other entries
-        sparse = [t for t in written_by(func, args, kwargs) if t.layout is not torch.strided]
+        written = written_by(func, args, kwargs)
+        sparse = [t for t in written if t.layout is not torch.strided]
         held = _dense(sparse)  # the memory that they give up lives until the operator ends
         out = self.run(func, args, kwargs)
         for tensor in sparse:
             self.observe(tensor, position if self.recording else -1)
         if self.recording:
-            mutated = [i for t in _dense(written_by(func, args, kwargs)) if (i := self.observe(t, -1)) is not None]
+            mutated = [i for t in _dense(written) if (i := self.observe(t, -1)) is not None]
             self.now.ops.append(self._op(text, func, args, kwargs, out, call, phase, tuple(mutated)))
         for tensor in tensors_in(out):
             self.observe(tensor, position if self.recording else -1)
