@@ -63,10 +63,14 @@ OTHERWISE = {
         "--steps 10000": "--steps 4",
     },
     "docs/guides/another-card.md": {
+        "examples/byte_lm.py:workload --device t4 --budget 160MiB": "mine.py:workload --device t4 --budget 0.9x",
         "mine.py:workload": "examples/mine.py:workload",
         "memfit plan": "memfit plan --precision 16-mixed --points 1",
     },
     "docs/guides/budget.md": {"memfit plan": "memfit plan --precision 32-true --points 2"},
+    "docs/guides/compile.md": {
+        'compile=True, precisions=["32-true"])': 'compile=True, precisions=["32-true"], points=1)'
+    },
     "docs/guides/ladder.md": {"memfit ladder": "memfit ladder --seconds 0.05"},
     "docs/quickstart.md": {
         'numerics="exact")': 'numerics="exact", points=2)',
