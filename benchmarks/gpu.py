@@ -33,7 +33,7 @@ from benchmarks.calibration import CARDS, RATE, calibrate_card
 from benchmarks.common import result_of, slug, write_result
 from benchmarks.exactness import STEPS
 from benchmarks.frontier import cells
-from benchmarks.frontier.methods import KINDS
+from benchmarks.frontier.methods import Kind
 from benchmarks.frontier.models import QUICK, SUBJECTS
 from benchmarks.on_accelerator import bring, environment, python
 from benchmarks.prediction import summarised
@@ -52,6 +52,7 @@ GO_ON = 75
 QUICK_RATE = 0.7
 """The rate of error bars of `--quick`, whose few steps would give none for that of a full run."""
 _LONGEST_SECONDS = 530  # of one command
+_FRONTIER_KINDS: tuple[Kind, ...] = ("eager", "compiled", "joint")
 _TIMING_SECONDS = 20.0  # of one model and kind of the frontier, after the first rounds
 _SHARES = (0.9, 0.75, 0.6, 0.45, 0.3)  # fewer budgets than on the CPU, for one command's time
 _TOOK_TOO_LONG = 124
@@ -89,7 +90,7 @@ def commands(device: str, quick: bool) -> Iterator[Command]:
         yield Command("prediction", f"prediction-{name}", (*run, "benchmarks.prediction", *at, "--only", name))
     budgets = less or ["--shares", *map(str, _SHARES), "--seconds", str(_TIMING_SECONDS)]
     for name in models[:1] if quick else models:
-        for kind in KINDS:
+        for kind in _FRONTIER_KINDS:
             chosen = ("--models", name, "--kinds", kind, "--partial", "{folder}/frontier-partial.jsonl", *budgets)
             yield Command("frontier", f"frontier-{name}-{kind}", (*run, "benchmarks.frontier", *at, *chosen))
     yield Command("overhead", "overhead", (*run, "benchmarks.overhead", *at, *less))

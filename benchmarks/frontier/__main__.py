@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import Case, main
-from benchmarks.frontier.cells import summarised
+from benchmarks.frontier.cells import read, summarised
 from benchmarks.frontier.methods import KINDS
 from benchmarks.frontier.models import QUICK, SUBJECTS
 from benchmarks.on_accelerator import python
@@ -46,6 +46,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "metavar": "FILE",
         "help": "where rows are added as they come",
     },
+    "--peers": {
+        "type": Path,
+        "metavar": "FILE",
+        "help": "a result or a partial file, for kind all: of the peers, run those only that in FILE's rows of kinds"
+        " eager and compiled may decide a cell of their own kind, of each kind the one with the lowest peak, and the"
+        " plain ones. It spares compilations, of a minute or more each; a kind that FILE has no times of is run whole",
+    },
     "--resume": {"type": Path, "metavar": "FILE", "help": "a result or a partial file: what is not run is from there"},
 }
 
@@ -59,6 +66,7 @@ def run(
     shares: Sequence[float] | None = None,
     device: str = "cpu",
     partial: Path = Path("runs/frontier-partial.jsonl"),
+    peers: Path | None = None,
     resume: Path | None = None,
 ) -> tuple[list[Case], dict[str, Any]]:
     """Return a row for each model, method and setting, and what they add up to.
@@ -74,6 +82,7 @@ def run(
     timing = ["--seconds", str(QUICK_SECONDS if quick else seconds), "--threads", str(threads)]
     options = ["--kinds", *kinds, *timing, *(["--quick"] * quick), "--device", device]
     options += [] if shares is None else ["--shares", *map(str, shares)]
+    options += [] if peers is None else ["--peers", str(peers)]
     rows = []
     partial.parent.mkdir(parents=True, exist_ok=True)
     with partial.open("a") as file:
@@ -83,15 +92,6 @@ def run(
                 rows.append(row)
     merged = merge(earlier, rows)
     return merged, summarised(merged)
-
-
-def read(path: Path) -> list[Case]:
-    """Return the rows of a result, or of a partial file."""
-    text = path.read_text()
-    if path.suffix == ".jsonl":
-        return [json.loads(line) for line in text.splitlines()]
-    rows: list[Case] = json.loads(text)["cases"]
-    return rows
 
 
 def merge(earlier: Sequence[Case], rows: Sequence[Case]) -> list[Case]:

@@ -6,19 +6,24 @@ fastest row of the others whose measured peak is within it.
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Case
 from benchmarks.frontier.measuring import LEAST_ROUNDS, median_ratio
-from benchmarks.frontier.methods import OURS, PLAIN
+from benchmarks.frontier.methods import OURS, PLAINS, Kind
 
 SHARES = (0.9, 0.75, 0.6, 0.45, 0.35, 0.3, 0.25, 0.2)
 """Budgets, of the plain step's measured peak."""
 QUICK_SHARES = (0.75, 0.6, 0.45)
+
+FIGURED: tuple[Kind, ...] = ("eager", "compiled", "all")
+"""The kinds whose figures are taken alike; those of "joint" are others."""
 
 LIMIT = 1.02
 """memfit's time, over the best peer's, up to which it is as fast."""
@@ -29,7 +34,7 @@ WRONG = 0.01
 """How far a gradient may be off beyond rounding, relative to the largest of its parameter, in one and the same step.
 
 A dropout mask that is drawn again moves gradients by a tenth and more. Microbatches draw masks of their own, so that
-joint rows are not held to this.
+joint rows are not held to this, nor memfit's of kind "all", whose plans may use them.
 """
 SURE = 3
 """How many standard errors a measured difference has at least, to count."""
@@ -82,6 +87,15 @@ class Cell:
         return ratio is None or ratio <= FASTER or float(self.ours.get("gap", math.inf)) <= AT_BOUND
 
 
+def read(path: Path) -> list[Case]:
+    """Return the rows of a result, or of a partial file."""
+    text = path.read_text()
+    if path.suffix == ".jsonl":
+        return [json.loads(line) for line in text.splitlines()]
+    rows: list[Case] = json.loads(text)["cases"]
+    return rows
+
+
 def cells_of(rows: Sequence[Case], kind: str) -> list[Cell]:
     """Return the cells of a kind that anyone was measured for, by model and falling budget."""
     return [cell for model in _models(rows, kind) for cell in _of_model(rows, model, kind)]
@@ -105,7 +119,8 @@ def is_wrong(row: Case) -> bool:
     """Tell whether a step has other gradients than the plain one of its kind, by more than rounding; NaN is other."""
     key = "gradient_difference_beyond_rounding"
     off = row[key] if key in row else row["gradient_difference"]  # earlier results lack the first
-    return row["kind"] != "joint" and not off <= WRONG
+    draws_again = row["kind"] == "joint" or (row["kind"] == "all" and row["method"] == OURS)
+    return not draws_again and not off <= WRONG
 
 
 def _well_timed(rows: Sequence[Case]) -> Sequence[Case]:
@@ -114,8 +129,8 @@ def _well_timed(rows: Sequence[Case]) -> Sequence[Case]:
 
 
 def contenders(rows: Mapping[str, Case], shares: Sequence[float]) -> set[str]:
-    """Return which rows may decide a cell: memfit's, the plain one, and the fastest few of others that fit a budget."""
-    found = {key for key, row in rows.items() if row["method"] in (OURS, PLAIN)}
+    """Return which rows may decide a cell: memfit's, plain ones, and the fastest few of others that fit a budget."""
+    found = {key for key, row in rows.items() if row["method"] in (OURS, *PLAINS)}
     for share in shares:
         fitting = [
             key
@@ -128,13 +143,20 @@ def contenders(rows: Mapping[str, Case], shares: Sequence[float]) -> set[str]:
 
 
 def summarised(rows: Sequence[Case]) -> dict[str, Any]:
-    """Return the figures that the docs quote, eager and compiled apart."""
-    summary: dict[str, Any] = {kind: _summary(rows, kind) for kind in ("eager", "compiled") if _models(rows, kind)}
-    joint = [1 / cell.ratio for cell in cells_of(rows, "joint") if cell.ratio is not None]
+    """Return the figures that the docs quote: eager and compiled apart, and one plan beside all of both."""
+    summary: dict[str, Any] = {kind: _summary(rows, kind) for kind in FIGURED if _models(rows, kind)}
+    by_model = {
+        model: [1 / cell.ratio for cell in _of_model(rows, model, "joint") if cell.ratio is not None]
+        for model in _models(rows, "joint")
+    }
+    joint = [ratio for found in by_model.values() for ratio in found]
     return {
         **summary,
         "joint_throughput_ratio": statistics.median(joint) if joint else None,
         "worst_joint_throughput_ratio": min(joint, default=None),
+        "joint_throughput_ratio_by_model": {
+            model: statistics.median(found) for model, found in by_model.items() if found
+        },
         "joint_failures": failures(cells_of(rows, "joint")),
     }
 

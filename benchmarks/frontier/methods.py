@@ -15,11 +15,22 @@ from memfit.capture.fake_workload import real_copy
 from memfit.training.step import Step
 from memfit.workload import Workload
 
-Kind = Literal["eager", "compiled", "joint"]
-KINDS: tuple[Kind, ...] = ("eager", "compiled", "joint")
+Kind = Literal["eager", "compiled", "joint", "all"]
+KINDS: tuple[Kind, ...] = ("eager", "compiled", "joint", "all")
+Sort = Literal["eager", "compiled"]
+"""Of steps: compiled ones round otherwise, and draw other dropout masks."""
 PLAIN = "plain"
 OURS = "memfit"
 LOWEST = "lowest"
+
+
+def compiled_name(name: str) -> str:
+    """Return what a compiled method is called where eager ones are beside it."""
+    return f"compiled {name}"
+
+
+PLAINS = (PLAIN, compiled_name(PLAIN))
+"""The plain steps, eager and compiled, which others of their sort are held against."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +74,12 @@ class Prepared:
 
     Attributes:
         facts: Goes into its row: what the method itself says.
+        sort: Of its step; None for that of its method's kind.
     """
 
     apply: Apply
     facts: dict[str, Any] = field(default_factory=dict)
+    sort: Sort | None = None
 
 
 @dataclass(frozen=True)
@@ -85,6 +98,11 @@ class Method:
     settings: Callable[[Task], Sequence[Any]]
     make: Callable[[Task, Any, Any], Prepared]
     study: Callable[[Task], Any] = lambda task: None
+
+    @property
+    def sort(self) -> Sort:
+        """Of its steps, where they do not say otherwise themselves."""
+        return "compiled" if self.kind == "compiled" else "eager"
 
 
 class Unsupported(Exception):

@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.charts import COLOURS, Axis, Line, Panel, chart
 from benchmarks.common import Case
-from benchmarks.frontier.cells import AT_BOUND, FASTER, LIMIT, SURE, Cell, cells_of
+from benchmarks.frontier.cells import AT_BOUND, FASTER, FIGURED, LIMIT, SURE, Cell, cells_of
 from benchmarks.frontier.methods import KINDS, OURS, Kind
 from benchmarks.frontier.models import SUBJECTS
 from benchmarks.pages import DOCS, main
@@ -77,7 +77,7 @@ def tables(result: dict[str, Any]) -> str:
 def summary_table(result: dict[str, Any]) -> str:
     """Return the figures that hold for all models."""
     summary = result["summary"]
-    kinds = [kind for kind in ("eager", "compiled") if kind in summary]
+    kinds = [kind for kind in FIGURED if kind in summary]
     lines = [_row(["", *kinds]), _row(["---"] * (1 + len(kinds)))]
     words = {
         "worst_ratio_to_best_peer": "memfit's step time over the fastest peer that fits, at worst",

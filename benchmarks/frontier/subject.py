@@ -19,6 +19,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,8 +39,23 @@ from benchmarks.frontier.measuring import (
     rounding_of,
     spread,
 )
-from benchmarks.frontier.methods import KINDS, LOWEST, OURS, PLAIN, Apply, Kind, Method, Task, Unsupported
+from benchmarks.frontier.methods import (
+    KINDS,
+    LOWEST,
+    OURS,
+    PLAIN,
+    PLAINS,
+    Apply,
+    Kind,
+    Method,
+    Prepared,
+    Sort,
+    Task,
+    Unsupported,
+    compiled_name,
+)
 from benchmarks.frontier.models import QUICK, SUBJECTS, Subject
+from benchmarks.frontier.peers import SORTS, Peers, only, peers_of
 from memfit.capture.fake_workload import real_copy
 from memfit.errors import MemfitError
 from memfit.hardware.host import find_device
@@ -65,6 +81,12 @@ def methods(kind: Kind) -> tuple[Method, ...]:
         from benchmarks.frontier.compiled import COMPILED
 
         return COMPILED
+    if kind == "all":
+        from benchmarks.frontier.ours import ONE_PLAN
+
+        eager, compiled = ([m for m in methods(sort) if m.name != OURS] for sort in SORTS)
+        renamed = (dataclasses.replace(m, name=compiled_name(m.name)) for m in compiled)
+        return (*eager, *renamed, *ONE_PLAN)
     from benchmarks.frontier.joint import JOINT
 
     return JOINT
@@ -72,7 +94,7 @@ def methods(kind: Kind) -> tuple[Method, ...]:
 
 @dataclass
 class Reference:
-    """The plain step of a kind, which the others are held against.
+    """The plain step of a sort, which the others of that sort are held against.
 
     Args:
         gradients: What made `found`.
@@ -98,6 +120,7 @@ class Bench:
         shares: Budgets, as shares of the plain peak.
         seconds: Of timing, for each kind.
         device: Where steps run, by the name that PyTorch has for it here.
+        peers: Which peers to run in kind "all", by their sort; None for all of them.
     """
 
     name: str
@@ -105,12 +128,13 @@ class Bench:
     shares: Sequence[float]
     seconds: float
     device: str = "cpu"
+    peers: Mapping[Sort, Peers] | None = None
 
     def __post_init__(self) -> None:
         workload = self.subject.make()
         self.shared = real_copy(workload, torch.device(self.device))
         self.gradients = Gradients(self.shared)
-        self.reference: Reference | None = None
+        self.references: dict[Sort, Reference] = {}
         self.parameter_bytes = sum(p.numel() * p.element_size() for p in workload.model.parameters())
         plain = methods("eager")[0]
         task = Task(self.subject, workload, 0, self.shares, self.device)
@@ -120,11 +144,14 @@ class Bench:
 
     def rows(self, kind: Kind) -> Iterator[Case]:
         """Yield a row for each method and setting of a kind."""
-        self.reference = None
+        self.references = {}
         if kind != "compiled":
-            self.reference = Reference(self.gradients, self.plain_apply, *self.gradients.of(self.plain_apply))
+            self._refer("eager", self.plain_apply, *self.gradients.of(self.plain_apply))
         measured: dict[str, tuple[Case, Apply]] = {}
-        for method in methods(kind):
+        chosen = methods(kind)
+        if kind == "all" and self.peers is not None:
+            chosen = only(chosen, self.peers)
+        for method in chosen:
             for row, apply in self._points(method):
                 row = {"model": self.name, "kind": kind, "device": self.device, "method": method.name, **row}
                 _report(row)
@@ -153,21 +180,26 @@ class Bench:
             if failure:
                 yield {**row, **failure}, None
                 continue
-            facts, _, failure = _attempt(functools.partial(self._measure, method, prepared.apply))
+            facts, _, failure = _attempt(functools.partial(self._measure, method, prepared))
             plan_seconds = study_seconds + seconds + (facts or {}).pop("compile_seconds", 0.0)
             row |= {"plan_seconds": plan_seconds, **prepared.facts, **(failure or facts)}
             yield row, None if failure else prepared.apply
 
-    def _measure(self, method: Method, apply: Apply) -> Case:
-        """Return a step's gradients against the plain ones of its kind, and its peak."""
+    def _refer(self, sort: Sort, apply: Apply, loss: float, found: Mapping[str, torch.Tensor]) -> None:
+        """Have later steps of a sort held against this one."""
+        self.references[sort] = Reference(self.gradients, apply, loss, found)
+
+    def _measure(self, method: Method, prepared: Prepared) -> Case:
+        """Return a step's gradients against the plain ones of its sort, and its peak."""
+        apply, sort = prepared.apply, prepared.sort or method.sort
         started = time.perf_counter()
         loss, found = self.gradients.of(apply)
         compile_seconds = time.perf_counter() - started
-        if self.reference is None:
-            if method.name != PLAIN:
+        if sort not in self.references:
+            if method.name not in PLAINS:
                 raise Unsupported("the plain step of its kind failed: there is nothing to hold the gradients against")
-            self.reference = Reference(self.gradients, apply, loss, found)
-        reference = self.reference
+            self._refer(sort, apply, loss, found)
+        reference = self.references[sort]
         off, bitwise = difference(found, reference.found)
         beyond = 0.0 if bitwise else beyond_rounding(found, reference.found, reference.rounding)
         lost = abs(loss / reference.loss - 1)
@@ -183,7 +215,7 @@ class Bench:
             **({} if peak.reserved_bytes is None else {"allocated_bytes": peak.allocated_bytes}),
             "above_parameters_bytes": peak.held_bytes - self.parameter_bytes,
             "plain_peak_bytes": self.task.plain_peak_bytes,
-            **({"compile_seconds": compile_seconds} if method.kind == "compiled" else {}),
+            **({"compile_seconds": compile_seconds} if sort == "compiled" else {}),
         }
 
     def _timed(self, kind: Kind, measured: Mapping[str, tuple[Case, Apply]]) -> Iterator[Case]:
@@ -246,7 +278,7 @@ def _report(row: Case) -> None:
     found = ["WRONG"] * cells.is_wrong(row) + ["OVER BUDGET"] * over
     print(
         f"{start}{row['peak_bytes'] / 2**20:8.1f} MiB {share:6.1%}  gradients {row['gradient_difference']:.0e}"
-        f"  planned in {row['plan_seconds']:.1f} s  {'  '.join(found)}".rstrip(),
+        f"  planned in {row['plan_seconds']:.1f} s  {row.get('levers', '')}  {'  '.join(found)}".rstrip(),
         file=sys.stderr,
         flush=True,
     )
@@ -259,6 +291,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["eager"])
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--peers", type=Path)
     parser.add_argument("--shares", nargs="+", type=float)
     parser.add_argument("--seconds", type=float, default=SECONDS)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -271,7 +304,8 @@ def main() -> None:
     subject = (QUICK if arguments.quick else SUBJECTS)[arguments.name]
     shares = arguments.shares or (cells.QUICK_SHARES if arguments.quick else cells.SHARES)
     device = find_device(arguments.device).name
-    bench = Bench(arguments.name, subject, shares, arguments.seconds, device)
+    peers = None if arguments.peers is None else peers_of(cells.read(arguments.peers), arguments.name, shares)
+    bench = Bench(arguments.name, subject, shares, arguments.seconds, device, peers)
     for kind in arguments.kinds:
         for row in bench.rows(kind):
             print(json.dumps(row), file=rows, flush=True)

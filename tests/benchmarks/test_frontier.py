@@ -21,9 +21,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+import memfit
 from benchmarks.frontier import models, sac_milp
-from benchmarks.frontier.__main__ import merge, read
-from benchmarks.frontier.cells import WRONG, cells_of, contenders, is_wrong, summarised
+from benchmarks.frontier.__main__ import merge
+from benchmarks.frontier.cells import WRONG, cells_of, contenders, is_wrong, read, summarised
 from benchmarks.frontier.checkpointing import Segment, forwarding, segmented
 from benchmarks.frontier.joint import largest_of_accelerate, largest_of_lightning
 from benchmarks.frontier.measuring import (
@@ -35,14 +36,29 @@ from benchmarks.frontier.measuring import (
     rounding_of,
     spread,
 )
-from benchmarks.frontier.methods import LOWEST, OURS, PLAIN, Kind, Method, Prepared, Task, Unsupported, stepping
+from benchmarks.frontier.methods import (
+    LOWEST,
+    OURS,
+    PLAIN,
+    PLAINS,
+    Apply,
+    Kind,
+    Method,
+    Prepared,
+    Task,
+    Unsupported,
+    stepping,
+)
 from benchmarks.frontier.models import Subject
-from benchmarks.frontier.page import files, model_chart, page, pareto, rows_csv, tables
+from benchmarks.frontier.ours import compiled_once
+from benchmarks.frontier.page import csv_path, files, model_chart, page, pareto, rows_csv, tables
+from benchmarks.frontier.peers import peers_of
 from benchmarks.frontier.subject import Bench, methods, without_place
 from benchmarks.pages import stale
 from benchmarks.tables import results
 from memfit import Workload
 from memfit.capture.fake_workload import real_copy
+from memfit.training.step import Step
 
 MIB = 2**20
 PLAIN_PEAK = 1000 * MIB
@@ -198,6 +214,61 @@ def test_joint_rows_are_held_to_the_peers_of_their_budget() -> None:
     assert found["joint_failures"] == []
 
 
+def test_joint_throughput_is_also_told_by_model() -> None:
+    rows = [
+        {**row("accelerate", 0.45, 0.44, ratio, model=model), "kind": "joint", "share": 0.45}
+        for model, ratio in (("gpt", 1.4), ("bert", 1.1))
+    ]
+    rows += [{**ours(0.45, 0.45, 1.0, model="gpt"), "kind": "joint"}, {**ours(0.45, 0.45, 1.0), "kind": "joint"}]
+    rows[-1]["model"] = "bert"
+    found = summarised(rows)
+    assert found["joint_throughput_ratio_by_model"] == {"gpt": pytest.approx(1.4), "bert": pytest.approx(1.1)}
+    assert found["joint_throughput_ratio"] == pytest.approx(1.25)
+
+
+def beside_all(*rows: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return rows of kind "all": eager and compiled peers, and memfit's."""
+    compiled = [row(PLAINS[1], "", 0.8, 1.1), row("compiled checkpoint every K-th block", 1, 0.45, 1.1)]
+    return [{**r, "kind": "all"} for r in [*PEERS, *compiled, *rows]]
+
+
+def test_one_plan_is_held_against_eager_and_compiled_peers_alike() -> None:
+    found = summarised(beside_all(ours(0.75, 0.7, 1.0), ours(0.45, 0.44, 1.2), row(OURS, LOWEST, 0.28, 1.4, gap=0.0)))
+    cells = {cell.share: cell for cell in cells_of(beside_all(ours(0.75, 0.7, 1.0), ours(0.45, 0.44, 1.2)), "all")}
+    assert [cells[share].best["method"] for share in (0.75, 0.45)] == ["compiled checkpoint every K-th block"] * 2  # type: ignore[index]
+    assert found["all"]["worst_ratio_to_best_peer"] == pytest.approx(1.2 / 1.1)
+    assert found["all"]["lowest_peak_ratio_to_best_peer"] == {"gpt": pytest.approx(0.28 / 0.35)}
+    assert found["all"].keys() == summary(*GOOD).keys() and "eager" not in found
+
+
+def test_dropout_drawn_again_makes_a_peer_none_and_leaves_memfits_row() -> None:
+    drawn = {"gradient_difference": 0.4, "bitwise": False}
+    mine, peer = ours(0.45, 0.44, 1.2, **drawn), row("compiled activation_memory_budget", 0.1, 0.2, 0.9, **drawn)
+    found = summarised(beside_all(mine, peer))["all"]
+    assert found["wrong_gradients"] == ["gpt compiled activation_memory_budget 0.1"]
+    assert found["worst_ratio_to_best_peer"] == pytest.approx(1.2 / 1.1)
+    assert found["not_bitwise"] == ["gpt 0.45"]  # and it is told
+
+
+def test_both_plain_steps_go_on_after_the_first_rounds() -> None:
+    rows = {str(index): r for index, r in enumerate(beside_all(row("fast", "", 0.3, 0.5)))}
+    kept = {rows[key]["method"] for key in contenders(rows, (0.45,))}
+    assert kept == {*PLAINS, "fast"}
+
+
+def test_peers_of_an_earlier_result_are_those_that_may_decide_a_cell_or_are_lowest() -> None:
+    plain, one, two, three = PEERS
+    wrong = row("selective", "a", 0.1, 0.9, gradient_difference=0.4, bitwise=False)
+    compiled = [row(PLAIN, "", 0.8, 1.0), row("activation_memory_budget", 0.5, 0.7, 1.05), infeasible(0.2)]
+    rows = [plain, one, two, three, wrong, *GOOD, *({**r, "kind": "compiled"} for r in compiled)]
+    every = "checkpoint every K-th block"
+    assert peers_of(rows, "gpt", (0.75,))["eager"] == {(PLAIN, ""), (every, "2"), ("segments of K blocks", "2")}
+    assert peers_of(rows, "gpt", (0.45,))["eager"] == {(PLAIN, ""), (every, "1"), ("segments of K blocks", "2")}
+    expected = {(PLAINS[1], ""), ("compiled activation_memory_budget", "0.5")}
+    assert peers_of(rows, "gpt", (0.3,))["compiled"] == expected
+    assert peers_of(rows[:5], "gpt", (0.45,)).keys() == {"eager"} and peers_of(rows, "vit", (0.45,)) == {}
+
+
 def test_contenders_are_ours_and_the_few_fastest_within_each_budget() -> None:
     rows = {str(index): r for index, r in enumerate([*PEERS, row("slow", "", 0.39, 1.6), *GOOD])}
     kept = {rows[key]["method"] + rows[key]["setting"] for key in contenders(rows, (0.45, 0.36))}
@@ -255,6 +326,18 @@ def test_the_sheet_has_every_row_in_full() -> None:
 
 def test_the_page_is_that_of_the_committed_result() -> None:
     assert stale(files(results("frontier"))) == []
+
+
+def test_the_page_has_one_plan_beside_all_peers_where_the_result_has_it() -> None:
+    known = result()
+    known["cases"] = [*known["cases"], *beside_all(ours(0.45, 0.44, 1.2))]
+    known["summary"] = summarised(known["cases"])
+    made = tables(known)
+    assert "|  | eager | all |" in made and "|  | eager |\n" in tables(result())
+    assert "| 45%, 450.0 MiB | 44.0% | 1.200 | compiled checkpoint every K-th block 1 | 45.0% | 1.100 | 1.091 |" in made
+    assert "- gpt all 45%: memfit takes 1.091 times as long" in made
+    sheet = list(csv.DictReader(io.StringIO(files(known)[csv_path("gpt", "all")])))
+    assert len(sheet) == len(beside_all()) + 1 and csv_path("gpt", "all") not in files(result())
 
 
 def test_the_chart_is_drawn_within_its_axes() -> None:
@@ -496,6 +579,105 @@ def test_zero_but_for_rounding_is_not_wrong_and_dropout_drawn_again_is(
     assert rows["right"]["gradient_difference_beyond_rounding"] < WRONG / 100
     assert rows["wrong"]["gradient_difference_beyond_rounding"] > 10 * WRONG
     assert [is_wrong(rows[name]) for name in (PLAIN, "right", "wrong")] == [False, False, True]
+
+
+def of_all(applies: dict[str, tuple[Kind, Apply]], **settings: Any) -> tuple[Method, ...]:
+    """Return methods of kind "all", each by its name with the kind that it comes from; memfit's step is compiled."""
+    return tuple(
+        Method(
+            name,
+            kind,
+            lambda task, name=name: settings.get(name, [""]),
+            lambda *_, name=name, a=apply: Prepared(a, sort="compiled" if name == OURS else None),
+        )
+        for name, (kind, apply) in applies.items()
+    )
+
+
+def test_gradients_of_eager_and_compiled_steps_are_each_held_against_their_plain_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    as_it_is = stepping(lambda workload: contextlib.nullcontext())
+    other = stepping(drawn_again)  # stands for compiled code, which draws other masks
+    applies: dict[str, tuple[Kind, Apply]] = {
+        PLAIN: ("eager", as_it_is),
+        "eager": ("eager", as_it_is),
+        PLAINS[1]: ("compiled", other),
+        "compiled right": ("compiled", other),
+        "compiled wrong": ("compiled", as_it_is),
+        OURS: ("all", other),
+    }
+    monkeypatch.setattr("benchmarks.frontier.subject.methods", lambda kind: of_all(applies))
+    bench = Bench("gpt", Subject(attention, ()), (0.8,), 0.0)
+    rows = {row["method"]: row for row in bench.rows("all")}
+    assert {name: row["bitwise"] for name, row in rows.items()} == {name: name != "compiled wrong" for name in applies}
+    assert [name for name, row in rows.items() if is_wrong(row)] == ["compiled wrong"]
+    assert {row["kind"] for row in rows.values()} == {"all"}
+    assert rows[PLAIN]["ratio"] == 1.0 != rows[PLAINS[1]]["ratio"]  # over the plain eager step
+
+
+def test_without_the_plain_compiled_step_eager_peers_are_measured_nevertheless(monkeypatch: pytest.MonkeyPatch) -> None:
+    apply = stepping(lambda workload: contextlib.nullcontext())
+    applies: dict[str, tuple[Kind, Apply]] = {"eager": ("eager", apply), "compiled other": ("compiled", apply)}
+    monkeypatch.setattr("benchmarks.frontier.subject.methods", lambda kind: of_all(applies))
+    rows = {row["method"]: row for row in Bench("gpt", SUBJECT, (0.8,), 0.0).rows("all")}
+    assert "error_message" in rows["compiled other"] and "error_message" not in rows["eager"]
+
+
+def test_only_the_peers_asked_for_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    apply = stepping(lambda workload: contextlib.nullcontext())
+    applies: dict[str, tuple[Kind, Apply]] = {
+        PLAIN: ("eager", apply),
+        "segments": ("eager", apply),
+        "left out": ("eager", apply),
+        PLAINS[1]: ("compiled", apply),
+        "compiled segments": ("compiled", apply),
+        OURS: ("all", apply),
+    }
+    made = of_all(applies, segments=[2, 3], **{"compiled segments": [2, 3]})
+    monkeypatch.setattr("benchmarks.frontier.subject.methods", lambda kind: made)
+    bench = Bench("gpt", SUBJECT, (0.8,), 0.0, peers={"eager": {("segments", "3")}})
+    run = [(row["method"], row["setting"]) for row in bench.rows("all")]
+    compiled = [(PLAINS[1], ""), ("compiled segments", "2"), ("compiled segments", "3")]  # the result has none: whole
+    assert run == [(PLAIN, ""), ("segments", "3"), *compiled, (OURS, "")]
+
+
+def test_of_kind_all_are_the_methods_of_both_kinds_and_one_of_memfits() -> None:
+    names = [method.name for method in methods("all")]
+    assert names.count(OURS) == 1 and methods("all")[-1].kind == "all" and names[0] == PLAIN
+    of_each = [[method.name for method in methods(kind) if method.name != OURS] for kind in ("eager", "compiled")]
+    assert names[:-1] == [*of_each[0], *(f"compiled {name}" for name in of_each[1])]
+
+
+def test_a_plan_that_is_applied_again_runs_the_code_that_it_has() -> None:
+    made: list[Any] = []
+
+    @contextlib.contextmanager
+    def applying(workload: Workload) -> Iterator[Step]:
+        made.append(lambda model, batch: workload.loss_fn(model, batch))
+        yield Step(dataclasses.replace(workload, loss_fn=made[-1]))
+
+    apply, one, another = compiled_once(applying), chain(), chain()
+    used = []
+    for workload in (one, one, another):
+        with apply(workload) as step:
+            used.append(step.workload.loss_fn)
+    assert used == [made[0], made[0], made[2]]
+
+
+@pytest.mark.ci
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+def test_one_plan_that_compiles_is_measured_beside_a_compiled_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = tuple(m for m in methods("all") if m.name in (*PLAINS, OURS))
+    monkeypatch.setattr("benchmarks.frontier.subject.methods", lambda kind: chosen)
+    planned = functools.partial(memfit.plan, measure=False)
+    monkeypatch.setattr("memfit.plan", lambda workload, **searched: planned(workload, **{**searched, "compile": True}))
+    rows = {(row["method"], row["setting"]): row for row in Bench("gpt", SUBJECT, (0.8,), 0.0).rows("all")}
+    mine = rows[OURS, "0.8"]
+    assert mine.get("error_message") is None
+    assert mine["compiler"] == "inductor" and mine["peak_bytes"] <= mine["budget_bytes"]
+    assert rows[PLAINS[1], ""]["bitwise"] and mine["rounds"] == 6
+    assert max(mine["times"][1:]) < 0.5  # nothing is compiled any more
 
 
 def test_without_the_plain_compiled_step_no_other_is_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
