@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import gc
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -249,8 +249,8 @@ class _FullySharded:
 
     def outside(self, work: Callable[[], Any]) -> Any:
         """Run work that runs the model forward outside of steps, within what is put around a step's forward pass."""
-        given = _Outside(work)
-        self._root(given)
+        given, root = _Outside(work), cast(Any, self._root)
+        root(given)
         self.drop_forward()
         return given.result
 
