@@ -107,5 +107,5 @@ def test_buckets_count_where_a_rank_is_measured() -> None:
     trace = capture_levers(workload(), shared.levers, find_device("cpu"))
     cpu = find_device("cpu")
     predicted, _ = predict(trace, costs_of([replace(trace, sharding=None)], cpu), cpu)
-    for (peak,) in on_ranks(2, held, [shared]):
+    for (peak,) in on_ranks(2, held, shared):
         assert peak == pytest.approx(predicted.peak_bytes, rel=0.01)
