@@ -32,7 +32,8 @@ def deep() -> Workload:
 def test_a_plan_takes_them_where_they_are_enough_and_is_what_it_says() -> None:
     workload = deep()
     plain = memfit.estimate(workload)
-    options: dict[str, Any] = {"numerics": "exact", "points": 2, "time_limit_seconds": 10}  # a busy machine solves slowly
+    # A busy machine solves slowly.
+    options: dict[str, Any] = {"numerics": "exact", "points": 2, "time_limit_seconds": 10}
     plan = memfit.plan(workload, budget=int(0.7 * plain.peak_upper_bytes), **options)
     assert plan.levers.lean == ("*",)
     assert plan.classes["lean norms and activations"] == "exact"
