@@ -1,6 +1,5 @@
 # Everything a fresh machine needs is set up by the targets themselves: Python 3.11 or newer, make and pip are enough.
-# The system's Python, where it has what is needed: distributions build theirs with all optimizations, which pyenv leaves
-# out, and a step is captured in a fifth less time by it.
+# The system's Python, where it is new enough and has its headers: distributions build theirs with all optimizations.
 SYSTEM_PYTHON := /usr/bin/python3
 PYTHON ?= $(shell $(SYSTEM_PYTHON) -c 'import ensurepip, os, sys, sysconfig; \
 	header = os.path.join(sysconfig.get_path("include"), "Python.h"); \

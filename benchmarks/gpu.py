@@ -52,7 +52,7 @@ GO_ON = 75
 QUICK_RATE = 0.7
 """The rate of error bars of `--quick`, whose few steps would give none for that of a full run."""
 _LONGEST_SECONDS = 530  # of one command
-_FRONTIER_KINDS: tuple[Kind, ...] = ("eager", "compiled", "joint")
+_FRONTIER_KINDS: tuple[Kind, ...] = ("eager", "compiled", "joint")  # "all" compiles more than one command has time for
 _TIMING_SECONDS = 20.0  # of one model and kind of the frontier, after the first rounds
 _SHARES = (0.9, 0.75, 0.6, 0.45, 0.3)  # fewer budgets than on the CPU, for one command's time
 _TOOK_TOO_LONG = 124

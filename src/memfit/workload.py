@@ -220,7 +220,7 @@ class StepProgram(Protocol):
         """Run the forward pass as the step does."""
 
     def drop_forward(self) -> None:
-        """Undo what a forward pass leaves without a backward pass: gathered parameters are cut again."""
+        """Make the model ready for another forward pass, after one without a backward pass."""
 
 
 def samples_of(workload: Workload, batch: Any = None) -> int:

@@ -415,7 +415,7 @@ def test_grouped_products_of_any_dtype_are_captured(precision: str) -> None:
 
 
 class Warming(nn.Module):
-    """Does more in its first steps than later: makes a table, and keeps activations of another size."""
+    """Keeps larger activations in its first steps than later."""
 
     def __init__(self, steps: int) -> None:
         super().__init__()

@@ -312,7 +312,7 @@ def written_by(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Traits:
-    """What an operator's schema and tags say, which take longer to ask than to look up.
+    """Traits of an operator, from its schema and tags: they take longer to ask than to look up.
 
     Attributes:
         draws: It draws random numbers.

@@ -329,10 +329,11 @@ def _record(
             more_steps = [_recorded(recorder, step, copied.batch, enter_phase) for _ in range(_OTHER_STEPS)]
             highest = max([recorded, *more_steps], key=lambda pair: live_peak_bytes(pair[0]))
             recorded = more_steps[-1]
-            dry = dry_forward_passes(recorder, step, copied.batch, recorded[0], enter_phase)
             # Some settle after their second step: DistributedDataParallel makes its buckets anew there.
-            settles = run_same_forward([each for each, _ in more_steps]) and runs_same_operators(recorded[0], dry)
-            if settles:
+            if run_same_forward([each for each, _ in more_steps]):
+                dry = dry_forward_passes(recorder, step, copied.batch, recorded[0], enter_phase)
+                is_same = runs_same_operators(recorded[0], dry)
+            if is_same:
                 early_share = live_peak_bytes(highest[0]) / max(1, live_peak_bytes(recorded[0])) - 1
             else:
                 recorded = highest

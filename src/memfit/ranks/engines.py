@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import gc
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -249,7 +249,8 @@ class _FullySharded:
 
     def outside(self, work: Callable[[], Any]) -> Any:
         """Run work that runs the model forward outside of steps, within what is put around a step's forward pass."""
-        given, root = _Outside(work), cast(Any, self._root)
+        given = _Outside(work)
+        root: Any = self._root
         root(given)
         self.drop_forward()
         return given.result

@@ -46,7 +46,7 @@ class Engine(Protocol):
         """Run work that runs the model forward outside of steps."""
 
     def drop_forward(self) -> None:
-        """Undo what a forward pass leaves without a backward pass."""
+        """Cut gathered parameters again, after a forward pass without a backward pass."""
 
 
 class Group(SingleProcess):

@@ -134,4 +134,4 @@ class SingleProcess:
         return work()
 
     def drop_forward(self) -> None:
-        """Undo what a forward pass leaves without a backward pass. All ranks call it."""
+        """Cut gathered parameters again, after a forward pass without a backward pass. All ranks call it."""

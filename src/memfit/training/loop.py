@@ -42,7 +42,7 @@ class DescribedLoop:
         return self.step.compute_loss(self._as_inputs(microbatch))
 
     def drop_forward(self) -> None:
-        """Undo what a forward pass leaves without a backward pass."""
+        """Make the model ready for another forward pass, after one without a backward pass."""
         self.step.drop_forward()
 
     def __call__(self, batch: Any) -> None:

@@ -186,7 +186,7 @@ class Step:
             return checked_loss(self.workload.loss_fn(self.workload.model, microbatch))
 
     def drop_forward(self) -> None:
-        """Undo what a forward pass leaves without a backward pass: gathered parameters are cut again."""
+        """Make the model ready for another forward pass, after one without a backward pass: cut gathered parameters."""
         self.options.ranks.drop_forward()
 
     def autocast(self) -> AbstractContextManager[object]:

@@ -77,9 +77,6 @@ class TapedStep(Step):
         self._play(self._forward(index), tensors, batch)
         return tensors
 
-    def drop_forward(self) -> None:
-        """Do nothing: the tape is of one process."""
-
     def gradients(self, batch: Any) -> tuple[float, dict[str, torch.Tensor]]:
         """Run the step once, for observers of its forward and backward passes; return no gradients."""
         self(batch)
