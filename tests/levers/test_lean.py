@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 import memfit
@@ -31,10 +32,12 @@ def deep() -> Workload:
 @pytest.mark.ci
 def test_a_plan_takes_them_where_they_are_enough_and_is_what_it_says() -> None:
     workload = deep()
-    plain = memfit.estimate(workload)
     # A busy machine solves slowly.
     options: dict[str, Any] = {"numerics": "exact", "points": 2, "time_limit_seconds": 10}
-    plan = memfit.plan(workload, budget=int(0.7 * plain.peak_upper_bytes), **options)
+    # At exactly what they need: with more, a few regions can be as fast, by what this processor's products allocate.
+    roomy = memfit.plan(workload, budget="1GiB", **options)
+    alone = next(point for point in roomy.frontier if point.levers == replace(roomy.levers, lean=("*",)))
+    plan = memfit.plan(workload, budget=alone.peak_upper_bytes, **options)
     assert plan.levers.lean == ("*",)
     assert plan.classes["lean norms and activations"] == "exact"
     assert "all norms and activations made again" in str(plan)
