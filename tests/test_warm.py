@@ -13,6 +13,8 @@ import pytest
 
 from memfit.fake_gpu import shim
 from tests import warm
+from tests.fixed_costs import DISPATCH_SECONDS
+from tests.quick_plans import TIME_LIMIT_SECONDS
 
 PROGRAMS = {
     "ends": "import sys\nprint('out')\nprint('err', file=sys.stderr)\nsys.exit(7)",
@@ -40,6 +42,16 @@ def test_one_fork_leaves_nothing_to_the_next() -> None:
     program = "import sys, torch\nprint(hasattr(torch, 'mark'), torch.get_default_dtype())\ntorch.mark = 1\n"
     program += "torch.set_default_dtype(torch.float64)"
     assert [warm.run(["-c", program]).stdout for _ in range(2)] == ["False torch.float32\n"] * 2
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_forks_take_what_tests_take_in_the_place_of_clocks(kind: str) -> None:
+    if kind == "cuda" and (shim.why_not() is not None or shim.has_gpu()):
+        pytest.skip("fake CUDA tensors can't be had here")
+    program = "import inspect\nfrom memfit.cost import calibrate\nfrom memfit.pipeline import _plan\n"
+    program += "print(calibrate._dispatch_seconds(), inspect.unwrap(_plan.plan).__kwdefaults__['time_limit_seconds'])"
+    found = subprocess.run(warm.command("-c", program, kind=kind), capture_output=True, text=True, check=True).stdout
+    assert found == f"{DISPATCH_SECONDS} {TIME_LIMIT_SECONDS}\n"
 
 
 @pytest.mark.skipif(shim.why_not() is not None, reason="fake CUDA tensors can't be had here")

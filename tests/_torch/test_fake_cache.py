@@ -102,6 +102,102 @@ def test_a_second_call_returns_what_pytorch_does(run: Callable[[torch.Tensor], l
     assert any(kept is not None for kept in CachedFakeTensorMode._kept.values())
 
 
+_aten = torch.ops.aten
+_ARGUMENTS: dict[Any, tuple[Any, ...]] = {
+    _aten.as_strided.default: ([2, 3], [1, 2], 1),
+    _aten.expand.default: ([2, 4, 6],),
+    _aten.permute.default: ([1, 0],),
+    _aten.select.int: (1, 2),
+    _aten.slice.Tensor: (0, 1, 3),
+    _aten.squeeze.dim: (0,),
+    _aten.transpose.int: (0, 1),
+    _aten.unsqueeze.default: (1,),
+    _aten.view.default: ([3, 8],),
+    _aten.pow.Tensor_Scalar: (2,),
+    _aten.fill_.Scalar: (0.5,),
+}
+"""The arguments after the first, where they are not one tensor for each that the operator takes."""
+
+
+def _called(mode: FakeTensorMode, func: Any, like: torch.Tensor) -> torch.Tensor:
+    with mode:
+        x = mode.from_tensor(like)
+        more = _ARGUMENTS.get(func)
+        if more is None:
+            given = func._schema.arguments[1:]
+            more = tuple(mode.from_tensor(like) for a in given if str(a.type) == "Tensor" and not a.has_default_value())
+            more += tuple(0.5 for a in given if str(a.type) == "number" and not a.kwarg_only)
+        out = func(x, *more)
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+@pytest.mark.parametrize(
+    "func", sorted({*fake_cache._VIEWS, *fake_cache._BY_ELEMENT, *fake_cache._IN_PLACE}, key=str), ids=str
+)
+@pytest.mark.parametrize(
+    "like",
+    [
+        torch.ones(4, 6),
+        torch.ones(4, 6, dtype=torch.bfloat16),
+        torch.ones(6, 4).t(),
+        torch.ones(1, 8, 6)[:, ::2].view(4, 6),
+    ]
+    + [torch.ones(4, 6, dtype=torch.long)],
+    ids=["plain", "bf16", "transposed", "strided", "long"],
+)
+def test_an_output_that_follows_from_the_arguments_is_pytorchs(
+    func: Any, like: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    try:
+        expected = _called(FakeTensorMode(), func, like)
+    except Exception as e:
+        with pytest.raises((type(e), RuntimeError)):  # as kernels do, for views that can't be had
+            _called(CachedFakeTensorMode(), func, like)
+        return
+    known: list[bool] = []
+    ask = CachedFakeTensorMode._known_output
+
+    def asked(self: CachedFakeTensorMode, called: Any, args: Any, kwargs: Any) -> Any:
+        output = ask(self, called, args, kwargs)
+        if called is func:
+            known.append(output is not None)
+        return output
+
+    monkeypatch.setattr(CachedFakeTensorMode, "_known_output", asked)
+    mode = CachedFakeTensorMode()
+    found = _called(mode, func, like)
+    assert _described(found) == _described(expected)
+    assert _described(_called(mode, func, like)) == _described(expected)
+    if like.is_contiguous() and like.is_floating_point():
+        assert known[0]  # PyTorch is not asked
+    if func in fake_cache._BY_ELEMENT | fake_cache._IN_PLACE and not (
+        like.is_contiguous() and like.is_floating_point()
+    ):
+        assert not known[0]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: x + x[:1],
+        lambda x: x.mul_(x[:, :1]),
+        lambda x: x * x.bfloat16(),
+        lambda x: x + True,
+        lambda x: x * 2j,
+        lambda x: x.clone(memory_format=torch.contiguous_format),
+        lambda x: torch.zeros_like(x, dtype=torch.long),
+        lambda x: x[:0] + x[:0],
+    ],
+)
+def test_arguments_that_are_not_alike_are_left_to_pytorch(call: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    found = []
+    for mode in (FakeTensorMode(), CachedFakeTensorMode()):
+        with mode:
+            found.append(_described(call(mode.from_tensor(torch.ones(4, 6)))))
+    assert found[0] == found[1]
+
+
 def test_what_tells_calls_apart_is_in_the_key() -> None:
     """The default dtype, the device, strides, a scalar's type, an optional argument."""
     with CachedFakeTensorMode() as mode:
@@ -125,21 +221,21 @@ def test_pytorchs_cache_decides_what_is_kept(monkeypatch: pytest.MonkeyPatch) ->
             x.sum().item()
         with pytest.raises(DynamicOutputShapeException):
             torch.nonzero(x)
-        torch.relu(x)
+        torch.cumsum(x, 0)
         kept = CachedFakeTensorMode._kept
-        relu = [key for key in kept if key[0] is torch.ops.aten.relu.default]
-        assert len(relu) == 1 and isinstance(kept[relu[0]], fake_cache._Kept)
+        sums = [key for key in kept if key[0] is torch.ops.aten.cumsum.default]
+        assert len(sums) == 1 and isinstance(kept[sums[0]], fake_cache._Kept)
         assert not any(kept[key] for key in kept if "nonzero" in str(key[0]) or "local_scalar" in str(key[0]))
         kept.clear()
         monkeypatch.setattr(mode, "cache_enabled", False)
-        torch.relu(x)
+        torch.cumsum(x, 0)
         monkeypatch.setattr(mode, "cache_enabled", True)
 
         def bypassed(*arguments: Any) -> None:
             raise fake_cache._BypassDispatchCache("for a test")
 
         monkeypatch.setattr(mode, "_cache_key", bypassed)
-        assert torch.relu(x).shape == (4,)
+        assert torch.cumsum(x, 0).shape == (4,)
         assert not kept
 
 

@@ -48,10 +48,11 @@ def main() -> None:
     for name in IMPORTED:
         importlib.import_module(name)
     torch.set_num_threads(1)
-    fixed_costs().__enter__()
-    quick_plans().__enter__()
+    standing = contextlib.ExitStack()  # for as long as this process serves
+    standing.enter_context(fixed_costs())
+    standing.enter_context(quick_plans())
     if traces:
-        remembered_captures(Path(traces)).__enter__()
+        standing.enter_context(remembered_captures(Path(traces)))
     shim.command = lambda module, *line: warm.fake_cuda_command(module, *line, folder=folder)
     for name in [name for name in sys.modules if name.split(".")[0] == "tests"]:
         if not name.startswith("tests.warm"):

@@ -4,6 +4,11 @@
 fields for each tensor, and it builds each output through a constructor of fifty lines, which is half of a capture. This
 mode asks a tensor for the eight values that tell it apart, and copies the attributes of the output that it saw first.
 What may be kept at all is left to PyTorch's cache.
+
+The first call with some metadata is the slow one, at 3 to 10 ms: PyTorch decomposes even a view into several operators
+that it looks up in its turn. In a small step, or the first of a process, most calls are first ones. So views, and
+operators by element on contiguous tensors of one shape, are not asked of PyTorch: what they return follows from their
+arguments.
 """
 
 from __future__ import annotations
@@ -17,12 +22,79 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     _BypassDispatchCache,
     _DispatchCacheValidEntry,
+    in_kernel_invocation_manager,
 )
 
 _PLAIN = frozenset(
     {int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 )
 _UNKNOWN: Any = object()
+_aten = torch.ops.aten
+_VIEWS = frozenset(
+    {
+        _aten.alias.default,
+        _aten.as_strided.default,
+        _aten.detach.default,
+        _aten.expand.default,
+        _aten.permute.default,
+        _aten.select.int,
+        _aten.slice.Tensor,
+        _aten.squeeze.dim,
+        _aten.t.default,
+        _aten.transpose.int,
+        _aten.unsqueeze.default,
+        _aten.view.default,
+    }
+)
+"""Views of their first argument, whose own kernels run on tensors without data."""
+_BY_ELEMENT = frozenset(
+    {
+        _aten.add.Tensor,
+        _aten.addcdiv.default,
+        _aten.addcmul.default,
+        _aten.clone.default,
+        _aten.div.Tensor,
+        _aten.exp.default,
+        _aten.gelu.default,
+        _aten.gelu_backward.default,
+        _aten.lerp.Scalar,
+        _aten.mul.Tensor,
+        _aten.neg.default,
+        _aten.ones_like.default,
+        _aten.pow.Tensor_Scalar,
+        _aten.relu.default,
+        _aten.rsqrt.default,
+        _aten.sigmoid.default,
+        _aten.sigmoid_backward.default,
+        _aten.silu.default,
+        _aten.silu_backward.default,
+        _aten.sqrt.default,
+        _aten.sub.Tensor,
+        _aten.tanh.default,
+        _aten.tanh_backward.default,
+        _aten.threshold_backward.default,
+        _aten.zeros_like.default,
+    }
+)
+"""Operators that return a tensor like their arguments, where these are alike."""
+_IN_PLACE = frozenset(
+    {
+        _aten.add_.Tensor,
+        _aten.addcdiv_.default,
+        _aten.addcmul_.default,
+        _aten.copy_.default,
+        _aten.div_.Tensor,
+        _aten.fill_.Scalar,
+        _aten.lerp_.Scalar,
+        _aten.mul_.Tensor,
+        _aten.sqrt_.default,
+        _aten.sub_.Tensor,
+        _aten.zero_.default,
+    }
+)
+"""Operators that write to their first argument, and return it."""
+_REAL_SCALARS = frozenset({int, float, str})
+_DEFAULTS = (None, torch.preserve_format)
 
 
 class _New(NamedTuple):
@@ -98,6 +170,9 @@ class CachedFakeTensorMode(FakeTensorMode):
         return True
 
     def _dispatch_and_keep(self, arguments: tuple[Any, ...], func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if (output := self._known_output(func, args, kwargs)) is not None:
+            self._kept[arguments] = _Kept((output,), is_tuple=False)
+            return self._output(output, args)
         try:
             entry_key = self._cache_key(_CacheKeyState(None), func, args, kwargs)
         except _BypassDispatchCache:
@@ -105,6 +180,31 @@ class CachedFakeTensorMode(FakeTensorMode):
         out = super().dispatch(func, types, args, kwargs)
         self._kept[arguments] = _kept(FakeTensorMode.cache.get(entry_key), out)
         return out
+
+    def _known_output(self, func: Any, args: Any, kwargs: Any) -> _New | _Argument | None:
+        """Return the metadata of an output that follows from the arguments; None where PyTorch has to be asked."""
+        first = args[0] if args else None
+        if type(first) is not FakeTensor or torch.is_inference_mode_enabled() or first.is_neg():
+            return None
+        if func in _VIEWS:
+            if kwargs or first.is_complex() or first.is_quantized:
+                return None
+            with in_kernel_invocation_manager(self):
+                elem = func(*args)
+            return self._new(elem.shape, elem.stride(), elem.storage_offset(), first, viewed=0)
+        if func not in _BY_ELEMENT and func not in _IN_PLACE:
+            return None
+        values = (*args, *kwargs.values())
+        if not all(_is_plain_like(v, first) if type(v) is FakeTensor else _is_plain_option(v) for v in values):
+            return None
+        if func in _IN_PLACE:
+            return _Argument(0)
+        return self._new(first.shape, first.stride(), 0, first, viewed=None)
+
+    def _new(self, shape: Any, stride: Any, offset: int, like: FakeTensor, viewed: int | None) -> _New:
+        elem = torch.empty((), dtype=like.dtype, device="meta")
+        attributes = {k: v for k, v in vars(FakeTensor(self, elem, like.fake_device)).items() if k != "fake_mode"}
+        return _New(shape, stride, offset, like.dtype, False, like.fake_device, viewed, attributes)
 
     def _output(self, output: Any, args: Any) -> Any:
         if not isinstance(output, _New):
@@ -123,6 +223,23 @@ class CachedFakeTensorMode(FakeTensorMode):
         made.__dict__.update(output.attributes)
         made.__dict__["fake_mode"] = self
         return made
+
+
+def _is_plain_like(tensor: FakeTensor, other: FakeTensor) -> bool:
+    """Tell whether a tensor of real floats is contiguous, and alike in shape, dtype and device to another one."""
+    if not tensor.is_floating_point() or tensor.is_neg() or tensor.fake_device != other.fake_device:
+        return False
+    if tensor.shape != other.shape or tensor.dtype is not other.dtype:
+        return False
+    count, strides = 1, []
+    for size in reversed(tensor.shape):
+        strides.append(count)
+        count *= size
+    return count > 0 and tensor.stride() == tuple(reversed(strides))
+
+
+def _is_plain_option(value: Any) -> bool:
+    return type(value) in _REAL_SCALARS or any(value is default for default in _DEFAULTS)
 
 
 def _kept(entry: Any, out: Any) -> _Kept | None:
