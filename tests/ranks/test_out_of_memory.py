@@ -110,25 +110,24 @@ def each_place(rank: int, data: bytes, count: int, counted: bool) -> Iterator[An
             yield found["regions"]
 
 
-@pytest.mark.parametrize("name", ["ddp", "resharded"])
-def test_what_runs_out_on_one_rank_is_undone_on_all(name: str) -> None:
-    found = on_ranks(2, each_place, codec.encode(plan_of(SHARDINGS[name])), 6, False)
-    assert found == [[1] * 6] * 2
+PLACES = 6
+"""Of each case; `benchmarks.distributed` has forty."""
 
 
-@pytest.mark.ci
-@pytest.mark.slow
+def _marked(name: str, counted: bool) -> object:
+    many = (pytest.mark.ci, pytest.mark.slow) if counted or name not in ("ddp", "resharded") else ()
+    return pytest.param(name, counted, marks=many)
+
+
 @pytest.mark.parametrize(
-    ("name", "counted"), [*((name, False) for name in SHARDINGS), ("ddp", True), ("resharded", True)]
+    ("name", "counted"),
+    [*(_marked(name, False) for name in SHARDINGS), _marked("ddp", True), _marked("resharded", True)],
 )
-def test_wherever_it_runs_out(name: str, counted: bool) -> None:
-    """Forward and backward passes, recomputation's probe, norm, clipping, the optimizer's first state.
-
-    Eight places each; `benchmarks.distributed` has forty.
-    """
+def test_wherever_it_runs_out_on_one_rank_it_is_undone_on_all(name: str, counted: bool) -> None:
+    """Forward and backward passes, recomputation's probe, norm, clipping, the optimizer's first state."""
     sharding = SHARDINGS[name]
-    found = on_ranks(sharding.world_size, each_place, codec.encode(plan_of(sharding)), 8, counted)
-    assert found == [[1] * 8] * sharding.world_size
+    found = on_ranks(sharding.world_size, each_place, codec.encode(plan_of(sharding)), PLACES, counted)
+    assert found == [[1] * PLACES] * sharding.world_size
 
 
 # What else may happen, each by data parallelism and fully sharded
