@@ -35,7 +35,9 @@ print(json.dumps([cases, summary, forgetful]))
 @pytest.mark.slow
 @pytest.mark.ci  # trainers that are killed have tests of their own in `make test`
 def test_each_fault_is_survived_and_a_forgetful_trainer_is_seen() -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT, *FAULTS], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *FAULTS], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     cases, summary, forgetful = json.loads(done.stdout.splitlines()[-1])
     assert [case["fault"] for case in cases] == list(FAULTS)
