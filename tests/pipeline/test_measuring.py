@@ -18,7 +18,8 @@ from memfit.planner.contenders import MOST
 from tests.workloads import quick
 
 pytestmark = pytest.mark.harmless
-OPTIONS: Any = {"budget": "0.8x", "precisions": ["32-true"], "points": 1}
+OPTIONS: Any = {"budget": "0.8x", "precisions": ["32-true"], "points": 1, "time_limit_seconds": 10}
+"""With time for other plans to be found on a busy machine too."""
 
 
 @pytest.fixture(scope="module")
