@@ -32,6 +32,7 @@ _UNKNOWN: Any = object()
 _aten = torch.ops.aten
 _VIEWS = frozenset(
     {
+        _aten._unsafe_view.default,
         _aten.alias.default,
         _aten.as_strided.default,
         _aten.detach.default,
