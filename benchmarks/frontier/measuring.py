@@ -137,28 +137,27 @@ def beyond_rounding(
 
 
 def interleaved(
-    applies: Mapping[str, Apply],
-    workload: Workload,
+    steps: Mapping[str, tuple[Apply, Workload]],
     seconds: float,
     contenders: Callable[[Mapping[str, Times]], set[str]],
 ) -> dict[str, Times]:
     """Return the times of steps that are run in turns, in another order each round.
 
     Args:
-        applies: Each by its name.
+        steps: How to run each, and on what, by its name.
         seconds: To be spent after the first rounds, in which all take part; some rounds are run in any case.
         contenders: Given the times of the first rounds, which go on.
     """
     order = random.Random(0)
-    times: dict[str, Times] = {name: [] for name in applies}
-    taking_part, started = set(applies), time.perf_counter()
+    times: dict[str, Times] = {name: [] for name in steps}
+    taking_part, started = set(steps), time.perf_counter()
     for number in range(MOST_ROUNDS):
         if number == FIRST_ROUNDS:
             taking_part, started = contenders(times), time.perf_counter()
         if number >= LEAST_ROUNDS and time.perf_counter() - started > seconds:
             break
-        for name in order.sample(sorted(applies), len(applies)):
-            times[name].append(step_seconds(applies[name], workload) if name in taking_part else None)
+        for name in order.sample(sorted(steps), len(steps)):
+            times[name].append(step_seconds(*steps[name]) if name in taking_part else None)
     return times
 
 

@@ -59,6 +59,7 @@ from benchmarks.frontier.peers import SORTS, Peers, only, peers_of
 from memfit.capture.fake_workload import real_copy
 from memfit.errors import MemfitError
 from memfit.hardware.host import find_device
+from memfit.workload import Workload
 
 SECONDS = 120.0
 """Of timing, for each model and kind."""
@@ -132,37 +133,43 @@ class Bench:
 
     def __post_init__(self) -> None:
         workload = self.subject.make()
-        self.shared = real_copy(workload, torch.device(self.device))
-        self.gradients = Gradients(self.shared)
+        # Compiled steps have a copy of their own: what eager methods do to a model has Dynamo compile its code again.
+        # On an accelerator, whose peaks count all that is there, all share one.
+        eager = Gradients(real_copy(workload, torch.device(self.device)))
+        compiled = Gradients(real_copy(workload, torch.device(self.device))) if self.device == "cpu" else eager
+        self.gradients: dict[Sort, Gradients] = {"eager": eager, "compiled": compiled}
         self.references: dict[Sort, Reference] = {}
         self.parameter_bytes = sum(p.numel() * p.element_size() for p in workload.model.parameters())
         plain = methods("eager")[0]
         task = Task(self.subject, workload, 0, self.shares, self.device)
         self.plain_apply = plain.make(task, None, "").apply
-        plain_bytes = peak_of(self.plain_apply, self.shared).held_bytes
+        plain_bytes = peak_of(self.plain_apply, self.gradients["eager"].workload).held_bytes
         self.task = dataclasses.replace(task, plain_peak_bytes=plain_bytes)
 
     def rows(self, kind: Kind) -> Iterator[Case]:
         """Yield a row for each method and setting of a kind."""
         self.references = {}
         if kind != "compiled":
-            self._refer("eager", self.plain_apply, *self.gradients.of(self.plain_apply))
-        measured: dict[str, tuple[Case, Apply]] = {}
+            self._refer("eager", self.plain_apply, *self.gradients["eager"].of(self.plain_apply))
+        measured: dict[str, tuple[Case, Apply, Workload]] = {}
         chosen = methods(kind)
         if kind == "all" and self.peers is not None:
             chosen = only(chosen, self.peers)
         for method in chosen:
-            for row, apply in self._points(method):
+            for row, applied in self._points(method):
                 row = {"model": self.name, "kind": kind, "device": self.device, "method": method.name, **row}
                 _report(row)
-                if apply is None:
+                if applied is None:
                     yield {**row, "date": _today()}
                 else:
-                    measured[str(len(measured))] = row, apply
+                    measured[str(len(measured))] = row, *applied
         yield from self._timed(kind, measured)
 
-    def _points(self, method: Method) -> Iterator[tuple[Case, Apply | None]]:
-        """Yield what is measured of a method at each setting, and how to run it again; None where it failed."""
+    def _points(self, method: Method) -> Iterator[tuple[Case, tuple[Apply, Workload] | None]]:
+        """Yield what is measured of a method at each setting, and how to run it again on which copy.
+
+        None where it failed.
+        """
         settings = method.settings(self.task)
         if not settings:
             return
@@ -183,17 +190,18 @@ class Bench:
             facts, _, failure = _attempt(functools.partial(self._measure, method, prepared))
             plan_seconds = study_seconds + seconds + (facts or {}).pop("compile_seconds", 0.0)
             row |= {"plan_seconds": plan_seconds, **prepared.facts, **(failure or facts)}
-            yield row, None if failure else prepared.apply
+            workload = self.gradients[prepared.sort or method.sort].workload
+            yield row, None if failure else (prepared.apply, workload)
 
     def _refer(self, sort: Sort, apply: Apply, loss: float, found: Mapping[str, torch.Tensor]) -> None:
         """Have later steps of a sort held against this one."""
-        self.references[sort] = Reference(self.gradients, apply, loss, found)
+        self.references[sort] = Reference(self.gradients[sort], apply, loss, found)
 
     def _measure(self, method: Method, prepared: Prepared) -> Case:
         """Return a step's gradients against the plain ones of its sort, and its peak."""
         apply, sort = prepared.apply, prepared.sort or method.sort
         started = time.perf_counter()
-        loss, found = self.gradients.of(apply)
+        loss, found = self.gradients[sort].of(apply)
         compile_seconds = time.perf_counter() - started
         if sort not in self.references:
             if method.name not in PLAINS:
@@ -205,7 +213,7 @@ class Bench:
         lost = abs(loss / reference.loss - 1)
         del found
         gc.collect()
-        peak = peak_of(apply, self.shared, warm=True)
+        peak = peak_of(apply, self.gradients[sort].workload, warm=True)
         return {
             "loss_difference": lost,
             "gradient_difference": off,
@@ -218,20 +226,21 @@ class Bench:
             **({"compile_seconds": compile_seconds} if sort == "compiled" else {}),
         }
 
-    def _timed(self, kind: Kind, measured: Mapping[str, tuple[Case, Apply]]) -> Iterator[Case]:
+    def _timed(self, kind: Kind, measured: Mapping[str, tuple[Case, Apply, Workload]]) -> Iterator[Case]:
         """Yield the rows with the times of their steps."""
         if not measured:
             return
-        plain = next((key for key, (row, _) in measured.items() if row["method"] == PLAIN), PLAIN)
-        applies = {plain: self.plain_apply, **{key: apply for key, (_, apply) in measured.items()}}
+        plain = next((key for key, (row, *_) in measured.items() if row["method"] == PLAIN), PLAIN)
+        steps = {plain: (self.plain_apply, self.gradients["eager"].workload)}
+        steps |= {key: (apply, workload) for key, (_, apply, workload) in measured.items()}
         gc.freeze()
 
         def contenders(times: Mapping[str, Times]) -> set[str]:
-            rows = {key: {**row, "ratio": least_ratio(times[key], times[plain])} for key, (row, _) in measured.items()}
+            rows = {key: {**row, "ratio": least_ratio(times[key], times[plain])} for key, (row, *_) in measured.items()}
             return {plain, *cells.contenders(rows, self.task.shares)}
 
-        times = interleaved(applies, self.shared, self.seconds, contenders)
-        for key, (row, _) in measured.items():
+        times = interleaved(steps, self.seconds, contenders)
+        for key, (row, *_) in measured.items():
             found = ratios(times[key], times[plain])
             yield {
                 **row,

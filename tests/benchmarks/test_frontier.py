@@ -20,6 +20,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch._dynamo.utils import counters
 
 import memfit
 from benchmarks.frontier import models, sac_milp
@@ -670,8 +671,8 @@ def test_a_plan_that_is_applied_again_runs_the_code_that_it_has() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Inductor imports
 def test_one_plan_that_compiles_is_measured_beside_a_compiled_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     *_, plan = methods("all")
-    plains = (m for m in methods("all") if m.name in PLAINS)
-    chosen = (*plains, dataclasses.replace(plan, settings=lambda task: [0.8]))
+    others = (m for m in methods("all") if m.name in (*PLAINS, "checkpoint every K-th block", "segments of K blocks"))
+    chosen = (*others, dataclasses.replace(plan, settings=lambda task: [0.8]))
     monkeypatch.setattr("benchmarks.frontier.subject.methods", lambda kind: chosen)
     planned = functools.partial(memfit.plan, measure=False)
     monkeypatch.setattr("memfit.plan", lambda workload, **searched: planned(workload, **{**searched, "compile": True}))
@@ -682,9 +683,9 @@ def test_one_plan_that_compiles_is_measured_beside_a_compiled_peer(monkeypatch: 
         return compile_graph(backend, module, inputs)
 
     def timed(*given: Any) -> Any:
-        before = len(compiled)
+        graphs = counters["stats"]["unique_graphs"]
         found = interleaved(*given)
-        while_timed.append(len(compiled) - before)
+        while_timed.append(counters["stats"]["unique_graphs"] - graphs)
         return found
 
     monkeypatch.setattr(PlannedBackend, "__call__", counted)
@@ -694,7 +695,27 @@ def test_one_plan_that_compiles_is_measured_beside_a_compiled_peer(monkeypatch: 
     assert mine.get("error_message") is None
     assert mine["compiler"] == "inductor" and mine["peak_bytes"] <= mine["budget_bytes"]
     assert rows[PLAINS[1], ""]["bitwise"] and mine["rounds"] == 6
-    assert compiled and while_timed == [0]
+    assert compiled and while_timed == [0]  # whatever eager methods do to the model between compiled steps
+
+
+def test_eager_methods_never_touch_the_copy_that_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers' switch leaves another function on the model, after which Dynamo compiles its code again."""
+    models_of: dict[str, set[int]] = {"eager": set(), "compiled": set()}
+
+    def method(sort: Any, name: str) -> Method:
+        def apply(workload: Workload) -> Any:
+            models_of[sort].add(id(workload.model))
+            return applied(PLAIN, "")[1](workload)
+
+        return Method(name, sort, lambda task: [""], lambda *_: Prepared(apply))
+
+    chosen = (method("eager", "one"), method("compiled", PLAINS[1]), method("compiled", "other"))
+    monkeypatch.setattr(
+        "benchmarks.frontier.subject.methods", lambda kind: methods(kind) if kind == "eager" else chosen
+    )
+    rows = list(Bench("gpt", SUBJECT, (0.8,), 0.0).rows("all"))
+    assert len(rows) == 3 and all("ratio" in row for row in rows)
+    assert len(models_of["eager"]) == len(models_of["compiled"]) == 1 and models_of["eager"] != models_of["compiled"]
 
 
 def test_without_the_plain_compiled_step_no_other_is_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -735,7 +756,7 @@ def test_segments_hold_the_blocks_of_their_chain_in_order() -> None:
 
 def test_steps_run_in_turns_until_only_contenders_are_left() -> None:
     workload, plain = applied(PLAIN, "")
-    times = interleaved({"a": plain, "b": plain}, workload, 0.0, lambda times: {"a"})
+    times = interleaved({"a": (plain, workload), "b": (plain, workload)}, 0.0, lambda times: {"a"})
     assert len(times["a"]) == len(times["b"]) == 6
     assert None not in times["a"] and times["b"][3:] == [None, None, None]
 
