@@ -6,9 +6,9 @@ mode asks a tensor for the eight values that tell it apart, and copies the attri
 What may be kept at all is left to PyTorch's cache.
 
 The first call with some metadata is the slow one, at a millisecond and more: PyTorch decomposes even a view into
-several operators that it looks up in its turn. In a small step, or the first of a process, most calls are first ones. So views,
-and operators by element on contiguous tensors of one shape, are not asked of PyTorch: what they return follows from
-their arguments.
+several operators that it looks up in its turn. In a small step, or the first of a process, most calls are first ones.
+So views, and operators by element on contiguous tensors of one shape, are not asked of PyTorch: what they return
+follows from their arguments.
 """
 
 from __future__ import annotations
