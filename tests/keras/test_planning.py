@@ -102,18 +102,19 @@ def test_below_the_lowest_peak_numbers_are_said(planners: Callable[[str], Planne
 
 
 def test_shares_of_the_plain_peak() -> None:
-    mine = workload(resnet(blocks=2), 32)
+    make, samples = CASES["chain"]  # in a function; with branches its peaks would differ by a tenth from trace to trace
+    mine = workload(make(), samples)
     before = [v.numpy() for v in mine.model.variables]
-    plan = mk.plan(mine, budget="0.9x", points=3, time_limit_seconds=10.0)
+    plan = mk.plan(mine, budget="0.8x", points=3, time_limit_seconds=10.0)
     assert all(np.array_equal(a, b.numpy()) for a, b in zip(before, mine.model.variables, strict=True))
-    assert "0.9x of the plain step's peak" in plan.budget_share
+    assert "0.8x of the plain step's peak" in plan.budget_share
     assert plan.numerics == "reordered"
+    assert plan.levers.regions
     assert plan.predicted.peak_upper_bytes <= plan.budget_bytes
     plain, planned = (
-        values_after_step(lambda: resnet(blocks=2), change, 32)
-        for change in (lambda model: model, lambda model: mk.apply(plan, model))
+        values_after_step(make, change, samples) for change in (lambda model: model, lambda model: mk.apply(plan, model))
     )
-    assert all(np.array_equal(a, b) for a, b in zip(plain, planned, strict=True))
+    assert difference(plain, planned) <= 1e-5  # a GELU may be fused otherwise
 
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
