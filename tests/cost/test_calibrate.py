@@ -351,6 +351,24 @@ def test_what_was_timed_coarsely_is_timed_again_where_it_matters() -> None:
     assert module._timed_too_coarsely(table, {"much": 1, "little": 3, "well": 2}) == ["much"]
 
 
+@pytest.mark.parametrize(
+    ("coarse_seconds", "others", "seconds"),
+    [
+        (0.9, [0.11, 0.1, 7.0], 0.1),  # memory that no program had touched yet
+        (0.2, [0.19, 7.0], 0.19),
+        (5.0, [5.1, 7.0], 5.0),
+        (0.2, [0.3, 0.4, 0.5, 7.0], 0.2),  # a busy machine: there is an end
+    ],
+)
+def test_a_long_call_is_confirmed_too(
+    coarse_seconds: float, others: list[float], seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = iter(others)
+    monkeypatch.setattr(module, "_seconds", lambda *_: next(left))
+    assert module._precise_seconds({ADD: coarse_seconds}, {ADD: 1}, 0.0, None, 1) == {ADD: seconds}
+    assert list(left) == [7.0]
+
+
 def test_no_time_is_spent_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_LIMIT_SECONDS", 0.0)
     assert measure([ADD])[ADD].coarse

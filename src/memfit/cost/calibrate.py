@@ -49,8 +49,8 @@ _NO_KERNEL = ("not implemented for", "nsupported dtype", "could not create a pri
 _SHARE = 0.005  # share of a step's time: calls that take less of it in all are timed coarsely
 _AGAIN_SHARE = 4 * _SHARE  # calls timed coarsely for one step that take this share of another are timed again
 _LIMIT_SECONDS = 30.0  # for timing; the slowest calls come first
-_LONG_SECONDS, _ONCE_SECONDS = 0.1, 1.0  # calls of this length are run twice, and once
-_MEASURING = 4  # version of the measurement, in the cache's name
+_LONG_SECONDS, _ONCE_SECONDS = 0.1, 1.0  # such calls are confirmed by a third run, and by a second one
+_MEASURING = 5  # version of the measurement, in the cache's name
 
 Clock = Callable[[], float]
 Progress = Callable[[int, int], None]
@@ -167,8 +167,8 @@ def _precise_seconds(
     for index, text in enumerate(sorted(total, key=lambda text: -total[text])):
         if total[text] < share * sum(total.values()) or time.perf_counter() >= ends:
             break
-        is_long = coarse[text] >= _LONG_SECONDS  # then one or two runs are enough
-        seconds_of[text] = coarse[text] if is_long else _least_seconds(text, evicting)
+        is_long = coarse[text] >= _LONG_SECONDS  # then its data are in no cache anyway, and few runs are enough
+        seconds_of[text] = _confirmed_seconds(text, coarse[text]) if is_long else _least_seconds(text, evicting)
         total[text] = seconds_of[text] * times[text]
         if progress is not None:
             progress(count + index + 1, 2 * count)
@@ -295,9 +295,20 @@ def _least_seconds(text: str, evicting: torch.Tensor) -> float:
     return _least(lambda: _cold_seconds(call, alike, evicting, clock), _COLD_RUNS)
 
 
-def _least(run: Callable[[], float], runs: int) -> float:
+def _confirmed_seconds(text: str, seconds: float) -> float:
+    """Return the least time of a long call, whose first runs took `seconds`.
+
+    On a virtual machine, memory that no program has touched yet is ten times slower than what one has freed: a first
+    run of a copy took eight times as long as later ones.
+    """
+    func, args, kwargs = rebuild(text, "cpu")
+    call = functools.partial(func, *args, **kwargs)
+    return _least(functools.partial(_seconds, call, _clock()), _LEAST_RUNS, [seconds])
+
+
+def _least(run: Callable[[], float], runs: int, known: Iterable[float] = ()) -> float:
     """Return the least of some times, confirmed by another one; twice as many are taken where none confirms it."""
-    times: list[float] = []
+    times = list(known)
     while len(times) < 2 * runs:
         times.append(run())
         enough = len(times) >= runs or (len(times) >= _LEAST_RUNS and sum(times) >= _ENOUGH_SECONDS)
