@@ -51,8 +51,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if _SHARED not in os.environ:
         os.environ[_SHARED] = tempfile.mkdtemp(prefix="memfit-tests-")
         config.add_cleanup(lambda: shutil.rmtree(os.environ.pop(_SHARED)))
-    (Path(os.environ[_SHARED]) / "traces").mkdir(exist_ok=True)
-    warm.servers.traces = Path(os.environ[_SHARED]) / "traces"
+    warm.servers.traces = shared_folder() / "traces"
+    warm.servers.traces.mkdir(exist_ok=True)
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(_CACHE, _cache())
@@ -67,7 +67,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         if item.path.parent.name != "cost" and item.get_closest_marker("clock") is None:
             stack.enter_context(fixed_costs())
         if not _captures_itself(item):
-            stack.enter_context(remembered_captures(Path(os.environ[_SHARED]) / "traces"))
+            stack.enter_context(remembered_captures(shared_folder() / "traces"))
         return (yield)
 
 
@@ -98,8 +98,13 @@ def _chain(error: BaseException | None) -> str:
     return "" if error is None else f"{error}\n{_chain(error.__cause__ or error.__context__)}"
 
 
+def shared_folder() -> Path:
+    """Return the folder that the processes of a session share; `.ci/run` has its sessions share one."""
+    return Path(os.environ[_SHARED])
+
+
 def _cache() -> str:
-    return os.environ[_SHARED] + "/cache"
+    return str(shared_folder() / "cache")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -111,9 +111,8 @@ def test_shares_of_the_plain_peak() -> None:
     assert plan.numerics == "reordered"
     assert plan.levers.regions
     assert plan.predicted.peak_upper_bytes <= plan.budget_bytes
-    plain, planned = (
-        values_after_step(make, change, samples) for change in (lambda model: model, lambda model: mk.apply(plan, model))
-    )
+    changes = (lambda model: model), (lambda model: mk.apply(plan, model))
+    plain, planned = (values_after_step(make, change, samples) for change in changes)
     assert difference(plain, planned) <= 1e-5  # a GELU may be fused otherwise
 
 

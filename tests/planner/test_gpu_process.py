@@ -75,6 +75,7 @@ def test_user_code_of_many_kinds_runs() -> None:
     assert not torch.cuda.is_available() and torch.cuda.device_count() == 0
 
 
+@pytest.mark.ci  # `make test` has one of the command line: `cli/test_gpus.py`
 def test_a_plan_is_made_for_a_gpu() -> None:
     workload = transformer(batch=64, tokens=64, dropout=0.0)
     budget_bytes = memfit.estimate(workload, device="rtx-3090").peak_upper_bytes - 2 * 2**20

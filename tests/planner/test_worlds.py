@@ -24,6 +24,7 @@ def found() -> dict[str, list[Checked]]:
     return gpu_process.call(worlds_there.searched, mlp(), options, lambda *_: None)
 
 
+@pytest.mark.ci  # `make test` has plans of few rows: `pipeline/test_fleet.py`
 def test_every_row_is_what_its_own_capture_is_predicted_to_take(found: dict[str, list[Checked]]) -> None:
     assert all(rows for rows in found.values())
     for each in (each for rows in found.values() for each in rows):
@@ -31,11 +32,13 @@ def test_every_row_is_what_its_own_capture_is_predicted_to_take(found: dict[str,
         assert each.row.step_seconds == pytest.approx(each.step_seconds, rel=1e-6)
 
 
+@pytest.mark.ci
 def test_brute_force_finds_nothing_faster(found: dict[str, list[Checked]]) -> None:
     for each in (each for rows in found.values() for each in rows):
         assert each.row.step_seconds <= each.fastest_seconds * TOLERANCE, each.row
 
 
+@pytest.mark.ci
 def test_no_step_is_slower_with_a_larger_budget(found: dict[str, list[Checked]]) -> None:
     by_ranks: dict[int, list[float]] = {}
     for budget in BUDGETS:
@@ -46,6 +49,7 @@ def test_no_step_is_slower_with_a_larger_budget(found: dict[str, list[Checked]])
     assert any(seconds[-1] < seconds[0] for seconds in by_ranks.values())
 
 
+@pytest.mark.ci
 def test_tight_budgets_need_recomputation_or_shards(found: dict[str, list[Checked]]) -> None:
     tight = {each.row.ranks: each.row for each in found[BUDGETS[0]]}
     assert tight[min(tight)].levers.regions or tight[min(tight)].levers.microbatch_size < 64
@@ -73,7 +77,7 @@ def test_cards_that_share_captures_are_predicted_as_alone() -> None:
         assert together.step_seconds == pytest.approx(alone.step_seconds, rel=0.02)
 
 
-@pytest.mark.ci  # the rows of one card are held against captures of their own in `make test`
+@pytest.mark.ci
 def test_what_cards_and_ranks_share_is_what_each_finds_alone() -> None:
     """Replays, peaks and what the allocator holds are shared; budgets are not, and one card has no room at all."""
     options = {"devices": ["a100-80gb", "a100-40gb", "rtx-3070"], "budget": "0.5%", "world_sizes": [1, 4]}

@@ -316,14 +316,13 @@ def each_case(rank: int, data: bytes) -> Iterator[dict[str, Any]]:
 Found = dict[str, list[dict[str, Any]]]
 
 
-@pytest.fixture(scope="module", params=["ddp", "resharded"])
+@pytest.fixture(scope="module", params=["ddp", pytest.param("resharded", marks=pytest.mark.ci)])
 def found(request: pytest.FixtureRequest) -> Found:
     """What every case gave on both ranks, in one pair of processes."""
     by_rank = on_ranks(2, each_case, codec.encode(plan_of(SHARDINGS[request.param])))
     return dict(zip(CASES, map(list, zip(*by_rank, strict=True)), strict=True))
 
 
-@pytest.mark.ci
 def test_an_undisturbed_training_is_that_without_recovery(found: Found) -> None:
     one, other = found["undisturbed"]
     assert one["weights"] == other["weights"] == found["without recovery"][0]["weights"]
