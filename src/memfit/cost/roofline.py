@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from memfit.cost.card_measurements import measured_like
+from memfit.cost.card_measurements import CardMeasurement, measured_like
 from memfit.cost.traffic import repeated_bytes, traffic_bytes
 from memfit.cost.workspaces import layout_bytes, resident_bytes, workspace_bytes
 from memfit.errors import UsageError
@@ -69,13 +69,13 @@ def roofline(traces: Iterable[Trace], device: Device, *, matmul: Matmul = "highe
     check_figures(device)
     traces = list(traces)
     ops: dict[str, OpCost] = {}
+    like = measured_like(device)
     for trace in traces:
         for op in trace.ops:
             text = trace.signatures[op.signature]
             if text not in ops:
-                ops[text] = _op_cost(op.name, text, trace.works[op.signature], device, matmul)
+                ops[text] = _op_cost(op.name, text, trace.works[op.signature], device, matmul, like)
     convolves = any(operator_class(op.name) == CONVOLUTIONS for trace in traces for op in trace.ops)
-    like = measured_like(device)
     return CostTable(
         device=device.name,
         torch_version=traces[0].torch_version if traces else "",
@@ -111,10 +111,17 @@ def check_figures(device: Device) -> None:
         )
 
 
-def _op_cost(name: str, signature: str, work: Work, device: Device, matmul: Matmul) -> OpCost:
+def _op_cost(
+    name: str, signature: str, work: Work, device: Device, matmul: Matmul, like: CardMeasurement | None
+) -> OpCost:
+    """Return an operator's cost.
+
+    Args:
+        like: The measurements of a device like this one.
+    """
     if name in (COPY_OUT, COPY_IN):
         return OpCost(_copy_seconds(signature, device), 0, False)
-    like, seconds = measured_like(device), kernel_seconds(name, signature, work, device, matmul)
+    seconds = kernel_seconds(name, signature, work, device, matmul)
     if like is not None:
         seconds *= like.time_factor(operator_class(name), work.dtype)
     seconds = max(seconds, floor_seconds(name, signature, work, device))
