@@ -18,7 +18,8 @@ from torch import fx, nn
 
 import memfit
 from memfit.capture.measured_peak import measure_peak_bytes
-from memfit.compiled.compiled_loss import MOST_SHAPES, CompiledLoss
+from memfit.capture.recorder import Recorder
+from memfit.compiled.compiled_loss import MOST_SHAPES, CompiledLoss, unwatched
 from memfit.compiled.joint_rewriter import FUSED_ERROR
 from memfit.compiled.planned_backend import PlannedBackend
 from memfit.errors import MemfitError, PlanError, UsageError
@@ -118,6 +119,30 @@ class Reading(nn.Module):
         return y
 
 
+class Listening(nn.Module):
+    """Runs a layer between graphs, which Dynamo leaves alone, and registers hooks at its first call, as transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.recurrent, self.head = nn.Linear(32, 64), nn.LSTM(64, 64), nn.Linear(64, 10)
+        self.heard: list[torch.Tensor] = []
+        self.listens = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.listens:
+            self.listens = True
+            self.first.register_forward_hook(lambda module, given, out: self.heard.append(out))
+        self.heard.clear()
+        hidden, _ = self.recurrent(self.first(x).relu().unflatten(0, (16, -1)))
+        y: torch.Tensor = self.head(hidden.flatten(0, 1) + self.heard[0])
+        return y
+
+
+def listening() -> Workload:
+    torch.manual_seed(0)
+    return workload_of(Listening())
+
+
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Inductor imports
 BLOCKS = (Region(("blocks.0",)), Region(("blocks.2.1", "blocks.2.2")))
 SHAPES: list[Any] = [
@@ -129,6 +154,7 @@ SHAPES: list[Any] = [
         marks=pytest.mark.ci,
     ),
     pytest.param(dropping, WHOLE, 0.15, id="dropout", marks=pytest.mark.ci),
+    pytest.param(listening, WHOLE, 0.05, id="eager-layers-hooks", marks=pytest.mark.ci),
     pytest.param(
         whole, replace(WHOLE, precision="bf16-mixed", microbatch_size=128), 0.05, id="bf16-mixed", marks=pytest.mark.ci
     ),
@@ -232,6 +258,35 @@ def test_steps_that_read_between_graphs_are_refused_with_the_line() -> None:
     """Code is made for each value: steps of another value would wait for it."""
     with pytest.raises(PlanError, match=r"reads values of its tensors at .*test_compilation\.py:\d+, between"):
         capture_levers(workload_of(Reading()), WHOLE, CPU)
+
+
+def test_layers_between_graphs_and_hooks_that_come_with_the_step_are_captured() -> None:
+    trace = capture_levers(listening(), WHOLE, CPU)
+    names = {op.name for op in trace.ops if not is_kernel(trace.signatures[op.signature])}
+    assert any("lstm" in name or "rnn" in name for name in names), names
+    assert any(map(is_kernel, trace.signatures)) and trace.saves
+
+
+def test_a_module_keeps_the_hooks_that_a_step_adds_and_removes() -> None:
+    """Where the recorder's are taken off for a while: a handle holds the mapping that it was made with."""
+
+    def mine(*_: Any) -> None:
+        pass
+
+    layer, recorder = nn.Linear(2, 2), Recorder()
+    first, second = layer.register_forward_hook(mine), layer.register_forward_hook(mine)
+    with recorder.watch(layer):
+        watched = list(layer._forward_hooks.items()), list(layer._forward_pre_hooks.items())
+        with unwatched(layer):
+            assert list(layer._forward_hooks) == [first.id, second.id] and not layer._forward_pre_hooks
+            first.remove()
+            third = layer.register_forward_hook(mine)
+        left = [item for item in watched[0] if item[0] != first.id]
+        assert list(layer._forward_hooks.items()) == [*left, (third.id, mine)]
+        assert list(layer._forward_pre_hooks.items()) == watched[1]
+        third.remove()
+        assert third.id not in layer._forward_hooks
+    assert list(layer._forward_hooks) == [second.id] and not layer._forward_pre_hooks
 
 
 class Counting(PlannedBackend):

@@ -1,7 +1,7 @@
 """Base classes of PyTorch's layers, and the private state of modules."""
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, MutableMapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -24,8 +24,10 @@ own_parameters: Callable[[nn.Module], dict[str, nn.Parameter | None]] = operator
 own_buffers: Callable[[nn.Module], dict[str, torch.Tensor | None]] = operator.attrgetter("_buffers")
 """A module's own mappings by name, without its children's; not copies."""
 
-forward_hooks: Callable[[nn.Module], Mapping[int, Callable[..., Any]]] = operator.attrgetter("_forward_hooks")
-forward_pre_hooks: Callable[[nn.Module], Mapping[int, Callable[..., Any]]] = operator.attrgetter("_forward_pre_hooks")
+forward_hooks: Callable[[nn.Module], MutableMapping[int, Callable[..., Any]]] = operator.attrgetter("_forward_hooks")
+forward_pre_hooks: Callable[[nn.Module], MutableMapping[int, Callable[..., Any]]] = operator.attrgetter(
+    "_forward_pre_hooks"
+)
 compiled_call: Callable[[nn.Module], Callable[..., Any] | None] = operator.attrgetter("_compiled_call_impl")
 """The function that a module's call runs after `Module.compile`; None without it."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import weakref
 from collections import OrderedDict
@@ -212,9 +213,19 @@ class Recorder(PassiveMode):
         """Return the recorder that is entered; None where there is none."""
         return next((mode for mode in reversed(current_mode_stack()) if isinstance(mode, Recorder)), None)
 
-    def unwatched(self) -> contextlib.AbstractContextManager[None]:
-        """Attribute operators to no modules, until the context is left, as those between compiled graphs."""
-        return replaced(self, "_watches", False)
+    @contextlib.contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Attribute operators to no modules, until the context is left, as those between compiled graphs.
+
+        Hooks of saved tensors go on, and Dynamo does not look into them: what runs between graphs saves tensors too.
+        """
+        pack, unpack = self._opaque_hooks
+        with replaced(self, "_watches", False), _hooks(pack, unpack, self._refuse_hooks):
+            yield
+
+    @functools.cached_property
+    def _opaque_hooks(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        return torch.compiler.disable(self._pack), torch.compiler.disable(self._unpack)
 
     def paused(self) -> contextlib.AbstractContextManager[None]:
         """Record nothing, until the context is left."""

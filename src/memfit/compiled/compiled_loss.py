@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from memfit._torch.compilers import compiler_errors, recompilations_limited
-from memfit._torch.modules import forward_hooks, forward_pre_hooks, set_forward_hooks
+from memfit._torch.modules import forward_hooks, forward_pre_hooks
 from memfit.batch import leaves_of
 from memfit.capture.known_values import KnownValues
 from memfit.capture.recorder import Recorder
@@ -76,7 +76,7 @@ class CompiledLoss:
             raise CaptureError(
                 "a compiled step is captured without data, and the step asks for data: plan without compile="
             )
-        with torch.compiler.set_stance("default"), _unwatched(model), recorder.unwatched():
+        with torch.compiler.set_stance("default"), unwatched(model), recorder.unwatched():
             sites = KnownValues.of(recorder.fake).read_sites
             sites.clear()
             loss = self._compiled(model, batch)
@@ -130,21 +130,29 @@ def _without_notices() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _unwatched(model: nn.Module) -> Iterator[None]:
-    """Take a recorder's hooks off a model's modules, until the context is left: Dynamo would compile them."""
-    watched = []
+def unwatched(model: nn.Module) -> Iterator[None]:
+    """Take a recorder's hooks off a model's modules, until the context is left: Dynamo would compile them.
+
+    Hooks that the step adds or removes meanwhile stay so, and their handles hold the mappings: these are changed in
+    place.
+    """
+    changed: list[tuple[MutableMapping[int, Callable[..., Any]], dict[int, Callable[..., Any]]]] = []
     for module in model.modules():
-        hooks, pre_hooks = forward_hooks(module), forward_pre_hooks(module)
-        own, own_pre = _not_of_recorders(hooks), _not_of_recorders(pre_hooks)
-        if len(own) < len(list(hooks)) or len(own_pre) < len(list(pre_hooks)):
-            watched.append((module, hooks, pre_hooks))
-            set_forward_hooks(module, own, own_pre)
+        for hooks in (forward_hooks(module), forward_pre_hooks(module)):
+            before = dict(hooks.items())  # the mapping may hide its length
+            watching = [key for key, hook in before.items() if _is_of_recorder(hook)]
+            if watching:
+                changed.append((hooks, before))
+            for key in watching:
+                del hooks[key]
     try:
         yield
     finally:
-        for module, hooks, pre_hooks in watched:
-            set_forward_hooks(module, hooks, pre_hooks)
+        for hooks, before in changed:
+            now = dict(hooks.items())
+            hooks.clear()
+            hooks.update({key: hook for key, hook in before.items() if key in now or _is_of_recorder(hook)} | now)
 
 
-def _not_of_recorders(hooks: Any) -> dict[int, Callable[..., Any]]:
-    return {key: hook for key, hook in hooks.items() if not isinstance(getattr(hook, "__self__", None), Recorder)}
+def _is_of_recorder(hook: Callable[..., Any]) -> bool:
+    return isinstance(getattr(hook, "__self__", None), Recorder)
