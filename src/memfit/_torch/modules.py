@@ -16,6 +16,9 @@ DropoutBase = dropout._DropoutNd
 InstanceNormBase = instancenorm._InstanceNorm
 NormBase = batchnorm._NormBase
 
+Hooks = MutableMapping[int, Callable[..., Any]]
+"""Hooks by the numbers of their handles, which hold the mapping."""
+
 Apply = Callable[..., nn.Module]
 """A method that applies a function to the tensors of a module, and of its children if asked, and returns the module."""
 
@@ -24,7 +27,7 @@ own_parameters: Callable[[nn.Module], dict[str, nn.Parameter | None]] = operator
 own_buffers: Callable[[nn.Module], dict[str, torch.Tensor | None]] = operator.attrgetter("_buffers")
 """A module's own mappings by name, without its children's; not copies."""
 
-forward_hooks: Callable[[nn.Module], MutableMapping[int, Callable[..., Any]]] = operator.attrgetter("_forward_hooks")
+forward_hooks: Callable[[nn.Module], Hooks] = operator.attrgetter("_forward_hooks")
 forward_pre_hooks: Callable[[nn.Module], MutableMapping[int, Callable[..., Any]]] = operator.attrgetter(
     "_forward_pre_hooks"
 )

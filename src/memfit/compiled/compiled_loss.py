@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import types
 import warnings
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from memfit._torch.compilers import compiler_errors, recompilations_limited
-from memfit._torch.modules import forward_hooks, forward_pre_hooks
+from memfit._torch.modules import Hooks, forward_hooks, forward_pre_hooks
 from memfit.batch import leaves_of
 from memfit.capture.known_values import KnownValues
 from memfit.capture.recorder import Recorder
@@ -136,7 +136,7 @@ def unwatched(model: nn.Module) -> Iterator[None]:
     Hooks that the step adds or removes meanwhile stay so, and their handles hold the mappings: these are changed in
     place.
     """
-    changed: list[tuple[MutableMapping[int, Callable[..., Any]], dict[int, Callable[..., Any]]]] = []
+    changed: list[tuple[Hooks, dict[int, Callable[..., Any]]]] = []
     for module in model.modules():
         for hooks in (forward_hooks(module), forward_pre_hooks(module)):
             before = dict(hooks.items())  # the mapping may hide its length
