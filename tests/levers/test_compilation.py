@@ -120,7 +120,7 @@ class Reading(nn.Module):
 
 
 class Listening(nn.Module):
-    """Runs a layer that Dynamo leaves alone between graphs, and registers hooks at its first call, as transformers do."""
+    """Runs a layer that Dynamo leaves alone, and registers hooks at its first call, as transformers do."""
 
     def __init__(self) -> None:
         super().__init__()
