@@ -28,9 +28,25 @@ _SLOW = frozenset({"exp", "log", "log10", "log1p", "log2", "sigmoid", "tanh"})
 """Functions that Inductor never computes twice on a CPU (`TensorBox.should_realize_on_reuse`, torch 2.13)."""
 
 
+_LOOKED_UP = frozenset({torch.ops.aten._unsafe_index.Tensor, torch.ops.aten._unsafe_masked_index.default})
+"""Look-ups by indices within bounds, as interpolation takes; PyTorch lists `index.Tensor` alone."""
+
+_SCATTERS = frozenset(
+    {
+        torch.ops.aten.index_put.default,
+        torch.ops.aten._unsafe_index_put.default,
+        torch.ops.aten._unsafe_masked_index_put_accumulate.default,
+    }
+)
+"""Operators that write values to places of a tensor that indices tell: a loop over the values, which computes these."""
+
+
 def is_fusible(node: fx.Node) -> bool:
     """Tell whether Inductor can fuse a node."""
-    return isinstance(node.target, OpOverload) and (bool(default_op_list().is_fusible(node)) or puts_into(node))
+    if not isinstance(node.target, OpOverload):
+        return False
+    known = node.target in _LOOKED_UP or node.target in _SCATTERS
+    return known or bool(default_op_list().is_fusible(node)) or puts_into(node)
 
 
 def puts_into(node: fx.Node) -> bool:
@@ -145,14 +161,15 @@ class _Fusion:
         taken = self._inputs_of(node)
         for source, other in taken.items():
             kernel.before |= self.kernels[other].before | 1 << other
-            kernel.barred |= self.kernels[other].barred | (1 << other if _ends_loop(source) else 0)
+            apart = _ends_loop(source) or (node.target in _SCATTERS and source is self._source(node.args[0]))
+            kernel.barred |= self.kernels[other].barred | (1 << other if apart else 0)
         if not kernel.waits:
             self._join_inputs(index)
 
     def _join_inputs(self, index: int) -> None:
         """Fuse a kernel with those that it reads from; a waiting one that can't join is fused with its own inputs."""
         waiting, tried = self._kernels_read(index, made=True), {index}
-        while waiting := waiting - tried:
+        while waiting := waiting & self.kernels.keys() - tried:  # without those that another one was fused with
             other = max(waiting)
             tried.add(other)
             waited = self.kernels[other].waits
@@ -214,7 +231,9 @@ class _Fusion:
 
 
 def _ends_loop(node: fx.Node) -> bool:
-    """Tell whether a node reduces other dimensions than the last ones, so that no row is ready before all are."""
+    """Tell whether no row of a node is ready before all are: it reduces other dimensions than the last, or scatters."""
+    if node.target in _SCATTERS:
+        return True
     if not reduces(node):
         return False
     dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")

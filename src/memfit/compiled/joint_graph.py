@@ -23,7 +23,14 @@ from memfit._torch.pytree import tree_leaves, tree_map_only
 from memfit._torch.tensors import storage_key_of
 from memfit.capture.kernel_outputs import kernel_outputs
 from memfit.capture.recorder import draws_random_numbers, work_of
-from memfit.compiled.fusion import COMPUTED_FOR_EACH, INLINED, is_fusible, is_written_between, kernels, puts_into
+from memfit.compiled.fusion import (
+    COMPUTED_FOR_EACH,
+    INLINED,
+    is_fusible,
+    is_written_between,
+    kernels,
+    puts_into,
+)
 from memfit.compiled.graph_module_calls import CallNames, ModuleCalls, module_stack
 from memfit.ir.kernels import text as kernel_text
 from memfit.ir.trace import Call, Category, Op, Phase, Save, Storage, Trace, Work
@@ -180,7 +187,8 @@ class _Reader:
     def read(self) -> JointGraph:
         uses = self._uses()
         storages = self._lifetimes(uses)
-        ops = [self._op(nodes, index, storages) for index, nodes in enumerate(self.ops)]
+        saved = self._saved_bytes(storages)
+        ops = [self._op(nodes, index, saved[index]) for index, nodes in enumerate(self.ops)]
         trace = Trace(
             workload=self.name,
             fingerprint="",
@@ -313,13 +321,50 @@ class _Reader:
             for call, times in taken.items():
                 yield Save(storage, birth + 1, call, min(times), max(times))
 
-    def _op(self, nodes: tuple[fx.Node, ...], index: int, storages: Sequence[Storage]) -> Op:
-        working = [node for node in nodes if node not in self.sources] or nodes[:1]
+    def _working(self, nodes: tuple[fx.Node, ...]) -> Sequence[fx.Node]:
+        """Return the nodes of an operator without views; the first one where all are."""
+        return [node for node in nodes if node not in self.sources] or nodes[:1]
+
+    def _op(self, nodes: tuple[fx.Node, ...], index: int, saved_bytes: int) -> Op:
+        working = self._working(nodes)
         is_recomputed = all(_RECOMPUTED in node.meta for node in working)
         phase: Phase = "recompute" if is_recomputed else "forward" if index < self.turn else "backward"
         call = self.calls.of_op[index] if index < self.turn else self.calls.of_gradient(working[-1])
-        reused = self._reused_bytes(nodes, index, storages) if self.fused and is_fusible(working[0]) else 0
-        return Op(str(working[-1].target), call, phase, 0, self._signature(working, reused), (), False)
+        return Op(str(working[-1].target), call, phase, 0, self._signature(working, saved_bytes), (), False)
+
+    def _saved_bytes(self, storages: Sequence[Storage]) -> list[int]:
+        """Return, for each kernel, the bytes that it holds less than its storages' lifetimes say.
+
+        It writes over dying inputs. On a CPU, Inductor puts consecutive kernels of its own into one function, before
+        which it allocates the outputs of all, and after which it frees (`CppScheduling.flush`, torch 2.13).
+        """
+        if not self.fused:
+            return [0] * len(self.ops)
+        reused = [
+            self._reused_bytes(nodes, index, storages) if is_fusible(self._working(nodes)[0]) else 0
+            for index, nodes in enumerate(self.ops)
+        ]
+        saved: list[int] = []
+        for function in self._functions():
+            inside = [s for s in storages if s.birth in function or s.death in function] if len(function) > 1 else []
+            for index in function:
+                early = sum(s.nbytes for s in inside if index < s.birth < function.stop)
+                late = sum(s.nbytes for s in inside if function.start <= s.death < index)
+                saved.append(sum(reused[function.start : function.stop]) - early - late)
+        return saved
+
+    def _functions(self) -> Iterator[range]:
+        """Yield the kernels that run in one function, in order."""
+        start = 0
+        for index in range(1, len(self.ops) + 1):
+            if index in (self.turn, len(self.ops)) or not (self._is_loop(index - 1) and self._is_loop(index)):
+                yield range(start, index)
+                start = index
+
+    def _is_loop(self, index: int) -> bool:
+        """Tell whether Inductor puts a kernel into one function with others; views are no kernels, and end none."""
+        working = self._working(self.ops[index])[0]
+        return self.device.type == "cpu" and (working in self.sources or is_fusible(working))
 
     def _reused_bytes(self, nodes: tuple[fx.Node, ...], index: int, storages: Sequence[Storage]) -> int:
         """Return the bytes that a kernel writes into dying inputs of the same layout, less those written in between.
