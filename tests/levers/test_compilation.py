@@ -289,6 +289,29 @@ def test_a_module_keeps_the_hooks_that_a_step_adds_and_removes() -> None:
     assert list(layer._forward_hooks) == [second.id] and not layer._forward_pre_hooks
 
 
+class Axes(nn.Module):
+    """Reads values that are the same in every step: those of constants, as losses do that list the axes they sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(32, 64), nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x).relu()
+        axes: list[int] = torch.arange(1, hidden.dim()).tolist()
+        hidden = hidden - hidden.mean(axes, keepdim=True)
+        y: torch.Tensor = self.head(hidden) * (torch.full((), 3).item() - torch.ones(2, dtype=torch.long).sum().item())
+        return y
+
+
+@pytest.mark.filterwarnings("ignore:.*Tensor.item")  # torch.compile suggests an option of its own
+def test_constants_may_be_read_between_graphs() -> None:
+    torch.manual_seed(0)
+    model = Axes()
+    trace = capture_levers(workload_of(model), WHOLE, CPU)
+    assert any(map(is_kernel, trace.signatures))
+
+
 class Counting(PlannedBackend):
     """Compiles nothing."""
 

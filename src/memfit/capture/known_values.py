@@ -37,6 +37,7 @@ from memfit.capture.value_reads import Replay, Site, reading_site
 
 _aten = torch.ops.aten
 _CONSTANTS = {_aten.arange, _aten.eye, _aten.full, _aten.linspace, _aten.ones, _aten.scalar_tensor, _aten.zeros}
+_CONSTANTS.add(torch.ops.prims.iota)  # of a compiled graph
 _UNSET = {_aten.empty_like, _aten.new_empty, _aten.new_empty_strided}
 _FINITE = {_aten.isfinite: True, _aten.isnan: False, _aten.isinf: False, _aten.isposinf: False, _aten.isneginf: False}
 _SAME = {_aten.eq: True, _aten.ne: False}  # of a number and itself; the opposite of any number and infinity
@@ -55,7 +56,8 @@ class KnownValues(PassiveMode):
         extreme: Whether random operators draw the least or the greatest numbers.
         reads_draws: Whether code read a value that depends on random numbers.
         reads_batch: Whether code read a known value that depends on the batch.
-        read_sites: The lines that read values, constants' apart, or ran operators whose shapes depend on values.
+        read_sites: The lines that read values, or ran operators whose shapes depend on values, except those that are
+            the same in every step: such as of `torch.arange(3)`.
     """
 
     def __init__(self, fake: FakeTensorMode) -> None:
@@ -72,6 +74,7 @@ class KnownValues(PassiveMode):
         self._assumed = WeakIdKeyDictionary()
         self._passing = WeakIdKeyDictionary()
         self._batch = WeakIdKeyDictionary()
+        self._held = WeakIdKeyDictionary()  # from before the step, such as counters
 
     @classmethod
     def of(cls, mode: FakeTensorMode) -> KnownValues:
@@ -86,6 +89,7 @@ class KnownValues(PassiveMode):
         """Copy the values of a source tensor to a fake one, if they are known integers or scalars."""
         real = self._real.get(source) if isinstance(source, FakeTensor) else source
         if real is not None and (is_followed(real) or real.dim() == 0) and real.device.type != "meta":
+            self._held[fake] = True
             with unset_fake_temporarily():
                 self._set(fake, real.detach().to("cpu", copy=True))
 
@@ -100,10 +104,16 @@ class KnownValues(PassiveMode):
         if not isinstance(tensor, FakeTensor):
             return tensor
         self.reads_batch |= tensor in self._batch
-        self.read_sites.append(reading_site()[0])
         with unset_fake_temporarily():
             value = self._value(tensor)
+        self._note_reading([tensor], is_known=value is not _Unknown)
         return None if value is _Unknown else value
+
+    def _note_reading(self, tensors: list[torch.Tensor], *, is_known: bool) -> None:
+        """Note the line that reads tensors, whose values may differ from step to step."""
+        marks = (self._drawn, self._assumed, self._batch, self._held)
+        if not is_known or any(t in noted for noted in marks for t in tensors):
+            self.read_sites.append(reading_site()[0])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -137,8 +147,8 @@ class KnownValues(PassiveMode):
         return out
 
     def _mark_outputs(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Mark outputs that depend on random numbers, on assumed values or on the batch."""
-        for noted in (self._drawn, self._assumed, self._batch):
+        """Mark outputs that depend on random numbers, on assumed values, on the batch or on values from before."""
+        for noted in (self._drawn, self._assumed, self._batch, self._held):
             if noted and any(t in noted for t in tensors_in((args, kwargs))):
                 for tensor in tensors_in(out):
                     noted[tensor] = True
@@ -191,8 +201,7 @@ class KnownValues(PassiveMode):
     def _read(self, func: Any, args: Any, kwargs: Any, known: tuple[Any, Any] | None) -> bool | int | float:
         """Return the number for `.item()` and the like: the known value, else the replay's answer."""
         tensor = args[0]
-        if not (isinstance(tensor, FakeTensor) and tensor.constant is not None):
-            self.read_sites.append(reading_site()[0])
+        self._note_reading(tensors_in((args, kwargs)), is_known=known is not None)
         if known is not None:
             logged = self.replay.logged("item", tensor)
             return logged if self._prefers_log(logged, tensor) else _compute(func, *known)  # type: ignore[no-any-return]
@@ -212,7 +221,7 @@ class KnownValues(PassiveMode):
 
     def _run_with_shape(self, func: Any, args: Any, kwargs: Any, known: tuple[Any, Any] | None) -> Any:
         """Run an operator whose output shape depends on values: known, logged, or guessed to be the largest."""
-        self.read_sites.append(reading_site()[0])
+        self._note_reading(tensors_in((args, kwargs)), is_known=known is not None)
         logged = self.replay.logged(str(func), args[0])
         if known is not None and not any(self._prefers_log(logged, t) for t in tensors_in((args, kwargs))):
             real = _compute(func, *known)
