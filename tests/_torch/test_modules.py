@@ -10,6 +10,7 @@ from torch import nn
 
 from memfit._torch.modules import (
     Apply,
+    Hooks,
     BatchNormBase,
     DropoutBase,
     InstanceNormBase,
@@ -86,6 +87,19 @@ def test_forward_hooks_and_forward_pre_hooks_run_unless_set_forward_hooks_puts_o
     set_forward_hooks(layer, {}, {})
     layer(torch.ones(1))
     assert calls == ["before", "after"] and not forward_hooks(layer) and not forward_pre_hooks(layer)
+
+
+def test_hooks_are_changed_in_place_and_their_handles_hold_the_mapping() -> None:
+    layer = nn.Identity()
+    handle = layer.register_forward_hook(lambda module, given, out: out + 1)
+    hooks: Hooks = forward_hooks(layer)
+    (hook,) = hooks.values()
+    hooks.clear()
+    assert layer(torch.ones(1)).item() == 1
+    hooks[handle.id] = hook
+    assert layer(torch.ones(1)).item() == 2
+    handle.remove()
+    assert not hooks and layer(torch.ones(1)).item() == 1
 
 
 def test_compiled_call_is_there_once_a_module_was_compiled_in_place() -> None:
