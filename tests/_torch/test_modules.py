@@ -10,9 +10,9 @@ from torch import nn
 
 from memfit._torch.modules import (
     Apply,
-    Hooks,
     BatchNormBase,
     DropoutBase,
+    Hooks,
     InstanceNormBase,
     NormBase,
     apply_as_its_class,
