@@ -37,7 +37,7 @@ from memfit.capture.value_reads import Replay, Site, reading_site
 
 _aten = torch.ops.aten
 _CONSTANTS = {_aten.arange, _aten.eye, _aten.full, _aten.linspace, _aten.ones, _aten.scalar_tensor, _aten.zeros}
-_CONSTANTS.add(torch.ops.prims.iota)  # of a compiled graph
+_CONSTANTS |= {torch.ops.prims.iota}  # what `arange` is in compiled graphs
 _UNSET = {_aten.empty_like, _aten.new_empty, _aten.new_empty_strided}
 _FINITE = {_aten.isfinite: True, _aten.isnan: False, _aten.isinf: False, _aten.isposinf: False, _aten.isneginf: False}
 _SAME = {_aten.eq: True, _aten.ne: False}  # of a number and itself; the opposite of any number and infinity

@@ -161,7 +161,7 @@ class _Fusion:
         taken = self._inputs_of(node)
         for source, other in taken.items():
             kernel.before |= self.kernels[other].before | 1 << other
-            apart = _ends_loop(source) or (node.target in _SCATTERS and source is self._source(node.args[0]))
+            apart = _ends_loop(source) or (node.target in _SCATTERS and source is self._source(node.all_input_nodes[0]))
             kernel.barred |= self.kernels[other].barred | (1 << other if apart else 0)
         if not kernel.waits:
             self._join_inputs(index)
