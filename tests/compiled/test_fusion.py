@@ -85,6 +85,38 @@ def test_padding_and_what_is_put_into_a_part_are_loops() -> None:
     assert not puts_into(product) and not is_fusible(product)
 
 
+def test_a_scatter_computes_its_values_and_neither_its_target_nor_its_readers() -> None:
+    drawn = Drawn()
+    places = torch.zeros(8, dtype=torch.long, device="meta")
+    target = drawn.call(aten.neg.default, drawn.given("x", 8, 8))
+    values = drawn.call(aten.exp.default, drawn.given("y", 8, 8))
+    scattered = drawn.call(aten.index_put.default, target, [places], values, True)
+    reader = drawn.call(aten.sin.default, scattered)
+    found = drawn.kernels()
+    assert {values.name, scattered.name} in found and {target.name} in found and {reader.name} in found
+
+
+def test_look_ups_within_bounds_run_with_what_reads_them() -> None:
+    drawn = Drawn()
+    places = torch.zeros(4, dtype=torch.long, device="meta")
+    for _ in range(2):
+        looked_up = drawn.call(aten._unsafe_index.Tensor, drawn.given(f"x{len(drawn.nodes)}", 8, 8), [places])
+        reader = drawn.call(aten.sin.default, looked_up)
+        assert {looked_up.name, reader.name} in drawn.kernels()
+
+
+def test_waiting_copies_of_which_one_is_fused_with_another_first() -> None:
+    """The later one can't join its reader, and takes the earlier one with it, which the reader takes too."""
+    drawn = Drawn()
+    x, weight = drawn.given("x", 8, 8), drawn.given("weight", 8, 8)
+    first = drawn.call(aten.neg.default, x, **{INLINED: True})
+    second = drawn.call(aten.exp.default, first, **{INLINED: True}, place="one")
+    reader = drawn.call(aten.add.Tensor, first, second, place="two")
+    drawn.call(aten.mm.default, reader, weight)
+    found = drawn.kernels()
+    assert {first.name, second.name} in found and {reader.name} in found
+
+
 def reduced(make: Callable[[Drawn, fx.Node, fx.Node], fx.Node], taken_again: bool = True) -> bool:
     """Tell whether what is made of two tensors, and then summed, is written down in between."""
     drawn = Drawn()

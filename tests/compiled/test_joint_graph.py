@@ -13,6 +13,7 @@ from torch._functorch.partitioners import default_partition
 from memfit.compiled.inlining import inlined_nodes
 from memfit.compiled.joint_graph import _RECOMPUTED, JointGraph, _must_run_once, mark_kept, mark_recomputed, read
 from memfit.compiled.lowering import lower_to_eager
+from memfit.ir.kernels import reused_bytes_of
 
 
 class Block(nn.Module):
@@ -116,6 +117,34 @@ def test_the_backward_pass_computes_what_the_forward_pass_does_not_write() -> No
     joint = joint_of(model, fused=True)
     assert {str(node.target) for node in inlined_nodes(joint)} >= {"aten.tanh.default", "aten.exp.default"}
     assert not any("addmm" in str(node.target) for node in inlined_nodes(joint))
+
+
+class Sums(nn.Module):
+    """Sums over rows, and what reads them: loops that are not fused, before and after a product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.exp() + x.exp().sum(0)
+        x = x.sin() - x.sin().sum(0)
+        return self.linear(x)
+
+
+def test_kernels_between_two_of_a_library_hold_together_what_any_of_them_holds() -> None:
+    joint = joint_of(Sums(), fused=True)
+    trace = joint.trace
+    live = [
+        sum(s.nbytes for s in trace.storages if s.birth <= at <= s.death)
+        - reused_bytes_of(trace.signatures[op.signature])
+        for at, op in enumerate(trace.ops)
+    ]
+    is_product = [op.name.startswith(("aten.mm", "aten.addmm")) for op in trace.ops]
+    ends = [at for at, product in enumerate(is_product) if product]
+    function = range(ends[0])
+    assert len(function) >= 3 and len({live[at] for at in function}) == 1
+    assert live[0] > sum(s.nbytes for s in trace.storages if s.birth <= 0)  # what later ones make
 
 
 def test_operators_of_other_libraries_may_run_again_unless_they_mutate_or_draw_random_numbers() -> None:

@@ -143,6 +143,26 @@ def listening() -> Workload:
     return workload_of(Listening())
 
 
+class Interpolating(nn.Module):
+    """Takes maps of two sizes to one: look-ups, whose backward passes are scatters that run in one function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 16, 3, 2, 1), nn.Conv2d(16, 16, 3, 2, 1)
+        self.heads = nn.ModuleList(nn.Conv2d(16, 10, 1) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        fine = self.first(x).relu()
+        maps = [head(f) for head, f in zip(self.heads, (fine, self.second(fine).relu()), strict=True)]
+        return torch.stack([nn.functional.interpolate(m, x.shape[-2:], mode="bilinear") for m in maps]).mean(0)
+
+
+def interpolating() -> Workload:
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(8, 3, 32, 32), "y": torch.randint(0, 10, (8, 32, 32))}
+    return dataclasses.replace(workload_of(Interpolating()), batch=batch)
+
+
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Inductor imports
 BLOCKS = (Region(("blocks.0",)), Region(("blocks.2.1", "blocks.2.2")))
 SHAPES: list[Any] = [
@@ -154,6 +174,9 @@ SHAPES: list[Any] = [
         marks=pytest.mark.ci,
     ),
     pytest.param(dropping, WHOLE, 0.15, id="dropout", marks=pytest.mark.ci),
+    pytest.param(
+        interpolating, Levers(microbatch_size=8, compiler="inductor"), 0.1, id="interpolation", marks=pytest.mark.ci
+    ),
     pytest.param(listening, WHOLE, 0.05, id="eager-layers-hooks", marks=pytest.mark.ci),
     pytest.param(
         whole, replace(WHOLE, precision="bf16-mixed", microbatch_size=128), 0.05, id="bf16-mixed", marks=pytest.mark.ci
