@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import fx
 
-from memfit.compiled.rematerialization import GraphRegion, compute_for_each, rematerialize
+from memfit.compiled.rematerialization import GraphRegion, compute_for_each, keep_apart, rematerialize
 
 
 def chain(length: int = 6) -> tuple[fx.Graph, list[fx.Node], list[fx.Node]]:
@@ -84,3 +85,26 @@ def test_each_user_computes_for_itself() -> None:
     assert len(doubled.users) == 1
     found = fx.GraphModule({}, graph)(torch.ones(3))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("products", [1, 2])
+def test_products_are_kept_apart_from_their_sum_and_no_bit_changes(products: int) -> None:
+    """Of a weight that two layers share, both summands are products."""
+    graph = fx.Graph()
+    given = [graph.placeholder(name) for name in ("x", "y", "z")]
+    values = [torch.randn(8, 8) for _ in given]
+    for node, value in zip(given, values, strict=True):
+        node.meta["val"] = value
+    summands = [graph.call_function(torch.ops.aten.mm.default, (given[0], other)) for other in given[1 : 1 + products]]
+    for node, other in zip(summands, values[1:], strict=False):
+        node.meta["val"] = values[0] @ other
+    total = graph.call_function(torch.ops.aten.add.Tensor, tuple([*summands, given[2]][:2]))
+    graph.output(total)
+    module = fx.GraphModule({}, graph)
+    before = module(*values)
+    for product in summands:
+        keep_apart(product)
+    graph.lint()
+    module.recompile()
+    assert torch.equal(module(*values), before)
+    assert total.target is torch.ops.aten.sub.Tensor and total.args[0] is summands[0]

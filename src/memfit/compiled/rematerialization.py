@@ -82,6 +82,8 @@ def keep_apart(product: fx.Node) -> None:
     The sum a + b becomes a - (-b), equal bit for bit, which Inductor does not fuse.
     """
     (total,) = product.users
+    if total.target is not torch.ops.aten.add.Tensor:
+        return  # of two products, as of a weight that two layers share, and kept apart for the other one
     (addend,) = [given for given in total.args if isinstance(given, fx.Node) and given is not product]
     with total.graph.inserting_before(total):
         negative = total.graph.call_function(torch.ops.aten.neg.default, (addend,))
