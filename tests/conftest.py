@@ -99,7 +99,7 @@ def _chain(error: BaseException | None) -> str:
 
 
 def shared_folder() -> Path:
-    """Return the folder that the processes of a session share; `.ci/run` has its sessions share one."""
+    """Return the folder that the processes of a session share."""
     return Path(os.environ[_SHARED])
 
 
