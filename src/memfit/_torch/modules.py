@@ -28,9 +28,7 @@ own_buffers: Callable[[nn.Module], dict[str, torch.Tensor | None]] = operator.at
 """A module's own mappings by name, without its children's; not copies."""
 
 forward_hooks: Callable[[nn.Module], Hooks] = operator.attrgetter("_forward_hooks")
-forward_pre_hooks: Callable[[nn.Module], MutableMapping[int, Callable[..., Any]]] = operator.attrgetter(
-    "_forward_pre_hooks"
-)
+forward_pre_hooks: Callable[[nn.Module], Hooks] = operator.attrgetter("_forward_pre_hooks")
 compiled_call: Callable[[nn.Module], Callable[..., Any] | None] = operator.attrgetter("_compiled_call_impl")
 """The function that a module's call runs after `Module.compile`; None without it."""
 

@@ -17,7 +17,7 @@ def text(members: tuple[str, ...], reused_bytes: int = 0) -> str:
 
     Args:
         members: The signatures of its operators.
-        reused_bytes: The bytes that it writes over its dying inputs; less those that others in its function hold.
+        reused_bytes: The bytes that it writes over its dying inputs, less what it holds for others in its function.
     """
     return _KERNEL + "\n".join([*members, f"{reused_bytes}{_IN_PLACE}"])
 
