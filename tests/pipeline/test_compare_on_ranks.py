@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 from msgspec.structs import replace
@@ -11,8 +12,11 @@ from msgspec.structs import replace
 import memfit
 from memfit.errors import UsageError
 from memfit.hardware.host import find_device
+from memfit.pipeline import _train
 from tests.processes import on_ranks
 from tests.ranks.trainings import ZERO3, plan_for, workload
+
+GIB = 2**30
 
 
 def comparing(rank: int) -> Iterator[Any]:
@@ -20,15 +24,17 @@ def comparing(rank: int) -> Iterator[Any]:
     given.model.eval()  # without dropout, of which the two steps draw different masks
     plan = plan_for(given, ZERO3)
     yield memfit.compare(plan, given, steps=3)
-    huge = find_device("cpu").memory_bytes * 2
-    with pytest.raises(UsageError) as e:
-        memfit.compare(replace(plan, plain=replace(plan.plain, peak_bytes=huge, peak_reserved_bytes=None)), given)
+    cpu = find_device("cpu")
+    seen = replace(cpu, usable_bytes=2 * GIB if rank else cpu.usable_bytes)  # the ranks see different amounts
+    some = replace(plan, plain=replace(plan.plain, peak_bytes=3 * GIB, peak_reserved_bytes=None))
+    with mock.patch.object(_train, "find_device", return_value=seen), pytest.raises(UsageError) as e:
+        memfit.compare(some, given)
     yield str(e.value)
 
 
 def test_ranks_compare_with_data_parallelism_and_agree() -> None:
     (first, text), (second, other) = on_ranks(2, comparing)
-    assert text == other and "there is nothing to compare the plan with" in text
+    assert text == other and "cpu has 2.0 GiB: there is nothing to compare the plan with" in text
     assert first == second
     assert len(first.plain_losses) == len(first.planned_losses) == 3
     assert first.planned_losses == pytest.approx(first.plain_losses, rel=1e-4)

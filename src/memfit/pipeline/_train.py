@@ -33,6 +33,7 @@ from memfit.pipeline.placement import check_runs_here, place_of, placed, rank_pl
 from memfit.planner.captures import capture_each
 from memfit.planner.prediction import costs_of
 from memfit.ranks.environment import launched_rank
+from memfit.ranks.one_process import SingleProcess
 from memfit.ranks.together import once
 from memfit.report.html import write as write_html
 from memfit.report.notebook import ReportFile
@@ -93,10 +94,10 @@ def compare(
         UsageError: There are more or fewer ranks than the plan is for, or their plain step is predicted not to fit.
     """
     place = check_runs_here(plan, workload)
-    if plan.levers.sharding is not None:
-        _check_plain_fits(plan)
     batches = first_batches(workload, steps)
     with ranks_of(plan) as ranks, nothing_changes(workload):
+        if plan.levers.sharding is not None:
+            _check_plain_fits(plan, ranks)
         if ranks.size > 1:
             place = rank_place(place)
         both = [real_copy(workload, place), real_copy(workload, place)]
@@ -126,17 +127,18 @@ def _plain_levers(plan: Plan) -> Levers:
     return Levers(microbatch_size=-(-plan.batch_size // size), sharding=data_parallel)
 
 
-def _check_plain_fits(plan: Plan) -> None:
+def _check_plain_fits(plan: Plan, ranks: SingleProcess) -> None:
     """Refuse to compare with a step that is predicted not to fit: one rank that runs out leaves the others waiting.
 
     Raises:
-        UsageError: It does not fit.
+        UsageError: It does not fit on the rank that has least, on all of them.
     """
-    needed, there = plan.plain.peak_reserved_bytes or plan.plain.peak_bytes, find_device(plan.device).usable_bytes
-    if needed > there:
+    needed, own = plan.plain.peak_reserved_bytes or plan.plain.peak_bytes, find_device(plan.device).usable_bytes
+    least = -int(ranks.most([-own])[0])
+    if needed > least:
         raise UsageError(
             f"the plain step of the ranks takes {format_bytes(needed)} on each, and {plan.device} has"
-            f" {format_bytes(there)}: there is nothing to compare the plan with. Compare on a smaller batch or model"
+            f" {format_bytes(least)}: there is nothing to compare the plan with. Compare on a smaller batch or model"
         )
 
 
