@@ -52,12 +52,13 @@ contracts: $(STAMP)
 	$(BIN)/lint-imports
 
 # Two processes of one thread each: more threads than cores would wait for one another.
+MARKS ?= not ci
 unit: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "not ci"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "$(MARKS)"
 
 # More models and sizes of what `make test` has tested, and what takes longest of benchmarks, ranks, fleets and structure.
-test-more: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m ci
+test-more:
+	$(MAKE) unit MARKS=ci
 
 # On an accelerator that lives on the CPU, and is then the only one of its process: what needs no GPU's own kernels.
 test-accelerator: $(STAMP)

@@ -14,10 +14,11 @@ import torch
 from msgspec.structs import replace
 
 from memfit.cost import accelerator_costs
-from memfit.cost.accelerator_costs import Measured, cache_path, measured_costs
+from memfit.cost.accelerator_costs import Measured, cache_path, measured_costs, read_cache
 from memfit.cost.roofline import floor_seconds
 from memfit.errors import CaptureError
 from memfit.hardware.host import find_device
+from memfit.ir import codec
 from memfit.ir.device import Device
 from memfit.ir.plan import Levers
 from memfit.ir.trace import Trace
@@ -47,8 +48,29 @@ def test_every_call_of_a_step_is_measured_once(device: Device, trace: Trace, mon
     assert set(first.ops) == {trace.signatures[op.signature] for op in trace.ops}
     assert seen and seen[-1][0] == seen[-1][1]
     assert cache_path(device, "highest").exists()
-    monkeypatch.setattr(accelerator_costs, "_measure", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(accelerator_costs, "_measure", lambda *_, **__: pytest.fail("measured again"))
     assert measured_costs([trace], device) == first
+
+
+def test_what_is_not_of_a_call_is_measured_once(device: Device, trace: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How fast operators follow one another and copies run costs a second, which each capture would take again."""
+    path = cache_path(device, "highest")
+    measured_costs([replace(trace, signatures=[SUM], ops=[])], device)
+    first = read_cache(path)
+    for name in ("_overheads", "link_rate"):
+        monkeypatch.setattr(accelerator_costs, name, lambda *_: pytest.fail("measured again"))
+    measured_costs([trace], device)
+    assert replace(read_cache(path), ops={}) == replace(first, ops={})
+    assert first.ops.keys() < read_cache(path).ops.keys()
+
+
+def test_a_link_that_had_no_room_is_measured_later(device: Device, trace: Trace) -> None:
+    path = cache_path(device, "highest")
+    measured_costs([trace], device)
+    first = read_cache(path)
+    codec.write_atomic(path, codec.encode(replace(first, link_bytes_per_second=0.0)))
+    measured_costs([trace], device)
+    assert read_cache(path).link_bytes_per_second > 0 and read_cache(path).ops == first.ops
 
 
 def test_no_operator_is_quicker_than_one_can_be_dispatched(device: Device, trace: Trace) -> None:
@@ -78,7 +100,7 @@ def test_a_process_of_its_own_measures_the_same_calls(kind: str, place: torch.de
     """As it is done for CUDA."""
     load = "from tests.accelerator_device import load; load(); " if kind == "acc" else ""
     code = f"{load}from memfit.cost import accelerator_costs; accelerator_costs._measure_from_stdin()"
-    asked = json.dumps({"signatures": [SUM, IMPOSSIBLE], "device": str(place), "matmul": "high"})
+    asked = json.dumps({"signatures": [SUM, IMPOSSIBLE], "device": str(place), "matmul": "high", "ops_only": False})
     done = subprocess.run([sys.executable, "-c", code], input=asked, capture_output=True, text=True, check=True)
     found = msgspec.json.decode(done.stdout, type=Measured)
     assert list(found.ops) == [SUM] and found.ops[SUM][0] > 0

@@ -85,9 +85,11 @@ def measured_costs(
     known = read_cache(path)
     wanted = dict.fromkeys(s for trace in traces for s in trace.signatures)
     missing = [text for text in wanted if text not in known.ops and _name(text) not in (COPY_IN, COPY_OUT)]
-    if missing or not known.launch_seconds:
-        found = _measure(missing, device, matmul, progress)
-        known = replace(found, ops={**known.ops, **found.ops})
+    knows_the_device = known.launch_seconds > 0 and known.link_bytes_per_second > 0
+    if missing or not knows_the_device:
+        found = _measure(missing, device, matmul, progress, ops_only=knows_the_device)
+        ops = {**known.ops, **found.ops}
+        known = replace(known if knows_the_device else found, ops=ops)
         with contextlib.suppress(OutputError):  # without a cache, the next run measures again
             codec.write_atomic(path, codec.encode(known))
     return _table(traces, replace(device, launch_seconds=known.launch_seconds), known, matmul)
@@ -188,10 +190,12 @@ def read_cache(path: Path) -> Measured:
     return Measured()
 
 
-def _measure(signatures: list[str], device: Device, matmul: Matmul, progress: Progress | None) -> Measured:
+def _measure(
+    signatures: list[str], device: Device, matmul: Matmul, progress: Progress | None, *, ops_only: bool = False
+) -> Measured:
     if device.kind != "cuda":
-        return measure(signatures, torch.device(device.name), matmul, progress)
-    asked = json.dumps({"signatures": signatures, "device": device.name, "matmul": matmul})
+        return measure(signatures, torch.device(device.name), matmul, progress, ops_only=ops_only)
+    asked = json.dumps({"signatures": signatures, "device": device.name, "matmul": matmul, "ops_only": ops_only})
     line = [sys.executable, "-c", "from memfit.cost import accelerator_costs; accelerator_costs._measure_from_stdin()"]
     path = os.pathsep.join(folder for folder in sys.path if folder)
     environment = os.environ | {"PYTHONPATH": path}
@@ -209,12 +213,20 @@ def _measure(signatures: list[str], device: Device, matmul: Matmul, progress: Pr
 def _measure_from_stdin() -> None:
     """Measure the calls that standard input names, and write their figures to standard output."""
     asked = json.load(sys.stdin)
-    found = measure(asked["signatures"], torch.device(asked["device"]), asked["matmul"], None)
+    device = torch.device(asked["device"])
+    found = measure(asked["signatures"], device, asked["matmul"], None, ops_only=asked["ops_only"])
     sys.stdout.write(msgspec.json.encode(found).decode())
 
 
-def measure(signatures: list[str], device: torch.device, matmul: Matmul, progress: Progress | None) -> Measured:
-    """Return the figures of calls on an accelerator, measured in this process."""
+def measure(
+    signatures: list[str],
+    device: torch.device,
+    matmul: Matmul,
+    progress: Progress | None,
+    *,
+    ops_only: bool = False,
+) -> Measured:
+    """Return the figures of calls on an accelerator, measured here; with `ops_only` not those of the device itself."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(matmul)
     ops = {}
@@ -225,14 +237,14 @@ def measure(signatures: list[str], device: torch.device, matmul: Matmul, progres
                     ops[text] = cost
                 if progress is not None:
                     progress(index + 1, len(signatures))
-            launch_seconds, checkpoint_seconds = _overheads(device)
+            launch_seconds, checkpoint_seconds = (0.0, 0.0) if ops_only else _overheads(device)
     finally:
         torch.set_float32_matmul_precision(before)
     return Measured(
         ops=ops,
         launch_seconds=launch_seconds,
         checkpoint_seconds=checkpoint_seconds,
-        link_bytes_per_second=link_rate(device),
+        link_bytes_per_second=0.0 if ops_only else link_rate(device),
     )
 
 
