@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import random
@@ -17,7 +18,7 @@ import pytest
 import torch
 
 from memfit.cost import calibrate
-from memfit.fake_gpu import shim
+from memfit.fake_gpu import process, shim
 from memfit.ir.plan import Levers
 from memfit.pipeline._plan import MEASURE_VARIABLE
 from memfit.planner import captures as captured_steps
@@ -117,6 +118,7 @@ def _own_cache() -> Iterator[None]:
         patch.setenv(MEASURE_VARIABLE, "no")  # plans are chosen by predicted times, but where a test asks for more
         patch.setenv(_CACHE, _cache())  # the shim of fake CUDA is built in it, once
         patch.setattr(shim, "command", warm.fake_cuda_command)
+        patch.setattr(process, "command", functools.partial(warm.command, "-m"))
         patch.setattr(calibrate, "_interpreter", lambda code: warm.command("-c", code))
         yield
     warm.servers.end()

@@ -13,13 +13,15 @@ from unittest import mock
 
 import msgspec
 
-from memfit.cost import calibrate
+from memfit.cost import calibrate, links
+from memfit.cost.communication import Link, Links
 from memfit.ir.arguments import arguments
 from memfit.ir.operator_classes import ATTENTION, CONVOLUTIONS, MATRIX, RECURRENT, VIEWS, operator_class
 
 FLOPS_PER_SECOND, BYTES_PER_SECOND = 5e10, 8e9
 CALL_SECONDS, VIEW_SECONDS = 2e-6, 1e-6
 DISPATCH_SECONDS, CHECKPOINT_SECONDS, SELECTIVE_OP_SECONDS = 5e-6, 5e-5, 5e-6
+LINKS = Links(within=Link(bytes_per_second=1e9, latency_seconds=1e-4), copy_bytes_per_second=5e9, pads=True)
 
 
 def seconds_of(signature: str) -> float:
@@ -61,12 +63,15 @@ def _precise_seconds(
 
 @contextlib.contextmanager
 def fixed_costs() -> Iterator[None]:
-    """Take these costs in the place of those that are timed."""
-    with mock.patch.multiple(
-        calibrate,
-        _coarse_seconds=_coarse_seconds,
-        _precise_seconds=_precise_seconds,
-        _dispatch_seconds=lambda: DISPATCH_SECONDS,
-        _checkpoint_overheads=lambda: (CHECKPOINT_SECONDS, SELECTIVE_OP_SECONDS),
+    """Take these costs in the place of those that are timed, of operators and of links between processes."""
+    with (
+        mock.patch.multiple(
+            calibrate,
+            _coarse_seconds=_coarse_seconds,
+            _precise_seconds=_precise_seconds,
+            _dispatch_seconds=lambda: DISPATCH_SECONDS,
+            _checkpoint_overheads=lambda: (CHECKPOINT_SECONDS, SELECTIVE_OP_SECONDS),
+        ),
+        mock.patch.object(links, "_measured", lambda ranks: LINKS),
     ):
         yield

@@ -13,6 +13,8 @@ import pytest
 from memfit.errors import CaptureError, InfeasibleError
 from memfit.fake_gpu import process, shim
 
+COLD = process.command  # as tests are collected: later the session's is in its place
+
 pytestmark = pytest.mark.skipif(shim.has_gpu(), reason="a GPU is here: nothing is sent")
 
 
@@ -44,6 +46,19 @@ def test_prints_and_progress_do_not_mix(capfd: pytest.CaptureFixture[str]) -> No
     assert stages == [("counting", i, 3) for i in range(3)]
     out, err = capfd.readouterr()
     assert out == "" and err.count("the user prints") == err.count("and complains") == 3
+
+
+def tells(name: str, progress: Any) -> Any:
+    """Return an environment variable, and whether tensors can be on a fake GPU."""
+    return os.environ.get(name), shim.has_gpu() or "MEMFIT_FAKE_CUDA" in os.environ
+
+
+def test_a_process_without_fake_cuda_is_a_new_interpreter_and_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "command", COLD)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("KEPT", "1")
+    assert process.run(pickle.dumps(functools.partial(tells, "RANK")), silent, fakes_cuda=False) == (None, False)
+    assert process.run(pickle.dumps(functools.partial(tells, "KEPT")), silent, fakes_cuda=False) == ("1", False)
 
 
 def test_errors_arrive_with_what_they_say() -> None:

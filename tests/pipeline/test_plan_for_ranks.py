@@ -12,8 +12,6 @@ from msgspec.structs import replace
 
 import memfit
 from memfit.capture.measured_peak import measure_peak_bytes
-from memfit.cost import links
-from memfit.cost.communication import Link, Links
 from memfit.errors import InfeasibleError, UsageError
 from memfit.hardware.host import find_device
 from memfit.ir.plan import Levers, Plan
@@ -24,8 +22,6 @@ from memfit.workload import Workload
 from tests.models import transformer
 from tests.processes import on_ranks
 
-LINKS = Links(within=Link(bytes_per_second=1e9, latency_seconds=1e-4), copy_bytes_per_second=5e9, pads=True)
-
 
 def workload(layers: int = 2) -> Workload:
     return dataclasses.replace(transformer(batch=8, tokens=16, dim=64, layers=layers), max_grad_norm=1.0)
@@ -33,9 +29,7 @@ def workload(layers: int = 2) -> Workload:
 
 @pytest.fixture(scope="module", params=[pytest.param(0.9, marks=pytest.mark.ci), 0.65])
 def plan(request: pytest.FixtureRequest) -> Plan:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(links, "_measured", lambda ranks: LINKS)
-        return memfit.plan(workload(), budget=f"{request.param}x", world_size=2, precisions=["32-true"], points=1)
+    return memfit.plan(workload(), budget=f"{request.param}x", world_size=2, precisions=["32-true"], points=1)
 
 
 def test_a_plan_shares_the_global_batch(plan: Plan) -> None:
@@ -46,9 +40,7 @@ def test_a_plan_shares_the_global_batch(plan: Plan) -> None:
     assert ("microbatches" in plan.classes) == (plan.levers.microbatch_size < 4)
 
 
-@pytest.mark.harmless
-def test_what_is_predicted_is_the_applied_step(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "_measured", lambda ranks: LINKS)
+def test_what_is_predicted_is_the_applied_step(plan: Plan) -> None:
     cpu = find_device("cpu")
     trace = capture_levers(workload(), plan.levers, cpu)
     found, _ = predict(trace, costs_of([trace], cpu), cpu)
@@ -73,9 +65,7 @@ def test_no_rank_holds_more_than_the_budget(plan: Plan) -> None:
 
 
 @pytest.mark.ci
-@pytest.mark.harmless
-def test_what_is_infeasible_names_a_budget_that_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "_measured", lambda ranks: LINKS)
+def test_what_is_infeasible_names_a_budget_that_is_not() -> None:
     given: Any = {"world_size": 4, "precisions": ["32-true"], "points": 1}
     with pytest.raises(InfeasibleError, match="zero3 of 4") as e:
         memfit.plan(workload(), budget=1000, **given)

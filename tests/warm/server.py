@@ -38,7 +38,7 @@ def main() -> None:
     import torch
 
     import memfit
-    from memfit.fake_gpu import shim
+    from memfit.fake_gpu import process, shim
     from tests import warm
     from tests.fixed_costs import fixed_costs
     from tests.quick_plans import quick_plans
@@ -54,6 +54,7 @@ def main() -> None:
     if traces:
         standing.enter_context(remembered_captures(Path(traces)))
     shim.command = lambda module, *line: warm.fake_cuda_command(module, *line, folder=folder)
+    process.command = lambda module, *line: warm.command("-m", module, *line, folder=folder)
     for name in [name for name in sys.modules if name.split(".")[0] == "tests"]:
         if not name.startswith("tests.warm"):
             del sys.modules[name]

@@ -38,7 +38,7 @@ def run(call: bytes, progress: Progress, *, fakes_cuda: bool = True) -> Any:
         # Stages travel by a pipe of their own: the user's code may print.
         reading, writing = os.pipe()
         given = ("memfit.fake_gpu.worker", str(request), str(reply), str(writing))
-        line = shim.command(*given) if fakes_cuda else [sys.executable, "-m", *given]
+        line = shim.command(*given) if fakes_cuda else command(*given)
         environment = _without_launcher(os.environ)
         if not fakes_cuda:  # it finds memfit by its name
             environment["PYTHONPATH"] = os.pathsep.join(sys.path)
@@ -56,6 +56,11 @@ def run(call: bytes, progress: Progress, *, fakes_cuda: bool = True) -> Any:
     if isinstance(result, BaseException):
         raise result
     return result
+
+
+def command(module: str, *arguments: str) -> list[str]:
+    """Return the command that runs a module without fake CUDA."""
+    return [sys.executable, "-m", module, *arguments]
 
 
 def _without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
