@@ -21,19 +21,6 @@ MINE = {"docs/guides/resume.md": "lean"}
 """Pages whose `mine.py` needs batches that come back on resume; all others have a quicker one."""
 ELSEWHERE = {"docs/guides/jittor.md": "tests/jittor", "docs/guides/keras.md": "tests/keras"}
 """Pages whose examples need an environment of their own, and the tests that run them there."""
-SLOW = {
-    "docs/guides/another-card.md",
-    "docs/guides/compare-cards.md",
-    "docs/guides/devices.md",
-    "docs/guides/fleet.md",
-    "docs/guides/ladder.md",
-    "docs/guides/offload.md",
-    "docs/guides/resume.md",
-    "docs/guides/trainers.md",
-    "docs/guides/video.md",
-    "docs/quickstart.md",
-}
-"""Pages that take more than ten seconds, on a quiet machine."""
 LONG = {
     "docs/guides/another-card.md",
     "docs/guides/budget.md",
@@ -59,26 +46,56 @@ LONG = {
     "docs/reference/verbs.md",
 }
 """Pages of real sizes, of timed steps, and long ones whose verbs have tests of their own: CI runs them."""
+BRIEFLY = "from memfit.hardware import measurement; measurement._SECONDS = 0.0; from memfit.cli.app import main; main()"
+"""The command line, with one run of what it measures of a device."""
 OTHERWISE = {
-    "docs/guides/resume.md": {
-        "until memfit train mine.py:workload": "until memfit train mine.py:preempted",
-        "--steps 10000": "--steps 4",
-    },
+    "docs/concepts/plan.md": {"memfit plan": "memfit plan --precision 32-true --points 1"},
     "docs/guides/another-card.md": {
-        "examples/byte_lm.py:workload --device t4 --budget 160MiB": "mine.py:workload --device t4 --budget 0.9x",
-        "mine.py:workload": "examples/mine.py:workload",
+        "byte_lm.py:workload --device t4 --budget 160MiB": "mine.py:workload --device t4 --budget 0.9x",
         "memfit plan": "memfit plan --precision 16-mixed --points 1",
     },
     "docs/guides/budget.md": {"memfit plan": "memfit plan --precision 32-true --points 2"},
+    "docs/guides/compare-cards.md": {"memfit plan": "memfit plan --precision bf16-mixed"},
     "docs/guides/compile.md": {
         'compile=True, precisions=["32-true"])': 'compile=True, precisions=["32-true"], points=1)'
     },
-    "docs/guides/ladder.md": {"memfit ladder": "memfit ladder --seconds 0.05"},
+    "docs/guides/devices.md": {"memfit devices --probe": f"python -c '{BRIEFLY}' devices --probe"},
+    "docs/guides/fleet.md": {
+        "--within 24h\n": "--within 24h --ranks 1-2\n",
+        "memfit plan": "memfit plan --precision 32-true",
+    },
+    "docs/guides/ladder.md": {
+        "--html": "--numerics exact --html",
+        "memfit ladder": "memfit ladder --seconds 0.01",
+        "min_run_seconds=0.05": "min_run_seconds=0.01",
+    },
+    "docs/guides/offload.md": {
+        '"points": 1': '"points": 1, "precisions": ["32-true"]',
+        "memfit plan": "memfit plan --precision 32-true --points 1",
+    },
+    "docs/guides/out-of-memory.md": {"memfit plan": "memfit plan --precision 32-true --points 1"},
+    "docs/guides/precision.md": {"batch_size=2": "batch_size=1"},
+    "docs/guides/resume.md": {
+        "until memfit train mine.py:workload": "until memfit train mine.py:preempted",
+        "--steps 10000": "--steps 4",
+        'numerics="exact"': 'numerics="exact", precisions=["32-true"]',
+    },
+    "docs/guides/script.md": {"points=1": 'precisions=["32-true"], points=1'},
+    "docs/guides/sharding.md": {"torch.randn(64, 256)": "torch.randn(16, 256)"},
+    "docs/guides/structure.md": {"points=1": 'precisions=["32-true"], points=1'},
+    "docs/guides/trainers.md": {"points=1)": 'points=1, numerics="exact")'},
+    "docs/guides/varying-shapes.md": {"points=3": "points=2"},
     "docs/quickstart.md": {
-        'numerics="exact")': 'numerics="exact", points=2)',
-        "--numerics exact -o": "--numerics exact --points 2 -o",
-        "--steps 20": "--steps 2",
+        'numerics="exact")': 'numerics="exact", precisions=["32-true"], points=1)',
+        "--numerics exact -o": "--numerics exact --precision 32-true --points 2 -o",
+        "--steps 20": "--steps 1",
         "--checkpoint-every 10": "--checkpoint-every 1",
+    },
+    "docs/reference/levers.md": {"points=2": "points=1"},
+    "docs/reference/verbs.md": {
+        'numerics="exact")\nexcept': 'numerics="exact", precisions=["32-true"])\nexcept',
+        "points=3": 'precisions=["32-true"], points=2',
+        "min_run_seconds=0.05": "min_run_seconds=0.01",
     },
 }
 """What is put in the place of what would take too long, or needs a scheduler."""
@@ -103,8 +120,7 @@ def pages_with_examples() -> list[object]:
     """Return the pages whose examples are run here; the README's are the quickstart's."""
     names = [name_of(page) for page in PAGES if blocks(page, "python") or blocks(page, "sh")]
     here = [name for name in names if name not in ELSEWHERE and name != "README.md"]
-    slow = (pytest.mark.slow, pytest.mark.timeout(1500))
-    return [pytest.param(n, marks=(*slow * (n in SLOW), *(pytest.mark.ci,) * (n in LONG))) for n in here]
+    return [pytest.param(name, marks=(pytest.mark.ci,) * (name in LONG)) for name in here]
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ import gc
 import importlib
 import json
 import os
+import random
 import runpy
 import selectors
 import signal
@@ -38,6 +39,7 @@ def main() -> None:
     import torch
 
     import memfit
+    from memfit.cost import calibrate
     from memfit.fake_gpu import process, shim
     from tests import warm
     from tests.fixed_costs import fixed_costs
@@ -55,6 +57,7 @@ def main() -> None:
         standing.enter_context(remembered_captures(Path(traces)))
     shim.command = lambda module, *line: warm.fake_cuda_command(module, *line, folder=folder)
     process.command = lambda module, *line: warm.command("-m", module, *line, folder=folder)
+    calibrate._interpreter = lambda code: warm.command("-c", code, folder=folder)
     for name in [name for name in sys.modules if name.split(".")[0] == "tests"]:
         if not name.startswith("tests.warm"):
             del sys.modules[name]
@@ -112,6 +115,7 @@ def _serve(connection: socket.socket, kind: str, standard: list[str]) -> None:
         os.environ.update(environment)
         if kind == "cuda":
             os.environ["MEMFIT_FAKE_CUDA"] = str(os.getpid())
+        random.seed(0)  # as tests/conftest.py: Python seeds it anew in a fork, and captures are remembered by its state
         os._exit(_status(line, standard))
     for file in files:
         os.close(file)

@@ -81,8 +81,10 @@ class Captures:
         """Return the trace of the step with levers applied, as `capture_levers` does."""
         if gpu_process.is_elsewhere(self.device):
             return capture_levers(self.workload, levers, self.device, self.data)
-        as_before = not any(lever.changes_state(levers) for lever in registry.used(levers, samples_of(self.workload)))
-        if as_before and self._warm is not None:
+        size = samples_of(self.workload)
+        as_before = not any(lever.changes_state(levers) for lever in registry.used(levers, size))
+        is_as_later = not registry.compiles(levers, size)  # of compiled steps, the first is like no other
+        if as_before and is_as_later and self._warm is not None:
             try:
                 return _captured(self._warm, levers, self.device, self.data, warm=True, explores=False)
             except CaptureError:  # as for a model that holds something of the step before, in another precision
