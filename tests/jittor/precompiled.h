@@ -17,9 +17,7 @@
 #include <unordered_map>
 #include <unordered_set>
 #include <vector>
-#ifdef JIT  // a kernel
 #include "common.h"
 #include "op.h"
 #include "ops/op_register.h"
 #include "var.h"
-#endif
