@@ -28,6 +28,12 @@ from tests.fixed_costs import fixed_costs
 from tests.quick_plans import quick_plans
 from tests.remembered import remembered_captures
 
+with contextlib.suppress(ModuleNotFoundError):  # the environments of Jittor and TensorFlow do without
+    from hypothesis import settings
+
+    settings.register_profile("seeded", derandomize=True)
+    settings.load_profile("seeded")  # before modules of tests are imported, which go on from it
+
 _SHARED = "MEMFIT_TESTS_SHARED"
 _CACHE = "MEMFIT_CACHE_DIR"
 _CAPTURING = ("_torch", "capture", "cost", "fake_gpu", "jittor", "keras", "recomputation", "wheel")

@@ -122,7 +122,7 @@ def test_a_list_of_records_has_a_record_a_sample() -> None:
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.booleans(), st.data())
-@settings(max_examples=60, derandomize=True, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_parts_of_packed_sequences_are_the_sequences(lengths: list[int], is_sorted: bool, data: Any) -> None:
     lengths = sorted(lengths, reverse=True) if is_sorted else lengths
     sequences = [torch.arange(n) * 10.0 + i for i, n in enumerate(lengths)]

@@ -52,7 +52,7 @@ arguments = st.one_of(tensors(), scalars, st.lists(st.one_of(tensors(), scalars)
 
 
 @given(st.lists(arguments, max_size=4), st.dictionaries(st.sampled_from("abc"), arguments, max_size=2))
-@settings(max_examples=300, derandomize=True, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_what_is_rebuilt_has_the_same_signature(args: list[Any], kwargs: dict[str, Any]) -> None:
     text = signature(aten.add.Tensor, tuple(args), kwargs)
     func, again, named = rebuild(text, "cpu")
@@ -62,7 +62,7 @@ def test_what_is_rebuilt_has_the_same_signature(args: list[Any], kwargs: dict[st
 
 
 @given(tensors())
-@settings(max_examples=200, derandomize=True, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_a_rebuilt_tensor_has_dtype_shape_stride_and_safe_values(tensor: torch.Tensor) -> None:
     _, (again,), _ = rebuild(signature(aten.neg.default, (tensor,), {}), "cpu")
     assert (again.dtype, again.shape, again.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
@@ -70,7 +70,7 @@ def test_a_rebuilt_tensor_has_dtype_shape_stride_and_safe_values(tensor: torch.T
 
 
 @given(tensors(), tensors())
-@settings(max_examples=200, derandomize=True, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_different_tensors_have_different_signatures(one: torch.Tensor, other: torch.Tensor) -> None:
     same = (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
     assert (signature(aten.neg.default, (one,), {}) == signature(aten.neg.default, (other,), {})) is same

@@ -40,7 +40,7 @@ def test_fractions_are_cut_to_whole_bytes() -> None:
 
 
 @given(st.floats(1, 1e15), st.sampled_from(["B", "KiB", "MiB", "GiB", "TiB"]))
-@settings(max_examples=200, derandomize=True)
+@settings(max_examples=200)
 def test_what_is_written_can_be_read(value: float, unit: str) -> None:
     nbytes = min(value * UNITS[unit], 2.0**50)
     assert parse_budget(format_bytes(nbytes), DEVICE) == pytest.approx(nbytes, rel=0.06, abs=1)
@@ -96,7 +96,7 @@ def test_nonsense_is_a_budget_error_that_says_what_to_give(budget: object) -> No
 
 @given(st.one_of(st.text(max_size=12), st.floats(), st.integers(), st.none(), st.booleans()))
 @example("1GİB")
-@settings(max_examples=300, derandomize=True)
+@settings(max_examples=300)
 def test_anything_gives_positive_bytes_or_a_budget_error(budget: object) -> None:
     try:
         assert parse_budget(budget, DEVICE) >= 1  # type: ignore[arg-type]
@@ -134,7 +134,7 @@ def test_seconds_are_written_for_people(seconds: float, text: str) -> None:
 
 
 @given(st.integers(1, 400), st.integers(2**10, 2**45))
-@settings(max_examples=60, derandomize=True)
+@settings(max_examples=60)
 def test_a_share_of_the_plain_peak_is_of_that_peak(percent: int, plain_bytes: int) -> None:
     found = read_budget(f"{percent / 100}x")
     assert found.of == "plain"

@@ -51,7 +51,7 @@ def test_what_is_no_tensor_is_kept_by_slices() -> None:
 
 
 @given(st.integers(1, 20), st.integers(0, 20), st.integers(0, 20))
-@settings(max_examples=50, derandomize=True, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_a_slice_has_as_many_samples_as_fit(n: int, start: int, stop: int) -> None:
     piece = slice_batch({"x": torch.arange(n)}, start, stop)
     assert piece["x"].tolist() == list(range(n))[start:stop]

@@ -301,6 +301,8 @@ CONFS = st.lists(
 @example(20, [("roundup_power2_divisions", "[>:1]")], [512, 2**21, 2**40])
 @example(20, [("roundup_power2_divisions", "[4:4,>:2,64:8]")], [2**n for n in range(20, 38)])
 @example(20, [("roundup_power2_divisions", "[32768:4,>:2]")], [2**n for n in range(20, 38)])
+@example(11, [("roundup_power2_divisions", "[1:3,1:0]")], [])
+@example(11, [("roundup_power2_divisions", "[>:3,>:0]")], [])
 @given(st.integers(9, 40), CONFS, st.lists(st.integers(512, 2**37), max_size=20))
 @settings(deadline=None)
 def test_settings_are_read_as_pytorch_reads_them(large: int, pairs: list[tuple[str, str]], sizes: list[int]) -> None:

@@ -31,7 +31,6 @@ def program(*operations: Operation, within: str = "", block: Block | None = None
 
 
 SETTINGS = settings(
-    derandomize=True,
     deadline=None,
     phases=PHASES,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

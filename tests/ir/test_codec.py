@@ -59,7 +59,7 @@ levers = st.builds(
 
 
 @given(levers, st.lists(st.text(), max_size=3))
-@settings(max_examples=60, derandomize=True, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_a_plan_survives_the_round_trip(levers: Levers, notes: list[str]) -> None:
     plan = plan_of(levers, notes)
     assert codec.decode(codec.encode(plan), Plan, source="x") == plan
@@ -115,7 +115,7 @@ def test_what_is_no_plan_is_refused_by_name(name: str, tmp_path: Path) -> None:
 
 
 @given(st.integers(0, len(codec.encode(PLAN)) - 1), st.integers(0, 255))
-@settings(max_examples=200, derandomize=True, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_any_damaged_byte_gives_a_plan_or_a_plan_error(position: int, byte: int) -> None:
     data = bytearray(codec.encode(PLAN))
     data[position] = byte

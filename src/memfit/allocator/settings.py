@@ -227,6 +227,8 @@ def _divisions(key: str, value: str) -> int | tuple[int, ...]:
     for pair in filter(None, value[1:-1].split(",")):
         size, _, number = pair.partition(":")
         divisions = _number(key, number)
+        if divisions and not _is_power_of_two(divisions):  # even where a later pair sets the same interval
+            raise AllocatorSettingsError(f"{key}:{value} has {divisions} steps, which is no power of two, nor 0")
         if size == ">":
             result[last + 1 :] = [divisions] * (INTERVALS - last - 1)
             continue
