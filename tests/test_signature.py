@@ -182,6 +182,16 @@ def test_a_mask_to_write_through_selects_as_many_places_as_there_are_values(
     assert int(again[1][at].sum()) == chosen
 
 
+@pytest.mark.parametrize("shape", [(6, 3), (6,)])
+def test_values_are_added_through_a_mask_that_stands_beside_the_indices(shape: tuple[int, ...]) -> None:
+    """As the gradient of an embedding with padding is, where Inductor compiles it."""
+    places, width = torch.zeros(2, 4, dtype=torch.long), shape[1:]
+    mask = torch.ones(2, 4, *(1 for _ in width), dtype=torch.bool)
+    args = (torch.zeros(shape), mask, [places], torch.ones(2, 4, *width))
+    func, again, kwargs = rebuild(signature(aten._unsafe_masked_index_put_accumulate.default, args, {}), "cpu")
+    assert func(*again, **kwargs).shape == shape
+
+
 def test_a_mask_that_one_value_is_written_through_stays_empty() -> None:
     mask = torch.zeros(6, dtype=torch.bool)
     func, args, kwargs = rebuild(

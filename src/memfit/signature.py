@@ -97,7 +97,7 @@ def rebuild(text: str, device: str) -> tuple[Callable[..., Any], list[Any], dict
     if "ctc_loss" in name:
         _spread_labels(args[1:5] if "backward" in name else args[:4])
     if "index_put" in name:
-        _select_as_many(args)
+        _select_as_many(func, args)
     if any(part in name for part in _SOLVING):
         _make_regular([*args, *kwargs.values()])
     return func, args, kwargs
@@ -137,9 +137,10 @@ def _fill_bags(func: Any, args: list[Any]) -> None:
         sizes.fill_(max(1, indices.numel() // sizes.numel()))
 
 
-def _select_as_many(args: list[Any]) -> None:
-    """Make a mask select as many places as there are values to write."""
-    written, indices, values = args[:3]
+def _select_as_many(func: Any, args: list[Any]) -> None:
+    """Make a mask among indices select as many places as there are values to write."""
+    arguments = {a.name: value for a, value in zip(schema_of(func).arguments, args, strict=False)}
+    written, indices, values = (arguments[name] for name in ("self", "indices", "values"))
     masks = [(at, index) for at, index in enumerate(indices) if index is not None]
     if len(masks) == 1 and masks[0][1].dtype is torch.bool:
         ((at, mask),) = masks
