@@ -350,6 +350,36 @@ def test_constants_may_be_read_between_graphs() -> None:
     assert any(map(is_kernel, trace.signatures))
 
 
+class Table(nn.Module):
+    """A table whose gradient is sparse, and that is called some times."""
+
+    def __init__(self, make: Any, calls: int) -> None:
+        super().__init__()
+        self.table, self.calls = make(64, 8, sparse=True), calls
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        found = [self.table(rows.roll(turn, 0)) for turn in range(self.calls)]
+        return torch.stack(found).square().mean()
+
+
+def with_table(make: Any, calls: int) -> Workload:
+    model, rows = Table(make, calls), torch.randint(0, 64, (256, 4))
+    return Workload(model, rows, lambda model, rows: model(rows), torch.optim.SparseAdam(model.parameters()))
+
+
+@pytest.mark.parametrize("make", [nn.Embedding, nn.EmbeddingBag])
+def test_a_sparse_gradient_is_compiled(make: Any) -> None:
+    """Of what `EmbeddingBag` returns, its gradient needs outputs without a byte."""
+    assert any(map(is_kernel, capture_levers(with_table(make, 1), WHOLE, CPU).signatures))
+
+
+@pytest.mark.parametrize("make", [nn.Embedding, nn.EmbeddingBag])
+def test_sums_of_sparse_gradients_are_refused(make: Any) -> None:
+    """PyTorch compiles them to code that fails as it runs."""
+    with pytest.raises(PlanError, match=r"computes with sparse gradients \(aten.add.Tensor\)"):
+        capture_levers(with_table(make, 2), WHOLE, CPU)
+
+
 class Counting(PlannedBackend):
     """Compiles nothing."""
 

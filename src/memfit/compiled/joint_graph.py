@@ -115,6 +115,17 @@ def has_symbols(graph: fx.Graph) -> bool:
     return any(isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool) for node in graph.nodes)
 
 
+def users_of_sparse(graph: fx.Graph) -> list[str]:
+    """Return the operators of a graph that take sparse tensors, such as the sum of two sparse gradients."""
+    return [
+        str(user.target)
+        for node in graph.nodes
+        if isinstance(value := node.meta.get("val"), torch.Tensor) and value.layout is not torch.strided
+        for user in node.users
+        if user.op != "output"
+    ]
+
+
 def read(
     graph: fx.Graph, forward_outputs: int, name: str, fused: bool = False, names: CallNames | None = None
 ) -> JointGraph:

@@ -11,7 +11,7 @@ from memfit._torch.compilers import boxed, current_compile_id
 from memfit.capture.composites import composites_lifted
 from memfit.compiled.channels_last import lay_out_channels_last
 from memfit.compiled.graph_module_calls import CallNames
-from memfit.compiled.joint_graph import has_symbols
+from memfit.compiled.joint_graph import has_symbols, users_of_sparse
 from memfit.compiled.joint_rewriter import JointRewriter, prepare
 from memfit.compiled.kernel_recording import RecordedGraph
 from memfit.compiled.lowering import lower_to_inductor, raising_own
@@ -54,6 +54,11 @@ class PlannedBackend:
             raise PlanError(
                 "levers.compiler is for fixed shapes, and the compiled graph has dynamic ones: mark no dimension as"
                 " dynamic, or set levers.compiler to 'none'"
+            )
+        if users := users_of_sparse(module.graph):
+            raise PlanError(
+                f"the compiled graph computes with sparse gradients ({users[0]}), which Inductor takes for dense ones:"
+                " call a table with sparse=True once in a step, or set levers.compiler to 'none'"
             )
         prepare(module.graph)
         if self.channels_last:

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
@@ -125,6 +126,8 @@ class _Rewriter:
         """Return the innermost region around that recomputes a node, or None for the original."""
         if self.storages[node] and self.kept.issuperset(self.storages[node]):
             return None
+        if node.target is operator.getitem and self._source(node.args[0], chain) is None:  # type: ignore[arg-type]
+            return None  # outputs are saved one by one, and not all at once to be taken apart later
         return next((region for region in chain if node in self.regions[region].recomputed), None)
 
     def _resolved(self, node: fx.Node, chain: tuple[int, ...]) -> fx.Node:
