@@ -20,6 +20,7 @@ from memfit.errors import CaptureError
 from memfit.hardware.host import find_device
 from memfit.ir import codec
 from memfit.ir.device import Device
+from memfit.ir.offload import COPY_IN
 from memfit.ir.plan import Levers
 from memfit.ir.trace import Trace
 from memfit.planner.captures import capture_levers
@@ -64,12 +65,18 @@ def test_what_is_not_of_a_call_is_measured_once(device: Device, trace: Trace, mo
     assert first.ops.keys() < read_cache(path).ops.keys()
 
 
-def test_a_link_that_had_no_room_is_measured_later(device: Device, trace: Trace) -> None:
+def test_a_link_that_had_no_room_is_measured_for_the_next_step_that_copies(
+    device: Device, trace: Trace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = cache_path(device, "highest")
     measured_costs([trace], device)
     first = read_cache(path)
     codec.write_atomic(path, codec.encode(replace(first, link_bytes_per_second=0.0)))
-    measured_costs([trace], device)
+    with monkeypatch.context() as patch:
+        patch.setattr(accelerator_costs, "_measure", lambda *_, **__: pytest.fail("measured for a step without copies"))
+        measured_costs([trace], device)
+    copy = json.dumps({"op": COPY_IN, "args": [{"t": ["float32", [512, 512], [512, 1]]}]})
+    measured_costs([replace(trace, signatures=[copy], ops=[])], device)
     assert read_cache(path).link_bytes_per_second > 0 and read_cache(path).ops == first.ops
 
 

@@ -85,8 +85,9 @@ def measured_costs(
     known = read_cache(path)
     wanted = dict.fromkeys(s for trace in traces for s in trace.signatures)
     missing = [text for text in wanted if text not in known.ops and _name(text) not in (COPY_IN, COPY_OUT)]
-    knows_the_device = known.launch_seconds > 0 and known.link_bytes_per_second > 0
-    if missing or not knows_the_device:
+    lacks_link = not known.link_bytes_per_second and any(_name(text) in (COPY_IN, COPY_OUT) for text in wanted)
+    if missing or not known.launch_seconds or lacks_link:
+        knows_the_device = known.launch_seconds > 0 and known.link_bytes_per_second > 0
         found = _measure(missing, device, matmul, progress, ops_only=knows_the_device)
         ops = {**known.ops, **found.ops}
         known = replace(known if knows_the_device else found, ops=ops)
