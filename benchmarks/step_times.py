@@ -1,22 +1,24 @@
 """Are predicted ratios between plans right, and is the plan that is chosen by measuring the fastest?
 
-Each model of the frontier is planned for budgets below its plain peak, by predicted times alone, and the plain and the
-planned step run in turns, as a plan's own choice runs them: the predicted ratio of their times is held against the
-measured one. Then a plan is chosen by measuring, and every plan that was run for it runs again, in turns: the one that
-was chosen is held against the fastest.
+Each model of the frontier is planned for budgets below its plain peak, and a plan is chosen by measuring. Then the
+plain step and every plan that was run for that choice run again, in turns, round by round. The predicted ratio of the
+plain step and of the plan that is predicted to be fastest is held against the measured one, and the plan that was
+chosen against the fastest.
 
-Three conditions, each in processes of their own: one thread, two threads, and two threads beside two processes that
-compute.
+Three conditions, each in processes of their own, which keep freed memory and let threads wait as memfit's own do: one
+thread, two threads, and two threads beside two processes that compute.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import random
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +28,10 @@ from benchmarks.common import Case, main
 from benchmarks.frontier.models import QUICK, SUBJECTS
 from benchmarks.processes import output_of
 from benchmarks.steps.rows import Rows
-from memfit.hardware.host import find_device
-from memfit.ir.plan import Levers, Plan
+from memfit.cli import threads
+from memfit.hardware import heap
+from memfit.hardware.host import find_device, free_bytes
+from memfit.ir.plan import Levers, MeasuredStep, Plan
 from memfit.planner.contenders import MARGIN
 from memfit.planner.measured_steps import timed_in_turns
 from memfit.workload import Workload, samples_of
@@ -35,6 +39,7 @@ from memfit.workload import Workload, samples_of
 SHARES = (0.7, 0.5)
 _SPIN = "while True: sum(range(100000))"
 _LIMIT_SECONDS = 900.0
+_SECONDS, _LEAST_ROUNDS = 25.0, 3
 
 
 @dataclass(frozen=True)
@@ -57,57 +62,64 @@ def cells(name: str, quick: bool) -> Iterator[Case]:
     """Yield the cells of a model, as this process runs it."""
     subject = (QUICK if quick else SUBJECTS)[name]
     workload = subject.make()
+    heap.keep(memfit.estimate(workload).peak_upper_bytes, free_bytes())
     for share in SHARES[1:] if quick else SHARES:
         yield from _cell(name, workload, share)
 
 
 def _cell(name: str, workload: Workload, share: float) -> Iterator[Case]:
-    options: dict[str, Any] = {"budget": f"{share}x", "precisions": ["32-true"], "points": 1}
     try:
-        plan = memfit.plan(workload, measure=False, **options)
+        plan = memfit.plan(workload, budget=f"{share}x", precisions=["32-true"], points=1, measure=True)
     except memfit.InfeasibleError:
         return
+    run: dict[Levers, MeasuredStep | Plan] = {step.levers: step for step in plan.measured} or {plan.levers: plan}
+    predicted_seconds = {levers: _predicted_seconds(step) for levers, step in run.items()}
+    fastest = min(predicted_seconds, key=lambda levers: predicted_seconds[levers])
     plain = Levers(microbatch_size=samples_of(workload))
-    found = _seconds(workload, [(plain, plan.plain.step_seconds), (plan.levers, plan.predicted.step_seconds)])
-    if len(found) < 2:
-        return
+    rounds = _rounds(workload, {plain: plan.plain.step_seconds, **predicted_seconds})
     yield {
         "kind": "ratio",
         "model": name,
         "budget": share,
-        "levers": [use.brief for use in plan.uses],
-        "predicted_ratio": plan.predicted.step_seconds / plan.plain.step_seconds,
-        "measured_ratio": found[1] / found[0],
+        "levers": [use.brief for use in run[fastest].uses],
+        "rounds": len(rounds),
+        "predicted_ratio": predicted_seconds[fastest] / plan.plain.step_seconds,
+        "measured_ratio": _ratio(rounds, fastest, plain),
         "predicted_plain_seconds": plan.plain.step_seconds,
-        "measured_plain_seconds": found[0],
+        "measured_plain_seconds": statistics.median(seconds[plain] for seconds in rounds),
     }
-    yield from _choice(name, workload, share, memfit.plan(workload, measure=True, **options))
+    if len(run) > 1:
+        yield {
+            "kind": "choice",
+            "model": name,
+            "budget": share,
+            "plans": len(run),
+            "rounds": len(rounds),
+            "ratio_to_best": 1 / min(_ratio(rounds, levers, plan.levers) for levers in run),
+        }
 
 
-def _choice(name: str, workload: Workload, share: float, plan: Plan) -> Iterator[Case]:
-    """Yield what the plan chosen by measuring took, and the fastest of those that were run for it, each run again."""
-    run = {step.levers: step for step in plan.measured}
-    if len(run) < 2 or plan.levers not in run:
-        return
-    levers = [plan.levers, *(other for other in run if other != plan.levers)]
-    found = _seconds(workload, [(each, run[each].predicted_seconds) for each in levers])
-    if len(found) < len(levers):
-        return
-    yield {
-        "kind": "choice",
-        "model": name,
-        "budget": share,
-        "plans": len(levers),
-        "chosen_seconds": found[0],
-        "best_seconds": min(found),
-        "ratio_to_best": found[0] / min(found),
-    }
+def _predicted_seconds(step: MeasuredStep | Plan) -> float:
+    return step.predicted.step_seconds if isinstance(step, Plan) else step.predicted_seconds
 
 
-def _seconds(workload: Workload, plans: Sequence[tuple[Levers, float]]) -> list[float]:
-    """Return the median seconds of a step under each plan, run in turns; fewer where one failed."""
-    timed = timed_in_turns(workload, plans, find_device("cpu"), limit_seconds=20.0)
-    return [timed.medians[index] for index in range(len(plans)) if index in timed.medians]
+def _rounds(workload: Workload, plans: Mapping[Levers, float]) -> list[dict[Levers, float]]:
+    """Return the median seconds of a step under each plan, round by round, each in an order drawn anew."""
+    draws, found = random.Random(0), list[dict[Levers, float]]()
+    ends = time.perf_counter() + _SECONDS
+    while len(found) < _LEAST_ROUNDS or time.perf_counter() < ends:
+        order = draws.sample([*plans], len(plans))
+        pairs = [(levers, plans[levers]) for levers in order]
+        timed = timed_in_turns(workload, pairs, find_device("cpu"), limit_seconds=_LIMIT_SECONDS, rounds=1)
+        if timed.errors or timed.are_first_steps:
+            raise RuntimeError(f"a plan could not be run: {timed.errors}")
+        found.append({levers: timed.medians[index] for index, levers in enumerate(order)})
+    return found
+
+
+def _ratio(rounds: Sequence[dict[Levers, float]], levers: Levers, other: Levers) -> float:
+    """Return the ratio of two plans' times: the median of the rounds' ratios, since speeds come and go."""
+    return statistics.median(seconds[levers] / seconds[other] for seconds in rounds)
 
 
 @contextlib.contextmanager
@@ -174,8 +186,11 @@ def run(
 def _isolated(model: str, condition: Condition, quick: bool, name: str) -> list[Case]:
     """Return the cells of a model from a process of its own."""
     command = [sys.executable, "-m", "benchmarks.step_times", "--cell", model, *(["--quick"] * quick)]
+    environment = {"OMP_NUM_THREADS": str(condition.threads)}
+    if condition.others:  # as the command line has threads wait on a busy machine
+        environment[threads.VARIABLE] = "PASSIVE"
     with _computing(condition.others):
-        output = output_of(command, _LIMIT_SECONDS, {"OMP_NUM_THREADS": str(condition.threads)})
+        output = output_of(command, _LIMIT_SECONDS, environment)
     if not output.rows:
         print(f"{name}: {output.end}\n{output.notices[-2000:]}", file=sys.stderr)
     return output.rows

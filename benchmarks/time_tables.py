@@ -81,11 +81,11 @@ def step_ratios_table(result: dict[str, Any]) -> str:
 
 
 def resident_table(result: dict[str, Any]) -> str:
-    """Return what planned steps have resident, where freed memory stays with the C library and where it does not."""
+    """Return what planned steps have resident, by what the C library does with freed memory."""
     lines = head(("step", "plan", "freed memory", "resident", "resident to plan", "processor's time a step"))
     for case in result["cases"]:
         sizes = [format_bytes(case[key]) for key in ("peak_bytes", "resident_bytes")]
-        way = {"kept": "stays", "returned": "goes back"}[case["way"]]
+        way = {"default": "by default", "kept": "stays", "returned": "goes back"}[case["way"]]
         ratio = f"×{case['resident_bytes'] / case['peak_bytes']:.2f}"
         lines.append(row((case["case"], sizes[0], way, sizes[1], ratio, format_seconds(case["step_seconds"]))))
     return "\n".join([*lines, "", f"{made_by(result)}."])

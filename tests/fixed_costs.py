@@ -69,6 +69,7 @@ def fixed_costs() -> Iterator[None]:
             calibrate,
             _coarse_seconds=_coarse_seconds,
             _precise_seconds=_precise_seconds,
+            _has_drifted=lambda *_: False,
             _dispatch_seconds=lambda: DISPATCH_SECONDS,
             _checkpoint_overheads=lambda: (CHECKPOINT_SECONDS, SELECTIVE_OP_SECONDS),
         ),

@@ -1,6 +1,6 @@
-"""What a step has resident on a CPU beside what its tensors take, with the C library's heap as it is, and spared.
+"""What a step has resident on a CPU beside what its tensors take, by what the C library does with freed memory.
 
-Each run is a process of its own, under a plan for half of the plain step's peak. Runs of either way take turns; figures
+Each run is a process of its own, under a plan for half of the plain step's peak. Runs of the ways take turns; figures
 are medians. Resident is the process's high-water mark over its steps, less what it held before them without tensors.
 """
 
@@ -31,8 +31,10 @@ def run(quick: bool) -> tuple[list[Case], dict[str, Any]]:
     for way in WAYS:
         found = [case["resident_bytes"] / case["peak_bytes"] for case in cases if case["way"] == way]
         summary[f"largest_resident_to_peak_{way}"] = max(found)
-    pairs = zip(*([c["step_seconds"] for c in cases if c["way"] == way] for way in WAYS), strict=True)
-    summary["largest_time_ratio"] = max(returned / kept for kept, returned in pairs)
+    seconds = {way: [c["step_seconds"] for c in cases if c["way"] == way] for way in WAYS}
+    for way in ("kept", "returned"):
+        pairs = zip(seconds[way], seconds["default"], strict=True)
+        summary[f"largest_time_ratio_{way}"] = max(one / other for one, other in pairs)
     return cases, summary
 
 

@@ -12,7 +12,7 @@ import torch
 
 import memfit
 from benchmarks.frameworks.subject import high_water_bytes, resident_bytes
-from memfit.hardware.heap import return_freed_memory
+from memfit.hardware.heap import keep_freed_memory, return_freed_memory
 from memfit.recipes import brain_segmentation, byte_lm
 from memfit.workload import Workload, tensors_of
 
@@ -20,15 +20,15 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "byte_lm": lambda: byte_lm(n_layer=6, d_model=256, n_head=4, context=256, batch_size=8, max_bytes=400_000),
     "brain_segmentation": brain_segmentation,
 }
-WAYS = ("kept", "returned")
-"""What becomes of freed memory: it stays with the C library, or goes back to the system at once."""
+WAYS = {"default": lambda: True, "kept": keep_freed_memory, "returned": return_freed_memory}
+"""What becomes of freed memory: as the C library does by itself, all stays there, or all goes back at once."""
 STEPS = 6
 
 
 def main() -> None:
     """Run some steps, and print what they had resident and how much of a processor's time each took."""
     name, path, way = sys.argv[1:]
-    if way == "returned" and not return_freed_memory():
+    if not WAYS[way]():
         raise SystemExit("the C library is not glibc")
     torch.set_num_threads(1)
     workload, plan = WORKLOADS[name](), memfit.load_plan(path)

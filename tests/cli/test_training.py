@@ -1,15 +1,13 @@
-"""Freed memory goes back at once where a command owns the process and its plan needs that; nowhere else."""
+"""What becomes of freed memory where a command owns the process."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import pytest
 import torch
 from msgspec.structs import replace
 
 import memfit
-from memfit.cli import run, training
+from memfit.cli import plan_commands, run, training
 from memfit.errors import BudgetError
 from memfit.hardware import heap
 from memfit.ir.plan import Plan
@@ -25,66 +23,87 @@ def plan() -> Plan:
 
 
 @pytest.fixture
-def returned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
-    """Whether this process was to return freed memory, which it is not to do for the tests after these."""
-    asked: list[bool] = []
+def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What this process was to do with freed memory, which it is not to do for the tests after these."""
+    asked: list[str] = []
 
-    def noted() -> bool:
-        asked.append(True)
+    def noted(way: str) -> bool:
+        asked.append(way)
         return True
 
-    monkeypatch.setattr(heap, "return_freed_memory", noted)
+    monkeypatch.setattr(heap, "return_freed_memory", lambda: noted("returned"))
+    monkeypatch.setattr(heap, "keep_freed_memory", lambda: noted("kept"))
     monkeypatch.setattr(heap, "is_set_by_user", lambda: False)
-    for module in (training, run):
+    for module in (training, run, plan_commands):
         monkeypatch.setattr(module, "free_bytes", lambda: 2 * GIB)
-    yield asked
+    return asked
 
 
 @pytest.mark.parametrize(
-    ("peak_bytes", "host_budget", "is_spared"),
+    ("peak_bytes", "host_budget", "way"),
     [
-        (GIB // 2, None, False),
-        (GIB // 2 + 1, None, True),
-        (GIB // 4, "1GiB", False),
-        (GIB // 4 + 1, "1GiB", True),
-        (GIB // 4 + 1, "50%", True),
-        (GIB // 2 + 1, "64GiB", True),  # the machine has no more than it has
+        (GIB // 2, None, "kept"),
+        (GIB // 2 + 1, None, "returned"),
+        (GIB // 4, "1GiB", "kept"),
+        (GIB // 4 + 1, "1GiB", "returned"),
+        (GIB // 4 + 1, "50%", "returned"),
+        (GIB // 2 + 1, "64GiB", "returned"),  # the machine has no more than it has
     ],
 )
-def test_training_where_there_is_little_room(
+def test_training_by_the_room_that_there_is(
     plan: Plan,
-    returned: list[bool],
+    ways: list[str],
     capsys: pytest.CaptureFixture[str],
     peak_bytes: int,
     host_budget: str | None,
-    is_spared: bool,
+    way: str,
 ) -> None:
     large = replace(plan, predicted=replace(plan.predicted, peak_upper_bytes=peak_bytes))
-    training.spare_memory(large, host_budget)
-    assert bool(returned) == is_spared
-    assert ("goes back to the system at once" in capsys.readouterr().err) == is_spared
+    training.settle_memory(large, host_budget)
+    assert ways == [way]
+    assert ("goes back to the system at once" in capsys.readouterr().err) == (way == "returned")
 
 
-def test_training_on_a_gpu_leaves_the_heap_alone(plan: Plan, returned: list[bool]) -> None:
+@pytest.mark.parametrize(("runs_plain", "way"), [(False, "kept"), (True, "returned")])
+def test_the_plain_step_needs_room_where_it_runs_too(plan: Plan, ways: list[str], runs_plain: bool, way: str) -> None:
+    large = replace(plan, plain=replace(plan.plain, peak_upper_bytes=GIB))
+    training.settle_memory(large, runs_plain=runs_plain)
+    assert ways == [way]
+
+
+def test_training_on_a_gpu_leaves_the_heap_alone(plan: Plan, ways: list[str]) -> None:
     large = replace(plan, device="a100-80gb", predicted=replace(plan.predicted, peak_upper_bytes=64 * GIB))
-    training.spare_memory(large, None)
-    assert not returned
+    training.settle_memory(large)
+    assert not ways
 
 
 def test_training_with_a_host_budget_that_says_nothing(plan: Plan) -> None:
     with pytest.raises(BudgetError, match="host_budget"):
-        training.spare_memory(plan, "much")
+        training.settle_memory(plan, "much")
 
 
 @pytest.mark.parametrize(
-    ("budget", "is_spared"), [("512MiB", False), ("600MiB", True), ("90%", False), ("0.5x", False)]
+    ("budget", "found"), [("512MiB", ["kept"]), ("600MiB", ["returned"]), ("90%", []), ("0.5x", [])]
 )
-def test_scripts_with_a_budget_in_bytes(budget: str, is_spared: bool, returned: list[bool]) -> None:
-    run._spare_memory(read_budget(budget))
-    assert bool(returned) == is_spared
+def test_scripts_with_a_budget_in_bytes(budget: str, found: list[str], ways: list[str]) -> None:
+    run._settle_memory(read_budget(budget))
+    assert ways == found
 
 
-def test_scripts_on_a_gpu(returned: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scripts_on_a_gpu(ways: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    run._spare_memory(read_budget("40GiB"))
-    assert not returned
+    run._settle_memory(read_budget("40GiB"))
+    assert not ways
+
+
+@pytest.mark.parametrize(
+    ("budget", "device", "found"),
+    [("512MiB", None, ["kept"]), ("600MiB", None, []), ("0.9x", None, []), ("512MiB", "a100-80gb", [])],
+)
+def test_planning_measures_steps_as_training_runs_them(
+    budget: str, device: str | None, found: list[str], ways: list[str], monkeypatch: pytest.MonkeyPatch, plan: Plan
+) -> None:
+    monkeypatch.setattr(plan_commands, "load_for", lambda *_: tiny())
+    monkeypatch.setattr(memfit.pipeline, "plan", lambda *args, **kwargs: plan)
+    plan_commands.plan("", budget, device=device)
+    assert ways == found

@@ -13,7 +13,7 @@ from memfit.ir.operator_costs import OpCost
 from memfit.ir.plan import Precision
 from memfit.ir.remat import Region, Regions
 from memfit.ir.sharding import Mode, Sharding
-from memfit.ir.simulate import Replay, repeats, simulate
+from memfit.ir.simulate import Replay, captured_overhead_seconds, repeats, simulate
 from memfit.ir.timeline import Timeline
 from memfit.sharding.one_rank import shard, with_share_of_update
 from memfit.solver.candidates import options
@@ -167,3 +167,33 @@ def test_recomputed_seconds_are_those_of_the_operators_that_run_again() -> None:
     extra = again * COSTS.dispatch_seconds + len(regions.calls["shared"]) * COSTS.checkpoint_seconds
     assert len(regions.calls["shared"]) == 2
     assert planned.step_seconds - plain.step_seconds == pytest.approx(extra)
+
+
+ONLY_OVERHEAD = replace(COSTS, ops={}, dispatch_seconds=0.0, checkpoint_seconds=1.0, selective_op_seconds=0.0)
+RECOMPUTED: dict[str, tuple[tuple[str, ...], ...]] = {
+    "transformer": (("blocks.0",), ("blocks.1.mlp",), ("norm", "head")),
+    "convnet": (("stem.0", "stem.1"), ("stages",)),
+    "twice": (("shared",),),
+}
+
+
+@pytest.mark.parametrize(("name", "microbatches"), each(RECOMPUTED, [1, 4]))
+def test_what_a_captured_step_recomputes_costs_what_was_simulated(name: str, microbatches: int) -> None:
+    regions = {modules: Region(modules) for modules in RECOMPUTED[name]}
+    plain, workload = plain_trace(name, "32-true", microbatches, large=True), BUILDERS[name](**LARGE[name])
+    size = batch_size_of(workload.batch) // microbatches
+    applied = captured(workload, microbatch_size=size, regions=[*regions.values()])
+    simulated = simulate(plain, ONLY_OVERHEAD, [*regions.values()])
+    calls = 2 if name == "twice" else len(regions)
+    assert simulate(applied, ONLY_OVERHEAD).step_seconds == simulated.step_seconds == calls * microbatches
+    assert simulate(plain, ONLY_OVERHEAD).step_seconds == captured_overhead_seconds(plain, ONLY_OVERHEAD) == 0.0
+
+
+def test_operators_beside_kept_ones_cost_more() -> None:
+    applied = captured(BUILDERS["transformer"](**LARGE["transformer"]), regions=[Region(("blocks.0",))])
+    (run,) = applied.recomputed_runs
+    costs = replace(ONLY_OVERHEAD, selective_op_seconds=1e-3)
+    assert captured_overhead_seconds(applied, costs) == 1.0
+    kept = replace(applied, selective=["blocks.0"])
+    assert captured_overhead_seconds(kept, costs) == pytest.approx(1.0 + 1e-3 * len(run))
+    assert captured_overhead_seconds(replace(kept, selective=["blocks.1"]), costs) == 1.0

@@ -41,7 +41,7 @@ def times_are(monkeypatch: pytest.MonkeyPatch, seconds_of: Callable[[Levers], fl
         return apart_seconds
 
     monkeypatch.setattr(measured_steps._Turns, "_run", timed)
-    monkeypatch.setattr(measured_steps, "_ROUNDS", 1)
+    monkeypatch.setattr(measured_steps, "ROUNDS", 1)
     return ran
 
 

@@ -6,7 +6,6 @@ import dataclasses
 import random
 import weakref
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -77,7 +76,7 @@ def test_turns_end_within_the_time_but_for_those_of_the_first_round(
         assert spent <= limit_seconds + 1e-9  # what a plan takes is known by then
     times = Counter(world.turns)
     assert max(times.values()) - min(times[index] for index in range(count)) <= 1
-    assert max(times.values()) <= measured_steps._ROUNDS
+    assert max(times.values()) <= measured_steps.ROUNDS
 
 
 def test_each_round_has_an_order_of_its_own() -> None:
@@ -131,17 +130,11 @@ def timed(workload: Workload, *levers: Levers, limit_seconds: float = 20.0, **op
     return timed_in_turns(workload, plans, find_device("cpu"), limit_seconds=limit_seconds, **options)
 
 
-@pytest.fixture
-def one_round(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(measured_steps, "_ROUNDS", 1)
-    yield
-
-
-def test_nothing_of_the_workload_changes(one_round: None) -> None:
+def test_nothing_of_the_workload_changes() -> None:
     workload = small()
     before = state_of(workload)
     told: list[tuple[int, int]] = []
-    found = timed(workload, Levers(microbatch_size=8), Levers(microbatch_size=4), progress=lambda *at: told.append(at))
+    found = timed(workload, *sizes(8, 4), rounds=1, progress=lambda *at: told.append(at))
     assert same(state_of(workload), before)
     assert [len(each) for each in found.seconds] == [2, 2] and not found.errors
     assert set(found.medians) == {0, 1} and all(seconds > 0 for seconds in found.medians.values())
@@ -174,7 +167,7 @@ def test_one_copy_is_alive_at_a_time_and_none_afterwards() -> None:
         return own(model, batch)
 
     found = timed(dataclasses.replace(workload, loss_fn=loss), Levers(microbatch_size=8), Levers(microbatch_size=4))
-    assert len(found.seconds[0]) == 2 * measured_steps._ROUNDS
+    assert len(found.seconds[0]) == 2 * measured_steps.ROUNDS
     assert alive.most == 1
     assert not [each for each in alive.models.values() if each() is not None]
 
@@ -198,11 +191,11 @@ def test_a_plan_that_fails_is_not_run_again_and_the_others_are() -> None:
     assert first.errors.keys() == {0} and len(first.seconds[1]) <= 2  # with nothing to compare it with, it stops
 
 
-def test_a_time_that_is_over_ends_a_turn_between_two_steps(one_round: None) -> None:
+def test_a_time_that_is_over_ends_a_turn_between_two_steps() -> None:
     now = iter(range(10_000))
     clocks = Clocks(lambda: float(next(now)), lambda: 0.0)
     found = timed_in_turns(
-        small(), [(Levers(microbatch_size=8), 1e-6)], find_device("cpu"), clocks=clocks, limit_seconds=24.0
+        small(), [(Levers(microbatch_size=8), 1e-6)], find_device("cpu"), clocks=clocks, limit_seconds=24.0, rounds=1
     )
     assert 0 < len(found.seconds[0]) < steps_of(1e-6)
 
@@ -221,7 +214,7 @@ def test_making_code_is_timed_apart_and_costs_the_others_none_of_their_time(monk
     clocks = Clocks(lambda: now[0], lambda: now[0])
     found = timed(dataclasses.replace(workload, loss_fn=loss), *sizes(8, 4), clocks=clocks, limit_seconds=1000.0)
     assert found.medians == {0: 1.0, 1: 2.0} and max(found.first_seconds[1]) == 2.0
-    rounds = measured_steps._ROUNDS
+    rounds = measured_steps.ROUNDS
     assert calls == {8: 3 * rounds, 4: 8 * rounds} and now[0] > 2 * 60.0 * rounds
     calls.clear()
     assert timed(dataclasses.replace(workload, loss_fn=loss), *sizes(8, 4), clocks=clocks).medians == {0: 1.0, 1: 2.0}
@@ -252,7 +245,7 @@ def test_a_plan_that_is_much_slower_than_predicted_leaves_the_others_their_turns
 
 
 @pytest.mark.parametrize(("share", "is_busy"), [(1.0, False), (0.95, False), (0.5, True)])
-def test_a_busy_machine_is_noticed(one_round: None, share: float, is_busy: bool) -> None:
+def test_a_busy_machine_is_noticed(share: float, is_busy: bool) -> None:
     now = iter(range(10_000))
     at = [0.0]
 
@@ -260,7 +253,8 @@ def test_a_busy_machine_is_noticed(one_round: None, share: float, is_busy: bool)
         at[0] = float(next(now))
         return at[0]
 
-    found = timed(small(), Levers(microbatch_size=8), limit_seconds=1e6, clocks=Clocks(wall, lambda: share * at[0]))
+    clocks = Clocks(wall, lambda: share * at[0])
+    found = timed(small(), Levers(microbatch_size=8), limit_seconds=1e6, rounds=1, clocks=clocks)
     assert found.attended_share == pytest.approx(share)
     notes = notes_of(found, find_device("cpu"))
     assert [f"{share:.0%}" in note and "busy" in note for note in notes] == [True] * is_busy

@@ -13,12 +13,13 @@ from memfit.cost.outside import KERNELS_BYTES
 from memfit.cost.roofline import roofline
 from memfit.hardware.host import find_device
 from memfit.ir.plan import Levers, OptimizerLever, Precision
+from memfit.ir.remat import Region
 from memfit.planner import captures as captured_steps
 from memfit.planner.captures import Captures, capture_levers
 from memfit.planner.prediction import predict
 from memfit.workload import Workload, batch_size_of
 from tests.gpus import AMPERE
-from tests.models import BUILDERS, plain_trace, squared_error, transformer
+from tests.models import BUILDERS, COSTS, plain_trace, squared_error, transformer
 from tests.pipeline.test_plan import Caching
 
 DEVICE = find_device("cpu")
@@ -107,3 +108,23 @@ def test_a_full_card_is_retried_before_it_is_said_to_be_too_small() -> None:
     assert tight.peak_reserved_bytes == small.peak_reserved_bytes == found.peak_reserved_bytes
     assert tight.retries is None or tight.retries > 0
     assert small.retries is None
+
+
+@pytest.mark.parametrize("again", ["regions", "regions that keep", "lean"])
+def test_what_a_plan_recomputes_takes_its_overhead_in_time_too(again: str) -> None:
+    levers = {
+        "regions": Levers(microbatch_size=8, regions=(Region(("blocks.0",)), Region(("blocks.1",)))),
+        "regions that keep": Levers(
+            microbatch_size=8, regions=(Region(("blocks.1",), keep=("aten.addmm.default#0",)),)
+        ),
+        "lean": Levers(microbatch_size=8, lean=("*.norm1", "*.norm2")),
+    }[again]
+    trace = capture_levers(transformer(batch=8), levers, DEVICE)
+    costs = replace(COSTS, checkpoint_seconds=0.0, selective_op_seconds=0.0)
+    without = predict(trace, costs, DEVICE)[0]
+    found = predict(trace, replace(costs, checkpoint_seconds=1.0, selective_op_seconds=100.0), DEVICE)[0]
+    calls = {"regions": 2, "regions that keep": 1, "lean": 4}[again]
+    kept = again == "regions that keep"
+    assert (found.step_seconds - without.step_seconds) % 100 == pytest.approx(calls)
+    assert (found.step_seconds - without.step_seconds > 100) == kept
+    assert found.step_seconds == pytest.approx(sum(found.phase_seconds.values()))

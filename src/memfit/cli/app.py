@@ -27,19 +27,19 @@ app = commands.Commands(
 _ANY_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 
 app.command()(plan_commands.estimate)
-app.command()(plan_commands.plan)
+app.command(runs_steps=True)(plan_commands.plan)
 app.command()(plan_commands.fleet)
-app.command(context_settings=_ANY_ARGUMENTS)(plan_commands.run)
+app.command(runs_steps=True, context_settings=_ANY_ARGUMENTS)(plan_commands.run)
 app.command("probe-range")(plan_commands.probe_range)
-app.command()(train_commands.verify)
-app.command()(train_commands.compare)
-app.command()(train_commands.train)
+app.command(runs_steps=True)(train_commands.verify)
+app.command(runs_steps=True)(train_commands.compare)
+app.command(runs_steps=True)(train_commands.train)
 app.command()(train_commands.report)
 app.command()(train_commands.consolidate)
-app.command()(machine_commands.ladder)
+app.command(runs_steps=True)(machine_commands.ladder)
 app.command()(machine_commands.devices)
 app.command()(machine_commands.doctor)
-app.command()(machine_commands.demo)
+app.command(runs_steps=True)(machine_commands.demo)
 
 
 def main() -> None:

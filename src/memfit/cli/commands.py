@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from memfit.cli import threads
+
 is_whole = False
 """Whether an error is shown with all of its frames, memfit's too."""
 
@@ -19,16 +21,29 @@ class Commands(typer.Typer):
     """A command line whose commands all take `--traceback`."""
 
     def command(  # type: ignore[override]  # Typer spells out every option
-        self, name: str | None = None, **options: Any
+        self, name: str | None = None, *, runs_steps: bool = False, **options: Any
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Return a decorator that makes a function a command of this command line."""
+        """Return a decorator that makes a function a command of this command line.
+
+        Args:
+            runs_steps: Whether it runs steps on this machine: how their threads wait is settled first.
+        """
         register = super().command(name, **options)
 
         def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-            register(_with_traceback(function))
+            register(_with_traceback(_with_threads(function) if runs_steps else function))
             return function
 
         return decorate
+
+
+def _with_threads(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        threads.settle()
+        return function(*args, **kwargs)
+
+    return call
 
 
 def _with_traceback(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import psutil
 import torch
 from rich.rule import Rule
 
 from memfit import pipeline
 from memfit.cli.output import out, stages
 from memfit.cli.training import train_with_bar
+from memfit.hardware import heap
+from memfit.hardware.host import free_bytes, is_busy
 from memfit.ir import codec
 from memfit.ir.run_record import Views
 from memfit.recipes import byte_lm
@@ -22,7 +23,6 @@ from memfit.units import format_bytes
 _COMPARED_STEPS = 2
 _TRAINING_SECONDS = 30.0
 _FEWEST, _MOST = 6, 60
-_BUSY = 50.0  # percent of the processors in use by other programs
 
 
 def run_demo(folder: Path, steps: int | None, budget: str, device: str, overwrite: bool) -> None:
@@ -41,6 +41,8 @@ def run_demo(folder: Path, steps: int | None, budget: str, device: str, overwrit
         workload = byte_lm()
         with stages() as progress:
             plain = pipeline.estimate(workload, device=device, progress=progress)
+        if device == "cpu":
+            heap.keep(plain.peak_upper_bytes, free_bytes())
         out.print(Rule("The plain step, predicted without running it"))
         out.print(estimate_page(plain, f"{workload.name} on {device}, 32-true"))
         with stages() as progress:
@@ -73,6 +75,6 @@ def run_demo(folder: Path, steps: int | None, budget: str, device: str, overwrit
 
 def _one_thread_on_a_busy_machine() -> None:
     """Compute in one thread on a busy machine, where threads that wait for each other are many times slower."""
-    if psutil.cpu_percent(interval=0.5) > _BUSY and torch.get_num_threads() > 1:
+    if torch.get_num_threads() > 1 and is_busy():
         torch.set_num_threads(1)
         out.print("Other programs keep this machine busy, so one thread computes.", highlight=False)

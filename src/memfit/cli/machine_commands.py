@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -113,7 +112,6 @@ def demo(
     overwrite: Overwrite = False,
 ) -> None:
     """Train a byte-level GPT on Python's standard library under a budget that the plain step does not meet."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported: waiting threads leave the cores
     from memfit.cli.demo import run_demo
 
     run_demo(output, steps, budget, device or "cpu", overwrite)

@@ -31,7 +31,7 @@ def run_script(
     """
     if not is_module and not Path(name).is_file():
         raise UsageError(f"there is no script {name!r}: give a file and its arguments, or -m and a module")
-    _spare_memory(read_budget(budget))
+    _settle_memory(read_budget(budget))
     sys.argv = [name, *arguments]
     sys.path.insert(0, str(Path.cwd() if is_module else Path(name).resolve().parent))
     try:
@@ -52,9 +52,9 @@ def run_script(
         raise SystemExit(1) from None
 
 
-def _spare_memory(budget: Budget) -> None:
-    """Make this process return freed memory at once, where a CPU budget in bytes needs it, and tell the user."""
-    if budget.of == "" and not torch.cuda.is_available() and (told := heap.spare(budget.nbytes(), free_bytes())):
+def _settle_memory(budget: Budget) -> None:
+    """Settle what becomes of freed memory (`heap.settle`) under a CPU budget in bytes, and tell the user."""
+    if budget.of == "" and not torch.cuda.is_available() and (told := heap.settle(budget.nbytes(), free_bytes())):
         _tell(told)
 
 

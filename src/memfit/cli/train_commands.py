@@ -53,11 +53,13 @@ def compare(
     For a plan for several ranks: torchrun --nproc-per-node N -m memfit compare ...
     """
     from memfit import pipeline
-    from memfit.cli.training import check_launched
+    from memfit.cli.training import check_launched, settle_memory
     from memfit.report.tables import comparison_table
 
-    read, loaded = pipeline.load_plan(plan), load(workload)
+    read = pipeline.load_plan(plan)
     check_launched(read, "compare")
+    settle_memory(read, runs_plain=True)
+    loaded = load(workload)
     with stages() as progress:
 
         def compared(done: int, of: int) -> None:
@@ -145,7 +147,7 @@ def train(
     For a plan for several ranks: torchrun --nproc-per-node N -m memfit train ...
     """
     from memfit import pipeline
-    from memfit.cli.training import check_launched, plan_of, spare_memory, train_with_bar
+    from memfit.cli.training import check_launched, plan_of, settle_memory, train_with_bar
     from memfit.report.summary import retries_text, waiting_text
 
     if (steps is None) == (epochs is None):
@@ -160,13 +162,13 @@ def train(
     read = plan_of(plan, output if resume else None)
     if read is not None:
         check_launched(read, "train")
-        spare_memory(read, host_budget)
+        settle_memory(read, host_budget, runs_plain=compare > 0)
     loaded = load(workload)
     if read is None:
         assert budget is not None
         with stages() as progress, pipeline.joined_by(loaded):
             read = pipeline.plan(loaded, budget=budget, compile=COMPILE[compile], progress=progress)
-        spare_memory(read, host_budget)
+        settle_memory(read, host_budget, runs_plain=compare > 0)
     record = train_with_bar(
         read,
         loaded,

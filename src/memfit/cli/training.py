@@ -76,12 +76,13 @@ def check_launched(plan: Plan, verb: str) -> None:
         )
 
 
-def spare_memory(plan: Plan, host_budget: str | None) -> None:
-    """Make this process return freed memory at once, where a plan for the CPU needs it, and tell the user.
+def settle_memory(plan: Plan, host_budget: str | None = None, *, runs_plain: bool = False) -> None:
+    """Settle what becomes of freed memory in this process (`heap.settle`), and tell the user where it is slower.
 
     Args:
         plan: The plan to run; call this before any large allocation.
         host_budget: The run's host budget, as given by the user; None for the host's free memory.
+        runs_plain: Whether the plain step runs too.
 
     Raises:
         BudgetError: `host_budget` is no number of bytes.
@@ -90,7 +91,10 @@ def spare_memory(plan: Plan, host_budget: str | None) -> None:
         return
     free = free_bytes()
     room = free if host_budget is None else min(free, parse_budget(host_budget, free, "host_budget"))
-    if told := heap.spare(plan.predicted.peak_upper_bytes, room):
+    peak_bytes = plan.predicted.peak_upper_bytes
+    if runs_plain:
+        peak_bytes = max(peak_bytes, plan.plain.peak_upper_bytes)
+    if told := heap.settle(peak_bytes, room):
         err.print(told, highlight=False, soft_wrap=True)
 
 

@@ -2,6 +2,10 @@
 
 Every call runs once, for its workspace. Times need many runs with emptied caches: only the calls that make up most of
 the step's time are timed so. The times of the others are those of one or two runs.
+
+Kept times may be those of a busy machine, or of one at another clock rate, and plans are told apart by a few percent:
+a process times the largest calls of a step again before it takes kept times, and measures the step anew where the
+machine has drifted from them.
 """
 
 from __future__ import annotations
@@ -9,12 +13,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 import os
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,6 +55,9 @@ _SHARE = 0.005  # share of a step's time: calls that take less of it in all are 
 _AGAIN_SHARE = 4 * _SHARE  # calls timed coarsely for one step that take this share of another are timed again
 _LIMIT_SECONDS = 30.0  # for timing; the slowest calls come first
 _LONG_SECONDS, _ONCE_SECONDS = 0.1, 1.0  # such calls are confirmed by a third run, and by a second one
+_LARGE_SHARE = 4 * _SHARE  # calls that take more of a step's time are timed twice, and checked where they were kept
+_CHECK_SECONDS = 1.5  # for that, and begun ones end; the largest calls come first
+_FASTER, _SLOWER = 0.07, 0.2  # shares by which times may differ from what was kept: other programs only add to them
 _MEASURING = 5  # version of the measurement, in the cache's name
 
 Clock = Callable[[], float]
@@ -60,17 +68,21 @@ Progress = Callable[[int, int], None]
 def calibrate(traces: Iterable[Trace], progress: Progress | None = None) -> CostTable:
     """Return the costs of the operators of some traces on this machine's CPU.
 
-    Distinct calls that the cache lacks are measured. The error bar is wider where an operator could not be run, so
-    that its workspace is unknown.
+    Distinct calls that the cache lacks are measured, and all of them where the machine has drifted from what is kept.
+    The error bar is wider where an operator could not be run, so that its workspace is unknown.
     """
     path = cache_path()
     table = _cached(path)
+    seen = _seen.setdefault(path, set())
     traces = list(traces)
     shares = [share.whole for trace in traces for s in trace.signatures if (share := share_on_paper(s)) is not None]
     whole = (s for trace in traces for s in trace.signatures if not is_unmeasurable(s))
     wanted = dict.fromkeys([*whole, *shares])
     uses = Counter(trace.signatures[op.signature] for trace in traces for op in trace.ops)
     missing = [s for s in wanted if s not in table.ops] + _timed_too_coarsely(table, uses)
+    if _has_drifted(table, {s: times for s, times in uses.items() if s in wanted}, seen):
+        table, missing = _with_overheads(table), list(wanted)
+    seen.update(wanted)
     if missing:
         table = msgspec.structs.replace(table, ops={**table.ops, **measure(missing, progress, uses)})
         with contextlib.suppress(OutputError):  # without a cache, the next run measures again
@@ -112,21 +124,75 @@ def _read(path: Path) -> CostTable | None:
     return None
 
 
+_seen: dict[Path, set[str]] = {}  # the calls that this process has measured or checked, by the cache's path
+
+
+def _has_drifted(table: CostTable, uses: Mapping[str, int], seen: Collection[str]) -> bool:
+    """Tell whether the largest calls of a step, and dispatch, take another time than what is kept.
+
+    Calls that take longer are timed again, until they don't or the time is over: a machine needs a second to come to
+    its clock rate, and to give a second thread a processor of its own.
+
+    Args:
+        uses: The number of each call's runs in the step.
+        seen: Calls that are not checked.
+    """
+    kept = {s: times * table.ops[s].seconds for s, times in uses.items() if s in table.ops}
+    least = _LARGE_SHARE * sum(kept.values())
+    checked = [s for s in sorted(kept, key=lambda s: -kept[s]) if kept[s] > least and s not in seen]
+    checked = [s for s in checked if not table.ops[s].coarse and table.ops[s].measured]
+    if not checked:
+        return False
+    ends = time.perf_counter() + _CHECK_SECONDS
+    found: dict[str, float] = {}
+    evicting = torch.zeros(_CACHE_BYTES, dtype=torch.uint8)
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        dispatch_seconds = table.dispatch_seconds if seen else _dispatch_seconds()
+        while left := [s for s in checked if found.get(s, math.inf) > (1 + _FASTER) * table.ops[s].seconds]:
+            for text in left:
+                with torch.no_grad():
+                    seconds = _timed(text, table.ops[text].seconds, evicting)
+                found[text] = min(seconds, found.get(text, seconds))
+                if time.perf_counter() >= ends:
+                    break
+            if time.perf_counter() >= ends:
+                break
+    pairs = [(kept[text], uses[text] * seconds) for text, seconds in found.items()]
+    count = sum(uses.values())
+    pairs.append((count * table.dispatch_seconds, count * dispatch_seconds))
+    total = sum(before for before, _ in pairs)
+    faster = sum(max(0.0, before - now) for before, now in pairs)
+    slower = sum(max(0.0, now - before) for before, now in pairs)
+    return faster > _FASTER * total or slower > _SLOWER * total
+
+
 def _cached(path: Path) -> CostTable:
     if (table := _read(path)) is not None:
         return table
+    return _with_overheads(
+        CostTable(
+            device=host_name(),
+            torch_version=str(torch.__version__),
+            threads=torch.get_num_threads(),
+            ops={},
+            dispatch_seconds=0.0,
+            checkpoint_seconds=0.0,
+            selective_op_seconds=0.0,
+            peak_error=calibration().peak_error,
+        )
+    )
+
+
+def _with_overheads(table: CostTable) -> CostTable:
+    """Return a table with the overheads of operators and checkpoints as they are measured now."""
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         dispatch_seconds = _dispatch_seconds()
         checkpoint_seconds, selective_op_seconds = _checkpoint_overheads()
-    return CostTable(
-        device=host_name(),
-        torch_version=str(torch.__version__),
-        threads=torch.get_num_threads(),
-        ops={},
+    return msgspec.structs.replace(
+        table,
         dispatch_seconds=dispatch_seconds,
         checkpoint_seconds=checkpoint_seconds,
         selective_op_seconds=selective_op_seconds,
-        peak_error=calibration().peak_error,
     )
 
 
@@ -167,11 +233,15 @@ def _precise_seconds(
     for index, text in enumerate(sorted(total, key=lambda text: -total[text])):
         if total[text] < share * sum(total.values()) or time.perf_counter() >= ends:
             break
-        is_long = coarse[text] >= _LONG_SECONDS  # then its data are in no cache anyway, and few runs are enough
-        seconds_of[text] = _confirmed_seconds(text, coarse[text]) if is_long else _least_seconds(text, evicting)
+        seconds_of[text] = _timed(text, coarse[text], evicting, [coarse[text]])
         total[text] = seconds_of[text] * times[text]
         if progress is not None:
             progress(count + index + 1, 2 * count)
+    # Again, later: what another program takes lasts longer than a call's runs.
+    for text in [s for s in seconds_of if coarse[s] < _LONG_SECONDS and total[s] >= _LARGE_SHARE * sum(total.values())]:
+        if time.perf_counter() >= ends:
+            break
+        seconds_of[text] = min(seconds_of[text], _timed(text, coarse[text], evicting))
     if progress is not None and len(seconds_of) < count:
         progress(2 * count, 2 * count)
     return seconds_of
@@ -278,6 +348,16 @@ def storages_of(values: Any) -> list[torch.UntypedStorage]:
     return [part.untyped_storage() for tensor in tensors for part in parts(tensor)]
 
 
+def _timed(text: str, about_seconds: float, evicting: torch.Tensor, known: Iterable[float] = ()) -> float:
+    """Return the least time of a call that takes about some seconds.
+
+    Args:
+        known: Times of the call's first runs, which count where it is long.
+    """
+    is_long = about_seconds >= _LONG_SECONDS  # then its data are in no cache anyway, and few runs are enough
+    return _confirmed_seconds(text, known) if is_long else _least_seconds(text, evicting)
+
+
 def _least_seconds(text: str, evicting: torch.Tensor) -> float:
     """Return the least time of several runs of a call: other programs only add to it.
 
@@ -295,15 +375,15 @@ def _least_seconds(text: str, evicting: torch.Tensor) -> float:
     return _least(lambda: _cold_seconds(call, alike, evicting, clock), _COLD_RUNS)
 
 
-def _confirmed_seconds(text: str, seconds: float) -> float:
-    """Return the least time of a long call, whose first runs took `seconds`.
+def _confirmed_seconds(text: str, known: Iterable[float]) -> float:
+    """Return the least time of a long call, whose first runs took the `known` times.
 
     On a virtual machine, memory that no program has touched yet is ten times slower than what one has freed: a first
     run of a copy took eight times as long as later ones.
     """
     func, args, kwargs = rebuild(text, "cpu")
     call = functools.partial(func, *args, **kwargs)
-    return _least(functools.partial(_seconds, call, _clock()), _LEAST_RUNS, [seconds])
+    return _least(functools.partial(_seconds, call, _clock()), _LEAST_RUNS, known)
 
 
 def _least(run: Callable[[], float], runs: int, known: Iterable[float] = ()) -> float:

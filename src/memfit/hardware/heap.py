@@ -2,8 +2,9 @@
 
 PyTorch's CPU allocator calls malloc. glibc serves requests below a threshold from its heap, raises that threshold by
 itself up to 32 MiB, and keeps most of the freed memory there. A container counts it as resident memory of the process.
-Blocks above the threshold are returned to the system at once, and cost a page fault for each page when they are
-allocated again: mallopt(3).
+Blocks above the threshold are returned to the system at once, and so is the free end of the heap where it is larger
+than twice the threshold, which it is after most steps: mallopt(3). All that costs a page fault for each page when it is
+allocated again.
 """
 
 from __future__ import annotations
@@ -11,33 +12,48 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+from collections.abc import Mapping
 
 from memfit.units import format_bytes
 
 THRESHOLD_BYTES = 2**20
 VARIABLE = "MALLOC_MMAP_THRESHOLD_"
 """The environment variable that sets the threshold before a process starts."""
-_M_MMAP_THRESHOLD = -3
-_MOST_KEPT = 4.0  # ratio of the heap to tensors: chosen, well above the 2.4 that `benchmarks.resident` measured
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
+_NEVER = -1  # no free end of the heap is large enough to be returned
+_MOST_KEPT = 4.0  # ratio of the heap to tensors: chosen, well above the 2.5 that `benchmarks.resident` measured
 
 
-def spare(peak_bytes: int, room_bytes: int) -> str | None:
-    """Make the C library return freed memory at once, where its heap could outgrow the available memory.
+def settle(peak_bytes: int, room_bytes: int) -> str | None:
+    """Make the C library keep freed memory for the next step, or return it at once where it could outgrow the room.
 
-    It changes the whole process, but not memory that the heap already has: call it where memfit owns the process,
-    before any large allocation.
+    It changes the whole process, but returns no memory that the heap already has: call it where memfit owns the
+    process, before any large allocation.
 
     Returns:
-        A message for the user; None where there is enough memory, where the C library is not glibc, or where the user
-        has set its threshold.
+        A message for the user where memory is returned; None where it is kept, where the C library is not glibc, or
+        where the user has set options of malloc.
     """
-    if peak_bytes * _MOST_KEPT <= room_bytes or is_set_by_user() or not return_freed_memory():
+    if has_room(peak_bytes, room_bytes):
+        keep(peak_bytes, room_bytes)
+        return None
+    if is_set_by_user() or not return_freed_memory():
         return None
     return (
         f"Freed memory goes back to the system at once: the plan's {format_bytes(peak_bytes)} leave too little of"
-        f" {format_bytes(room_bytes)} for what the C library would keep. Steps take longer, ×1.4 in a measured one;"
+        f" {format_bytes(room_bytes)} for what the C library would keep. Steps take longer, ×1.6 in a measured one;"
         f" {VARIABLE} in the environment sets it otherwise."
     )
+
+
+def keep(peak_bytes: int, room_bytes: int) -> bool:
+    """Make the C library keep freed memory for the next step, where there is ample room; tell whether it does now."""
+    return has_room(peak_bytes, room_bytes) and not is_set_by_user() and keep_freed_memory()
+
+
+def has_room(peak_bytes: int, room_bytes: int) -> bool:
+    """Tell whether a process whose tensors have some peak could keep all freed memory within some room."""
+    return peak_bytes * _MOST_KEPT <= room_bytes
 
 
 def is_set_by_user() -> bool:
@@ -48,7 +64,17 @@ def is_set_by_user() -> bool:
 
 def return_freed_memory() -> bool:
     """Make the C library map each block of 1 MiB or more by itself; tell whether that succeeded."""
+    return _set_options({_M_MMAP_THRESHOLD: THRESHOLD_BYTES})
+
+
+def keep_freed_memory() -> bool:
+    """Make the C library map no block by itself, and never return the heap's end; tell whether that succeeded."""
+    return _set_options({_M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: _NEVER})
+
+
+def _set_options(values: Mapping[int, int]) -> bool:
+    """Set options of glibc's malloc; tell whether that succeeded."""
     if platform.libc_ver()[0] != "glibc":
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    return mallopt is not None and mallopt(_M_MMAP_THRESHOLD, THRESHOLD_BYTES) == 1
+    return mallopt is not None and all(mallopt(option, value) == 1 for option, value in values.items())

@@ -22,6 +22,12 @@ KINDS = ("cuda", "xpu", "mps")
 """Kinds of accelerator that PyTorch itself knows."""
 _VENDORS: dict[str, Vendor] = {"xpu": "intel", "mps": "apple"}
 _HERE = "this machine, as PyTorch shows it"
+_BUSY_PERCENT, _BUSY_SECONDS = 50.0, 0.3
+
+
+def is_busy() -> bool:
+    """Tell whether other programs use more than half of the processors, at present."""
+    return bool(psutil.cpu_percent(interval=_BUSY_SECONDS) > _BUSY_PERCENT)
 
 
 def devices() -> Devices:

@@ -17,7 +17,7 @@ from memfit.ir.collectives import SMALL_BYTES, Communicator, collective, is_coll
 from memfit.ir.offload import COPY_IN, COPY_OUT, WAIT, Transfer, stall_seconds, transfers
 from memfit.ir.operator_costs import CostTable
 from memfit.ir.recompute import Keepers, Recomputation, recomputations, released
-from memfit.ir.remat import Region, RegionCall, Regions
+from memfit.ir.remat import Region, RegionCall, Regions, enclosing
 from memfit.ir.timeline import TIMELINE_CATEGORIES, WORKSPACE, Timeline
 from memfit.ir.trace import Trace
 
@@ -344,7 +344,8 @@ class Replay:
         return found
 
     def _overhead_seconds(self) -> float:
-        overhead = sum(overhead_seconds(self.trace, self.costs, again) for again in self.recomputations)
+        overhead = captured_overhead_seconds(self.trace, self.costs)
+        overhead += sum(overhead_seconds(self.trace, self.costs, again) for again in self.recomputations)
         if not self.moved:
             return overhead
         seconds = np.array([self.costs.seconds_of(self.trace.signatures[op.signature]) for op in self.trace.ops])
@@ -365,7 +366,19 @@ def overhead_seconds(trace: Trace, costs: CostTable, again: Recomputation) -> fl
     """Return the overhead of checkpointing a region call beyond the operators that run again."""
     region = again.region
     per_op = costs.selective_op_seconds * (region.stop - region.start) if again.kept else 0.0
-    return repeats_of(trace, region) * (costs.checkpoint_seconds * len(region.calls) + per_op)
+    return repeats_of(trace, region) * (costs.checkpoint_seconds + per_op)
+
+
+def captured_overhead_seconds(trace: Trace, costs: CostTable) -> float:
+    """Return the overhead of what the captured step itself recomputes, beyond the operators that run again."""
+    selective, total = set(trace.selective), 0.0
+    for run in trace.recomputed_runs:
+        seconds = costs.checkpoint_seconds
+        modules = {trace.fqn_of(trace.ops[index].call) for index in run} if selective else set()
+        if any(not selective.isdisjoint(enclosing(fqn)) for fqn in modules):
+            seconds += costs.selective_op_seconds * len(run)
+        total += seconds * (later_microbatches(trace) if trace.ops[run[0]].microbatch == 1 else 1)
+    return total
 
 
 def repeats_of(trace: Trace, region: RegionCall) -> int:

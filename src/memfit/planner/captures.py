@@ -145,6 +145,8 @@ def _captured_here(
         if compiles or device.kind != "cpu" or why_no_data_run(workload) is not None:
             raise
         trace = capture_with_data(workload, program, *named, instead_of=e)
+    selective = sorted({fqn for region in levers.regions if region.keep for fqn in region.modules})
+    trace = replace(trace, selective=selective)
     if workload.loop is not None:
         trace = replace(trace, notes=[*trace.notes, *_loop_notes(workload.loop, build is described, device)])
     if _fake_device(device) is not None:

@@ -35,7 +35,9 @@ from memfit.workload import Workload, has_data
 
 LIMIT_SECONDS = 20.0
 """Running steps to choose among plans takes no longer, but for a step that is under way then, and for making code."""
-_ROUNDS, _LEAST_ROUNDS = 4, 2
+ROUNDS = 4
+"""Each plan has as many turns, where there is time."""
+_LEAST_ROUNDS = 2
 _STEPS, _MOST_STEPS = 2, 20  # of a turn after its first
 _TURN_SECONDS = 0.1  # a turn of short steps has as many as take this long
 _ROOM = 1.1  # the free memory that is asked for, as a multiple of the largest peak
@@ -146,17 +148,19 @@ def in_turns(
     *,
     clock: Callable[[], float] = time.perf_counter,
     limit_seconds: float = LIMIT_SECONDS,
+    rounds: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Run plans in turns, each round in an order drawn anew, until each had `_ROUNDS` or the time is over.
+    """Run plans in turns, each round in an order drawn anew, until each had its turns or the time is over.
 
     The first round begins with the plan that is predicted to be fastest, which the others are compared with. No turn
     begins that would end too late, by what the plan's last one took; in the first round all begin that can. A turn ends
     where it would leave others less than their share of `_LEAST_ROUNDS`, however slow this machine turns out to be.
     """
+    rounds = ROUNDS if rounds is None else rounds
     draws, ends, share_seconds = random.Random(0), clock() + limit_seconds, limit_seconds / (_LEAST_ROUNDS * count)
     expected = [0.0] * count
-    for turns in range(_ROUNDS):
+    for turns in range(rounds):
         order = draws.sample(range(count), count)
         for done, index in enumerate(order if turns else sorted(order, key=bool)):
             began = clock()
@@ -165,7 +169,7 @@ def in_turns(
             apart_seconds = run(index, min(ends - began, share_seconds))
             ends += apart_seconds
             expected[index] = clock() - began - apart_seconds
-            progress(turns * count + done + 1, _ROUNDS * count)
+            progress(turns * count + done + 1, rounds * count)
 
 
 def steps_of(seconds: float) -> int:
@@ -180,6 +184,7 @@ def timed_in_turns(
     *,
     clocks: Clocks | None = None,
     limit_seconds: float = LIMIT_SECONDS,
+    rounds: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Timed:
     """Run steps under several plans on copies of a workload, in turns, and return what they took.
@@ -191,6 +196,7 @@ def timed_in_turns(
         plans: The levers of each plan, and its predicted seconds.
         clocks: What is read before and after each step; None for this machine's clocks.
         limit_seconds: See `LIMIT_SECONDS`.
+        rounds: None for `ROUNDS`.
         progress: Told how many turns are done, of how many at most.
 
     Raises:
@@ -204,6 +210,7 @@ def timed_in_turns(
             len(plans),
             clock=clocks.wall,
             limit_seconds=limit_seconds,
+            rounds=rounds,
             progress=progress,
         )
     return turns.found

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from memfit.errors import InfeasibleError
 from memfit.ir.plan import Candidate, Numerics, Prediction, allows, uses_text
-from memfit.solver.frontier import SIMPLER_WITHIN, Combination, fastest
+from memfit.solver.frontier import SIMPLER_WITHIN, Combination, fastest, undominated
 from memfit.solver.milp import Choice
 from memfit.units import format_bytes
 
@@ -155,7 +155,7 @@ def held_against(
             bound = {"status": chosen.point.status, "bound_seconds": chosen.point.bound_seconds}  # of all combinations
             loser, chosen = chosen, Confirmed(replace(rival, **bound), loser.prediction)
         captured.append(loser.as_captured())
-    return chosen, with_plan([*points, *captured], chosen, limits)
+    return chosen, with_plan(undominated([*points, *captured]), chosen, limits)
 
 
 def with_plan(points: Sequence[Candidate], chosen: Confirmed, limits: Limits) -> list[Candidate]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from time import thread_time
 
@@ -159,7 +159,7 @@ def frontier(
         done += 1
         if progress is not None:
             progress(done, total)
-    return _undominated(candidates)
+    return undominated(candidates)
 
 
 def _spread(count: int) -> list[int]:
@@ -187,10 +187,11 @@ def _rank(numerics: Numerics) -> int:
     return NUMERICS.index(numerics)
 
 
-def _undominated(candidates: list[Candidate]) -> list[Candidate]:
-    undominated: list[Candidate] = []
+def undominated(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Return the candidates than which no other of as strict a class is as fast and as small, the fastest first."""
+    found: list[Candidate] = []
     for candidate in sorted(candidates, key=lambda c: (_rank(c.numerics), c.step_seconds, c.peak_bytes)):
-        rivals = (c for c in undominated if _rank(c.numerics) <= _rank(candidate.numerics))
+        rivals = (c for c in found if _rank(c.numerics) <= _rank(candidate.numerics))
         if not any(r.step_seconds <= candidate.step_seconds and r.peak_bytes <= candidate.peak_bytes for r in rivals):
-            undominated.append(candidate)
-    return sorted(undominated, key=lambda c: c.step_seconds)
+            found.append(candidate)
+    return sorted(found, key=lambda c: c.step_seconds)

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from memfit.ir.operator_costs import CostTable
 from memfit.ir.recompute import Keepers, Recomputation, added_bytes
 from memfit.ir.remat import Region, RegionCall, Regions
-from memfit.ir.simulate import repeats
+from memfit.ir.simulate import captured_overhead_seconds, repeats
 from memfit.solver.activities import ALWAYS, Activity, Tightening
 from memfit.solver.candidates import Option
 
@@ -159,6 +159,7 @@ class _Builder:
         columns = np.empty((len(self.options) + len(self.z), self.length), np.int64)
         for changes, line in zip(itertools.chain(self.x, self.z.values()), columns, strict=True):
             np.cumsum(changes[: self.length], out=line)
+        plain_seconds = float(np.dot(seconds, repeats(self.trace))) + captured_overhead_seconds(self.trace, self.costs)
         return Problem(
             options=self.options,
             reasons=list(self.z),
@@ -166,7 +167,7 @@ class _Builder:
             base=base,
             columns=columns,
             rows=rows,
-            plain_seconds=float(np.dot(seconds, repeats(self.trace))),
+            plain_seconds=plain_seconds,
             host_budget_bytes=host_budget_bytes,
         )
 
