@@ -8,6 +8,7 @@ import threading
 import time
 import types
 import weakref
+from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -286,7 +287,9 @@ class Machine:
         self.seconds: dict[str, list[float]] = {}
         self.dispatch_seconds = 1e-6
         self.timed: list[str] = []
+        self.others_seconds = iter([0.0] * 100)
         monkeypatch.setattr(module, "_CHECK_SECONDS", 0.05)
+        monkeypatch.setattr(module, "_others_seconds", lambda: next(self.others_seconds))
         monkeypatch.setattr(module, "_coarse_seconds", lambda text, _: self.seconds[text][0])
         monkeypatch.setattr(module, "_least_seconds", lambda text, _: self.time(text))
         monkeypatch.setattr(module, "_dispatch_seconds", lambda: self.dispatch_seconds)
@@ -349,6 +352,21 @@ def test_a_step_is_measured_anew_where_the_machine_has_drifted(now: dict[str, li
     assert calibrate([TRACE]) == found and not machine.timed  # once in a process
 
 
+def test_on_a_busy_machine_no_call_counts_as_slower(machine: Machine) -> None:
+    kept = machine.calibrated(**AT_REST)
+    machine.others_seconds = iter([0.0, 10.0])
+    assert machine.calibrated(mm=[1.3e-3], addmm=[2.6e-3]) == kept
+    machine.others_seconds = iter([0.0, 10.0])
+    assert machine.calibrated(mm=[0.7e-3], addmm=[1.4e-3]) != kept  # it was busier then
+
+
+def test_what_this_program_computes_is_not_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    Times = namedtuple("Times", "user system idle iowait steal")
+    monkeypatch.setattr(module.psutil, "cpu_times", lambda: Times(50.0, 7.0, 900.0, 30.0, 3.0))
+    monkeypatch.setattr(module.time, "process_time", lambda: 12.0)
+    assert module._others_seconds() == 48.0
+
+
 def test_dispatch_drifts_too(machine: Machine) -> None:
     machine.calibrated()
     machine.dispatch_seconds = 1e-4
@@ -401,6 +419,12 @@ def test_measuring_draws_no_random_numbers_and_leaves_gradients_on(cache: Path) 
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.is_grad_enabled()
     assert table.dispatch_seconds >= 0 and table.checkpoint_seconds >= 0 and table.selective_op_seconds >= 0
+
+
+def test_times_with_page_faults_are_not_mixed_with_those_without(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = cache_path()
+    monkeypatch.setattr(module.heap, "is_kept", lambda: True)
+    assert cache_path() != before
 
 
 def test_the_cache_is_for_this_machine_this_torch_and_these_threads(cache: Path) -> None:

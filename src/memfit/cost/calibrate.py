@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import platformdirs
+import psutil
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -34,6 +35,7 @@ from memfit._torch.pytree import tree_leaves
 from memfit._torch.tensors import storage_key
 from memfit.cost.error_bars import calibration
 from memfit.errors import OutputError, PlanError
+from memfit.hardware import heap
 from memfit.hardware.cpu_allocations import allocated_by_name
 from memfit.hardware.host import host_name
 from memfit.ir import codec
@@ -58,6 +60,7 @@ _LONG_SECONDS, _ONCE_SECONDS = 0.1, 1.0  # such calls are confirmed by a third r
 _LARGE_SHARE = 4 * _SHARE  # calls that take more of a step's time are timed twice, and checked where they were kept
 _CHECK_SECONDS = 1.5  # for that, and begun ones end; the largest calls come first
 _FASTER, _SLOWER = 0.07, 0.2  # shares by which times may differ from what was kept: other programs only add to them
+_BUSY_SHARE = 0.3  # of one processor, used by other programs
 _MEASURING = 5  # version of the measurement, in the cache's name
 
 Clock = Callable[[], float]
@@ -109,6 +112,8 @@ def known_workspace_bytes() -> dict[str, int]:
 def cache_path() -> Path:
     """Return the path of this machine's costs, in MEMFIT_CACHE_DIR or the user's cache folder."""
     machine = f"{host_name()}-torch{torch.__version__}-{torch.get_num_threads()}threads"
+    if heap.is_kept():  # large outputs cost page faults where it is not
+        machine += "-kept"
     return cache_folder() / f"costs{_MEASURING}-{machine}.json"
 
 
@@ -131,7 +136,8 @@ def _has_drifted(table: CostTable, uses: Mapping[str, int], seen: Collection[str
     """Tell whether the largest calls of a step, and dispatch, take another time than what is kept.
 
     Calls that take longer are timed again, until they don't or the time is over: a machine needs a second to come to
-    its clock rate, and to give a second thread a processor of its own.
+    its clock rate, and to give a second thread a processor of its own. On a busy machine no call counts as slower: the
+    least times of short calls are those of a machine at rest there, and those of long ones are not.
 
     Args:
         uses: The number of each call's runs in the step.
@@ -143,7 +149,8 @@ def _has_drifted(table: CostTable, uses: Mapping[str, int], seen: Collection[str
     checked = [s for s in checked if not table.ops[s].coarse and table.ops[s].measured]
     if not checked:
         return False
-    ends = time.perf_counter() + _CHECK_SECONDS
+    started, others = time.perf_counter(), _others_seconds()
+    ends = started + _CHECK_SECONDS
     found: dict[str, float] = {}
     evicting = torch.zeros(_CACHE_BYTES, dtype=torch.uint8)
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
@@ -163,7 +170,15 @@ def _has_drifted(table: CostTable, uses: Mapping[str, int], seen: Collection[str
     total = sum(before for before, _ in pairs)
     faster = sum(max(0.0, before - now) for before, now in pairs)
     slower = sum(max(0.0, now - before) for before, now in pairs)
-    return faster > _FASTER * total or slower > _SLOWER * total
+    is_busy = _others_seconds() - others > _BUSY_SHARE * (time.perf_counter() - started)
+    return faster > _FASTER * total or (slower > _SLOWER * total and not is_busy)
+
+
+def _others_seconds() -> float:
+    """Return the processors' time that other programs have used."""
+    used = psutil.cpu_times()
+    own = time.process_time()
+    return float(sum(used) - used.idle - getattr(used, "iowait", 0.0) - getattr(used, "guest", 0.0) - own)
 
 
 def _cached(path: Path) -> CostTable:

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 
 from memfit.units import format_bytes
 
+_is_kept = False
 THRESHOLD_BYTES = 2**20
 VARIABLE = "MALLOC_MMAP_THRESHOLD_"
 """The environment variable that sets the threshold before a process starts."""
@@ -69,7 +70,14 @@ def return_freed_memory() -> bool:
 
 def keep_freed_memory() -> bool:
     """Make the C library map no block by itself, and never return the heap's end; tell whether that succeeded."""
-    return _set_options({_M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: _NEVER})
+    global _is_kept
+    _is_kept = _set_options({_M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: _NEVER})
+    return _is_kept
+
+
+def is_kept() -> bool:
+    """Tell whether `keep_freed_memory` was called in this process, with success."""
+    return _is_kept
 
 
 def _set_options(values: Mapping[int, int]) -> bool:

@@ -29,7 +29,7 @@ class CostTable(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     Attributes:
         dispatch_seconds: Overhead of each operator of a step: Python, autograd, modules.
-        checkpoint_seconds: Overhead of one checkpointed call beyond the operators that run again.
+        checkpoint_seconds: Overhead of one recomputation beyond the operators that run again.
         selective_op_seconds: Overhead of each operator inside a selective region, once in the forward pass and once in
             the recomputation.
         peak_error: Relative distance of the upper end of a predicted peak's interval.
