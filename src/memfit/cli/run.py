@@ -53,7 +53,7 @@ def run_script(
 
 
 def _settle_memory(budget: Budget) -> None:
-    """Settle what becomes of freed memory (`heap.settle`) under a CPU budget in bytes, and tell the user."""
+    """Keep or return freed memory (`heap.settle`), by a CPU budget in bytes, and tell the user where it is slower."""
     if budget.of == "" and not torch.cuda.is_available() and (told := heap.settle(budget.nbytes(), free_bytes())):
         _tell(told)
 

@@ -77,7 +77,7 @@ def check_launched(plan: Plan, verb: str) -> None:
 
 
 def settle_memory(plan: Plan, host_budget: str | None = None, *, runs_plain: bool = False) -> None:
-    """Settle what becomes of freed memory in this process (`heap.settle`), and tell the user where it is slower.
+    """Keep or return this process's freed memory (`heap.settle`), and tell the user where it is slower.
 
     Args:
         plan: The plan to run; call this before any large allocation.

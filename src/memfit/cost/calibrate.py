@@ -54,10 +54,9 @@ _CACHE_BYTES, _NOTICED_BYTES = 48 * 2**20, 2**16
 _OVERHEAD_RUNS = 40
 _NO_KERNEL = ("not implemented for", "nsupported dtype", "could not create a primitive", "not supported for")
 _SHARE = 0.005  # share of a step's time: calls that take less of it in all are timed coarsely
-_AGAIN_SHARE = 4 * _SHARE  # calls timed coarsely for one step that take this share of another are timed again
 _LIMIT_SECONDS = 30.0  # for timing; the slowest calls come first
 _LONG_SECONDS, _ONCE_SECONDS = 0.1, 1.0  # such calls are confirmed by a third run, and by a second one
-_LARGE_SHARE = 4 * _SHARE  # calls that take more of a step's time are timed twice, and checked where they were kept
+_LARGE_SHARE = 4 * _SHARE  # calls that take more are timed twice, and again where they were kept or timed coarsely
 _CHECK_SECONDS = 1.5  # for that, and begun ones end; the largest calls come first
 _FASTER, _SLOWER = 0.07, 0.2  # shares by which times may differ from what was kept: other programs only add to them
 _BUSY_SHARE = 0.3  # of one processor, used by other programs
@@ -99,7 +98,7 @@ def _timed_too_coarsely(table: CostTable, uses: Mapping[str, int]) -> list[str]:
     """Return the calls that were timed coarsely for another step, and take a large share of this one."""
     coarse = {s: times * table.ops[s].seconds for s, times in uses.items() if s in table.ops and table.ops[s].coarse}
     total = sum(times * table.of(s).seconds for s, times in uses.items())
-    return [s for s, seconds in coarse.items() if seconds >= _AGAIN_SHARE * total]
+    return [s for s, seconds in coarse.items() if seconds >= _LARGE_SHARE * total]
 
 
 def known_workspace_bytes() -> dict[str, int]:
@@ -133,7 +132,7 @@ _seen: dict[Path, set[str]] = {}  # the calls that this process has measured or 
 
 
 def _has_drifted(table: CostTable, uses: Mapping[str, int], seen: Collection[str]) -> bool:
-    """Tell whether the largest calls of a step, and dispatch, take another time than what is kept.
+    """Tell whether the largest calls of a step, and dispatch, take another time than the kept one.
 
     Calls that take longer are timed again, until they don't or the time is over: a machine needs a second to come to
     its clock rate, and to give a second thread a processor of its own. On a busy machine no call counts as slower: the

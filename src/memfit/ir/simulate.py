@@ -370,7 +370,7 @@ def overhead_seconds(trace: Trace, costs: CostTable, again: Recomputation) -> fl
 
 
 def captured_overhead_seconds(trace: Trace, costs: CostTable) -> float:
-    """Return the overhead of what the captured step itself recomputes, beyond the operators that run again."""
+    """Return the overhead of a captured step's own recomputations, beyond the operators that run again."""
     selective, total = set(trace.selective), 0.0
     for run in trace.recomputed_runs:
         seconds = costs.checkpoint_seconds
