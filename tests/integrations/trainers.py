@@ -89,10 +89,10 @@ def loss_fn(model: Any, batch: Any) -> torch.Tensor:
 
 
 class Peaks:
-    """Measures the peak of each step, with what a rank holds then."""
+    """Measures the peak of each step, with what a rank holds then: of batches, what was loaded before the step."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, batch_bytes: int = BATCH_BYTES) -> None:
+        self._model, self._batch_bytes = model, batch_bytes
         self.peaks: list[int] = []
         self.was_checkpointed = False
         self._open = contextlib.ExitStack()
@@ -108,7 +108,7 @@ class Peaks:
         held = [local_part(t) for t in (*self._model.parameters(), *self._model.buffers(), *state)]
         of_ddp = sum(p.nbytes for p in self._model.parameters()) if self.is_data_parallel else 0
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
-        self.peaks.append(self._meter.peak_bytes + sum(storages.values()) + of_ddp + BATCH_BYTES)
+        self.peaks.append(self._meter.peak_bytes + sum(storages.values()) + of_ddp + self._batch_bytes)
 
     @property
     def is_data_parallel(self) -> bool:
@@ -284,7 +284,8 @@ def under_lightning(budget: Any, fully: bool, plan: Any = None, **options: Any) 
         batch = next(iter(DataLoader(Rows(), SAMPLES)))
         callback = MemfitCallback(module, batch, budget=budget, plan=plan, **({"engine": engine} | options))
         size, callbacks, arguments = callback.microbatch_size, [callback], callback.trainer_arguments
-    peaks, steps = Peaks(module), SAMPLES // size
+    steps = SAMPLES // size
+    peaks = Peaks(module, BATCH_BYTES // steps)  # the microbatches after the first are loaded, and metered, in the step
 
     class Measuring(lightning.pytorch.callbacks.Callback):  # type: ignore[misc]
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:

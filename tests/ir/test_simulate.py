@@ -13,7 +13,7 @@ from memfit.ir.operator_costs import OpCost
 from memfit.ir.plan import Precision
 from memfit.ir.remat import Region, Regions
 from memfit.ir.sharding import Mode, Sharding
-from memfit.ir.simulate import Replay, captured_overhead_seconds, repeats, simulate
+from memfit.ir.simulate import Replay, captured_overheads, recomputed_runs, repeats, simulate
 from memfit.ir.timeline import Timeline
 from memfit.sharding.one_rank import shard, with_share_of_update
 from memfit.solver.candidates import options
@@ -186,14 +186,33 @@ def test_what_a_captured_step_recomputes_costs_what_was_simulated(name: str, mic
     simulated = simulate(plain, ONLY_OVERHEAD, [*regions.values()])
     calls = 2 if name == "twice" else len(regions)
     assert simulate(applied, ONLY_OVERHEAD).step_seconds == simulated.step_seconds == calls * microbatches
-    assert simulate(plain, ONLY_OVERHEAD).step_seconds == captured_overhead_seconds(plain, ONLY_OVERHEAD) == 0.0
+    assert simulate(plain, ONLY_OVERHEAD).step_seconds == 0.0 and not captured_overheads(plain, ONLY_OVERHEAD)
+
+
+@pytest.mark.parametrize(
+    ("amid", "count"),
+    [
+        ("memfit.wait.default", 1),
+        ("memfit.copy_in.default", 1),
+        ("c10d._allgather_base_.default", 1),
+        ("aten.detach.default", 1),
+        ("aten.mm.default", 2),
+    ],
+)
+def test_what_arrives_amid_a_recomputation_does_not_end_it(amid: str, count: int) -> None:
+    applied = captured(BUILDERS["transformer"](**LARGE["transformer"]), regions=[Region(("blocks.0",))])
+    (run,) = recomputed_runs(applied)
+    middle = run[len(run) // 2]
+    between = replace(applied.ops[middle], phase="backward", name=amid)
+    runs = recomputed_runs(replace(applied, ops=[*applied.ops[:middle], between, *applied.ops[middle:]]))
+    assert sum(map(len, runs)) == len(run) and len(runs) == count
 
 
 def test_operators_beside_kept_ones_cost_more() -> None:
     applied = captured(BUILDERS["transformer"](**LARGE["transformer"]), regions=[Region(("blocks.0",))])
-    (run,) = applied.recomputed_runs
+    (run,) = recomputed_runs(applied)
     costs = replace(ONLY_OVERHEAD, selective_op_seconds=1e-3)
-    assert captured_overhead_seconds(applied, costs) == 1.0
+    assert captured_overheads(applied, costs) == {run[0]: 1.0}
     kept = replace(applied, selective=["blocks.0"])
-    assert captured_overhead_seconds(kept, costs) == pytest.approx(1.0 + 1e-3 * len(run))
-    assert captured_overhead_seconds(replace(kept, selective=["blocks.1"]), costs) == 1.0
+    assert captured_overheads(kept, costs) == {run[0]: pytest.approx(1.0 + 1e-3 * len(run))}
+    assert captured_overheads(replace(kept, selective=["blocks.1"]), costs) == {run[0]: 1.0}

@@ -21,6 +21,8 @@ from memfit.ir.remat import Region, RegionCall, Regions, enclosing
 from memfit.ir.timeline import TIMELINE_CATEGORIES, WORKSPACE, Timeline
 from memfit.ir.trace import Trace
 
+_AMID_RECOMPUTATION = frozenset({"aten.detach.default", COPY_OUT, COPY_IN, WAIT, SHARDS_OUT, SHARDS_IN})
+
 
 def simulate(trace: Trace, costs: CostTable, regions: Sequence[Region] = ()) -> Timeline:
     """Return the timeline of a step with some regions checkpointed.
@@ -236,7 +238,7 @@ class Replay:
 
     def step_seconds(self) -> float:
         """Return the time of the whole step."""
-        return float(np.array(self._point_seconds(), np.float64) @ self._weights()) + self._overhead_seconds()
+        return float(self._seconds() @ self._weights()) + self._stall_seconds()
 
     def _weights(self) -> npt.NDArray[np.float64]:
         """Return how often each point runs in the real step."""
@@ -245,7 +247,7 @@ class Replay:
     def timeline(self) -> Timeline:
         """Return memory and time at every point."""
         live = self.live()
-        seconds = np.array(self._point_seconds(), np.float64)
+        seconds = self._seconds()
         total = np.sum(list(live.values()), axis=0)
         peak = int(np.argmax(total))
         return Timeline(
@@ -256,7 +258,7 @@ class Replay:
             seconds=seconds.tolist(),
             peak_bytes=int(total[peak]),
             peak_index=peak,
-            step_seconds=float(seconds @ self._weights()) + self._overhead_seconds(),
+            step_seconds=float(seconds @ self._weights()) + self._stall_seconds(),
         )
 
     def _last_point(self, index: int) -> int:
@@ -343,13 +345,21 @@ class Replay:
             found[point] = own
         return found
 
-    def _overhead_seconds(self) -> float:
-        overhead = captured_overhead_seconds(self.trace, self.costs)
-        overhead += sum(overhead_seconds(self.trace, self.costs, again) for again in self.recomputations)
+    def _seconds(self) -> npt.NDArray[np.float64]:
+        """Return the seconds of each point, the overhead of a recomputation with its first one."""
+        seconds = np.array(self._point_seconds(), np.float64)
+        for op, overhead in captured_overheads(self.trace, self.costs).items():
+            seconds[self.position[op]] += overhead
+        for again in self.recomputations:
+            seconds[self.segment[again.region]] += overhead_seconds(self.costs, again)
+        return seconds
+
+    def _stall_seconds(self) -> float:
+        """Return the seconds for which the step waits for what regions have in host memory."""
         if not self.moved:
-            return overhead
+            return 0.0
         seconds = np.array([self.costs.seconds_of(self.trace.signatures[op.signature]) for op in self.trace.ops])
-        return overhead + sum(
+        return sum(
             repeats_of(self.trace, call) * stall_seconds(self.regions, self.costs, seconds, call, moved)
             for call, moved in self.moved.items()
         )
@@ -362,23 +372,40 @@ class Replay:
         return " · ".join(part for part in (phase, self.trace.fqn_of(record.call), record.name) if part)
 
 
-def overhead_seconds(trace: Trace, costs: CostTable, again: Recomputation) -> float:
-    """Return the overhead of checkpointing a region call beyond the operators that run again."""
+def overhead_seconds(costs: CostTable, again: Recomputation) -> float:
+    """Return the overhead of one recomputation of a region call beyond the operators that run again."""
     region = again.region
-    per_op = costs.selective_op_seconds * (region.stop - region.start) if again.kept else 0.0
-    return repeats_of(trace, region) * (costs.checkpoint_seconds + per_op)
+    return costs.checkpoint_seconds + (costs.selective_op_seconds * (region.stop - region.start) if again.kept else 0.0)
 
 
-def captured_overhead_seconds(trace: Trace, costs: CostTable) -> float:
-    """Return the overhead of a captured step's own recomputations, beyond the operators that run again."""
-    selective, total = set(trace.selective), 0.0
-    for run in trace.recomputed_runs:
+def captured_overheads(trace: Trace, costs: CostTable) -> dict[int, float]:
+    """Return the overhead of a captured step's own recomputations, beyond what runs again, by their first operator."""
+    selective, found = set(trace.selective), {}
+    for run in recomputed_runs(trace):
         seconds = costs.checkpoint_seconds
         modules = {trace.fqn_of(trace.ops[index].call) for index in run} if selective else set()
         if any(not selective.isdisjoint(enclosing(fqn)) for fqn in modules):
             seconds += costs.selective_op_seconds * len(run)
-        total += seconds * (later_microbatches(trace) if trace.ops[run[0]].microbatch == 1 else 1)
-    return total
+        found[run[0]] = seconds
+    return found
+
+
+def recomputed_runs(trace: Trace) -> list[list[int]]:
+    """Return the operators that a captured step recomputes: a list for each recomputation.
+
+    Saved tensors are detached, and shards and copies from the host arrive, amid a recomputation.
+    """
+    runs: list[list[int]] = []
+    follows = False
+    for index, op in enumerate(trace.ops):
+        if op.phase == "recompute":
+            if not follows:
+                runs.append([])
+            runs[-1].append(index)
+            follows = True
+        elif op.name not in _AMID_RECOMPUTATION and not is_collective(op.name):
+            follows = False
+    return runs
 
 
 def repeats_of(trace: Trace, region: RegionCall) -> int:

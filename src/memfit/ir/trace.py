@@ -59,9 +59,6 @@ class Parameter(msgspec.Struct, frozen=True, array_like=True):
         return math.prod(self.shape) * self.itemsize
 
 
-_UNPACKED = "aten.detach.default"  # saved tensors are detached amid what is recomputed, and by hooks
-
-
 class Call(msgspec.Struct, frozen=True, array_like=True):
     """One forward call of a module: operators `start` to `end - 1`.
 
@@ -216,21 +213,6 @@ class Trace(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=T
     def fqn_of(self, call: int) -> str:
         """Return the FQN of a call's module, or "" outside the model."""
         return self.modules[self.calls[call].module].fqn if call >= 0 else ""
-
-    @functools.cached_property
-    def recomputed_runs(self) -> list[list[int]]:
-        """The operators that the step recomputes, in runs of those that follow one another."""
-        runs: list[list[int]] = []
-        follows = False
-        for index, op in enumerate(self.ops):
-            if op.phase == "recompute":
-                if not follows:
-                    runs.append([])
-                runs[-1].append(index)
-                follows = True
-            elif op.name != _UNPACKED:
-                follows = False
-        return runs
 
     @functools.cached_property
     def op_signatures(self) -> npt.NDArray[np.int64]:

@@ -24,7 +24,7 @@ from memfit.ir.flops import Matmul
 from memfit.ir.kernels import is_kernel, unfused
 from memfit.ir.operator_costs import CostTable
 from memfit.ir.plan import Precision, Prediction
-from memfit.ir.simulate import captured_overhead_seconds, repeats, simulate
+from memfit.ir.simulate import repeats, simulate
 from memfit.ir.throughput import throughput
 from memfit.ir.timeline import Timeline
 from memfit.ir.trace import Trace
@@ -93,7 +93,7 @@ def predict(
         peak_upper_bytes=_upper_bytes(reserved or allocated, trace, costs),
         step_seconds=timeline.step_seconds,
         after_step_bytes=after_step_bytes(trace, costs),
-        phase_seconds=_phase_seconds(trace, costs, timeline),
+        phase_seconds=_phase_seconds(trace, timeline),
         by_category=by_category,
         where=timeline.where(),
         device_bytes=device.usable_bytes,
@@ -134,12 +134,11 @@ def after_step_bytes(trace: Trace, costs: CostTable) -> int:
     return left + costs.resident_workspace_bytes
 
 
-def _phase_seconds(trace: Trace, costs: CostTable, timeline: Timeline) -> dict[str, float]:
+def _phase_seconds(trace: Trace, timeline: Timeline) -> dict[str, float]:
     """Return the seconds of each phase that a step has."""
     found: dict[str, float] = dict.fromkeys(("forward", "backward", "recompute", "optimizer"), 0.0)
     for phase, seconds, times in zip(timeline.phases, timeline.seconds, repeats(trace).tolist(), strict=True):
         found[phase] += seconds * times
-    found["recompute"] += captured_overhead_seconds(trace, costs)
     return {phase: seconds for phase, seconds in found.items() if seconds}
 
 

@@ -260,7 +260,7 @@ class _Finder:
             )
         )
         seconds = sum(float(self.weighted[r.rerun].sum()) for r in reruns)
-        seconds += sum(overhead_seconds(self.trace, self.costs, r) for r in reruns)
+        seconds += sum(repeats_of(self.trace, r.region) * overhead_seconds(self.costs, r) for r in reruns)
         if not chosen[0].offload:
             return Option(chosen, kept, reruns, seconds)
         moved = {call: transfers(self.regions, call, kept[call], chosen[0].prefetch) for call in calls}

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from memfit.ir.operator_costs import CostTable
 from memfit.ir.recompute import Keepers, Recomputation, added_bytes
 from memfit.ir.remat import Region, RegionCall, Regions
-from memfit.ir.simulate import captured_overhead_seconds, repeats
+from memfit.ir.simulate import captured_overheads, repeats
 from memfit.solver.activities import ALWAYS, Activity, Tightening
 from memfit.solver.candidates import Option
 
@@ -142,7 +142,9 @@ class _Builder:
 
     def build(self, host_budget_bytes: int) -> Problem:
         workspace = [self.costs.of(self.trace.signatures[op.signature]).workspace_bytes for op in self.trace.ops]
-        seconds = [self.costs.seconds_of(self.trace.signatures[op.signature]) for op in self.trace.ops]
+        seconds = np.array([self.costs.seconds_of(self.trace.signatures[op.signature]) for op in self.trace.ops])
+        for op, overhead in captured_overheads(self.trace, self.costs).items():
+            seconds[op] += overhead
         for index in range(len(self.trace.storages)):
             self._add_original(index)
         rows = [Row(axis) for axis in self.op_axis]
@@ -159,7 +161,7 @@ class _Builder:
         columns = np.empty((len(self.options) + len(self.z), self.length), np.int64)
         for changes, line in zip(itertools.chain(self.x, self.z.values()), columns, strict=True):
             np.cumsum(changes[: self.length], out=line)
-        plain_seconds = float(np.dot(seconds, repeats(self.trace))) + captured_overhead_seconds(self.trace, self.costs)
+        plain_seconds = float(np.dot(seconds, repeats(self.trace)))
         return Problem(
             options=self.options,
             reasons=list(self.z),
