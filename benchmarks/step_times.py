@@ -114,7 +114,7 @@ def _rounds(workload: Workload, plans: Mapping[Levers, float]) -> list[dict[Leve
         timed = timed_in_turns(workload, pairs, find_device("cpu"), limit_seconds=_LIMIT_SECONDS, rounds=1)
         if timed.errors or timed.are_first_steps:
             raise RuntimeError(f"a plan could not be run: {timed.errors}")
-        found.append({levers: timed.medians[index] for index, levers in enumerate(order)})
+        found.append({levers: timed.step_seconds[index] for index, levers in enumerate(order)})
     return found
 
 

@@ -16,7 +16,7 @@ from memfit.planner import measured_choice as module
 from memfit.planner.confirmation import LeftOut
 from memfit.planner.contenders import Measure
 from memfit.planner.measured_choice import Choice, measured_choice
-from memfit.planner.measured_steps import LIMIT_SECONDS, Timed
+from memfit.planner.measured_steps import LIMIT_SECONDS, Timed, Turn
 from memfit.planner.search import Confirmed
 from memfit.workload import Workload
 from tests.planner.test_search import Applied, combinations
@@ -43,8 +43,8 @@ class Machine:
     def __call__(self, workload: Workload, plans: list[tuple[Levers, float]], *_: Any, **options: Any) -> Timed:
         self.run += [levers for levers, _ in plans]
         errors = self.found.get("errors", {})
-        rows = [[] if i in errors else [s, s, 9 * s] for i, s in enumerate(self.seconds[: len(plans)])]
-        return Timed(rows, rows, errors, 1.0, self.found.get("own_seconds", 1.0))
+        rows = [[] if i in errors else [Turn(s, [s, s, 9 * s])] for i, s in enumerate(self.seconds[: len(plans)])]
+        return Timed(rows, errors, 1.0, self.found.get("own_seconds", 1.0))
 
 
 def choice(

@@ -22,6 +22,7 @@ from memfit.planner import measured_steps
 from memfit.planner.measured_steps import (
     Clocks,
     Timed,
+    Turn,
     affordable,
     in_turns,
     notes_of,
@@ -136,10 +137,10 @@ def test_nothing_of_the_workload_changes() -> None:
     told: list[tuple[int, int]] = []
     found = timed(workload, *sizes(8, 4), rounds=1, progress=lambda *at: told.append(at))
     assert same(state_of(workload), before)
-    assert [len(each) for each in found.seconds] == [2, 2] and not found.errors
-    assert set(found.medians) == {0, 1} and all(seconds > 0 for seconds in found.medians.values())
-    assert found.wall_seconds == pytest.approx(sum(map(sum, [*found.seconds, *found.first_seconds])))
-    assert [len(each) for each in found.first_seconds] == [1, 1]
+    assert found.steps == {0: 2, 1: 2} and not found.errors
+    assert set(found.step_seconds) == {0, 1} and all(seconds > 0 for seconds in found.step_seconds.values())
+    turns = [turn for (turn,) in found.turns]
+    assert found.wall_seconds == pytest.approx(sum(turn.first_seconds + sum(turn.seconds) for turn in turns))
     assert told == [(1, 2), (2, 2)]
 
 
@@ -167,7 +168,7 @@ def test_one_copy_is_alive_at_a_time_and_none_afterwards() -> None:
         return own(model, batch)
 
     found = timed(dataclasses.replace(workload, loss_fn=loss), Levers(microbatch_size=8), Levers(microbatch_size=4))
-    assert len(found.seconds[0]) == 2 * measured_steps.ROUNDS
+    assert found.steps[0] == 2 * measured_steps.ROUNDS
     assert alive.most == 1
     assert not [each for each in alive.models.values() if each() is not None]
 
@@ -184,11 +185,11 @@ def test_a_plan_that_fails_is_not_run_again_and_the_others_are() -> None:
 
     workload = dataclasses.replace(workload, loss_fn=loss)
     found = timed(workload, Levers(microbatch_size=8), Levers(microbatch_size=4))
-    assert calls[4] == 1 and set(found.medians) == {0}
+    assert calls[4] == 1 and set(found.step_seconds) == {0}
     (note,) = notes_of(dataclasses.replace(found, own_seconds=found.wall_seconds), find_device("cpu"))
     assert "could not be run" in note and "no room" in note and "for this" not in note
     first = timed(workload, Levers(microbatch_size=4), Levers(microbatch_size=8))
-    assert first.errors.keys() == {0} and len(first.seconds[1]) <= 2  # with nothing to compare it with, it stops
+    assert first.errors.keys() == {0} and first.steps.get(1, 0) <= 2  # with nothing to compare it with, it stops
 
 
 def test_a_time_that_is_over_ends_a_turn_between_two_steps() -> None:
@@ -197,7 +198,7 @@ def test_a_time_that_is_over_ends_a_turn_between_two_steps() -> None:
     found = timed_in_turns(
         small(), [(Levers(microbatch_size=8), 1e-6)], find_device("cpu"), clocks=clocks, limit_seconds=24.0, rounds=1
     )
-    assert 0 < len(found.seconds[0]) < steps_of(1e-6)
+    assert 0 < found.steps[0] < steps_of(1e-6)
 
 
 def test_making_code_is_timed_apart_and_costs_the_others_none_of_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,21 +214,36 @@ def test_making_code_is_timed_apart_and_costs_the_others_none_of_their_time(monk
 
     clocks = Clocks(lambda: now[0], lambda: now[0])
     found = timed(dataclasses.replace(workload, loss_fn=loss), *sizes(8, 4), clocks=clocks, limit_seconds=1000.0)
-    assert found.medians == {0: 1.0, 1: 2.0} and max(found.first_seconds[1]) == 2.0
+    assert found.step_seconds == {0: 1.0, 1: 2.0} and max(turn.first_seconds for turn in found.turns[1]) == 2.0
     rounds = measured_steps.ROUNDS
     assert calls == {8: 3 * rounds, 4: 8 * rounds} and now[0] > 2 * 60.0 * rounds
     calls.clear()
-    assert timed(dataclasses.replace(workload, loss_fn=loss), *sizes(8, 4), clocks=clocks).medians == {0: 1.0, 1: 2.0}
+    assert timed(dataclasses.replace(workload, loss_fn=loss), *sizes(8, 4), clocks=clocks).step_seconds == {
+        0: 1.0,
+        1: 2.0,
+    }
 
 
 def test_plans_are_compared_by_what_all_of_them_ran() -> None:
-    found = Timed([[1.0, 3.0, 2.0], [4.0]], [[9.0], [8.0]])
-    assert found.medians == {0: 2.0, 1: 4.0} and not found.are_first_steps
-    slow = dataclasses.replace(found, seconds=[[1.0], []])
-    assert slow.medians == {0: 9.0, 1: 8.0}
+    found = Timed([[Turn(9.0, [1.0, 3.0, 2.0])], [Turn(8.0, [4.0])]])
+    assert found.step_seconds == {0: 2.0, 1: 4.0} and found.steps == {0: 3, 1: 1} and not found.are_first_steps
+    slow = dataclasses.replace(found, turns=[[Turn(9.0, [1.0])], [Turn(8.0)]])
+    assert slow.step_seconds == {0: 9.0, 1: 8.0}
     assert any("first step" in note for note in notes_of(slow, look_up("rtx-3090")))
-    assert dataclasses.replace(slow, errors={1: "failed"}).medians == {0: 1.0}
-    assert dataclasses.replace(found, seconds=[[1.0], []], first_seconds=[[9.0], []]).medians == {0: 1.0}
+    assert dataclasses.replace(slow, errors={1: "failed"}).step_seconds == {0: 1.0}
+    assert dataclasses.replace(found, turns=[[Turn(9.0, [1.0])], []]).step_seconds == {0: 1.0}
+
+
+def test_plans_are_compared_round_by_round() -> None:
+    """A machine at half its speed for a round slows all plans, and those with more turns then seem no slower."""
+    fast, slow = [Turn(9.0, [1.0, 1.0])], [Turn(9.0, [2.0, 2.0])]
+    first = [*fast, *slow, *fast]
+    second = [Turn(9.0, [1.1, 1.1]), Turn(9.0, [2.2, 2.2])]
+    third = [Turn(9.0, []), Turn(9.0, [1.8])]
+    found = Timed([first, second, third]).step_seconds
+    assert found[0] == 1.0 and found[1] == pytest.approx(1.1) and found[2] == pytest.approx(0.9)
+    apart = Timed([[Turn(9.0, [2.0]), Turn(9.0)], [Turn(9.0), Turn(9.0, [3.0])]])  # no round that both ran
+    assert apart.step_seconds == {0: 2.0, 1: 3.0}
 
 
 def test_a_plan_that_is_much_slower_than_predicted_leaves_the_others_their_turns() -> None:
@@ -241,7 +257,7 @@ def test_a_plan_that_is_much_slower_than_predicted_leaves_the_others_their_turns
     clocks = Clocks(lambda: now[0], lambda: now[0])
     found = timed(dataclasses.replace(workload, loss_fn=loss), *sizes(8, 4, 2), clocks=clocks)
     assert found.are_first_steps
-    assert found.medians == {0: 12.0, 1: 1.0, 2: 2.0}
+    assert found.step_seconds == {0: 12.0, 1: 1.0, 2: 2.0}
 
 
 @pytest.mark.parametrize(("share", "is_busy"), [(1.0, False), (0.95, False), (0.5, True)])

@@ -97,7 +97,7 @@ def _taken(
     prove: Callable[[Confirmed], Proof],
 ) -> Choice:
     """Return the fastest plan as measured whose recomputation was not found to differ."""
-    left = dict(timed.medians)
+    left = timed.step_seconds
     measured = tuple(sorted((_record(plans[i], timed, i) for i in left), key=lambda step: step.measured_seconds))
     while True:
         indices = list(left)
@@ -126,8 +126,8 @@ def _record(plan: Confirmed, timed: Timed, index: int) -> MeasuredStep:
         levers=plan.point.levers,
         uses=plan.point.uses,
         predicted_seconds=plan.prediction.step_seconds,
-        measured_seconds=timed.medians[index],
-        steps=len(timed.compared[index]),
+        measured_seconds=timed.step_seconds[index],
+        steps=timed.steps[index],
     )
 
 

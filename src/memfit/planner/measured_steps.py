@@ -55,43 +55,72 @@ CLOCKS = Clocks(time.perf_counter, time.thread_time)
 
 
 @dataclass
+class Turn:
+    """The times of a turn's steps.
+
+    Attributes:
+        first_seconds: Of the step that begins the turn.
+        seconds: Of each step after it.
+    """
+
+    first_seconds: float
+    seconds: list[float] = field(default_factory=list)
+
+
+@dataclass
 class Timed:
     """The times of steps under several plans.
 
     Attributes:
-        seconds: Of each step but those that begin a turn, by plan.
-        first_seconds: Of each step that begins a turn, by plan.
+        turns: Of each plan, one for each round.
         errors: The error that a plan's steps ended with, in a line, by plan.
         wall_seconds: All steps together.
         own_seconds: What the thread that ran them computed meanwhile.
     """
 
-    seconds: list[list[float]]
-    first_seconds: list[list[float]]
+    turns: list[list[Turn]]
     errors: dict[int, str] = field(default_factory=dict)
     wall_seconds: float = 0.0
     own_seconds: float = 0.0
 
     @property
-    def compared(self) -> dict[int, list[float]]:
-        """The times by which plans are compared, of each that was run and did not fail.
-
-        Where there was no time for more than the first step of one of them, first steps are compared.
-        """
-        run = [i for i, seconds in enumerate(self.first_seconds) if seconds and i not in self.errors]
-        times = self.first_seconds if self.are_first_steps else self.seconds
-        return {i: times[i] for i in run}
-
-    @property
     def are_first_steps(self) -> bool:
-        """Whether first steps are compared."""
-        pairs = enumerate(zip(self.first_seconds, self.seconds, strict=True))
-        return any(first and not others and i not in self.errors for i, (first, others) in pairs)
+        """Whether first steps are compared, since there was no time for more than those of a plan."""
+        return any(not any(turn.seconds for turn in self.turns[index]) for index in self._run())
 
     @property
-    def medians(self) -> dict[int, float]:
-        """The median of the times by which plans are compared."""
-        return {i: statistics.median(seconds) for i, seconds in self.compared.items()}
+    def steps(self) -> dict[int, int]:
+        """The number of steps by which plans are compared, of each that was run and did not fail."""
+        return {index: sum(map(len, self._compared(index))) for index in self._run()}
+
+    @property
+    def step_seconds(self) -> dict[int, float]:
+        """The time of a step of each plan that was run and did not fail.
+
+        That of the first plan is the median of its steps. Another one's is a multiple of it: the median of the rounds'
+        ratios, since the speed of a machine comes and goes with what else it does, in phases of many seconds.
+        """
+        run = self._run()
+        medians = {
+            index: [statistics.median(turn) if turn else None for turn in self._compared(index)] for index in run
+        }
+        found: dict[int, float] = {}
+        for index in run:
+            own = statistics.median(seconds for turn in self._compared(index) for seconds in turn)
+            pairs = zip(medians[index], medians[run[0]], strict=False)
+            ratios = [one / first for one, first in pairs if one is not None and first is not None]
+            found[index] = found[run[0]] * statistics.median(ratios) if ratios and index != run[0] else own
+        return found
+
+    def _run(self) -> list[int]:
+        """Return the plans that were run and did not fail."""
+        return [index for index, turns in enumerate(self.turns) if turns and index not in self.errors]
+
+    def _compared(self, index: int) -> list[list[float]]:
+        """Return the times by which a plan is compared, turn by turn."""
+        if self.are_first_steps:
+            return [[turn.first_seconds] for turn in self.turns[index]]
+        return [turn.seconds for turn in self.turns[index]]
 
     @property
     def attended_share(self) -> float:
@@ -223,7 +252,7 @@ class _Turns:
         self, workload: Workload, plans: Sequence[tuple[Levers, float]], place: torch.device, clocks: Clocks
     ) -> None:
         self._workload, self._plans, self._place, self._clocks = workload, plans, place, clocks
-        self.found = Timed([[] for _ in plans], [[] for _ in plans])
+        self.found = Timed([[] for _ in plans])
 
     def __call__(self, index: int, seconds: float) -> float:
         """Run a turn of a plan for some seconds; none where it failed before, or the first plan did."""
@@ -246,21 +275,23 @@ class _Turns:
             if registry.compiles(levers, levers.microbatch_size):
                 step(step.workload.batch)
             makes_until = self._clocks.wall()
-            self._step(step, self.found.first_seconds[index])
+            turn = Turn(self._step(step))
+            self.found.turns[index].append(turn)
             for _ in range(steps_of(predicted_seconds)):
                 if self._clocks.wall() >= makes_until + seconds:
                     break
-                self._step(step, self.found.seconds[index])
+                turn.seconds.append(self._step(step))
         return makes_until - began
 
-    def _step(self, step: Step, times: list[float]) -> None:
-        """Run a step, and add what it took to some times."""
+    def _step(self, step: Step) -> float:
+        """Run a step, and return what it took."""
         wall, own = self._clocks.wall(), self._clocks.own()
         step(step.workload.batch)
         accelerators.synchronize(self._place)  # or the next step would wait for this one's update
-        times.append(self._clocks.wall() - wall)
-        self.found.wall_seconds += times[-1]
+        seconds = self._clocks.wall() - wall
+        self.found.wall_seconds += seconds
         self.found.own_seconds += self._clocks.own() - own
+        return seconds
 
 
 def notes_of(found: Timed, device: Device) -> list[str]:
