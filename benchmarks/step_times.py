@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import random
 import statistics
 import subprocess
@@ -39,7 +40,8 @@ from memfit.workload import Workload, samples_of
 SHARES = (0.7, 0.5)
 _SPIN = "while True: sum(range(100000))"
 _LIMIT_SECONDS = 900.0
-_SECONDS, _LEAST_ROUNDS = 20.0, 3
+_MOST_SECONDS, _LEAST_ROUNDS = 90.0, 4
+_SURE = 0.005  # the error of a ratio; plans are told apart from `MARGIN` on
 _MOST_BYTES = 4 * 2**30  # no less than any of the steps takes
 
 
@@ -105,10 +107,16 @@ def _predicted_seconds(step: MeasuredStep | Plan) -> float:
 
 
 def _rounds(workload: Workload, plans: Mapping[Levers, float]) -> list[dict[Levers, float]]:
-    """Return the median seconds of a step under each plan, round by round, each in an order drawn anew."""
-    draws, found = random.Random(0), list[dict[Levers, float]]()
-    ends = time.perf_counter() + _SECONDS
-    while len(found) < _LEAST_ROUNDS or time.perf_counter() < ends:
+    """Return the seconds of a step under each plan, round by round, each in an order drawn anew.
+
+    They go on until the ratios to the first plan are known well enough to tell plans apart, or the time is over.
+    """
+    draws, first, found = random.Random(0), next(iter(plans)), list[dict[Levers, float]]()
+    ends = time.perf_counter() + _MOST_SECONDS
+    while len(found) < _LEAST_ROUNDS or (
+        time.perf_counter() < ends
+        and any(error_of_median([each[levers] / each[first] for each in found]) > _SURE for levers in plans)
+    ):
         order = draws.sample([*plans], len(plans))
         pairs = [(levers, plans[levers]) for levers in order]
         timed = timed_in_turns(workload, pairs, find_device("cpu"), limit_seconds=_LIMIT_SECONDS, rounds=1)
@@ -121,6 +129,13 @@ def _rounds(workload: Workload, plans: Mapping[Levers, float]) -> list[dict[Leve
 def _ratio(rounds: Sequence[dict[Levers, float]], levers: Levers, other: Levers) -> float:
     """Return the ratio of two plans' times: the median of the rounds' ratios, since speeds come and go."""
     return statistics.median(seconds[levers] / seconds[other] for seconds in rounds)
+
+
+def error_of_median(values: Sequence[float]) -> float:
+    """Return the standard error of the median of some values, by their median absolute deviation, as of normal ones."""
+    middle = statistics.median(values)
+    deviation = statistics.median(abs(value - middle) for value in values)
+    return math.sqrt(math.pi / 2) * deviation / (0.6745 * math.sqrt(len(values)))
 
 
 @contextlib.contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import statistics
 from typing import Any
 
 import pytest
@@ -31,6 +33,14 @@ def test_errors_are_of_the_ratio_and_choices_of_the_fastest() -> None:
 
 def test_nothing_measured_is_no_figure() -> None:
     assert step_times.summary_of([])["ratio_median_abs_error"] is None
+
+
+def test_the_error_of_a_median_is_that_of_many_medians() -> None:
+    draws = random.Random(0)
+    samples = [[draws.gauss(1.0, 0.1) for _ in range(25)] for _ in range(2000)]
+    spread = statistics.pstdev(statistics.median(sample) for sample in samples)
+    found = statistics.fmean(step_times.error_of_median(sample) for sample in samples)
+    assert found == pytest.approx(spread, rel=0.1) and step_times.error_of_median([1.0] * 4) == 0.0
 
 
 def test_others_compute_until_the_cells_are_done() -> None:
