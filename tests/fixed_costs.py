@@ -70,6 +70,7 @@ def fixed_costs() -> Iterator[None]:
             _coarse_seconds=_coarse_seconds,
             _precise_seconds=_precise_seconds,
             _has_drifted=lambda *_: False,
+            reference_call=lambda: None,
             _MEASURING="-fixed",  # in a file of their own: processes with a clock write to the other one
             _dispatch_seconds=lambda: DISPATCH_SECONDS,
             _checkpoint_overheads=lambda: (CHECKPOINT_SECONDS, SELECTIVE_OP_SECONDS),

@@ -379,6 +379,17 @@ def test_the_check_of_kept_times_has_an_end(machine: Machine, monkeypatch: pytes
     assert machine.calibrated(**AT_REST) == kept and len(machine.timed) == 1
 
 
+def test_the_largest_call_that_is_short_tells_the_pace(machine: Machine) -> None:
+    assert module.reference_call() is None
+    machine.calibrated(mm=[1e-3], addmm=[0.5])  # half a second is too long to run between steps
+    found = module.reference_call()
+    assert found is not None and json.loads(found[0])["op"] == "aten.mm.default" and found[1] == 1e-3
+    machine.seconds[found[0]] = [3e-3]
+    assert module.seconds_now(*found) == 3e-3
+    module._seen.clear()  # what an earlier process kept was not held against the machine
+    assert module.reference_call() is None
+
+
 def another_schema(data: bytes) -> bytes:
     return msgspec.json.encode({**json.loads(data), "schema": "memfit.costs/0"})
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import memfit
+from memfit.cost.pace import Pace
 from memfit.errors import NonFiniteError, OutputError, UsageError
 from memfit.ir import codec
 from memfit.ir.plan import Levers, Plan
@@ -44,6 +45,12 @@ def test_exact_plan_trains_as_the_plain_step_does(plan: Plan) -> None:
     assert len(set(found.plain_losses)) == 4
     assert found.planned_peak_bytes <= plan.budget_bytes < found.plain_peak_bytes
     assert found.plain_step_seconds > 0 < found.planned_step_seconds
+
+
+def test_a_comparison_says_that_the_machine_was_slower(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Pace, "slowdown", 1.5)
+    notes = memfit.compare(plan, tiny(), steps=2).notes
+    assert any("slower" in note and "×1.50" in note for note in notes)
 
 
 def test_comparing_leaves_the_workload_alone(plan: Plan) -> None:

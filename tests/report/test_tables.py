@@ -27,6 +27,7 @@ from memfit.levers.registry import UPDATES, uses
 from memfit.report.summary import (
     change_text,
     chosen_index,
+    comparison_lines,
     keep_text,
     lever_rows,
     levers_text,
@@ -184,6 +185,12 @@ def test_losses() -> None:
     assert words([2.0, 1.0], [2.0, 1.0]) == "identical over 2 steps"
     assert words([2.0, 1.0], [2.0, 1.5]) == "largest difference over 2 steps: 5.0e-01, 5.0e-01 of the loss, at step 2"
     assert "not finite" in words([1.0], [float("nan")])
+
+
+def test_what_is_to_be_said_of_the_times_stands_below_them() -> None:
+    found = msgspec.structs.replace(comparison([1.0], [1.0]), notes=("this machine was busy",))
+    assert comparison_lines(found) == ["Loss at the same data, identical over 1 step.", "This machine was busy."]
+    assert "This machine was busy." in shown(comparison_table(None, found), 100)
 
 
 def comparison(plain: list[float], planned: list[float]) -> Comparison:

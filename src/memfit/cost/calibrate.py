@@ -59,6 +59,7 @@ _LONG_SECONDS, _ONCE_SECONDS = 0.1, 1.0  # such calls are confirmed by a third r
 _LARGE_SHARE = 4 * _SHARE  # calls that take more are timed twice, and again where they were kept or timed coarsely
 _CHECK_SECONDS = 1.5  # for that, and begun ones end; the largest calls come first
 _FASTER, _SLOWER = 0.07, 0.2  # shares by which times may differ from what was kept: other programs only add to them
+_REFERENCE_SECONDS = 0.02  # a call that tells the machine's pace takes no longer
 _BUSY_SHARE = 0.3  # of one processor, used by other programs
 _MEASURING = 5  # version of the measurement, in the cache's name
 
@@ -171,6 +172,24 @@ def _has_drifted(table: CostTable, uses: Mapping[str, int], seen: Collection[str
     slower = sum(max(0.0, now - before) for before, now in pairs)
     is_busy = _others_seconds() - others > _BUSY_SHARE * (time.perf_counter() - started)
     return faster > _FASTER * total or (slower > _SLOWER * total and not is_busy)
+
+
+def reference_call() -> tuple[str, float] | None:
+    """Return a large call that this process timed or checked, and its seconds; None where there is none."""
+    table = _read(cache_path())
+    if table is None:
+        return None
+    known = {s: table.ops[s] for s in _seen.get(cache_path(), ()) if s in table.ops}
+    seconds = {s: cost.seconds for s, cost in known.items() if cost.measured and not cost.coarse}
+    short = [s for s in seconds if _FINE_SECONDS < seconds[s] <= _REFERENCE_SECONDS]
+    text = max(short, key=lambda s: (seconds[s], s), default=None)
+    return None if text is None else (text, seconds[text])
+
+
+def seconds_now(text: str, about_seconds: float) -> float:
+    """Return the least time of some runs of a call that took about some seconds."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        return _timed(text, about_seconds, torch.zeros(_CACHE_BYTES, dtype=torch.uint8))
 
 
 def _others_seconds() -> float:

@@ -12,6 +12,9 @@ class Comparison(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The plain and the planned step, measured in turn on the same batches from the same state.
 
     Peaks are measured peaks allocated, times are medians over the interleaved steps, and losses are those of each step.
+
+    Attributes:
+        notes: What is to be said of the times: that the machine was busy.
     """
 
     plain_peak_bytes: int
@@ -20,6 +23,7 @@ class Comparison(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     planned_step_seconds: float
     plain_losses: list[float]
     planned_losses: list[float]
+    notes: tuple[str, ...] = ()
 
 
 class Evaluation(Shown, frozen=True, forbid_unknown_fields=True):

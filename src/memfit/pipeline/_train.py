@@ -8,13 +8,14 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 
 from memfit.capture.fake_workload import nothing_changes, real_copy
 from memfit.capture.measured_peak import measure_peak_bytes
+from memfit.cost.pace import Pace, busy_notes
 from memfit.errors import UsageError
 from memfit.hardware.accelerators import synchronize
 from memfit.hardware.host import find_device, free_bytes
@@ -102,18 +103,19 @@ def compare(
             place = rank_place(place)
         both = [real_copy(workload, place), real_copy(workload, place)]
         with applied(_plain_levers(plan), both[0]) as plain, applied(plan.levers, both[1]) as planned:
-            losses, seconds = _interleave([plain, planned], batches, progress)
+            run = _interleave([plain, planned], batches, progress)
             measure = measure_peak_bytes if ranks.size == 1 else rank_peak_bytes
             peaks = [measure(step, batches[0]) for step in (plain, planned)]
         # Of the rank that holds most, and of the one that takes longest.
-        plain_bytes, planned_bytes, *medians = ranks.most([*peaks, *map(statistics.median, seconds)])
+        plain_bytes, planned_bytes, *medians = ranks.most([*peaks, *map(statistics.median, run.seconds)])
     return Comparison(
         plain_peak_bytes=int(plain_bytes),
         planned_peak_bytes=int(planned_bytes),
         plain_step_seconds=medians[0],
         planned_step_seconds=medians[1],
-        plain_losses=losses[0],
-        planned_losses=losses[1],
+        plain_losses=run.losses[0],
+        planned_losses=run.losses[1],
+        notes=tuple(run.notes),
     )
 
 
@@ -166,23 +168,36 @@ def first_batches(workload: Workload, count: int) -> list[Any]:
     return found
 
 
-def _interleave(
-    steps: list[Step], batches: list[Any], progress: Callable[[int, int], None] | None
-) -> tuple[list[list[float]], list[list[float]]]:
-    """Run each step on each batch in turn, from the same random state; return losses and seconds by step."""
+class _Interleaved(NamedTuple):
+    """The losses and the seconds of some steps, by step, and what is to be said of the seconds."""
+
+    losses: list[list[float]]
+    seconds: list[list[float]]
+    notes: list[str]
+
+
+def _interleave(steps: list[Step], batches: list[Any], progress: Callable[[int, int], None] | None) -> _Interleaved:
+    """Run each step on each batch in turn, from the same random state."""
     losses: list[list[float]] = [[] for _ in steps]
     seconds: list[list[float]] = [[] for _ in steps]
+    is_cpu = place_of(steps[0].workload).type == "cpu"
+    pace, own_seconds = Pace(), 0.0
     for index, batch in enumerate(batches):
+        is_timed = index > 0 or len(batches) == 1
         for which, step in enumerate(steps):
+            if is_cpu and is_timed:
+                pace.read()
             torch.manual_seed(index)
-            started = time.perf_counter()
+            started, own = time.perf_counter(), time.thread_time()
             losses[which].append(step(batch).loss)
             synchronize(place_of(step.workload))  # or the next step would wait for this one's update
-            if index > 0 or len(batches) == 1:
+            if is_timed:
                 seconds[which].append(time.perf_counter() - started)
+                own_seconds += time.thread_time() - own
         if progress is not None:
             progress(index + 1, len(batches))
-    return losses, seconds
+    share = own_seconds / sum(map(sum, seconds))
+    return _Interleaved(losses, seconds, busy_notes("they ran", share, pace.slowdown) if is_cpu else [])
 
 
 def _train_bars(bars: Bars, arguments: Mapping[str, Any]) -> dict[str, Callable[..., None]]:

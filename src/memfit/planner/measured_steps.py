@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 
 from memfit.capture.fake_workload import nothing_changes
+from memfit.cost.pace import busy_notes
 from memfit.hardware import accelerators
 from memfit.hardware.host import free_bytes
 from memfit.ir.device import Device
@@ -41,7 +42,6 @@ _LEAST_ROUNDS = 2
 _STEPS, _MOST_STEPS = 2, 20  # of a turn after its first
 _TURN_SECONDS = 0.1  # a turn of short steps has as many as take this long
 _ROOM = 1.1  # the free memory that is asked for, as a multiple of the largest peak
-_ATTENDED = 0.9  # the share of a step that its thread computes, on a machine at rest
 
 
 class Clocks(NamedTuple):
@@ -297,11 +297,8 @@ class _Turns:
 def notes_of(found: Timed, device: Device) -> list[str]:
     """Return what is to be said of measured steps: a busy machine, and plans that could not be run."""
     notes = [f"a plan could not be run to measure it: {error}" for error in found.errors.values()]
-    if device.kind == "cpu" and found.attended_share < _ATTENDED:
-        notes.append(
-            "this machine was busy while plans were measured: the thread that runs a step had a processor for"
-            f" {found.attended_share:.0%} of the time, so that steps took longer than on a machine at rest"
-        )
+    if device.kind == "cpu":
+        notes += busy_notes("plans were measured", found.attended_share)
     if found.are_first_steps:
         notes.append(
             "there was time for little more than a first step of each plan, which also makes the optimizer's state:"

@@ -17,10 +17,10 @@ from memfit.report.next_steps import Report, next_steps
 from memfit.report.pages import markup, render_page
 from memfit.report.summary import (
     change_text,
+    comparison_lines,
     comparison_rows,
     lever_rows,
     loss_rows,
-    loss_text,
     measured_plan_rows,
     microbatches,
     offers,
@@ -120,7 +120,7 @@ def _context(report: Report) -> dict[str, Any]:
         "views_change": change_text(views.planned.peak_bytes, views.plain.peak_bytes),
         "largest_saved": max([1, *(max(row.saved_bytes, row.planned_saved_bytes) for row in views.modules)]),
         "comparison": comparison_rows(plan, views.comparison, run),
-        "losses": loss_text(views.comparison) if views.comparison else None,
+        "comparison_lines": comparison_lines(views.comparison) if views.comparison else [],
         "loss_rows": _ends(loss_rows(views.comparison), _MAX_ROWS) if views.comparison else [],
         "evaluation_keys": sorted({key for evaluation in evaluations for key in evaluation.values}),
         "waiting": waiting_text(run) if run else None,

@@ -306,6 +306,12 @@ def loss_rows(comparison: Comparison) -> list[tuple[int, str, str, str]]:
     ]
 
 
+def comparison_lines(comparison: Comparison) -> list[str]:
+    """Return the sentences below a comparison: of the losses, and of the machine that ran it."""
+    notes = [f"{note[0].upper()}{note[1:]}." for note in comparison.notes]
+    return [f"Loss at the same data, {loss_text(comparison)}.", *notes]
+
+
 def loss_text(comparison: Comparison) -> str:
     """Return how far the losses of the planned step are from those of the plain one."""
     pairs = list(zip(comparison.plain_losses, comparison.planned_losses, strict=False))

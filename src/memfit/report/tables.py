@@ -18,13 +18,13 @@ from memfit.report.summary import (
     change_text,
     chosen_index,
     clean,
+    comparison_lines,
     comparison_rows,
     fit_text,
     is_allowed,
     lever_rows,
     levers_text,
     loss_rows,
-    loss_text,
     measured_plan_rows,
     measured_rows,
     offers,
@@ -229,7 +229,7 @@ def comparison_table(plan: Plan | None, comparison: Comparison) -> Group:
         table.add_column(name, justify="right", no_wrap=True)
     for row in comparison_rows(plan, comparison) if plan else measured_rows(comparison):
         table.add_row(*(Text(cell) for cell in row))
-    summary = Text(f"Loss at the same data, {loss_text(comparison)}.")
+    summary = Text("\n".join(comparison_lines(comparison)))
     rows = loss_rows(comparison)
     return Group(table, _loss_table(rows), summary) if rows else Group(table, summary)
 

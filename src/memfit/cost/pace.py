@@ -1,0 +1,55 @@
+"""The pace of this machine while steps run on its CPU: whether it is the one at which its operators were timed.
+
+Other programs take processors from a step's threads. The host of a virtual machine takes them from the whole machine,
+which can't see it: only an operator's time tells.
+"""
+
+from __future__ import annotations
+
+import statistics
+
+from memfit.cost import calibrate
+
+ATTENDED = 0.9
+"""The least share of a step that its thread computes, on a machine at rest."""
+_SLOWER = 1.2
+
+
+class Pace:
+    """Times a large operator between steps, one that this process timed or checked before; none where there is none."""
+
+    def __init__(self) -> None:
+        self._call = calibrate.reference_call()
+        self._seconds: list[float] = []
+
+    def read(self) -> None:
+        """Time the operator."""
+        if self._call is not None:
+            self._seconds.append(calibrate.seconds_now(*self._call))
+
+    @property
+    def slowdown(self) -> float:
+        """The median of the times, as a multiple of what the operator took before; 1 without any."""
+        return statistics.median(self._seconds) / self._call[1] if self._call and self._seconds else 1.0
+
+
+def busy_notes(doing: str, attended_share: float, slowdown: float = 1.0) -> list[str]:
+    """Return what is to be said of times that were measured on a busy machine.
+
+    Args:
+        doing: What it did meanwhile, such as "plans were measured".
+        attended_share: The share of the time in which the thread that ran the steps computed.
+        slowdown: See `Pace`.
+    """
+    notes = []
+    if attended_share < ATTENDED:
+        notes.append(
+            f"this machine was busy while {doing}: the thread that runs a step had a processor for {attended_share:.0%}"
+            " of the time, so that steps took longer than on a machine at rest"
+        )
+    if slowdown > _SLOWER:
+        notes.append(
+            f"this machine was slower while {doing}: an operator took ×{slowdown:.2f} of the time that predictions have"
+            " for it, and steps took longer with it; something else takes its processors, or its host's"
+        )
+    return notes

@@ -1,0 +1,48 @@
+"""The pace of a machine while steps run, and what is said of one that is busy."""
+
+from __future__ import annotations
+
+import pytest
+
+from memfit.cost import calibrate
+from memfit.cost.pace import Pace, busy_notes
+
+
+def paced(monkeypatch: pytest.MonkeyPatch, kept: float | None, now: list[float]) -> Pace:
+    times = iter(now)
+    monkeypatch.setattr(calibrate, "reference_call", lambda: None if kept is None else ("a call", kept))
+    monkeypatch.setattr(calibrate, "seconds_now", lambda text, about_seconds: next(times))
+    pace = Pace()
+    for _ in now:
+        pace.read()
+    return pace
+
+
+@pytest.mark.parametrize(
+    ("kept", "now", "slowdown"),
+    [
+        (2e-3, [2e-3, 2e-3, 9e-3], 1.0),  # another program was in the way once
+        (2e-3, [3e-3, 4e-3, 4e-3], 2.0),
+        (2e-3, [], 1.0),
+        (None, [1.0], 1.0),  # nothing was timed before
+    ],
+)
+def test_the_pace_is_a_multiple_of_the_kept_time(
+    kept: float | None, now: list[float], slowdown: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert paced(monkeypatch, kept, now).slowdown == slowdown
+
+
+@pytest.mark.parametrize(
+    ("attended", "slowdown", "said"),
+    [
+        (1.0, 1.0, []),
+        (0.95, 1.1, []),
+        (0.5, 1.0, ["a processor for 50% of the time"]),
+        (1.0, 1.7, ["took ×1.70 of the time"]),
+        (0.5, 1.7, ["was busy while they ran", "was slower while they ran"]),
+    ],
+)
+def test_a_busy_machine_is_said_to_be_one(attended: float, slowdown: float, said: list[str]) -> None:
+    notes = busy_notes("they ran", attended, slowdown)
+    assert len(notes) == len(said) and all(text in note for text, note in zip(said, notes, strict=True))
