@@ -15,6 +15,7 @@ from memfit.ir.plan import Levers, Plan, allows
 from memfit.pipeline._plan import MEASURE_VARIABLE
 from memfit.planner import measured_steps
 from memfit.planner.contenders import MOST
+from memfit.planner.measured_steps import Turn
 from tests.workloads import quick
 
 pytestmark = pytest.mark.harmless
@@ -36,7 +37,7 @@ def times_are(monkeypatch: pytest.MonkeyPatch, seconds_of: Callable[[Levers], fl
         levers = self._plans[index][0]
         apart_seconds = run(self, index, allowed_seconds)
         ran.append(levers)
-        self.found.seconds[index] = [seconds_of(levers)] * 2
+        self.found.turns[index] = [Turn(seconds_of(levers), [seconds_of(levers)] * 2)]
         self.found.wall_seconds = self.found.own_seconds = 1.0
         return apart_seconds
 

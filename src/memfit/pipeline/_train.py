@@ -103,7 +103,8 @@ def compare(
             place = rank_place(place)
         both = [real_copy(workload, place), real_copy(workload, place)]
         with applied(_plain_levers(plan), both[0]) as plain, applied(plan.levers, both[1]) as planned:
-            run = _interleave([plain, planned], batches, progress)
+            pace = Pace() if place.type == "cpu" and ranks.size == 1 else None  # ranks wait for one another
+            run = _interleave([plain, planned], batches, progress, pace)
             measure = measure_peak_bytes if ranks.size == 1 else rank_peak_bytes
             peaks = [measure(step, batches[0]) for step in (plain, planned)]
         # Of the rank that holds most, and of the one that takes longest.
@@ -176,16 +177,17 @@ class _Interleaved(NamedTuple):
     notes: list[str]
 
 
-def _interleave(steps: list[Step], batches: list[Any], progress: Callable[[int, int], None] | None) -> _Interleaved:
+def _interleave(
+    steps: list[Step], batches: list[Any], progress: Callable[[int, int], None] | None, pace: Pace | None
+) -> _Interleaved:
     """Run each step on each batch in turn, from the same random state."""
     losses: list[list[float]] = [[] for _ in steps]
     seconds: list[list[float]] = [[] for _ in steps]
-    is_cpu = place_of(steps[0].workload).type == "cpu"
-    pace, own_seconds = Pace(), 0.0
+    own_seconds = 0.0
     for index, batch in enumerate(batches):
         is_timed = index > 0 or len(batches) == 1
         for which, step in enumerate(steps):
-            if is_cpu and is_timed:
+            if is_timed and pace is not None:
                 pace.read()
             torch.manual_seed(index)
             started, own = time.perf_counter(), time.thread_time()
@@ -196,8 +198,9 @@ def _interleave(steps: list[Step], batches: list[Any], progress: Callable[[int, 
                 own_seconds += time.thread_time() - own
         if progress is not None:
             progress(index + 1, len(batches))
-    share = own_seconds / sum(map(sum, seconds))
-    return _Interleaved(losses, seconds, busy_notes("they ran", share, pace.slowdown) if is_cpu else [])
+    if pace is None:
+        return _Interleaved(losses, seconds, [])
+    return _Interleaved(losses, seconds, busy_notes("they ran", own_seconds / sum(map(sum, seconds)), pace.slowdown))
 
 
 def _train_bars(bars: Bars, arguments: Mapping[str, Any]) -> dict[str, Callable[..., None]]:
