@@ -76,7 +76,7 @@ def step_ratios_table(result: dict[str, Any]) -> str:
         if case["kind"] == "ratio":
             ratios = (f"×{case['predicted_ratio']:.2f}", f"×{case['measured_ratio']:.2f}")
             levers = ", ".join(case["levers"]) or "plain"
-            lines.append(row((case["model"], f"{case['budget']}x", levers, CONDITIONS[case["condition"]], *ratios)))
+            lines.append(row((case["model"], case["budget"], levers, CONDITIONS[case["condition"]], *ratios)))
     return "\n".join(lines)
 
 
