@@ -10,8 +10,7 @@ import statistics
 
 from memfit.cost import calibrate
 
-ATTENDED = 0.9
-"""The least share of a step that its thread computes, on a machine at rest."""
+_ATTENDED = 0.9  # the least share of a step that its thread computes, on a machine at rest
 _SLOWER = 1.2
 
 
@@ -42,7 +41,7 @@ def busy_notes(doing: str, attended_share: float, slowdown: float = 1.0) -> list
         slowdown: See `Pace`.
     """
     notes = []
-    if attended_share < ATTENDED:
+    if attended_share < _ATTENDED:
         notes.append(
             f"this machine was busy while {doing}: the thread that runs a step had a processor for {attended_share:.0%}"
             " of the time, so that steps took longer than on a machine at rest"
