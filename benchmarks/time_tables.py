@@ -70,13 +70,16 @@ def step_times_table(result: dict[str, Any]) -> str:
 
 
 def step_ratios_table(result: dict[str, Any]) -> str:
-    """Return the predicted and the measured ratio of each plan."""
-    lines = head(("model", "budget", "levers", "condition", "predicted", "measured"))
+    """Return the predicted and the measured ratio of each model's plans, by condition."""
+    conditions = [name for name in CONDITIONS if name in result["summary"]]
+    lines = head(("model", "budget", *(f"{CONDITIONS[name]}: predicted, measured" for name in conditions)))
+    found: dict[tuple[str, str], dict[str, str]] = {}
     for case in result["cases"]:
         if case["kind"] == "ratio":
-            ratios = (f"×{case['predicted_ratio']:.2f}", f"×{case['measured_ratio']:.2f}")
-            levers = ", ".join(case["levers"]) or "plain"
-            lines.append(row((case["model"], case["budget"], levers, CONDITIONS[case["condition"]], *ratios)))
+            ratios = f"×{case['predicted_ratio']:.2f}, ×{case['measured_ratio']:.2f}"
+            found.setdefault((case["model"], case["budget"]), {})[case["condition"]] = ratios
+    for cell, ratios_of in found.items():
+        lines.append(row((*cell, *(ratios_of.get(name, "–") for name in conditions))))
     return "\n".join(lines)
 
 
