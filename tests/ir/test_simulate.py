@@ -186,7 +186,7 @@ def test_what_a_captured_step_recomputes_costs_what_was_simulated(name: str, mic
     simulated = simulate(plain, ONLY_OVERHEAD, [*regions.values()])
     calls = 2 if name == "twice" else len(regions)
     assert simulate(applied, ONLY_OVERHEAD).step_seconds == simulated.step_seconds == calls * microbatches
-    assert simulate(plain, ONLY_OVERHEAD).step_seconds == 0.0 and not captured_overheads(plain, ONLY_OVERHEAD)
+    assert simulate(plain, ONLY_OVERHEAD).step_seconds == 0.0 and not recomputed_runs(plain)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_operators_beside_kept_ones_cost_more() -> None:
     applied = captured(BUILDERS["transformer"](**LARGE["transformer"]), regions=[Region(("blocks.0",))])
     (run,) = recomputed_runs(applied)
     costs = replace(ONLY_OVERHEAD, selective_op_seconds=1e-3)
-    assert captured_overheads(applied, costs) == {run[0]: 1.0}
+    assert captured_overheads(applied, costs, [run]) == {run[0]: 1.0}
     kept = replace(applied, selective=["blocks.0"])
-    assert captured_overheads(kept, costs) == {run[0]: pytest.approx(1.0 + 1e-3 * len(run))}
-    assert captured_overheads(replace(kept, selective=["blocks.1"]), costs) == {run[0]: 1.0}
+    assert captured_overheads(kept, costs, [run]) == {run[0]: pytest.approx(1.0 + 1e-3 * len(run))}
+    assert captured_overheads(replace(kept, selective=["blocks.1"]), costs, [run]) == {run[0]: 1.0}

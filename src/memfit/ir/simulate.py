@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy as copies
 import functools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -136,7 +136,8 @@ class Replay:
         """
         if trace is not None and self.moved:  # what waits in host memory depends on its bytes
             return Replay(trace, costs, self._asked)
-        _ = self._spans, self._is_run, self._meets, self._copies_out, self._is_again  # copies share them
+        # Copies share them.
+        _ = self._spans, self._is_run, self._meets, self._copies_out, self._is_again, self._own_recomputations
         if trace is None:
             _ = self._total, self._signatures
         other = copies.copy(self)
@@ -161,6 +162,11 @@ class Replay:
     def _is_again(self) -> npt.NDArray[np.bool_]:
         """Whether the operator of each point stands for those of later microbatches too."""
         return self.trace.is_of_second[self._ops]
+
+    @functools.cached_property
+    def _own_recomputations(self) -> list[list[int]]:
+        """What the captured step recomputes itself."""
+        return recomputed_runs(self.trace)
 
     @functools.cached_property
     def _copies_out(self) -> bool:
@@ -348,7 +354,7 @@ class Replay:
     def _seconds(self) -> npt.NDArray[np.float64]:
         """Return the seconds of each point, the overhead of a recomputation with its first one."""
         seconds = np.array(self._point_seconds(), np.float64)
-        for op, overhead in captured_overheads(self.trace, self.costs).items():
+        for op, overhead in captured_overheads(self.trace, self.costs, self._own_recomputations).items():
             seconds[self.position[op]] += overhead
         for again in self.recomputations:
             seconds[self.segment[again.region]] += overhead_seconds(self.costs, again)
@@ -378,10 +384,14 @@ def overhead_seconds(costs: CostTable, again: Recomputation) -> float:
     return costs.checkpoint_seconds + (costs.selective_op_seconds * (region.stop - region.start) if again.kept else 0.0)
 
 
-def captured_overheads(trace: Trace, costs: CostTable) -> dict[int, float]:
-    """Return the overhead of a captured step's own recomputations, beyond what runs again, by their first operator."""
+def captured_overheads(trace: Trace, costs: CostTable, runs: Iterable[list[int]]) -> dict[int, float]:
+    """Return the overhead of a captured step's own recomputations, beyond what runs again, by their first operator.
+
+    Args:
+        runs: The recomputations (`recomputed_runs`).
+    """
     selective, found = set(trace.selective), {}
-    for run in recomputed_runs(trace):
+    for run in runs:
         seconds = costs.checkpoint_seconds
         modules = {trace.fqn_of(trace.ops[index].call) for index in run} if selective else set()
         if any(not selective.isdisjoint(enclosing(fqn)) for fqn in modules):

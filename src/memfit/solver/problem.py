@@ -22,7 +22,7 @@ import numpy.typing as npt
 from memfit.ir.operator_costs import CostTable
 from memfit.ir.recompute import Keepers, Recomputation, added_bytes
 from memfit.ir.remat import Region, RegionCall, Regions
-from memfit.ir.simulate import captured_overheads, repeats
+from memfit.ir.simulate import captured_overheads, recomputed_runs, repeats
 from memfit.solver.activities import ALWAYS, Activity, Tightening
 from memfit.solver.candidates import Option
 
@@ -143,7 +143,7 @@ class _Builder:
     def build(self, host_budget_bytes: int) -> Problem:
         workspace = [self.costs.of(self.trace.signatures[op.signature]).workspace_bytes for op in self.trace.ops]
         seconds = np.array([self.costs.seconds_of(self.trace.signatures[op.signature]) for op in self.trace.ops])
-        for op, overhead in captured_overheads(self.trace, self.costs).items():
+        for op, overhead in captured_overheads(self.trace, self.costs, recomputed_runs(self.trace)).items():
             seconds[op] += overhead
         for index in range(len(self.trace.storages)):
             self._add_original(index)
