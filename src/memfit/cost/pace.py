@@ -28,12 +28,12 @@ class Pace:
 
     @property
     def slowdown(self) -> float:
-        """The median of the times, as a multiple of what the operator took before; 1 without any."""
+        """The median of the times, as a multiple of the operator's earlier time; 1 without any."""
         return statistics.median(self._seconds) / self._call[1] if self._call and self._seconds else 1.0
 
 
 def busy_notes(doing: str, attended_share: float, slowdown: float = 1.0) -> list[str]:
-    """Return what is to be said of times that were measured on a busy machine.
+    """Return notes on times that were measured on a busy machine.
 
     Args:
         doing: What it did meanwhile, such as "plans were measured".

@@ -14,7 +14,7 @@ class Comparison(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     Peaks are measured peaks allocated, times are medians over the interleaved steps, and losses are those of each step.
 
     Attributes:
-        notes: What is to be said of the times: that the machine was busy.
+        notes: On the times: that the machine was busy, or slower than when its operators were timed.
     """
 
     plain_peak_bytes: int

@@ -165,7 +165,7 @@ class Replay:
 
     @functools.cached_property
     def _own_recomputations(self) -> list[list[int]]:
-        """What the captured step recomputes itself."""
+        """The recomputations that the captured step has itself."""
         return recomputed_runs(self.trace)
 
     @functools.cached_property
@@ -361,7 +361,7 @@ class Replay:
         return seconds
 
     def _stall_seconds(self) -> float:
-        """Return the seconds for which the step waits for what regions have in host memory."""
+        """Return the seconds for which the step waits for tensors that regions keep in host memory."""
         if not self.moved:
             return 0.0
         seconds = np.array([self.costs.seconds_of(self.trace.signatures[op.signature]) for op in self.trace.ops])
@@ -385,7 +385,7 @@ def overhead_seconds(costs: CostTable, again: Recomputation) -> float:
 
 
 def captured_overheads(trace: Trace, costs: CostTable, runs: Iterable[list[int]]) -> dict[int, float]:
-    """Return the overhead of a captured step's own recomputations, beyond what runs again, by their first operator.
+    """Return the overhead of a captured step's own recomputations beyond their operators, by their first operator.
 
     Args:
         runs: The recomputations (`recomputed_runs`).

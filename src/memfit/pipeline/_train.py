@@ -170,7 +170,7 @@ def first_batches(workload: Workload, count: int) -> list[Any]:
 
 
 class _Interleaved(NamedTuple):
-    """The losses and the seconds of some steps, by step, and what is to be said of the seconds."""
+    """The losses and the seconds of some steps, by step, and notes on the seconds."""
 
     losses: list[list[float]]
     seconds: list[list[float]]

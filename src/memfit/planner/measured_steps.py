@@ -284,7 +284,7 @@ class _Turns:
         return makes_until - began
 
     def _step(self, step: Step) -> float:
-        """Run a step, and return what it took."""
+        """Run a step, and return its seconds."""
         wall, own = self._clocks.wall(), self._clocks.own()
         step(step.workload.batch)
         accelerators.synchronize(self._place)  # or the next step would wait for this one's update
