@@ -66,7 +66,8 @@ def test_what_is_rebuilt_has_the_same_signature(args: list[Any], kwargs: dict[st
 def test_a_rebuilt_tensor_has_dtype_shape_stride_and_safe_values(tensor: torch.Tensor) -> None:
     _, (again,), _ = rebuild(signature(aten.neg.default, (tensor,), {}), "cpu")
     assert (again.dtype, again.shape, again.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
-    assert bool((again == (0.5 if tensor.dtype.is_floating_point else 0)).all())
+    values = again.double()
+    assert bool(((values > 0) & (values < 1) if tensor.dtype.is_floating_point else values == 0).all())
 
 
 @given(tensors(), tensors())
@@ -117,40 +118,6 @@ def test_a_generator_is_left_out() -> None:
     assert func(*args, **kwargs).shape == (2,)
 
 
-@pytest.mark.parametrize("gradient", [False, True])
-def test_groups_of_a_grouped_product_are_equally_large(gradient: bool) -> None:
-    a, ends = torch.randn(1024, 64), torch.tensor([1, 2, 3, 1024], dtype=torch.int32)
-    b = torch.randn(1024, 96) if gradient else torch.randn(4, 64, 96)
-    text = signature(torch.ops.aten._grouped_mm.default, (a.t() if gradient else a, b, ends), {})
-    func, args, kwargs = rebuild(text, "cpu")
-    assert args[2].tolist() == [256, 512, 768, 1024] and args[2].dtype == torch.int32
-    assert func(*args, **kwargs).shape == ((4, 64, 96) if gradient else (1024, 96))
-
-
-def test_groups_of_a_product_of_another_library_are_equally_large_too() -> None:
-    transformers = pytest.importorskip("transformers.integrations.moe")
-    assert transformers
-    a, b, ends = torch.randn(1024, 64), torch.randn(4, 64, 96), torch.tensor([1, 2, 3, 1024], dtype=torch.int32)
-    text = signature(torch.ops.transformers.grouped_mm_fallback.default, (a, b, ends), {})
-    _, args, _ = rebuild(text, "cpu")
-    assert args[2].tolist() == [256, 512, 768, 1024]
-
-
-def test_a_ctc_loss_can_be_run_again_with_labels_for_every_sequence() -> None:
-    scores, counts = torch.randn(20, 3, 5).log_softmax(-1), torch.tensor([4, 2, 5])
-    for labels in (torch.ones(11, dtype=torch.long), torch.ones(3, 6, dtype=torch.long)):
-        lengths = torch.tensor([20, 18, 20])
-        func, args, kwargs = rebuild(
-            signature(torch.ops.aten._ctc_loss.Tensor, (scores, labels, lengths, counts), {}), "cpu"
-        )
-        likelihood, alpha = func(*args, **kwargs)
-        assert likelihood.shape == (3,) and alpha.shape[:2] == (3, 20)
-        back = torch.ops.aten._ctc_loss_backward.Tensor
-        given = (likelihood, scores, labels, lengths, counts, likelihood, alpha, 0)
-        func, args, kwargs = rebuild(signature(back, given, {}), "cpu")
-        assert func(*args, **kwargs).shape == scores.shape
-
-
 def test_a_call_without_gradients_runs_without_them_where_its_kernel_asks() -> None:
     layer, x = torch.nn.LSTM(3, 3), torch.ones(5, 1, 3)
     weights = [w.detach() for w in layer.parameters()]
@@ -165,36 +132,3 @@ def test_a_call_without_gradients_runs_without_them_where_its_kernel_asks() -> N
         func, given, _ = rebuild(text, "cpu")
         kept.append(func(*given)[3])
     assert kept[0].numel() > 0 and (kept[1] is None or kept[1].numel() == 0)
-
-
-@pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize(
-    ("written", "mask", "at", "chosen"), [((6, 3), (6,), 0, 4), ((6, 3), (6, 3), 0, 18), ((2, 6, 3), (6,), 1, 5)]
-)
-def test_a_mask_to_write_through_selects_as_many_places_as_there_are_values(
-    written: tuple[int, ...], mask: tuple[int, ...], at: int, chosen: int, accumulate: bool
-) -> None:
-    values = torch.zeros(*written[:at], chosen, *written[at + len(mask) :])
-    indices = [*[None] * at, torch.zeros(mask, dtype=torch.bool)]
-    args = (torch.zeros(written), indices, values, accumulate)
-    func, again, kwargs = rebuild(signature(aten.index_put_.default, args, {}), "cpu")
-    assert func(*again, **kwargs).shape == written
-    assert int(again[1][at].sum()) == chosen
-
-
-@pytest.mark.parametrize("shape", [(6, 3), (6,)])
-def test_values_are_added_through_a_mask_that_stands_beside_the_indices(shape: tuple[int, ...]) -> None:
-    """As the gradient of an embedding with padding is, where Inductor compiles it."""
-    places, width = torch.zeros(1, 8, dtype=torch.long), shape[1:]
-    mask = torch.ones(1, 8, *(1 for _ in width), dtype=torch.bool)
-    args = (torch.zeros(shape), mask, [places], torch.ones(1, 8, *width))
-    func, again, kwargs = rebuild(signature(aten._unsafe_masked_index_put_accumulate.default, args, {}), "cpu")
-    assert func(*again, **kwargs).shape == shape
-
-
-def test_a_mask_that_one_value_is_written_through_stays_empty() -> None:
-    mask = torch.zeros(6, dtype=torch.bool)
-    func, args, kwargs = rebuild(
-        signature(aten.index_put_.default, (torch.zeros(6), [mask], torch.ones(())), {}), "cpu"
-    )
-    assert torch.equal(func(*args, **kwargs), torch.full((6,), 0.5))

@@ -13,10 +13,8 @@ from typing import Any
 import torch
 
 from memfit import sparse
-from memfit._torch.operators import schema_of
+from memfit.argument_values import drawn, set_values
 
-_SOLVING = ("linalg", "cholesky", "triangular", "lu_")
-"""Parts of the names of operators that fail, or loop for long, on singular matrices."""
 _ASKING = ("aten.mkldnn_rnn_layer.default",)
 """Operators whose kernels are others where no gradients are recorded, as in reentrant checkpointing."""
 
@@ -71,9 +69,7 @@ def signature(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 def rebuild(text: str, device: str) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
     """Return the operator of a signature, with new arguments of the same dtypes, shapes and strides.
 
-    Floating-point tensors hold 0.5, others zeros, so that indices are in range. Groups of grouped products and bags of
-    embeddings are equally large, masks select as many places as there are values to write, and matrices of linear
-    algebra are regular.
+    Their values are those of `argument_values`, as a step might have them.
 
     Raises:
         LookupError: The signature has no arguments, or this PyTorch has no such operator.
@@ -86,20 +82,11 @@ def rebuild(text: str, device: str) -> tuple[Callable[..., Any], list[Any], dict
         func = getattr(getattr(getattr(torch.ops, namespace), name), overload)
     except AttributeError as e:
         raise LookupError(f"this PyTorch has no operator {body['op']}") from e
-    if str(func) in _ASKING:
-        func = _with_gradients(func, body.get("grad", True))
     args = [_rebuild(a, device) for a in body["args"]]
     kwargs = {k: _rebuild(v, device) for k, v in body.get("kwargs", {}).items()}
-    if "grouped_mm" in name:
-        _spread_groups(args)
-    if "embedding_bag" in name and "backward" in name:
-        _fill_bags(func, args)
-    if "ctc_loss" in name:
-        _spread_labels(args[1:5] if "backward" in name else args[:4])
-    if "index_put" in name:
-        _select_as_many(func, args)
-    if any(part in name for part in _SOLVING):
-        _make_regular([*args, *kwargs.values()])
+    set_values(func, args, kwargs)
+    if str(func) in _ASKING:
+        func = _with_gradients(func, body.get("grad", True))
     return func, args, kwargs
 
 
@@ -109,53 +96,6 @@ def _with_gradients(func: Callable[..., Any], recorded: bool) -> Callable[..., A
             return func(*args, **kwargs)
 
     return run
-
-
-def _make_regular(arguments: list[Any]) -> None:
-    """Make square matrices positive definite, and pivots the identity, so that systems can be solved."""
-    for tensor in (a for a in arguments if isinstance(a, torch.Tensor) and 0 not in a.shape and 0 not in a.stride()):
-        if tensor.dim() > 1 and tensor.shape[-1] == tensor.shape[-2] and tensor.is_floating_point():
-            tensor.diagonal(dim1=-2, dim2=-1).add_(tensor.shape[-1])
-        elif tensor.dim() and tensor.dtype is torch.int32:
-            tensor.copy_(torch.arange(1, tensor.shape[-1] + 1, device=tensor.device).expand(tensor.shape))
-
-
-def _spread_labels(args: list[Any]) -> None:
-    """Give the sequences of a CTC loss their maximal length, and equally many labels."""
-    scores, labels, lengths, counts = args
-    if isinstance(lengths, torch.Tensor) and isinstance(counts, torch.Tensor):
-        lengths.fill_(scores.shape[0])
-        ends = torch.arange(counts.numel() + 1) * labels.numel() // max(1, counts.numel())
-        counts.copy_(ends.diff())
-
-
-def _fill_bags(func: Any, args: list[Any]) -> None:
-    """Make the bags of embeddings equally large: the gradient of a maximum selects the nonempty ones."""
-    arguments = {a.name: value for a, value in zip(schema_of(func).arguments, args, strict=False)}
-    sizes, indices = arguments.get("bag_size"), arguments.get("indices")
-    if isinstance(sizes, torch.Tensor) and isinstance(indices, torch.Tensor) and sizes.numel():
-        sizes.fill_(max(1, indices.numel() // sizes.numel()))
-
-
-def _select_as_many(func: Any, args: list[Any]) -> None:
-    """Make a mask among indices select as many places as there are values to write."""
-    arguments = {a.name: value for a, value in zip(schema_of(func).arguments, args, strict=False)}
-    written, indices, values = (arguments[name] for name in ("self", "indices", "values"))
-    masks = [(at, index) for at, index in enumerate(indices) if index is not None]
-    if len(masks) == 1 and masks[0][1].dtype is torch.bool:
-        ((at, mask),) = masks
-        if values.dim() == written.dim() - mask.dim() + 1:
-            places = torch.arange(mask.numel(), device=mask.device).view(mask.shape)
-            mask.copy_(places < values.shape[at])
-
-
-def _spread_groups(args: list[Any]) -> None:
-    """Make the groups of a grouped matrix product equally large, by their offsets."""
-    left, right, ends = args[:3]
-    if isinstance(ends, torch.Tensor):
-        total = right.shape[-1] if left.dim() == 3 else left.shape[0 if right.dim() == 3 else -1]
-        groups = torch.arange(1, ends.numel() + 1, device=ends.device)
-        args[2] = (groups * total // ends.numel()).to(ends.dtype)
 
 
 def _rebuild(value: Any, device: str) -> Any:
@@ -179,5 +119,4 @@ def _rebuild(value: Any, device: str) -> Any:
 def _tensor(dtype: str, shape: list[int], stride: list[int], device: str) -> torch.Tensor:
     kind = getattr(torch, dtype)
     elements = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) if 0 not in shape else 0
-    filled = torch.full((elements,), 0.5 if kind.is_floating_point else 0, dtype=kind, device=device)
-    return filled.as_strided(shape, stride)
+    return drawn([elements], kind, device).as_strided(shape, stride)

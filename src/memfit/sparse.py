@@ -10,6 +10,7 @@ import torch
 from memfit._torch.dispatch import disable_current_modes
 from memfit._torch.distributed import is_shared, local_part
 from memfit._torch.tensors import nested_sizes, nnz, sparse_indices, sparse_values
+from memfit.argument_values import drawn
 
 _COMPRESSED_ROWS = (torch.sparse_csr, torch.sparse_bsr)
 
@@ -70,19 +71,18 @@ def describe_nested(tensor: torch.Tensor) -> list[Any]:
 
 
 def rebuild_nested(description: list[Any], device: str) -> torch.Tensor:
-    """Return a nested tensor by its description, with floating-point values of 0.5 and others of zero."""
+    """Return a nested tensor by its description, with the values of `argument_values`."""
     dtype, shapes = description
     kind = getattr(torch, dtype)
-    fill = 0.5 if kind.is_floating_point else 0
-    tensors = [torch.full(shape, fill, dtype=kind, device=device) for shape in shapes]
+    tensors = [drawn(shape, kind, device) for shape in shapes]
     return torch.nested.nested_tensor(tensors, dtype=kind, device=device)
 
 
 def rebuild(description: list[Any], device: str) -> torch.Tensor:
-    """Return a sparse COO tensor by its description, with floating-point values of 0.5 and others of zero."""
+    """Return a sparse COO tensor by its description, with the values of `argument_values`."""
     dtype, shape, sparse_dims, nnz, coalesced = description
     kind = getattr(torch, dtype)
-    values = torch.full((nnz, *shape[sparse_dims:]), 0.5 if kind.is_floating_point else 0, dtype=kind, device=device)
+    values = drawn((nnz, *shape[sparse_dims:]), kind, device)
     indices = spread_indices(shape[:sparse_dims], nnz).to(device)
     return assembled(indices, values, shape, coalesced)
 

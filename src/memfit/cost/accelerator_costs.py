@@ -39,7 +39,7 @@ from memfit.ir.trace import Trace
 from memfit.signature import rebuild
 
 STEP_ERROR = 0.2
-_MEASURING = 2  # version of the measurement, in the cache's name
+_MEASURING = 3  # version of the measurement, in the cache's name
 _BLOCK_BYTES = 512  # to which allocators round
 _SECONDS, _BATCHES, _MOST_CALLS = 0.005, 3, 100
 _TINY_STEPS = 20

@@ -61,7 +61,7 @@ _CHECK_SECONDS = 1.5  # for that, and begun ones end; the largest calls come fir
 _FASTER, _SLOWER = 0.07, 0.2  # shares by which times may differ from what was kept: other programs only add to them
 _REFERENCE_SECONDS = 0.02  # a call that tells the machine's pace takes no longer
 _BUSY_SHARE = 0.3  # of one processor, used by other programs
-_MEASURING = 5  # version of the measurement, in the cache's name
+_MEASURING = 6  # version of the measurement, in the cache's name
 
 Clock = Callable[[], float]
 Progress = Callable[[int, int], None]

@@ -1,0 +1,153 @@
+"""The values of rebuilt arguments: what an operator takes depends on them.
+
+Floating-point tensors hold numbers between 0 and 1, drawn once: probabilities, logarithms and roots are fine. Equal
+numbers would make pooling three times and sorting four times as fast as in a step, and products on a GPU, whose clock
+depends on what its wires switch. Indices are spread over what they index: lookups of one row would all be in the
+caches, and sums into one place would wait for each other. Groups of grouped products and bags of embeddings are equally
+large, masks select as many places as there are values to write, and matrices of linear algebra are regular. Others are
+zeros.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy
+import torch
+
+from memfit._torch.operators import schema_of
+
+_SOLVING = (".linalg", "_linalg", "cholesky", "triangular", ".lu_")
+"""Parts of the names of operators that fail, or loop for long, on singular matrices."""
+_INTEGERS = (torch.int64, torch.int32)
+_DRAWN = 1_048_573  # numbers, then they repeat: a prime, so that no two rows of a matrix are alike
+_LEAST, _MOST = 0.05, 0.93  # in formats of 8 bits too, neither 0 nor 1
+
+
+def drawn(shape: Sequence[int], dtype: torch.dtype, device: str | torch.device) -> torch.Tensor:
+    """Return a contiguous tensor of numbers between 0 and 1, the same each time; of zeros for other dtypes."""
+    values = torch.zeros(list(shape), dtype=dtype, device=device)
+    if not dtype.is_floating_point or values.device.type == "meta":
+        return values
+    flat = values.view(-1)
+    numbers = torch.from_numpy(_numbers())[: flat.numel()].to(device)
+    for start in range(0, flat.numel(), _DRAWN):
+        part = flat[start : start + _DRAWN]
+        part.copy_(numbers[: part.numel()])
+    return values
+
+
+@functools.cache
+def _numbers() -> Any:
+    return numpy.random.default_rng(0).uniform(_LEAST, _MOST, _DRAWN).astype(numpy.float32)
+
+
+def set_values(func: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
+    """Set the values of a call's arguments that the operator needs, or that its time depends on; meta tensors stay."""
+    name = str(func)
+    if "grouped_mm" in name:
+        _spread_groups(args)
+    if "embedding_bag" in name and "backward" in name:
+        _fill_bags(func, args)
+    if "ctc_loss" in name:
+        _spread_labels(args[1:5] if "backward" in name else args[:4])
+    if "index_put" in name:
+        _select_as_many(func, args)
+    if any(part in name for part in _SOLVING):
+        _make_regular([*args, *kwargs.values()])
+    for indices, count in _indices_of(name, _arguments_of(func, args, kwargs)):
+        if indices.device.type != "meta":
+            _spread(indices, count)
+
+
+def _arguments_of(func: Any, args: list[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {a.name: value for a, value in zip(schema_of(func).arguments, args, strict=False)} | kwargs
+
+
+def _indices_of(name: str, arguments: dict[str, Any]) -> list[tuple[torch.Tensor, int]]:
+    """Return the indices among a call's arguments, and how many places each may name."""
+    own, weight, dim = (arguments.get(each) for each in ("self", "weight", "dim"))
+    if isinstance(own, torch.Tensor) and isinstance(dim, int) and own.dim():
+        found = [(arguments.get("index"), own.shape[dim])]
+    elif "pool" in name and isinstance(own, torch.Tensor):
+        found = [(arguments.get("indices"), math.prod(own.shape[-3 if "pool3d" in name else -2 :]))]
+    elif isinstance(arguments.get("num_weights"), int):
+        found = [(arguments.get("indices"), arguments["num_weights"])]
+    elif isinstance(weight, torch.Tensor) and "embedding" in name:
+        found = [(arguments.get("indices"), weight.shape[0])]
+    elif isinstance(own, torch.Tensor) and isinstance(arguments.get("indices"), list):
+        found = _of_dimensions(own, arguments["indices"])
+    else:
+        return []
+    return [(i, count) for i, count in found if isinstance(i, torch.Tensor) and i.dtype in _INTEGERS and count > 1]
+
+
+def _of_dimensions(indexed: torch.Tensor, indices: list[Any]) -> list[tuple[Any, int]]:
+    """Return the indices of each dimension; a mask stands for as many dimensions as it has."""
+    found, dim = list[tuple[Any, int]](), 0
+    for index in indices:
+        is_mask = isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
+        if not is_mask and dim < indexed.dim():
+            found.append((index, indexed.shape[dim]))
+        dim += index.dim() if is_mask else 1
+    return found
+
+
+def _spread(indices: torch.Tensor, count: int) -> None:
+    """Give indices values that are spread over a number of places."""
+    if not indices.numel():
+        return
+    elements = 1 + sum((n - 1) * s for n, s in zip(indices.shape, indices.stride(), strict=True))
+    shares = drawn([elements], torch.float32, indices.device)
+    places = shares.sub_(_LEAST).mul_(count / (_MOST - _LEAST)).to(indices.dtype).clamp_(0, count - 1)
+    indices.as_strided((elements,), (1,)).copy_(places)  # where it is expanded too
+
+
+def _make_regular(arguments: list[Any]) -> None:
+    """Make square matrices positive definite, and pivots the identity, so that systems can be solved."""
+    for tensor in (a for a in arguments if isinstance(a, torch.Tensor) and 0 not in a.shape and 0 not in a.stride()):
+        if tensor.dim() > 1 and tensor.shape[-1] == tensor.shape[-2] and tensor.is_floating_point():
+            tensor.diagonal(dim1=-2, dim2=-1).add_(tensor.shape[-1])
+        elif tensor.dim() and tensor.dtype is torch.int32:
+            tensor.copy_(torch.arange(1, tensor.shape[-1] + 1, device=tensor.device).expand(tensor.shape))
+
+
+def _spread_labels(args: list[Any]) -> None:
+    """Give the sequences of a CTC loss their maximal length, and equally many labels."""
+    scores, labels, lengths, counts = args
+    if isinstance(lengths, torch.Tensor) and isinstance(counts, torch.Tensor):
+        lengths.fill_(scores.shape[0])
+        ends = torch.arange(counts.numel() + 1) * labels.numel() // max(1, counts.numel())
+        counts.copy_(ends.diff())
+
+
+def _fill_bags(func: Any, args: list[Any]) -> None:
+    """Make the bags of embeddings equally large: the gradient of a maximum selects the nonempty ones."""
+    arguments = {a.name: value for a, value in zip(schema_of(func).arguments, args, strict=False)}
+    sizes, indices = arguments.get("bag_size"), arguments.get("indices")
+    if isinstance(sizes, torch.Tensor) and isinstance(indices, torch.Tensor) and sizes.numel():
+        sizes.fill_(max(1, indices.numel() // sizes.numel()))
+
+
+def _select_as_many(func: Any, args: list[Any]) -> None:
+    """Make a mask among indices select as many places as there are values to write."""
+    arguments = {a.name: value for a, value in zip(schema_of(func).arguments, args, strict=False)}
+    written, indices, values = (arguments[name] for name in ("self", "indices", "values"))
+    masks = [(at, index) for at, index in enumerate(indices) if index is not None]
+    if len(masks) == 1 and masks[0][1].dtype is torch.bool:
+        ((at, mask),) = masks
+        if values.dim() == written.dim() - mask.dim() + 1:
+            places = torch.arange(mask.numel(), device=mask.device).view(mask.shape)
+            mask.copy_(places < values.shape[at])
+
+
+def _spread_groups(args: list[Any]) -> None:
+    """Make the groups of a grouped matrix product equally large, by their offsets."""
+    left, right, ends = args[:3]
+    if isinstance(ends, torch.Tensor):
+        total = right.shape[-1] if left.dim() == 3 else left.shape[0 if right.dim() == 3 else -1]
+        groups = torch.arange(1, ends.numel() + 1, device=ends.device)
+        args[2] = (groups * total // ends.numel()).to(ends.dtype)

@@ -1,0 +1,194 @@
+"""Rebuilt arguments have values that operators take, and that cost them what a step's would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memfit.argument_values import drawn
+from memfit.signature import rebuild, signature
+
+aten = torch.ops.aten
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+def again(func: Any, *args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
+    """Return what a call gives with rebuilt arguments, and these."""
+    func, rebuilt, named = rebuild(signature(func, args, kwargs), "cpu")
+    return func(*rebuilt, **named), rebuilt
+
+
+def whole(*shape: int) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_numbers_differ_and_are_between_0_and_1_in_every_format(dtype: torch.dtype) -> None:
+    values = drawn([3000, 500], dtype, "cpu").double()
+    assert values.min() > 0 and values.max() < 1
+    assert 0.45 < values.mean() < 0.55 and values.std() > 0.2
+    assert not torch.equal(values[0], values[1])
+    assert len({tuple(row) for row in values[:, :32].tolist()}) == 3000  # past where they repeat too
+
+
+@given(st.lists(st.integers(0, 4), max_size=3))
+def test_numbers_are_the_same_each_time_and_take_none_of_a_generators(shape: list[int]) -> None:
+    before = torch.get_rng_state()
+    one, other = drawn(shape, torch.float32, "cpu"), drawn(shape, torch.float32, "cpu")
+    assert one.shape == torch.Size(shape) and torch.equal(one, other)
+    assert torch.equal(before, torch.get_rng_state())
+    assert not drawn(shape, torch.int64, "cpu").any() and not drawn(shape, torch.bool, "cpu").any()
+
+
+def test_without_a_device_nothing_is_drawn() -> None:
+    assert drawn([10**9, 10**6], torch.float32, "meta").device.type == "meta"
+    text = signature(aten.gather.default, (torch.zeros(4, 4), 1, whole(4, 4)), {})
+    func, args, _ = rebuild(text, "meta")
+    assert func(*args).shape == (4, 4)
+
+
+X = torch.zeros(64, 300)
+INDEXED: dict[str, tuple[Any, tuple[Any, ...], Callable[[list[Any]], torch.Tensor], int]] = {
+    "gather": (aten.gather.default, (X, 1, whole(64, 200)), lambda args: args[2], 300),
+    "gather, from the end": (aten.gather.default, (X, -2, whole(50, 300)), lambda args: args[2], 64),
+    "gather, expanded": (aten.gather.default, (X, 0, whole(64, 1).expand(64, 300)), lambda args: args[2], 64),
+    "scatter_add": (aten.scatter_add.default, (X, 1, whole(64, 200), X), lambda args: args[2], 300),
+    "index_select": (aten.index_select.default, (X, 1, whole(500)), lambda args: args[2], 300),
+    "index_add": (aten.index_add.default, (X, 1, whole(500), torch.zeros(64, 500)), lambda args: args[2], 300),
+    "index": (aten.index.Tensor, (X, [None, whole(500)]), lambda args: args[1][1], 300),
+    "index_put": (aten.index_put.default, (X, [whole(500)], torch.zeros(500, 300)), lambda args: args[1][0], 64),
+    "embedding": (aten.embedding.default, (X, whole(5, 100)), lambda args: args[1], 64),
+    "embedding of int32": (aten.embedding.default, (X, whole(5, 100).int()), lambda args: args[1], 64),
+    "embedding's gradient": (
+        aten.embedding_dense_backward.default, (torch.zeros(5, 100, 300), whole(5, 100), 64, -1, False),
+        lambda args: args[1], 64,
+    ),
+    "a pool's gradient": (
+        aten.max_pool2d_with_indices_backward.default,
+        (torch.zeros(2, 8, 10, 10), torch.zeros(2, 8, 20, 20), [2, 2], [2, 2], [0, 0], [1, 1], False,
+         whole(2, 8, 10, 10)),
+        lambda args: args[7], 400,
+    ),
+    "a pool's gradient in three dimensions": (
+        aten.max_pool3d_with_indices_backward.default,
+        (torch.zeros(2, 8, 5, 5, 5), torch.zeros(2, 8, 10, 10, 10), [2] * 3, [2] * 3, [0] * 3, [1] * 3, False,
+         whole(2, 8, 5, 5, 5)),
+        lambda args: args[7], 1000,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", INDEXED)
+def test_indices_are_spread_over_all_that_they_may_name(name: str) -> None:
+    func, args, indices_of, count = INDEXED[name]
+    _, rebuilt = again(func, *args)  # out of range, it would fail
+    indices = indices_of(rebuilt)
+    assert 0 <= int(indices.min()) < 0.1 * count and 0.9 * count < int(indices.max()) < count
+    assert len(indices.unique()) > min(20, count / 2)
+
+
+def test_a_mask_among_indices_stands_for_its_dimensions() -> None:
+    args = (torch.zeros(2, 3, 500), [torch.ones(2, 3, dtype=torch.bool), whole(4)])
+    _, rebuilt, _ = rebuild(signature(aten.index.Tensor, args, {}), "cpu")
+    assert rebuilt[1][1].max() > 3  # of the last dimension
+
+
+@pytest.mark.parametrize(
+    "args",
+    [(X, 1, whole(64, 0)), (torch.zeros(0, 300), 1, whole(0, 5)), (torch.zeros(()), 0, torch.zeros((), dtype=int))],
+    ids=["no indices", "nothing indexed", "a scalar"],
+)
+def test_where_nothing_is_indexed_nothing_is_spread(args: tuple[Any, ...]) -> None:
+    found, _ = again(aten.gather.default, *args)
+    assert found.shape == args[2].shape
+
+
+@pytest.mark.parametrize(
+    ("func", "args"),
+    [
+        (aten.bernoulli.default, (X,)),
+        (aten.multinomial.default, (X, 5)),
+        (aten.binary_cross_entropy.default, (X, X)),
+        (aten.linalg_cholesky_ex.default, (torch.zeros(3, 8, 8),)),
+        (aten.logit.default, (X,)),
+        (aten.native_batch_norm.default, (torch.zeros(2, 3, 4), None, None, *[torch.zeros(3)] * 2, False, 0.1, 1e-5)),
+    ],
+    ids=lambda value: str(value) if callable(value) else "",
+)
+def test_operators_that_ask_for_some_values_get_them(func: Any, args: tuple[Any, ...]) -> None:
+    found, _ = again(func, *args)
+    first = found[0] if isinstance(found, tuple) else found
+    assert not first.dtype.is_floating_point or bool(first.isfinite().all())
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_groups_of_a_grouped_product_are_equally_large(gradient: bool) -> None:
+    a, ends = torch.randn(1024, 64), torch.tensor([1, 2, 3, 1024], dtype=torch.int32)
+    b = torch.randn(1024, 96) if gradient else torch.randn(4, 64, 96)
+    text = signature(torch.ops.aten._grouped_mm.default, (a.t() if gradient else a, b, ends), {})
+    func, args, kwargs = rebuild(text, "cpu")
+    assert args[2].tolist() == [256, 512, 768, 1024] and args[2].dtype == torch.int32
+    assert func(*args, **kwargs).shape == ((4, 64, 96) if gradient else (1024, 96))
+
+
+def test_groups_of_a_product_of_another_library_are_equally_large_too() -> None:
+    transformers = pytest.importorskip("transformers.integrations.moe")
+    assert transformers
+    a, b, ends = torch.randn(1024, 64), torch.randn(4, 64, 96), torch.tensor([1, 2, 3, 1024], dtype=torch.int32)
+    text = signature(torch.ops.transformers.grouped_mm_fallback.default, (a, b, ends), {})
+    _, args, _ = rebuild(text, "cpu")
+    assert args[2].tolist() == [256, 512, 768, 1024]
+
+
+def test_a_ctc_loss_can_be_run_again_with_labels_for_every_sequence() -> None:
+    scores, counts = torch.randn(20, 3, 5).log_softmax(-1), torch.tensor([4, 2, 5])
+    for labels in (torch.ones(11, dtype=torch.long), torch.ones(3, 6, dtype=torch.long)):
+        lengths = torch.tensor([20, 18, 20])
+        func, args, kwargs = rebuild(
+            signature(torch.ops.aten._ctc_loss.Tensor, (scores, labels, lengths, counts), {}), "cpu"
+        )
+        likelihood, alpha = func(*args, **kwargs)
+        assert likelihood.shape == (3,) and alpha.shape[:2] == (3, 20)
+        back = torch.ops.aten._ctc_loss_backward.Tensor
+        given = (likelihood, scores, labels, lengths, counts, likelihood, alpha, 0)
+        func, args, kwargs = rebuild(signature(back, given, {}), "cpu")
+        assert func(*args, **kwargs).shape == scores.shape
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize(
+    ("written", "mask", "at", "chosen"), [((6, 3), (6,), 0, 4), ((6, 3), (6, 3), 0, 18), ((2, 6, 3), (6,), 1, 5)]
+)
+def test_a_mask_to_write_through_selects_as_many_places_as_there_are_values(
+    written: tuple[int, ...], mask: tuple[int, ...], at: int, chosen: int, accumulate: bool
+) -> None:
+    values = torch.zeros(*written[:at], chosen, *written[at + len(mask) :])
+    indices = [*[None] * at, torch.zeros(mask, dtype=torch.bool)]
+    args = (torch.zeros(written), indices, values, accumulate)
+    func, again, kwargs = rebuild(signature(aten.index_put_.default, args, {}), "cpu")
+    assert func(*again, **kwargs).shape == written
+    assert int(again[1][at].sum()) == chosen
+
+
+@pytest.mark.parametrize("shape", [(6, 3), (6,)])
+def test_values_are_added_through_a_mask_that_stands_beside_the_indices(shape: tuple[int, ...]) -> None:
+    """As the gradient of an embedding with padding is, where Inductor compiles it."""
+    places, width = torch.zeros(1, 8, dtype=torch.long), shape[1:]
+    mask = torch.ones(1, 8, *(1 for _ in width), dtype=torch.bool)
+    args = (torch.zeros(shape), mask, [places], torch.ones(1, 8, *width))
+    func, again, kwargs = rebuild(signature(aten._unsafe_masked_index_put_accumulate.default, args, {}), "cpu")
+    assert func(*again, **kwargs).shape == shape
+
+
+def test_a_mask_that_one_value_is_written_through_stays_empty() -> None:
+    mask = torch.zeros(6, dtype=torch.bool)
+    func, args, kwargs = rebuild(
+        signature(aten.index_put_.default, (torch.zeros(6), [mask], torch.ones(())), {}), "cpu"
+    )
+    before = args[0].clone()
+    assert torch.equal(func(*args, **kwargs), before)
