@@ -97,6 +97,63 @@ def test_saving_is_predicted(regions: tuple[Region, ...]) -> None:
     assert measured - lean_measured > 0.4 * gradient_bytes
 
 
+class Wide(nn.Module):
+    """Many small parameters around a large one, which gets its gradient between theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(
+            *(nn.Linear(8, 8) for _ in range(40)), nn.Linear(8, 512), nn.Linear(512, 8), nn.Linear(8, 8)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()
+
+
+def wide(fails: bool = False) -> tuple[Workload, list[int]]:
+    """Return a workload, and how many parameters each step of its optimizer updated."""
+    updated: list[int] = []
+    model = Wide()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_post_hook(lambda o, *_: updated.append(sum(len(g["params"]) for g in o.param_groups)))
+    if fails:
+        model.layers[4].register_full_backward_pre_hook(lambda *_: fail())
+    return Workload(model, torch.ones(2, 8), lambda m, x: m(x), optimizer), updated
+
+
+def fail() -> None:
+    raise MemoryError("no room")
+
+
+def test_small_gradients_wait_and_are_used_together() -> None:
+    made, updated = wide()
+    parameters = list(made.model.parameters())
+    with applied(Levers(microbatch_size=2, optimizer="in-backward"), made) as step:
+        most = 0
+
+        def count(_: Any) -> None:
+            nonlocal most
+            most = max(most, sum(p.grad.nbytes for p in parameters if p.grad is not None))
+
+        handles = [p.register_post_accumulate_grad_hook(count) for p in parameters]
+        step(made.batch)
+        for handle in handles:
+            handle.remove()
+    assert sum(updated) == len(parameters) and len(updated) < len(parameters) / 2
+    large = max(p.nbytes for p in parameters)
+    assert most <= large + 0.01 * sum(p.nbytes for p in parameters)
+
+
+def test_an_error_in_the_backward_pass_leaves_no_gradient_that_waits() -> None:
+    made, updated = wide(fails=True)
+    with applied(Levers(microbatch_size=2, optimizer="in-backward"), made) as step:
+        with pytest.raises(MemoryError):
+            step(made.batch)
+    assert updated  # the error came after some parameters had been updated
+    assert all(p.grad is None for p in made.model.parameters())
+
+
 def test_gradients_are_shown_and_used_by_nobody() -> None:
     made = workload()
     weights = [p.detach().clone() for p in made.model.parameters()]

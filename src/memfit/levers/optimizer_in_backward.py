@@ -4,6 +4,9 @@ Gradients are then never all in memory. Autograd tells when a parameter's gradie
 (`Tensor.register_post_accumulate_grad_hook`); the user's own optimizer takes its step for that parameter alone, with
 the same operators as in its whole step, so that the result is bitwise the same. By then no operator of the backward
 pass needs the parameter any more; where one does, autograd notices that it has changed, and says so.
+
+An optimizer's step costs some 50 µs beside its operators, and most parameters are small. So small gradients wait until
+they are a hundredth of all, and are used together: a diffusion U-Net of 320 parameters takes 80 steps, not 320.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from memfit.levers.microbatches import MICROBATCHES
 from memfit.levers.parameter_updates import UpdateLever, restricted, update_conflicts
 
 IN_BACKWARD = "optimizer in the backward pass"
+_WAITING_SHARE = 0.01  # of the bytes of all gradients
 _TOO_LATE = "when the last of them is there, and the others are used by then"
 
 
@@ -63,6 +67,10 @@ class InBackward:
         self._groups = {p: group for group in optimizer.param_groups for p in group["params"]}
         self._handles = [p.register_post_accumulate_grad_hook(self._update) for p in self._groups if p.requires_grad]
         self._norms: dict[torch.Tensor, torch.Tensor] = {}
+        self._arrived: set[torch.Tensor] = set()
+        self._waiting: list[torch.Tensor] = []  # parameters whose gradients are there and not used
+        self._waiting_bytes = 0
+        self._most_waiting_bytes = _WAITING_SHARE * sum(p.nbytes for p in self._groups if p.requires_grad)
         self._is_taking = self._is_dropping = False
         self._lock = threading.Lock()  # each device has a thread of its own in the backward pass
 
@@ -74,9 +82,15 @@ class InBackward:
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
         """Update parameters in the backward pass that runs until the context is left."""
-        self._norms = {}
+        self._arrived, self._norms, self._waiting, self._waiting_bytes = set(), {}, [], 0
         with replaced(self, "_is_taking", True):
-            yield
+            try:
+                yield
+                with self._lock:
+                    self._use()
+            finally:
+                for parameter in self._waiting:  # where an error came before they were used
+                    parameter.grad = None
 
     def dropped(self) -> contextlib.AbstractContextManager[None]:
         """Let go of gradients in the backward passes that run until the context is left, and update nothing."""
@@ -91,18 +105,37 @@ class InBackward:
             parameter.grad = None
         if not self._is_taking:
             return
-        with self._lock, torch.no_grad():
-            if parameter in self._norms:
+        with self._lock:
+            if parameter in self._arrived:
                 raise PlanError(
                     f"the gradient of a parameter of shape {tuple(parameter.shape)} arrives twice in one backward pass,"
                     " as under reentrant checkpointing, and was used already: set levers.optimizer to 'as-is'"
                 )
-            gradient = parameter.grad
-            assert gradient is not None
-            values = gradient.coalesce().values() if gradient.is_sparse else gradient
-            wide = torch.promote_types(values.dtype, torch.float32)
-            self._norms[parameter] = torch.linalg.vector_norm(values, dtype=wide)
-            del gradient, values
-            with restricted(self._optimizer, self._groups[parameter], [parameter]):
+            self._arrived.add(parameter)
+            self._waiting.append(parameter)
+            self._waiting_bytes += parameter.nbytes
+            if self._waiting_bytes > self._most_waiting_bytes:
+                self._use()
+
+    @torch.no_grad()
+    def _use(self) -> None:
+        """Update the parameters whose gradients wait, and free these."""
+        waiting: dict[int, list[torch.Tensor]] = {}
+        for parameter in self._waiting:
+            self._norms[parameter] = _norm_of(parameter)
+            waiting.setdefault(id(self._groups[parameter]), []).append(parameter)
+        for parameters in waiting.values():
+            with restricted(self._optimizer, self._groups[parameters[0]], parameters):
                 self._optimizer.step()
-            parameter.grad = None
+            for parameter in parameters:
+                parameter.grad = None
+        self._waiting, self._waiting_bytes = [], 0
+
+
+def _norm_of(parameter: torch.Tensor) -> torch.Tensor:
+    """Return the norm of a parameter's gradient, in fp32 at least."""
+    gradient = parameter.grad
+    assert gradient is not None
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    norm: torch.Tensor = torch.linalg.vector_norm(values, dtype=torch.promote_types(values.dtype, torch.float32))
+    return norm
