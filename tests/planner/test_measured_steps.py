@@ -88,6 +88,42 @@ def test_each_round_has_an_order_of_its_own() -> None:
     assert len(set(rounds)) > 1
 
 
+@pytest.mark.parametrize("needed", [1, 3, 5, 99])
+def test_rounds_end_once_they_tell_enough_and_not_before_the_least_number(needed: int) -> None:
+    world = World([0.1] * 2)
+    in_turns(world.run, 2, clock=world.clock, limit_seconds=60.0, enough=lambda: len(world.turns) >= 2 * needed)
+    assert len(world.turns) == 2 * min(max(needed, measured_steps._LEAST_ROUNDS), measured_steps.ROUNDS)
+
+
+@pytest.mark.parametrize(
+    ("ratios", "rounds"), [([1.1] * 8, 5), ([1.0, 1.3] * 4, measured_steps.ROUNDS)], ids=["steady", "unsteady"]
+)
+def test_a_steady_machine_needs_fewer_rounds(ratios: list[float], rounds: int) -> None:
+    workload, now = small(), [0.0]
+    own = workload.loss_fn
+    turns: dict[int, int] = Counter()
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        """Take one second for the whole batch, and a ratio of that for two halves, each round."""
+        size = len(batch[0])
+        turns[size] += 1
+        steps = 1 + steps_of(1.0)  # of a turn
+        ratio = 1.0 if size == 8 else ratios[(turns[size] - 1) // (2 * steps)]
+        now[0] += ratio * size / 8
+        return own(model, batch)
+
+    clocks = Clocks(lambda: now[0], lambda: now[0])
+    found = timed_in_turns(
+        dataclasses.replace(workload, loss_fn=loss),
+        [(levers, 1.0) for levers in (Levers(microbatch_size=8), Levers(microbatch_size=4))],
+        find_device("cpu"),
+        clocks=clocks,
+        limit_seconds=600.0,
+    )
+    assert [len(each) for each in found.turns] == [rounds, rounds]
+    assert found.step_seconds[1] == pytest.approx(1.1 if rounds == 5 else 1.15)
+
+
 @given(durations, st.floats(0.1, 100.0))
 def test_what_is_affordable_takes_no_longer_than_the_limit(predicted: list[float], limit_seconds: float) -> None:
     def least(count: int) -> float:
@@ -215,7 +251,7 @@ def test_making_code_is_timed_apart_and_costs_the_others_none_of_their_time(monk
     clocks = Clocks(lambda: now[0], lambda: now[0])
     found = timed(dataclasses.replace(workload, loss_fn=loss), *sizes(8, 4), clocks=clocks, limit_seconds=1000.0)
     assert found.step_seconds == {0: 1.0, 1: 2.0} and max(turn.first_seconds for turn in found.turns[1]) == 2.0
-    rounds = measured_steps.ROUNDS
+    rounds = measured_steps._ROUNDS_OF_CODE
     assert calls == {8: 3 * rounds, 4: 8 * rounds} and now[0] > 2 * 60.0 * rounds
     calls.clear()
     assert timed(dataclasses.replace(workload, loss_fn=loss), *sizes(8, 4), clocks=clocks).step_seconds == {
@@ -244,6 +280,33 @@ def test_plans_are_compared_round_by_round() -> None:
     assert found[0] == 1.0 and found[1] == pytest.approx(1.1) and found[2] == pytest.approx(0.9)
     apart = Timed([[Turn(9.0, [2.0]), Turn(9.0)], [Turn(9.0), Turn(9.0, [3.0])]])  # no round that both ran
     assert apart.step_seconds == {0: 2.0, 1: 3.0}
+
+
+def of_ratios(*ratios: float) -> Timed:
+    """Return two plans' times in as many rounds, of these ratios."""
+    return Timed([[Turn(9.0, [1.0]) for _ in ratios], [Turn(9.0, [ratio]) for ratio in ratios]])
+
+
+def test_the_error_of_ratios_is_of_how_much_rounds_differ() -> None:
+    steady, unsteady = of_ratios(*[1.1] * 9), of_ratios(*[1.0, 1.2] * 4, 1.0)
+    assert steady.ratio_error < 0.01 < 0.03 < unsteady.ratio_error
+    more = of_ratios(*[1.0, 1.2] * 18)
+    assert more.ratio_error == pytest.approx(unsteady.ratio_error / 2, rel=0.05)
+    twice = Timed([unsteady.turns[0], *[unsteady.turns[1]] * 2])  # as sure of the spread, of each plan's ratio
+    assert twice.ratio_error == pytest.approx(unsteady.ratio_error, rel=0.1)
+
+
+def test_few_rounds_leave_ratios_unsure_even_where_they_agree() -> None:
+    errors = [of_ratios(*[1.1] * rounds).ratio_error for rounds in (1, 2, 3, 9)]
+    assert errors == sorted(errors, reverse=True) and errors[0] == 0.05
+    first_steps = Timed([[Turn(9.0)], [Turn(8.0)]])
+    assert first_steps.are_first_steps and first_steps.ratio_error == 0.05
+    assert Timed([[Turn(9.0, [1.0])]]).ratio_error == 0.0  # one plan, and no ratio
+
+
+def test_a_machine_that_slows_for_a_round_makes_no_ratio_less_sure() -> None:
+    slowed = Timed([[Turn(9.0, [s]) for s in (1.0, 3.0, 1.0)], [Turn(9.0, [1.1 * s]) for s in (1.0, 3.0, 1.0)]])
+    assert slowed.ratio_error == pytest.approx(of_ratios(1.1, 1.1, 1.1).ratio_error)
 
 
 def test_a_plan_that_is_much_slower_than_predicted_leaves_the_others_their_turns() -> None:

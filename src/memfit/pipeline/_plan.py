@@ -97,7 +97,7 @@ def plan(
             for the frontier. When time is up, the best found and how far it is from the bound proven are returned.
         measure: Whether to run plans before one is chosen, where their predicted times are too near to each other to
             choose by. At most four run, in turns, for a few steps each, on a copy of the workload, which takes its
-            memory once more. This stops after 20 seconds, but for the step that is under way then. "auto" runs them
+            memory once more. This stops after 30 seconds, but for the step that is under way then. "auto" runs them
             where the device is here, the workload has data, no other ranks share the step, and steps are short enough;
             never where the environment variable `MEMFIT_MEASURE` is "no". True runs fewer plans where steps are long,
             and also a plan that no other is near. `Plan.measured` has the times, or a note says why none was run.

@@ -5,6 +5,7 @@ Nothing here runs a step. It needs traces and costs, and no torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from time import thread_time
 from typing import Literal, NamedTuple
@@ -13,15 +14,18 @@ from msgspec.structs import replace
 
 from memfit.ir.plan import NUMERICS, Candidate, Numerics, Prediction
 from memfit.planner.search import Confirmed, Limits
-from memfit.solver.frontier import SIMPLER_WITHIN, Combination
+from memfit.solver.frontier import Combination
 from memfit.solver.milp import COARSE
 
 Measure = bool | Literal["auto"]
 """Whether plans are run before one is chosen (`memfit.plan`)."""
 MOST = 4
 """The most plans that are run, the one predicted to be fastest among them."""
-MARGIN = SIMPLER_WITHIN
-"""A plan predicted to be fastest is kept where no other one is measured to be faster by more than this share."""
+MARGIN = 0.005
+"""Plans this near to the fastest count as fast: of them one that changes less is taken."""
+RATIO_ERROR = 0.06
+"""The standard error of predicted ratios between plans. Half of them are within 3 %, and one of ten is beyond 10 %
+(`benchmarks.step_times`)."""
 _SOLVE_SECONDS = 2.0
 _LEAST_SOLVE_SECONDS = 0.1
 
@@ -98,7 +102,7 @@ class Measured(NamedTuple):
     """A contender and its measured step.
 
     Attributes:
-        measured_seconds: The median of its steps.
+        measured_seconds: Its measured step, or what `weighed` makes of it.
         predicted_seconds: Its predicted step.
         numerics: Its class.
         levers: How many levers it uses.
@@ -110,12 +114,36 @@ class Measured(NamedTuple):
     levers: int = 0
 
 
-def fastest_measured(measured: Sequence[Measured], margin: float = MARGIN) -> int:
-    """Return which contender to take, of one or more: the first is the plan that is predicted to be fastest.
+def weighed(measured: Sequence[Measured], error: float) -> list[Measured]:
+    """Return contenders with the step that measurement and prediction together speak for, of one or more.
 
-    It is kept where no other is faster by more than the margin: noise changes nothing then. Otherwise one that is
-    within the margin of the fastest is taken: of the strictest numerics class, with the fewest levers, and then the one
-    predicted to be fastest.
+    Few steps on a machine that does other work too can't tell apart plans that take about as long, and predictions
+    err too. The logarithm of each ratio to the first contender is the mean of the measured and the predicted one, each
+    with the inverse of its variance as the weight: the estimate of the least variance where both err independently.
+
+    Args:
+        measured: The first is what the others' ratios are to.
+        error: The standard error of measured ratios, as a share (≥ 0); 0 leaves measured times as they are.
+    """
+    first = measured[0]
+    share = RATIO_ERROR**2 / (RATIO_ERROR**2 + error**2)  # of what was measured
+
+    def seconds(one: Measured) -> float:
+        measured_ratio = one.measured_seconds / first.measured_seconds
+        predicted_ratio = one.predicted_seconds / first.predicted_seconds
+        return first.measured_seconds * math.exp(
+            share * math.log(measured_ratio) + (1 - share) * math.log(predicted_ratio)
+        )
+
+    return [one._replace(measured_seconds=seconds(one)) if index else one for index, one in enumerate(measured)]
+
+
+def fastest_measured(measured: Sequence[Measured], margin: float = MARGIN) -> int:
+    """Return which contender to take, of one or more.
+
+    Of those that are within the margin of the fastest it is one of the strictest numerics class, with the fewest
+    levers, and then the fastest of these. A larger margin would be noise's way to a slow plan: whatever errs by as much
+    is taken as equal.
 
     Args:
         margin: A share of the time that is not counted as a difference (≥ 0).
@@ -123,9 +151,8 @@ def fastest_measured(measured: Sequence[Measured], margin: float = MARGIN) -> in
     longest_seconds = (1 + margin) * min(one.measured_seconds for one in measured)
     near = [index for index, one in enumerate(measured) if one.measured_seconds <= longest_seconds]
 
-    def preference(index: int) -> tuple[bool, int, int, float, float, int]:
+    def preference(index: int) -> tuple[int, int, float, float, int]:
         one = measured[index]
-        freeness = NUMERICS.index(one.numerics)
-        return index > 0, freeness, one.levers, one.predicted_seconds, one.measured_seconds, index
+        return NUMERICS.index(one.numerics), one.levers, one.measured_seconds, one.predicted_seconds, index
 
     return min(near, key=preference)

@@ -11,7 +11,7 @@ from memfit.errors import MemfitError
 from memfit.ir.device import Device
 from memfit.ir.plan import MeasuredStep, Proof, uses_text
 from memfit.planner.confirmation import LeftOut
-from memfit.planner.contenders import Measure, Measured, fastest_measured
+from memfit.planner.contenders import Measure, Measured, fastest_measured, weighed
 from memfit.planner.measured_steps import LIMIT_SECONDS, Timed, affordable, notes_of, timed_in_turns, why_no_room
 from memfit.planner.prediction import Progress
 from memfit.planner.search import Confirmed
@@ -96,12 +96,13 @@ def _taken(
     notes: Sequence[str],
     prove: Callable[[Confirmed], Proof],
 ) -> Choice:
-    """Return the fastest plan as measured whose recomputation was not found to differ."""
+    """Return the fastest plan, as measured and as predicted, whose recomputation was not found to differ."""
     left = timed.step_seconds
     measured = tuple(sorted((_record(plans[i], timed, i) for i in left), key=lambda step: step.measured_seconds))
     while True:
         indices = list(left)
-        index = indices[fastest_measured([_measured(plans[i], left[i]) for i in indices])]
+        found = weighed([_measured(plans[i], left[i]) for i in indices], timed.ratio_error)
+        index = indices[fastest_measured(found)]
         if index == 0:
             return Choice(predicted.confirmed, predicted.proof, measured, (*predicted.notes, *notes))
         try:
@@ -110,8 +111,8 @@ def _taken(
         except LeftOut:
             del left[index]
     note = (
-        f"chosen by measured times: {format_seconds(left[index])} a step. The plan that is predicted to be fastest"
-        f" ({uses_text(plans[0].point.uses)}) took {format_seconds(left[0])}"
+        f"chosen by measured times, weighed with predicted ones: {format_seconds(left[index])} a step. The plan that is"
+        f" predicted to be fastest ({uses_text(plans[0].point.uses)}) took {format_seconds(left[0])}"
     )
     taken = _of_same_search(plans[index], predicted.confirmed)
     return Choice(taken, proof, measured, (*predicted.notes, note, *notes))

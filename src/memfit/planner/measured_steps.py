@@ -10,6 +10,7 @@ long once; it is kept where compilers keep code, and the training that takes the
 from __future__ import annotations
 
 import gc
+import math
 import random
 import statistics
 import time
@@ -34,13 +35,16 @@ from memfit.training.step import Step
 from memfit.units import format_bytes
 from memfit.workload import Workload, has_data
 
-LIMIT_SECONDS = 20.0
+LIMIT_SECONDS = 30.0
 """Running steps to choose among plans takes no longer, but for a step that is under way then, and for making code."""
-ROUNDS = 4
-"""Each plan has as many turns, where there is time."""
-_LEAST_ROUNDS = 2
+ROUNDS = 8
+"""Each plan has as many turns, where there is time and rounds differ."""
+_LEAST_ROUNDS = 3
+_ROUNDS_OF_CODE = 4  # where a plan is compiled: each of its turns makes its code, or reads it
+_SURE = 0.01  # more rounds make no choice better once ratios are known to that
 _STEPS, _MOST_STEPS = 2, 20  # of a turn after its first
 _TURN_SECONDS = 0.1  # a turn of short steps has as many as take this long
+_SPREAD = 0.05  # by how much rounds' ratios differ on a machine with other work, as a share
 _ROOM = 1.1  # the free memory that is asked for, as a multiple of the largest peak
 
 
@@ -101,16 +105,32 @@ class Timed:
         ratios, since the speed of a machine comes and goes with what else it does, in phases of many seconds.
         """
         run = self._run()
-        medians = {
-            index: [statistics.median(turn) if turn else None for turn in self._compared(index)] for index in run
-        }
         found: dict[int, float] = {}
         for index in run:
             own = statistics.median(seconds for turn in self._compared(index) for seconds in turn)
-            pairs = zip(medians[index], medians[run[0]], strict=False)
-            ratios = [one / first for one, first in pairs if one is not None and first is not None]
+            ratios = self._ratios(index, run[0])
             found[index] = found[run[0]] * statistics.median(ratios) if ratios and index != run[0] else own
         return found
+
+    @property
+    def ratio_error(self) -> float:
+        """The standard error of the ratios between plans, as a share: from how much those of the rounds differ.
+
+        Few rounds say little of that, so what a machine with other work shows counts as one ratio more. 0 for one plan.
+        """
+        run = self._run()
+        if len(run) < 2:
+            return 0.0
+        logs = [[math.log(ratio) for ratio in self._ratios(index, run[0])] for index in run[1:]]
+        squares = sum((log - statistics.fmean(of_plan)) ** 2 for of_plan in logs for log in of_plan)
+        free = sum(len(of_plan) - 1 for of_plan in logs if of_plan)
+        rounds = max(map(len, logs), default=0)
+        return math.sqrt((squares + _SPREAD**2) / (free + 1) / max(1, rounds))
+
+    def _ratios(self, index: int, first: int) -> list[float]:
+        """Return the ratios of a plan's time to the first one's, of each round in which both have one."""
+        pairs = zip(self._compared(index), self._compared(first), strict=False)
+        return [statistics.median(own) / statistics.median(other) for own, other in pairs if own and other]
 
     def _run(self) -> list[int]:
         """Return the plans that were run and did not fail."""
@@ -177,19 +197,21 @@ def in_turns(
     *,
     clock: Callable[[], float] = time.perf_counter,
     limit_seconds: float = LIMIT_SECONDS,
-    rounds: int | None = None,
+    rounds: int = ROUNDS,
+    enough: Callable[[], bool] = lambda: False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Run plans in turns, each round in an order drawn anew, until each had its turns or the time is over.
+    """Run plans in turns, each round in an order drawn anew, until each had its turns, or enough, or time is over.
 
     The first round begins with the plan that is predicted to be fastest, which the others are compared with. No turn
     begins that would end too late, by what the plan's last one took; in the first round all begin that can. A turn ends
     where it would leave others less than their share of `_LEAST_ROUNDS`, however slow this machine turns out to be.
     """
-    rounds = ROUNDS if rounds is None else rounds
     draws, ends, share_seconds = random.Random(0), clock() + limit_seconds, limit_seconds / (_LEAST_ROUNDS * count)
     expected = [0.0] * count
     for turns in range(rounds):
+        if turns >= _LEAST_ROUNDS and enough():
+            return
         order = draws.sample(range(count), count)
         for done, index in enumerate(order if turns else sorted(order, key=bool)):
             began = clock()
@@ -225,7 +247,7 @@ def timed_in_turns(
         plans: The levers of each plan, and its predicted seconds.
         clocks: What is read before and after each step; None for this machine's clocks.
         limit_seconds: See `LIMIT_SECONDS`.
-        rounds: None for `ROUNDS`.
+        rounds: How many, at most; None for `ROUNDS`, and fewer where a plan is compiled.
         progress: Told how many turns are done, of how many at most.
 
     Raises:
@@ -233,6 +255,9 @@ def timed_in_turns(
     """
     clocks = clocks or CLOCKS
     turns = _Turns(workload, plans, torch.device(device.name), clocks)
+    if rounds is None:
+        is_compiled = any(registry.compiles(levers, levers.microbatch_size) for levers, _ in plans)
+        rounds = _ROUNDS_OF_CODE if is_compiled else ROUNDS
     with nothing_changes(workload):
         in_turns(
             turns,
@@ -240,6 +265,7 @@ def timed_in_turns(
             clock=clocks.wall,
             limit_seconds=limit_seconds,
             rounds=rounds,
+            enough=lambda: turns.found.ratio_error <= _SURE,
             progress=progress,
         )
     return turns.found
