@@ -92,6 +92,23 @@ def test_indices_are_spread_over_all_that_they_may_name(name: str) -> None:
     assert len(indices.unique()) > min(20, count / 2)
 
 
+@pytest.mark.parametrize(
+    ("func", "args"),
+    [
+        (aten.unsqueeze.default, (X, 2)),  # a dimension that is not there yet
+        (aten.unsqueeze.default, (X, -3)),
+        (aten.max_pool2d_with_indices.default, (torch.zeros(1, 2, 8, 8), [2, 2])),
+        (aten.sum.dim_IntList, (X, [0, 1])),
+        (aten.select.int, (X, 0, 63)),
+        (aten.index_fill.int_Scalar, (X, 0, whole(3), 1.0)),
+    ],
+    ids=lambda value: str(value) if callable(value) else "",
+)
+def test_arguments_that_only_look_like_what_is_indexed_do_no_harm(func: Any, args: tuple[Any, ...]) -> None:
+    found, _ = again(func, *args)
+    assert found is not None
+
+
 def test_a_mask_among_indices_stands_for_its_dimensions() -> None:
     args = (torch.zeros(2, 3, 500), [torch.ones(2, 3, dtype=torch.bool), whole(4)])
     _, rebuilt, _ = rebuild(signature(aten.index.Tensor, args, {}), "cpu")

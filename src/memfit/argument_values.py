@@ -69,19 +69,18 @@ def _arguments_of(func: Any, args: list[Any], kwargs: dict[str, Any]) -> dict[st
 
 def _indices_of(name: str, arguments: dict[str, Any]) -> list[tuple[torch.Tensor, int]]:
     """Return the indices among a call's arguments, and how many places each may name."""
-    own, weight, dim = (arguments.get(each) for each in ("self", "weight", "dim"))
-    if isinstance(own, torch.Tensor) and isinstance(dim, int) and own.dim():
-        found = [(arguments.get("index"), own.shape[dim])]
+    own, weight, index, indices = (arguments.get(each) for each in ("self", "weight", "index", "indices"))
+    found: list[tuple[Any, int]] = []
+    if isinstance(index, torch.Tensor) and isinstance(own, torch.Tensor) and own.dim() and "dim" in arguments:
+        found = [(index, own.shape[arguments["dim"]])]
+    elif isinstance(indices, list) and isinstance(own, torch.Tensor):
+        found = _of_dimensions(own, indices)
     elif "pool" in name and isinstance(own, torch.Tensor):
-        found = [(arguments.get("indices"), math.prod(own.shape[-3 if "pool3d" in name else -2 :]))]
-    elif isinstance(arguments.get("num_weights"), int):
-        found = [(arguments.get("indices"), arguments["num_weights"])]
-    elif isinstance(weight, torch.Tensor) and "embedding" in name:
-        found = [(arguments.get("indices"), weight.shape[0])]
-    elif isinstance(own, torch.Tensor) and isinstance(arguments.get("indices"), list):
-        found = _of_dimensions(own, arguments["indices"])
-    else:
-        return []
+        found = [(indices, math.prod(own.shape[-3 if "pool3d" in name else -2 :]))]
+    elif "num_weights" in arguments:
+        found = [(indices, arguments["num_weights"])]
+    elif "embedding" in name and isinstance(weight, torch.Tensor):
+        found = [(indices, weight.shape[0])]
     return [(i, count) for i, count in found if isinstance(i, torch.Tensor) and i.dtype in _INTEGERS and count > 1]
 
 
