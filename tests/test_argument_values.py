@@ -109,6 +109,14 @@ def test_arguments_that_only_look_like_what_is_indexed_do_no_harm(func: Any, arg
     assert found is not None
 
 
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_sequences_that_are_packed_have_a_length(batch_first: bool) -> None:
+    batch, steps = 5, 7
+    padded = torch.zeros(*((batch, steps) if batch_first else (steps, batch)), 2)
+    (packed, sizes), _ = again(aten._pack_padded_sequence.default, padded, whole(batch), batch_first)
+    assert packed.shape == (batch * steps, 2) and sizes.tolist() == [batch] * steps
+
+
 def test_a_mask_among_indices_stands_for_its_dimensions() -> None:
     args = (torch.zeros(2, 3, 500), [torch.ones(2, 3, dtype=torch.bool), whole(4)])
     _, rebuilt, _ = rebuild(signature(aten.index.Tensor, args, {}), "cpu")

@@ -54,6 +54,8 @@ def set_values(func: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
         _fill_bags(func, args)
     if "ctc_loss" in name:
         _spread_labels(args[1:5] if "backward" in name else args[:4])
+    if "pack_padded_sequence" in name and "backward" not in name:
+        _fill_lengths(func, args)
     if "index_put" in name:
         _select_as_many(func, args)
     if any(part in name for part in _SOLVING):
@@ -123,9 +125,17 @@ def _spread_labels(args: list[Any]) -> None:
         counts.copy_(ends.diff())
 
 
+def _fill_lengths(func: Any, args: list[Any]) -> None:
+    """Give sequences that are packed their maximal length."""
+    arguments = _arguments_of(func, args, {})
+    lengths = arguments["lengths"]
+    if lengths.device.type != "meta":
+        lengths.fill_(arguments["input"].shape[1 if arguments["batch_first"] else 0])
+
+
 def _fill_bags(func: Any, args: list[Any]) -> None:
     """Make the bags of embeddings equally large: the gradient of a maximum selects the nonempty ones."""
-    arguments = {a.name: value for a, value in zip(schema_of(func).arguments, args, strict=False)}
+    arguments = _arguments_of(func, args, {})
     sizes, indices = arguments.get("bag_size"), arguments.get("indices")
     if isinstance(sizes, torch.Tensor) and isinstance(indices, torch.Tensor) and sizes.numel():
         sizes.fill_(max(1, indices.numel() // sizes.numel()))
@@ -133,7 +143,7 @@ def _fill_bags(func: Any, args: list[Any]) -> None:
 
 def _select_as_many(func: Any, args: list[Any]) -> None:
     """Make a mask among indices select as many places as there are values to write."""
-    arguments = {a.name: value for a, value in zip(schema_of(func).arguments, args, strict=False)}
+    arguments = _arguments_of(func, args, {})
     written, indices, values = (arguments[name] for name in ("self", "indices", "values"))
     masks = [(at, index) for at, index in enumerate(indices) if index is not None]
     if len(masks) == 1 and masks[0][1].dtype is torch.bool:
