@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import platform
+import resource
+import subprocess
+import sys
 import threading
 import time
 import types
@@ -122,6 +127,37 @@ def test_what_is_timed_was_not_touched_since_the_caches_were_emptied_but_its_cod
     module._least_seconds("", calls)  # type: ignore[arg-type]
     run = ["evict", "B", "clock", "clock", "A beside an output", "clock"]
     assert calls.events == ["A", *run * 5]
+
+
+FAULTS = """
+import json, resource, sys
+import torch
+from memfit.cost import calibrate
+
+def seconds(call, clock, plain=calibrate._seconds):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    found = plain(call, clock)
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    return found
+
+calibrate._seconds, faults = seconds, []
+tensor = {"t": ["float32", [int(sys.argv[1])], [1]]}
+text = json.dumps({"op": "aten.mul.Tensor", "args": [tensor, tensor]})
+calibrate._timed(text, 1e-3, torch.zeros(calibrate._CACHE_BYTES, dtype=torch.uint8))
+print(json.dumps(faults))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
+@pytest.mark.parametrize(("elements", "is_mapped_anew"), [(3 * 10**6, False), (6 * 10**6, False), (10**7, True)])
+def test_outputs_that_a_heap_holds_cost_no_page_faults_as_amid_a_step(elements: int, is_mapped_anew: bool) -> None:
+    """In a process of its own: what a heap returns to the system depends on what was freed there before."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    line = [sys.executable, "-c", FAULTS, str(elements)]
+    output = subprocess.run(line, env=clean | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True, check=True)
+    faults = sorted(json.loads(output.stdout))
+    pages = elements * 4 / resource.getpagesize()
+    assert faults[0] > 0.9 * pages if is_mapped_anew else faults[1] < 0.1 * pages
 
 
 @pytest.mark.parametrize("nbytes", [2**10, 2**22])

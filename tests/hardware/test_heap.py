@@ -87,6 +87,38 @@ def test_steps_touch_no_new_memory_where_there_is_room() -> None:
     assert max(faults["kept"], faults["documented"]) < 0.1 * pages
 
 
+TOUCHED = """
+import resource, sys
+import torch
+from memfit.hardware import heap
+blocks = [int(n) for n in sys.argv[1:]]
+with heap.touched(3 * blocks):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    held = [torch.ones(n // 4) for n in blocks]
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+del held
+"""
+
+
+@pytest.mark.skipif(not is_glibc, reason="the C library is not glibc")
+@pytest.mark.parametrize("blocks", [[12 * MIB], [5 * MIB, MIB, 3 * MIB], [24 * MIB, 24 * MIB], [40 * MIB, MIB]])
+def test_a_call_finds_memory_that_was_touched_but_for_blocks_that_are_mapped_anew(blocks: list[int]) -> None:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_") and k != "GLIBC_TUNABLES"}
+    line = [sys.executable, "-c", TOUCHED, *map(str, blocks)]
+    pages = int(subprocess.check_output(line, env=clean | {"OMP_NUM_THREADS": "1"}, text=True))
+    mapped = sum(block for block in blocks if block > 32 * MIB) / resource.getpagesize()
+    assert 0.9 * mapped <= pages <= 1.1 * mapped + 200  # small blocks have pages too
+
+
+def test_where_nothing_is_to_be_touched_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heap, "_allocation", None)
+    with heap.touched([]), heap.touched([2**30]):
+        pass
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1")
+    with heap.touched([2**20]):
+        pass
+
+
 @pytest.mark.ci
 @pytest.mark.skipif(not is_glibc, reason="the C library is not glibc")
 def test_the_users_own_setting_stays() -> None:

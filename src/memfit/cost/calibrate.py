@@ -52,6 +52,7 @@ _ALIKE = 1.1  # a least time is confirmed by another one that is at most this ti
 _FINE_SECONDS = 1e-5
 _CACHE_BYTES, _NOTICED_BYTES = 48 * 2**20, 2**16
 _OVERHEAD_RUNS = 40
+_OUTPUTS = 5  # of a call, for which there is memory that was touched: two are alive together, and it has buffers
 _NO_KERNEL = ("not implemented for", "nsupported dtype", "could not create a primitive", "not supported for")
 _SHARE = 0.005  # share of a step's time: calls that take less of it in all are timed coarsely
 _LIMIT_SECONDS = 30.0  # for timing; the slowest calls come first
@@ -362,7 +363,7 @@ def _run_marked(text: str, mark: str) -> tuple[float, int] | None:
     """Run a call under the profiler; return its time and the bytes of its new outputs, or None where it can't run."""
     try:
         func, args, kwargs = rebuild(text, "cpu")
-        known = {storage_key(storage) for storage in storages_of((args, kwargs))}
+        known = _blocks((args, kwargs)).keys()
         clock = _clock()
         with torch.profiler.record_function(mark):
             started = clock()
@@ -370,9 +371,8 @@ def _run_marked(text: str, mark: str) -> tuple[float, int] | None:
             seconds = clock() - started
     except Exception:  # an operator may be anyone's code, which may raise anything
         return None
-    held = (out, args, kwargs)  # a sparse argument that is written gets new memory
-    fresh = {storage_key(storage): storage.nbytes() for storage in storages_of(held)}
-    return seconds, int(sum(nbytes for key, nbytes in fresh.items() if key not in known))
+    held = _blocks((out, args, kwargs))  # a sparse argument that is written gets new memory
+    return seconds, sum(nbytes for key, nbytes in held.items() if key not in known)
 
 
 def storages_of(values: Any) -> list[torch.UntypedStorage]:
@@ -397,15 +397,22 @@ def _least_seconds(text: str, evicting: torch.Tensor) -> float:
     Before each, the arguments are evicted from the caches where that matters.
     """
     func, args, kwargs = rebuild(text, "cpu")
-    given = sum(storage.nbytes() for storage in storages_of((args, kwargs)))
+    given = _blocks((args, kwargs))
     call = functools.partial(func, *args, **kwargs)
     clock = _clock()
-    call()
-    if not _NOTICED_BYTES <= given < evicting.nbytes:
-        return _least(lambda: _seconds(call, clock), _WARM_RUNS)
+    made = [nbytes for key, nbytes in _blocks(call()).items() if key not in given]
+    if not _NOTICED_BYTES <= sum(given.values()) < evicting.nbytes:
+        with heap.touched(made * _OUTPUTS):
+            return _least(lambda: _seconds(call, clock), _WARM_RUNS)
     _, args, kwargs = rebuild(text, "cpu")
     alike = functools.partial(func, *args, **kwargs)
-    return _least(lambda: _cold_seconds(call, alike, evicting, clock), _COLD_RUNS)
+    with heap.touched(made * _OUTPUTS):
+        return _least(lambda: _cold_seconds(call, alike, evicting, clock), _COLD_RUNS)
+
+
+def _blocks(values: Any) -> dict[int, int]:
+    """Return the bytes of each block that tensors among arguments or outputs have."""
+    return {storage_key(storage): storage.nbytes() for storage in storages_of(values)}
 
 
 def _confirmed_seconds(text: str, known: Iterable[float]) -> float:

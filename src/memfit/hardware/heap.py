@@ -9,10 +9,12 @@ allocated again.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from memfit.units import format_bytes
 
@@ -21,6 +23,8 @@ THRESHOLD_BYTES = 2**20
 VARIABLE = "MALLOC_MMAP_THRESHOLD_"
 """The environment variable that sets the threshold before a process starts."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
+_MOST_BYTES = 2**25 - 2**18  # of a block of the heap: glibc raises its threshold to 32 MiB at most
+_BESIDE_BYTES = 2**17  # for each block: its alignment, and small blocks that come to lie in between
 _NEVER = -1  # no free end of the heap is large enough to be returned
 _MOST_KEPT = 4.0  # ratio of the heap to tensors: chosen, well above the 2.5 that `benchmarks.resident` measured
 
@@ -78,6 +82,46 @@ def keep_freed_memory() -> bool:
 def is_kept() -> bool:
     """Tell whether `keep_freed_memory` was called in this process, with success."""
     return _is_kept
+
+
+@contextlib.contextmanager
+def touched(blocks: Sequence[int]) -> Iterator[None]:
+    """Hold free memory for some blocks in the heap that was touched before, as there is amid a step.
+
+    A call that runs alone gets memory from the heap's end, which glibc returns when the call's output is freed: each
+    run then costs page faults that a step has once. Blocks above the threshold are left out, as each of them is mapped
+    anew in a step too. Elsewhere than with glibc nothing happens.
+
+    Args:
+        blocks: Their bytes.
+    """
+    nbytes = sum(block + _BESIDE_BYTES for block in blocks if block <= _MOST_BYTES)
+    if not nbytes or is_kept() or is_set_by_user() or platform.libc_ver()[0] != "glibc":
+        yield
+        return
+    malloc, free = _allocation()
+    size = min(nbytes, _MOST_BYTES)
+    free(malloc(size + _BESIDE_BYTES))  # the threshold is above the largest block that was freed
+    parts = [malloc(size) for _ in range(-(-nbytes // size))]
+    above = malloc(size)  # is not touched, and keeps the others from being the heap's end
+    for part in parts:
+        if part is not None:
+            ctypes.memset(part, 0, size)
+        free(part)
+    try:
+        yield
+    finally:
+        free(above)
+
+
+@functools.cache
+def _allocation() -> tuple[Callable[[int], int | None], Callable[[int | None], None]]:
+    """Return the C library's `malloc` and `free`."""
+    library = ctypes.CDLL(None)
+    malloc, free = library.malloc, library.free
+    malloc.restype, malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    free.restype, free.argtypes = None, [ctypes.c_void_p]
+    return malloc, free
 
 
 def _set_options(values: Mapping[int, int]) -> bool:

@@ -135,7 +135,7 @@ def weighed(measured: Sequence[Measured], error: float) -> list[Measured]:
             share * math.log(measured_ratio) + (1 - share) * math.log(predicted_ratio)
         )
 
-    return [one._replace(measured_seconds=seconds(one)) if index else one for index, one in enumerate(measured)]
+    return [first, *(Measured(seconds(one), *one[1:]) for one in measured[1:])]
 
 
 def fastest_measured(measured: Sequence[Measured], margin: float = MARGIN) -> int:
