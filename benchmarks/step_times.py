@@ -30,7 +30,7 @@ from benchmarks.frontier.models import QUICK, SUBJECTS
 from benchmarks.processes import output_of
 from benchmarks.steps.rows import Rows
 from memfit.cli import threads
-from memfit.cost.pace import Pace
+from memfit.cost.pace import Pace, at_rest
 from memfit.hardware import heap
 from memfit.hardware.host import find_device, free_bytes
 from memfit.ir.plan import Levers, MeasuredStep, Plan
@@ -41,7 +41,6 @@ SHARES = (0.7, 0.5)
 _SPIN = "while True: sum(range(100000))"
 _LIMIT_SECONDS = 900.0
 _MOST_SECONDS, _LEAST_ROUNDS = 75.0, 4
-_AT_REST = 1.1  # the most that a large operator takes, of what it took before
 _AS_FAST = 0.02  # a chosen plan may be slower than the fastest by this share
 _SURE = 0.005  # the error of a ratio
 _MOST_BYTES = 4 * 2**30  # no less than any of the steps takes
@@ -100,13 +99,15 @@ def _cell(name: str, workload: Workload, budget: str, plan: Plan) -> Iterator[Ca
         "measured_plain_seconds": statistics.median(seconds[plain] for seconds in rounds),
     }
     if len(run) > 1:
+        best = min(run, key=lambda levers: _ratio(rounds, levers, plan.levers))
         yield {
             "kind": "choice",
             "model": name,
             "budget": budget,
             "plans": len(run),
             "rounds": len(rounds),
-            "ratio_to_best": 1 / min(_ratio(rounds, levers, plan.levers) for levers in run),
+            "ratio_to_best": _ratio(rounds, plan.levers, best),
+            "ratio_error": error_of_median([seconds[plan.levers] / seconds[best] for seconds in rounds]),
         }
 
 
@@ -121,16 +122,17 @@ def _rounds(workload: Workload, plans: Mapping[Levers, float]) -> list[dict[Leve
     at the machine's own pace count, or else the least slow ones: the host of a virtual machine takes processors from it
     for seconds at a time, which slows steps of large operators most.
     """
-    draws, first, found = random.Random(0), next(iter(plans)), list[tuple[float, dict[Levers, float]]]()
+    draws, first, pace = random.Random(0), next(iter(plans)), Pace()
+    found: list[tuple[float, dict[Levers, float]]] = []
     ends = time.perf_counter() + _MOST_SECONDS
-    while not _is_enough([seconds for _, seconds in _at_rest(found)], first) and time.perf_counter() < ends:
+    while not _is_enough(at_rest(found, _LEAST_ROUNDS), first) and time.perf_counter() < ends:
         seconds: dict[Levers, float] = {}
-        paces = []
+        slowdowns = [pace.read()]
         for levers in draws.sample([*plans], len(plans)):
-            paces.append(_slowdown())
             seconds[levers] = _timed(workload, levers, plans[levers])
-        found.append((max(*paces, _slowdown()), seconds))
-    return [seconds for _, seconds in _at_rest(found)]
+            slowdowns.append(pace.read())
+        found.append((max(slowdowns), seconds))
+    return at_rest(found, _LEAST_ROUNDS)
 
 
 def _timed(workload: Workload, levers: Levers, about_seconds: float) -> float:
@@ -140,18 +142,6 @@ def _timed(workload: Workload, levers: Levers, about_seconds: float) -> float:
     if timed.errors or timed.are_first_steps:
         raise RuntimeError(f"a plan could not be run: {timed.errors}")
     return timed.step_seconds[0]
-
-
-def _slowdown() -> float:
-    pace = Pace()
-    pace.read()
-    return pace.slowdown
-
-
-def _at_rest(found: Sequence[tuple[float, dict[Levers, float]]]) -> list[tuple[float, dict[Levers, float]]]:
-    """Return the rounds at the machine's own pace; the least slow ones where these are too few."""
-    by_pace = sorted(found, key=lambda each: each[0])
-    return [each for index, each in enumerate(by_pace) if index < _LEAST_ROUNDS or each[0] <= _AT_REST]
 
 
 def _is_enough(rounds: Sequence[dict[Levers, float]], first: Levers) -> bool:

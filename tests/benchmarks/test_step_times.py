@@ -43,14 +43,6 @@ def test_the_error_of_a_median_is_that_of_many_medians() -> None:
     assert found == pytest.approx(spread, rel=0.1) and step_times.error_of_median([1.0] * 4) == 0.0
 
 
-def test_rounds_at_the_machines_own_pace_count_or_else_the_least_slow_ones() -> None:
-    paces = [1.5, 1.05, 1.0, 2.0, 1.02, 0.9, 1.08]
-    found = step_times._at_rest([(pace, {}) for pace in paces])
-    assert [pace for pace, _ in found] == [0.9, 1.0, 1.02, 1.05, 1.08]
-    slow = step_times._at_rest([(pace + 1, {}) for pace in paces])
-    assert [pace for pace, _ in slow] == [1.9, 2.0, 2.02, 2.05]
-
-
 def test_others_compute_until_the_cells_are_done() -> None:
     with step_times._computing(2) as processes:
         assert [process.poll() for process in processes] == [None, None]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from memfit.cost import calibrate
-from memfit.cost.pace import Pace, busy_notes
+from memfit.cost.pace import Pace, at_rest, busy_notes
 
 
 def paced(monkeypatch: pytest.MonkeyPatch, kept: float | None, now: list[float]) -> Pace:
@@ -31,6 +33,26 @@ def test_the_pace_is_a_multiple_of_the_kept_time(
     kept: float | None, now: list[float], slowdown: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert paced(monkeypatch, kept, now).slowdown == slowdown
+
+
+def test_each_reading_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    pace = paced(monkeypatch, 2e-3, [])
+    times = iter([3e-3, 2e-3])
+    monkeypatch.setattr(calibrate, "seconds_now", lambda text, about_seconds: next(times))
+    assert [pace.read(), pace.read()] == [1.5, 1.0] and pace.slowdown == 1.25
+    assert paced(monkeypatch, None, []).read() == 1.0
+
+
+@given(st.lists(st.floats(0.8, 3.0)), st.integers(0, 5))
+def test_what_was_measured_at_rest_counts_or_else_the_least_slow(slowdowns: list[float], least: int) -> None:
+    found = at_rest([(slowdown, slowdown) for slowdown in slowdowns], least)
+    quiet = [slowdown for slowdown in slowdowns if slowdown <= 1.1]
+    assert sorted(found) == sorted(slowdowns)[: max(len(quiet), min(least, len(slowdowns)))]
+
+
+def test_worked_numbers_of_rounds_at_rest() -> None:
+    paced_rounds = [(1.0, "a"), (1.5, "b"), (1.05, "c"), (2.0, "d")]
+    assert at_rest(paced_rounds, 1) == ["a", "c"] and at_rest(paced_rounds, 3) == ["a", "c", "b"]
 
 
 @pytest.mark.parametrize(

@@ -304,6 +304,28 @@ def test_few_rounds_leave_ratios_unsure_even_where_they_agree() -> None:
     assert Timed([[Turn(9.0, [1.0])]]).ratio_error == 0.0  # one plan, and no ratio
 
 
+def test_rounds_of_a_slowed_machine_do_not_count_where_there_are_others() -> None:
+    """One that slows large operators more: of two plans it slows one only."""
+    slowdowns = [1.0, 1.4, 1.0, 1.5, 1.05]
+    first = [Turn(9.0, [1.0], slowdown) for slowdown in slowdowns]
+    second = [Turn(9.0, [1.1 if slowdown < 1.1 else 2.0]) for slowdown in slowdowns]
+    found = Timed([first, second])
+    assert found.step_seconds[1] == pytest.approx(1.1)
+    assert found.ratio_error == pytest.approx(of_ratios(1.1, 1.1, 1.1).ratio_error)
+    slow = Timed([first[1:4], second[1:4]])  # all that there are
+    assert slow.step_seconds[1] == pytest.approx(2.0)
+    notes = notes_of(Timed([[Turn(9.0, [1.0], 1.6)]], wall_seconds=1.0, own_seconds=1.0), find_device("cpu"))
+    assert any("×1.60" in note for note in notes)
+
+
+def test_the_machine_is_looked_at_before_and_after_each_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    slowdowns = iter([1.0, 1.3, 1.0, 1.0, 1.0, 1.2])
+    monkeypatch.setattr(measured_steps.Pace, "read", lambda self: next(slowdowns))
+    found = timed(small(), *sizes(8, 4), rounds=3)
+    first, second = ([turn.slowdown for turn in turns] for turns in found.turns)
+    assert sorted(first + second) == [1.0, 1.0, 1.2, 1.2, 1.3, 1.3] and first[0] == 1.3
+
+
 def test_a_machine_that_slows_for_a_round_makes_no_ratio_less_sure() -> None:
     slowed = Timed([[Turn(9.0, [s]) for s in (1.0, 3.0, 1.0)], [Turn(9.0, [1.1 * s]) for s in (1.0, 3.0, 1.0)]])
     assert slowed.ratio_error == pytest.approx(of_ratios(1.1, 1.1, 1.1).ratio_error)

@@ -7,11 +7,16 @@ which can't see it: only an operator's time tells.
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
+from typing import TypeVar
 
 from memfit.cost import calibrate
 
+T = TypeVar("T")
+
 _ATTENDED = 0.9  # the least share of a step that its thread computes, on a machine at rest
 _SLOWER = 1.2
+_AT_REST = 1.1  # the most that an operator takes at the machine's own pace, as a multiple of what it took before
 
 
 class Pace:
@@ -21,15 +26,28 @@ class Pace:
         self._call = calibrate.reference_call()
         self._seconds: list[float] = []
 
-    def read(self) -> None:
-        """Time the operator."""
-        if self._call is not None:
-            self._seconds.append(calibrate.seconds_now(*self._call))
+    def read(self) -> float:
+        """Time the operator; return the time as a multiple of its earlier one, 1 without an operator."""
+        if self._call is None:
+            return 1.0
+        self._seconds.append(calibrate.seconds_now(*self._call))
+        return self._seconds[-1] / self._call[1]
 
     @property
     def slowdown(self) -> float:
         """The median of the times, as a multiple of the operator's earlier time; 1 without any."""
         return statistics.median(self._seconds) / self._call[1] if self._call and self._seconds else 1.0
+
+
+def at_rest(paced: Sequence[tuple[float, T]], least: int) -> list[T]:
+    """Return what was measured at the machine's own pace; the least slow of it where that is too little.
+
+    Args:
+        paced: How slow the machine was (`Pace.read`), and what was measured then.
+        least: How many are returned at least, of as many or more.
+    """
+    by_pace = sorted(paced, key=lambda each: each[0])
+    return [value for rank, (slowdown, value) in enumerate(by_pace) if rank < least or slowdown <= _AT_REST]
 
 
 def busy_notes(doing: str, attended_share: float, slowdown: float = 1.0) -> list[str]:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from memfit.capture.fake_workload import nothing_changes
-from memfit.cost.pace import busy_notes
+from memfit.cost.pace import Pace, at_rest, busy_notes
 from memfit.hardware import accelerators
 from memfit.hardware.host import free_bytes
 from memfit.ir.device import Device
@@ -65,10 +65,12 @@ class Turn:
     Attributes:
         first_seconds: Of the step that begins the turn.
         seconds: Of each step after it.
+        slowdown: What a large operator took just before and after, as a multiple of what it took when it was timed.
     """
 
     first_seconds: float
     seconds: list[float] = field(default_factory=list)
+    slowdown: float = 1.0
 
 
 @dataclass
@@ -128,9 +130,18 @@ class Timed:
         return math.sqrt((squares + _SPREAD**2) / (free + 1) / max(1, rounds))
 
     def _ratios(self, index: int, first: int) -> list[float]:
-        """Return the ratios of a plan's time to the first one's, of each round in which both have one."""
-        pairs = zip(self._compared(index), self._compared(first), strict=False)
-        return [statistics.median(own) / statistics.median(other) for own, other in pairs if own and other]
+        """Return the ratios of a plan's time to the first one's, of the rounds in which both have one.
+
+        Rounds at the machine's own pace count: the host of a virtual machine takes processors from it for seconds at a
+        time, which slows plans of large operators most.
+        """
+        pairs = zip(self.turns[index], self.turns[first], strict=False)
+        slowdowns = [max(own.slowdown, other.slowdown) for own, other in pairs]
+        times = zip(slowdowns, self._compared(index), self._compared(first), strict=False)
+        paced = [
+            (slow, statistics.median(own) / statistics.median(other)) for slow, own, other in times if own and other
+        ]
+        return at_rest(paced, _LEAST_ROUNDS)
 
     def _run(self) -> list[int]:
         """Return the plans that were run and did not fail."""
@@ -141,6 +152,11 @@ class Timed:
         if self.are_first_steps:
             return [[turn.first_seconds] for turn in self.turns[index]]
         return [turn.seconds for turn in self.turns[index]]
+
+    @property
+    def slowdown(self) -> float:
+        """How slow the machine was in the median of the turns (`Turn.slowdown`)."""
+        return statistics.median([turn.slowdown for turns in self.turns for turn in turns] or [1.0])
 
     @property
     def attended_share(self) -> float:
@@ -279,29 +295,39 @@ class _Turns:
     ) -> None:
         self._workload, self._plans, self._place, self._clocks = workload, plans, place, clocks
         self.found = Timed([[] for _ in plans])
+        self._pace = Pace() if place.type == "cpu" else None
+        self._latest: Turn | None = None
 
     def __call__(self, index: int, seconds: float) -> float:
         """Run a turn of a plan for some seconds; none where it failed before, or the first plan did."""
         errors, apart_seconds = self.found.errors, 0.0
         if index in errors or 0 in errors:
             return apart_seconds
+        slowdown = self._slowdown()
         try:
             with rng_preserved():  # so that all plans draw the same numbers
-                apart_seconds = self._run(index, seconds)
+                apart_seconds = self._run(index, seconds, slowdown)
         except Exception as e:  # someone's code, which may raise anything
             errors[index] = first_line(e)  # and not the error, whose frames hold the copy
         gc.collect()  # the copy, before there is another one
         accelerators.release_cache()
         return apart_seconds
 
-    def _run(self, index: int, seconds: float) -> float:
+    def _slowdown(self) -> float:
+        """Return how slow the machine is now, which is as slow as it was after the latest turn."""
+        slowdown = 1.0 if self._pace is None else self._pace.read()
+        if self._latest is not None:
+            self._latest.slowdown = max(self._latest.slowdown, slowdown)
+        return slowdown
+
+    def _run(self, index: int, seconds: float, slowdown: float) -> float:
         levers, predicted_seconds = self._plans[index]
         with applied_to_copy(levers, self._workload, self._place) as step:
             began = self._clocks.wall()
             if registry.compiles(levers, levers.microbatch_size):
                 step(step.workload.batch)
             makes_until = self._clocks.wall()
-            turn = Turn(self._step(step))
+            turn = self._latest = Turn(self._step(step), slowdown=slowdown)
             self.found.turns[index].append(turn)
             for _ in range(steps_of(predicted_seconds)):
                 if self._clocks.wall() >= makes_until + seconds:
@@ -324,7 +350,7 @@ def notes_of(found: Timed, device: Device) -> list[str]:
     """Return what is to be said of measured steps: a busy machine, and plans that could not be run."""
     notes = [f"a plan could not be run to measure it: {error}" for error in found.errors.values()]
     if device.kind == "cpu":
-        notes += busy_notes("plans were measured", found.attended_share)
+        notes += busy_notes("plans were measured", found.attended_share, found.slowdown)
     if found.are_first_steps:
         notes.append(
             "there was time for little more than a first step of each plan, which also makes the optimizer's state:"
