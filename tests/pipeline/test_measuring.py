@@ -33,9 +33,9 @@ def times_are(monkeypatch: pytest.MonkeyPatch, seconds_of: Callable[[Levers], fl
     """Have steps of plans take what a function says, though they run; return a list of the plans that do."""
     run, ran = measured_steps._Turns._run, list[Levers]()
 
-    def timed(self: measured_steps._Turns, index: int, allowed_seconds: float) -> float:
+    def timed(self: measured_steps._Turns, index: int, allowed_seconds: float, slowdown: float) -> float:
         levers = self._plans[index][0]
-        apart_seconds = run(self, index, allowed_seconds)
+        apart_seconds = run(self, index, allowed_seconds, slowdown)
         ran.append(levers)
         self.found.turns[index] = [Turn(seconds_of(levers), [seconds_of(levers)] * 2)]
         self.found.wall_seconds = self.found.own_seconds = 1.0
