@@ -6,7 +6,7 @@ the same operators as in its whole step, so that the result is bitwise the same.
 pass needs the parameter any more; where one does, autograd notices that it has changed, and says so.
 
 An optimizer's step costs some 50 µs beside its operators, and most parameters are small. So small gradients wait until
-they are a hundredth of all, and are used together: a diffusion U-Net of 320 parameters takes 80 steps, not 320.
+they are a hundredth of all, and are used together: a diffusion U-Net of 320 parameters takes 40 steps, not 320.
 """
 
 from __future__ import annotations
