@@ -24,8 +24,8 @@ MOST = 4
 MARGIN = 0.005
 """Plans this near to the fastest count as fast: of them one that changes less is taken."""
 RATIO_ERROR = 0.06
-"""The standard error of predicted ratios between plans, chosen: half of those in `benchmarks.step_times` are within 2 %,
-and steps unlike its own, or on a busy machine, are further off."""
+"""The standard error of predicted ratios between plans, chosen: half of those in `benchmarks.step_times` are within
+2 %, and steps unlike its own, or on a busy machine, are further off."""
 _SOLVE_SECONDS = 2.0
 _LEAST_SOLVE_SECONDS = 0.1
 
