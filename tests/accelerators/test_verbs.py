@@ -36,7 +36,8 @@ def test_plans_are_run_there_and_leave_nothing(kind: str, place: torch.device) -
     before = accelerators.allocated_bytes(place)
     plan = plan_of("distilled", kind, numerics="reordered", measure=True)
     assert plan.measured_seconds is not None, plan.notes
-    assert plan.measured_seconds <= 1.02 * plan.measured[0].measured_seconds
+    faster = [step for step in plan.measured if step.measured_seconds < 0.98 * plan.measured_seconds]
+    assert plan.measured and all(step.predicted_seconds > plan.predicted.step_seconds for step in faster)
     assert not any("busy" in note for note in plan.notes)  # the host may wait for the device
     assert accelerators.allocated_bytes(place) == before
 
