@@ -150,10 +150,10 @@ def _has_drifted(table: CostTable, uses: Mapping[str, int], seen: Collection[str
     checked = [s for s in checked if not table.ops[s].coarse and table.ops[s].measured]
     if not checked:
         return False
+    evicting = torch.zeros(_CACHE_BYTES, dtype=torch.uint8)  # which takes time of its own
     started, others = time.perf_counter(), _others_seconds()
     ends = started + _CHECK_SECONDS
     found: dict[str, float] = {}
-    evicting = torch.zeros(_CACHE_BYTES, dtype=torch.uint8)
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         dispatch_seconds = table.dispatch_seconds if seen else _dispatch_seconds()
         while left := [s for s in checked if found.get(s, math.inf) > (1 + _FASTER) * table.ops[s].seconds]:
