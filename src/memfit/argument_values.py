@@ -1,4 +1,4 @@
-"""The values of rebuilt arguments: what an operator takes depends on them.
+"""The values of rebuilt arguments, on which the time of an operator depends.
 
 Floating-point tensors hold numbers between 0 and 1, drawn once: probabilities, logarithms and roots are fine. Equal
 numbers would make pooling three times and sorting four times as fast as in a step, and products on a GPU, whose clock

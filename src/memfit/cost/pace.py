@@ -40,10 +40,10 @@ class Pace:
 
 
 def at_rest(paced: Sequence[tuple[float, T]], least: int) -> list[T]:
-    """Return what was measured at the machine's own pace; the least slow of it where that is too little.
+    """Return the measurements at the machine's own pace; the least slow ones where these are too few.
 
     Args:
-        paced: How slow the machine was (`Pace.read`), and what was measured then.
+        paced: How slow the machine was (`Pace.read`), and the measurement of then.
         least: How many are returned at least, of as many or more.
     """
     by_pace = sorted(paced, key=lambda each: each[0])
