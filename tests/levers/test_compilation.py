@@ -7,6 +7,7 @@ import dataclasses
 import re
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,11 +24,12 @@ from memfit.compiled.planned_backend import PlannedBackend
 from memfit.errors import MemfitError, PlanError, UsageError
 from memfit.hardware.host import find_device
 from memfit.ir.kernels import is_kernel
-from memfit.ir.plan import Levers, Plan
+from memfit.ir.plan import ChunkedLoss, Levers, Plan
 from memfit.ir.remat import Region, Regions
 from memfit.ir.simulate import simulate
 from memfit.ir.trace import Trace
 from memfit.levers import registry
+from memfit.levers.compilation import Compilation
 from memfit.levers.stack import applied, applied_to_copy
 from memfit.pipeline._adapt import Adaptive
 from memfit.planner.captures import capture_levers
@@ -250,6 +252,23 @@ def test_kernels_wait_for_no_dispatch_and_the_upper_end_is_wider(traces: dict[st
 @pytest.fixture(scope="module")
 def compiled() -> Plan:
     return memfit.plan(whole(), budget="0.6x", compile=True, precisions=["32-true"], points=2)
+
+
+@pytest.mark.parametrize("must_compile", [False, True])
+def test_sizes_that_are_searched_with_other_levers_are_compiled_without_them(must_compile: bool) -> None:
+    """A chunked loss that costs no time stands for all sizes but the whole batch's; compiled code can't have it."""
+    chunked = [Levers(microbatch_size=size, chunked_loss=ChunkedLoss(head="head", rows=8)) for size in (4, 2)]
+    lean = [replace(levers, lean=("*",)) for levers in chunked]
+    wanted = [Levers(microbatch_size=4), *chunked, *lean]
+    step: Any = SimpleNamespace(
+        compilers=("inductor", "inductor-channels-last"),
+        must_compile=must_compile,
+        plain=wanted[0],
+        trace=lambda levers: SimpleNamespace(ops=[]),
+    )
+    found = Compilation().propose(step, wanted)
+    compiled = [Levers(microbatch_size=size, compiler="inductor") for size in (4, 2)]
+    assert found == (compiled if must_compile else [*wanted, *compiled])
 
 
 @pytest.mark.ci

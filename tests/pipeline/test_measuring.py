@@ -29,13 +29,19 @@ def predicted() -> Plan:
     return memfit.plan(quick(), **OPTIONS)
 
 
-def times_are(monkeypatch: pytest.MonkeyPatch, seconds_of: Callable[[Levers], float]) -> list[Levers]:
-    """Have steps of plans take what a function says, though they run; return a list of the plans that do."""
+def times_are(
+    monkeypatch: pytest.MonkeyPatch, seconds_of: Callable[[Levers], float], runs: bool = True
+) -> list[Levers]:
+    """Have steps of plans take what a function says, though they run; return a list of the plans that do.
+
+    Args:
+        runs: Whether they do run.
+    """
     run, ran = measured_steps._Turns._run, list[Levers]()
 
     def timed(self: measured_steps._Turns, index: int, allowed_seconds: float, slowdown: float) -> float:
         levers = self._plans[index][0]
-        apart_seconds = run(self, index, allowed_seconds, slowdown)
+        apart_seconds = run(self, index, allowed_seconds, slowdown) if runs else 0.0
         ran.append(levers)
         self.found.turns[index] = [Turn(seconds_of(levers), [seconds_of(levers)] * 2)]
         self.found.wall_seconds = self.found.own_seconds = 1.0
@@ -89,6 +95,32 @@ def test_auto_measures_where_the_environment_does_not_forbid_it(
     monkeypatch.delenv(MEASURE_VARIABLE)
     assert not memfit.plan(quick(), measure=False, **OPTIONS).measured and not ran
     assert len(memfit.plan(quick(), **OPTIONS).measured) == len(ran) >= 2
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method")  # as Inductor is imported
+@pytest.mark.parametrize("seconds", [50.0, 130.0])
+def test_auto_runs_the_compiled_plans_whose_code_is_made_in_time(
+    seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(MEASURE_VARIABLE)
+    monkeypatch.setattr("memfit.planner.assembly.code_seconds", lambda trace, processes: seconds)
+    ran = times_are(monkeypatch, lambda levers: 1.0, runs=False)
+    plan = memfit.plan(quick(), compile=True, **OPTIONS)
+    print("NOTES", plan.notes, plan.levers)
+    assert len(ran) == len(plan.measured) == (2 if seconds == 50.0 else 0)  # two take 100 of 120 seconds
+    refused = [note for note in plan.notes if "its code is predicted to take 130.00 s to make" in note]
+    assert len(refused) == (seconds == 130.0)
+    if refused:
+        assert len(memfit.plan(quick(), compile=True, measure=True, **OPTIONS).measured) > 2
+
+
+@pytest.mark.ci
+@pytest.mark.filterwarnings("ignore:.*script_method")  # as Inductor is imported
+def test_compiled_plans_are_timed_beside_others() -> None:
+    plan = memfit.plan(quick(), compile="auto", measure=True, **OPTIONS)
+    compilers = {step.levers.compiler for step in plan.measured}
+    assert compilers == {"none", "inductor"}, plan.measured
+    assert all(0 < step.measured_seconds < 60 and step.steps > 1 for step in plan.measured)
 
 
 def test_without_any_class_but_exact_only_exact_plans_are_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from memfit.ir.plan import NUMERICS, Candidate, LeverUse, Numerics, Prediction, allows
+from memfit.ir.plan import NUMERICS, Candidate, Levers, LeverUse, Numerics, Prediction, allows
 from memfit.planner.contenders import MARGIN, MOST, RATIO_ERROR, Measured, contenders, fastest_measured, weighed
 from memfit.planner.search import Confirmed
 from memfit.solver.frontier import Combination
@@ -190,3 +190,19 @@ def test_kinds_come_before_more_of_a_kind() -> None:
     kinds = [frozenset(use.name for use in plan.point.uses) for plan in pair[1][1:]]
     first = list(dict.fromkeys(kinds))
     assert kinds[: len(first)] == first
+
+
+@pytest.mark.parametrize("other", ["32-true 4", "bf16-mixed 4"])
+def test_a_plan_that_runs_in_another_way_is_the_first_of_the_others(other: str) -> None:
+    """Also where the plain step fits, and where steps that run alike are predicted to be faster."""
+    best = chosen(0.8, "reduced")
+    assert best is not None
+
+    def way(levers: Levers) -> bool:
+        return f"{levers.precision} {levers.microbatch_size}" == other
+
+    within = limits(int(1.3 * plain_bytes()), "reduced")
+    every = [named(combination) for combination in combinations()]
+    _, *others = contenders(every, within, best, Applied(), step_error=30.0, way=way)
+    ways = [way(plan.point.levers) for plan in others]
+    assert ways[0] != way(best.point.levers) and len(set(ways)) == 2

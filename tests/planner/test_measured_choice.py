@@ -13,10 +13,11 @@ from memfit.errors import WorkloadError
 from memfit.hardware.host import find_device
 from memfit.ir.plan import Levers, Proof
 from memfit.planner import measured_choice as module
+from memfit.planner import measured_steps
 from memfit.planner.confirmation import LeftOut
 from memfit.planner.contenders import Measure
 from memfit.planner.measured_choice import Choice, measured_choice
-from memfit.planner.measured_steps import LIMIT_SECONDS, Timed, Turn
+from memfit.planner.measured_steps import LONGEST_SECONDS, Timed, Turn
 from memfit.planner.search import Confirmed
 from memfit.workload import Workload
 from tests.planner.test_search import Applied, combinations
@@ -123,12 +124,12 @@ def test_the_bound_of_all_that_was_searched_stays(monkeypatch: pytest.MonkeyPatc
 
 
 def test_long_steps_are_run_only_when_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, machine = plans(LIMIT_SECONDS / 2), Machine(monkeypatch, [12.0, 11.0, 10.0])
+    found, machine = plans(LONGEST_SECONDS / 2), Machine(monkeypatch, [12.0, 11.0, 10.0])
     asked = []
     taken = choice(found, near=lambda: asked.append(1) or found)  # type: ignore[func-returns-value]
     assert not asked and not machine.run  # nor was anything captured for it
     assert taken.confirmed == found[0] and not taken.measured
-    assert "predicted to take 15.00 s" in taken.notes[0]
+    assert "predicted to take 30.00 s" in taken.notes[0] and "in 60 s" in taken.notes[0]
     taken = choice(found, True)
     assert machine.run == [found[0].point.levers] and len(taken.measured) == 1
 
@@ -137,6 +138,14 @@ def test_of_steps_that_are_not_short_fewer_plans_are_run(monkeypatch: pytest.Mon
     found, machine = plans(1.5), Machine(monkeypatch, [1.5, 1.0, 0.5])
     assert len(choice(found).measured) == 2
     assert machine.run == [plan.point.levers for plan in found[:2]]
+
+
+def test_steps_run_for_longer_where_plans_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, machine = plans(2.5), Machine(monkeypatch, [2.5, 2.0, 1.5])
+    taken = choice(found)
+    assert not machine.run and "predicted to take 2.50 s, too long to compare plans in 30 s" in taken.notes[0]
+    monkeypatch.setattr(measured_steps.registry, "compiles", lambda levers, size: levers.precision == "bf16-mixed")
+    assert len(choice(found).measured) == 2
 
 
 def test_a_plan_without_another_near_it_is_run_only_when_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,6 +180,17 @@ def test_no_plan_is_run_without_room_for_it(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("memfit.planner.measured_steps.free_bytes", lambda: 1000)
     taken = choice(found)
     assert not machine.run and "1000 B is free" in taken.notes[0]
+
+
+def test_copies_of_compiled_plans_need_room_beside_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = plans()
+    kept = {"parameters": 1000, "buffers": 100, "optimizer state": 2000, "activations": 5000}
+    found = [plan._replace(prediction=replace(plan.prediction, by_category=kept)) for plan in found]
+    largest = max(plan.prediction.peak_upper_bytes for plan in found)
+    assert module._held_bytes(found) == largest
+    monkeypatch.setattr(module.registry, "compiles", lambda levers, size: levers.precision == "32-true")
+    compiled = sum(plan.point.levers.precision == "32-true" for plan in found)
+    assert module._held_bytes(found) == largest + compiled * 3100 and 0 < compiled < len(found)
 
 
 def test_a_busy_machine_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -209,6 +209,24 @@ def test_one_copy_is_alive_at_a_time_and_none_afterwards() -> None:
     assert not [each for each in alive.models.values() if each() is not None]
 
 
+def test_copies_that_have_code_are_kept_for_their_turns_and_not_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    workload, alive, seen = small(), Alive(), dict[int, set[int]]()
+    own = workload.loss_fn
+    code_is_made_for(monkeypatch, 4, 2)
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        alive.saw(model)
+        seen.setdefault(len(batch[0]), set()).add(id(model))
+        if len(batch[0]) == 2:
+            raise RuntimeError("no code")
+        return own(model, batch)
+
+    found = timed(dataclasses.replace(workload, loss_fn=loss), *sizes(8, 4, 2))
+    assert found.steps[1] > 2 and len(seen[4]) == 1  # its own, in all rounds
+    assert found.errors == {2: "RuntimeError: no code"} and alive.most == 2  # what failed keeps none
+    assert not [each for each in alive.models.values() if each() is not None]
+
+
 def test_a_plan_that_fails_is_not_run_again_and_the_others_are() -> None:
     workload = small()
     own, calls = workload.loss_fn, Counter[int]()
@@ -237,27 +255,30 @@ def test_a_time_that_is_over_ends_a_turn_between_two_steps() -> None:
     assert 0 < found.steps[0] < steps_of(1e-6)
 
 
+def code_is_made_for(monkeypatch: pytest.MonkeyPatch, *sizes: int) -> None:
+    """Have microbatches of some sizes count as compiled."""
+    monkeypatch.setattr(measured_steps.registry, "compiles", lambda levers, size: size in sizes)
+
+
 def test_making_code_is_timed_apart_and_costs_the_others_none_of_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
     workload, now, calls = small(), [0.0], Counter[int]()
     own = workload.loss_fn
-    monkeypatch.setattr(measured_steps.registry, "compiles", lambda levers, size: size == 4)
+    code_is_made_for(monkeypatch, 4)
 
     def loss(model: nn.Module, batch: Any) -> Any:
         size = len(batch[0])
-        now[0] += 60.0 if size == 4 and calls[size] % 8 < 2 else 1.0  # a turn has four steps of two microbatches
+        now[0] += 60.0 if size == 4 and calls[size] < 2 else 1.0  # the first step, of two microbatches
         calls[size] += 1
         return own(model, batch)
 
     clocks = Clocks(lambda: now[0], lambda: now[0])
     found = timed(dataclasses.replace(workload, loss_fn=loss), *sizes(8, 4), clocks=clocks, limit_seconds=1000.0)
     assert found.step_seconds == {0: 1.0, 1: 2.0} and max(turn.first_seconds for turn in found.turns[1]) == 2.0
-    rounds = measured_steps._ROUNDS_OF_CODE
-    assert calls == {8: 3 * rounds, 4: 8 * rounds} and now[0] > 2 * 60.0 * rounds
+    rounds = len(found.turns[0])
+    assert calls == {8: 3 * rounds, 4: 2 * (3 * rounds + 1)} and now[0] == 120.0 + 9 * rounds
     calls.clear()
-    assert timed(dataclasses.replace(workload, loss_fn=loss), *sizes(8, 4), clocks=clocks).step_seconds == {
-        0: 1.0,
-        1: 2.0,
-    }
+    again = timed(dataclasses.replace(workload, loss_fn=loss), *sizes(8, 4), clocks=clocks)  # in 20 seconds
+    assert again.step_seconds == {0: 1.0, 1: 2.0}
 
 
 def test_plans_are_compared_by_what_all_of_them_ran() -> None:

@@ -85,11 +85,11 @@ class Compilation(Lever):
             raise NotOffered("plan with compile='auto' or True")
         convolves = any(operator_class(op.name) == CONVOLUTIONS for op in step.trace(step.plain).ops)
         compilers = [c for c in step.compilers if convolves or c != CHANNELS_LAST]
-        compiled = [replace(levers, compiler=c) for levers in wanted if _is_cut(levers) for c in compilers]
+        cut = dict.fromkeys(_cut(levers) for levers in wanted)  # some are searched with other levers only
+        compiled = [replace(levers, compiler=c) for levers in cut for c in compilers]
         return compiled if step.must_compile else [*wanted, *compiled]
 
 
-def _is_cut(levers: Levers) -> bool:
-    """Tell whether levers set nothing but the precision and the size of microbatches."""
-    bare = Levers(precision=levers.precision, microbatch_size=levers.microbatch_size)
-    return levers == bare
+def _cut(levers: Levers) -> Levers:
+    """Return levers with nothing but the precision and the size of microbatches."""
+    return Levers(precision=levers.precision, microbatch_size=levers.microbatch_size)

@@ -71,6 +71,14 @@ def compiles(levers: Levers, batch_size: int) -> bool:
     return any(lever.compiles for lever in used(levers, batch_size))
 
 
+def uncompiled(levers: Levers) -> Levers:
+    """Return levers without those that make code."""
+    for lever in LEVERS:
+        if lever.compiles:
+            levers = lever.without(levers, levers.microbatch_size)
+    return levers
+
+
 def draws_otherwise(levers: Levers, batch_size: int) -> bool:
     """Tell whether a step under some levers draws other random numbers than the plain one."""
     return any(lever.draws_otherwise for lever in used(levers, batch_size))

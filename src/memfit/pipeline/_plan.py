@@ -97,13 +97,16 @@ def plan(
             for the frontier. When time is up, the best found and how far it is from the bound proven are returned.
         measure: Whether to run plans before one is chosen, where their predicted times are too near to each other to
             choose by. At most four run, in turns, for a few steps each, on a copy of the workload, which takes its
-            memory once more. This stops after 30 seconds, but for the step that is under way then. "auto" runs them
-            where the device is here, the workload has data, no other ranks share the step, and steps are short enough;
-            never where the environment variable `MEMFIT_MEASURE` is "no". True runs fewer plans where steps are long,
-            and also a plan that no other is near. `Plan.measured` has the times, or a note says why none was run.
+            memory once more. This stops after 30 seconds, or 60 where plans are compiled, but for the step that is
+            under way then and for making code, which "auto" does where it is predicted to take two minutes at most.
+            "auto" runs them where the device is here, the workload has data, no other ranks share the step, and steps
+            are short enough; never where the environment variable `MEMFIT_MEASURE` is "no". True runs fewer plans where
+            steps are long, and also a plan that no other is near. `Plan.measured` has the times, or a note says why
+            there are none.
         compile: Whether the model and the loss may be compiled by `torch.compile`: "auto" searches compiled steps too,
             True searches no others. `numerics` must allow "reordered". Each combination takes as long to capture as
-            Dynamo takes for the model; the code itself is made where the plan is applied, in its first step.
+            Dynamo takes for the model. Code is made where plans are run to be compared, and in the first step of the
+            plan where it is applied.
         progress: Told how far it is; by default bars in a notebook, and nobody elsewhere.
 
     Raises:

@@ -45,7 +45,8 @@ from memfit.planner.batch_coupling import coupling
 from memfit.planner.confirmation import Confirmation, LeftOut
 from memfit.planner.contenders import Measure, contenders
 from memfit.planner.measured_choice import Choice, measured_choice, unmeasured
-from memfit.planner.measured_steps import why_not_here
+from memfit.planner.measured_steps import CODE_SECONDS, why_not_here
+from memfit.planner.postponed import Postponed
 from memfit.planner.prediction import Progress, costs_of, predict
 from memfit.planner.search import Confirmed, Limits, fastest_that_fits, held_against, leanest_that_fits, with_plan
 from memfit.planner.trials import Trials, refusal_notes
@@ -263,6 +264,7 @@ class _Assembly:
             points = with_plan(points, choice.confirmed, self.limits)
         self._note_draws(point.levers)
         self._note_code(point.levers)
+        self._note_postponed()
         bound = min(point.bound_seconds, prediction.step_seconds)
         gap = 1 - bound / prediction.step_seconds
         notes = [*steps.traces[steps.plain].notes, *self.notes, *steps.trials.notes()]
@@ -319,16 +321,17 @@ class _Assembly:
                 self.notes += [str(e)] if e.is_noted else []
         waiting = {levers: before for levers in wanted if (before := self._waits_for(levers)) is not None}
         early = steps.captured([levers for levers in wanted if levers not in waiting])
-        seconds = self._seconds_of(early)
+        seconds = {levers: steps.predicted(levers).step_seconds for levers in early}
         least = min((seconds[levers] for levers in early if steps.allows(levers)), default=math.inf)
         slow = {levers for levers in early if seconds[levers] > _SLOW * least}
-        self.postponed = [levers for levers, before in waiting.items() if before in slow]
-        self.postponed_seconds = min((seconds[waiting[levers]] for levers in self.postponed), default=math.inf)
-        wanted = [levers for levers in wanted if levers in early or levers in waiting and levers not in self.postponed]
+        postponed = {
+            levers: before
+            for levers, before in waiting.items()
+            if before in slow or registry.compiles(levers, steps.batch_size)
+        }
+        self.postponed = Postponed(steps, postponed, early)
+        wanted = [levers for levers in wanted if levers in early or levers in waiting and levers not in postponed]
         self.wanted = self._with_any(steps.captured(wanted))
-
-    def _seconds_of(self, captured: Sequence[Levers]) -> dict[Levers, float]:
-        return {levers: self.steps.predicted(levers).step_seconds for levers in captured}
 
     def _waits_for(self, levers: Levers) -> Levers | None:
         """Return the combination that is captured before another; None where it waits for none."""
@@ -374,7 +377,7 @@ class _Assembly:
 
     def _searched(self) -> object:
         """Return the extent of the search, to tell whether as much is searched as before."""
-        return len(self.excluded), list(self.wanted), list(self.postponed)
+        return len(self.excluded), list(self.wanted), list(self.postponed.waiting)
 
     def _search(self) -> tuple[Confirmed, list[Candidate]]:
         """Return the fastest plan that fits, confirmed, and the frontier."""
@@ -396,14 +399,14 @@ class _Assembly:
         """Return the fastest plan that fits. Fallbacks are tried only where no other is cheap."""
         seconds = self.request.time_limit_seconds
         best = self._fastest(self.limits.allow(self.combinations), seconds)
-        if self.postponed and (best is None or best.prediction.step_seconds > self.postponed_seconds):
-            added, self.postponed = self.postponed, []
-            best = self._fastest(self._search_too(added), seconds, best)
+        while added := self._postponed_no_longer(best):
+            best = self._fastest(added, seconds, best)
         least = min(c.problem.plain_seconds for c in self.limits.allow(self.combinations))
         for lever in self.request.fallbacks:
             if best is not None and best.prediction.step_seconds <= (1 + _CHEAP) * least:
                 break
-            best = self._fastest(self._search_too(self._with_fallback(lever, best)), seconds / 4, best)
+            captured = self.steps.captured(self._with_fallback(lever, best))
+            best = self._fastest(self._search_too(captured), seconds / 4, best)
         if best is not None:
             return best
         batch = "the loop's batch" if isinstance(self.request.workload, LoopWorkload) else "Workload.batch"
@@ -417,8 +420,11 @@ class _Assembly:
         self.solving_seconds += spent
         return best
 
-    def _search_too(self, added: Sequence[Levers]) -> list[Combination]:
-        captured = self.steps.captured(added)
+    def _postponed_no_longer(self, best: Confirmed | None) -> list[Combination]:
+        best_seconds = math.inf if best is None else best.prediction.step_seconds
+        return self._search_too(self.postponed.next(best_seconds, self.limits.peak_bytes))
+
+    def _search_too(self, captured: Sequence[Levers]) -> list[Combination]:
         self.wanted += captured
         return [self._add(levers) for levers in captured]
 
@@ -472,10 +478,18 @@ class _Assembly:
             trace = self.steps.trace(replace(levers, regions=()))
             takes = "which may take from seconds to minutes"
             if self.request.device.kind == "cpu" and self.request.device.is_here:
-                takes = f"which is predicted to take {format_seconds(code_seconds(trace, os.cpu_count() or 1))}"
+                takes = f"which is predicted to take {format_seconds(self._code_seconds(levers))}"
                 takes += " unless it is kept from an earlier run"
             self.notes.append(
                 f"the first step makes code of about {kernels_of(trace)} kernels, {takes}; that is not in a step's time"
+            )
+
+    def _note_postponed(self) -> None:
+        """Say which compiled steps were not searched."""
+        if sizes := self.postponed.compiled_sizes:
+            self.notes.append(
+                f"compiled microbatches of {', '.join(map(str, sizes))} were not searched: by the compiled steps that"
+                " were, they are expected to be no faster than this plan"
             )
 
     # Confirm
@@ -506,20 +520,14 @@ class _Assembly:
         why = why_not_here(request.workload, request.device, max(request.world_size, request.processes))
         if request.engine is not None:
             why = "another library's engine shares the step"
-        size = self.steps.global_batch_size
-        if request.measure == "auto" and registry.compiles(predicted.confirmed.point.levers, size):
-            why = why or "its code takes longer to make than plans may run to be compared, unless measure=True"
+        code = self._code_seconds(predicted.confirmed.point.levers)
+        if request.measure == "auto" and code > CODE_SECONDS:
+            why = why or f"its code is predicted to take {format_seconds(code)} to make: measure=True has it made"
         if why:
             return unmeasured(predicted, why)
         return measured_choice(
             predicted,
-            lambda: contenders(
-                [c for c in self.combinations if request.measure is True or not registry.compiles(c.levers, size)],
-                self.limits,
-                predicted.confirmed,
-                self._confirm_another,
-                step_error=self.steps.costs.step_error,
-            ),
+            lambda: self._contenders(predicted.confirmed),
             self._proof,
             workload=request.workload,
             device=request.device,
@@ -527,12 +535,38 @@ class _Assembly:
             progress=request.progress,
         )
 
+    def _contenders(self, chosen: Confirmed) -> list[Confirmed]:
+        """Return the plans to run; with measure="auto" those only whose code is made in time."""
+        found = contenders(
+            self.combinations,
+            self.limits,
+            chosen,
+            self._confirm_another,
+            step_error=self.steps.costs.step_error,
+            way=lambda levers: registry.compiles(levers, self.steps.global_batch_size),
+        )
+        if self.request.measure is True:
+            return found
+        total, kept = 0.0, list[Confirmed]()
+        for plan in found:
+            seconds = self._code_seconds(plan.point.levers)
+            if total + seconds <= CODE_SECONDS:
+                total += seconds
+                kept.append(plan)
+        return kept
+
+    def _code_seconds(self, levers: Levers) -> float:
+        """Return about how long a plan's code takes to make; 0 where none is."""
+        if not registry.compiles(levers, self.steps.global_batch_size):
+            return 0.0
+        return code_seconds(self.steps.trace(replace(levers, regions=())), os.cpu_count() or 1)
+
     def _leave_out(self, found: LeftOut) -> None:
         """Search no longer for plans with levers or regions that turned out not to work."""
         self.notes += found.notes
         self.excluded |= found.modules
         self.wanted = self._with_any([levers for levers in self.wanted if not found.are_out(levers)])
-        self.postponed = [levers for levers in self.postponed if not found.are_out(levers)]
+        self.postponed.waiting = [levers for levers in self.postponed.waiting if not found.are_out(levers)]
 
     def _note_draws(self, levers: Levers) -> None:
         draws = any(op.random for op in self.steps.traces[self.steps.plain].ops)

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from msgspec.structs import replace
 
-from memfit.ir.plan import NUMERICS, Candidate, Numerics, Prediction
+from memfit.ir.plan import NUMERICS, Candidate, Levers, Numerics, Prediction
 from memfit.planner.search import Confirmed, Limits
 from memfit.solver.frontier import Combination
 from memfit.solver.milp import COARSE
@@ -37,21 +37,25 @@ def contenders(
     confirm: Callable[[Candidate], Prediction | None],
     *,
     step_error: float,
+    way: Callable[[Levers], object] = lambda levers: None,
 ) -> list[Confirmed]:
     """Return the plan that is predicted to be fastest, and others that the prediction can't tell from it.
 
-    Others fit, and their predicted step is longer by no more than the error of predicted times. One of each kind is
-    taken, which is of the same levers set otherwise; then more of a kind, up to `MOST` in all.
+    Others fit, and their predicted step is longer by no more than the error of predicted times. The first of them is
+    one that runs in another way, since predictions of steps that run alike err alike. Then one of each kind is taken,
+    which is of the same levers set otherwise; then more of a kind, up to `MOST` in all.
 
     Args:
         combinations: The combinations of levers that were searched.
         chosen: The plan that is predicted to be fastest.
         confirm: Predicts a point of the frontier from its captured step; None where its levers can't be applied.
         step_error: By what share steps may take longer than predicted.
+        way: The way in which a step under some levers runs: compiled, or as it is.
     """
     longest_seconds = (1 + step_error) * chosen.prediction.step_seconds
     found = [chosen]
-    for point in _one_of_each_kind(_others(combinations, limits, chosen.point, longest_seconds), chosen.point):
+    others = list(_others(combinations, limits, chosen.point, longest_seconds))
+    for point in _in_order(others, chosen.point, way):
         if len(found) == MOST:
             break
         prediction = confirm(point)
@@ -79,14 +83,15 @@ def _others(
             yield point
 
 
-def _one_of_each_kind(points: Iterator[Candidate], chosen: Candidate) -> list[Candidate]:
-    """Return points in the order in which they are to be run: of each other kind the fastest, then the others.
+def _in_order(points: Sequence[Candidate], chosen: Candidate, way: Callable[[Levers], object]) -> list[Candidate]:
+    """Return points in the order in which they are to be run: one that runs otherwise, one of each kind, the others.
 
-    The plain step comes first: whoever plans wants to know what it takes.
+    Of the kinds the plain step comes first: whoever plans wants to know what it takes.
     """
     ordered = sorted(points, key=lambda point: (bool(point.uses), point.step_seconds))
-    kinds = {_kind(chosen)}
-    first: list[Candidate] = []
+    otherwise = [point for point in points if way(point.levers) != way(chosen.levers)]
+    first = sorted(otherwise, key=lambda point: point.step_seconds)[:1]
+    kinds = {_kind(point) for point in (chosen, *first)}
     for point in ordered:
         if _kind(point) not in kinds:
             kinds.add(_kind(point))

@@ -10,9 +10,18 @@ from msgspec.structs import replace
 from memfit.errors import MemfitError
 from memfit.ir.device import Device
 from memfit.ir.plan import MeasuredStep, Proof, uses_text
+from memfit.levers import registry
 from memfit.planner.confirmation import LeftOut
 from memfit.planner.contenders import Measure, Measured, fastest_measured, weighed
-from memfit.planner.measured_steps import LIMIT_SECONDS, Timed, affordable, notes_of, timed_in_turns, why_no_room
+from memfit.planner.measured_steps import (
+    LONGEST_SECONDS,
+    Timed,
+    affordable,
+    limit_of,
+    notes_of,
+    timed_in_turns,
+    why_no_room,
+)
 from memfit.planner.prediction import Progress
 from memfit.planner.search import Confirmed
 from memfit.planner.trials import first_line
@@ -20,6 +29,7 @@ from memfit.units import format_seconds
 from memfit.workload import Workload
 
 STAGE = "measure plans"
+_BETWEEN_TURNS = ("parameters", "buffers", "optimizer state", "inputs")
 
 
 class Choice(NamedTuple):
@@ -59,14 +69,15 @@ def measured_choice(
     """
     step_seconds = predicted.confirmed.prediction.step_seconds
     predicted_to_take = f"a step is predicted to take {format_seconds(step_seconds)}"
-    too_long = f"{predicted_to_take}, too long to compare plans in {LIMIT_SECONDS:.0f} s"
-    if measure == "auto" and affordable([step_seconds] * 2) < 2:
-        return unmeasured(predicted, too_long)
+    if measure == "auto" and affordable([step_seconds] * 2, LONGEST_SECONDS) < 2:
+        return unmeasured(predicted, f"{predicted_to_take}, too long to compare plans in {LONGEST_SECONDS:.0f} s")
     found = near()
-    plans = found[: max(1, affordable([plan.prediction.step_seconds for plan in found]))]
+    limit_seconds = limit_of([plan.point.levers for plan in found])
+    too_long = f"{predicted_to_take}, too long to compare plans in {limit_seconds:.0f} s"
+    plans = found[: max(1, affordable([plan.prediction.step_seconds for plan in found], limit_seconds))]
     if measure == "auto" and len(plans) == 1:
         return predicted if len(found) == 1 else unmeasured(predicted, too_long)
-    if why := why_no_room(device, max(plan.prediction.peak_upper_bytes for plan in plans)):
+    if why := why_no_room(device, _held_bytes(plans)):
         return unmeasured(predicted, why)
     try:
         timed = timed_in_turns(
@@ -81,6 +92,17 @@ def measured_choice(
     if 0 in timed.errors:
         return unmeasured(predicted, timed.errors[0])
     return _taken(predicted, plans, timed, notes_of(timed, device), prove)
+
+
+def _held_bytes(plans: Sequence[Confirmed]) -> int:
+    """Return what running plans in turns holds at most: one step, and the copies that compiled ones keep meanwhile."""
+    kept = (
+        plan.prediction.by_category.get(category, 0)
+        for plan in plans
+        if registry.compiles(plan.point.levers, plan.point.levers.microbatch_size)
+        for category in _BETWEEN_TURNS
+    )
+    return max(plan.prediction.peak_upper_bytes for plan in plans) + sum(kept)
 
 
 def unmeasured(predicted: Choice, why: str) -> Choice:

@@ -3,12 +3,14 @@
 A turn is a few steps under one plan, as a training runs them: the first makes the optimizer's state and fills the
 caches, and is timed apart. Steps of two plans one after the other would each find the other's memory and caches. Each
 round takes all plans in an order drawn anew, so that a machine that gets slower or faster favours none. A turn has a
-copy of the workload of its own, and one is alive at a time. A compiled step makes its code before the turn, which takes
-long once; it is kept where compilers keep code, and the training that takes the plan finds it there.
+copy of the workload of its own, and one is alive at a time. A compiled step makes its code before its first turn and
+keeps its copy, which the code is for, until the last one; compilers keep the code too, and the training that takes the
+plan finds it there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import random
@@ -37,10 +39,13 @@ from memfit.workload import Workload, has_data
 
 LIMIT_SECONDS = 30.0
 """Running steps to choose among plans takes no longer, but for a step that is under way then, and for making code."""
+LONGEST_SECONDS = 60.0
+"""The same where plans are compiled: making their code takes as long anyway."""
+CODE_SECONDS = 120.0
+"""The code of the plans that are run is predicted to take no longer to make, unless one asks to measure."""
 ROUNDS = 8
 """Each plan has as many turns, where there is time and rounds differ."""
 _LEAST_ROUNDS = 3
-_ROUNDS_OF_CODE = 4  # where a plan is compiled: each of its turns makes its code, or reads it
 _SURE = 0.01  # more rounds make no choice better once ratios are known to that
 _STEPS, _MOST_STEPS = 2, 20  # of a turn after its first
 _TURN_SECONDS = 0.1  # a turn of short steps has as many as take this long
@@ -196,6 +201,11 @@ def why_no_room(device: Device, peak_bytes: int) -> str:
     return f"the step takes {format_bytes(peak_bytes)} beside the workload, and {format_bytes(free)} is free"
 
 
+def limit_of(plans: Sequence[Levers]) -> float:
+    """Return for how many seconds the steps of plans may run to choose among them."""
+    return LONGEST_SECONDS if any(map(_compiles, plans)) else LIMIT_SECONDS
+
+
 def affordable(predicted_seconds: Sequence[float], limit_seconds: float = LIMIT_SECONDS) -> int:
     """Return how many plans, of the first ones, can be run often enough to compare them within a time."""
     least = _LEAST_ROUNDS * (1 + _STEPS)
@@ -250,7 +260,7 @@ def timed_in_turns(
     device: Device,
     *,
     clocks: Clocks | None = None,
-    limit_seconds: float = LIMIT_SECONDS,
+    limit_seconds: float | None = None,
     rounds: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Timed:
@@ -262,25 +272,22 @@ def timed_in_turns(
     Args:
         plans: The levers of each plan, and its predicted seconds.
         clocks: What is read before and after each step; None for this machine's clocks.
-        limit_seconds: See `LIMIT_SECONDS`.
-        rounds: How many, at most; None for `ROUNDS`, and fewer where a plan is compiled.
+        limit_seconds: Steps run no longer; None for `limit_of` the plans.
+        rounds: How many, at most; None for `ROUNDS`.
         progress: Told how many turns are done, of how many at most.
 
     Raises:
         WorkloadError: The loss function uses the original model.
     """
     clocks = clocks or CLOCKS
-    turns = _Turns(workload, plans, torch.device(device.name), clocks)
-    if rounds is None:
-        is_compiled = any(registry.compiles(levers, levers.microbatch_size) for levers, _ in plans)
-        rounds = _ROUNDS_OF_CODE if is_compiled else ROUNDS
-    with nothing_changes(workload):
+    with nothing_changes(workload), contextlib.ExitStack() as kept:
+        turns = _Turns(workload, plans, torch.device(device.name), clocks, kept)
         in_turns(
             turns,
             len(plans),
             clock=clocks.wall,
-            limit_seconds=limit_seconds,
-            rounds=rounds,
+            limit_seconds=limit_of([levers for levers, _ in plans]) if limit_seconds is None else limit_seconds,
+            rounds=ROUNDS if rounds is None else rounds,
             enough=lambda: turns.found.ratio_error <= _SURE,
             progress=progress,
         )
@@ -288,12 +295,22 @@ def timed_in_turns(
 
 
 class _Turns:
-    """Runs the turns of some plans, and keeps the times of their steps."""
+    """Runs the turns of some plans, and keeps the times of their steps.
+
+    Args:
+        kept: Ends the copies that have code of their own.
+    """
 
     def __init__(
-        self, workload: Workload, plans: Sequence[tuple[Levers, float]], place: torch.device, clocks: Clocks
+        self,
+        workload: Workload,
+        plans: Sequence[tuple[Levers, float]],
+        place: torch.device,
+        clocks: Clocks,
+        kept: contextlib.ExitStack,
     ) -> None:
         self._workload, self._plans, self._place, self._clocks = workload, plans, place, clocks
+        self._kept, self._compiled = kept, dict[int, Step]()
         self.found = Timed([[] for _ in plans])
         self._pace = Pace() if place.type == "cpu" else None
         self._latest: Turn | None = None
@@ -322,10 +339,15 @@ class _Turns:
 
     def _run(self, index: int, seconds: float, slowdown: float) -> float:
         levers, predicted_seconds = self._plans[index]
-        with applied_to_copy(levers, self._workload, self._place) as step:
+        with contextlib.ExitStack() as ends:
             began = self._clocks.wall()
-            if registry.compiles(levers, levers.microbatch_size):
-                step(step.workload.batch)
+            step = self._compiled.get(index)
+            if step is None:
+                step = ends.enter_context(applied_to_copy(levers, self._workload, self._place))
+                if _compiles(levers):
+                    step(step.workload.batch)
+                    self._compiled[index] = step
+                    self._kept.push(ends.pop_all())
             makes_until = self._clocks.wall()
             turn = self._latest = Turn(self._step(step), slowdown=slowdown)
             self.found.turns[index].append(turn)
@@ -344,6 +366,10 @@ class _Turns:
         self.found.wall_seconds += seconds
         self.found.own_seconds += self._clocks.own() - own
         return seconds
+
+
+def _compiles(levers: Levers) -> bool:
+    return registry.compiles(levers, levers.microbatch_size)
 
 
 def notes_of(found: Timed, device: Device) -> list[str]:
