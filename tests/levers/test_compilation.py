@@ -282,6 +282,7 @@ def test_a_plan_is_compiled_where_that_is_asked_for(compiled: Plan) -> None:
     assert either.predicted.step_seconds <= 1.03 * fastest
     assert compiled.levers.compiler == "inductor" and compiled.classes["compilation"] == "reordered"
     assert any(re.search(r"code of about \d+ kernels, which is predicted to take [\d.]+ s", n) for n in compiled.notes)
+    assert compiled.code_seconds > 0 == eager.code_seconds
 
 
 @pytest.mark.parametrize(

@@ -24,18 +24,19 @@ def train_with_bar(plan: Plan, workload: Workload, *, steps: int | None, **argum
     peak = ""
     total = steps if steps is not None else _steps_of(workload, arguments.get("epochs"))
     is_prepared = False
+    prepare = f"prepare, make code (about {format_seconds(plan.code_seconds)})" if plan.code_seconds else "prepare"
     with stages() as report:
 
         def compared(done: int, of: int) -> None:
             report("plain and planned", done, of)
             if done == of:
-                report("prepare", 0, 1)
+                report(prepare, 0, 1)
 
         def on_step(progress: Progress) -> None:
             nonlocal peak, is_prepared
             if not is_prepared:
                 is_prepared = True
-                report("prepare", 1, 1)
+                report(prepare, 1, 1)
                 report("train", progress.step - 1, total)
             if progress.peak_bytes is not None:
                 peak = f", peak {format_bytes(progress.peak_bytes)}"
@@ -43,7 +44,7 @@ def train_with_bar(plan: Plan, workload: Workload, *, steps: int | None, **argum
             report("train", progress.step, total, note)
 
         if not arguments.get("compare_steps"):
-            report("prepare", 0, 1)
+            report(prepare, 0, 1)
         return pipeline.train(plan, workload, steps=steps, progress=compared, on_step=on_step, **arguments)
 
 

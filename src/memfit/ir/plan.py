@@ -281,6 +281,8 @@ class Plan(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
             then of one rank. None where no other library does.
         measured: Plans whose predicted times were too near to each other to choose by, as they ran here, the fastest
             first. Empty where none was run.
+        code_seconds: About how long the code of a compiled step takes to make on this CPU, once; 0 where none is made,
+            or where that can't be said.
     """
 
     schema: str = "memfit.plan/1"
@@ -305,6 +307,7 @@ class Plan(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     budget_share: str = ""
     engine: Sharding | None = None
     measured: tuple[MeasuredStep, ...] = ()
+    code_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "frontier", Frontier(self.frontier, self))

@@ -263,7 +263,9 @@ class _Assembly:
         if point.levers != chosen.point.levers:
             points = with_plan(points, choice.confirmed, self.limits)
         self._note_draws(point.levers)
-        self._note_code(point.levers)
+        is_here = request.device.kind == "cpu" and request.device.is_here
+        code_seconds = self._code_seconds(point.levers) if is_here else 0.0
+        self._note_code(point.levers, code_seconds)
         self._note_postponed()
         bound = min(point.bound_seconds, prediction.step_seconds)
         gap = 1 - bound / prediction.step_seconds
@@ -300,6 +302,7 @@ class _Assembly:
             proof=choice.proof,
             engine=request.engine,
             measured=choice.measured,
+            code_seconds=code_seconds,
         )
 
     # Capture
@@ -472,16 +475,15 @@ class _Assembly:
         """Return the upper end of a point's step without regions, as a multiple of its peak."""
         return Confirmed(point, self.steps.predicted(replace(point.levers, regions=()))).excess
 
-    def _note_code(self, levers: Levers) -> None:
-        """Say that code is to be made, and how much."""
+    def _note_code(self, levers: Levers, seconds: float) -> None:
+        """Say that code is to be made, how much, and about how long that takes, where it can be said."""
         if registry.compiles(levers, self.steps.global_batch_size):
-            trace = self.steps.trace(replace(levers, regions=()))
+            kernels = kernels_of(self.steps.trace(replace(levers, regions=())))
             takes = "which may take from seconds to minutes"
-            if self.request.device.kind == "cpu" and self.request.device.is_here:
-                takes = f"which is predicted to take {format_seconds(self._code_seconds(levers))}"
-                takes += " unless it is kept from an earlier run"
+            if seconds:
+                takes = f"which is predicted to take {format_seconds(seconds)} unless it is kept from an earlier run"
             self.notes.append(
-                f"the first step makes code of about {kernels_of(trace)} kernels, {takes}; that is not in a step's time"
+                f"the first step makes code of about {kernels} kernels, {takes}; that is not in a step's time"
             )
 
     def _note_postponed(self) -> None:

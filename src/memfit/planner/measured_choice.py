@@ -28,7 +28,7 @@ from memfit.planner.trials import first_line
 from memfit.units import format_seconds
 from memfit.workload import Workload
 
-STAGE = "measure plans"
+STAGE, CODE_STAGE = "measure plans", "make code"
 _BETWEEN_TURNS = ("parameters", "buffers", "optimizer state", "inputs")
 
 
@@ -85,6 +85,7 @@ def measured_choice(
             [(plan.point.levers, plan.prediction.step_seconds) for plan in plans],
             device,
             progress=lambda done, total: progress(STAGE, done, total),
+            on_code=lambda done, total: progress(CODE_STAGE, done, total),
         )
     except MemfitError as e:
         return unmeasured(predicted, first_line(e))

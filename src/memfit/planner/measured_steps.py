@@ -263,6 +263,7 @@ def timed_in_turns(
     limit_seconds: float | None = None,
     rounds: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    on_code: Callable[[int, int], None] = lambda done, total: None,
 ) -> Timed:
     """Run steps under several plans on copies of a workload, in turns, and return what they took.
 
@@ -275,13 +276,14 @@ def timed_in_turns(
         limit_seconds: Steps run no longer; None for `limit_of` the plans.
         rounds: How many, at most; None for `ROUNDS`.
         progress: Told how many turns are done, of how many at most.
+        on_code: Told before and after code is made for how many plans it is, of how many.
 
     Raises:
         WorkloadError: The loss function uses the original model.
     """
     clocks = clocks or CLOCKS
     with nothing_changes(workload), contextlib.ExitStack() as kept:
-        turns = _Turns(workload, plans, torch.device(device.name), clocks, kept)
+        turns = _Turns(workload, plans, torch.device(device.name), clocks, kept, on_code)
         in_turns(
             turns,
             len(plans),
@@ -299,6 +301,7 @@ class _Turns:
 
     Args:
         kept: Ends the copies that have code of their own.
+        on_code: See `timed_in_turns`.
     """
 
     def __init__(
@@ -308,9 +311,10 @@ class _Turns:
         place: torch.device,
         clocks: Clocks,
         kept: contextlib.ExitStack,
+        on_code: Callable[[int, int], None],
     ) -> None:
         self._workload, self._plans, self._place, self._clocks = workload, plans, place, clocks
-        self._kept, self._compiled = kept, dict[int, Step]()
+        self._kept, self._on_code, self._compiled = kept, on_code, dict[int, Step]()
         self.found = Timed([[] for _ in plans])
         self._pace = Pace() if place.type == "cpu" else None
         self._latest: Turn | None = None
@@ -345,9 +349,11 @@ class _Turns:
             if step is None:
                 step = ends.enter_context(applied_to_copy(levers, self._workload, self._place))
                 if _compiles(levers):
+                    self._tell_of_code()
                     step(step.workload.batch)
                     self._compiled[index] = step
                     self._kept.push(ends.pop_all())
+                    self._tell_of_code()
             makes_until = self._clocks.wall()
             turn = self._latest = Turn(self._step(step), slowdown=slowdown)
             self.found.turns[index].append(turn)
@@ -356,6 +362,9 @@ class _Turns:
                     break
                 turn.seconds.append(self._step(step))
         return makes_until - began
+
+    def _tell_of_code(self) -> None:
+        self._on_code(len(self._compiled), sum(_compiles(levers) for levers, _ in self._plans))
 
     def _step(self, step: Step) -> float:
         """Run a step, and return its seconds."""
