@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from memfit.ir.plan import NUMERICS, Candidate, Levers, LeverUse, Numerics, Prediction, allows
 from memfit.planner.contenders import MARGIN, MOST, RATIO_ERROR, Measured, contenders, fastest_measured, weighed
-from memfit.planner.search import Confirmed
+from memfit.planner.search import Confirmed, Limits
 from memfit.solver.frontier import Combination
 from tests.planner.test_search import Applied, chosen, combinations, limits, plain_bytes
 
@@ -182,6 +182,29 @@ def test_what_can_not_be_applied_or_does_not_fit_once_captured_is_left_out() -> 
 
     for confirm in (lambda _: None, too_large):
         assert contenders(every, within, best, confirm, step_error=3.0) == [best]
+
+
+@pytest.mark.parametrize("over", [1.05, 1.3])
+def test_a_plan_with_a_wider_error_bar_is_solved_again_for_a_lower_peak(over: float) -> None:
+    best = chosen(0.6, "reduced")
+    assert best is not None
+    within = limits(int(0.6 * plain_bytes()), "reduced")
+    every = [named(combination) for combination in combinations()]
+    asked: list[Candidate] = []
+
+    def wide(point: Candidate) -> Prediction:
+        asked.append(point)
+        prediction = Applied()(point)
+        return replace(prediction, peak_upper_bytes=int(over * prediction.peak_bytes))
+
+    _, *others = contenders(every, within, best, wide, step_error=30.0)
+    assert others and all(limits_hold(within, plan) for plan in others)
+    sizes = {(plan.point.levers.precision, plan.point.levers.microbatch_size) for plan in others}
+    assert len(asked) > len(others) == len(sizes)  # of each combination one, and some were asked for again
+
+
+def limits_hold(within: Limits, plan: Confirmed) -> bool:
+    return plan.prediction.peak_upper_bytes <= within.budget_bytes
 
 
 def test_kinds_come_before_more_of_a_kind() -> None:

@@ -28,6 +28,8 @@ RATIO_ERROR = 0.06
 2 %, and steps unlike its own, or on a busy machine, are further off."""
 _SOLVE_SECONDS = 2.0
 _LEAST_SOLVE_SECONDS = 0.1
+_REFIT_SECONDS = 0.5
+_ATTEMPTS = 3  # each captures the step once more
 
 
 def contenders(
@@ -55,21 +57,46 @@ def contenders(
     longest_seconds = (1 + step_error) * chosen.prediction.step_seconds
     found = [chosen]
     others = list(_others(combinations, limits, chosen.point, longest_seconds))
+    by_levers = {combination.levers: combination for combination in combinations}
     for point in _in_order(others, chosen.point, way):
         if len(found) == MOST:
             break
-        prediction = confirm(point)
-        if prediction is not None and limits.fit(prediction) and prediction.step_seconds <= longest_seconds:
-            found.append(Confirmed(point, prediction))
+        plan = _fitting(by_levers[_bare(point)], point, limits, confirm)
+        if plan is not None and plan.prediction.step_seconds <= longest_seconds:
+            found.append(plan)
     return found
+
+
+def _fitting(
+    combination: Combination,
+    point: Candidate,
+    limits: Limits,
+    confirm: Callable[[Candidate], Prediction | None],
+) -> Confirmed | None:
+    """Return a point once its captured step fits, or where it does not, one of a lower peak; None where there is none.
+
+    The error bars of some levers are wider than what points are solved for.
+    """
+    target: int = limits.peak_bytes
+    for _ in range(_ATTEMPTS):
+        prediction = confirm(point)
+        if prediction is None:
+            return None
+        if limits.fit(prediction):
+            return Confirmed(point, prediction)
+        target = limits.lowered(target, prediction)
+        lower = combination.fastest(target, COARSE, _REFIT_SECONDS)
+        if lower is None:
+            return None
+        point = lower
+    return None
 
 
 def _others(
     combinations: Sequence[Combination], limits: Limits, chosen: Candidate, longest_seconds: float
 ) -> Iterator[Candidate]:
     """Yield the fastest point that fits of each allowed combination but the chosen plan's, the most promising first."""
-    bare = replace(chosen.levers, regions=())
-    allowed = [c for c in limits.allow(combinations) if c.levers != bare]
+    allowed = [c for c in limits.allow(combinations) if c.levers != _bare(chosen)]
     bounds = {index: c.solver.bound(limits.peak_bytes) for index, c in enumerate(allowed)}
     near = {index: bound for index, bound in bounds.items() if bound is not None and bound <= longest_seconds}
     deadline = thread_time() + _SOLVE_SECONDS
@@ -97,6 +124,11 @@ def _in_order(points: Sequence[Candidate], chosen: Candidate, way: Callable[[Lev
             kinds.add(_kind(point))
             first.append(point)
     return [*first, *(point for point in ordered if point not in first)]
+
+
+def _bare(point: Candidate) -> Levers:
+    """Return the levers of a point without regions, which its combination has."""
+    return replace(point.levers, regions=())
 
 
 def _kind(point: Candidate) -> frozenset[str]:

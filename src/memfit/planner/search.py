@@ -69,6 +69,11 @@ class Limits(NamedTuple):
         """The largest peak whose upper end, which is rounded down, is within the budget."""
         return math.ceil((self.budget_bytes + 1) / (1 + self.peak_error)) - 1
 
+    def lowered(self, peak_bytes: int, prediction: Prediction) -> int:
+        """Return the peak to solve for next, where a step that was solved for one turned out not to fit."""
+        over_bytes = prediction.peak_upper_bytes - self.budget_bytes
+        return int(peak_bytes - over_bytes / (1 + self.peak_error)) - 1
+
     def fit(self, prediction: Prediction) -> bool:
         """Tell whether a step fits."""
         return prediction.peak_upper_bytes <= self.budget_bytes
@@ -94,8 +99,7 @@ def fastest_that_fits(
         confirmed = Confirmed(candidate, confirm(candidate))
         if limits.fit(confirmed.prediction):
             return confirmed if best is None else faster_of(best, confirmed), spent
-        over_bytes = confirmed.prediction.peak_upper_bytes - limits.budget_bytes
-        target = int(target - over_bytes / (1 + limits.peak_error)) - 1
+        target = limits.lowered(target, confirmed.prediction)
     return best, spent
 
 
