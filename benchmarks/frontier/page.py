@@ -92,6 +92,10 @@ def summary_table(result: dict[str, Any]) -> str:
     }
     for key, text in words.items():
         lines.append(_row([text, *(_figure(key, summary[kind][key]) for kind in kinds)]))
+    lowest = [
+        max(filter(None, summary[kind]["lowest_peak_ratio_to_best_peer"].values()), default=None) for kind in kinds
+    ]
+    lines.append(_row(["memfit's lowest peak over that of all peers, at worst", *(_figure("", v) for v in lowest)]))
     failed = [f"- {text}" for kind in kinds for text in summary[kind]["failures"]]
     if failed:
         lines += [

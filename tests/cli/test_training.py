@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from msgspec.structs import replace
@@ -107,3 +109,13 @@ def test_planning_measures_steps_as_training_runs_them(
     monkeypatch.setattr(memfit.pipeline, "plan", lambda *args, **kwargs: plan)
     plan_commands.plan("", budget, device=device)
     assert ways == found
+
+
+@pytest.mark.parametrize(("code_seconds", "said"), [(0.0, "prepare"), (45.6, "prepare, make code (about 45.60 s)")])
+def test_the_bar_says_how_long_code_takes_to_make(
+    plan: Plan, code_seconds: float, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compiled = replace(plan, code_seconds=code_seconds)
+    training.train_with_bar(compiled, tiny(), steps=1, out=tmp_path / "run")
+    lines = capsys.readouterr().err.splitlines()
+    assert any(line == said or line.startswith(f"{said}: ") for line in lines), lines
