@@ -149,6 +149,25 @@ class Reading(nn.Module):
         return y
 
 
+class Checking(nn.Module):
+    """Takes branches by what its tensors hold, as models do that guard against overflow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(32, 64), nn.Linear(64, 64), nn.Linear(64, 10)
+        self.limit = 1e6
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x).relu()
+        if hidden.abs().max() > self.limit:
+            hidden = hidden.clamp(-self.limit, self.limit)
+        hidden = self.second(hidden).relu()
+        if hidden.isnan().any().item() or torch.equal(hidden, -hidden):
+            raise FloatingPointError("no activations")
+        y: torch.Tensor = self.head(hidden)
+        return y
+
+
 class Listening(nn.Module):
     """Runs a layer that Dynamo leaves alone, and registers hooks at its first call, as transformers do."""
 
@@ -200,6 +219,7 @@ SHAPES: list[Any] = [
     pytest.param(broken, replace(ROWS, microbatch_size=2, regions=BLOCKS), 0.01, id="three-graphs-regions"),
     pytest.param(dropping, ROWS, 0.15, id="dropout"),
     pytest.param(interpolating, CONVOLUTIONS, 0.1, id="interpolation"),
+    pytest.param(lambda: workload_of(Checking()), replace(WHOLE, microbatch_size=96), 0.1, id="branches-uneven"),
     pytest.param(listening, replace(WHOLE, microbatch_size=96), 0.05, id="eager-layers-hooks-uneven"),
     pytest.param(short, replace(ROWS, precision="bf16-mixed", microbatch_size=2), 0.05, id="bf16-mixed"),
     pytest.param(convolutions, replace(CONVOLUTIONS, compiler="inductor-channels-last"), 0.05, id="channels-last"),
@@ -368,6 +388,23 @@ def test_constants_may_be_read_between_graphs() -> None:
     model = Axes()
     trace = capture_levers(workload_of(model), WHOLE, CPU)
     assert any(map(is_kernel, trace.signatures))
+
+
+@pytest.mark.ci
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of Dynamo, where it compiles a branch later
+def test_steps_that_branch_run_both_branches() -> None:
+    torch.manual_seed(0)
+    workload = workload_of(Checking())
+    large = {**workload.batch, "x": 1e9 * workload.batch["x"]}
+    with applied_to_copy(Levers(microbatch_size=256), workload) as step:
+        expected = [step.gradients(batch) for batch in (workload.batch, large, workload.batch)]
+    with applied_to_copy(WHOLE, workload) as step:
+        found = [step.gradients(batch) for batch in (workload.batch, large, workload.batch)]
+    for (loss, gradients), (plain_loss, plain_gradients) in zip(found, expected, strict=True):
+        assert loss == pytest.approx(plain_loss, rel=1e-4)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, plain_gradients[name], rtol=1e-3, atol=1e-4 * float(plain_loss))
+    assert expected[1][0] > 100 * expected[0][0]
 
 
 class Table(nn.Module):

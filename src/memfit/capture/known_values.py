@@ -56,8 +56,8 @@ class KnownValues(PassiveMode):
         extreme: Whether random operators draw the least or the greatest numbers.
         reads_draws: Whether code read a value that depends on random numbers.
         reads_batch: Whether code read a known value that depends on the batch.
-        read_sites: The lines that read values, or ran operators whose shapes depend on values, except those that are
-            the same in every step: such as of `torch.arange(3)`.
+        read_sites: The lines that read numbers, or ran operators whose shapes depend on values, except those that are
+            the same in every step: such as of `torch.arange(3)`. Truths have but two values.
     """
 
     def __init__(self, fake: FakeTensorMode) -> None:
@@ -201,14 +201,15 @@ class KnownValues(PassiveMode):
     def _read(self, func: Any, args: Any, kwargs: Any, known: tuple[Any, Any] | None) -> bool | int | float:
         """Return the number for `.item()` and the like: the known value, else the replay's answer."""
         tensor = args[0]
-        self._note_reading(tensors_in((args, kwargs)), is_known=known is not None)
+        is_truth = func is not _aten._local_scalar_dense.default  # `equal`, `allclose` and the like
+        if not is_truth and tensor.dtype != torch.bool:
+            self._note_reading(tensors_in((args, kwargs)), is_known=known is not None)
         if known is not None:
             logged = self.replay.logged("item", tensor)
             return logged if self._prefers_log(logged, tensor) else _compute(func, *known)  # type: ignore[no-any-return]
         try:
             return func(*args, **kwargs)  # type: ignore[no-any-return]
         except DataDependentOutputException:
-            is_truth = func is not _aten._local_scalar_dense.default  # `equal`, `allclose` and the like
             dtype = torch.bool if is_truth else tensor.dtype
             return self.replay.number(tensor, dtype, neutral=is_truth or tensor in self._passing)
 
