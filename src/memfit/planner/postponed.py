@@ -52,7 +52,9 @@ class Postponed:
 
     @property
     def compiled_sizes(self) -> list[int]:
-        """The sizes of compiled microbatches that wait still, the largest first."""
+        """The sizes of compiled microbatches that compiled steps told not to capture, the largest first."""
+        if not self._compiled:
+            return []
         return sorted({levers.microbatch_size for levers in self.waiting if _compiles(levers)}, reverse=True)
 
     def next(self, best_seconds: float, peak_bytes: int) -> list[Levers]:
