@@ -33,7 +33,7 @@ from memfit.ir.simulate import simulate
 from memfit.ir.trace import Trace, Work
 from memfit.levers.stack import applied
 from memfit.pipeline import _plan
-from memfit.planner import assembly, confirmation
+from memfit.planner import captured_steps, confirmation
 from memfit.planner.captures import capture_levers
 from memfit.planner.prediction import predict
 from memfit.planner.readings import DataRuns
@@ -215,7 +215,7 @@ class _Planning:
     def plan(self, workload: Workload, budget_bytes: int) -> Plan:
         """Return a plan, or that for the budget that memfit names where there is none."""
         with (
-            mock.patch.object(assembly, "costs_of", self.costs.of),
+            mock.patch.object(captured_steps, "costs_of", self.costs.of),
             mock.patch.object(confirmation, "capture_levers", self._captured),
         ):
             try:

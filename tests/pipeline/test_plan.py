@@ -18,13 +18,15 @@ from torch import nn
 
 import memfit
 from memfit.errors import BudgetError, InfeasibleError, PlanError, PlanMismatchError, UsageError, WorkloadError
+from memfit.ir.operator_costs import CostTable
 from memfit.ir.plan import NUMERICS, Candidate, Levers, Plan, Prediction
 from memfit.ir.remat import Region
 from memfit.ir.trace import Trace
 from memfit.levers.microbatches import microbatch_sizes
 from memfit.levers.registry import uses
 from memfit.pipeline._verify import verify
-from memfit.planner import assembly
+from memfit.planner import assembly, captured_steps
+from memfit.planner.captured_steps import CapturedSteps
 from memfit.planner.confirmation import Confirmation
 from memfit.recipes import byte_lm
 from memfit.rng import rng_state
@@ -188,9 +190,12 @@ def test_slow_precisions_are_microbatched_where_nothing_else_is_as_fast(
     slow_seconds: float, budget: str, is_needed: bool, captures: list[Levers], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seconds = {"32-true": 1e-9, "bf16-mixed": slow_seconds}
-    monkeypatch.setattr(
-        assembly._Assembly, "_seconds_of", lambda self, early: {levers: seconds[levers.precision] for levers in early}
-    )
+    predicted = CapturedSteps.predicted
+
+    def as_given(self: CapturedSteps, levers: Levers) -> Prediction:
+        return replace(predicted(self, levers), step_seconds=seconds[levers.precision])
+
+    monkeypatch.setattr(CapturedSteps, "predicted", as_given)
     model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256))
     workload = Workload(
         model=model,
@@ -203,6 +208,32 @@ def test_slow_precisions_are_microbatched_where_nothing_else_is_as_fast(
     sizes = {precision: {c.microbatch_size for c in captures if c.precision == precision} for precision in seconds}
     assert len(sizes["32-true"]) > 1
     assert sizes["bf16-mixed"] == (sizes["32-true"] if is_needed else {64})
+
+
+def test_operators_that_are_measured_anew_count_for_all_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the machine has got slower since the first steps were captured."""
+    options: dict[str, Any] = {"budget": "0.9x", "precisions": ["32-true"], "points": 4}
+    expected = memfit.plan(lean(), **options)
+    known, choose, factor = captured_steps.costs_of, assembly._Assembly._choose, [1.0]
+
+    def costs_of(*arguments: Any) -> CostTable:
+        costs = known(*arguments)
+        slower = {text: replace(cost, seconds=factor[0] * cost.seconds) for text, cost in costs.ops.items()}
+        return replace(costs, ops=slower)
+
+    def chosen_later(self: assembly._Assembly) -> Any:
+        factor[0] = 3.0
+        return choose(self)
+
+    monkeypatch.setattr(captured_steps, "costs_of", costs_of)
+    monkeypatch.setattr(assembly._Assembly, "_choose", chosen_later)
+    plan = memfit.plan(lean(), **options)
+    assert plan.plain.step_seconds > 1.5 * expected.plain.step_seconds
+    rows = {row.levers: row.step_seconds for row in plan.frontier}
+    assert rows[Levers(microbatch_size=plan.batch_size)] == pytest.approx(plan.plain.step_seconds)
+    before = {row.levers: row.step_seconds for row in expected.frontier}
+    shared = rows.keys() & before.keys()
+    assert len(shared) > 2 and all(rows[levers] > 1.5 * before[levers] for levers in shared)
 
 
 def test_planning_changes_nothing_of_the_users() -> None:

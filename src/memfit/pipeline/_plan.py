@@ -25,7 +25,8 @@ from memfit.levers.stack import check_plan, check_workload
 from memfit.pipeline.joining import ranks_here
 from memfit.pipeline.placement import device_named
 from memfit.planner import gpu_process
-from memfit.planner.assembly import Request, assemble
+from memfit.planner.assembly import assemble
+from memfit.planner.captured_steps import Request
 from memfit.planner.contenders import Measure
 from memfit.planner.prediction import Progress, check_precision, silent
 from memfit.planner.readings import readings_to_send

@@ -7,95 +7,45 @@ import math
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from msgspec.structs import replace
 
-from memfit.cost.calibrate import missing_kernel
 from memfit.cost.code import code_seconds, kernels_of
 from memfit.errors import PlanError
-from memfit.ir.device import Device
-from memfit.ir.operator_costs import CostTable
 from memfit.ir.plan import (
     Candidate,
-    CompilerLever,
     Levers,
-    LeverUse,
-    Numerics,
     Plan,
-    Precision,
     Prediction,
     Proof,
     Solution,
-    allows,
-    freest,
 )
 from memfit.ir.remat import Regions
-from memfit.ir.sharding import Mode, Sharding
-from memfit.ir.trace import Trace
 from memfit.levers import registry
-from memfit.levers.activation_offload import ACTIVATION_OFFLOAD
 from memfit.levers.circumstances import circumstances
 from memfit.levers.conflicts import met
 from memfit.levers.lever import LEAST_SHARE, Fallback, NotOffered
-from memfit.levers.parameter_updates import state_bytes
 from memfit.levers.shared_by_ranks import described
 from memfit.planner.batch_coupling import coupling
+from memfit.planner.captured_steps import CapturedSteps, Request
 from memfit.planner.confirmation import Confirmation, LeftOut
-from memfit.planner.contenders import Measure, contenders
+from memfit.planner.contenders import contenders
 from memfit.planner.measured_choice import Choice, measured_choice, unmeasured
 from memfit.planner.measured_steps import CODE_SECONDS, why_not_here
 from memfit.planner.postponed import Postponed
-from memfit.planner.prediction import Progress, costs_of, predict
 from memfit.planner.search import Confirmed, Limits, fastest_that_fits, held_against, leanest_that_fits, with_plan
-from memfit.planner.trials import Trials, refusal_notes
-from memfit.sharding.groups import around, repeated_blocks
-from memfit.sharding.one_rank import of_engine
-from memfit.sharding.proposals import proposals
-from memfit.solver.candidates import options, refusals
+from memfit.planner.trials import refusal_notes
+from memfit.solver.candidates import refusals
 from memfit.solver.frontier import SIMPLER_WITHIN, Combination, frontier
-from memfit.solver.problem import build
 from memfit.tape import LoopWorkload
-from memfit.units import Budget, format_seconds
+from memfit.units import format_seconds
 from memfit.version import __version__
-from memfit.workload import Workload, fingerprint, samples_of, tokens_per_sample
+from memfit.workload import fingerprint
 
 _CHEAP = 0.05  # a plan that is slower than the fastest step by no more needs no fallback
 _SLOW = 2.0  # a step with all of its forward pass computed again takes less than this times as long
 _FIRST_SHARE = 0.9  # of the time for solving: what the plan may take; the frontier has the rest
-
-
-@dataclass(frozen=True)
-class Request:
-    """The arguments of `memfit.plan`, made definite."""
-
-    workload: Workload
-    budget: Budget
-    host_budget_bytes: int
-    device: Device
-    numerics: Numerics
-    precisions: Sequence[Precision]
-    fallbacks: Sequence[Fallback]
-    points: int
-    time_limit_seconds: float
-    progress: Progress
-    world_size: int = 1
-    modes: Sequence[Mode] = ()
-    engine: Sharding | None = None
-    measure: Measure = False
-    compilers: Sequence[CompilerLever] = ()
-    must_compile: bool = False
-    processes: int = 1  # that a launcher or a process group has, and each make a plan
-
-
-def _part(request: Request) -> Workload:
-    """Return the workload of one rank: with the largest part of the batch."""
-    if request.world_size == 1:
-        return request.workload
-    from memfit.ranks.mesh import of_one_rank  # distributed packages take a second to import
-
-    return of_one_rank(request.workload, request.world_size)
 
 
 def assemble(request: Request) -> Plan:
@@ -108,148 +58,28 @@ def assemble(request: Request) -> Plan:
     return _Assembly(request).plan()
 
 
-class _Steps:
-    """Captured steps, and what follows from each: its costs, its prediction, and what may be recomputed in it.
-
-    It is the `Setting` that levers are asked about.
-    """
-
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.workload, self.device, self.numerics = request.workload, request.device, request.numerics
-        self.precisions, self.host_budget_bytes = request.precisions, request.host_budget_bytes
-        self.compilers, self.must_compile = request.compilers, request.must_compile
-        self.global_batch_size = samples_of(request.workload)
-        self.part = _part(request)
-        self.batch_size = samples_of(self.part)
-        self.alone = Levers(microbatch_size=self.batch_size)
-        self.trials = Trials(self.part, request.device, self.alone)
-        self.plain = self.alone
-        self.shardings: list[Sharding] = []
-        self.traces: dict[Levers, Trace] = {}
-        self.coupling: str | None = None
-        self.budget_bytes: int | None = None
-        self._predictions: dict[Levers, Prediction] = {}
-
-    def uses(self, levers: Levers) -> tuple[LeverUse, ...]:
-        return registry.uses(levers, self.global_batch_size, self.coupling is not None)
-
-    def share(self) -> None:
-        """Have ranks share the step, where there are several: the plain step is then that of data parallelism."""
-        if self.request.world_size == 1:
-            return
-        units = repeated_blocks(self.trace(self.alone))
-        self.shardings = proposals(self.request.world_size, self.request.modes, units, self.device.cards_per_node)
-        self.plain = replace(self.alone, sharding=self.shardings[0])
-
-    def allows(self, levers: Levers) -> bool:
-        return allows(self.numerics, freest(self.uses(levers)))
-
-    def trace(self, levers: Levers) -> Trace:
-        """Return the trace of the step with some levers; raise `NotOffered`, with a note, where there is none."""
-        if levers not in self.traces:
-            trace = self._traced(levers)
-            if trace is None:
-                raise NotOffered("the step can't be captured with it")
-            self.traces[levers] = trace
-        return self.traces[levers]
-
-    def _traced(self, levers: Levers) -> Trace | None:
-        """Return the trace of the step with some levers, of shared ones on paper; None where it can't be captured."""
-        if levers.sharding is None:
-            trace = self.trials.capture(levers)
-            return None if trace is None else of_engine(trace, self.request.engine)
-        alone = replace(levers, sharding=None)
-        if alone not in self.traces and (trace := self.trials.capture(alone)) is not None:
-            self.traces[alone] = trace
-        if alone not in self.traces:
-            return None
-        return of_engine(self.traces[alone], levers.sharding)
-
-    def predicted(self, levers: Levers) -> Prediction:
-        if levers not in self._predictions:
-            self._predictions[levers] = self.prediction_of(self.trace(levers))
-        return self._predictions[levers]
-
-    def prediction_of(self, trace: Trace) -> Prediction:
-        return predict(trace, costs_of([trace], self.device), self.device, tokens_per_sample(self.workload.batch))[0]
-
-    def captured(self, wanted: Sequence[Levers]) -> list[Levers]:
-        """Capture the step with combinations of levers, and measure its operators; return those that work."""
-        progress = self.request.progress
-        for index, levers in enumerate(wanted):
-            if levers not in self.traces and (trace := self._traced(levers)) is not None:
-                self.traces[levers] = trace
-            progress("capture", index + 1, len(wanted))
-        working = [levers for levers in wanted if levers in self.traces]
-        if not working:
-            return []
-        in_tf32 = [trace for trace in self.traces.values() if trace.precision == "tf32"]
-        others = [trace for trace in self.traces.values() if trace.precision != "tf32"]
-        self.costs = costs_of(others, self.device, functools.partial(progress, "measure operators"))
-        self.tf32_costs = costs_of(in_tf32, self.device) if in_tf32 else self.costs
-        return [levers for levers in working if self._has_kernels(levers)]
-
-    def _has_kernels(self, levers: Levers) -> bool:
-        """Tell whether a step has no operator that this machine can't run in its precision; where it has, note that."""
-        trace, plain = self.traces[levers], self.traces[self.plain]
-        if self.device.kind != "cpu" or trace.precision == plain.precision:
-            return True
-        costs, known = self._costs(trace), set(plain.signatures)
-        unmeasured = [text for text in trace.signatures if text not in known and not costs.of(text).measured]
-        why = next((why for text in unmeasured if (why := missing_kernel(text))), None)
-        if why is not None:
-            del self.traces[levers]
-            self.trials.leave_out(levers, why)
-        return why is None
-
-    def _costs(self, trace: Trace) -> CostTable:
-        return self.tf32_costs if trace.precision == "tf32" else self.costs
-
-    def combination(self, levers: Levers, excluded: frozenset[str] = frozenset()) -> Combination:
-        """Return the problem of choosing regions, none of them of excluded modules, under levers without regions."""
-        trace = self.traces[levers]
-        regions, costs = Regions(trace), self._costs(trace)
-        for lever in registry.used(levers, self.global_batch_size):
-            excluded |= lever.not_recomputed(levers)
-            costs = lever.costs(costs)
-        engine = self.request.engine
-        excluded |= around(engine.units or ()) if engine is not None else frozenset()
-        # Copies whose rate is not known have no price, and are not proposed.
-        used = registry.names(levers, self.global_batch_size) | {ACTIVATION_OFFLOAD}
-        offload = (
-            self.host_budget_bytes > 0
-            and costs.link_bytes_per_second > 0
-            and not met(registry.CONFLICTS, used, self.numerics)
-        )
-        choices = options(regions, costs, excluded, offload=offload)
-        problem = build(regions, costs, choices, max(0, self.host_bytes_left(levers)))
-        return Combination(levers, problem, self.uses)
-
-    def host_bytes_left(self, levers: Levers) -> int:
-        """Return the host memory that levers leave for regions; below 0 where it is not enough."""
-        state = state_bytes(self.traces[self.plain])
-        taken = registry.host_bytes(levers, self.global_batch_size, state, self.host_budget_bytes)
-        return self.host_budget_bytes - sum(taken.values())
-
-
 class _Assembly:
     def __init__(self, request: Request) -> None:
-        self.request, self.steps = request, _Steps(request)
+        self.request, self.steps = request, CapturedSteps(request)
         self.confirmation = Confirmation(
             request.workload, self.steps.part, request.device, self.steps.trials, self.steps.plain, request.engine
         )
         self.notes: list[str] = []
         self.excluded: frozenset[str] = frozenset()
         self.solving_seconds = 0.0
+        self.wanted: list[Levers] = []
+        self.is_renewed = False  # whether the search was begun again, by times that were measured anew
 
     def plan(self) -> Plan:
         self._capture_all()
         request, steps, started = self.request, self.steps, time.monotonic()
         while True:
-            searched = self._searched()
+            searched, steps.are_renewed = self._searched(), False
             try:
                 chosen, points = self._search()
+                if steps.are_renewed and not self.is_renewed:
+                    self.is_renewed, self.wanted = True, steps.captured(self.wanted)
+                    continue
                 proof = self._proof(chosen)
                 break
             except LeftOut as e:

@@ -1,0 +1,220 @@
+"""The captured steps of a plan, under combinations of levers, and what follows from each."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from memfit.cost.calibrate import missing_kernel
+from memfit.ir.device import Device
+from memfit.ir.operator_costs import CostTable
+from memfit.ir.plan import (
+    CompilerLever,
+    Levers,
+    LeverUse,
+    Numerics,
+    Precision,
+    Prediction,
+    allows,
+    freest,
+)
+from memfit.ir.remat import Regions
+from memfit.ir.sharding import Mode, Sharding
+from memfit.ir.trace import Trace
+from memfit.levers import registry
+from memfit.levers.activation_offload import ACTIVATION_OFFLOAD
+from memfit.levers.conflicts import met
+from memfit.levers.lever import Fallback, NotOffered
+from memfit.levers.parameter_updates import state_bytes
+from memfit.planner.contenders import Measure
+from memfit.planner.prediction import Progress, costs_of, predict
+from memfit.planner.trials import Trials
+from memfit.sharding.groups import around, repeated_blocks
+from memfit.sharding.one_rank import of_engine
+from memfit.sharding.proposals import proposals
+from memfit.solver.candidates import options
+from memfit.solver.frontier import Combination
+from memfit.solver.problem import build
+from memfit.units import Budget
+from memfit.workload import Workload, samples_of, tokens_per_sample
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of `memfit.plan`, made definite."""
+
+    workload: Workload
+    budget: Budget
+    host_budget_bytes: int
+    device: Device
+    numerics: Numerics
+    precisions: Sequence[Precision]
+    fallbacks: Sequence[Fallback]
+    points: int
+    time_limit_seconds: float
+    progress: Progress
+    world_size: int = 1
+    modes: Sequence[Mode] = ()
+    engine: Sharding | None = None
+    measure: Measure = False
+    compilers: Sequence[CompilerLever] = ()
+    must_compile: bool = False
+    processes: int = 1  # that a launcher or a process group has, and each make a plan
+
+
+def _part(request: Request) -> Workload:
+    """Return the workload of one rank: with the largest part of the batch."""
+    if request.world_size == 1:
+        return request.workload
+    from memfit.ranks.mesh import of_one_rank  # distributed packages take a second to import
+
+    return of_one_rank(request.workload, request.world_size)
+
+
+class CapturedSteps:
+    """Captured steps, and what follows from each: its costs, its prediction, and what may be recomputed in it.
+
+    It is the `Setting` that levers are asked about.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.workload, self.device, self.numerics = request.workload, request.device, request.numerics
+        self.precisions, self.host_budget_bytes = request.precisions, request.host_budget_bytes
+        self.compilers, self.must_compile = request.compilers, request.must_compile
+        self.global_batch_size = samples_of(request.workload)
+        self.part = _part(request)
+        self.batch_size = samples_of(self.part)
+        self.alone = Levers(microbatch_size=self.batch_size)
+        self.trials = Trials(self.part, request.device, self.alone)
+        self.plain = self.alone
+        self.shardings: list[Sharding] = []
+        self.traces: dict[Levers, Trace] = {}
+        self.coupling: str | None = None
+        self.budget_bytes: int | None = None
+        self._predictions: dict[Levers, Prediction] = {}
+        self._known: dict[tuple[bool, str], float] = {}  # seconds by which steps were predicted, in TF32 or not
+        self.are_renewed = False  # whether operators were measured anew since this was set
+
+    def uses(self, levers: Levers) -> tuple[LeverUse, ...]:
+        return registry.uses(levers, self.global_batch_size, self.coupling is not None)
+
+    def share(self) -> None:
+        """Have ranks share the step, where there are several: the plain step is then that of data parallelism."""
+        if self.request.world_size == 1:
+            return
+        units = repeated_blocks(self.trace(self.alone))
+        self.shardings = proposals(self.request.world_size, self.request.modes, units, self.device.cards_per_node)
+        self.plain = replace(self.alone, sharding=self.shardings[0])
+
+    def allows(self, levers: Levers) -> bool:
+        return allows(self.numerics, freest(self.uses(levers)))
+
+    def trace(self, levers: Levers) -> Trace:
+        """Return the trace of the step with some levers; raise `NotOffered`, with a note, where there is none."""
+        if levers not in self.traces:
+            trace = self._traced(levers)
+            if trace is None:
+                raise NotOffered("the step can't be captured with it")
+            self.traces[levers] = trace
+        return self.traces[levers]
+
+    def _traced(self, levers: Levers) -> Trace | None:
+        """Return the trace of the step with some levers, of shared ones on paper; None where it can't be captured."""
+        if levers.sharding is None:
+            trace = self.trials.capture(levers)
+            return None if trace is None else of_engine(trace, self.request.engine)
+        alone = replace(levers, sharding=None)
+        if alone not in self.traces and (trace := self.trials.capture(alone)) is not None:
+            self.traces[alone] = trace
+        if alone not in self.traces:
+            return None
+        return of_engine(self.traces[alone], levers.sharding)
+
+    def predicted(self, levers: Levers) -> Prediction:
+        if levers not in self._predictions:
+            self._predictions[levers] = self.prediction_of(self.trace(levers))
+        return self._predictions[levers]
+
+    def prediction_of(self, trace: Trace) -> Prediction:
+        return predict(trace, self._costs_of([trace]), self.device, tokens_per_sample(self.workload.batch))[0]
+
+    def captured(self, wanted: Sequence[Levers]) -> list[Levers]:
+        """Capture the step with combinations of levers, and measure its operators; return those that work."""
+        progress = self.request.progress
+        for index, levers in enumerate(wanted):
+            if levers not in self.traces and (trace := self._traced(levers)) is not None:
+                self.traces[levers] = trace
+            progress("capture", index + 1, len(wanted))
+        working = [levers for levers in wanted if levers in self.traces]
+        if not working:
+            return []
+        in_tf32 = [trace for trace in self.traces.values() if trace.precision == "tf32"]
+        others = [trace for trace in self.traces.values() if trace.precision != "tf32"]
+        self.costs = self._costs_of(others, functools.partial(progress, "measure operators"))
+        self.tf32_costs = self._costs_of(in_tf32) if in_tf32 else self.costs
+        return [levers for levers in working if self._has_kernels(levers)]
+
+    def _costs_of(self, traces: Sequence[Trace], *progress: Callable[[int, int], None]) -> CostTable:
+        """Return the costs of steps. Forget what was predicted by others, as where the machine's pace has changed.
+
+        Plans of which some were predicted by the one and some by the other would compare paces.
+        """
+        costs = costs_of(traces, self.device, *progress)
+        own = {
+            (trace.precision == "tf32", text): costs.ops[text].seconds
+            for trace in traces
+            for text in trace.signatures
+            if text in costs.ops
+        }
+        if any(self._known.get(call, seconds) != seconds for call, seconds in own.items()):
+            self.are_renewed = True
+            self._known.clear()
+            self._predictions.clear()
+        self._known |= own
+        return costs
+
+    def _has_kernels(self, levers: Levers) -> bool:
+        """Tell whether a step has no operator that this machine can't run in its precision; where it has, note that."""
+        trace, plain = self.traces[levers], self.traces[self.plain]
+        if self.device.kind != "cpu" or trace.precision == plain.precision:
+            return True
+        costs, known = self._costs(trace), set(plain.signatures)
+        unmeasured = [text for text in trace.signatures if text not in known and not costs.of(text).measured]
+        why = next((why for text in unmeasured if (why := missing_kernel(text))), None)
+        if why is not None:
+            del self.traces[levers]
+            self.trials.leave_out(levers, why)
+        return why is None
+
+    def _costs(self, trace: Trace) -> CostTable:
+        return self.tf32_costs if trace.precision == "tf32" else self.costs
+
+    def combination(self, levers: Levers, excluded: frozenset[str] = frozenset()) -> Combination:
+        """Return the problem of choosing regions, none of them of excluded modules, under levers without regions."""
+        trace = self.traces[levers]
+        regions, costs = Regions(trace), self._costs(trace)
+        for lever in registry.used(levers, self.global_batch_size):
+            excluded |= lever.not_recomputed(levers)
+            costs = lever.costs(costs)
+        engine = self.request.engine
+        excluded |= around(engine.units or ()) if engine is not None else frozenset()
+        # Copies whose rate is not known have no price, and are not proposed.
+        used = registry.names(levers, self.global_batch_size) | {ACTIVATION_OFFLOAD}
+        offload = (
+            self.host_budget_bytes > 0
+            and costs.link_bytes_per_second > 0
+            and not met(registry.CONFLICTS, used, self.numerics)
+        )
+        choices = options(regions, costs, excluded, offload=offload)
+        problem = build(regions, costs, choices, max(0, self.host_bytes_left(levers)))
+        return Combination(levers, problem, self.uses)
+
+    def host_bytes_left(self, levers: Levers) -> int:
+        """Return the host memory that levers leave for regions; below 0 where it is not enough."""
+        state = state_bytes(self.traces[self.plain])
+        taken = registry.host_bytes(levers, self.global_batch_size, state, self.host_budget_bytes)
+        return self.host_budget_bytes - sum(taken.values())
