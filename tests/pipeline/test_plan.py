@@ -210,30 +210,35 @@ def test_slow_precisions_are_microbatched_where_nothing_else_is_as_fast(
     assert sizes["bf16-mixed"] == (sizes["32-true"] if is_needed else {64})
 
 
-def test_operators_that_are_measured_anew_count_for_all_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where the machine has got slower since the first steps were captured."""
+@pytest.mark.parametrize(("slower", "searches"), [(3.0, 2), (1.01, 1)])
+def test_operators_that_are_measured_anew_count_for_all_plans(
+    slower: float, searches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the machine has got slower since the first steps were captured, unless it is hardly slower."""
     options: dict[str, Any] = {"budget": "0.9x", "precisions": ["32-true"], "points": 4}
     expected = memfit.plan(lean(), **options)
-    known, choose, factor = captured_steps.costs_of, assembly._Assembly._choose, [1.0]
+    known, choose, factors = captured_steps.costs_of, assembly._Assembly._choose, [1.0]
 
     def costs_of(*arguments: Any) -> CostTable:
         costs = known(*arguments)
-        slower = {text: replace(cost, seconds=factor[0] * cost.seconds) for text, cost in costs.ops.items()}
-        return replace(costs, ops=slower)
+        ops = {text: replace(cost, seconds=factors[-1] * cost.seconds) for text, cost in costs.ops.items()}
+        return replace(costs, ops=ops)
 
     def chosen_later(self: assembly._Assembly) -> Any:
-        factor[0] = 3.0
+        factors.append(slower)
         return choose(self)
 
     monkeypatch.setattr(captured_steps, "costs_of", costs_of)
     monkeypatch.setattr(assembly._Assembly, "_choose", chosen_later)
     plan = memfit.plan(lean(), **options)
-    assert plan.plain.step_seconds > 1.5 * expected.plain.step_seconds
+    assert len(factors) == 1 + searches
+    least = 1.5 if searches == 2 else 0.99
+    assert plan.plain.step_seconds > least * expected.plain.step_seconds
     rows = {row.levers: row.step_seconds for row in plan.frontier}
-    assert rows[Levers(microbatch_size=plan.batch_size)] == pytest.approx(plan.plain.step_seconds)
+    assert rows[Levers(microbatch_size=plan.batch_size)] == pytest.approx(plan.plain.step_seconds, rel=0.02)
     before = {row.levers: row.step_seconds for row in expected.frontier}
     shared = rows.keys() & before.keys()
-    assert len(shared) > 2 and all(rows[levers] > 1.5 * before[levers] for levers in shared)
+    assert len(shared) > 2 and all(rows[levers] > least * before[levers] for levers in shared)
 
 
 def test_planning_changes_nothing_of_the_users() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -36,7 +37,7 @@ from memfit.sharding.groups import around, repeated_blocks
 from memfit.sharding.one_rank import of_engine
 from memfit.sharding.proposals import proposals
 from memfit.solver.candidates import options
-from memfit.solver.frontier import Combination
+from memfit.solver.frontier import SIMPLER_WITHIN, Combination
 from memfit.solver.problem import build
 from memfit.units import Budget
 from memfit.workload import Workload, samples_of, tokens_per_sample
@@ -164,18 +165,21 @@ class CapturedSteps:
         Plans of which some were predicted by the one and some by the other would compare paces.
         """
         costs = costs_of(traces, self.device, *progress)
-        own = {
-            (trace.precision == "tf32", text): costs.ops[text].seconds
-            for trace in traces
-            for text in trace.signatures
-            if text in costs.ops
-        }
-        if any(self._known.get(call, seconds) != seconds for call, seconds in own.items()):
+        if any(self._takes_another_time(trace, costs) for trace in traces):
             self.are_renewed = True
             self._known.clear()
             self._predictions.clear()
-        self._known |= own
+        for trace in traces:
+            for text in costs.ops.keys() & trace.signatures:
+                self._known.setdefault((trace.precision == "tf32", text), costs.ops[text].seconds)
         return costs
+
+    def _takes_another_time(self, trace: Trace, costs: CostTable) -> bool:
+        """Tell whether the operators of a step take another time than those by which steps were predicted."""
+        uses = Counter(trace.signatures[op.signature] for op in trace.ops)
+        known = {text: self._known.get((trace.precision == "tf32", text)) for text in costs.ops.keys() & uses}
+        pairs = [(n * was, n * costs.ops[text].seconds) for text, n in uses.items() if (was := known.get(text))]
+        return sum(abs(now - was) for was, now in pairs) > SIMPLER_WITHIN * sum(was for was, _ in pairs)
 
     def _has_kernels(self, levers: Levers) -> bool:
         """Tell whether a step has no operator that this machine can't run in its precision; where it has, note that."""
