@@ -21,7 +21,7 @@ from memfit.capture.recorder import Recorder
 from memfit.compiled.compiled_loss import MOST_SHAPES, CompiledLoss, unwatched
 from memfit.compiled.joint_rewriter import FUSED_ERROR
 from memfit.compiled.planned_backend import PlannedBackend
-from memfit.errors import MemfitError, PlanError, UsageError
+from memfit.errors import InfeasibleError, MemfitError, PlanError, UsageError
 from memfit.hardware.host import find_device
 from memfit.ir.kernels import is_kernel
 from memfit.ir.plan import ChunkedLoss, Levers, Plan
@@ -272,6 +272,21 @@ def test_kernels_wait_for_no_dispatch_and_the_upper_end_is_wider(traces: dict[st
 @pytest.fixture(scope="module")
 def compiled() -> Plan:
     return memfit.plan(whole(), budget="0.6x", compile=True, precisions=["32-true"], points=2)
+
+
+@pytest.mark.ci
+def test_compiled_steps_leave_what_others_fit() -> None:
+    """Their error bars are wider: a compiled plan of a lower peak may need a larger budget."""
+    options: dict[str, Any] = {"precisions": ["32-true"], "points": 1}
+    lowest: dict[Any, int] = {}
+    for compile in (False, "auto"):
+        with pytest.raises(InfeasibleError) as error:
+            memfit.plan(whole(), budget=1, compile=compile, **options)
+        assert error.value.lowest_peak_bytes is not None
+        lowest[compile] = error.value.lowest_peak_bytes
+    assert lowest["auto"] <= lowest[False]
+    plan = memfit.plan(whole(), budget=lowest["auto"], compile="auto", **options)
+    assert plan.predicted.peak_upper_bytes <= lowest["auto"]
 
 
 @pytest.mark.parametrize("must_compile", [False, True])

@@ -9,10 +9,12 @@ import functools
 import gzip
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from memfit.errors import InfeasibleError
 from memfit.ir import codec
@@ -21,6 +23,7 @@ from memfit.ir.plan import Candidate, Levers, LeverUse, Numerics, Precision, Pre
 from memfit.ir.remat import Region, Regions
 from memfit.ir.simulate import simulate
 from memfit.ir.trace import Trace
+from memfit.planner import search
 from memfit.planner.search import (
     Confirmed,
     Limits,
@@ -154,6 +157,30 @@ def test_the_budget_that_an_error_names_is_one_that_fits(numerics: Numerics) -> 
     assert needed is not None and leanest(needed).prediction.peak_upper_bytes <= needed
     with pytest.raises(InfeasibleError):
         leanest(needed - 1000)
+
+
+@pytest.mark.parametrize(("error", "size"), [(1.0, 2), (1.05, 2), (1.5, 4)])
+def test_the_leanest_plan_is_that_of_the_smallest_budget_and_not_of_the_lowest_peak(error: float, size: int) -> None:
+    """Where the leaner of two combinations has the wider error bar."""
+    whole, cut = (c for c in combinations() if c.levers.precision == "32-true")
+    near = [Combination(c.levers, c.problem, c.uses_of) for c in (whole, cut)]
+
+    def confirm(candidate: Candidate) -> Prediction:
+        prediction = Applied()(candidate)
+        is_cut = candidate.levers.microbatch_size == 2
+        return replace(prediction, peak_upper_bytes=int((error if is_cut else 1.01) * prediction.peak_bytes))
+
+    def leanest(budget_bytes: int) -> Confirmed:
+        within = limits(budget_bytes, "reordered")
+        with mock.patch.object(search, "_WIDEST", 2.0):  # whole microbatches are leaner by far
+            return leanest_that_fits(near, within, confirm, SECONDS, batch="batch")
+
+    with pytest.raises(InfeasibleError) as raised:
+        leanest(1000)
+    needed = raised.value.lowest_peak_bytes
+    assert needed is not None
+    found = leanest(needed)
+    assert found.point.levers.microbatch_size == size and found.prediction.peak_upper_bytes <= needed
 
 
 def test_advice_names_a_freer_class_only_where_a_plan_of_it_fits() -> None:

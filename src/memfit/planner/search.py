@@ -18,6 +18,7 @@ from memfit.units import format_bytes
 _ATTEMPTS = 6
 _FIRST_SHARE = 0.9  # of the time for solving that the first attempt may take; the second, of what it leaves; and so on
 _ADVICE_SECONDS = 1.0  # for each combination that an error may name
+_WIDEST = 1.1  # more than any error bar, as a multiple of the peak: those of compiled steps are up to 5 %
 _ROUNDING_BYTES = 64  # what floats in the solver may miss
 
 Confirm = Callable[[Candidate], Prediction]
@@ -106,10 +107,9 @@ def fastest_that_fits(
 def leanest_that_fits(
     combinations: Sequence[Combination], limits: Limits, confirm: Confirm, seconds: float, *, batch: str
 ) -> Confirmed:
-    """Return the plan of the lowest peak if it fits.
+    """Return the plan that needs the smallest budget if it fits: of the lowest peak with its error bar.
 
-    Plans of one peak may have other error bars. Of them it is always the same one, so that the budget which is named
-    where it does not fit is one that it fits.
+    It is always the same one, so that the budget which is named where it does not fit is one that it fits.
 
     Raises:
         InfeasibleError: It does not fit.
@@ -118,12 +118,16 @@ def leanest_that_fits(
     choices: dict[int, Choice] = {}
     for index in sorted(range(len(allowed)), key=lambda index: allowed[index].solver.peak_floor_bytes):
         least = min((choice.peak_bytes for choice in choices.values()), default=math.inf)
-        if allowed[index].solver.peak_floor_bytes <= least:  # others are not leaner
+        if allowed[index].solver.peak_floor_bytes <= _WIDEST * least:  # others need more
             choices[index] = allowed[index].lowest(seconds / len(allowed))
-    chosen = min(choices, key=lambda index: (choices[index].peak_bytes, index))
-    combination, lowest = allowed[chosen], choices[chosen]
-    candidate = combination.candidate(lowest, limits.budget_bytes)
-    prediction = confirm(candidate)
+    found: dict[int, Confirmed] = {}
+    for index in sorted(choices, key=lambda index: (choices[index].peak_bytes, index)):
+        needed = min((plan.prediction.peak_upper_bytes for plan in found.values()), default=math.inf)
+        if (1 + limits.peak_error) * choices[index].peak_bytes < needed:
+            candidate = allowed[index].candidate(choices[index], limits.budget_bytes)
+            found[index] = Confirmed(candidate, confirm(candidate))
+    chosen = min(found, key=lambda index: (found[index].prediction.peak_upper_bytes, index))
+    lowest, (candidate, prediction) = choices[chosen], found[chosen]
     if limits.fit(prediction):
         bound = min(c.problem.plain_seconds for c in allowed)
         return Confirmed(replace(candidate, status="feasible", bound_seconds=bound), prediction)
