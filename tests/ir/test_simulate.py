@@ -7,6 +7,7 @@ import random
 import pytest
 from msgspec.structs import replace
 
+from memfit.ir import kernels
 from memfit.ir.allocations import allocations_of
 from memfit.ir.interpolation import is_one_program
 from memfit.ir.operator_costs import OpCost
@@ -206,6 +207,14 @@ def test_what_arrives_amid_a_recomputation_does_not_end_it(amid: str, count: int
     between = replace(applied.ops[middle], phase="backward", name=amid)
     runs = recomputed_runs(replace(applied, ops=[*applied.ops[:middle], between, *applied.ops[middle:]]))
     assert sum(map(len, runs)) == len(run) and len(runs) == count
+
+
+def test_what_compiled_code_computes_again_costs_its_kernels_alone() -> None:
+    applied = captured(BUILDERS["transformer"](**LARGE["transformer"]), regions=[Region(("blocks.0",))])
+    (run,) = recomputed_runs(applied)
+    assert captured_overheads(applied, ONLY_OVERHEAD, [run]) == {run[0]: 1.0}
+    fused = replace(applied, signatures=[kernels.text((signature,)) for signature in applied.signatures])
+    assert captured_overheads(fused, ONLY_OVERHEAD, [run]) == {}
 
 
 def test_operators_beside_kept_ones_cost_more() -> None:

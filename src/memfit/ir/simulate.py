@@ -14,6 +14,7 @@ import numpy.typing as npt
 from memfit.ir.collectives import COPY_IN as SHARDS_IN
 from memfit.ir.collectives import COPY_OUT as SHARDS_OUT
 from memfit.ir.collectives import SMALL_BYTES, Communicator, collective, is_collective
+from memfit.ir.kernels import is_kernel
 from memfit.ir.offload import COPY_IN, COPY_OUT, WAIT, Transfer, stall_seconds, transfers
 from memfit.ir.operator_costs import CostTable
 from memfit.ir.recompute import Keepers, Recomputation, recomputations, released
@@ -387,11 +388,15 @@ def overhead_seconds(costs: CostTable, again: Recomputation) -> float:
 def captured_overheads(trace: Trace, costs: CostTable, runs: Iterable[list[int]]) -> dict[int, float]:
     """Return the overhead of a captured step's own recomputations beyond their operators, by their first operator.
 
+    A compiled graph computes again by operators of its own, with no call around them that costs any.
+
     Args:
         runs: The recomputations (`recomputed_runs`).
     """
     selective, found = set(trace.selective), {}
     for run in runs:
+        if is_kernel(trace.signatures[trace.ops[run[0]].signature]):
+            continue
         seconds = costs.checkpoint_seconds
         modules = {trace.fqn_of(trace.ops[index].call) for index in run} if selective else set()
         if any(not selective.isdisjoint(enclosing(fqn)) for fqn in modules):
