@@ -21,6 +21,8 @@ from memfit.ir.sharding import Sharding
 Phase = Literal["forward", "backward", "recompute", "optimizer"]
 Category = Literal["parameters", "buffers", "gradients", "optimizer state", "inputs", "activations", "temporaries"]
 CATEGORIES: tuple[Category, ...] = get_args(Category)
+BETWEEN_STEPS: tuple[Category, ...] = ("parameters", "buffers", "optimizer state", "inputs")
+"""The categories of memory that is held between two steps too."""
 
 
 class Module(msgspec.Struct, frozen=True, array_like=True):

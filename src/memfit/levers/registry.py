@@ -72,7 +72,7 @@ def compiles(levers: Levers, batch_size: int) -> bool:
 
 
 def uncompiled(levers: Levers) -> Levers:
-    """Return levers without those that make code."""
+    """Return levers with compilers left out."""
     for lever in LEVERS:
         if lever.compiles:
             levers = lever.without(levers, levers.microbatch_size)

@@ -1,4 +1,4 @@
-"""The captured steps of a plan, under combinations of levers, and what follows from each."""
+"""The captured steps of a plan under combinations of levers: their costs, their predictions, their regions."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _part(request: Request) -> Workload:
 
 
 class CapturedSteps:
-    """Captured steps, and what follows from each: its costs, its prediction, and what may be recomputed in it.
+    """Captured steps, each with its costs, its prediction, and the problem of choosing its regions.
 
     It is the `Setting` that levers are asked about.
     """
@@ -144,7 +144,7 @@ class CapturedSteps:
         return predict(trace, self._costs_of([trace]), self.device, tokens_per_sample(self.workload.batch))[0]
 
     def captured(self, wanted: Sequence[Levers]) -> list[Levers]:
-        """Capture the step with combinations of levers, and measure its operators; return those that work."""
+        """Capture the step with combinations of levers, and measure its operators; return the ones that work."""
         progress = self.request.progress
         for index, levers in enumerate(wanted):
             if levers not in self.traces and (trace := self._traced(levers)) is not None:
@@ -160,7 +160,7 @@ class CapturedSteps:
         return [levers for levers in working if self._has_kernels(levers)]
 
     def _costs_of(self, traces: Sequence[Trace], *progress: Callable[[int, int], None]) -> CostTable:
-        """Return the costs of steps. Forget what was predicted by others, as where the machine's pace has changed.
+        """Return the costs of steps. Forget predictions by other ones, as where the machine's pace has changed.
 
         Plans of which some were predicted by the one and some by the other would compare paces.
         """

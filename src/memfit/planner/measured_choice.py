@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from memfit.errors import MemfitError
 from memfit.ir.device import Device
 from memfit.ir.plan import MeasuredStep, Proof, uses_text
+from memfit.ir.trace import BETWEEN_STEPS
 from memfit.levers import registry
 from memfit.planner.confirmation import LeftOut
 from memfit.planner.contenders import Measure, Measured, fastest_measured, weighed
@@ -29,7 +30,6 @@ from memfit.units import format_seconds
 from memfit.workload import Workload
 
 STAGE, CODE_STAGE = "measure plans", "make code"
-_BETWEEN_TURNS = ("parameters", "buffers", "optimizer state", "inputs")
 
 
 class Choice(NamedTuple):
@@ -96,12 +96,12 @@ def measured_choice(
 
 
 def _held_bytes(plans: Sequence[Confirmed]) -> int:
-    """Return what running plans in turns holds at most: one step, and the copies that compiled ones keep meanwhile."""
+    """Return the peak of running plans in turns: of one step, beside the copies that compiled ones keep meanwhile."""
     kept = (
         plan.prediction.by_category.get(category, 0)
         for plan in plans
         if registry.compiles(plan.point.levers, plan.point.levers.microbatch_size)
-        for category in _BETWEEN_TURNS
+        for category in BETWEEN_STEPS
     )
     return max(plan.prediction.peak_upper_bytes for plan in plans) + sum(kept)
 

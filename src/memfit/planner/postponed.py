@@ -16,18 +16,18 @@ from memfit.levers import registry
 from memfit.solver.frontier import Combination
 
 _HALVING = 0.96
-"""What a compiled step takes at least, as a multiple of what the next larger one has one expect: from one size to the
+"""The least time of a compiled step, as a multiple of the one expected by the next larger step: from one size to the
 next it was 0.961 to 1.0 on ViT, BERT and a mixture of experts (predicted, one thread of an AMD EPYC)."""
 _DOUBT = 0.95
-"""What compiled steps may take, as a multiple of what is predicted beside the step as it is: ×0.95 on the same mixture
-of experts. Where both are near, plans are measured, and a compiled one is to be among them."""
+"""The error of predicted times of compiled steps beside those of steps as they are: ×0.95 on the same mixture of
+experts. Where both are near, plans are measured, and a compiled one is to be among them."""
 
 
 class Steps(Protocol):
-    """Captured steps, and what is predicted for them."""
+    """Captured steps, and their predictions."""
 
     def captured(self, wanted: Sequence[Levers]) -> list[Levers]:
-        """Capture the step with combinations of levers; return those that work."""
+        """Capture the step with combinations of levers; return the ones that work."""
 
     def predicted(self, levers: Levers) -> Prediction:
         """Return the prediction for the step with some levers."""

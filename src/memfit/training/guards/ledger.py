@@ -14,6 +14,7 @@ import torch
 from memfit.errors import UsageError
 from memfit.hardware import accelerators
 from memfit.hardware.host import free_bytes
+from memfit.ir.trace import BETWEEN_STEPS
 from memfit.training.guards.limits import CpuLimit, held_by_category
 from memfit.training.optimizers import parameters_of, state_of
 from memfit.training.step import Step
@@ -22,7 +23,6 @@ from memfit.workload import tensors_of
 
 IN_THE_STEP = "in the step"
 """Category of bytes alive only while a step runs: gradients, activations, temporaries, workspaces."""
-_BETWEEN_STEPS = ("parameters", "buffers", "optimizer state", "inputs")
 _live: list[weakref.ref[Step]] = []
 
 
@@ -172,7 +172,7 @@ def held_tensors(step: Step, batch: Any) -> dict[str, list[torch.Tensor]]:
 def _grouped(by_category: Mapping[str, int]) -> dict[str, int]:
     if not by_category:
         return {}
-    between_steps = {name: by_category.get(name, 0) for name in _BETWEEN_STEPS}
+    between_steps: dict[str, int] = {name: by_category.get(name, 0) for name in BETWEEN_STEPS}
     return {**between_steps, IN_THE_STEP: sum(by_category.values()) - sum(between_steps.values())}
 
 
