@@ -29,6 +29,9 @@ _SETTINGS: dict[str, Any] = {
     "realize_reads_threshold": 1,
     "reorder_for_peak_memory": False,  # the graph itself has the order (`compiled.early_releases`)
     "layout_optimization": False,  # the graph itself has the layouts (`compiled.channels_last`)
+    # Nothing outside of CUDA graphs has the memory of their pool, so that a step would reserve its activations and the
+    # optimizer's temporaries side by side; and the next microbatch writes over the gradients of the one before.
+    "triton.cudagraphs": False,
 }
 """Settings that differ from Inductor's own, so that the step takes the planned memory."""
 
