@@ -34,7 +34,7 @@ from memfit.pipeline import predicted_snapshots
 from memfit.recipes.byte_lm import SeededBatches
 from memfit.training.guards import rollback
 from memfit.training.guards.recovery import Recovery
-from memfit.training.runs.checkpoint import latest
+from memfit.training.runs.checkpoint_folders import latest
 from memfit.training.runs.log import Progress
 from memfit.training.runs.state import collect
 from memfit.training.trainer import Trainer

@@ -29,7 +29,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "before its shards": (checkpoint, "write_tensors"),
     "before the sums": (checkpoint, "_write_manifest"),
     "before the rename": (checkpoint, "_move"),
-    "before old ones go": (checkpoint, "_prune"),
+    "before old ones go": (checkpoint, "prune"),
     "in an evaluation": (Trainer, "_evaluate"),
     "while a thread writes": (Step, "_update"),  # which it never ends to
 }

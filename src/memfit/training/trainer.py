@@ -33,7 +33,7 @@ from memfit.training.guards.ledger import allocation_retries, device_of
 from memfit.training.guards.recovery import OutOfMemoryObserver, Recovery
 from memfit.training.interrupt import Interrupt, deferred_interrupts
 from memfit.training.meeting import meet
-from memfit.training.runs import checkpoint
+from memfit.training.runs import checkpoint, checkpoint_folders
 from memfit.training.runs.folder import (
     METRICS,
     PLAN,
@@ -210,7 +210,7 @@ class Trainer:
 
         def tidy() -> list[Path]:
             remove_leftovers(self.out)
-            aside = checkpoint.set_aside_after(self.out, loaded.step_count)
+            aside = checkpoint_folders.set_aside_after(self.out, loaded.step_count)
             codec.write_atomic(self.out / PLAN, codec.encode(self.plan))
             return aside
 
@@ -406,7 +406,7 @@ class Trainer:
                 self._save(self._stream.take_back() if is_undone or self._is_unused else None)
         if is_alone and not isinstance(error, MemfitError):
             error.add_note(f"memfit: on rank {self._ranks.rank}; if it lost a connection, another rank ended before it")
-        newest = checkpoint.latest(self.out)
+        newest = checkpoint_folders.latest(self.out)
         advice = "no checkpoint was written" if newest is None else f"resume=True goes on from {newest}"
         error.add_note(f"memfit: {advice}")
         if is_interrupted:

@@ -26,10 +26,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import itertools
 import json
 import os
-import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -38,66 +36,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 
-from memfit.errors import CheckpointError, DamagedCheckpointError, OutputError, UsageError
+from memfit.errors import CheckpointError, DamagedCheckpointError, OutputError
 from memfit.ir import codec
 from memfit.ir.plan import Plan, Precision
 from memfit.ranks.one_process import SingleProcess
 from memfit.ranks.together import each, once
 from memfit.rng import check_rng_state
+from memfit.training.runs.checkpoint_folders import (
+    FILES,
+    MANIFEST,
+    PLAN,
+    Checkpoint,
+    FileEntry,
+    is_ours,
+    newest_first,
+    prune,
+    remove,
+    step_of,
+)
 from memfit.training.runs.host_buffers import HostBuffers
 from memfit.training.runs.packing import read_tensors, write_tensors
-from memfit.training.runs.shards import Stored, has_shards, is_shard_name, own_shards, shard_count, shard_name
+from memfit.training.runs.shards import Stored, has_shards, own_shards, shard_count, shard_name
 from memfit.training.runs.state import TrainingState, collect, prepare_restore
 from memfit.training.step import Step
 from memfit.version import __version__
 from memfit.workload import Workload, fingerprint
 
-MANIFEST = "checkpoint.json"
-_PLAN = "plan.json"
-FILES = (
-    _PLAN,
-    "model.safetensors",
-    "optimizer.json",
-    "optimizer.safetensors",
-    "training.json",
-    "training.safetensors",
-)
 _IN_SHARDS = ("model", "optimizer")
-_FOLDER = re.compile(r"checkpoint-([0-9]+)")
-_ASIDE = re.compile(r"damaged-checkpoint-[0-9]+(\.[0-9]+)?")
-_TEMPORARY = re.compile(r"\.checkpoint-[0-9]+\.[0-9]+\.(new|old)\.tmp")
-
-
-class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A file of a checkpoint."""
-
-    sha256: str
-    size_bytes: int
-
-
-class Checkpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The contents of `checkpoint.json`.
-
-    Attributes:
-        sha256: SHA-256 of this record with this field empty.
-    """
-
-    schema: str = "memfit.checkpoint/1"
-    memfit_version: str
-    torch_version: str
-    workload: str
-    fingerprint: str
-    step: int
-    files: dict[str, FileEntry]
-    sha256: str = ""
-
-    def sealed(self) -> Checkpoint:
-        """Return this record with its own SHA-256."""
-        bare = msgspec.structs.replace(self, sha256="")
-        return msgspec.structs.replace(bare, sha256=hashlib.sha256(codec.encode(bare)).hexdigest())
 
 
 @dataclass(frozen=True)
@@ -168,7 +135,7 @@ def begin(
         with _writing(path):
             _write_manifest(new, step.workload, step_count, entries)
             _move(new, path)
-            _prune(folder, step_count, keep_checkpoints)
+            prune(folder, step_count, keep_checkpoints)
 
     try:
         new = each(ranks, prepare)[0]
@@ -290,7 +257,7 @@ def read(path: Path, step: Step, precision: Precision | None = None, *, is_check
             " batch's shapes and the kind of optimizer must be the same"
         )
     try:
-        plan = codec.read(path / _PLAN, Plan, error=DamagedCheckpointError)
+        plan = codec.read(path / PLAN, Plan, error=DamagedCheckpointError)
         state = _read_state(path, manifest)
         check_rng_state(state.rng)
         restore_state = prepare_restore(step, state, converts=precision not in (None, plan.levers.precision))
@@ -337,7 +304,7 @@ def read_newest(
 
     def newest() -> tuple[Path, list[DamagedCheckpointError], Loaded | None]:
         damages: list[DamagedCheckpointError] = []
-        for path in _newest_first(folder):
+        for path in newest_first(folder):
             try:
                 found = read(path, step, precision)
                 return path, damages, found if ranks.size == 1 else None
@@ -355,85 +322,6 @@ def read_newest(
         each(ranks, lambda: mine.append(read(path, step, precision, is_checked=True)))
         loaded = mine[0]
     return loaded, damages
-
-
-def set_aside_after(folder: Path, step_count: int) -> list[Path]:
-    """Set aside the damaged checkpoints after a step.
-
-    Raises:
-        OutputError: A checkpoint can't be renamed.
-    """
-    return [set_aside(path) for path in _newest_first(folder) if (step_of(path) or 0) > step_count]
-
-
-def set_aside(path: Path) -> Path:
-    """Rename a damaged checkpoint to `damaged-checkpoint-<step>`, with a number appended where that exists.
-
-    Raises:
-        OutputError: The checkpoint can't be renamed.
-    """
-    numbers = itertools.chain([""], (f".{n}" for n in itertools.count(2)))
-    place = next(p for n in numbers if not (p := path.with_name(f"damaged-{path.name}{n}")).exists())
-    try:
-        return path.rename(place)
-    except OSError as e:
-        raise OutputError(f"can't rename {path} to {place}: {e.strerror or e}") from e
-
-
-def latest(folder: Path) -> Path | None:
-    """Return the newest complete checkpoint in a folder: it has all its files in full size."""
-    return next((path for path in _newest_first(folder) if _is_complete(path)), None)
-
-
-def step_of(path: Path) -> int | None:
-    """Return the step in the name of a checkpoint's folder; None for other names."""
-    match = _FOLDER.fullmatch(path.name)
-    return int(match[1]) if match else None
-
-
-def is_ours(path: Path) -> bool:
-    """Tell whether a folder is a checkpoint of memfit, complete or not, and holds nothing else."""
-    return has_schema(path / MANIFEST, "memfit.checkpoint/") and holds_only_ours(path)
-
-
-def has_schema(path: Path, prefix: str = "memfit.") -> bool:
-    """Tell whether a file is JSON of memfit, by the beginning of its schema."""
-    try:
-        return str(json.loads(path.read_bytes())["schema"]).startswith(prefix)
-    except (OSError, ValueError, TypeError, KeyError):
-        return False
-
-
-def holds_only_ours(path: Path) -> bool:
-    """Tell whether all files of a folder have names that `save` gives, as in a checkpoint without its manifest."""
-    try:
-        return all(name in (MANIFEST, *FILES) or is_shard_name(name) for name in os.listdir(path))
-    except OSError:
-        return False
-
-
-def all_set_aside(folder: Path) -> list[Path]:
-    """Return the damaged checkpoints that were set aside in a folder."""
-    return [path for path in folder.iterdir() if _ASIDE.fullmatch(path.name) and holds_only_ours(path)]
-
-
-def remove(path: Path) -> None:
-    """Remove a checkpoint atomically: it is renamed first.
-
-    Raises:
-        OSError: The checkpoint can't be removed.
-    """
-    old = path.with_name(f".{path.name}.{os.getpid()}.old.tmp")
-    shutil.rmtree(old, ignore_errors=True)
-    path.rename(old)
-    shutil.rmtree(old)
-
-
-def remove_leftovers(folder: Path) -> None:
-    """Remove temporary folders that a crash during `save` or `remove` left behind."""
-    for path in folder.iterdir():
-        if _TEMPORARY.fullmatch(path.name):
-            shutil.rmtree(path, ignore_errors=True)
 
 
 # Writing
@@ -480,7 +368,7 @@ def _make_folder(new: Path, plan: Plan) -> None:
     new.parent.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir()
-    (new / _PLAN).write_bytes(codec.encode(plan))
+    (new / PLAN).write_bytes(codec.encode(plan))
 
 
 def _write(folder: Path, parts: _Parts, is_first: bool) -> dict[str, FileEntry]:
@@ -489,9 +377,9 @@ def _write(folder: Path, parts: _Parts, is_first: bool) -> dict[str, FileEntry]:
         (folder / name).write_text(text)
     for name, tensors in parts.tensors.items():
         write_tensors(tensors, folder / name, parts.metadata.get(name))
-    mode = (folder / _PLAN).stat().st_mode
+    mode = (folder / PLAN).stat().st_mode
     entries = {}
-    for name in [*([_PLAN] if is_first else []), *parts.texts, *parts.tensors]:
+    for name in [*([PLAN] if is_first else []), *parts.texts, *parts.tensors]:
         (folder / name).chmod(mode)
         entries[name] = FileEntry(_sha256(folder / name), (folder / name).stat().st_size)
         _sync(folder / name)
@@ -519,14 +407,6 @@ def _move(new: Path, path: Path) -> None:
         remove(path)
     new.rename(path)
     _sync(path.parent)
-
-
-def _prune(folder: Path, step_count: int, keep: int) -> None:
-    """Remove the oldest checkpoints up to a step, except `keep`; those with files that memfit did not write stay."""
-    earlier = [path for path in _newest_first(folder) if (step_of(path) or 0) <= step_count]
-    complete = [path for path in earlier if is_ours(path) and _is_complete(path)]
-    for path in complete[keep:]:
-        remove(path)
 
 
 def _sync(path: Path) -> None:
@@ -590,20 +470,3 @@ def _stored(path: Path, manifest: Checkpoint, stem: str) -> Stored:
     """Return the tensors of a checkpoint's model or optimizer."""
     own = (f"{stem}.safetensors", f"{stem}-shard-")
     return Stored([path / name for name in sorted(manifest.files) if name.startswith(own)])
-
-
-def _newest_first(folder: Path) -> list[Path]:
-    """Return the folders named as checkpoints, by step."""
-    try:
-        steps = {path: n for path in folder.iterdir() if (n := step_of(path)) is not None}
-    except OSError:
-        return []
-    return sorted(steps, key=lambda path: -steps[path])
-
-
-def _is_complete(path: Path) -> bool:
-    try:
-        manifest = codec.read(path / MANIFEST, Checkpoint, error=CheckpointError)
-        return all((path / name).stat().st_size == entry.size_bytes for name, entry in manifest.files.items())
-    except (OSError, UsageError):
-        return False

@@ -10,7 +10,7 @@ from pathlib import Path
 from memfit.errors import OutputError
 from memfit.ir.plan import Plan
 from memfit.training.guards.host_memory import stored_bytes
-from memfit.training.runs import checkpoint
+from memfit.training.runs import checkpoint_folders
 from memfit.units import format_bytes
 from memfit.workload import Workload
 
@@ -66,5 +66,5 @@ def _bytes_there(out: Path) -> int:
     """Return the bytes of the checkpoints in a folder, which those of the run replace."""
     if not out.is_dir():
         return 0
-    files = (f for path in out.iterdir() if checkpoint.is_ours(path) for f in path.iterdir())
+    files = (f for path in out.iterdir() if checkpoint_folders.is_ours(path) for f in path.iterdir())
     return sum(os.stat(file).st_size for file in files)
