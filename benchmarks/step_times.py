@@ -40,7 +40,7 @@ from memfit.workload import Workload, samples_of
 SHARES = (0.7, 0.5)
 _SPIN = "while True: sum(range(100000))"
 _LIMIT_SECONDS = 900.0
-_MOST_SECONDS, _LEAST_ROUNDS = 75.0, 4
+_MOST_SECONDS, _LEAST_ROUNDS = 150.0, 4
 _AS_FAST = 0.02  # a chosen plan may be slower than the fastest by this share
 _SURE = 0.005  # the error of a ratio
 _MOST_BYTES = 4 * 2**30  # no less than any of the steps takes

@@ -13,7 +13,7 @@ import memfit
 from memfit.fake_gpu import shim
 from memfit.ir.plan import Levers, Plan, allows
 from memfit.pipeline._plan import MEASURE_VARIABLE
-from memfit.planner import measured_steps
+from memfit.planner import measured_choice, measured_steps
 from memfit.planner.contenders import MOST
 from memfit.planner.measured_steps import Turn
 from tests.workloads import quick
@@ -48,7 +48,8 @@ def times_are(
         return apart_seconds
 
     monkeypatch.setattr(measured_steps._Turns, "_run", timed)
-    monkeypatch.setattr(measured_steps, "ROUNDS", 1)
+    for rounds in ("ROUNDS", "ASKED_ROUNDS"):
+        monkeypatch.setattr(measured_choice, rounds, 1)
     return ran
 
 

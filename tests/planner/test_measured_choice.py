@@ -38,11 +38,12 @@ class Machine:
     """Stands for the machine on which plans run: it has a time for each, and counts who is run."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: list[float], **found: Any) -> None:
-        self.seconds, self.found, self.run = seconds, found, list[Levers]()
+        self.seconds, self.found, self.run, self.options = seconds, found, list[Levers](), dict[str, Any]()
         monkeypatch.setattr(module, "timed_in_turns", self)
 
     def __call__(self, workload: Workload, plans: list[tuple[Levers, float]], *_: Any, **options: Any) -> Timed:
         self.run += [levers for levers, _ in plans]
+        self.options = options
         errors = self.found.get("errors", {})
         rows = [[] if i in errors else [Turn(s, [s, s, 9 * s])] for i, s in enumerate(self.seconds[: len(plans)])]
         return Timed(rows, errors, 1.0, self.found.get("own_seconds", 1.0))
@@ -146,6 +147,14 @@ def test_steps_run_for_longer_where_plans_are_compiled(monkeypatch: pytest.Monke
     assert not machine.run and "predicted to take 2.50 s, too long to compare plans in 30 s" in taken.notes[0]
     monkeypatch.setattr(measured_steps.registry, "compiles", lambda levers, size: levers.precision == "bf16-mixed")
     assert len(choice(found).measured) == 2
+
+
+def test_steps_run_for_longer_and_more_often_where_one_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, machine = plans(2.5), Machine(monkeypatch, [2.5, 2.0, 1.5])
+    assert len(choice(found, True).measured) == 3
+    asked = machine.options
+    choice(plans(0.1))
+    assert asked["limit_seconds"] > machine.options["limit_seconds"] and asked["rounds"] > machine.options["rounds"]
 
 
 def test_a_plan_without_another_near_it_is_run_only_when_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:

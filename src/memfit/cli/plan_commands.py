@@ -130,7 +130,8 @@ def plan(
         typer.Option(
             "--measure/--no-measure",
             help="Run plans that are predicted to be about as fast for a few steps, on copies, and take the fastest; by"
-            " default where the device is here and steps are short enough for 30 seconds (60 if compiled).",
+            " default where the device is here and steps are short enough for 30 seconds (60 if compiled);"
+            " --measure takes up to 120.",
             show_default=False,
         ),
     ] = None,

@@ -101,9 +101,9 @@ def plan(
             memory once more. This stops after 30 seconds, or 60 where plans are compiled, but for the step that is
             under way then and for making code, which "auto" does where it is predicted to take two minutes at most.
             "auto" runs them where the device is here, the workload has data, no other ranks share the step, and steps
-            are short enough; never where the environment variable `MEMFIT_MEASURE` is "no". True runs fewer plans where
-            steps are long, and also a plan that no other is near. `Plan.measured` has the times, or a note says why
-            there are none.
+            are short enough; never where the environment variable `MEMFIT_MEASURE` is "no". True takes up to 120
+            seconds, until the ratios of plans are known to 1 %; it runs fewer plans where steps are long, and also a
+            plan that no other is near. `Plan.measured` has the times, or a note says why there are none.
         compile: Whether the model and the loss may be compiled by `torch.compile`: "auto" searches compiled steps too,
             True searches no others. `numerics` must allow "reordered". Each combination takes as long to capture as
             Dynamo takes for the model. Code is made where plans are run to be compared, and in the first step of the

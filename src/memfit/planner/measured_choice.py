@@ -15,7 +15,9 @@ from memfit.levers import registry
 from memfit.planner.confirmation import LeftOut
 from memfit.planner.contenders import Measure, Measured, fastest_measured, weighed
 from memfit.planner.measured_steps import (
+    ASKED_ROUNDS,
     LONGEST_SECONDS,
+    ROUNDS,
     Timed,
     affordable,
     limit_of,
@@ -64,15 +66,15 @@ def measured_choice(
         predicted: The plan predicted to be fastest.
         near: Returns that plan and those that are near it.
         prove: Holds what another plan recomputes against the user's step, before it is taken.
-        measure: "auto" runs steps where there are several plans and enough time to compare them; True also where one
-            plan can be timed alone.
+        measure: "auto" runs steps where there are several plans and enough time to compare them; True for longer, and
+            also where one plan can be timed alone.
     """
     step_seconds = predicted.confirmed.prediction.step_seconds
     predicted_to_take = f"a step is predicted to take {format_seconds(step_seconds)}"
     if measure == "auto" and affordable([step_seconds] * 2, LONGEST_SECONDS) < 2:
         return unmeasured(predicted, f"{predicted_to_take}, too long to compare plans in {LONGEST_SECONDS:.0f} s")
     found = near()
-    limit_seconds = limit_of([plan.point.levers for plan in found])
+    limit_seconds = limit_of([plan.point.levers for plan in found], is_asked=measure is True)
     too_long = f"{predicted_to_take}, too long to compare plans in {limit_seconds:.0f} s"
     plans = found[: max(1, affordable([plan.prediction.step_seconds for plan in found], limit_seconds))]
     if measure == "auto" and len(plans) == 1:
@@ -84,6 +86,8 @@ def measured_choice(
             workload,
             [(plan.point.levers, plan.prediction.step_seconds) for plan in plans],
             device,
+            limit_seconds=limit_seconds,
+            rounds=ASKED_ROUNDS if measure is True else ROUNDS,
             progress=lambda done, total: progress(STAGE, done, total),
             on_code=lambda done, total: progress(CODE_STAGE, done, total),
         )

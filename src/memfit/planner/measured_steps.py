@@ -41,10 +41,12 @@ LIMIT_SECONDS = 30.0
 """Running steps to choose among plans takes no longer, but for a step that is under way then, and for making code."""
 LONGEST_SECONDS = 60.0
 """The same where plans are compiled: making their code takes as long anyway."""
+ASKED_SECONDS = 120.0
+"""The same where one asks to measure, which ends as early where ratios are known."""
 CODE_SECONDS = 120.0
 """The code of the plans that are run is predicted to take no longer to make, unless one asks to measure."""
-ROUNDS = 8
-"""Each plan has as many turns, where there is time and rounds differ."""
+ROUNDS, ASKED_ROUNDS = 8, 24
+"""Each plan has as many turns, where there is time and rounds differ, and where one asks to measure."""
 _LEAST_ROUNDS = 3
 _SURE = 0.01  # more rounds make no choice better once ratios are known to that
 _STEPS, _MOST_STEPS = 2, 20  # of a turn after its first
@@ -201,8 +203,10 @@ def why_no_room(device: Device, peak_bytes: int) -> str:
     return f"the step takes {format_bytes(peak_bytes)} beside the workload, and {format_bytes(free)} is free"
 
 
-def limit_of(plans: Sequence[Levers]) -> float:
-    """Return for how many seconds the steps of plans may run to choose among them."""
+def limit_of(plans: Sequence[Levers], *, is_asked: bool = False) -> float:
+    """Return for how many seconds the steps of plans may run to choose among them; more where one asks to measure."""
+    if is_asked:
+        return ASKED_SECONDS
     return LONGEST_SECONDS if any(map(_compiles, plans)) else LIMIT_SECONDS
 
 
@@ -259,9 +263,9 @@ def timed_in_turns(
     plans: Sequence[tuple[Levers, float]],
     device: Device,
     *,
+    limit_seconds: float,
+    rounds: int = ROUNDS,
     clocks: Clocks | None = None,
-    limit_seconds: float | None = None,
-    rounds: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
     on_code: Callable[[int, int], None] = lambda done, total: None,
 ) -> Timed:
@@ -272,9 +276,9 @@ def timed_in_turns(
 
     Args:
         plans: The levers of each plan, and its predicted seconds.
+        limit_seconds: Steps run no longer (`limit_of`), but for making code.
+        rounds: How many, at most.
         clocks: What is read before and after each step; None for this machine's clocks.
-        limit_seconds: Steps run no longer; None for `limit_of` the plans.
-        rounds: How many, at most; None for `ROUNDS`.
         progress: Told how many turns are done, of how many at most.
         on_code: Told before and after code is made for how many plans it is, of how many.
 
@@ -288,8 +292,8 @@ def timed_in_turns(
             turns,
             len(plans),
             clock=clocks.wall,
-            limit_seconds=limit_of([levers for levers, _ in plans]) if limit_seconds is None else limit_seconds,
-            rounds=ROUNDS if rounds is None else rounds,
+            limit_seconds=limit_seconds,
+            rounds=rounds,
             enough=lambda: turns.found.ratio_error <= _SURE,
             progress=progress,
         )
