@@ -190,6 +190,10 @@ class _Reader:
 
     def read(self) -> JointGraph:
         uses = self._uses()
+        reads = [
+            {s for node in nodes for given in (node, *node.all_input_nodes) for s in self.storages[given]}
+            for nodes in self.ops
+        ]
         storages = self._lifetimes(uses)
         saved = self._saved_bytes(storages)
         ops = [self._op(nodes, index, saved[index]) for index, nodes in enumerate(self.ops)]
@@ -204,7 +208,7 @@ class _Reader:
             microbatches=1,
             scale_microbatches=1,
             modules=self.calls.modules,
-            calls=[replace(call, inputs=self._inputs_of(call, uses)) for call in self.calls.calls],
+            calls=[replace(call, inputs=self._inputs_of(call, reads)) for call in self.calls.calls],
             ops=ops,
             storages=storages,
             saves=list(self._saves(uses)),
@@ -284,13 +288,9 @@ class _Reader:
                         uses[storage].append((index, call))
         return uses
 
-    def _inputs_of(self, call: Call, uses: list[list[tuple[int, int]]]) -> tuple[int, ...]:
+    def _inputs_of(self, call: Call, reads: Sequence[set[int]]) -> tuple[int, ...]:
         """Return the storages born before a call that its operators read."""
-        return tuple(
-            index
-            for index, taken in enumerate(uses)
-            if self.birth[index] < call.start and any(call.start <= at < call.end for at, _ in taken)
-        )
+        return tuple(sorted(s for s in set[int]().union(*reads[call.start : call.end]) if self.birth[s] < call.start))
 
     def _lifetimes(self, uses: list[list[tuple[int, int]]]) -> list[Storage]:
         end = len(self.ops)
