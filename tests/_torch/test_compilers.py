@@ -88,6 +88,36 @@ def test_code_is_not_compiled_more_often_than_recompilations_limited_allows(monk
             doubled(torch.ones(3))
 
 
+def test_seen_code_is_new_to_dynamo_once_it_is_forgotten_and_what_was_seen_before_is_not() -> None:
+    compiled: list[fx.GraphModule] = []
+
+    def backend(module: fx.GraphModule, inputs: Any) -> Any:
+        compiled.append(module)
+        return module.forward
+
+    def before(x: torch.Tensor) -> torch.Tensor:
+        return x + 3
+
+    def within(x: torch.Tensor) -> torch.Tensor:
+        return x + 4
+
+    functions = [torch.compile(function, backend=backend) for function in (before, within)]
+    seen, x = compilers.SeenCode(), torch.ones(2)
+    functions[0](x)
+    with seen.collecting():
+        functions[0](x)
+        functions[1](x)
+    assert len(compiled) == 2
+    for count in (3, 4):  # it can be seen, and forgotten, again
+        seen.forget()
+        functions[0](x)
+        assert len(compiled) == count - 1
+        with seen.collecting():
+            functions[1](x)
+        assert len(compiled) == count
+    torch._dynamo.reset()  # which goes over all that was seen
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of what Inductor imports
 def test_inductor_has_the_settings_and_the_hooks_that_plans_need() -> None:

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from torch import fx, nn
 
 import memfit
+from memfit._torch import compilers
 from memfit.capture.measured_peak import measure_peak_bytes
 from memfit.capture.recorder import Recorder
 from memfit.compiled.compiled_loss import MOST_SHAPES, CompiledLoss, unwatched
@@ -310,8 +311,8 @@ def test_sizes_that_are_searched_with_other_levers_are_compiled_without_them(mus
 def test_a_plan_is_compiled_where_that_is_asked_for(compiled: Plan) -> None:
     options: dict[str, Any] = {"budget": "0.6x", "precisions": ["32-true"], "points": 1}
     eager, either = (memfit.plan(whole(), compile=compile, **options) for compile in (False, "auto"))
-    for plan, compilers in ((eager, {"none"}), (compiled, {"inductor"}), (either, {"none", "inductor"})):
-        assert {point.levers.compiler for point in plan.frontier} <= compilers
+    for plan, allowed in ((eager, {"none"}), (compiled, {"inductor"}), (either, {"none", "inductor"})):
+        assert {point.levers.compiler for point in plan.frontier} <= allowed
         assert plan.predicted.peak_upper_bytes <= plan.budget_bytes
     fastest = min(plan.predicted.step_seconds for plan in (eager, compiled))
     assert either.predicted.step_seconds <= 1.03 * fastest
@@ -358,6 +359,91 @@ def test_layers_between_graphs_and_hooks_that_come_with_the_step_are_captured() 
     names = {op.name for op in trace.ops if not is_kernel(trace.signatures[op.signature])}
     assert any("lstm" in name or "rnn" in name for name in names), names
     assert any(map(is_kernel, trace.signatures)) and trace.saves
+
+
+class Looping(nn.Module):
+    """Breaks the graph in a loop, so that Dynamo leaves the whole method alone, with layers of PyTorch's own in it."""
+
+    def __init__(self, *, breaks: bool) -> None:
+        super().__init__()
+        self.first, self.head, self.breaks = nn.Linear(32, 16), nn.Linear(16, 10), breaks
+        self.layers = nn.ModuleList(nn.LayerNorm(16) if breaks else nn.LSTM(16, 16) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            if self.breaks:
+                torch._dynamo.graph_break()
+            found = layer(x)
+            x = x + (found if self.breaks else found[0])
+        y: torch.Tensor = self.head(x)
+        return y
+
+
+def looping(breaks: bool) -> Workload:
+    torch.manual_seed(0)
+    return workload_of(Looping(breaks=breaks))
+
+
+GRAPH_BREAKS = {
+    "lstm-in-loop": lambda: looping(False),
+    "break-in-loop": lambda: looping(True),
+    "between-blocks": broken,
+    "hooks": listening,
+}
+
+
+@pytest.mark.parametrize("make", GRAPH_BREAKS.values(), ids=GRAPH_BREAKS)
+def test_the_graphs_that_run_are_those_that_are_captured_whatever_was_compiled_before(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dynamo decides by a module's hooks what it compiles alone, and remembers what it gave up on."""
+    graphs: list[list[str]] = []
+    compiled = PlannedBackend.__call__
+
+    def noted(self: PlannedBackend, module: fx.GraphModule, inputs: Any) -> Any:
+        graphs[-1] += [str(node.target) for node in module.graph.nodes if node.op != "placeholder"]
+        if self.is_on_paper:
+            return compiled(self, module, inputs)
+        self.graphs += 1
+        return module.forward
+
+    monkeypatch.setattr(PlannedBackend, "__call__", noted)
+    torch._dynamo.reset()
+    for on_paper in (True, False, True, False, False):
+        graphs.append([])
+        if on_paper:
+            capture_levers(make(), WHOLE, CPU)
+        else:
+            with applied_to_copy(WHOLE, make()) as step:
+                step(step.workload.batch)
+    assert graphs[0] and graphs == [graphs[0]] * 5
+
+
+@pytest.mark.parametrize("make", [GRAPH_BREAKS["lstm-in-loop"], broken], ids=["lstm-in-loop", "between-blocks"])
+def test_a_process_plans_as_often_as_it_wants(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo counts the compilations of a model's methods, those of copies that are gone too."""
+    monkeypatch.setattr(compilers, "_MOST", 3)  # as many as a step has blocks
+    torch._dynamo.reset()
+    for _ in range(3):
+        capture_levers(make(), WHOLE, CPU)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of Dynamo
+def test_what_the_user_compiled_stays_compiled() -> None:
+    graphs: list[fx.GraphModule] = []
+
+    def backend(module: fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(module)
+        return module.forward
+
+    workload = broken()
+    mine = torch.compile(workload.model, backend=backend, dynamic=False)
+    mine(workload.batch["x"])
+    count = len(graphs)
+    capture_levers(broken(), WHOLE, CPU)
+    mine(workload.batch["x"])
+    assert len(graphs) == count > 1
 
 
 def test_a_module_keeps_the_hooks_that_a_step_adds_and_removes() -> None:

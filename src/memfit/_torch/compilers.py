@@ -1,8 +1,10 @@
 """Dynamo and the graphs that it makes. Slow modules are imported by the functions that need them."""
 
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import CodeType
 from typing import Any
 
 from torch import _compile, fx
@@ -85,3 +87,41 @@ def recompilations_limited() -> AbstractContextManager[None]:
 
     limited: AbstractContextManager[None] = config.patch(fail_on_recompile_limit_hit=True, recompile_limit=_MOST)
     return limited
+
+
+class SeenCode:
+    """The code objects that Dynamo sees for the first time in some contexts, as those of a model's methods.
+
+    Dynamo keeps what it compiled of each code object for the life of the process: compilations of copies that are gone
+    count for its limit, and a function that it once gave up on it leaves alone. Once forgotten, a code object is new to
+    it. What it had seen before, as code that the user compiles, is left as it is.
+    """
+
+    def __init__(self) -> None:
+        self._seen: list[weakref.ref[CodeType]] = []
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Note what Dynamo sees for the first time, until the context is left."""
+        from torch._dynamo.convert_frame import input_codes
+
+        count = len(input_codes.seen)
+        try:
+            yield
+        finally:
+            self._seen += input_codes.seen[count:]
+
+    def forget(self) -> None:
+        """Have Dynamo forget the code objects that were noted; none of them may be running."""
+        if not self._seen:
+            return
+        from torch._C._dynamo.eval_frame import reset_code
+        from torch._dynamo.convert_frame import compile_lock, input_codes
+
+        with compile_lock:
+            mine = set(map(id, self._seen))
+            input_codes.seen[:] = [reference for reference in input_codes.seen if id(reference) not in mine]
+            for code in filter(None, (reference() for reference in self._seen)):
+                input_codes.seen_ids.discard(id(code))
+                reset_code(code)
+        self._seen.clear()

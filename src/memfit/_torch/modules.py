@@ -29,6 +29,14 @@ own_buffers: Callable[[nn.Module], dict[str, torch.Tensor | None]] = operator.at
 
 forward_hooks: Callable[[nn.Module], Hooks] = operator.attrgetter("_forward_hooks")
 forward_pre_hooks: Callable[[nn.Module], Hooks] = operator.attrgetter("_forward_pre_hooks")
+all_forward_hooks: Callable[[nn.Module], tuple[MutableMapping[int, Any], ...]] = operator.attrgetter(
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
+"""Forward hooks, and what is noted of some of them by the same numbers."""
 compiled_call: Callable[[nn.Module], Callable[..., Any] | None] = operator.attrgetter("_compiled_call_impl")
 """The function that a module's call runs after `Module.compile`; None without it."""
 

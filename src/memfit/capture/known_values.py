@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from memfit._torch.compilers import disable_dynamo
 from memfit._torch.dispatch import PassiveMode
 from memfit._torch.distributed import is_shared
 from memfit._torch.fake import (
@@ -99,6 +100,7 @@ class KnownValues(PassiveMode):
         for tensor in batch:
             self._batch[tensor] = True
 
+    @disable_dynamo  # which would look at each frame below, where a step reads between compiled graphs
     def value_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return a real tensor with a tensor's values, on the CPU; None where they are not known."""
         if not isinstance(tensor, FakeTensor):

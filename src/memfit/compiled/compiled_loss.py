@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from memfit._torch.compilers import compiler_errors, recompilations_limited
-from memfit._torch.modules import Hooks, forward_hooks, forward_pre_hooks
+from memfit._torch.compilers import SeenCode, compiler_errors, recompilations_limited
+from memfit._torch.modules import all_forward_hooks
 from memfit.batch import leaves_of
 from memfit.capture.known_values import KnownValues
 from memfit.capture.recorder import Recorder
@@ -34,6 +34,7 @@ class CompiledLoss:
     def __init__(self, loss_fn: LossFn, backend: PlannedBackend) -> None:
         self._backend = backend
         self._shapes: set[Any] = set()
+        self._seen_code = SeenCode()
 
         def loss(model: nn.Module, batch: Any) -> Any:
             return loss_fn(model, batch)
@@ -56,12 +57,17 @@ class CompiledLoss:
         self._backend.begin()
         # Not at every step: to change the filters has Python show each warning of the user's anew.
         quiet = is_new or recorder is not None
-        with recompilations_limited(), _explained(), _without_notices() if quiet else contextlib.nullcontext():
+        quieted = _without_notices() if quiet else contextlib.nullcontext()
+        with recompilations_limited(), self._seen_code.collecting(), _explained(), quieted:
             loss = self._compiled(model, batch) if recorder is None else self._recorded(recorder, model, batch)
         if self._backend.graphs > graphs or (is_new and torch.is_grad_enabled()):
             self._check_graphs()
         self._shapes.add(shape)
         return loss
+
+    def close(self) -> None:
+        """Have Dynamo forget what it compiled, so that other copies of the model are compiled as this one was."""
+        self._seen_code.forget()
 
     def _check_count(self, shape: Any) -> None:
         if len(self._shapes) == MOST_SHAPES:
@@ -131,28 +137,32 @@ def _without_notices() -> Iterator[None]:
 
 @contextlib.contextmanager
 def unwatched(model: nn.Module) -> Iterator[None]:
-    """Take a recorder's hooks off a model's modules, until the context is left: Dynamo would compile them.
+    """Take a recorder's hooks off a model's modules, until the context is left.
+
+    Dynamo would compile them; and it compiles layers of PyTorch's own by themselves where a graph breaks before them
+    and they have hooks (PyTorch 2.13), even if only the note is left that a hook took keyword arguments.
 
     Hooks that the step adds or removes meanwhile stay so, and their handles hold the mappings: these are changed in
     place.
     """
-    changed: list[tuple[Hooks, dict[int, Callable[..., Any]]]] = []
+    changed: list[tuple[MutableMapping[int, Any], dict[int, Any], set[int]]] = []
     for module in model.modules():
-        for hooks in (forward_hooks(module), forward_pre_hooks(module)):
-            before = dict(hooks.items())  # the mapping may hide its length
-            watching = [key for key, hook in before.items() if _is_of_recorder(hook)]
-            if watching:
-                changed.append((hooks, before))
-            for key in watching:
-                del hooks[key]
+        mappings = all_forward_hooks(module)
+        contents = [dict(mapping.items()) for mapping in mappings]  # a mapping may hide its length
+        watching = {key for content in contents for key, hook in content.items() if _is_of_recorder(hook)}
+        for mapping, content in zip(mappings, contents, strict=True):
+            if not watching.isdisjoint(content):
+                changed.append((mapping, content, watching))
+            for key in watching & content.keys():
+                del mapping[key]
     try:
         yield
     finally:
-        for hooks, before in changed:
-            now = dict(hooks.items())
-            hooks.clear()
-            hooks.update({key: hook for key, hook in before.items() if key in now or _is_of_recorder(hook)} | now)
+        for mapping, before, watching in changed:
+            now = dict(mapping.items())
+            mapping.clear()
+            mapping.update({key: hook for key, hook in before.items() if key in now or key in watching} | now)
 
 
-def _is_of_recorder(hook: Callable[..., Any]) -> bool:
+def _is_of_recorder(hook: Any) -> bool:
     return isinstance(getattr(hook, "__self__", None), Recorder)

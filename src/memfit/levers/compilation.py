@@ -74,8 +74,8 @@ class Compilation(Lever):
             channels_last=levers.compiler == CHANNELS_LAST,
             is_on_paper=any(isinstance(p, FakeTensor) for p in workload.model.parameters()),
         )
-        loss = CompiledLoss(workload.loss_fn, backend)
-        yield dataclasses.replace(running, workload=dataclasses.replace(workload, loss_fn=loss))
+        with contextlib.closing(CompiledLoss(workload.loss_fn, backend)) as loss:
+            yield dataclasses.replace(running, workload=dataclasses.replace(workload, loss_fn=loss))
 
     def costs(self, costs: CostTable) -> CostTable:
         return replace(costs, checkpoint_seconds=0.0, selective_op_seconds=0.0)
