@@ -15,6 +15,7 @@ from memfit._torch.modules import (
     Hooks,
     InstanceNormBase,
     NormBase,
+    all_forward_hooks,
     apply_as_its_class,
     compiled_call,
     converted_by,
@@ -87,6 +88,22 @@ def test_forward_hooks_and_forward_pre_hooks_run_unless_set_forward_hooks_puts_o
     set_forward_hooks(layer, {}, {})
     layer(torch.ones(1))
     assert calls == ["before", "after"] and not forward_hooks(layer) and not forward_pre_hooks(layer)
+
+
+def test_all_forward_hooks_have_the_hooks_and_the_notes_about_them_and_no_others() -> None:
+    layer = nn.Linear(1, 1)
+    handles = [
+        layer.register_forward_hook(lambda *_: None, with_kwargs=True, always_call=True),
+        layer.register_forward_pre_hook(lambda *_: None, with_kwargs=True),
+    ]
+    found = [set(mapping.keys()) for mapping in all_forward_hooks(layer)]
+    after, before = ({handle.id} for handle in handles)
+    assert found == [after, before, after, before, after]
+    state = {name: value for name, value in vars(layer).items() if "forward" in name and value}
+    assert all(any(value is mapping for mapping in all_forward_hooks(layer)) for value in state.values())
+    for handle in handles:
+        handle.remove()
+    assert not any(all_forward_hooks(layer))
 
 
 def test_hooks_are_changed_in_place_and_their_handles_hold_the_mapping() -> None:
