@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 from typing import Any
 
@@ -115,7 +116,10 @@ def test_seen_code_is_new_to_dynamo_once_it_is_forgotten_and_what_was_seen_befor
         with seen.collecting():
             functions[1](x)
         assert len(compiled) == count
-    torch._dynamo.reset()  # which goes over all that was seen
+    torch._dynamo.reset()  # which goes over all that was seen, and so do the ends of code objects
+    del functions, within
+    gc.collect()
+    seen.forget()
 
 
 @pytest.mark.slow

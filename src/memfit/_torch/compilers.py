@@ -109,7 +109,8 @@ class SeenCode:
         try:
             yield
         finally:
-            self._seen += input_codes.seen[count:]
+            codes = (reference() for reference in input_codes.seen[count:])
+            self._seen += [weakref.ref(code) for code in codes if code is not None]
 
     def forget(self) -> None:
         """Have Dynamo forget the code objects that were noted; none of them may be running."""
@@ -118,10 +119,10 @@ class SeenCode:
         from torch._C._dynamo.eval_frame import reset_code
         from torch._dynamo.convert_frame import compile_lock, input_codes
 
+        codes = {id(code): code for reference in self._seen if (code := reference()) is not None}
         with compile_lock:
-            mine = set(map(id, self._seen))
-            input_codes.seen[:] = [reference for reference in input_codes.seen if id(reference) not in mine]
-            for code in filter(None, (reference() for reference in self._seen)):
-                input_codes.seen_ids.discard(id(code))
+            input_codes.seen[:] = [reference for reference in input_codes.seen if id(reference()) not in codes]
+            for key, code in codes.items():
+                input_codes.seen_ids.discard(key)
                 reset_code(code)
         self._seen.clear()
