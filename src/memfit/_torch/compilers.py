@@ -102,7 +102,7 @@ class SeenCode:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Note what Dynamo sees for the first time, until the context is left."""
+        """Note the code objects that Dynamo sees for the first time, until the context is left."""
         from torch._dynamo.convert_frame import input_codes
 
         count = len(input_codes.seen)

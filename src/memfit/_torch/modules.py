@@ -36,7 +36,7 @@ all_forward_hooks: Callable[[nn.Module], tuple[MutableMapping[int, Any], ...]] =
     "_forward_pre_hooks_with_kwargs",
     "_forward_hooks_always_called",
 )
-"""Forward hooks, and what is noted of some of them by the same numbers."""
+"""A module's forward hooks, and the notes about some of them by the same numbers."""
 compiled_call: Callable[[nn.Module], Callable[..., Any] | None] = operator.attrgetter("_compiled_call_impl")
 """The function that a module's call runs after `Module.compile`; None without it."""
 

@@ -66,7 +66,7 @@ class CompiledLoss:
         return loss
 
     def close(self) -> None:
-        """Have Dynamo forget what it compiled, so that other copies of the model are compiled as this one was."""
+        """Have Dynamo forget the code of this copy, so that other copies of the model are compiled as it was."""
         self._seen_code.forget()
 
     def _check_count(self, shape: Any) -> None:

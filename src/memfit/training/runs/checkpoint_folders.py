@@ -1,4 +1,4 @@
-"""Folders of checkpoints: what they must hold, which one is the newest, and how they are set aside and removed."""
+"""Folders of checkpoints: their contents, the newest one, and how they are set aside and removed."""
 
 from __future__ import annotations
 
