@@ -2,8 +2,8 @@
 
 Each model of the frontier is planned for budgets below its plain peak, or for the lowest that fits, and a plan is
 chosen by measuring. Then the plain step and every plan that was run for that choice run again, in turns, round by
-round. The predicted ratio of the plain step and of the plan that is predicted to be fastest is held against the
-measured one, and the plan that was chosen against the fastest.
+round, those of which nothing more is to be known leaving. The predicted ratio of the plain step and of the plan that is
+predicted to be fastest is held against the measured one, and the plan that was chosen against each of the others.
 
 Three conditions, each in processes of their own, which keep freed memory and let threads wait as memfit's own do: one
 thread, two threads, and two threads beside two processes that compute.
@@ -19,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,9 +40,10 @@ from memfit.workload import Workload, samples_of
 SHARES = (0.7, 0.5)
 _SPIN = "while True: sum(range(100000))"
 _LIMIT_SECONDS = 900.0
-_MOST_SECONDS, _LEAST_ROUNDS = 150.0, 4
+_MOST_SECONDS, _LEAST_ROUNDS = 240.0, 5
 _AS_FAST = 0.02  # a chosen plan may be slower than the fastest by this share
-_SURE = 0.005  # the error of a ratio
+_SURE = 0.01  # the error with which a predicted ratio's measured one is known
+_TOLD = 2.0  # how many errors a ratio is away from what it is held against, once that is told
 _MOST_BYTES = 4 * 2**30  # no less than any of the steps takes
 
 
@@ -86,28 +87,32 @@ def _cell(name: str, workload: Workload, budget: str, plan: Plan) -> Iterator[Ca
     predicted_seconds = {levers: _predicted_seconds(step) for levers, step in run.items()}
     fastest = min(predicted_seconds, key=lambda levers: predicted_seconds[levers])
     plain = Levers(microbatch_size=samples_of(workload))
-    rounds = _rounds(workload, {plain: plan.plain.step_seconds, **predicted_seconds})
+    cell = Cell(plain, fastest, plan.levers, tuple(run))
+    rounds = _rounds(workload, {plain: plan.plain.step_seconds, **predicted_seconds}, cell.unknown)
+    measured = ratios_of(rounds, fastest, plain)
     yield {
         "kind": "ratio",
         "model": name,
         "budget": budget,
         "levers": [use.brief for use in run[fastest].uses],
-        "rounds": len(rounds),
+        "rounds": len(measured),
         "predicted_ratio": predicted_seconds[fastest] / plan.plain.step_seconds,
-        "measured_ratio": _ratio(rounds, fastest, plain),
+        "measured_ratio": statistics.median(measured),
+        "ratio_error": error_of_median(measured),
         "predicted_plain_seconds": plan.plain.step_seconds,
-        "measured_plain_seconds": statistics.median(seconds[plain] for seconds in rounds),
+        "measured_plain_seconds": statistics.median(_at_rest(rounds, lambda seconds: seconds[plain], plain)),
     }
     if len(run) > 1:
-        best = min(run, key=lambda levers: _ratio(rounds, levers, plan.levers))
+        found = [ratios_of(rounds, plan.levers, other) for other in run if other != plan.levers]
+        to_best = max(found, key=statistics.median)
         yield {
             "kind": "choice",
             "model": name,
             "budget": budget,
             "plans": len(run),
-            "rounds": len(rounds),
-            "ratio_to_best": _ratio(rounds, plan.levers, best),
-            "ratio_error": error_of_median([seconds[plan.levers] / seconds[best] for seconds in rounds]),
+            "rounds": len(to_best),
+            "ratio_to_best": max(1.0, statistics.median(to_best)),
+            "ratio_error": error_of_median(to_best),
         }
 
 
@@ -115,24 +120,52 @@ def _predicted_seconds(step: MeasuredStep | Plan) -> float:
     return step.predicted.step_seconds if isinstance(step, Plan) else step.predicted_seconds
 
 
-def _rounds(workload: Workload, plans: Mapping[Levers, float]) -> list[dict[Levers, float]]:
-    """Return the seconds of a step under each plan, round by round, each in an order drawn anew.
+Seconds = Mapping[Levers, float]
+Round = tuple[float, Seconds]
+"""How slow the machine was, and the seconds of a step under each plan that took part."""
 
-    They go on until the ratios to the first plan are known well enough to tell plans apart, or the time is over. Rounds
-    at the machine's own pace count, or else the least slow ones: the host of a virtual machine takes processors from it
-    for seconds at a time, which slows steps of large operators most.
+
+@dataclass(frozen=True)
+class Cell:
+    """What is to be known of a budget's plans.
+
+    Attributes:
+        plain: The step as it is.
+        fastest: The plan that is predicted to be fastest; its ratio to the plain step is held against the measured one.
+        chosen: The plan that was chosen, which is held against each of the others.
+        run: All plans that were run for the choice.
     """
-    draws, first, pace = random.Random(0), next(iter(plans)), Pace()
-    found: list[tuple[float, dict[Levers, float]]] = []
+
+    plain: Levers
+    fastest: Levers
+    chosen: Levers
+    run: tuple[Levers, ...]
+
+    def unknown(self, rounds: Sequence[Round]) -> set[Levers]:
+        """Return the steps that are to be run on, of which some rounds don't tell enough."""
+        if len(rounds) < _LEAST_ROUNDS:
+            return {self.plain, *self.run}
+        found = set[Levers]()
+        if error_of_median(ratios_of(rounds, self.fastest, self.plain)) > _SURE:
+            found |= {self.fastest, self.plain}
+        others = [o for o in self.run if o != self.chosen and not is_told(ratios_of(rounds, self.chosen, o))]
+        return found | {self.chosen, *others} if others else found
+
+
+def _rounds(workload: Workload, plans: Seconds, unknown: Callable[[Sequence[Round]], set[Levers]]) -> list[Round]:
+    """Run plans in rounds, each in an order drawn anew, until all is known, or the time is over."""
+    draws, pace = random.Random(0), Pace()
+    found: list[Round] = []
     ends = time.perf_counter() + _MOST_SECONDS
-    while not _is_enough(at_rest(found, _LEAST_ROUNDS), first) and time.perf_counter() < ends:
+    while (taking_part := unknown(found)) and time.perf_counter() < ends:
         seconds: dict[Levers, float] = {}
         slowdowns = [pace.read()]
-        for levers in draws.sample([*plans], len(plans)):
+        order = [levers for levers in plans if levers in taking_part]
+        for levers in draws.sample(order, len(order)):
             seconds[levers] = _timed(workload, levers, plans[levers])
             slowdowns.append(pace.read())
         found.append((max(slowdowns), seconds))
-    return at_rest(found, _LEAST_ROUNDS)
+    return found
 
 
 def _timed(workload: Workload, levers: Levers, about_seconds: float) -> float:
@@ -144,16 +177,24 @@ def _timed(workload: Workload, levers: Levers, about_seconds: float) -> float:
     return timed.step_seconds[0]
 
 
-def _is_enough(rounds: Sequence[dict[Levers, float]], first: Levers) -> bool:
-    """Tell whether the ratios of some rounds tell plans apart."""
-    if len(rounds) < _LEAST_ROUNDS:
-        return False
-    return all(error_of_median([each[levers] / each[first] for each in rounds]) <= _SURE for levers in rounds[0])
+def ratios_of(rounds: Sequence[Round], levers: Levers, other: Levers) -> list[float]:
+    """Return the ratios of two plans' times in the rounds that both took part in, since speeds come and go."""
+    return _at_rest(rounds, lambda seconds: seconds[levers] / seconds[other], levers, other)
 
 
-def _ratio(rounds: Sequence[dict[Levers, float]], levers: Levers, other: Levers) -> float:
-    """Return the ratio of two plans' times: the median of the rounds' ratios, since speeds come and go."""
-    return statistics.median(seconds[levers] / seconds[other] for seconds in rounds)
+def _at_rest(rounds: Sequence[Round], value: Callable[[Seconds], float], *levers: Levers) -> list[float]:
+    """Return a value of the rounds that some plans took part in at the machine's own pace, or of the least slow ones.
+
+    The host of a virtual machine takes processors from it for seconds at a time, which slows steps of large operators
+    most.
+    """
+    both = [(slowdown, value(seconds)) for slowdown, seconds in rounds if all(each in seconds for each in levers)]
+    return at_rest(both, _LEAST_ROUNDS)
+
+
+def is_told(ratios: Sequence[float]) -> bool:
+    """Tell whether ratios say on which side of the bound the chosen plan is."""
+    return abs(statistics.median(ratios) - (1 + _AS_FAST)) >= _TOLD * error_of_median(ratios)
 
 
 def error_of_median(values: Sequence[float]) -> float:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import random
 import statistics
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from benchmarks import step_times
+from memfit.ir.plan import Levers
+from memfit.workload import Workload
+
+PLAIN, FIRST, CHOSEN, OTHER = (Levers(microbatch_size=size) for size in (8, 4, 2, 1))
+CELL = step_times.Cell(PLAIN, FIRST, CHOSEN, (FIRST, CHOSEN, OTHER))
 
 
 def ratio(predicted: float, measured: float) -> dict[str, Any]:
@@ -47,3 +52,41 @@ def test_others_compute_until_the_cells_are_done() -> None:
     with step_times._computing(2) as processes:
         assert [process.poll() for process in processes] == [None, None]
     assert all(process.returncode for process in processes)
+
+
+def rounds_of(spread: float, **seconds: float) -> list[step_times.Round]:
+    """Return twenty rounds of steps of some seconds, which each are off by a share of them at most."""
+    draws, levers = random.Random(0), {"plain": PLAIN, "first": FIRST, "chosen": CHOSEN, "other": OTHER}
+    return [(1.0, {levers[n]: s * (1 + draws.uniform(-spread, spread)) for n, s in seconds.items()}) for _ in range(20)]
+
+
+def test_steps_run_on_until_the_others_are_told_from_the_chosen_one() -> None:
+    few = rounds_of(0.0, plain=1.0, first=1.0, chosen=1.0, other=1.0)[:4]
+    assert CELL.unknown(few) == {PLAIN, FIRST, CHOSEN, OTHER}
+    assert CELL.unknown(rounds_of(0.01, plain=1.0, first=1.0, chosen=1.0, other=1.0)) == set()
+    assert CELL.unknown(rounds_of(0.01, plain=1.0, first=1.0, chosen=1.0, other=0.9)) == set()
+    assert CELL.unknown(rounds_of(0.02, plain=1.0, first=1.0, chosen=1.0, other=0.985)) == {CHOSEN, OTHER}
+    assert CELL.unknown(rounds_of(0.15, plain=1.0, first=1.3, chosen=1.0, other=1.3)) == {PLAIN, FIRST}
+    assert CELL.unknown(rounds_of(0.15, plain=1.0, first=1.0, chosen=1.0, other=1.3)) == {PLAIN, FIRST, CHOSEN}
+
+
+def test_ratios_are_of_rounds_in_which_both_took_part_at_the_own_pace() -> None:
+    rounds = rounds_of(0.0, plain=2.0, first=1.0) + rounds_of(0.0, plain=9.0)
+    rounds += [(1.5, {PLAIN: 5.0, FIRST: 1.0})]
+    assert step_times.ratios_of(rounds, PLAIN, FIRST) == [2.0] * 20
+    assert step_times.ratios_of(rounds[-1:], PLAIN, FIRST) == [5.0]
+
+
+def test_every_step_runs_until_all_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[Levers] = []
+
+    def timed(workload: object, levers: Levers, about_seconds: float) -> float:
+        ran.append(levers)
+        return about_seconds
+
+    monkeypatch.setattr(step_times, "_timed", timed)
+    seconds = {PLAIN: 1.0, FIRST: 1.0, CHOSEN: 1.0, OTHER: 1.0}
+    needed = iter([{*seconds}, {CHOSEN, OTHER}, set[Levers]()])
+    rounds = step_times._rounds(cast("Workload", None), seconds, lambda rounds: next(needed))
+    assert [{*taken} for _, taken in rounds] == [{*seconds}, {CHOSEN, OTHER}]
+    assert sorted(ran[:4], key=lambda levers: -levers.microbatch_size) == [PLAIN, FIRST, CHOSEN, OTHER]

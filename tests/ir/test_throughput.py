@@ -87,6 +87,13 @@ def test_later_microbatches_count() -> None:
     assert found.step_seconds == pytest.approx(7 * 2e-3) and found.tokens_per_second is None
 
 
+def test_a_last_microbatch_of_fewer_samples_counts_as_a_part() -> None:
+    step = made([op(MM, "forward", 0), op(MM, "forward", 0, 1), op(MM, "backward", 0, 1)], scale=4)
+    found = throughput(replace(step, batch_size=7), TABLE, AMPERE)
+    assert found.model_flops == 1000 + 2.5 * 2000
+    assert found.step_seconds == pytest.approx(6 * 2e-3)
+
+
 def test_a_given_time_replaces_the_sum() -> None:
     assert throughput(TRACE, TABLE, AMPERE, step_seconds=1.0).samples_per_second == 8
 

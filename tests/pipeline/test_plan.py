@@ -22,7 +22,6 @@ from memfit.ir.operator_costs import CostTable
 from memfit.ir.plan import NUMERICS, Candidate, Levers, Plan, Prediction
 from memfit.ir.remat import Region
 from memfit.ir.trace import Trace
-from memfit.levers.microbatches import microbatch_sizes
 from memfit.levers.registry import uses
 from memfit.pipeline._verify import verify
 from memfit.planner import assembly, captured_steps
@@ -330,15 +329,6 @@ def test_model_elsewhere_is_refused() -> None:
 
     with pytest.raises(WorkloadError, match="is on xpu, which device='cpu' is not"):
         memfit.estimate(dataclasses.replace(lean(), model=Elsewhere()), device="cpu")
-
-
-def test_microbatch_sizes_divide_the_batch() -> None:
-    assert microbatch_sizes(8) == [8, 4, 2, 1]
-    assert microbatch_sizes(12) == [12, 6, 3, 1]
-    assert microbatch_sizes(7) == [7, 1]
-    assert microbatch_sizes(1) == [1]
-    assert len(microbatch_sizes(4096)) <= 5
-    assert microbatch_sizes(4096)[-1] == 1
 
 
 class TestApply:

@@ -39,12 +39,17 @@ def simulate(trace: Trace, costs: CostTable, regions: Sequence[Region] = ()) -> 
 
 def repeats(trace: Trace) -> npt.NDArray[np.float64]:
     """Return how often each operator runs in the real step: the second microbatch stands for later ones."""
-    return np.where(trace.is_of_second, float(later_microbatches(trace)), 1.0)
+    return np.where(trace.is_of_second, later_microbatches(trace), 1.0)
 
 
-def later_microbatches(trace: Trace) -> int:
-    """Return the microbatches of the real step that the second one stands for, itself included."""
-    return 1 + trace.scale_microbatches - trace.microbatches
+def later_microbatches(trace: Trace) -> float:
+    """Return the microbatches of the real step that the second one stands for, itself included.
+
+    A last one of fewer samples is a part of one.
+    """
+    if trace.microbatches == trace.scale_microbatches:  # all were captured, each as it is
+        return 1.0
+    return trace.batch_size / trace.microbatch_size + 1 - trace.microbatches
 
 
 class Life(NamedTuple):
@@ -249,7 +254,7 @@ class Replay:
 
     def _weights(self) -> npt.NDArray[np.float64]:
         """Return how often each point runs in the real step."""
-        return np.where(self._is_again, float(later_microbatches(self.trace)), 1.0)
+        return np.where(self._is_again, later_microbatches(self.trace), 1.0)
 
     def timeline(self) -> Timeline:
         """Return memory and time at every point."""
@@ -423,6 +428,6 @@ def recomputed_runs(trace: Trace) -> list[list[int]]:
     return runs
 
 
-def repeats_of(trace: Trace, region: RegionCall) -> int:
+def repeats_of(trace: Trace, region: RegionCall) -> float:
     """Return how often a region call runs in the real step: the second microbatch stands for later ones."""
-    return later_microbatches(trace) if trace.calls[region.calls[0]].microbatch == 1 else 1
+    return later_microbatches(trace) if trace.calls[region.calls[0]].microbatch == 1 else 1.0

@@ -90,10 +90,14 @@ def samples_of_rank(levers: Levers, batch_size: int) -> int:
 
 
 def microbatch_sizes(batch_size: int, most: int = 5) -> list[int]:
-    """Return microbatch sizes that divide a batch evenly, the whole first, about halving down to one sample."""
-    divisors = [d for d in range(batch_size, 0, -1) if batch_size % d == 0]
+    """Return microbatch sizes, the whole batch first, about halving down to one sample.
+
+    They divide the batch evenly where some divisor is no less than a third of the size before, as 3 of 9 samples;
+    elsewhere the size before is halved, as for 7 samples, and the last microbatch has fewer samples.
+    """
     sizes = [batch_size]
-    for divisor in divisors[1:]:
-        if divisor * 2 <= sizes[-1] or divisor == 1:
-            sizes.append(divisor)
+    while sizes[-1] > 1:
+        half = -(-sizes[-1] // 2)
+        divisor = next(d for d in range(sizes[-1] // 2, 0, -1) if batch_size % d == 0)
+        sizes.append(divisor if 3 * divisor >= sizes[-1] else half)
     return sizes if len(sizes) <= most else [*sizes[: most - 1], 1]

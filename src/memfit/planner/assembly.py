@@ -35,6 +35,7 @@ from memfit.planner.measured_choice import Choice, measured_choice, unmeasured
 from memfit.planner.measured_steps import CODE_SECONDS, why_not_here
 from memfit.planner.postponed import Postponed
 from memfit.planner.search import Confirmed, Limits, fastest_that_fits, held_against, leanest_that_fits, with_plan
+from memfit.planner.sizes_between import size_between
 from memfit.planner.trials import refusal_notes
 from memfit.solver.candidates import refusals
 from memfit.solver.frontier import SIMPLER_WITHIN, Combination, frontier
@@ -45,6 +46,8 @@ from memfit.workload import fingerprint
 
 _CHEAP = 0.05  # a plan that is slower than the fastest step by no more needs no fallback
 _SLOW = 2.0  # a step with all of its forward pass computed again takes less than this times as long
+_SIZES_BETWEEN = 2  # captured at most: the first one's peak tells whether fewer microbatches fit
+_NEAR = 0.03  # a size between that is expected to be slower by no more may be faster, and is for measuring to tell
 _FIRST_SHARE = 0.9  # of the time for solving: what the plan may take; the frontier has the rest
 
 
@@ -234,6 +237,9 @@ class _Assembly:
         best = self._fastest(self.combinations, seconds)
         while added := self._postponed_no_longer(best):
             best = self._fastest(added, seconds, best)
+        for _ in range(_SIZES_BETWEEN):
+            if best is not None and (added := self._with_size_between(best)):
+                best = self._fastest(added, seconds / 4, best)
         least = min(c.problem.plain_seconds for c in self.limits.allow(self.combinations))
         for lever in self.request.fallbacks:
             if best is not None and best.prediction.step_seconds <= (1 + _CHEAP) * least:
@@ -265,6 +271,19 @@ class _Assembly:
     def _postponed_no_longer(self, best: Confirmed | None) -> list[Combination]:
         best_seconds = math.inf if best is None else best.prediction.step_seconds
         return self._search_too(self.postponed.next(best_seconds, self.limits.peak_bytes))
+
+    def _with_size_between(self, best: Confirmed) -> list[Combination]:
+        """Capture the step as it is with a size of microbatches between others, where that may be about as fast."""
+        steps = self.steps
+        searched = [c.levers for c in self.limits.allow(self.combinations)]
+        levers = size_between(
+            [levers for levers in searched if not registry.compiles(levers, steps.batch_size)],
+            steps.predicted,
+            batch_size=steps.batch_size,
+            budget_bytes=self.limits.budget_bytes,
+            below_seconds=(1 + _NEAR) * best.prediction.step_seconds,
+        )
+        return [] if levers is None or steps.trials.has_failed(levers) else self._search_too(steps.captured([levers]))
 
     def _search_too(self, captured: Sequence[Levers]) -> list[Combination]:
         self.wanted += captured

@@ -300,12 +300,12 @@ class _Group:
         samples = self.samples(ranks)
         if levers.microbatch_size == 1 < samples:
             return self.bound_seconds(replace(levers, microbatch_size=2), ranks, device)
-        count = -(-samples // levers.microbatch_size)
-        key = (device.name, levers.precision, levers.microbatch_size, samples if count == 1 else 0)
+        microbatches = max(1.0, samples / levers.microbatch_size)
+        key = (device.name, levers.precision, levers.microbatch_size, samples if microbatches == 1 else 0)
         if key not in self._alone:
             self._alone[key] = self._parts(levers, samples, device)
         once, again = self._alone[key]
-        return once + (count - 1) * again
+        return once + (microbatches - 1) * again
 
     def _parts(self, levers: Levers, samples: int, device: Device) -> tuple[float, float]:
         """Return the seconds of the first microbatch, and of each later one; updates are left out."""
