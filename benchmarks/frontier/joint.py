@@ -7,7 +7,7 @@ accumulating gradients; Lightning's finder by itself trains with another batch.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from accelerate.utils import find_executable_batch_size
@@ -16,9 +16,10 @@ from torch import nn
 import memfit
 from benchmarks.frontier.checkpointing import checkpointing, whole
 from benchmarks.frontier.measuring import peak_of
-from benchmarks.frontier.methods import OURS, Apply, Method, Prepared, Task, Unsupported, accumulating, stepping
+from benchmarks.frontier.methods import OURS, Method, Prepared, Task, Unsupported, accumulating, stepping
 from benchmarks.frontier.ours import facts, plan_for
 from memfit.capture.fake_workload import nothing_changes
+from memfit.ir.plan import Levers
 from memfit.workload import batch_size_of
 
 SHARES = (0.6, 0.45, 0.3)
@@ -80,8 +81,11 @@ def refuse_unless_splittable(task: Task) -> None:
         raise Unsupported("the model has BatchNorm: microbatches would change the training")
 
 
-def _microbatched(task: Task, apply: Apply, find: Callable[[Fits, int], int | None], share: float) -> Prepared:
+def _microbatched(task: Task, find: Callable[[Fits, int], int | None], share: float, *blocks: str) -> Prepared:
+    """Return the step with the microbatches that a finder ends with, and some blocks checkpointed."""
     refuse_unless_splittable(task)
+    regions = whole(blocks)
+    apply = stepping(lambda workload: checkpointing(workload.model, regions))
 
     @functools.cache
     def fits(size: int) -> bool:
@@ -92,23 +96,29 @@ def _microbatched(task: Task, apply: Apply, find: Callable[[Fits, int], int | No
     found = find(fits, batch_size_of(task.workload.batch))
     if found is None:
         raise Unsupported(f"no microbatch fits within {share:.0%} of the plain peak")
-    return Prepared(accumulating(apply, found), {"microbatch_size": found, "budget_bytes": task.budget_bytes(share)})
+    facts = {"microbatch_size": found, "budget_bytes": task.budget_bytes(share)}
+    return Prepared(accumulating(apply, found), facts, program=_program(found, blocks))
+
+
+def _program(microbatch_size: int, blocks: Sequence[str] = ()) -> str:
+    """Return what tells a step of microbatches, with some blocks checkpointed, from others."""
+    return f"microbatches of {microbatch_size}, checkpointed: {', '.join(blocks)}"
 
 
 def _found(find: Callable[[Fits, int], int | None], task: Task, studied: None, share: float) -> Prepared:
-    return _microbatched(task, stepping(lambda workload: checkpointing(workload.model, {})), find, share)
+    return _microbatched(task, find, share)
 
 
 def _fully_checkpointed(task: Task, studied: None, share: float) -> Prepared:
-    regions = whole(task.subject.blocks)
-    apply = stepping(lambda workload: checkpointing(workload.model, regions))
-    return _microbatched(task, apply, largest_of_lightning, share)
+    return _microbatched(task, largest_of_lightning, share, *task.subject.blocks)
 
 
 def _ours(task: Task, studied: None, share: float) -> Prepared:
     refuse_unless_splittable(task)
     plan = plan_for(task, share, numerics="reordered")
-    return Prepared(lambda workload: memfit.apply(plan, workload), facts(plan))
+    size = plan.levers.microbatch_size
+    program = _program(size) if plan.levers == Levers(microbatch_size=size) else None
+    return Prepared(lambda workload: memfit.apply(plan, workload), facts(plan), program=program)
 
 
 def _shares(task: Task) -> list[Any]:

@@ -75,11 +75,13 @@ class Prepared:
     Attributes:
         facts: Goes into its row: what the method itself says.
         sort: Of its step; None for that of its method's kind.
+        program: What its step is, where others may come to the same one: they are then timed together.
     """
 
     apply: Apply
     facts: dict[str, Any] = field(default_factory=dict)
     sort: Sort | None = None
+    program: str | None = None
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -112,6 +112,28 @@ class Reference:
         return rounding_of(self.gradients, self.apply, self.found)
 
 
+class Measured(NamedTuple):
+    """A step whose peak and gradients are measured, and how to run it again.
+
+    Attributes:
+        program: See `Prepared`.
+    """
+
+    row: Case
+    apply: Apply
+    workload: Workload
+    program: str | None = None
+
+
+def same_steps(measured: Mapping[str, Measured]) -> dict[str, str]:
+    """Return, for each step, the first one that is the same: of one program, with one peak."""
+    first: dict[tuple[str, int], str] = {}
+    return {
+        key: key if one.program is None else first.setdefault((one.program, one.row["peak_bytes"]), key)
+        for key, one in measured.items()
+    }
+
+
 @dataclass
 class Bench:
     """Measures the methods on one model.
@@ -151,7 +173,7 @@ class Bench:
         self.references = {}
         if kind != "compiled":
             self._refer("eager", self.plain_apply, *self.gradients["eager"].of(self.plain_apply))
-        measured: dict[str, tuple[Case, Apply, Workload]] = {}
+        measured: dict[str, Measured] = {}
         chosen = methods(kind)
         if kind == "all" and self.peers is not None:
             chosen = only(chosen, self.peers)
@@ -162,11 +184,11 @@ class Bench:
                 if applied is None:
                     yield {**row, "date": _today()}
                 else:
-                    measured[str(len(measured))] = row, *applied
+                    measured[str(len(measured))] = Measured(row, *applied)
         yield from self._timed(kind, measured)
 
-    def _points(self, method: Method) -> Iterator[tuple[Case, tuple[Apply, Workload] | None]]:
-        """Yield what is measured of a method at each setting, and how to run it again on which copy.
+    def _points(self, method: Method) -> Iterator[tuple[Case, tuple[Apply, Workload, str | None] | None]]:
+        """Yield what is measured of a method at each setting, how to run it again on which copy, and its program.
 
         None where it failed.
         """
@@ -191,7 +213,7 @@ class Bench:
             plan_seconds = study_seconds + seconds + (facts or {}).pop("compile_seconds", 0.0)
             row |= {"plan_seconds": plan_seconds, **prepared.facts, **(failure or facts)}
             workload = self.gradients[prepared.sort or method.sort].workload
-            yield row, None if failure else (prepared.apply, workload)
+            yield row, None if failure else (prepared.apply, workload, prepared.program)
 
     def _refer(self, sort: Sort, apply: Apply, loss: float, found: Mapping[str, torch.Tensor]) -> None:
         """Have later steps of a sort held against this one."""
@@ -227,29 +249,34 @@ class Bench:
             **({"compile_seconds": compile_seconds} if sort == "compiled" else {}),
         }
 
-    def _timed(self, kind: Kind, measured: Mapping[str, tuple[Case, Apply, Workload]]) -> Iterator[Case]:
-        """Yield the rows with the times of their steps."""
+    def _timed(self, kind: Kind, measured: Mapping[str, Measured]) -> Iterator[Case]:
+        """Yield the rows with the times of their steps; a step that several methods come to is run once a round."""
         if not measured:
             return
-        plain = next((key for key, (row, *_) in measured.items() if row["method"] == PLAIN), PLAIN)
+        plain = next((key for key, one in measured.items() if one.row["method"] == PLAIN), PLAIN)
+        run_as = same_steps(measured)
         steps = {plain: (self.plain_apply, self.gradients["eager"].workload)}
-        steps |= {key: (apply, workload) for key, (_, apply, workload) in measured.items()}
+        steps |= {key: (measured[key].apply, measured[key].workload) for key in run_as.values()}
         gc.freeze()
 
         def contenders(times: Mapping[str, Times]) -> set[str]:
-            rows = {key: {**row, "ratio": least_ratio(times[key], times[plain])} for key, (row, *_) in measured.items()}
-            return {plain, *cells.contenders(rows, self.task.shares)}
+            rows = {
+                key: {**one.row, "ratio": least_ratio(times[run_as[key]], times[plain])}
+                for key, one in measured.items()
+            }
+            return {plain, *(run_as[key] for key in cells.contenders(rows, self.task.shares))}
 
         times = interleaved(steps, self.seconds, contenders)
-        for key, (row, *_) in measured.items():
-            found = ratios(times[key], times[plain])
+        for key, one in measured.items():
+            own = times[run_as[key]]
+            found = ratios(own, times[plain])
             yield {
-                **row,
-                "ratio": median_ratio(times[key], times[plain]),
+                **one.row,
+                "ratio": median_ratio(own, times[plain]),
                 "ratio_error": spread(found),
-                "seconds": sorted(t for t in times[key] if t is not None)[len(found) // 2],
+                "seconds": sorted(t for t in own if t is not None)[len(found) // 2],
                 "rounds": len(found),
-                "times": times[key],
+                "times": own,
                 "threads": torch.get_num_threads(),
                 "date": _today(),
             }

@@ -108,9 +108,9 @@ def _flops(trace: Trace) -> tuple[int, int, str, str]:
             continue
         work = trace.works[op.signature]
         count = call_flops(op.name, trace.signatures[op.signature], work)
-        hardware += int(times) * count.hardware
+        hardware += int(times * count.hardware)
         if op.phase != "recompute":
-            model += int(times) * count.model
-            by_kind[work.dtype, kind] += int(times) * count.model
+            model += int(times * count.model)
+            by_kind[work.dtype, kind] += int(times * count.model)
     dtype, kind = max(by_kind, key=lambda k: by_kind[k], default=("float32", MATRIX))
     return model, hardware, dtype, kind

@@ -20,6 +20,8 @@ the rank that holds most: rank 0 for FSDP2.
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 from msgspec.structs import replace
 
@@ -143,9 +145,9 @@ def _check(trace: Trace, sharding: Sharding) -> None:
 
 
 def _moved(trace: Trace, name: str) -> float:
-    """Return the bytes that all operators of a name move in the real step."""
+    """Return the bytes that all collectives of a name move in the real step: as many for a smaller microbatch."""
     return sum(
-        trace.works[op.signature].write_bytes * float(times)
+        trace.works[op.signature].write_bytes * float(math.ceil(times))
         for op, times in zip(trace.ops, repeats(trace), strict=True)
         if op.name == name
     )
