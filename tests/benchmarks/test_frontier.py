@@ -54,7 +54,7 @@ from benchmarks.frontier.models import Subject
 from benchmarks.frontier.ours import compiled_once
 from benchmarks.frontier.page import csv_path, files, model_chart, page, pareto, rows_csv, tables
 from benchmarks.frontier.peers import peers_of
-from benchmarks.frontier.subject import Bench, methods, without_place
+from benchmarks.frontier.subject import Bench, Measured, methods, same_steps, without_place
 from benchmarks.pages import stale
 from benchmarks.tables import results
 from memfit import Workload
@@ -645,6 +645,38 @@ def test_without_the_plain_compiled_step_eager_peers_are_measured_nevertheless(m
     rows = {row["method"]: row for row in Bench("gpt", SUBJECT, (0.8,), 0.0).rows("all")}
     assert [name for name, row in rows.items() if "error_message" in row] == ["compiled other"]
     assert rows[OURS]["bitwise"]
+
+
+def test_methods_that_come_to_one_step_are_timed_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+
+    def counted(name: str) -> Apply:
+        @contextlib.contextmanager
+        def apply(workload: Workload) -> Iterator[Step]:
+            ran.append(name)
+            yield Step(workload)
+
+        return apply
+
+    def made(name: str, program: str | None) -> Method:
+        prepared = Prepared(counted(name), program=program)
+        return Method(name, "joint", lambda task: [0.8], lambda *_: prepared)
+
+    programs = {"one": "halves", "same": "halves", "other": "thirds", "alone": None, OURS: "halves"}
+    chosen, plains = [made(name, program) for name, program in programs.items()], methods("eager")
+    monkeypatch.setattr("benchmarks.frontier.subject.methods", lambda kind: chosen if kind == "joint" else plains)
+    rows = {row["method"]: row for row in Bench("gpt", SUBJECT, (0.8,), 0.0).rows("joint")}
+    measured = 2  # for the gradients, and for the peak
+    assert ran.count("same") == ran.count(OURS) == measured < ran.count("other") <= ran.count("one")
+    assert rows["one"]["times"] == rows["same"]["times"] == rows[OURS]["times"] != rows["other"]["times"]
+    assert rows["alone"]["times"] != rows["one"]["times"]
+
+
+def test_a_step_with_another_peak_is_another_step() -> None:
+    def one(peak_bytes: int) -> Measured:
+        return Measured({"peak_bytes": peak_bytes}, stepping(lambda workload: contextlib.nullcontext()), chain(), "p")
+
+    assert same_steps({"0": one(8), "1": one(9), "2": one(8)}) == {"0": "0", "1": "1", "2": "0"}
 
 
 def test_only_the_peers_asked_for_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
