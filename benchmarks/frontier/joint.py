@@ -115,7 +115,7 @@ def _fully_checkpointed(task: Task, studied: None, share: float) -> Prepared:
 
 def _ours(task: Task, studied: None, share: float) -> Prepared:
     refuse_unless_splittable(task)
-    plan = plan_for(task, share, numerics="reordered")
+    plan = plan_for(task, share, numerics="reordered", measure=True)  # the finders run steps too
     size = plan.levers.microbatch_size
     program = _program(size) if plan.levers == Levers(microbatch_size=size) else None
     return Prepared(lambda workload: memfit.apply(plan, workload), facts(plan), program=program)

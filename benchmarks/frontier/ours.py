@@ -13,6 +13,7 @@ import memfit
 from benchmarks.frontier.methods import LOWEST, OURS, Apply, Method, Prepared, Task, Unsupported
 from memfit import InfeasibleError, Plan
 from memfit.ir.plan import uses_text
+from memfit.planner.contenders import Measure
 from memfit.training.step import Step
 from memfit.units import format_bytes
 from memfit.workload import Loss, Workload
@@ -22,7 +23,13 @@ def _settings(task: Task) -> list[float | str]:
     return [LOWEST, *task.shares]
 
 
-def plan_for(task: Task, share: float | str, numerics: Any = "exact", compile: bool | Literal["auto"] = False) -> Plan:
+def plan_for(
+    task: Task,
+    share: float | str,
+    numerics: Any = "exact",
+    compile: bool | Literal["auto"] = False,
+    measure: Measure = "auto",
+) -> Plan:
     """Return the plan for a share of the plain peak, or of the lowest peak that memfit finds.
 
     Raises:
@@ -38,6 +45,7 @@ def plan_for(task: Task, share: float | str, numerics: Any = "exact", compile: b
             precisions=("32-true",),
             points=1,
             compile=compile,
+            measure=measure,
         )
 
     if share != LOWEST:
