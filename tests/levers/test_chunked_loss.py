@@ -111,12 +111,15 @@ def test_one_capture_tells_where_it_does_not_matter(captures: list[Levers], monk
     small = byte_lm(n_layer=2, d_model=64, n_head=4, context=64, batch_size=4, max_bytes=200_000)
     memfit.plan(small, budget="1GiB", precisions=["32-true"], points=1)
     assert len(captures) == 4 and not any(levers.chunked_loss for levers in captures)
-    for within, expected in ((1e9, [False, True, True]), (-1.0, [False, True, False, True])):
+    for within, expected in ((1e9, {"32-true"}), (-1.0, {"32-true", "bf16-mixed"})):
         monkeypatch.setattr(chunked_loss, "SIMPLER_WITHIN", within)  # as if it were as fast as the whole loss; slower
         captures.clear()
         workload = large_vocabulary(batch_size=2, context=128, vocabulary_size=8192)
-        memfit.plan(workload, budget="1GiB", precisions=["32-true"], points=1)
-        assert [bool(levers.chunked_loss) for levers in captures][: len(expected)] == expected
+        memfit.plan(workload, budget="1GiB", precisions=["32-true", "bf16-mixed"], numerics="reduced", points=1)
+        assert [bool(levers.chunked_loss) for levers in captures][:2] == [False, True]
+        assert {levers.precision for levers in captures if levers.chunked_loss} == {"32-true", "bf16-mixed"}
+        assert {levers.precision for levers in captures if not levers.chunked_loss} == expected
+        assert {levers.microbatch_size for levers in captures if not levers.chunked_loss} == {1, 2}
 
 
 def test_logits_that_something_else_asks_for_are_left_alone() -> None:

@@ -76,8 +76,10 @@ class ChunkedLoss(Lever):
         whole = replace(step.plain, chunked_loss=self._offered(step))
         with_it = [replace(levers, chunked_loss=whole.chunked_loss) for levers in wanted]
         as_fast = (1 + SIMPLER_WITHIN) * step.predicted(step.plain).step_seconds
-        # Where it costs no time, only the plain step is searched with its loss whole.
-        return [*(wanted if step.predicted(whole).step_seconds > as_fast else [step.plain]), *with_it]
+        if step.predicted(whole).step_seconds <= as_fast:
+            # Where it costs no time, few steps are searched with their loss whole, for measuring to compare.
+            wanted = [levers for levers in wanted if levers.precision == step.precisions[0] or levers == step.plain]
+        return [*wanted, *with_it]
 
     def rungs(self) -> Mapping[str, Rung]:
         return {self.name: self._rung}
