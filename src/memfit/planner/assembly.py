@@ -238,8 +238,9 @@ class _Assembly:
         while added := self._postponed_no_longer(best):
             best = self._fastest(added, seconds, best)
         for _ in range(_SIZES_BETWEEN):
-            if best is not None and (added := self._with_size_between(best)):
-                best = self._fastest(added, seconds / 4, best)
+            if best is None or not (added := self._with_size_between(best)):
+                break
+            best = self._fastest(added, seconds / 4, best)
         least = min(c.problem.plain_seconds for c in self.limits.allow(self.combinations))
         for lever in self.request.fallbacks:
             if best is not None and best.prediction.step_seconds <= (1 + _CHEAP) * least:
