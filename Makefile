@@ -63,8 +63,7 @@ test-more:
 
 # On an accelerator that lives on the CPU, and is then the only one of its process: what needs no GPU's own kernels.
 test-accelerator: $(STAMP)
-	MEMFIT_TEST_ACCELERATOR=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "not ci" \
-		tests/accelerator_device tests/accelerators
+	MEMFIT_TEST_ACCELERATOR=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not ci" tests/accelerator_device tests/accelerators
 
 # Jittor needs NumPy 1 and compiles itself: an environment and a cache of its own, both kept in build/. It notes its home in
 # the user's, which its compilers read while another writes it, and fail; with one and the same home it writes nothing.
@@ -98,8 +97,9 @@ $(JITTOR_STAMP): pyproject.toml constraints.txt
 	$(JITTOR_VENV)/bin/python $(INSTALL) --constraint constraints.txt --editable '.[jittor]' pytest pytest-timeout
 	touch $(JITTOR_STAMP)
 
+# TensorFlow has as many threads as there are cores, which wait for one another where other tests run beside these.
 test-keras: $(KERAS_STAMP)
-	$(KERAS_VENV)/bin/python -m pytest tests/keras
+	TF_NUM_INTRAOP_THREADS=1 TF_NUM_INTEROP_THREADS=1 $(KERAS_VENV)/bin/python -m pytest tests/keras
 
 $(KERAS_STAMP): pyproject.toml constraints.txt
 	$(call environment,$(KERAS_VENV))

@@ -23,7 +23,7 @@ def on_ranks(
 
     Raises:
         RuntimeError: A rank ended with an error.
-        TimeoutError: Nothing came for longer than `longest_seconds`.
+        TimeoutError: Nothing came for longer than `longest_seconds`, once the ranks had found each other.
     """
     with contextlib.closing(socket.socket()) as listening:
         listening.bind(("127.0.0.1", 0))
@@ -37,16 +37,20 @@ def on_ranks(
     for rank in ranks:
         rank.start()
     seconds_to_end = 0.0
+    waits_seconds = math.inf
     try:
         while True:
             began = time.monotonic()
             while queue.empty():
-                if time.monotonic() - began > longest_seconds:
+                if time.monotonic() - began > waits_seconds:
                     raise TimeoutError(f"nothing came of {world_size} ranks for {longest_seconds:g} s")
                 if any(rank.exitcode for rank in ranks):
                     raise RuntimeError(f"a rank of {world_size} ended with an error")
                 time.sleep(0.01)
             kind, value = queue.get()
+            if kind == "begin":
+                waits_seconds = longest_seconds
+                continue
             if kind == "end":
                 seconds_to_end = 10.0
                 break
@@ -62,6 +66,8 @@ def _as_rank(
 ) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+    if rank == 0:
+        queue.put(("begin", None))
     for value in program(*args):
         if rank == 0:
             queue.put(("value", value))

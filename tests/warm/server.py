@@ -25,7 +25,10 @@ IMPORTED = (
     "memfit.fake_gpu.worker",
     "memfit.recipes",
     "memfit.report.pages",
+    "pydantic.type_adapter",  # which Typer's newest asks for as it reads a command line
+    "pytest",
     "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.fx.experimental.symbolic_shapes",
 )
