@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._pytree import tree_leaves
 
 from memfit.argument_values import drawn
 from memfit.signature import rebuild, signature
@@ -25,6 +26,10 @@ def again(func: Any, *args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
 
 def whole(*shape: int) -> torch.Tensor:
     return torch.zeros(*shape, dtype=torch.int64)
+
+
+def described(found: Any) -> list[Any]:
+    return [(value.shape, value.dtype) for value in tree_leaves(found)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -105,8 +110,11 @@ def test_indices_are_spread_over_all_that_they_may_name(name: str) -> None:
     ids=lambda value: str(value) if callable(value) else "",
 )
 def test_arguments_that_only_look_like_what_is_indexed_do_no_harm(func: Any, args: tuple[Any, ...]) -> None:
-    found, _ = again(func, *args)
-    assert found is not None
+    found, rebuilt = again(func, *args)
+    assert described(found) == described(func(*args))
+    assert [value for value in rebuilt if not isinstance(value, torch.Tensor)] == [
+        value for value in args if not isinstance(value, torch.Tensor)
+    ]
 
 
 @pytest.mark.parametrize("batch_first", [False, True])

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -152,19 +152,9 @@ def _has_drifted(table: CostTable, uses: Mapping[str, int], seen: Collection[str
         return False
     evicting = torch.zeros(_CACHE_BYTES, dtype=torch.uint8)  # which takes time of its own
     started, others = time.perf_counter(), _others_seconds()
-    ends = started + _CHECK_SECONDS
-    found: dict[str, float] = {}
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         dispatch_seconds = table.dispatch_seconds if seen else _dispatch_seconds()
-        while left := [s for s in checked if found.get(s, math.inf) > (1 + _FASTER) * table.ops[s].seconds]:
-            for text in left:
-                with torch.no_grad():
-                    seconds = _timed(text, table.ops[text].seconds, evicting)
-                found[text] = min(seconds, found.get(text, seconds))
-                if time.perf_counter() >= ends:
-                    break
-            if time.perf_counter() >= ends:
-                break
+        found = _timed_again(checked, table, evicting, started + _CHECK_SECONDS)
     pairs = [(kept[text], uses[text] * seconds) for text, seconds in found.items()]
     count = sum(uses.values())
     pairs.append((count * table.dispatch_seconds, count * dispatch_seconds))
@@ -173,6 +163,19 @@ def _has_drifted(table: CostTable, uses: Mapping[str, int], seen: Collection[str
     slower = sum(max(0.0, now - before) for before, now in pairs)
     is_busy = _others_seconds() - others > _BUSY_SHARE * (time.perf_counter() - started)
     return faster > _FASTER * total or (slower > _SLOWER * total and not is_busy)
+
+
+def _timed_again(calls: Sequence[str], table: CostTable, evicting: torch.Tensor, ends: float) -> dict[str, float]:
+    """Return the least seconds of calls, until all are as fast as the kept ones or it is a time of `perf_counter`."""
+    found: dict[str, float] = {}
+    while left := [s for s in calls if found.get(s, math.inf) > (1 + _FASTER) * table.ops[s].seconds]:
+        for text in left:
+            with torch.no_grad():
+                seconds = _timed(text, table.ops[text].seconds, evicting)
+            found[text] = min(seconds, found.get(text, seconds))
+            if time.perf_counter() >= ends:
+                return found
+    return found
 
 
 def reference_call() -> tuple[str, float] | None:

@@ -40,14 +40,18 @@ class Pace:
 
 
 def at_rest(paced: Sequence[tuple[float, T]], least: int) -> list[T]:
-    """Return the measurements at the machine's own pace; the least slow ones where these are too few.
+    """Return the measurements at the machine's own pace, or near the least slow one where these are too few.
+
+    A machine may be slower throughout than it was: then all that was measured at about one pace counts, and not the
+    least slow few of it only.
 
     Args:
         paced: How slow the machine was (`Pace.read`), and the measurement of then.
         least: How many are returned at least, of as many or more.
     """
     by_pace = sorted(paced, key=lambda each: each[0])
-    return [value for rank, (slowdown, value) in enumerate(by_pace) if rank < least or slowdown <= _AT_REST]
+    slowest = _AT_REST * max([1.0, *(slowdown for slowdown, _ in by_pace[:least])])
+    return [value for slowdown, value in by_pace if slowdown <= slowest]
 
 
 def busy_notes(doing: str, attended_share: float, slowdown: float = 1.0) -> list[str]:
