@@ -72,7 +72,7 @@ def test_steps_run_on_until_the_others_are_told_from_the_chosen_one() -> None:
 
 def test_ratios_are_of_rounds_in_which_both_took_part_at_the_own_pace() -> None:
     rounds = rounds_of(0.0, plain=2.0, first=1.0) + rounds_of(0.0, plain=9.0)
-    rounds += [(1.5, {PLAIN: 5.0, FIRST: 1.0})]
+    rounds += [(1.9, {PLAIN: 5.0, FIRST: 1.0})]
     assert step_times.ratios_of(rounds, PLAIN, FIRST) == [2.0] * 20
     assert step_times.ratios_of(rounds[-1:], PLAIN, FIRST) == [5.0]
 

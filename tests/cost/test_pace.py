@@ -49,20 +49,20 @@ def test_what_was_measured_at_rest_counts_or_else_at_about_the_least_slow_pace(
 ) -> None:
     found = at_rest([(slowdown, slowdown) for slowdown in slowdowns], least)
     assert found == sorted(slowdowns)[: len(found)] and len(found) >= min(least, len(slowdowns))
-    assert set(found) >= {slowdown for slowdown in slowdowns if slowdown <= 1.1}
+    assert set(found) >= {slowdown for slowdown in slowdowns if slowdown <= 1.5}
     slowest = max([1.0, *sorted(slowdowns)[:least]])
-    assert {slowdown <= 1.1 * slowest for slowdown in found} <= {True}
-    assert all(slowdown > 1.1 * slowest for slowdown in sorted(slowdowns)[len(found) :])
+    assert {slowdown <= 1.5 * slowest for slowdown in found} <= {True}
+    assert all(slowdown > 1.5 * slowest for slowdown in sorted(slowdowns)[len(found) :])
 
 
 def test_worked_numbers_of_rounds_at_rest() -> None:
-    paced_rounds = [(1.0, "a"), (1.5, "b"), (1.05, "c"), (2.0, "d")]
+    paced_rounds = [(1.0, "a"), (1.6, "b"), (1.4, "c"), (2.5, "d")]
     assert at_rest(paced_rounds, 1) == ["a", "c"] and at_rest(paced_rounds, 3) == ["a", "c", "b"]
 
 
 def test_on_a_machine_that_got_slower_all_rounds_of_its_pace_count() -> None:
-    slowdowns = [1.48, 1.36, 1.88, 1.33, 1.31, 1.4, 1.33]
-    assert at_rest([(slowdown, slowdown) for slowdown in slowdowns], 3) == [1.31, 1.33, 1.33, 1.36, 1.4]
+    slowdowns = [1.7, 1.6, 3.1, 1.6, 1.55, 2.2, 1.7]
+    assert at_rest([(slowdown, slowdown) for slowdown in slowdowns], 3) == [1.55, 1.6, 1.6, 1.7, 1.7, 2.2]
 
 
 @pytest.mark.parametrize(

@@ -329,7 +329,7 @@ def test_few_rounds_leave_ratios_unsure_even_where_they_agree() -> None:
 
 def test_rounds_of_a_slowed_machine_do_not_count_where_there_are_others() -> None:
     """One that slows large operators more: of two plans it slows one only."""
-    slowdowns = [1.0, 1.4, 1.0, 1.5, 1.05]
+    slowdowns = [1.0, 1.9, 1.0, 2.2, 1.05]
     first = [Turn(9.0, [1.0], slowdown) for slowdown in slowdowns]
     second = [Turn(9.0, [1.1 if slowdown < 1.1 else 2.0]) for slowdown in slowdowns]
     found = Timed([first, second])
