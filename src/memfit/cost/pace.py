@@ -17,9 +17,9 @@ T = TypeVar("T")
 _ATTENDED = 0.9  # the least share of a step that its thread computes, on a machine at rest
 _SLOWER = 1.2
 _AT_REST = 1.5
-"""The most that an operator takes at the machine's own pace, as a multiple of what it took before. Two threads take
-twice as long on one processor. On a virtual machine an operator's times differ by a third where a step's hardly do: in
-83 turns of a BERT the two correlated at 0.27."""
+"""The most that an operator takes at the machine's own pace, as a multiple of its earlier time. Two threads take twice
+as long on one processor. On a virtual machine an operator's times differ by a third where a step's hardly do: in 83
+turns of a BERT the two correlated at 0.27."""
 
 
 class Pace:
