@@ -501,6 +501,44 @@ def test_only_what_makes_up_the_time_is_timed_well(monkeypatch: pytest.MonkeyPat
     assert not any(cost.coarse for cost in measure(small[:3]).values()) and set(timed) == set(small[:3])
 
 
+@pytest.mark.parametrize(
+    ("taken", "seconds", "rounds"),
+    [
+        ([[5e-4] * 9, [5e-4] * 9], [5e-4, 5e-4], 2),  # a machine at rest
+        ([[9e-4, 5e-4, 5e-4], [5e-4, 5e-4, 5e-4]], [5e-4, 5e-4], 3),  # a program ran beside the first one
+        ([[9e-4, 9e-4, 6e-4, 5e-4, 5e-4], [9e-4, 8e-4, 6e-4, 5e-4, 5e-4]], [5e-4, 5e-4], 5),  # beside all, for a while
+        ([[5e-4, 9e-4, 7.0], [5e-4, 9e-4, 7.0]], [5e-4, 5e-4], 2),  # a machine that gets busy makes none slower
+    ],
+)
+def test_calls_are_timed_again_until_the_step_gets_no_faster(
+    taken: list[list[float]], seconds: list[float], rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = {text: iter(times) for text, times in zip("ab", taken, strict=True)}
+    timed: list[str] = []
+
+    def least(text: str, _: torch.Tensor) -> float:
+        timed.append(text)
+        return next(left[text])
+
+    monkeypatch.setattr(module, "_least_seconds", least)
+    found = module._precise_seconds({"a": 6e-4, "b": 6e-4}, {"a": 10, "b": 20}, 0.0, None, 2)
+    assert found == dict(zip("ab", seconds, strict=True))
+    assert timed == ["a", "b"] * rounds or timed == ["b", "a", *["b", "a"] * (rounds - 1)]
+
+
+def test_overheads_are_the_lesser_of_before_and_after_the_calls_of_a_new_table(
+    cache: Path, measured: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dispatch = iter([14e-6, 2e-6, 7.0])
+    checkpoints = iter([(1e-4, 2e-5), (2e-4, 1e-5), (7.0, 7.0)])
+    monkeypatch.setattr(module, "_dispatch_seconds", lambda: next(dispatch))
+    monkeypatch.setattr(module, "_checkpoint_overheads", lambda: next(checkpoints))
+    monkeypatch.setattr(module, "_has_drifted", lambda *_: False)
+    calibrate([TRACE])
+    found = calibrate([TRACE, plain_trace("convnet")])  # which adds to a table that is known
+    assert (found.dispatch_seconds, found.checkpoint_seconds, found.selective_op_seconds) == (2e-6, 1e-4, 1e-5)
+
+
 def test_what_was_timed_coarsely_is_timed_again_where_it_matters() -> None:
     coarse = {"much": OpCost(1.0, 0, True, True), "little": OpCost(1e-4, 0, True, True), "well": OpCost(1.0, 0, True)}
     table = CostTable(

@@ -58,6 +58,7 @@ _SHARE = 0.005  # share of a step's time: calls that take less of it in all are 
 _LIMIT_SECONDS = 30.0  # for timing; the slowest calls come first
 _LONG_SECONDS, _ONCE_SECONDS = 0.1, 1.0  # such calls are confirmed by a third run, and by a second one
 _LARGE_SHARE = 4 * _SHARE  # calls that take more are timed twice, and again where they were kept or timed coarsely
+_STEADY = 0.02  # share of a step's time that its calls may still get faster by
 _CHECK_SECONDS = 1.5  # for that, and begun ones end; the largest calls come first
 _FASTER, _SLOWER = 0.07, 0.2  # shares by which times may differ from what was kept: other programs only add to them
 _REFERENCE_SECONDS = 0.02  # a call that tells the machine's pace takes no longer
@@ -84,11 +85,14 @@ def calibrate(traces: Iterable[Trace], progress: Progress | None = None) -> Cost
     wanted = dict.fromkeys([*whole, *shares])
     uses = Counter(trace.signatures[op.signature] for trace in traces for op in trace.ops)
     missing = [s for s in wanted if s not in table.ops] + _timed_too_coarsely(table, uses)
+    is_new = not table.ops
     if _has_drifted(table, {s: times for s, times in uses.items() if s in wanted}, seen):
-        table, missing = _with_overheads(table), list(wanted)
+        table, missing, is_new = _with_overheads(table), list(wanted), True
     seen.update(wanted)
     if missing:
         table = msgspec.structs.replace(table, ops={**table.ops, **measure(missing, progress, uses)})
+        if is_new:  # a program that took a processor during the one measurement may have stopped before the other
+            table = _with_overheads(table, most=table)
         with contextlib.suppress(OutputError):  # without a cache, the next run measures again
             codec.write_atomic(path, codec.encode(table))
     bars = calibration()
@@ -220,17 +224,22 @@ def _cached(path: Path) -> CostTable:
     )
 
 
-def _with_overheads(table: CostTable) -> CostTable:
-    """Return a table with the overheads of operators and checkpoints as they are measured now."""
+def _with_overheads(table: CostTable, most: CostTable | None = None) -> CostTable:
+    """Return a table with the overheads of operators and checkpoints as they are measured now, or as another has them.
+
+    Args:
+        most: The other one, whose overheads are taken where they are less.
+    """
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        dispatch_seconds = _dispatch_seconds()
         checkpoint_seconds, selective_op_seconds = _checkpoint_overheads()
-    return msgspec.structs.replace(
-        table,
-        dispatch_seconds=dispatch_seconds,
-        checkpoint_seconds=checkpoint_seconds,
-        selective_op_seconds=selective_op_seconds,
-    )
+        found = {
+            "dispatch_seconds": _dispatch_seconds(),
+            "checkpoint_seconds": checkpoint_seconds,
+            "selective_op_seconds": selective_op_seconds,
+        }
+    if most is not None:
+        found = {name: min(seconds, getattr(most, name)) for name, seconds in found.items()}
+    return msgspec.structs.replace(table, **found)
 
 
 def measure(
@@ -274,14 +283,34 @@ def _precise_seconds(
         total[text] = seconds_of[text] * times[text]
         if progress is not None:
             progress(count + index + 1, 2 * count)
-    # Again, later: what another program takes lasts longer than a call's runs.
-    for text in [s for s in seconds_of if coarse[s] < _LONG_SECONDS and total[s] >= _LARGE_SHARE * sum(total.values())]:
-        if time.perf_counter() >= ends:
-            break
-        seconds_of[text] = min(seconds_of[text], _timed(text, coarse[text], evicting))
+    _settle(seconds_of, coarse, times, evicting, ends)
     if progress is not None and len(seconds_of) < count:
         progress(2 * count, 2 * count)
     return seconds_of
+
+
+def _settle(
+    seconds_of: dict[str, float],
+    coarse: Mapping[str, float],
+    times: Mapping[str, int],
+    evicting: torch.Tensor,
+    ends: float,
+) -> None:
+    """Time calls again, until a step of them gets no faster by it, or it is a time of `perf_counter`.
+
+    What another program takes lasts longer than a call's runs, and calls that were timed at different paces say nothing
+    of the ratio of two steps that differ in them.
+    """
+    calls = [text for text in seconds_of if coarse[text] < _LONG_SECONDS]
+    faster = math.inf
+    while faster > _STEADY * sum(seconds_of[text] * times[text] for text in seconds_of):
+        faster = 0.0
+        for text in calls:
+            if time.perf_counter() >= ends:
+                return
+            seconds = min(seconds_of[text], _timed(text, coarse[text], evicting))
+            faster += (seconds_of[text] - seconds) * times[text]
+            seconds_of[text] = seconds
 
 
 def _cost(
