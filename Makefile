@@ -21,7 +21,8 @@ PACKAGES_VENV := build/packages-venv
 PACKAGES_STAMP := $(PACKAGES_VENV)/.installed
 PACKAGES_REQUIREMENTS := benchmarks/packages/requirements.txt
 
-.PHONY: setup demo docs test check lint types contracts unit test-more test-accelerator test-jittor test-keras test-wheel gpu packages format clean
+.PHONY: setup environments demo docs test check lint types contracts unit test-more test-accelerator jittor test-jittor
+.PHONY: test-keras test-wheel gpu packages format clean
 
 setup: $(STAMP)
 
@@ -29,6 +30,9 @@ $(STAMP): pyproject.toml constraints.txt
 	$(call environment,$(VENV))
 	$(BIN)/python $(INSTALL) --constraint constraints.txt --editable '.[dev]'
 	touch $(STAMP)
+
+# All that tests need: `make --jobs 2 environments` installs two at a time.
+environments: $(STAMP) $(JITTOR_STAMP) $(KERAS_STAMP)
 
 demo: $(STAMP)
 	$(BIN)/memfit demo --out runs/demo --overwrite
@@ -75,9 +79,11 @@ JITTOR_HOMES := HOME=$(CURDIR)/build/jittor-home JITTOR_HOME=$(CURDIR)/build/jit
 JITTOR_HEADER := $(CURDIR)/build/jittor-precompiled/precompiled.h
 JITTOR_FLAGS := $(JITTOR_HOMES) cc_flags="-include $(JITTOR_HEADER)" kernel_flags="-DJIT=1"
 
-test-jittor: $(JITTOR_STAMP) $(JITTOR_HEADER).gch/kernel
+jittor: $(JITTOR_STAMP) $(JITTOR_HEADER).gch/kernel
 	mkdir -p build/jittor-home
 	$(JITTOR_FLAGS) $(JITTOR_VENV)/bin/memfit doctor jittor
+
+test-jittor: jittor
 	$(JITTOR_FLAGS) $(JITTOR_VENV)/bin/python -m pytest tests/jittor
 
 $(JITTOR_HEADER).gch/kernel: tests/jittor/precompiled.h $(JITTOR_STAMP)
