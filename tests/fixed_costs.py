@@ -55,6 +55,7 @@ def _precise_seconds(
     share: float,
     progress: Callable[[int, int], None] | None,
     count: int,
+    known: Mapping[str, float],
 ) -> dict[str, float]:
     if progress is not None:
         progress(2 * count, 2 * count)

@@ -521,9 +521,45 @@ def test_calls_are_timed_again_until_the_step_gets_no_faster(
         return next(left[text])
 
     monkeypatch.setattr(module, "_least_seconds", least)
-    found = module._precise_seconds({"a": 6e-4, "b": 6e-4}, {"a": 10, "b": 20}, 0.0, None, 2)
+    found = module._precise_seconds({"a": 6e-4, "b": 6e-4}, {"a": 10, "b": 20}, 0.0, None, 2, {})
     assert found == dict(zip("ab", seconds, strict=True))
     assert timed == ["a", "b"] * rounds or timed == ["b", "a", *["b", "a"] * (rounds - 1)]
+
+
+@pytest.mark.parametrize("pace", [0.94, 1.0, 1.15])
+def test_calls_that_are_timed_later_are_told_at_the_pace_of_those_that_are_known(
+    pace: float, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step's new calls, timed on a machine that is slower by now, would make it slower than the steps before."""
+    other = plain_trace("convnet")
+    now = 1.0
+    seconds = {text: 1e-4 * (1 + index) for index, text in enumerate({*TRACE.signatures, *other.signatures})}
+    monkeypatch.setattr(module, "_coarse_seconds", lambda text, _: now * seconds[text])
+    monkeypatch.setattr(module, "_least_seconds", lambda text, _: now * seconds[text])
+    monkeypatch.setattr(module, "_dispatch_seconds", lambda: 1e-6)
+    monkeypatch.setattr(module, "_checkpoint_overheads", lambda: (1e-5, 1e-6))
+    calibrate([TRACE])
+    now = pace
+    found = calibrate([TRACE, other]).ops
+    assert {text: cost.seconds for text, cost in found.items()} == pytest.approx(seconds)
+    assert any(cost.coarse for cost in found.values()) and not all(cost.coarse for cost in found.values())
+
+
+def test_known_calls_are_timed_no_longer_than_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[str] = []
+
+    def least(text: str, _: torch.Tensor) -> float:
+        timed.append(text)
+        time.sleep(0.02)
+        return 1e-3
+
+    monkeypatch.setattr(module, "_least_seconds", least)
+    known = {str(index): 1e-3 for index in range(20)}
+    found = module._precise_seconds(
+        {"a": 1e-3, "b": 1e-3}, {"a": 1, "b": 1, **dict.fromkeys(known, 1)}, 0, None, 2, known
+    )
+    assert found.keys() - {"a", "b"} == set(timed) - {"a", "b"} != set()
+    assert len(found) <= 5
 
 
 def test_overheads_are_the_lesser_of_before_and_after_the_calls_of_a_new_table(
@@ -562,7 +598,7 @@ def test_a_long_call_is_confirmed_too(
 ) -> None:
     left = iter(others)
     monkeypatch.setattr(module, "_seconds", lambda *_: next(left))
-    assert module._precise_seconds({ADD: coarse_seconds}, {ADD: 1}, 0.0, None, 1) == {ADD: seconds}
+    assert module._precise_seconds({ADD: coarse_seconds}, {ADD: 1}, 0.0, None, 1, {}) == {ADD: seconds}
     assert list(left) == [7.0]
 
 

@@ -90,7 +90,8 @@ def calibrate(traces: Iterable[Trace], progress: Progress | None = None) -> Cost
         table, missing, is_new = _with_overheads(table), list(wanted), True
     seen.update(wanted)
     if missing:
-        table = msgspec.structs.replace(table, ops={**table.ops, **measure(missing, progress, uses)})
+        others = _largest(table, {s: n for s, n in uses.items() if s not in missing})
+        table = msgspec.structs.replace(table, ops={**table.ops, **measure(missing, progress, uses, others)})
         if is_new:  # a program that took a processor during the one measurement may have stopped before the other
             table = _with_overheads(table, most=table)
         with contextlib.suppress(OutputError):  # without a cache, the next run measures again
@@ -105,6 +106,14 @@ def _timed_too_coarsely(table: CostTable, uses: Mapping[str, int]) -> list[str]:
     coarse = {s: times * table.ops[s].seconds for s, times in uses.items() if s in table.ops and table.ops[s].coarse}
     total = sum(times * table.of(s).seconds for s, times in uses.items())
     return [s for s, seconds in coarse.items() if seconds >= _LARGE_SHARE * total]
+
+
+def _largest(table: CostTable, uses: Mapping[str, int]) -> dict[str, float]:
+    """Return the seconds of the calls that take a large share of a step and were timed well, the largest first."""
+    kept = {s: times * table.ops[s].seconds for s, times in uses.items() if s in table.ops}
+    least = _LARGE_SHARE * sum(kept.values())
+    largest = [s for s in sorted(kept, key=lambda s: -kept[s]) if kept[s] > least]
+    return {s: table.ops[s].seconds for s in largest if table.ops[s].measured and not table.ops[s].coarse}
 
 
 def known_workspace_bytes() -> dict[str, int]:
@@ -148,10 +157,7 @@ def _has_drifted(table: CostTable, uses: Mapping[str, int], seen: Collection[str
         uses: The number of each call's runs in the step.
         seen: Calls that are not checked.
     """
-    kept = {s: times * table.ops[s].seconds for s, times in uses.items() if s in table.ops}
-    least = _LARGE_SHARE * sum(kept.values())
-    checked = [s for s in sorted(kept, key=lambda s: -kept[s]) if kept[s] > least and s not in seen]
-    checked = [s for s in checked if not table.ops[s].coarse and table.ops[s].measured]
+    checked = [s for s in _largest(table, uses) if s not in seen]
     if not checked:
         return False
     evicting = torch.zeros(_CACHE_BYTES, dtype=torch.uint8)  # which takes time of its own
@@ -159,7 +165,7 @@ def _has_drifted(table: CostTable, uses: Mapping[str, int], seen: Collection[str
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         dispatch_seconds = table.dispatch_seconds if seen else _dispatch_seconds()
         found = _timed_again(checked, table, evicting, started + _CHECK_SECONDS)
-    pairs = [(kept[text], uses[text] * seconds) for text, seconds in found.items()]
+    pairs = [(uses[text] * table.ops[text].seconds, uses[text] * seconds) for text, seconds in found.items()]
     count = sum(uses.values())
     pairs.append((count * table.dispatch_seconds, count * dispatch_seconds))
     total = sum(before for before, _ in pairs)
@@ -243,21 +249,31 @@ def _with_overheads(table: CostTable, most: CostTable | None = None) -> CostTabl
 
 
 def measure(
-    signatures: list[str], progress: Progress | None = None, uses: Mapping[str, int] | None = None
+    signatures: list[str],
+    progress: Progress | None = None,
+    uses: Mapping[str, int] | None = None,
+    known: Mapping[str, float] | None = None,
 ) -> dict[str, OpCost]:
     """Return the cost of each operator call: its least time, and its workspace.
 
     Args:
         uses: The number of each call's runs in a step, of which those with a small share are timed coarsely. None times
             all calls well.
+        known: Seconds of other calls of the step, as they were measured before. They are timed again beside these,
+            whose times are then those at the machine's pace of before: only so do they add up.
     """
+    known = known or {}
     with torch.random.fork_rng(devices=[]):
         first = _first_runs(signatures, progress)
         with torch.no_grad():
             coarse = {text: _coarse_seconds(text, run.seconds) for text, run in first.items()}
-            times = {text: 1 if uses is None else uses.get(text, 1) for text in signatures}
-            seconds = _precise_seconds(coarse, times, 0.0 if uses is None else _SHARE, progress, len(signatures))
-    return {text: _cost(text, first, coarse, seconds) for text in signatures}
+            times = {text: 1 if uses is None else uses.get(text, 1) for text in [*signatures, *known]}
+            share = 0.0 if uses is None else _SHARE
+            seconds = _precise_seconds(coarse, times, share, progress, len(signatures), known)
+    again = [text for text in known if text in seconds]
+    now = sum(times[text] * seconds[text] for text in again)
+    pace = sum(times[text] * known[text] for text in again) / now if now else 1.0
+    return {text: _cost(text, first, coarse, seconds, pace) for text in signatures}
 
 
 class _FirstRun(NamedTuple):
@@ -268,11 +284,20 @@ class _FirstRun(NamedTuple):
 
 
 def _precise_seconds(
-    coarse: Mapping[str, float], times: Mapping[str, int], share: float, progress: Progress | None, count: int
+    coarse: Mapping[str, float],
+    times: Mapping[str, int],
+    share: float,
+    progress: Progress | None,
+    count: int,
+    known: Mapping[str, float],
 ) -> dict[str, float]:
-    """Return the least times of the calls that take a share of a step, longest first, until the time limit."""
+    """Return the least times of the calls that take a share of a step, longest first, until the time limit.
+
+    Those of `known` calls are among them, as many as take no longer than the others did.
+    """
     seconds_of: dict[str, float] = {}
-    ends = time.perf_counter() + _LIMIT_SECONDS
+    started = time.perf_counter()
+    ends = started + _LIMIT_SECONDS
     evicting = torch.zeros(_CACHE_BYTES, dtype=torch.uint8)
     # Shares are of the best times so far: a first run may take many times as long as later ones.
     total = {text: seconds * times[text] for text, seconds in coarse.items()}
@@ -283,7 +308,13 @@ def _precise_seconds(
         total[text] = seconds_of[text] * times[text]
         if progress is not None:
             progress(count + index + 1, 2 * count)
-    _settle(seconds_of, coarse, times, evicting, ends)
+    now = time.perf_counter()
+    enough = min(ends, now + (now - started))
+    for text in known:
+        if time.perf_counter() >= enough:
+            break
+        seconds_of[text] = _timed(text, known[text], evicting)
+    _settle(seconds_of, {**coarse, **known}, times, evicting, ends)
     if progress is not None and len(seconds_of) < count:
         progress(2 * count, 2 * count)
     return seconds_of
@@ -291,7 +322,7 @@ def _precise_seconds(
 
 def _settle(
     seconds_of: dict[str, float],
-    coarse: Mapping[str, float],
+    about_seconds: Mapping[str, float],
     times: Mapping[str, int],
     evicting: torch.Tensor,
     ends: float,
@@ -301,24 +332,26 @@ def _settle(
     What another program takes lasts longer than a call's runs, and calls that were timed at different paces say nothing
     of the ratio of two steps that differ in them.
     """
-    calls = [text for text in seconds_of if coarse[text] < _LONG_SECONDS]
+    calls = [text for text in seconds_of if about_seconds[text] < _LONG_SECONDS]
     faster = math.inf
     while faster > _STEADY * sum(seconds_of[text] * times[text] for text in seconds_of):
         faster = 0.0
         for text in calls:
             if time.perf_counter() >= ends:
                 return
-            seconds = min(seconds_of[text], _timed(text, coarse[text], evicting))
+            seconds = min(seconds_of[text], _timed(text, about_seconds[text], evicting))
             faster += (seconds_of[text] - seconds) * times[text]
             seconds_of[text] = seconds
 
 
 def _cost(
-    text: str, first: Mapping[str, _FirstRun], coarse: Mapping[str, float], seconds: Mapping[str, float]
+    text: str, first: Mapping[str, _FirstRun], coarse: Mapping[str, float], seconds: Mapping[str, float], pace: float
 ) -> OpCost:
+    """Return the cost of a call: its measured seconds times the pace, or none where it could not be run."""
     if text not in first:
         return OpCost(0.0, 0, False)
-    return OpCost(seconds.get(text, coarse[text]), first[text].workspace_bytes, True, text not in seconds)
+    found = pace * seconds.get(text, coarse[text])
+    return OpCost(found, first[text].workspace_bytes, True, text not in seconds)
 
 
 def _coarse_seconds(text: str, first_seconds: float) -> float:
