@@ -545,21 +545,23 @@ def test_calls_that_are_timed_later_are_told_at_the_pace_of_those_that_are_known
     assert any(cost.coarse for cost in found.values()) and not all(cost.coarse for cost in found.values())
 
 
-def test_known_calls_are_timed_no_longer_than_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("limit_seconds", "count"), [(30.0, 2), (3.0, 1), (2.0, 0)])
+def test_known_calls_are_timed_no_longer_than_the_others(
+    limit_seconds: float, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     timed: list[str] = []
 
     def least(text: str, _: torch.Tensor) -> float:
         timed.append(text)
-        time.sleep(0.02)
         return 1e-3
 
     monkeypatch.setattr(module, "_least_seconds", least)
+    monkeypatch.setattr(module, "_LIMIT_SECONDS", limit_seconds)
+    monkeypatch.setattr(module, "time", types.SimpleNamespace(perf_counter=lambda: float(len(timed))))  # one a second
     known = {str(index): 1e-3 for index in range(20)}
-    found = module._precise_seconds(
-        {"a": 1e-3, "b": 1e-3}, {"a": 1, "b": 1, **dict.fromkeys(known, 1)}, 0, None, 2, known
-    )
-    assert found.keys() - {"a", "b"} == set(timed) - {"a", "b"} != set()
-    assert len(found) <= 5
+    times = dict.fromkeys(["a", "b", *known], 1)
+    found = module._precise_seconds({"a": 1e-3, "b": 1e-3}, times, 0, None, 2, known)
+    assert list(found) == ["a", "b", *list(known)[:count]]
 
 
 def test_overheads_are_the_lesser_of_before_and_after_the_calls_of_a_new_table(
