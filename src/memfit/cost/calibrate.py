@@ -90,7 +90,8 @@ def calibrate(traces: Iterable[Trace], progress: Progress | None = None) -> Cost
         table, missing, is_new = _with_overheads(table), list(wanted), True
     seen.update(wanted)
     if missing:
-        others = _largest(table, {s: n for s, n in uses.items() if s not in missing})
+        new = set(missing)
+        others = _largest(table, {s: n for s, n in uses.items() if s not in new})
         table = msgspec.structs.replace(table, ops={**table.ops, **measure(missing, progress, uses, others)})
         if is_new:  # a program that took a processor during the one measurement may have stopped before the other
             table = _with_overheads(table, most=table)
