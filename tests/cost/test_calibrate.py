@@ -523,7 +523,7 @@ def test_calls_are_timed_again_until_the_step_gets_no_faster(
     monkeypatch.setattr(module, "_least_seconds", least)
     found = module._precise_seconds({"a": 6e-4, "b": 6e-4}, {"a": 10, "b": 20}, 0.0, None, 2, {})
     assert found == dict(zip("ab", seconds, strict=True))
-    assert timed == ["a", "b"] * rounds or timed == ["b", "a", *["b", "a"] * (rounds - 1)]
+    assert timed == ["b", "a"] * rounds
 
 
 @pytest.mark.parametrize("pace", [0.94, 1.0, 1.15])
@@ -533,7 +533,8 @@ def test_calls_that_are_timed_later_are_told_at_the_pace_of_those_that_are_known
     """A step's new calls, timed on a machine that is slower by now, would make it slower than the steps before."""
     other = plain_trace("convnet")
     now = 1.0
-    seconds = {text: 1e-4 * (1 + index) for index, text in enumerate({*TRACE.signatures, *other.signatures})}
+    texts = dict.fromkeys([*TRACE.signatures, *other.signatures])
+    seconds = {text: 1e-4 * (1 + index) for index, text in enumerate(texts)}
     monkeypatch.setattr(module, "_coarse_seconds", lambda text, _: now * seconds[text])
     monkeypatch.setattr(module, "_least_seconds", lambda text, _: now * seconds[text])
     monkeypatch.setattr(module, "_dispatch_seconds", lambda: 1e-6)
@@ -560,8 +561,23 @@ def test_known_calls_are_timed_no_longer_than_the_others(
     monkeypatch.setattr(module, "time", types.SimpleNamespace(perf_counter=lambda: float(len(timed))))  # one a second
     known = {str(index): 1e-3 for index in range(20)}
     times = dict.fromkeys(["a", "b", *known], 1)
-    found = module._precise_seconds({"a": 1e-3, "b": 1e-3}, times, 0, None, 2, known)
+    told: list[tuple[int, int]] = []
+    found = module._precise_seconds(
+        {"a": 1e-3, "b": 1e-3}, times, 0, lambda done, total: told.append((done, total)), 2, known
+    )
     assert list(found) == ["a", "b", *list(known)[:count]]
+    assert told[-1] == (4, 4)
+
+
+def test_progress_ends_where_known_calls_are_as_many_as_those_that_are_too_small(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_least_seconds", lambda *_: 1e-3)
+    told: list[tuple[int, int]] = []
+    coarse, known = {"large": 1e-3, "small": 1e-9}, {"before": 1e-3}
+    times = dict.fromkeys([*coarse, *known], 1)
+    found = module._precise_seconds(coarse, times, 0.1, lambda done, total: told.append((done, total)), 2, known)
+    assert "small" not in found and told[-1] == (4, 4)
 
 
 def test_overheads_are_the_lesser_of_before_and_after_the_calls_of_a_new_table(

@@ -94,7 +94,7 @@ def calibrate(traces: Iterable[Trace], progress: Progress | None = None) -> Cost
         others = _largest(table, {s: n for s, n in uses.items() if s not in new})
         table = msgspec.structs.replace(table, ops={**table.ops, **measure(missing, progress, uses, others)})
         if is_new:  # a program that took a processor during the one measurement may have stopped before the other
-            table = _with_overheads(table, most=table)
+            table = _with_overheads(table, again=True)
         with contextlib.suppress(OutputError):  # without a cache, the next run measures again
             codec.write_atomic(path, codec.encode(table))
     bars = calibration()
@@ -231,11 +231,11 @@ def _cached(path: Path) -> CostTable:
     )
 
 
-def _with_overheads(table: CostTable, most: CostTable | None = None) -> CostTable:
-    """Return a table with the overheads of operators and checkpoints as they are measured now, or as another has them.
+def _with_overheads(table: CostTable, again: bool = False) -> CostTable:
+    """Return a table with the overheads of operators and checkpoints as they are measured now.
 
     Args:
-        most: The other one, whose overheads are taken where they are less.
+        again: Whether those that the table has are kept where they are less.
     """
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         checkpoint_seconds, selective_op_seconds = _checkpoint_overheads()
@@ -244,8 +244,8 @@ def _with_overheads(table: CostTable, most: CostTable | None = None) -> CostTabl
             "checkpoint_seconds": checkpoint_seconds,
             "selective_op_seconds": selective_op_seconds,
         }
-    if most is not None:
-        found = {name: min(seconds, getattr(most, name)) for name, seconds in found.items()}
+    if again:
+        found = {name: min(seconds, getattr(table, name)) for name, seconds in found.items()}
     return msgspec.structs.replace(table, **found)
 
 
@@ -316,7 +316,7 @@ def _precise_seconds(
             break
         seconds_of[text] = _timed(text, known[text], evicting)
     _settle(seconds_of, {**coarse, **known}, times, evicting, ends)
-    if progress is not None and len(seconds_of) < count:
+    if progress is not None and len(seconds_of.keys() - known.keys()) < count:
         progress(2 * count, 2 * count)
     return seconds_of
 
