@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import memfit
 from benchmarks.common import Case, main
@@ -30,7 +30,7 @@ from benchmarks.frontier.models import QUICK, SUBJECTS
 from benchmarks.processes import output_of
 from benchmarks.steps.rows import Rows
 from memfit.cli import threads
-from memfit.cost.pace import Pace, at_rest
+from memfit.cost.pace import Conditions, Pace, at_rest, comparable
 from memfit.hardware import heap
 from memfit.hardware.host import find_device, free_bytes
 from memfit.ir.plan import Levers, MeasuredStep, Plan
@@ -40,7 +40,7 @@ from memfit.workload import Workload, samples_of
 SHARES = (0.7, 0.5)
 _SPIN = "while True: sum(range(100000))"
 _LIMIT_SECONDS = 1800.0
-_MOST_SECONDS, _LEAST_ROUNDS = 240.0, 5
+_MOST_SECONDS, _LEAST_ROUNDS, _LEAST_COMPARABLE = 240.0, 5, 3
 _AS_FAST = 0.02  # a chosen plan may be slower than the fastest by this share
 _SURE = 0.01  # the error with which a predicted ratio's measured one is known
 _TOLD = 3.0  # how many errors a ratio is away from what it is held against, once that is told; asked in each round
@@ -100,7 +100,7 @@ def _cell(name: str, workload: Workload, budget: str, plan: Plan) -> Iterator[Ca
         "measured_ratio": statistics.median(measured),
         "ratio_error": error_of_median(measured),
         "predicted_plain_seconds": plan.plain.step_seconds,
-        "measured_plain_seconds": statistics.median(_at_rest(rounds, lambda seconds: seconds[plain], plain)),
+        "measured_plain_seconds": statistics.median(_seconds_at_rest(rounds, plain)),
     }
     if len(run) > 1:
         found = {other: ratios_of(rounds, plan.levers, other) for other in run if other != plan.levers}
@@ -123,9 +123,15 @@ def _predicted_seconds(step: MeasuredStep | Plan) -> float:
     return step.predicted.step_seconds if isinstance(step, Plan) else step.predicted_seconds
 
 
-Seconds = Mapping[Levers, float]
-Round = tuple[float, Seconds]
-"""How slow the machine was, and the seconds of a step under each plan that took part."""
+class Took(NamedTuple):
+    """What a step takes in a turn, and the share of that in which its thread computed."""
+
+    seconds: float
+    attended_share: float = 1.0
+
+
+Round = tuple[float, Mapping[Levers, Took]]
+"""How slow the machine was, and the step under each plan that took part."""
 
 
 @dataclass(frozen=True)
@@ -155,44 +161,49 @@ class Cell:
         return found | {self.chosen, *others} if others else found
 
 
-def _rounds(workload: Workload, plans: Seconds, unknown: Callable[[Sequence[Round]], set[Levers]]) -> list[Round]:
+def _rounds(
+    workload: Workload, plans: Mapping[Levers, float], unknown: Callable[[Sequence[Round]], set[Levers]]
+) -> list[Round]:
     """Run plans in rounds, each in an order drawn anew, until all is known, or the time is over."""
     draws, pace = random.Random(0), Pace()
     found: list[Round] = []
     ends = time.perf_counter() + _MOST_SECONDS
     while (taking_part := unknown(found)) and time.perf_counter() < ends:
-        seconds: dict[Levers, float] = {}
+        took: dict[Levers, Took] = {}
         slowdowns = [pace.read()]
         order = [levers for levers in plans if levers in taking_part]
         for levers in draws.sample(order, len(order)):
-            seconds[levers] = _timed(workload, levers, plans[levers])
+            took[levers] = _timed(workload, levers, plans[levers])
             slowdowns.append(pace.read())
-        found.append((max(slowdowns), seconds))
+        found.append((max(slowdowns), took))
     return found
 
 
-def _timed(workload: Workload, levers: Levers, about_seconds: float) -> float:
-    """Return the median seconds of a turn's steps."""
+def _timed(workload: Workload, levers: Levers, about_seconds: float) -> Took:
+    """Return the median of a turn's steps."""
     plans = [(levers, about_seconds)]
     timed = timed_in_turns(workload, plans, find_device("cpu"), limit_seconds=_LIMIT_SECONDS, rounds=1)
     if timed.errors or timed.are_first_steps:
         raise RuntimeError(f"a plan could not be run: {timed.errors}")
-    return timed.step_seconds[0]
+    return Took(timed.step_seconds[0], timed.turns[0][0].attended_share)
 
 
 def ratios_of(rounds: Sequence[Round], levers: Levers, other: Levers) -> list[float]:
-    """Return the ratios of two plans' times in the rounds that both took part in, since speeds come and go."""
-    return _at_rest(rounds, lambda seconds: seconds[levers] / seconds[other], levers, other)
+    """Return the ratios of two plans' times in the rounds that both took part in, since speeds come and go.
 
-
-def _at_rest(rounds: Sequence[Round], value: Callable[[Seconds], float], *levers: Levers) -> list[float]:
-    """Return a value of the rounds that some plans took part in at the machine's own pace, or of the least slow ones.
-
-    The host of a virtual machine takes processors from it for seconds at a time, which slows steps of large operators
-    most.
+    As for a choice, rounds count in which other programs took as much from both, at the machine's own pace.
     """
-    both = [(slowdown, value(seconds)) for slowdown, seconds in rounds if all(each in seconds for each in levers)]
-    return at_rest(both, _LEAST_ROUNDS)
+    both = [(slowdown, took[levers], took[other]) for slowdown, took in rounds if levers in took and other in took]
+    ratios = [
+        (Conditions(slowdown, (one.attended_share, two.attended_share)), one.seconds / two.seconds)
+        for slowdown, one, two in both
+    ]
+    return comparable(ratios, _LEAST_COMPARABLE)
+
+
+def _seconds_at_rest(rounds: Sequence[Round], levers: Levers) -> list[float]:
+    """Return a plan's times at the machine's own pace, or near the least slow one."""
+    return at_rest([(slowdown, took[levers].seconds) for slowdown, took in rounds if levers in took], _LEAST_ROUNDS)
 
 
 def is_told(ratios: Sequence[float]) -> bool:
@@ -201,10 +212,14 @@ def is_told(ratios: Sequence[float]) -> bool:
 
 
 def error_of_median(values: Sequence[float]) -> float:
-    """Return the standard error of the median of some values, by their median absolute deviation, as of normal ones."""
-    middle = statistics.median(values)
-    deviation = statistics.median(abs(value - middle) for value in values)
-    return math.sqrt(math.pi / 2) * deviation / (0.6745 * math.sqrt(len(values)))
+    """Return the standard error of the median of some values, by their quartiles, as of normal ones.
+
+    By those, since times on a busy machine come in two kinds: most of them may be near the median, and it of one kind.
+    """
+    if len(values) < 2:
+        return 0.0
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return math.sqrt(math.pi / 2) * (high - low) / (1.349 * math.sqrt(len(values)))
 
 
 @contextlib.contextmanager

@@ -52,6 +52,10 @@ def test_the_error_of_a_median_is_that_of_many_medians() -> None:
     assert found == pytest.approx(spread, rel=0.1) and step_times.error_of_median([1.0] * 4) == 0.0
 
 
+def test_times_of_two_kinds_leave_a_median_unknown() -> None:
+    assert step_times.error_of_median([1.0, 1.01, 1.6, 1.62, 1.65]) > 0.2
+
+
 def test_others_compute_until_the_cells_are_done() -> None:
     with step_times._computing(2) as processes:
         assert [process.poll() for process in processes] == [None, None]
@@ -61,7 +65,11 @@ def test_others_compute_until_the_cells_are_done() -> None:
 def rounds_of(spread: float, **seconds: float) -> list[step_times.Round]:
     """Return twenty rounds of steps of some seconds, which each are off by a share of them at most."""
     draws, levers = random.Random(0), {"plain": PLAIN, "first": FIRST, "chosen": CHOSEN, "other": OTHER}
-    return [(1.0, {levers[n]: s * (1 + draws.uniform(-spread, spread)) for n, s in seconds.items()}) for _ in range(20)]
+
+    def took(seconds: float) -> step_times.Took:
+        return step_times.Took(seconds * (1 + draws.uniform(-spread, spread)))
+
+    return [(1.0, {levers[name]: took(each) for name, each in seconds.items()}) for _ in range(20)]
 
 
 def test_steps_run_on_until_the_others_are_told_from_the_chosen_one() -> None:
@@ -76,17 +84,24 @@ def test_steps_run_on_until_the_others_are_told_from_the_chosen_one() -> None:
 
 def test_ratios_are_of_rounds_in_which_both_took_part_at_the_own_pace() -> None:
     rounds = rounds_of(0.0, plain=2.0, first=1.0) + rounds_of(0.0, plain=9.0)
-    rounds += [(1.9, {PLAIN: 5.0, FIRST: 1.0})]
+    rounds += [(1.9, {PLAIN: step_times.Took(5.0), FIRST: step_times.Took(1.0)})]
     assert step_times.ratios_of(rounds, PLAIN, FIRST) == [2.0] * 20
     assert step_times.ratios_of(rounds[-1:], PLAIN, FIRST) == [5.0]
+
+
+def test_ratios_are_of_rounds_in_which_others_took_as_much_from_both() -> None:
+    shared, alone = step_times.Took(1.6, 0.37), step_times.Took(1.0, 0.54)
+    apart = [(2.0, {PLAIN: shared, FIRST: alone}), (2.0, {PLAIN: alone, FIRST: shared})]
+    rounds = 4 * apart + 3 * [(2.0, {PLAIN: shared, FIRST: shared}), (2.0, {PLAIN: alone, FIRST: alone})]
+    assert step_times.ratios_of(rounds, PLAIN, FIRST) == [1.0] * 6
 
 
 def test_every_step_runs_until_all_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[Levers] = []
 
-    def timed(workload: object, levers: Levers, about_seconds: float) -> float:
+    def timed(workload: object, levers: Levers, about_seconds: float) -> step_times.Took:
         ran.append(levers)
-        return about_seconds
+        return step_times.Took(about_seconds)
 
     monkeypatch.setattr(step_times, "_timed", timed)
     seconds = {PLAIN: 1.0, FIRST: 1.0, CHOSEN: 1.0, OTHER: 1.0}

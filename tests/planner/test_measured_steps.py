@@ -341,6 +341,41 @@ def test_rounds_of_a_slowed_machine_do_not_count_where_there_are_others() -> Non
     assert any("×1.60" in note for note in notes)
 
 
+def test_rounds_in_which_others_took_more_from_one_plan_do_not_count_where_there_are_others() -> None:
+    """Beside two programs, a step takes 1.0 s where its thread has a processor for 54 % of the time, 1.6 s for 36 %."""
+    of_first, of_second = [0.54, 0.54, 0.36, 0.54, 0.36, 0.36], [0.36, 0.54, 0.36, 0.36, 0.35, 0.54]
+
+    def turns(shares: list[float], seconds: float) -> list[Turn]:
+        return [Turn(9.0, [seconds * (1.0 if share > 0.5 else 1.6)], 2.0, share) for share in shares]
+
+    found = Timed([turns(of_first, 1.0), turns(of_second, 1.1)])
+    assert found.step_seconds[1] / found.step_seconds[0] == pytest.approx(1.1)
+    assert found.ratio_error == pytest.approx(of_ratios(1.1, 1.1, 1.1).ratio_error)
+
+
+def test_a_plan_whose_thread_waits_more_in_all_rounds_is_compared_by_all_of_them() -> None:
+    rounds = 6
+    found = Timed(
+        [[Turn(9.0, [1.0], 1.0, 0.9)] * rounds, [Turn(9.0, [ratio], 1.0, 0.5) for ratio in [1.0, 1.2] * (rounds // 2)]]
+    )
+    assert found.step_seconds[1] == pytest.approx(1.1)
+    assert found.ratio_error == pytest.approx(of_ratios(*[1.0, 1.2] * (rounds // 2)).ratio_error)
+
+
+def test_each_turn_tells_the_share_in_which_its_thread_computed() -> None:
+    workload, wall, own = small(), [0.0], [0.0]
+    plain_loss = workload.loss_fn
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        wall[0] += 1.0
+        own[0] += 0.9 if len(batch[0]) == 8 else 0.4
+        return plain_loss(model, batch)
+
+    clocks = Clocks(lambda: wall[0], lambda: own[0])
+    found = timed(dataclasses.replace(workload, loss_fn=loss), *sizes(8, 4), rounds=1, clocks=clocks)
+    assert [turn.attended_share for (turn,) in found.turns] == pytest.approx([0.9, 0.4])
+
+
 def test_the_machine_is_looked_at_before_and_after_each_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     slowdowns = iter([1.0, 1.3, 1.0, 1.0, 1.0, 1.2])
     monkeypatch.setattr(measured_steps.Pace, "read", lambda self: next(slowdowns))

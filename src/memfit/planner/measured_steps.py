@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 
 from memfit.capture.fake_workload import nothing_changes
-from memfit.cost.pace import Pace, at_rest, busy_notes
+from memfit.cost.pace import Conditions, Pace, busy_notes, comparable
 from memfit.hardware import accelerators
 from memfit.hardware.host import free_bytes
 from memfit.ir.device import Device
@@ -73,11 +73,13 @@ class Turn:
         first_seconds: Of the step that begins the turn.
         seconds: Of each step after it.
         slowdown: What a large operator took just before and after, as a multiple of what it took when it was timed.
+        attended_share: The share of the steps after the first in which their thread computed; 1 on accelerators.
     """
 
     first_seconds: float
     seconds: list[float] = field(default_factory=list)
     slowdown: float = 1.0
+    attended_share: float = 1.0
 
 
 @dataclass
@@ -139,16 +141,17 @@ class Timed:
     def _ratios(self, index: int, first: int) -> list[float]:
         """Return the ratios of a plan's time to the first one's, of the rounds in which both have one.
 
-        Rounds at the machine's own pace count: the host of a virtual machine takes processors from it for seconds at a
-        time, which slows plans of large operators most.
+        Rounds count in which other programs took as much from both, at the machine's own pace: the host of a virtual
+        machine takes processors from it for seconds at a time, which slows plans of large operators most.
         """
-        pairs = zip(self.turns[index], self.turns[first], strict=False)
-        slowdowns = [max(own.slowdown, other.slowdown) for own, other in pairs]
-        times = zip(slowdowns, self._compared(index), self._compared(first), strict=False)
-        paced = [
-            (slow, statistics.median(own) / statistics.median(other)) for slow, own, other in times if own and other
+        turns = zip(self.turns[index], self.turns[first], strict=False)
+        times = zip(turns, self._compared(index), self._compared(first), strict=False)
+        rounds = [
+            (_conditions(one, other), statistics.median(own) / statistics.median(others))
+            for (one, other), own, others in times
+            if own and others
         ]
-        return at_rest(paced, _LEAST_ROUNDS)
+        return comparable(rounds, _LEAST_ROUNDS)
 
     def _run(self) -> list[int]:
         """Return the plans that were run and did not fail."""
@@ -169,6 +172,10 @@ class Timed:
     def attended_share(self) -> float:
         """The share of the steps in which their thread computed; less than all on a busy machine."""
         return self.own_seconds / self.wall_seconds if self.wall_seconds else 1.0
+
+
+def _conditions(one: Turn, other: Turn) -> Conditions:
+    return Conditions(max(one.slowdown, other.slowdown), (one.attended_share, other.attended_share))
 
 
 Run = Callable[[int, float], float]
@@ -361,10 +368,13 @@ class _Turns:
             makes_until = self._clocks.wall()
             turn = self._latest = Turn(self._step(step), slowdown=slowdown)
             self.found.turns[index].append(turn)
+            wall_seconds, own_seconds = self.found.wall_seconds, self.found.own_seconds
             for _ in range(steps_of(predicted_seconds)):
                 if self._clocks.wall() >= makes_until + seconds:
                     break
                 turn.seconds.append(self._step(step))
+            if sum(turn.seconds) > 0 and self._pace is not None:
+                turn.attended_share = (self.found.own_seconds - own_seconds) / (self.found.wall_seconds - wall_seconds)
         return makes_until - began
 
     def _tell_of_code(self) -> None:
