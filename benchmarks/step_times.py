@@ -255,7 +255,7 @@ def _share(rows: Sequence[Case], is_so: Callable[[Case], bool]) -> float | None:
 
 def _is_told_to_be_slower(row: Case) -> bool:
     """Tell whether a chosen plan is slower than the fastest by more than is allowed, and by more than noise."""
-    return row["ratio_to_best"] - _TOLD * (row.get("ratio_error") or 0.0) > 1 + _AS_FAST
+    return bool(row["ratio_to_best"] - _TOLD * (row.get("ratio_error") or 0.0) > 1 + _AS_FAST)
 
 
 def run(
