@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memfit.cost import calibrate
-from memfit.cost.pace import Conditions, Pace, at_rest, busy_notes, comparable
+from memfit.cost.pace import Pace, at_rest, busy_notes, undisturbed
 
 
 def paced(monkeypatch: pytest.MonkeyPatch, kept: float | None, now: list[float]) -> Pace:
@@ -65,29 +65,19 @@ def test_on_a_machine_that_got_slower_all_rounds_of_its_pace_count() -> None:
     assert at_rest([(slowdown, slowdown) for slowdown in slowdowns], 3) == [1.55, 1.6, 1.6, 1.7, 1.7, 2.2]
 
 
-alike = st.builds(Conditions, st.floats(0.8, 3.0), st.floats(0.5, 0.55).map(lambda share: (share, 0.52)))
-unlike = st.builds(Conditions, st.floats(0.8, 3.0), st.sampled_from([(0.54, 0.36), (0.3, 0.54), (1.0, 0.0)]))
+shares = st.floats(0.1, 1.0)
 
 
-@given(st.lists(alike, min_size=3), st.lists(unlike))
-def test_rounds_in_which_others_took_as_much_from_both_count_and_no_others(
-    same: list[Conditions], other: list[Conditions]
-) -> None:
-    found = comparable([*((how, False) for how in other), *((how, True) for how in same)], 3)
-    assert found == [True] * len(at_rest([(how.slowdown, None) for how in same], 3))
+@given(st.lists(shares, min_size=1), shares)
+def test_what_others_took_is_taken_off_up_to_what_they_took_least(of_turns: list[float], share: float) -> None:
+    times = undisturbed([(1.0 / each, each) for each in of_turns])  # a thread that computes for a second each time
+    assert times == pytest.approx([1.0 / max(of_turns)] * len(of_turns))
+    assert undisturbed([(seconds, share) for seconds in of_turns]) == pytest.approx(of_turns)
 
 
-@given(st.lists(unlike, max_size=9))
-def test_where_plans_differ_in_all_rounds_as_many_as_are_asked_count(rounds: list[Conditions]) -> None:
-    assert len(comparable([(how, None) for how in rounds], 3)) >= min(3, len(rounds))
-
-
-def test_worked_numbers_of_comparable_rounds() -> None:
-    shares = [(0.54, 0.36), (0.54, 0.54), (0.36, 0.37), (0.36, 0.54), (0.5, 0.54)]
-    rounds = [(Conditions(1.0, each), each) for each in shares]
-    assert sorted(comparable(rounds, 3)) == [(0.36, 0.37), (0.5, 0.54), (0.54, 0.54)]
-    assert Conditions(1.0, (0.36, 0.54)).unlikeness == pytest.approx(1.5)
-    assert len(comparable(rounds[:1] + rounds[3:4], 3)) == 2
+def test_worked_numbers_of_undisturbed_times() -> None:
+    assert undisturbed([(1.0, 0.5), (1.6, 0.4), (0.0, 1.0)]) == pytest.approx([1.0, 1.28, 0.0])
+    assert undisturbed([]) == [] and undisturbed([(1.0, 0.0), (1.1, 0.0)]) == [1.0, 1.1]
 
 
 @pytest.mark.parametrize(

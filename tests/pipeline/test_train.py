@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import types
 from pathlib import Path
-from typing import cast
 
 import msgspec
 import pytest
@@ -18,12 +16,10 @@ from memfit.ir.plan import Levers, Plan
 from memfit.ir.remat import Region
 from memfit.ir.run_record import RunRecord, Views
 from memfit.levers.stack import applied
-from memfit.pipeline import _train
 from memfit.pipeline._train import views
 from memfit.recipes import byte_lm
 from memfit.training.runs.folder import METRICS
 from memfit.training.runs.log import read_lines
-from memfit.training.step import Step
 from memfit.workload import Workload
 
 
@@ -55,33 +51,6 @@ def test_a_comparison_says_that_the_machine_was_slower(plan: Plan, monkeypatch: 
     monkeypatch.setattr(Pace, "slowdown", 1.5)
     notes = memfit.compare(plan, tiny(), steps=2).notes
     assert any("slower" in note and "×1.50" in note for note in notes)
-
-
-class OnClock:
-    """A step that takes some seconds each time, of which its thread computes for a share."""
-
-    def __init__(self, clock: list[float], took: list[tuple[float, float]]) -> None:
-        self.clock, self.took, self.workload = clock, iter(took), tiny()
-
-    def __call__(self, batch: object) -> types.SimpleNamespace:
-        seconds, share = next(self.took)
-        self.clock[0] += seconds
-        self.clock[1] += seconds * share
-        return types.SimpleNamespace(loss=1.0)
-
-
-def test_steps_are_compared_where_other_programs_took_as_much_from_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside two programs, a step takes 1.0 s where its thread has a processor for 54 % of the time, 1.6 s for 36 %."""
-    clock, alone, shared = [0.0, 0.0], (1.0, 0.54), (1.6, 0.36)
-    monkeypatch.setattr(
-        _train, "time", types.SimpleNamespace(perf_counter=lambda: clock[0], thread_time=lambda: clock[1])
-    )
-    monkeypatch.setattr(Pace, "read", lambda self: 2.0)
-    plain = OnClock(clock, [(9.0, 1.0), alone, alone, alone, shared, shared, alone])
-    planned = OnClock(clock, [(9.0, 1.0), shared, alone, shared, shared, shared, shared])
-    found = _train._interleave(cast("list[Step]", [plain, planned]), [None] * 7, None, Pace())
-    assert sorted(map(sorted, found.seconds)) == [pytest.approx([1.0, 1.6, 1.6])] * 2
-    assert any("busy" in note for note in found.notes)
 
 
 def test_comparing_leaves_the_workload_alone(plan: Plan) -> None:

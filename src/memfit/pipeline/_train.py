@@ -15,7 +15,7 @@ import torch
 
 from memfit.capture.fake_workload import nothing_changes, real_copy
 from memfit.capture.measured_peak import measure_peak_bytes
-from memfit.cost.pace import Conditions, Pace, busy_notes, comparable
+from memfit.cost.pace import Pace, busy_notes
 from memfit.errors import UsageError
 from memfit.hardware.accelerators import synchronize
 from memfit.hardware.host import find_device, free_bytes
@@ -48,8 +48,6 @@ from memfit.training.step import Step
 from memfit.training.trainer import Trainer
 from memfit.units import format_bytes, format_seconds, parse_budget
 from memfit.workload import Workload, tensors_of
-
-_LEAST_ROUNDS = 3  # that count in a comparison, however unlike the conditions of its two steps are
 
 
 def views(plan: Plan, workload: Workload, comparison: Comparison | None = None) -> Views:
@@ -172,7 +170,7 @@ def first_batches(workload: Workload, count: int) -> list[Any]:
 
 
 class _Interleaved(NamedTuple):
-    """The losses and the seconds of two steps, by step, and notes on the seconds."""
+    """The losses and the seconds of some steps, by step, and notes on the seconds."""
 
     losses: list[list[float]]
     seconds: list[list[float]]
@@ -182,37 +180,27 @@ class _Interleaved(NamedTuple):
 def _interleave(
     steps: list[Step], batches: list[Any], progress: Callable[[int, int], None] | None, pace: Pace | None
 ) -> _Interleaved:
-    """Run two steps on each batch in turn, from the same random state.
-
-    Args:
-        pace: Is read before each step, so that seconds are those of comparable rounds; None for those of all.
-    """
-    losses: list[list[float]] = [[], []]
-    rounds: list[tuple[Conditions, list[float]]] = []
+    """Run each step on each batch in turn, from the same random state."""
+    losses: list[list[float]] = [[] for _ in steps]
+    seconds: list[list[float]] = [[] for _ in steps]
     own_seconds = 0.0
     for index, batch in enumerate(batches):
-        is_timed = index > 0 or len(batches) == 1  # the first steps make the optimizer's state
-        seconds, shares, slowdowns = list[float](), list[float](), [1.0]
+        is_timed = index > 0 or len(batches) == 1
         for which, step in enumerate(steps):
             if is_timed and pace is not None:
-                slowdowns.append(pace.read())
+                pace.read()
             torch.manual_seed(index)
             started, own = time.perf_counter(), time.thread_time()
             losses[which].append(step(batch).loss)
             synchronize(place_of(step.workload))  # or the next step would wait for this one's update
-            seconds.append(time.perf_counter() - started)
-            shares.append((time.thread_time() - own) / seconds[-1])
-        if is_timed:
-            own_seconds += sum(share * taken for share, taken in zip(shares, seconds, strict=True))
-            rounds.append((Conditions(max(slowdowns), (shares[0], shares[1])), seconds))
+            if is_timed:
+                seconds[which].append(time.perf_counter() - started)
+                own_seconds += time.thread_time() - own
         if progress is not None:
             progress(index + 1, len(batches))
-    by_step = [[taken[which] for _, taken in rounds] for which in range(2)]
     if pace is None:
-        return _Interleaved(losses, by_step, [])
-    notes = busy_notes("they ran", own_seconds / sum(map(sum, by_step)), pace.slowdown)
-    compared = comparable(rounds, _LEAST_ROUNDS)
-    return _Interleaved(losses, [[taken[which] for taken in compared] for which in range(2)], notes)
+        return _Interleaved(losses, seconds, [])
+    return _Interleaved(losses, seconds, busy_notes("they ran", own_seconds / sum(map(sum, seconds)), pace.slowdown))
 
 
 def _train_bars(bars: Bars, arguments: Mapping[str, Any]) -> dict[str, Callable[..., None]]:

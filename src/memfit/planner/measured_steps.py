@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 
 from memfit.capture.fake_workload import nothing_changes
-from memfit.cost.pace import Conditions, Pace, busy_notes, comparable
+from memfit.cost.pace import Pace, at_rest, busy_notes, undisturbed
 from memfit.hardware import accelerators
 from memfit.hardware.host import free_bytes
 from memfit.ir.device import Device
@@ -141,17 +141,21 @@ class Timed:
     def _ratios(self, index: int, first: int) -> list[float]:
         """Return the ratios of a plan's time to the first one's, of the rounds in which both have one.
 
-        Rounds count in which other programs took as much from both, at the machine's own pace: the host of a virtual
-        machine takes processors from it for seconds at a time, which slows plans of large operators most.
+        Times are undisturbed ones, since other programs take as much from one plan as from another in the long run, and
+        not in few rounds. Rounds at the machine's own pace count: the host of a virtual machine takes processors from
+        it for seconds at a time, which slows plans of large operators most.
         """
-        turns = zip(self.turns[index], self.turns[first], strict=False)
-        times = zip(turns, self._compared(index), self._compared(first), strict=False)
-        rounds = [
-            (_conditions(one, other), statistics.median(own) / statistics.median(others))
-            for (one, other), own, others in times
-            if own and others
-        ]
-        return comparable(rounds, _LEAST_ROUNDS)
+        pairs = zip(self.turns[index], self.turns[first], strict=False)
+        slowdowns = [max(own.slowdown, other.slowdown) for own, other in pairs]
+        times = zip(slowdowns, self._undisturbed(index), self._undisturbed(first), strict=False)
+        paced = [(slow, own / other) for slow, own, other in times if own and other]
+        return at_rest(paced, _LEAST_ROUNDS)
+
+    def _undisturbed(self, index: int) -> list[float]:
+        """Return the time by which a plan is compared, turn by turn; 0 for a turn without one."""
+        seconds = [statistics.median(of_turn) if of_turn else 0.0 for of_turn in self._compared(index)]
+        shares = [1.0 if self.are_first_steps else turn.attended_share for turn in self.turns[index]]
+        return undisturbed(list(zip(seconds, shares, strict=True)))
 
     def _run(self) -> list[int]:
         """Return the plans that were run and did not fail."""
@@ -172,10 +176,6 @@ class Timed:
     def attended_share(self) -> float:
         """The share of the steps in which their thread computed; less than all on a busy machine."""
         return self.own_seconds / self.wall_seconds if self.wall_seconds else 1.0
-
-
-def _conditions(one: Turn, other: Turn) -> Conditions:
-    return Conditions(max(one.slowdown, other.slowdown), (one.attended_share, other.attended_share))
 
 
 Run = Callable[[int, float], float]
