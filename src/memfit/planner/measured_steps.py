@@ -73,7 +73,8 @@ class Turn:
         first_seconds: Of the step that begins the turn.
         seconds: Of each step after it.
         slowdown: What a large operator took just before and after, as a multiple of what it took when it was timed.
-        attended_share: The share of the steps after the first in which their thread computed; 1 on accelerators.
+        attended_share: The share of a step in which its thread computed, by the medians of those after the first; 1 on
+            accelerators.
     """
 
     first_seconds: float
@@ -368,13 +369,15 @@ class _Turns:
             makes_until = self._clocks.wall()
             turn = self._latest = Turn(self._step(step), slowdown=slowdown)
             self.found.turns[index].append(turn)
-            wall_seconds, own_seconds = self.found.wall_seconds, self.found.own_seconds
+            own_seconds = list[float]()
             for _ in range(steps_of(predicted_seconds)):
                 if self._clocks.wall() >= makes_until + seconds:
                     break
+                before = self.found.own_seconds
                 turn.seconds.append(self._step(step))
-            if sum(turn.seconds) > 0 and self._pace is not None:
-                turn.attended_share = (self.found.own_seconds - own_seconds) / (self.found.wall_seconds - wall_seconds)
+                own_seconds.append(self.found.own_seconds - before)
+            if self._pace is not None and turn.seconds and (middle := statistics.median(turn.seconds)) > 0:
+                turn.attended_share = statistics.median(own_seconds) / middle
         return makes_until - began
 
     def _tell_of_code(self) -> None:
