@@ -58,13 +58,12 @@ def overhead_table(result: dict[str, Any]) -> str:
 
 def step_times_table(result: dict[str, Any]) -> str:
     """Return how right predicted ratios are, and whether the plan chosen by measuring is the fastest, by condition."""
-    lines = head(
-        ("condition", "plans", "median error of the ratio", "within 10 %", "choices", "within 2 % of the fastest")
-    )
+    choice = ("choices", "within 2 % of the fastest", "slower by more than noise")
+    lines = head(("condition", "plans", "median error of the ratio", "within 10 %", *choice))
     for condition, figures in result["summary"].items():
         errors = (f"{figures['ratio_median_abs_error']:.1%}", f"{figures['ratio_within_10_percent']:.0%}")
-        within = figures["measured_choice_within_2_percent"]
-        choices = (str(figures["choices"]), "–" if within is None else f"{within:.0%}")
+        shares = [figures[f"measured_choice_{name}"] for name in ("within_2_percent", "told_to_be_slower")]
+        choices = (str(figures["choices"]), *("–" if share is None else f"{share:.0%}" for share in shares))
         lines.append(row((CONDITIONS[condition], str(figures["cells"]), *errors, *choices)))
     return "\n".join([*lines, "", f"{made_by(result)}."])
 
