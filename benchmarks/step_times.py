@@ -194,8 +194,9 @@ def ratios_of(rounds: Sequence[Round], levers: Levers, other: Levers) -> list[fl
     As for a choice, times are undisturbed ones, of rounds at the machine's own pace.
     """
     both = [(slowdown, took) for slowdown, took in rounds if levers in took and other in took]
-    one, two = (undisturbed([took[each] for _, took in both]) for each in (levers, other))
-    return at_rest([(both[i][0], one[i] / two[i]) for i in range(len(both))], _LEAST_ROUNDS)
+    own, others = (undisturbed([took[each] for _, took in both]) for each in (levers, other))
+    ratios = [one / another for one, another in zip(own, others, strict=True)]
+    return at_rest([(slowdown, ratio) for (slowdown, _), ratio in zip(both, ratios, strict=True)], _LEAST_ROUNDS)
 
 
 def _seconds_at_rest(rounds: Sequence[Round], levers: Levers) -> list[float]:
@@ -251,8 +252,12 @@ def _share(rows: Sequence[Case], is_so: Callable[[Case], bool]) -> float | None:
 
 
 def _is_told_to_be_slower(row: Case) -> bool:
-    """Tell whether a chosen plan is slower than the fastest by more than is allowed, and by more than noise."""
-    return bool(row["ratio_to_best"] - _TOLD * (row.get("ratio_error") or 0.0) > 1 + _AS_FAST)
+    """Tell whether a chosen plan is slower than the fastest by more than is allowed, and by more than noise.
+
+    Nothing is told by rows of earlier versions, which have no error.
+    """
+    error = row.get("ratio_error")
+    return error is not None and bool(row["ratio_to_best"] - _TOLD * error > 1 + _AS_FAST)
 
 
 def run(

@@ -155,8 +155,9 @@ class Timed:
     def _undisturbed(self, index: int) -> list[float]:
         """Return the time by which a plan is compared, turn by turn; 0 for a turn without one."""
         seconds = [statistics.median(of_turn) if of_turn else 0.0 for of_turn in self._compared(index)]
-        shares = [1.0 if self.are_first_steps else turn.attended_share for turn in self.turns[index]]
-        return undisturbed(list(zip(seconds, shares, strict=True)))
+        if self.are_first_steps:  # whose shares are not kept
+            return seconds
+        return undisturbed([(s, turn.attended_share) for s, turn in zip(seconds, self.turns[index], strict=True)])
 
     def _run(self) -> list[int]:
         """Return the plans that were run and did not fail."""
