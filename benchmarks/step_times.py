@@ -30,7 +30,7 @@ from benchmarks.frontier.models import QUICK, SUBJECTS
 from benchmarks.processes import output_of
 from benchmarks.steps.rows import Rows
 from memfit.cli import threads
-from memfit.cost.pace import Pace, at_rest, undisturbed
+from memfit.cost.pace import Pace, Paced, at_rest, undisturbed_ratios
 from memfit.hardware import heap
 from memfit.hardware.host import find_device, free_bytes
 from memfit.ir.plan import Levers, MeasuredStep, Plan
@@ -40,7 +40,7 @@ from memfit.workload import Workload, samples_of
 SHARES = (0.7, 0.5)
 _SPIN = "while True: sum(range(100000))"
 _LIMIT_SECONDS = 1800.0
-_MOST_SECONDS, _LEAST_ROUNDS = 240.0, 5
+_MOST_SECONDS, _LEAST_ROUNDS = 480.0, 5  # four minutes leave 3.5 % of noise beside other programs
 _AS_FAST = 0.02  # a chosen plan may be slower than the fastest by this share
 _SURE = 0.01  # the error with which a predicted ratio's measured one is known
 _TOLD = 3.0  # how many errors a ratio is away from what it is held against, once that is told; asked in each round
@@ -191,12 +191,14 @@ def _timed(workload: Workload, levers: Levers, about_seconds: float) -> Took:
 def ratios_of(rounds: Sequence[Round], levers: Levers, other: Levers) -> list[float]:
     """Return the ratios of two plans' times in the rounds that both took part in, since speeds come and go.
 
-    As for a choice, times are undisturbed ones, of rounds at the machine's own pace.
+    As for a choice, of undisturbed times at the machine's own pace.
     """
     both = [(slowdown, took) for slowdown, took in rounds if levers in took and other in took]
-    own, others = (undisturbed([took[each] for _, took in both]) for each in (levers, other))
-    ratios = [one / another for one, another in zip(own, others, strict=True)]
-    return at_rest([(slowdown, ratio) for (slowdown, _), ratio in zip(both, ratios, strict=True)], _LEAST_ROUNDS)
+    own, others = (
+        [Paced(took[each].seconds, slowdown, took[each].attended_share) for slowdown, took in both]
+        for each in (levers, other)
+    )
+    return undisturbed_ratios(own, others, _LEAST_ROUNDS)
 
 
 def _seconds_at_rest(rounds: Sequence[Round], levers: Levers) -> list[float]:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memfit.cost import calibrate
-from memfit.cost.pace import Pace, at_rest, busy_notes, undisturbed
+from memfit.cost.pace import Pace, Paced, at_rest, busy_notes, undisturbed, undisturbed_ratios
 
 
 def paced(monkeypatch: pytest.MonkeyPatch, kept: float | None, now: list[float]) -> Pace:
@@ -68,16 +68,50 @@ def test_on_a_machine_that_got_slower_all_rounds_of_its_pace_count() -> None:
 shares = st.floats(0.1, 1.0)
 
 
-@given(st.lists(shares, min_size=1), shares)
-def test_what_others_took_is_taken_off_up_to_what_they_took_least(of_turns: list[float], share: float) -> None:
-    times = undisturbed([(1.0 / each, each) for each in of_turns])  # a thread that computes for a second each time
-    assert times == pytest.approx([1.0 / max(of_turns)] * len(of_turns))
-    assert undisturbed([(seconds, share) for seconds in of_turns]) == pytest.approx(of_turns)
+def times(turns: list[Paced], least: int = 3) -> list[float]:
+    return [turn.seconds for turn in undisturbed(turns, least)]
+
+
+@given(st.lists(shares, min_size=1), shares, st.integers(1, 5))
+def test_what_others_took_is_taken_off_up_to_their_least(of_turns: list[float], share: float, least: int) -> None:
+    found = times([Paced(1.0 / each, attended_share=each) for each in of_turns], least)  # a second of computing each
+    assert found == pytest.approx([1.0 / max(of_turns)] * len(found))
+    assert times([Paced(seconds, attended_share=share) for seconds in of_turns], least) == pytest.approx(of_turns)
+
+
+@given(st.lists(shares, min_size=1), st.integers(1, 5))
+def test_turns_of_the_largest_shares_count_and_enough_of_them(of_turns: list[float], least: int) -> None:
+    found = undisturbed([Paced(1.0, attended_share=each) for each in of_turns], least)
+    assert len(found) >= min(least, len(of_turns))
+    kept = sorted((turn.attended_share for turn in found), reverse=True)
+    left = sorted(of_turns, reverse=True)
+    assert kept == left[: len(kept)] and all(each < 0.9 * max(of_turns) for each in left[len(kept) :])
 
 
 def test_worked_numbers_of_undisturbed_times() -> None:
-    assert undisturbed([(1.0, 0.5), (1.6, 0.4), (0.0, 1.0)]) == pytest.approx([1.0, 1.28, 0.0])
-    assert undisturbed([]) == [] and undisturbed([(1.0, 0.0), (1.1, 0.0)]) == [1.0, 1.1]
+    turns = [Paced(1.0, 1.0, 0.5), Paced(1.6, 1.0, 0.4), Paced(1.1, 1.0, 0.45)]
+    assert times(turns, 3) == pytest.approx([1.0, 1.28, 0.99]) and times(turns, 2) == pytest.approx([1.0, 0.99])
+    assert times([]) == [] and times([Paced(1.0, 1.0, 0.0), Paced(1.1, 1.0, 0.0)]) == [1.0, 1.1]
+
+
+def test_ratios_are_of_turns_in_which_others_took_little() -> None:
+    """Beside two programs the thread of an LSTM's small operators computes longer in turns of the worse kind."""
+    good, bad = [(0.64, 0.55), (0.79, 0.55)], [(1.15, 0.37), (2.05, 0.34)]
+    kinds = [(good, bad), (bad, good), (good, good), (bad, bad)] * 5
+    own = [Paced(seconds, 4.0, share) for kind, _ in kinds for seconds, share in kind[:1]]
+    other = [Paced(seconds, 4.0, share) for _, kind in kinds for seconds, share in kind[1:]]
+    assert undisturbed_ratios(other, own, 5) == pytest.approx([0.79 / 0.64] * 10)
+
+
+def test_ratios_are_of_turns_at_the_own_pace() -> None:
+    own = [Paced(2.0), Paced(5.0, 1.9), Paced(2.0), Paced(0.0), Paced(2.0)]
+    other = [Paced(1.0)] * 5
+    assert undisturbed_ratios(own, other, 3) == [2.0] * 3 and undisturbed_ratios(own[:2], other[:2], 2) == [2.0, 5.0]
+
+
+def test_ratios_are_of_rounds_that_both_have_a_time_of() -> None:
+    assert undisturbed_ratios([Paced(0.0), Paced(1.8)], [Paced(1.0), Paced(2.0), Paced(9.0)], 3) == [0.9]
+    assert undisturbed_ratios([Paced(0.0), Paced(1.0)], [Paced(1.0), Paced(0.0)], 3) == []
 
 
 @pytest.mark.parametrize(

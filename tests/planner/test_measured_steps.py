@@ -350,7 +350,7 @@ def test_what_others_take_from_one_plan_does_not_count_for_the_other() -> None:
 
     found = Timed([turns(of_first, 1.0), turns(of_second, 1.1)])
     assert found.step_seconds[1] / found.step_seconds[0] == pytest.approx(1.1)
-    assert found.ratio_error == pytest.approx(of_ratios(*[1.1] * 6).ratio_error)
+    assert found.ratio_error == pytest.approx(of_ratios(*[1.1] * 3).ratio_error)
 
 
 def test_a_plan_whose_thread_waits_more_by_itself_is_as_slow_as_it_is() -> None:

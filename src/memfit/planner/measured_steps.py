@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 
 from memfit.capture.fake_workload import nothing_changes
-from memfit.cost.pace import Pace, at_rest, busy_notes, undisturbed
+from memfit.cost.pace import Pace, Paced, busy_notes, undisturbed_ratios
 from memfit.hardware import accelerators
 from memfit.hardware.host import free_bytes
 from memfit.ir.device import Device
@@ -140,24 +140,21 @@ class Timed:
         return math.sqrt((squares + _SPREAD**2) / (free + 1) / max(1, rounds))
 
     def _ratios(self, index: int, first: int) -> list[float]:
-        """Return the ratios of a plan's time to the first one's, of the rounds in which both have one.
+        """Return the ratios of a plan's times to the first one's.
 
-        Times are undisturbed ones, since other programs take as much from one plan as from another in the long run, and
-        not in few rounds. Rounds at the machine's own pace count: the host of a virtual machine takes processors from
-        it for seconds at a time, which slows plans of large operators most.
+        Of undisturbed times, since other programs take as much from one plan as from another in the long run, and not
+        in few rounds. At the machine's own pace, since the host of a virtual machine takes processors from it for
+        seconds at a time, which slows plans of large operators most.
         """
-        pairs = zip(self.turns[index], self.turns[first], strict=False)
-        slowdowns = [max(own.slowdown, other.slowdown) for own, other in pairs]
-        times = zip(slowdowns, self._undisturbed(index), self._undisturbed(first), strict=False)
-        paced = [(slow, own / other) for slow, own, other in times if own and other]
-        return at_rest(paced, _LEAST_ROUNDS)
+        return undisturbed_ratios(self._paced(index), self._paced(first), _LEAST_ROUNDS)
 
-    def _undisturbed(self, index: int) -> list[float]:
-        """Return the time by which a plan is compared, turn by turn; 0 for a turn without one."""
-        seconds = [statistics.median(of_turn) if of_turn else 0.0 for of_turn in self._compared(index)]
-        if self.are_first_steps:  # whose shares are not kept
-            return seconds
-        return undisturbed([(s, turn.attended_share) for s, turn in zip(seconds, self.turns[index], strict=True)])
+    def _paced(self, index: int) -> list[Paced]:
+        """Return the time by which a plan is compared, turn by turn."""
+        found = list[Paced]()
+        for seconds, turn in zip(self._compared(index), self.turns[index], strict=True):
+            share = 1.0 if self.are_first_steps else turn.attended_share  # that of a first step is not kept
+            found.append(Paced(statistics.median(seconds or [0.0]), turn.slowdown, share))
+        return found
 
     def _run(self) -> list[int]:
         """Return the plans that were run and did not fail."""
