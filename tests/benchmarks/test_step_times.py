@@ -90,13 +90,12 @@ def test_ratios_are_of_rounds_in_which_both_took_part_at_the_own_pace() -> None:
 
 
 def test_ratios_are_of_undisturbed_times() -> None:
-    shared, alone = step_times.Took(1.5, 0.36), step_times.Took(1.0, 0.54)
-    rounds = [
-        (2.0, {PLAIN: shared, FIRST: alone}),
-        (2.0, {PLAIN: alone, FIRST: shared}),
-        (2.0, {PLAIN: shared, FIRST: shared}),
-    ]
-    assert step_times.ratios_of(rounds, PLAIN, FIRST) == pytest.approx([1.0] * 3)
+    """The first plan takes half as long as the plain step, and both half as long again where others share more."""
+    plain = {share: step_times.Took(0.54 / share, share) for share in (0.36, 0.54)}
+    first = {share: step_times.Took(took.seconds / 2, share) for share, took in plain.items()}
+    shares = [(0.36, 0.54), (0.54, 0.36), (0.36, 0.36)]
+    rounds = [(2.0, {PLAIN: plain[one], FIRST: first[other]}) for one, other in shares]
+    assert step_times.ratios_of(rounds, PLAIN, FIRST) == pytest.approx([2.0] * 3)
 
 
 def test_every_step_runs_until_all_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,9 +150,9 @@ class Timed:
 
     def _paced(self, index: int) -> list[Paced]:
         """Return the time by which a plan is compared, turn by turn."""
-        found = list[Paced]()
+        found, are_first = list[Paced](), self.are_first_steps
         for seconds, turn in zip(self._compared(index), self.turns[index], strict=True):
-            share = 1.0 if self.are_first_steps else turn.attended_share  # that of a first step is not kept
+            share = 1.0 if are_first else turn.attended_share  # that of a first step is not kept
             found.append(Paced(statistics.median(seconds or [0.0]), turn.slowdown, share))
         return found
 
