@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from memfit.errors import PlanError, PlanMismatchError, UsageError
+from memfit.hardware.cpu_allocations import allocated
 from memfit.ir.plan import ChunkedLoss
 from memfit.levers.casts import casting
 from memfit.levers.chunked_cross_entropy import Logits, chunked, is_chunked
@@ -210,3 +211,29 @@ def test_casts_stay_around_it() -> None:
 def test_what_is_no_head_is_refused(head: str, error: type[Exception]) -> None:
     with pytest.raises(error, match=f"'{head}'"), chunked(LanguageModel(), ChunkedLoss(head=head, rows=4)):
         pass
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("features", "classes", "rows"), [(64, 8192, 32), (96, 12289, 48), (32, 16384, 16)])
+def test_the_gradient_of_a_weight_is_made_beside_little_else(
+    dtype: torch.dtype, features: int, classes: int, rows: int
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(features, classes))
+    hidden, targets = torch.randn(4 * rows, features), torch.randint(classes, (4 * rows,))
+    peaks, gradients = [], []
+    for lever in (None, ChunkedLoss(head="0", rows=rows)):
+        model.zero_grad()
+        with (
+            allocated() as meter,
+            chunked(model, lever),
+            torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.bfloat16),
+        ):
+            F.cross_entropy(model(hidden), targets).backward()
+        peaks.append(meter.peak_bytes)
+        gradients.append(model[0].weight.grad.clone())  # type: ignore[union-attr, operator]
+    head_bytes, chunk_bytes = 4 * features * classes, 4 * rows * classes
+    rounded = dtype is torch.bfloat16
+    parts = 0.15 * head_bytes if rounded else 0  # of the weight's gradient, in two dtypes
+    assert peaks[1] <= (1.5 if rounded else 1) * head_bytes + 2.5 * chunk_bytes + parts + 2**17 < peaks[0]
+    assert relative(gradients[1], gradients[0]) < (1e-2 if rounded else 1e-6)

@@ -29,6 +29,9 @@ from memfit.errors import PlanError, PlanMismatchError, UsageError
 from memfit.ir.plan import ChunkedLoss
 from memfit.levers.casts import Casting
 
+_PARTS, _LEAST_CLASSES = 16, 512
+"""In which a weight's gradient is added to one of more bits, and the fewest classes of a part. A product and its wider
+copy, which the CPU's addition makes, otherwise take one and a half times the weight beside its gradient."""
 _SHAPE_ONLY = {
     Tensor.size,
     Tensor.dim,
@@ -339,11 +342,12 @@ class _LossOfChunks(torch.autograd.Function):
             for start in range(0, len(hidden), product.rows):
                 rows = slice(start, start + product.rows)
                 piece = hidden[rows].to(dtype)
-                logs = torch.log_softmax(F.linear(piece, weight, bias), -1, dtype=total.dtype)
-                total += _loss_of_rows(logs, target[rows], valid[rows], smoothing)
+                found = torch.log_softmax(F.linear(piece, weight, bias), -1, dtype=total.dtype)
+                total += _loss_of_rows(found, target[rows], valid[rows], smoothing)
                 if with_gradients:
-                    by_logits = _gradient_of_rows(logs, target[rows], smoothing).to(dtype)
-                    _add_gradients(gradients, rows, by_logits, piece, weight, valid[rows].to(dtype))
+                    found = _gradient_of_rows(found, target[rows], smoothing).to(dtype)
+                    _add_gradients(gradients, rows, found, piece, weight, valid[rows].to(dtype))
+                del found  # before the next rows' logits are made
         return total
 
     @staticmethod
@@ -383,8 +387,10 @@ def _add_gradients(
         by_hidden[rows] = (by_logits @ weight) * valid
     if by_weight is not None and by_weight.dtype == by_logits.dtype:
         by_weight.addmm_(by_logits.t(), piece * valid)
-    elif by_weight is not None:
-        by_weight += by_logits.t() @ (piece * valid)
+    elif by_weight is not None:  # the product is rounded to fewer bits before it is added: a part of the classes each
+        classes = max(_LEAST_CLASSES, -(-len(by_weight) // _PARTS))
+        for part, of_part in zip(by_weight.split(classes), by_logits.split(classes, 1), strict=True):
+            part += of_part.t() @ (piece * valid)
     if by_bias is not None:
         by_bias += (by_logits.t() @ valid).squeeze(1)
 

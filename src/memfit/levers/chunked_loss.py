@@ -18,8 +18,9 @@ from memfit.ir.remat import enclosing
 from memfit.ir.trace import Trace
 from memfit.levers.chunked_cross_entropy import can_defer, chunked, is_chunked
 from memfit.levers.conflicts import COMPILED, JITTOR, Conflict
-from memfit.levers.lever import LEAST_SHARE, Lever, NotOffered, Rung, Setting
+from memfit.levers.lever import Lever, NotOffered, Rung, Setting, least_bytes
 from memfit.solver.frontier import SIMPLER_WITHIN
+from memfit.units import format_bytes
 from memfit.workload import Workload
 
 CHUNKED_LOSS = "chunked loss"
@@ -76,7 +77,7 @@ class ChunkedLoss(Lever):
         whole = replace(step.plain, chunked_loss=self._offered(step))
         with_it = [replace(levers, chunked_loss=whole.chunked_loss) for levers in wanted]
         as_fast = (1 + SIMPLER_WITHIN) * step.predicted(step.plain).step_seconds
-        if step.predicted(whole).step_seconds <= as_fast:
+        if step.predicted(whole).step_seconds <= as_fast and not step.tries_all:
             # Where it costs no time, few steps are searched with their loss whole, for measuring to compare.
             wanted = [levers for levers in wanted if levers.precision == step.precisions[0] or levers == step.plain]
         return [*wanted, *with_it]
@@ -91,9 +92,10 @@ class ChunkedLoss(Lever):
     def _offered(self, step: Setting) -> Chunks:
         """Return the chunks of the loss, where logits take enough and nothing else asks for them."""
         plain = step.trace(step.plain)
-        chunks = worthwhile(step.workload, plain, step.predicted(step.plain).peak_bytes)
+        chunks = worthwhile(step.workload, plain, least_bytes(step))
         if chunks is None:
-            raise NotOffered(f"the loss takes no logits of {LEAST_SHARE:.0%} of the peak that a linear layer makes")
+            least = format_bytes(least_bytes(step))
+            raise NotOffered(f"the loss takes no logits of {least} or more that a linear layer makes")
         whole = replace(step.plain, chunked_loss=chunks)
         if not step.allows(whole):
             raise NotOffered("of class reordered: numerics='reordered' allows it")
@@ -112,14 +114,14 @@ class _Logits(NamedTuple):
     nbytes: int
 
 
-def worthwhile(workload: Workload, trace: Trace, peak_bytes: int) -> Chunks | None:
-    """Return how the loss of a step may be chunked, or None where its logits are few, or made in another way.
+def worthwhile(workload: Workload, trace: Trace, least_bytes: float) -> Chunks | None:
+    """Return how the loss of a step may be chunked; None where its logits are fewer bytes, or made in another way.
 
     A chunk has so many rows that its logits, and the probabilities made of them, take together what the gradient of
-    the head's weight takes, which is there beside them.
+    the head's weight takes, which is there beside them; of a head that is not trained, a quarter of that.
     """
     logits = max(_whole_logits(trace), key=lambda found: found.nbytes, default=None)
-    if logits is None or logits.nbytes < LEAST_SHARE * peak_bytes or is_compiled(workload):
+    if logits is None or logits.nbytes < least_bytes or is_compiled(workload):
         return None
     modules = dict(workload.model.named_modules())
     before = [call for call in trace.calls if call.end <= logits.op and call.phase == "forward"]
@@ -127,7 +129,7 @@ def worthwhile(workload: Workload, trace: Trace, peak_bytes: int) -> Chunks | No
         fqn = trace.modules[call.module].fqn
         head = modules[fqn]
         if can_defer(head) and head.out_features == logits.classes:
-            rows = max(_LEAST_ROWS, int(head.in_features) // 2)
+            rows = max(_LEAST_ROWS, int(head.in_features) // (2 if head.weight.requires_grad else 8))
             return Chunks(head=fqn, rows=rows) if rows < logits.rows else None
     return None
 

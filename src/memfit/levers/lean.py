@@ -11,8 +11,9 @@ from torch import nn
 from memfit.capture.step_capture import is_compiled
 from memfit.ir.plan import Levers
 from memfit.ir.trace import Trace
-from memfit.levers.lever import LEAST_SHARE, Lever, NotOffered, Rung, Setting
+from memfit.levers.lever import Lever, NotOffered, Rung, Setting, least_bytes
 from memfit.recomputation.lean_modules import is_lean, is_made_lean, lean
+from memfit.units import format_bytes
 from memfit.workload import Workload
 
 LEAN = "lean norms and activations"
@@ -42,7 +43,8 @@ class Lean(Lever):
     def propose(self, step: Setting, wanted: list[Levers]) -> list[Levers]:
         self._check(step)
         whole = replace(step.plain, lean=_ALL)
-        if step.predicted(whole).peak_bytes > (1 - LEAST_SHARE) * step.predicted(step.plain).peak_bytes:
+        saved_bytes = step.predicted(step.plain).peak_bytes - step.predicted(whole).peak_bytes
+        if saved_bytes < least_bytes(step) and not step.tries_all:
             raise NotOffered("lean, the step hardly holds less")
         return [*wanted, *(replace(levers, lean=_ALL) for levers in wanted)]
 
@@ -55,12 +57,12 @@ class Lean(Lever):
         return replace(levers, lean=_ALL), f"{count} modules made again"
 
     def _check(self, step: Setting) -> None:
-        if not worthwhile(step.workload, step.trace(step.plain), step.predicted(step.plain).peak_bytes):
-            raise NotOffered(f"norms, activations and dropouts keep less than {LEAST_SHARE:.0%} of the peak")
+        if not worthwhile(step.workload, step.trace(step.plain), least_bytes(step)):
+            raise NotOffered(f"norms, activations and dropouts keep less than {format_bytes(least_bytes(step))}")
 
 
-def worthwhile(workload: Workload, trace: Trace, peak_bytes: int) -> bool:
-    """Tell whether what a step's normalisations, activations and dropouts make takes enough until its backward pass."""
+def worthwhile(workload: Workload, trace: Trace, least_bytes: float) -> bool:
+    """Tell whether a step's normalisations, activations and dropouts make so many bytes for its backward pass."""
     names = {fqn for fqn, module in workload.model.named_modules() if is_lean(module)}
     kept_bytes = sum(
         storage.nbytes
@@ -69,4 +71,4 @@ def worthwhile(workload: Workload, trace: Trace, peak_bytes: int) -> bool:
         and trace.ops[storage.birth].phase == "forward"
         and trace.fqn_of(trace.ops[storage.birth].call) in names
     )
-    return kept_bytes >= LEAST_SHARE * peak_bytes and not is_compiled(workload)
+    return kept_bytes > 0 and kept_bytes >= least_bytes and not is_compiled(workload)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # distributed packages take a second to import
     from torch.distributed.device_mesh import DeviceMesh
 
 LEAST_SHARE = 0.05
-"""Of the plain peak: what a lever must be able to save before a step is captured with it, and then must save."""
+"""Of what a step may hold: what a lever must be able to save before a step is captured with it, and then must save."""
 
 
 class NotOffered(Exception):
@@ -52,6 +52,7 @@ class Setting(Protocol):
         shardings: Ways in which ranks may share the step; empty for one process.
         compilers: What may compile the step; empty where nothing may.
         must_compile: Whether only compiled steps are searched.
+        tries_all: Whether whatever may save memory is tried, however little: before nothing is said to fit.
     """
 
     workload: Workload
@@ -63,6 +64,7 @@ class Setting(Protocol):
     budget_bytes: int | None
     host_budget_bytes: int
     must_compile: bool
+    tries_all: bool
 
     @property
     def precisions(self) -> Sequence[Precision]: ...
@@ -84,6 +86,16 @@ class Setting(Protocol):
 
     def allows(self, levers: Levers) -> bool:
         """Tell whether the numerics class of some levers is allowed."""
+
+
+def least_bytes(step: Setting) -> float:
+    """Return the bytes that a lever must be able to save of a step to be tried.
+
+    They are a share of the budget. Beside the plain peak of a deep model little is large; of what is left once its
+    layers are recomputed, the same may be most.
+    """
+    held_bytes = step.predicted(step.plain).peak_bytes
+    return 0.0 if step.tries_all else LEAST_SHARE * min(held_bytes, step.budget_bytes or held_bytes)
 
 
 @dataclass(frozen=True)

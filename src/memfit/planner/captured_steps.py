@@ -86,6 +86,7 @@ class CapturedSteps:
         self.workload, self.device, self.numerics = request.workload, request.device, request.numerics
         self.precisions, self.host_budget_bytes = request.precisions, request.host_budget_bytes
         self.compilers, self.must_compile = request.compilers, request.must_compile
+        self.tries_all = False
         self.global_batch_size = samples_of(request.workload)
         self.part = _part(request)
         self.batch_size = samples_of(self.part)
