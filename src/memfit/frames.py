@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 import sysconfig
 import traceback
+import warnings
+import weakref
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 _MOST = 8
 
@@ -46,6 +51,15 @@ def frames_text(error: BaseException) -> str:
         left_out = len(lines) - _MOST
         lines[_MOST // 2 : -_MOST // 2] = [f"  ... {left_out} more"]
     return "\n".join(lines)
+
+
+def on_unused(value: Any, message: str) -> weakref.finalize[..., Any]:
+    """Warn at the user's innermost line if a value is dropped; the finalizer that is returned is detached once used."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    place = ("<unknown>", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+    return weakref.finalize(value, warnings.warn_explicit, message, RuntimeWarning, *place)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -52,3 +52,34 @@ def test_bad_input_is_named_before_the_script_begins(tmp_path: Path, line: tuple
     done = memfit(tmp_path, *line)
     assert done.returncode == 2 and words in done.stderr.replace("\n", "")
     assert "began" not in done.stdout and "Traceback" not in done.stderr
+
+
+SWALLOWING = """
+import sys
+import torch
+from torch import nn
+
+model = nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 10))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    try:
+        nn.functional.cross_entropy(model(torch.randn(256, 64)), torch.randint(0, 10, (256,))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print("done", step)
+    except {caught}:
+        print("skipped", step)
+print("the end")
+{last}
+"""
+
+
+@pytest.mark.parametrize(("caught", "last", "ends"), [("Exception", "", False), ("BaseException", "sys.exit(0)", True)])
+def test_no_plan_fits_decides_the_status_whatever_the_script_catches(
+    tmp_path: Path, caught: str, last: str, ends: bool
+) -> None:
+    (tmp_path / "script.py").write_text(SWALLOWING.format(caught=caught, last=last))
+    done = memfit(tmp_path, "--budget", "300KiB", "script.py")
+    assert done.returncode == 3, done.stderr
+    assert done.stderr.count("no plan fits") == 1 and "script.py" in done.stderr or ends
+    assert done.stdout.count("done") == 1 and ("the end" in done.stdout) == ends

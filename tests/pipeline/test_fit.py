@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +14,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import memfit
-from memfit.errors import BudgetError, InfeasibleError, UsageError
+from memfit.errors import BudgetError, InfeasibleError, RecomputationError, UsageError
 from memfit.ir.plan import Plan, Prediction
 from memfit.pipeline import _fit
 from memfit.pipeline._fit import Fitted, fit_whatever_trains
@@ -202,6 +205,119 @@ def test_a_budget_that_nothing_meets_says_what_would_once_a_step_is_made() -> No
     assert "the loop's batch smaller" in str(caught.value)
     assert all(optimizers[0].state[p]["step"] == 1 for p in models[0].parameters())  # nothing that it did is lost
     assert not any("forward" in vars(module) for module in models[0].modules())
+
+
+def _skips(step: Callable[[], None]) -> None:
+    try:
+        step()
+    except Exception:  # as loops do for a bad batch
+        return
+
+
+def _bare(step: Callable[[], None]) -> None:
+    try:
+        step()
+    except:  # noqa: E722
+        return
+
+
+def _suppressed(step: Callable[[], None]) -> None:
+    with contextlib.suppress(Exception):
+        step()
+
+
+def _retried(step: Callable[[], None]) -> None:
+    for _ in range(3):
+        with contextlib.suppress(BaseException):
+            step()
+            break
+
+
+def _exits(step: Callable[[], None]) -> None:
+    try:
+        step()
+    except BaseException:
+        sys.exit(0)
+
+
+def _translated(step: Callable[[], None]) -> None:
+    try:
+        step()
+    except BaseException as e:
+        raise RuntimeError("a batch failed") from e
+
+
+@pytest.mark.parametrize("handles", [_skips, _bare, _suppressed, _retried, _exits, _translated])
+def test_no_handler_of_the_loop_swallows_a_verdict(
+    handles: Callable[[Callable[[], None]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned: list[object] = []
+
+    def refusing(workload: memfit.Workload, *, budget: object, **_: object) -> Plan:
+        planned.append(budget)
+        raise InfeasibleError("no plan fits", budget_bytes=1, lowest_peak_bytes=2, where="backward")
+
+    monkeypatch.setattr(_fit, "make_plan", refusing)
+    (model,), (optimizer,) = loops.one(blocks=1)
+    tidied: list[int] = []
+
+    def step() -> None:
+        try:
+            nn.functional.cross_entropy(model(torch.randn(256, 64)), torch.randint(0, 10, (256,))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        finally:
+            tidied.append(1)
+
+    before = nn.Module.__call__
+    with pytest.raises(InfeasibleError, match="no plan"), memfit.fit(model, optimizer, budget="100KiB"):
+        for _ in range(4):
+            handles(step)
+    assert planned == ["100KiB", 2, "100KiB"]  # for the first step, and for the second: never again
+    assert len(tidied) >= 2  # what the loop does in any case is done
+    assert all(optimizer.state[p]["step"] == 1 for p in model.parameters())
+    assert nn.Module.__call__ is before and torch.overrides._get_current_function_mode() is None
+
+
+def test_a_recomputation_that_differs_can_not_be_skipped_as_a_bad_batch() -> None:
+    (model,), (optimizer,) = loops.one(blocks=1)
+    differs = RecomputationError(("0",), "0", "another shape")
+
+    def failing(grad: torch.Tensor) -> None:
+        raise differs
+
+    next(model.parameters()).register_hook(failing)
+    seen = 0
+    with pytest.raises(RecomputationError), memfit.fit(model, optimizer, budget="1GiB", tell=lambda _: None):
+        for _ in range(3):
+            with contextlib.suppress(Exception):
+                nn.functional.cross_entropy(model(torch.randn(256, 64)), torch.randint(0, 10, (256,))).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            seen += 1
+    assert seen == 0 and not optimizer.state  # the loop ended in its first backward pass
+
+
+def test_an_error_of_the_loops_own_stays_the_loops_own() -> None:
+    models, optimizers = loops.one()
+    with pytest.raises(ZeroDivisionError), memfit.fit(models[0], optimizers[0], budget="1GiB", tell=lambda _: None):
+        loops.loss_outside(models, optimizers)
+        raise ZeroDivisionError
+
+
+def test_a_context_that_is_not_entered_says_so() -> None:
+    (model,), (optimizer,) = loops.one(blocks=1)
+    with pytest.warns(RuntimeWarning, match="with memfit.fit") as caught:
+        memfit.fit(model, optimizer, budget="1GiB")
+        gc.collect()
+    assert caught[0].filename == __file__
+    with pytest.raises(BudgetError):
+        memfit.fit(model, optimizer, budget="plenty")  # also what is wrong with it, at once
+    kept = memfit.fit(model, optimizer, budget="1GiB", tell=lambda _: None)
+    with kept:
+        pass
+    del kept
+    gc.collect()
 
 
 def test_a_region_that_does_something_else_again_is_caught_by_the_step_that_runs_it() -> None:

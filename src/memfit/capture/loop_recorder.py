@@ -23,6 +23,7 @@ from memfit._torch.dispatch import (
 from memfit._torch.pytree import tree_map
 from memfit._torch.tensors import version_of
 from memfit.batch import leaves_of, map_tensors
+from memfit.errors import MemfitError
 from memfit.tape import (
     Arguments,
     BatchTensor,
@@ -36,6 +37,19 @@ from memfit.tape import (
 )
 
 MOST_ENTRIES = 100_000
+
+
+class Verdict(BaseException):
+    """Carries an error of memfit through the user's loop, past `except Exception` in it and in its libraries.
+
+    Raised within a loop, an `Exception` would be one that the loop handles: a batch that it skips, a line in its log.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 _SET = "__set__"
 _STAND_IN = torch.empty(0, device="meta")
 
@@ -56,11 +70,13 @@ class Watcher(TorchFunctionMode):
         is_writing: Whether entries are recorded.
         fault: The reason why the tape can't be replayed; "" where it can.
         updates: The number of steps of each optimizer since `begin`, by its `id`.
+        verdict: The error that ended the loop, from when it is raised there; None before.
     """
 
     def __init__(self, on_call: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]) -> None:
         super().__init__()
         self._on_call = on_call
+        self.verdict: Exception | None = None
         self.is_writing = self._is_over = self._is_paused = False
         self._depth = 0
         self._thread = threading.get_ident()
@@ -161,7 +177,7 @@ class Watcher(TorchFunctionMode):
         """Call a module, and record the call if the loop itself makes it and the module has parameters."""
         if not self._is_looking() or next(module.parameters(), None) is None:
             return call(module, *args, **kwargs)
-        with self.paused():
+        with self._carried(Exception), self.paused():
             self._on_call(module, args, kwargs)
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -175,6 +191,20 @@ class Watcher(TorchFunctionMode):
         if not self._is_seen():
             return call(*args, **kwargs)
         return self._write(kind, call, call, args, kwargs)
+
+    def call_backward(self, backward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a backward pass of the loop, and record it; it may find that a recomputation differs."""
+        with self._carried(MemfitError):
+            return self.call("backward", backward, args, kwargs)
+
+    @contextlib.contextmanager
+    def _carried(self, kind: type[Exception]) -> Iterator[None]:
+        """Remember an error of memfit's own, and raise it in a way that the loop does not handle."""
+        try:
+            yield
+        except kind as e:
+            self.verdict = e
+            raise Verdict(e) from None
 
     def _is_seen(self) -> bool:
         return self.is_writing and self._is_looking()
@@ -316,7 +346,7 @@ class _Replacement:
             return watcher.call_module(module, call_module, args, kwargs)
 
         def watched_backward(*args: Any, **kwargs: Any) -> Any:
-            return watcher.call("backward", backward, args, kwargs)
+            return watcher.call_backward(backward, args, kwargs)
 
         def watched_grad(*args: Any, **kwargs: Any) -> Any:
             return watcher.call("function", grad, args, kwargs)

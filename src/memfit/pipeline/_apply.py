@@ -13,6 +13,7 @@ import torch
 from memfit.capture.accumulation import Accumulation
 from memfit.cost.calibrate import known_workspace_bytes
 from memfit.errors import UsageError
+from memfit.frames import on_unused
 from memfit.ir import codec
 from memfit.ir.plan import Plan
 from memfit.levers import registry
@@ -34,6 +35,12 @@ from memfit.workload import Workload
 
 if TYPE_CHECKING:  # distributed packages take a second to import
     from torch.distributed.device_mesh import DeviceMesh
+
+
+_UNUSED = (
+    "the step that memfit.apply(...) returned was never called, so no step ran under the plan as a whole: call"
+    " step(batch) in the place of forward, backward, optimizer.step() and zero_grad(), and close the step at the end"
+)
 
 
 def apply(
@@ -68,6 +75,9 @@ def apply(
         mesh: Of the ranks that share the step, all of them: of one dimension, or replicas and shards for hybrid
             sharding. None makes one of the default process group.
 
+    Warns:
+        RuntimeWarning: The step is dropped without having been called or closed.
+
     Raises:
         PlanMismatchError: The plan was made for another workload, or the ranks have different plans.
         BudgetError: The plan offloads activations, and the host has less memory left than they may take.
@@ -89,6 +99,7 @@ def apply(
         elif writer is not None:
             switch.step.change(recovery=OutOfMemoryObserver(switch.step, plan, writer))
         switch.step.on_close = stack.pop_all().close
+    switch.step.on_use = on_unused(switch.step, _UNUSED).detach
     return switch.step
 
 

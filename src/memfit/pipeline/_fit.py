@@ -21,8 +21,9 @@ from torch import nn
 from memfit._torch.pytree import tree_leaves
 from memfit._torch.replacement import replaced
 from memfit.batch import leaves_of
-from memfit.capture.loop_recorder import Watcher
+from memfit.capture.loop_recorder import Verdict, Watcher
 from memfit.errors import InfeasibleError, MemfitError, UsageError
+from memfit.frames import on_unused
 from memfit.ir.plan import Numerics, Plan, Prediction
 from memfit.levers.switch import switched
 from memfit.pipeline._estimate import estimate
@@ -73,12 +74,24 @@ class Fitted:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Fit the loop that runs in this context; the modules are as they were on leaving."""
+        """Fit the loop that runs in this context; the modules are as they were on leaving.
+
+        An error that ended the loop is raised here, whatever the loop made of it.
+        """
+        watcher = self._watcher
         try:
-            with self._watcher.watching():
+            with watcher.watching():
                 yield
+            if watcher.verdict is not None:
+                raise watcher.verdict
             if self.plan is None:
                 self._tell("memfit: the loop made no two steps with gradients, so nothing was planned")
+        except BaseException as e:
+            if watcher.verdict is None or e is watcher.verdict:
+                raise
+            if isinstance(e, Verdict) and isinstance(watcher.verdict, MemfitError):
+                watcher.verdict.__traceback__ = e.__traceback__  # the loop's frames, where they are left by it
+            raise watcher.verdict from None
         finally:
             self._proving.close()
             self._levers.close()
@@ -88,6 +101,8 @@ class Fitted:
         watcher = self._watcher
         if not torch.is_grad_enabled() or not self._optimizers_of([module]):
             return
+        if watcher.verdict is not None:  # the loop handled it, and goes on
+            raise watcher.verdict
         if self._step_is_complete(watcher.updates):
             if self.plan is not None:  # the step that held what is recomputed against what was computed
                 self._proving.close()
@@ -203,7 +218,6 @@ class Fitted:
         return _updating(self._optimizers(), modules)
 
 
-@contextlib.contextmanager
 def fit(
     model: nn.Module | Sequence[nn.Module],
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
@@ -214,7 +228,7 @@ def fit(
     time_limit_seconds: float = 10.0,
     tell: Callable[[str], None] | None = None,
     progress: Progress = silent,
-) -> Iterator[Fitted]:
+) -> contextlib.AbstractContextManager[Fitted]:
     """Fit somebody's own training loop into a budget: whatever loop runs in this context, as it is.
 
     The first step is watched where it runs; the steps after it run under the plan for it. Modules are recomputed in the
@@ -232,9 +246,13 @@ def fit(
         tell: Takes what is to be said; None writes it to standard error.
         progress: Told how far planning is.
 
+    Warns:
+        RuntimeWarning: The context is dropped without having been entered.
+
     Raises:
         BudgetError: The budget says no number of bytes.
-        InfeasibleError: No plan fits; raised where the second step begins. The first one was made.
+        InfeasibleError: No plan fits. The loop ends where its second step begins, whatever it makes of exceptions; the
+            error is raised where the context is left. The first step was made.
         UsageError: What the loop does can't be planned where it runs, such as an optimizer that needs a closure.
     """
     _check(budget, numerics)
@@ -244,9 +262,25 @@ def fit(
         raise UsageError("optimizer= updates no parameter of model=: give the two that the loop trains with")
     options = {"numerics": numerics, "host_budget": host_budget, "time_limit_seconds": time_limit_seconds}
     write = tell or functools.partial(print, file=sys.stderr, flush=True)
-    fitted = Fitted(lambda: given, write, progress, {"budget": budget, **options})
-    with fitted.watching():
-        yield fitted
+    return _Fitting(Fitted(lambda: given, write, progress, {"budget": budget, **options}))
+
+
+class _Fitting(contextlib.AbstractContextManager["Fitted", None]):
+    """The context of a fitted loop; where it is dropped without having been entered, that is told."""
+
+    def __init__(self, fitted: Fitted) -> None:
+        self._fitted, self._entered = fitted, contextlib.ExitStack()
+        self._unused = on_unused(
+            self, "memfit.fit(...) was not entered, so nothing is planned: write `with memfit.fit(...):`"
+        )
+
+    def __enter__(self) -> Fitted:
+        self._unused.detach()
+        self._entered.enter_context(self._fitted.watching())
+        return self._fitted
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.__exit__(*error)
 
 
 @contextlib.contextmanager

@@ -122,6 +122,7 @@ class Step:
     Attributes:
         options: How the step runs: one record, which `change` replaces whole.
         on_phase: Told each phase of a step, and of which microbatch.
+        on_use: Called once, where the step is first used or closed.
 
     Raises:
         UsageError: `microbatch_size` is not positive.
@@ -134,6 +135,7 @@ class Step:
         self.last: StepResult | None = None
         self.on_phase: Callable[[Phase, int], None] | None = None
         self.on_close: Callable[[], None] | None = None
+        self.on_use: Callable[[], object] | None = None
 
     def change(self, **options: Any) -> None:
         """Have the next steps run otherwise; see `StepOptions`."""
@@ -166,9 +168,15 @@ class Step:
 
     def close(self) -> None:
         """Undo what a plan did to the model; the step is of no use afterwards."""
+        self._use()
         if self.on_close is not None:
             self.on_close()
             self.on_close = None
+
+    def _use(self) -> None:
+        if self.on_use is not None:
+            self.on_use()
+            self.on_use = None
 
     def __enter__(self) -> Step:
         return self
@@ -259,6 +267,7 @@ class Step:
 
     def _arrived(self, batch: Any) -> Share:
         """Return this rank's part of a batch, on the model's accelerator where all of it was left on the CPU."""
+        self._use()
         share = self.options.ranks.share(self.workload, batch)
         place = next((p.device for p in self.workload.model.parameters()), _CPU)
         if place.type == "cpu" or any(tensor.device.type != "cpu" for tensor in tensors_of(share.batch)):
