@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +27,8 @@ from memfit._torch.modules import (
     own_modules,
     own_parameters,
     set_forward_hooks,
+    undone_by_exceptions,
+    untold_calls,
 )
 
 
@@ -124,3 +128,34 @@ def test_compiled_call_is_there_once_a_module_was_compiled_in_place() -> None:
     assert compiled_call(layer) is None
     layer.compile(backend="eager")
     assert compiled_call(layer) is not None
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, GeneratorExit, ValueError])
+def test_calls_that_end_by_an_exception_of_any_kind_undo_what_hooks_noted(error: type[BaseException]) -> None:
+    """Hooks that are always called are not after a BaseException; compiled calls, and copies, are as they were."""
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    model = nn.Sequential(nn.Sequential(nn.Linear(1, 1)), nn.Identity())
+    running: list[nn.Module] = []
+    always: list[nn.Module] = []
+    for module in model.modules():
+        module.register_forward_pre_hook(lambda module, given: running.append(module))
+        module.register_forward_hook(lambda module, given, out: always.append(module), always_call=True)
+    model[0][0].register_forward_hook(fail)
+
+    def begun() -> Callable[[], None]:
+        depth = len(running)
+        return lambda: running.__delitem__(slice(depth, None))
+
+    with undone_by_exceptions(model, begun):
+        with pytest.raises(error):
+            model(torch.ones(1))
+        assert running == [] and (len(always) == 3) == issubclass(error, Exception)
+        assert copy.deepcopy(model)[1](torch.ones(1)).item() == 1
+        with untold_calls(model), pytest.raises(error):
+            assert not any("_call_impl" in vars(module) for module in model.modules())
+            model(torch.ones(1))
+        assert len(running) == 4 and all("_call_impl" in vars(module) for module in model.modules())
+    assert not any("_call_impl" in vars(module) for module in model.modules())

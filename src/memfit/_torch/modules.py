@@ -1,8 +1,8 @@
 """Base classes of PyTorch's layers, and the private state of modules."""
 
 import operator
-from collections.abc import Callable, MutableMapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -54,3 +54,56 @@ def apply_as_its_class(module: nn.Module, fn: Callable[[torch.Tensor], torch.Ten
 def converted_by(replacement: Callable[[Apply], Apply]) -> AbstractContextManager[None]:
     """Replace the method by which all modules convert tensors (`Module.to`, `.half`), until the context is left."""
     return replaced(nn.Module, "_apply", replacement(nn.Module._apply))
+
+
+class _TellingCall:
+    """A module's call, which tells where it ends by an exception. A deep copy of the module has a copy bound to it."""
+
+    def __init__(self, module: nn.Module, begun: Callable[[], Callable[[], None]]) -> None:
+        self.module, self.begun = module, begun
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_TellingCall":
+        return _TellingCall(memo.get(id(self.module), self.module), self.begun)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        undo = self.begun()
+        try:
+            return type(self.module)._call_impl(self.module, *args, **kwargs)
+        except BaseException:
+            undo()
+            raise
+
+
+@contextmanager
+def undone_by_exceptions(model: nn.Module, begun: Callable[[], Callable[[], None]]) -> Iterator[None]:
+    """Have the calls of a model's modules undo what their hooks noted, where they end by an exception of any kind.
+
+    Hooks alone can't: those that are "always called" are not after a `BaseException`, such as the end of a
+    recomputation, or KeyboardInterrupt. Calls that `Module.compile` compiled are left as they are.
+
+    Args:
+        begun: A function that each call runs before its hooks; it returns the one that undoes what they note.
+    """
+    modules = list(model.modules())
+    for module in modules:
+        module.__dict__["_call_impl"] = _TellingCall(module, begun)
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.__dict__.pop("_call_impl", None)
+
+
+@contextmanager
+def untold_calls(model: nn.Module) -> Iterator[None]:
+    """Take `undone_by_exceptions` off a model's modules, until the context is left: a compiler would look into it."""
+    calls = [(module, module.__dict__.pop("_call_impl")) for module in model.modules() if _tells(module)]
+    try:
+        yield
+    finally:
+        for module, call in calls:
+            module.__dict__["_call_impl"] = call
+
+
+def _tells(module: nn.Module) -> bool:
+    return isinstance(module.__dict__.get("_call_impl"), _TellingCall)

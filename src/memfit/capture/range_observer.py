@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 
 from memfit._torch.autograd import current_graph_task_id
 from memfit._torch.dispatch import TorchDispatchMode
+from memfit._torch.modules import undone_by_exceptions
 from memfit.ir.ranges import ValueStatistics
 from memfit.workload import tensors_of
 
@@ -46,6 +48,7 @@ class RangeObserver(TorchDispatchMode):
                 if parameter.requires_grad:
                     handle = parameter.register_hook(functools.partial(self._see_parameter, name))
                     self._handles.callback(handle.remove)
+        self._handles.enter_context(undone_by_exceptions(self._model, self._begun))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -65,6 +68,9 @@ class RangeObserver(TorchDispatchMode):
         used = [name for name, numbers in self.activations.items() if numbers.count]
         return {n: self.activations[n].seen() for n in used}, {n: self.gradients[n].seen() for n in used}
 
+    def _begun(self) -> Callable[[], None]:
+        return functools.partial(self._running.__delitem__, slice(len(self._running), None))
+
     def _begin(self, name: str, module: nn.Module, args: Any) -> None:
         self._running.append(name)
         self._note(args)
@@ -80,10 +86,12 @@ class RangeObserver(TorchDispatchMode):
 
     def _note(self, value: Any) -> None:
         self._is_noting = True
-        for tensor in tensors_of(value):
-            if tensor.dtype is torch.bfloat16:
-                self.activations[self._running[-1]].add(tensor)
-        self._is_noting = False
+        try:
+            for tensor in tensors_of(value):
+                if tensor.dtype is torch.bfloat16:
+                    self.activations[self._running[-1]].add(tensor)
+        finally:
+            self._is_noting = False
 
     def _see_parameter(self, name: str, gradient: torch.Tensor) -> None:
         if self.activations[name].count and not gradient.is_sparse:

@@ -29,7 +29,14 @@ from memfit._torch.autograd import (
 from memfit._torch.dispatch import PassiveMode, current_mode_stack, get_unwrapped, is_functorch_wrapped_tensor
 from memfit._torch.distributed import is_shared, ranks_of
 from memfit._torch.fake import FakeTensor, FakeTensorMode
-from memfit._torch.modules import BatchNormBase, NormBase, forward_hooks, forward_pre_hooks, set_forward_hooks
+from memfit._torch.modules import (
+    BatchNormBase,
+    NormBase,
+    forward_hooks,
+    forward_pre_hooks,
+    set_forward_hooks,
+    undone_by_exceptions,
+)
 from memfit._torch.operators import packet_of, schema_of
 from memfit._torch.pytree import tree_leaves
 from memfit._torch.replacement import replaced
@@ -239,10 +246,21 @@ class Recorder(PassiveMode):
         self.recording = True
         self.microbatch = 0
         self._call_of_sequence.clear()
+        self._stack.clear()
         self._node, self._node_began = -1, 0
 
     def end_step(self) -> Recording:
-        """Return the recording; storages still alive have death `len(ops)`."""
+        """Return the recording; storages still alive have death `len(ops)`.
+
+        Raises:
+            CaptureError: A module's call did not end, so that what came later was told as its own.
+        """
+        if self._stack:
+            names = ", ".join(repr(self.modules[self.now.calls[call].module].fqn) for call in self._stack)
+            raise CaptureError(
+                f"the step ended within the call of {names}, so that its operators can't be told by module: have the"
+                " forward pass of each module end before the step does, in the thread that it began in"
+            )
         self.recording, self._states = False, None
         done = self.now
         for storage in done.storages:
@@ -406,7 +424,7 @@ class Recorder(PassiveMode):
         """Attribute operators to the modules of a model, until the context is left."""
         self._states = CallStates(model)
         _let_encoders_run_in_one_operator(model)
-        with contextlib.ExitStack() as stack:
+        with undone_by_exceptions(model, self._begun), contextlib.ExitStack() as stack:
             for fqn, module in model.named_modules():
                 self._module_index[id(module)] = len(self.modules)
                 couples = isinstance(module, BatchNormBase) and module.training
@@ -414,6 +432,9 @@ class Recorder(PassiveMode):
                 stack.callback(module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True).remove)
                 stack.callback(module.register_forward_hook(self._leave, always_call=True).remove)
             yield
+
+    def _begun(self) -> Callable[[], None]:
+        return functools.partial(self._end_calls, len(self._stack))
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not self.recording or not self._watches:
@@ -433,10 +454,18 @@ class Recorder(PassiveMode):
             self._states.begin(index, module)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not self.recording or not self._watches or not self._stack:
+        if not self.recording or not self._watches:
             return
-        index = self._stack.pop()
-        self.now.calls[index] = replace(self.now.calls[index], end=len(self.now.ops))
+        number = self._module_index[id(module)]
+        depths = [depth for depth, call in enumerate(self._stack) if self.now.calls[call].module == number]
+        if depths:
+            self._end_calls(depths[-1])
+
+    def _end_calls(self, depth: int) -> None:
+        """End the calls within the outermost ones, as many as `depth`."""
+        while len(self._stack) > depth:
+            index = self._stack.pop()
+            self.now.calls[index] = replace(self.now.calls[index], end=len(self.now.ops))
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:

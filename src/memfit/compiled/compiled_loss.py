@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from memfit._torch.compilers import SeenCode, compiler_errors, recompilations_limited
-from memfit._torch.modules import all_forward_hooks
+from memfit._torch.modules import all_forward_hooks, untold_calls
 from memfit.batch import leaves_of
 from memfit.capture.known_values import KnownValues
 from memfit.capture.recorder import Recorder
@@ -156,7 +156,8 @@ def unwatched(model: nn.Module) -> Iterator[None]:
             for key in watching & content.keys():
                 del mapping[key]
     try:
-        yield
+        with untold_calls(model):
+            yield
     finally:
         for mapping, before, watching in changed:
             now = dict(mapping.items())
