@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import warnings
 from pathlib import Path
@@ -286,6 +287,30 @@ def test_planning_leaves_no_notes_in_the_trainer(tmp_path: Path) -> None:
     trainer.noted = {"losses": []}
     MemfitCallback(trainer, budget="8GiB", numerics="exact", points=1)
     assert trainer.noted == {"losses": []} and not hasattr(trainer, "calls")
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_model_is_planned_in_the_mode_that_it_trains_in(tmp_path: Path, frozen: bool) -> None:
+    """`from_pretrained` leaves it in evaluation mode; what a model keeps there by itself stays there, and flags too."""
+
+    def planned(evaluates: bool) -> int:
+        trainer = trainer_of(tmp_path, optim="sgd", dropout=0.1)
+        if frozen:
+            trainer.model.train = functools.partial(frozen_dropout, trainer.model)
+        trainer.model.train(not evaluates)
+        before = [module.training for module in trainer.model.modules()]
+        plan = MemfitCallback(trainer, budget="8GiB", numerics="exact", points=1).plan
+        assert [module.training for module in trainer.model.modules()] == before
+        return plan.predicted.peak_bytes
+
+    assert planned(True) == planned(False)
+
+
+def frozen_dropout(model: Any, mode: bool = True) -> Any:
+    type(model).train(model, mode)
+    for module in model.modules():
+        module.training &= not isinstance(module, torch.nn.Dropout)
+    return model
 
 
 @pytest.mark.ci

@@ -29,6 +29,7 @@ from memfit.capture.lifetimes import (
     run_same_forward,
     runs_same_operators,
 )
+from memfit.capture.modes import evaluation_note
 from memfit.capture.partial_steps import (
     MOST_MICROBATCHES,
     EveryMicrobatch,
@@ -116,7 +117,7 @@ def capture(
     trace = Courses(run, workload.values, reading).worst()
     if warm and trace.slack:
         raise CaptureError("the step may take other courses: it is captured from its first step on")
-    extra_notes = [uncut_note(workload), _COMPILED if is_compiled(workload) else None]
+    extra_notes = [uncut_note(workload), evaluation_note(workload), _COMPILED if is_compiled(workload) else None]
     notes = [*trace.notes, *(note for note in extra_notes if note)]
     return replace(trace, device=trace.device if device is None else device.name, notes=notes)
 

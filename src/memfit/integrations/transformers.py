@@ -19,6 +19,7 @@ from memfit.ranks.group import Group
 from memfit.ranks.one_process import SingleProcess
 from memfit.ranks.together import agreed
 from memfit.rng import rng_preserved
+from memfit.training.trainer import modes_restored
 from memfit.workload import Workload, batch_size_of, tensors_of
 
 try:
@@ -82,8 +83,12 @@ class MemfitCallback(TrainerCallback):  # type: ignore[misc]
         try:
             # On every rank: loaders of several ranks send what they draw.
             workload = agreed(ranks, lambda: _workload(trainer, batch, dtype, options.get("device")))
-            self._fitted = Fitted(workload, engine=engine, ranks=ranks, given=read_plan(plan), budget=budget, **options)
-            _check_evaluations(trainer, self._fitted, workload, dtype)
+            with modes_restored(trainer.model):
+                trainer.model.train()  # as the trainer's step does; from_pretrained() leaves it in evaluation mode
+                self._fitted = Fitted(
+                    workload, engine=engine, ranks=ranks, given=read_plan(plan), budget=budget, **options
+                )
+                _check_evaluations(trainer, self._fitted, workload, dtype)
         except BaseException:
             back()
             raise

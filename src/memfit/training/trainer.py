@@ -459,14 +459,20 @@ def _precision_text(loaded: checkpoint.Loaded, step: Step, plan: Plan) -> str:
 @contextlib.contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Set a model to evaluation mode without gradients; restore training flags and random states afterwards."""
+    with rng_preserved(), torch.no_grad(), modes_restored(model):
+        model.eval()
+        yield
+
+
+@contextlib.contextmanager
+def modes_restored(model: nn.Module) -> Iterator[None]:
+    """Restore the training flags of a model's modules when the context is left."""
     flags = [(module, module.training) for module in model.modules()]
-    with rng_preserved(), torch.no_grad():
-        try:
-            model.eval()
-            yield
-        finally:
-            for module, training in flags:
-                module.training = training
+    try:
+        yield
+    finally:
+        for module, training in flags:
+            module.training = training
 
 
 def _figures(values: Mapping[str, float]) -> dict[str, float]:
