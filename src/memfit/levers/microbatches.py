@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from memfit.ir.plan import Levers, Numerics
 from memfit.levers.conflicts import BATCH_NORM, COUPLING_LOSS, Conflict
 from memfit.levers.lever import Lever, NotOffered, Rung, Setting
+from memfit.workload import Workload, samples_of
 
 MICROBATCHES = "microbatches"
 OF_BATCH_NORM = Conflict(
@@ -87,6 +88,12 @@ class Microbatches(Lever):
 def samples_of_rank(levers: Levers, batch_size: int) -> int:
     """Return the samples of a global batch that a rank runs at most."""
     return batch_size if levers.sharding is None else -(-batch_size // levers.sharding.world_size)
+
+
+def microbatch_size_of(levers: Levers, workload: Workload) -> int | None:
+    """Return `StepOptions.microbatch_size` for a workload: None where its batch is not cut, so that no other one is."""
+    is_whole = levers.sharding is None and levers.microbatch_size >= samples_of(workload)
+    return None if is_whole else levers.microbatch_size
 
 
 def microbatch_sizes(batch_size: int, most: int = 5) -> list[int]:

@@ -16,6 +16,7 @@ from memfit.ir.plan import Levers, Plan
 from memfit.levers import registry
 from memfit.levers.circumstances import check_combination
 from memfit.levers.lever import Running
+from memfit.levers.microbatches import microbatch_size_of
 from memfit.recomputation.generators import foreign_generators, preserved
 from memfit.tape import LoopWorkload
 from memfit.training.loop import DescribedLoop
@@ -40,7 +41,9 @@ def applied(
         options: More `StepOptions`.
     """
     check_combination(levers, workload)
-    running = Running(workload, StepOptions(microbatch_size=levers.microbatch_size, **options), mesh, is_part)
+    running = Running(
+        workload, StepOptions(microbatch_size=microbatch_size_of(levers, workload), **options), mesh, is_part
+    )
     with contextlib.ExitStack() as stack:
         for lever in registry.used(levers, samples_of(workload)):
             running = stack.enter_context(lever.apply(levers, running))

@@ -11,6 +11,7 @@ from torch import nn
 
 from memfit.ir.plan import Candidate, Levers, Plan, Prediction, Solution, allows
 from memfit.levers import registry
+from memfit.levers.microbatches import microbatch_size_of
 from memfit.recomputation.probe import checking
 from memfit.training.step import Step
 from memfit.units import format_bytes
@@ -64,7 +65,7 @@ class Switch:
         self.levers = levers
         needs_proof = registry.recomputes(levers) and levers not in self._proven
         proving = functools.partial(self._proving, levers) if needs_proof else None
-        self.step.change(microbatch_size=levers.microbatch_size, proving=proving)
+        self.step.change(microbatch_size=microbatch_size_of(levers, self.step.workload), proving=proving)
 
     @contextlib.contextmanager
     def _proving(self, levers: Levers) -> Iterator[None]:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from memfit.capture.accumulation import Accumulation
 from memfit.cost.calibrate import known_workspace_bytes
 from memfit.errors import UsageError
+from memfit.extent import covers, difference_text, extent_of
 from memfit.frames import on_unused
 from memfit.ir import codec
 from memfit.ir.plan import Plan
@@ -22,8 +23,10 @@ from memfit.levers.stack import applied, check_plan, check_untouched, host_bytes
 from memfit.levers.switch import Switch, without_switched
 from memfit.pipeline.placement import kind_of, placed
 from memfit.pipeline.predicted_snapshots import write_predicted_snapshot
+from memfit.planner.admission import Admission
 from memfit.planner.batch_coupling import without_coupled
 from memfit.ranks.together import check_same
+from memfit.training.guards.growth import Growth
 from memfit.training.guards.host_memory import check_host, host_needs
 from memfit.training.guards.ledger import device_of, held_tensors, live
 from memfit.training.guards.limits import AcceleratorLimit, CpuLimit
@@ -92,6 +95,15 @@ def apply(
     plan, workload = without_coupled(plan, workload), placed(workload, plan)
     with contextlib.ExitStack() as stack:
         switch = stack.enter_context(switchable(plan, workload, limit_bytes=limit_bytes, mesh=mesh))
+        growth = Growth(
+            device_of(switch.step),
+            lambda: (plan.budget_bytes, switch.step.options.predicted_peak_bytes or plan.predicted.peak_bytes),
+            functools.partial(switch.step.note, "growing memory"),
+            lambda: {
+                f"Workload.{name}": getattr(workload, name) for name in ("model", "loss_fn", "batches", "evaluate")
+            },
+        )
+        switch.step.change(admit=_admission(switch, plan, workload), after=growth.stepped)
         writer = snapshots_of(switch, snapshots)
         if recover:
             recovery = Recovery(switch.step, plan, switch.lower, snapshots=writer)
@@ -101,6 +113,36 @@ def apply(
         switch.step.on_close = stack.pop_all().close
     switch.step.on_use = on_unused(switch.step, _UNUSED).detach
     return switch.step
+
+
+def _admission(switch: Switch, plan: Plan, workload: Workload) -> Callable[[Any], None]:
+    """Return what holds a plan's promise against each batch, and has the step tell what it is predicted to take."""
+    step, planned = switch.step, extent_of(workload.batch)
+    sharding = plan.levers.sharding
+    advice = (
+        f"Make the plan with Workload.batch as large as any batch ({switch.levers.microbatch_size} of"
+        f" {plan.batch_size} samples are run at once), give smaller batches, or raise budget="
+    )
+    admission = Admission(workload, plan, lifted=switch.lifted, note=step.note, advice=advice)
+    promised, seen = step.options.prediction, step.options.prediction
+
+    def admit(batch: Any) -> None:
+        nonlocal promised, seen
+        extent = extent_of(batch)
+        if sharding is not None:
+            if not covers(planned, extent):
+                raise UsageError(
+                    f"a batch is larger than the plan's ({difference_text(extent, planned)}), and what each of"
+                    f" {sharding.world_size} ranks takes on it is not predicted while they train. {advice}"
+                )
+            return
+        if step.options.prediction is not seen:  # a lower plan, after a step ran out of memory
+            promised = step.options.prediction
+        seen = admission(batch, switch.levers, promised or plan.predicted)
+        if seen is not step.options.prediction:
+            step.change(prediction=seen, predicted_peak_bytes=seen.peak_bytes)
+
+    return admit
 
 
 def _check_ranks(plan: Plan) -> None:

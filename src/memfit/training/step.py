@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +29,7 @@ from memfit.training.prefetch import on_device
 from memfit.workload import Workload, part_of, samples_of, tensors_of
 
 _CPU = torch.device("cpu")
+_log = logging.getLogger("memfit")
 
 
 class InBackward(Protocol):
@@ -83,6 +85,9 @@ class StepOptions:
         limit: Makes the context of a step on a batch in which no more may be held than it says.
         proving: Makes the context of the steps that hold what is computed again in the backward pass against what was
             computed before (`memfit.levers.switch`).
+        admit: Called with each batch before its step: has the step predicted on a batch that is larger than planned, or
+            raises.
+        after: Called after each step.
     """
 
     microbatch_size: int | None = None
@@ -98,6 +103,8 @@ class StepOptions:
     limit: Callable[[Any], AbstractContextManager[object]] | None = None
     ranks: SingleProcess = field(default_factory=SingleProcess)
     proving: Callable[[], AbstractContextManager[object]] | None = None
+    admit: Callable[[Any], object] | None = None
+    after: Callable[[], object] | None = None
 
     def __post_init__(self) -> None:
         size = self.microbatch_size
@@ -123,6 +130,7 @@ class Step:
         options: How the step runs: one record, which `change` replaces whole.
         on_phase: Told each phase of a step, and of which microbatch.
         on_use: Called once, where the step is first used or closed.
+        events: What was unusual so far, such as a batch larger than planned or memory that grows: kinds and texts.
 
     Raises:
         UsageError: `microbatch_size` is not positive.
@@ -136,6 +144,22 @@ class Step:
         self.on_phase: Callable[[Phase, int], None] | None = None
         self.on_close: Callable[[], None] | None = None
         self.on_use: Callable[[], object] | None = None
+        self.events: list[tuple[str, str]] = []
+
+    def note(self, kind: str, text: str) -> None:
+        """Note an event, and log it."""
+        self.events.append((kind, text))
+        if self.options.ranks.rank == 0:
+            _log.warning("%s: %s", kind, text)
+
+    def admit(self, batch: Any) -> None:
+        """Have the step predicted on a batch that is larger than planned.
+
+        Raises:
+            UsageError: It would exceed the plan's budget.
+        """
+        if self.options.admit is not None:
+            self.options.admit(batch)
 
     def change(self, **options: Any) -> None:
         """Have the next steps run otherwise; see `StepOptions`."""
@@ -212,16 +236,22 @@ class Step:
         """Run one optimizer update.
 
         Args:
-            batch: A global batch, shaped like the workload's; it may have fewer samples.
+            batch: A global batch, shaped like the workload's; it may be smaller. On a larger one the step of a plan is
+                predicted first.
 
         Raises:
+            UsageError: The batch is larger than the plan's, and the step would exceed the plan's budget on it.
             NonFiniteError: The loss or the gradient norm is not finite, outside fp16's loss scaling; or loss
                 scaling skipped too many updates in a row. Nothing was updated.
             WorkloadError: The loss function returned something else than a loss, or one that no parameter
                 of the optimizer leads to.
             OutOfMemoryError: Memory ran out under every plan that `recovery` has.
         """
-        return self._once(batch) if self.recovery is None else self.recovery(self._once, batch)
+        self.admit(batch)
+        result = self._once(batch) if self.recovery is None else self.recovery(self._once, batch)
+        if self.options.after is not None:
+            self.options.after()
+        return result
 
     def _once(self, batch: Any) -> StepResult:
         started = time.perf_counter()

@@ -48,6 +48,7 @@ from memfit.training.runs.history import History, resumed_history
 from memfit.training.runs.host_buffers import HostBuffers
 from memfit.training.runs.log import Log, NoLog, Progress, evaluation_line, event_line, require_tensorboard, step_line
 from memfit.training.step import Step, StepResult
+from memfit.units import format_bytes
 from memfit.workload import fingerprint, samples_of
 
 _log = logging.getLogger("memfit")
@@ -128,12 +129,12 @@ class Trainer:
         self._ranks = self.step.options.ranks
         once(self._ranks, lambda: check_folder(self.out, overwrite=self.overwrite, resume=self.resume))
         self._stream = BatchStream(self.step.workload, self.prefetch_batches)
-        self._events_noted = 0
+        self._recoveries_noted = self._events_noted = 0
         self._saved_step: int | None = None
         self._writing: checkpoint.Writing | None = None
         self._buffers = HostBuffers() if self.async_checkpoints else None
         self._is_between_steps = True
-        self._is_reading = self._is_unused = self._is_agreed = False
+        self._is_reading = self._is_unused = self._is_agreed = self._is_refused = False
 
     def fit(self) -> RunRecord:
         """Train to the end, and return the record of the run. Call it once.
@@ -230,9 +231,11 @@ class Trainer:
             read = self._next_batch(interrupt)
             if read is None:
                 break
-            self._is_between_steps = False
+            self._is_refused = True
+            self.step.admit(read[0])
+            self._is_refused = self._is_between_steps = False
             progress = self._run(*read)
-            self._note_recovery()
+            self._note_events(progress)
             self._after(progress)
         if not self._is_evaluated():
             self._evaluate()
@@ -315,14 +318,29 @@ class Trainer:
         if self._is_due(self.checkpoint_every):
             self._save(buffers=self._buffers)
 
+    def _note_events(self, progress: Progress | None = None) -> None:
+        """Log what happened to steps since the last call: larger batches, a peak over the budget, and recoveries."""
+        if progress is not None and (progress.peak_bytes or 0) > self.plan.budget_bytes:
+            predicted = progress.predicted_peak_bytes or self.plan.predicted.peak_bytes
+            self.step.note(
+                "over budget",
+                f"step {progress.step} was measured to take {format_bytes(progress.peak_bytes or 0)}, above the plan's"
+                f" budget of {format_bytes(self.plan.budget_bytes)}; {format_bytes(predicted)} were"
+                " predicted",
+            )
+        for kind, text in self.step.events[self._events_noted :]:
+            self._write_line(event_line(self.step.steps, self._stream.epoch, kind, text))
+        self._events_noted = len(self.step.events)
+        self._note_recovery()
+
     def _note_recovery(self) -> None:
         """Log steps that ran out of memory since the last call; the plan taken then becomes the run's plan."""
         recovery = self.step.recovery
         if not isinstance(recovery, OutOfMemoryObserver):
             return
-        for event in recovery.events[self._events_noted :]:
+        for event in recovery.events[self._recoveries_noted :]:
             self.note("out of memory", str(event))
-        self._events_noted = len(recovery.events)
+        self._recoveries_noted = len(recovery.events)
         if recovery.plan is not self.plan:
             self.plan = recovery.plan
             if self._is_first:
@@ -392,7 +410,7 @@ class Trainer:
     def _fail(self, error: BaseException) -> None:
         """Write a checkpoint and the record, as far as possible, when the run ends in an exception."""
         with contextlib.suppress(MemfitError):
-            self._note_recovery()
+            self._note_events()
         is_interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
         is_stopped = is_interrupted or isinstance(error, MemoryLimitError)
         is_resumable = self._is_between_steps and (is_stopped or self._is_reading)
@@ -401,6 +419,7 @@ class Trainer:
         is_undone = isinstance(error, OutOfMemoryError) and not error.is_torn and recovers
         is_alone = self._ranks.size > 1 and not self._is_agreed  # the others don't write their parts
         self._end_writing(error, is_alone)
+        is_undone = is_undone or self._is_refused  # the batch that a plan does not hold
         if (is_resumable or is_undone) and self._saved_step != self.step.steps and not is_alone:
             with contextlib.suppress(MemfitError):
                 self._save(self._stream.take_back() if is_undone or self._is_unused else None)

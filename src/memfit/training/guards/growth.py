@@ -1,0 +1,289 @@
+"""Memory that grows from step to step: noticed by a counter, and traced to the variable that holds it."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import sys
+import time
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from memfit.frames import is_users
+from memfit.hardware.live_bytes import live_bytes
+from memfit.units import format_bytes
+
+_SAMPLES = 5
+"""Samples that must grow one after the other, as fast as one another within `_STEADY`."""
+_STEADY = 3.0
+_LEAST_BYTES = 2**17
+_LEAST_SHARE = 0.002  # of the budget
+_SPACING = 1.2  # of the numbers of the steps that are sampled
+_MOST_TIME = 0.003  # of the time since the watch began, for sampling
+_FREE_SECONDS = 0.005
+_MOST_NODES = 4000
+_MOST_VALUES = 50_000
+_DEEPEST = 4
+_LARGE_BYTES = 2**14
+
+Told = Callable[[str], object]
+
+
+class Sample(NamedTuple):
+    """The bytes in use after a step."""
+
+    step: int
+    nbytes: int
+
+
+class Growth:
+    """A watch of the bytes that are in use between steps; `stepped` is called after each.
+
+    It samples steps farther and farther apart, as long as that takes 0.3 % of the time at most. Where samples grow one
+    after the other, the user's variables are weighed after two steps, and what grew is told, once.
+
+    Args:
+        device: The device of the parameters.
+        budget_bytes: Returns the budget, and what a step is predicted to take at its peak.
+        named: Returns objects to look through by name, besides the variables of the user's frames.
+        tell: Takes the text.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        budget_bytes: Callable[[], tuple[int, int]],
+        tell: Told,
+        named: Callable[[], Mapping[str, Any]] = dict,
+    ) -> None:
+        self._device, self._budget, self._tell, self._named = device, budget_bytes, tell, named
+        self._started = time.perf_counter()
+        self._spent, self._step = 0.0, 0
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Forget the samples, as where a step changes or memory is taken for another reason."""
+        self._samples: deque[Sample] = deque(maxlen=_SAMPLES)
+        self._next = self._step + 2
+        self._before: dict[tuple[int, str], _Weight] | None = None
+
+    def stepped(self) -> None:
+        """See to the end of a step."""
+        self._step += 1
+        if self._step < self._next:
+            return
+        began = time.perf_counter()
+        if self._spent > _FREE_SECONDS + _MOST_TIME * (began - self._started):
+            return
+        if self._before is not None:
+            self._explain()
+        else:
+            self._sample()
+        self._spent += time.perf_counter() - began
+
+    def _sample(self) -> None:
+        nbytes = live_bytes(self._device)
+        if nbytes is None:
+            self._next = sys.maxsize
+            return
+        self._samples.append(Sample(self._step, nbytes))
+        self._next = max(self._step + 1, int(_SPACING * self._step))
+        if len(self._samples) == _SAMPLES and self._is_growing():
+            self._before = dict(self._weighed())
+            self._next = self._step + 1
+
+    def _is_growing(self) -> bool:
+        samples = list(self._samples)
+        slopes = [(b.nbytes - a.nbytes) / (b.step - a.step) for a, b in zip(samples[:-1], samples[1:], strict=True)]
+        budget, _ = self._budget()
+        grown = samples[-1].nbytes - samples[0].nbytes
+        if grown < max(_LEAST_BYTES, _LEAST_SHARE * budget) or min(slopes) <= 0:
+            return False
+        return max(slopes) <= _STEADY * min(slopes)
+
+    def _explain(self) -> None:
+        before, self._before = self._before or {}, None
+        nbytes = live_bytes(self._device) or 0
+        first, last = self._samples[0], self._samples[-1]
+        slope = (last.nbytes - first.nbytes) / (last.step - first.step)
+        if nbytes <= last.nbytes:
+            self.begin_anew()
+            return
+        grown = [(weight, weight.beyond(before.get(key))) for key, weight in self._weighed() if key in before]
+        found = max((g for g in grown if g[1] > 0), key=lambda g: g[1], default=None)
+        holder = "something that memfit does not find holds more after each step" if found is None else str(found[0])
+        self._tell(
+            f"memory grows by {format_bytes(int(slope))} a step: {holder}. {self._outlook(slope, first, nbytes)}"
+        )
+        self._next = sys.maxsize
+
+    def _outlook(self, slope: float, first: Sample, nbytes: int) -> str:
+        budget, peak = self._budget()
+        room = budget - peak - (nbytes - first.nbytes)
+        if room < 0:
+            return f"With what it has grown by, a step takes more than the budget of {format_bytes(budget)}"
+        step = self._step + int(room / slope) + 1
+        return f"At that pace a step exceeds the budget of {format_bytes(budget)} from step {step:,} on"
+
+    def _weighed(self) -> Iterator[tuple[tuple[int, str], _Weight]]:
+        """Yield what the user's variables hold, by the namespace that has them and their name."""
+        seen: set[int] = set()
+        for space in _namespaces(self._named()):
+            for name, value in list(space.values.items()):
+                if isinstance(name, str) and not name.startswith("__"):
+                    for path, holder in _holders(value, name, seen, _DEEPEST):
+                        yield (id(space.owner), path), _Weight.of(path, holder, space)
+
+
+class _Space(NamedTuple):
+    """Variables of a frame, a module or an object, and the code that changes them."""
+
+    owner: Any
+    values: Mapping[str, Any]
+    code: types.CodeType | None = None
+
+
+class _Weight(NamedTuple):
+    """How much a variable holds: its tensors' bytes, its items, and the nodes of their graphs."""
+
+    path: str
+    what: str
+    nbytes: int
+    items: int
+    nodes: int
+    place: str
+
+    @classmethod
+    def of(cls, path: str, value: Any, space: _Space) -> _Weight:
+        tensors = [value] if isinstance(value, torch.Tensor) else list(_tensors_in(value, 2))
+        nbytes = sum(t.nbytes for t in tensors if t.layout is torch.strided)
+        nodes = _nodes([t.grad_fn for t in tensors if t.grad_fn is not None])
+        items = 1 if isinstance(value, torch.Tensor) else len(value)
+        return cls(path, type(value).__name__, nbytes, items, nodes, _place_of(path, space))
+
+    def beyond(self, before: _Weight | None) -> int:
+        """Return how much more it holds than before: bytes, and about as many for the nodes of graphs."""
+        if before is None or before.what != self.what:
+            return 0
+        more = self.nbytes - before.nbytes if self.is_tensor or self.items > before.items else 0
+        return max(0, more) + 200 * max(0, self.nodes - before.nodes)
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether it is a tensor by itself."""
+        return self.what in ("Tensor", "Parameter")
+
+    def __str__(self) -> str:
+        if self.is_tensor and not self.nodes:
+            return f"`{self.path}` (a tensor{self.place}) becomes larger"
+        if self.is_tensor:
+            return (
+                f"`{self.path}` (a tensor{self.place}) holds the graphs of all steps before. Add loss.item() or"
+                " loss.detach() instead, or detach what goes from step to step"
+            )
+        graphs = ", with the graphs that made them" if self.nodes else ""
+        advice = ". Keep loss.item() or tensor.detach() instead" if self.nodes else ""
+        return f"`{self.path}` (a {self.what} of {self.items:,} items{self.place}) holds more tensors{graphs}{advice}"
+
+
+def _namespaces(named: Mapping[str, Any]) -> Iterator[_Space]:
+    """Yield the namespaces of the user's frames, and objects by name."""
+    frame: types.FrameType | None = sys._getframe(1)
+    seen: set[int] = set()
+    while frame is not None:
+        if is_users(frame.f_code.co_filename):
+            if frame.f_locals is not frame.f_globals and frame.f_code.co_name != "<module>":
+                yield _Space(frame.f_code, dict(frame.f_locals), frame.f_code)
+            if id(frame.f_globals) not in seen:
+                seen.add(id(frame.f_globals))
+                yield _Space(frame.f_globals, dict(frame.f_globals), frame.f_code)
+        frame = frame.f_back
+    if named:
+        yield _Space(None, named)
+
+
+def _holders(value: Any, path: str, seen: set[int], deepest: int) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors with graphs and the containers of tensors that a value leads to, with their paths."""
+    if id(value) in seen or len(seen) > _MOST_VALUES or deepest < 0:
+        return
+    kind = type(value)
+    if isinstance(value, torch.Tensor):
+        if value.grad_fn is not None or value.nbytes > _LARGE_BYTES:
+            yield path, value
+        return
+    if kind in (list, deque, dict, set, tuple):
+        seen.add(id(value))
+        if next(_tensors_in(value, 2), None) is not None:
+            yield path, value
+        inner = value.items() if kind is dict else enumerate(value) if len(value) <= 64 else ()
+        for key, item in list(inner):
+            if type(item) in (list, deque, dict) or hasattr(item, "__dict__"):
+                yield from _holders(item, f"{path}[{key!r}]", seen, deepest - 1)
+        return
+    if isinstance(value, types.FunctionType):
+        seen.add(id(value))
+        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            try:
+                yield from _holders(cell.cell_contents, name, seen, deepest - 1)
+            except ValueError:  # an empty cell
+                continue
+        return
+    if isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType)) or not hasattr(value, "__dict__"):
+        return
+    if kind.__module__.split(".")[0] in ("memfit", "builtins"):
+        return
+    seen.add(id(value))
+    for name, inner_value in list(vars(value).items()):
+        if name in ("_parameters", "_buffers"):
+            continue
+        if name == "_modules" and isinstance(value, nn.Module):
+            for child_name, child in inner_value.items():
+                yield from _holders(child, f"{path}.{child_name}", seen, deepest)
+        else:
+            yield from _holders(inner_value, f"{path}.{name}", seen, deepest - 1)
+
+
+def _tensors_in(value: Any, deepest: int) -> Iterator[torch.Tensor]:
+    """Yield the tensors in containers, nested ones too."""
+    items: Iterable[Any] = value.values() if type(value) is dict else value
+    for item in list(items):
+        if isinstance(item, torch.Tensor):
+            yield item
+        elif deepest and type(item) in (list, tuple, dict, deque):
+            yield from _tensors_in(item, deepest - 1)
+
+
+def _nodes(roots: list[Any]) -> int:
+    """Return the number of nodes of some graphs, up to a bound for each."""
+    seen: set[Any] = set()
+    most = max(_MOST_NODES, 20 * len(roots))
+    waiting = list(roots)
+    while waiting and len(seen) < most:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        waiting += [inner for inner, _ in node.next_functions if inner is not None]
+    return len(seen)
+
+
+def _place_of(path: str, space: _Space) -> str:
+    """Return the line of code that adds to a variable, as ", train.py:31"; "" where it is not found."""
+    if space.code is None:
+        return ""
+    name = re.escape(re.split(r"[.\[]", path)[-1 if "[" not in path else 0])
+    adds = re.compile(rf"\b{name}\b\s*(\[[^\]]*\]\s*)?(\.(append|extend|add|insert|put|update|push)\b|\+=|=(?!=))")
+    lines = linecache.getlines(space.code.co_filename)
+    found = [number for number, line in enumerate(lines, 1) if adds.search(line)]
+    within = [number for number in found if number >= space.code.co_firstlineno]
+    growing = [
+        n for n in within or found if not re.search(r"=\s*(\[\]|\{\}|0(\.0)?|None|deque\(|torch\.zeros)", lines[n - 1])
+    ]
+    number = (growing or within or found or [0])[0]
+    return f", {Path(space.code.co_filename).name}:{number}" if number else ""

@@ -1,0 +1,223 @@
+"""Batches larger than the one that a plan was made for: held within its promise, or refused before anything runs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+from torch import nn
+from torch.nn import functional as F
+
+import memfit
+from memfit._torch.fake import FakeTensor
+from memfit.capture.measured_peak import measure_peak_bytes
+from memfit.errors import UsageError
+from memfit.ir.plan import Plan
+from memfit.training.guards import growth
+from memfit.training.runs.checkpoint_folders import latest
+from memfit.workload import Workload, tensors_of
+
+
+class Normalised(nn.Module):
+    """Normalises over the batch, so that a batch in two parts is another training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(16, 256), nn.BatchNorm1d(256), nn.GELU(), nn.Linear(256, 256), nn.GELU())
+        self.head = nn.Linear(256, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.inner(x))
+        return out
+
+
+def rows(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(samples)
+    return torch.randn(samples, 16, generator=generator), torch.randint(0, 5, (samples,), generator=generator)
+
+
+class Reading(nn.Module):
+    """Reads tokens, as many as there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.inner, self.head = nn.Embedding(50, 32), nn.Linear(32, 256), nn.Linear(256, 50)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(F.gelu(self.inner(self.table(tokens))))
+        return out
+
+
+def tokens(length: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(length)
+    return {"tokens": torch.randint(0, 50, (8, length), generator=generator)}
+
+
+class Crowds(nn.Module):
+    """Compares each box of an image to as many anchors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64))
+
+    def forward(self, images: torch.Tensor, targets: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+        anchors = self.inner(images)
+        found = [(a.tanh() @ t["boxes"].T).softmax(1).square().mean() for a, t in zip(anchors, targets, strict=True)]
+        return torch.stack(found).mean()
+
+
+def crowded(boxes: int) -> tuple[torch.Tensor, list[dict[str, torch.Tensor]]]:
+    generator = torch.Generator().manual_seed(boxes)
+    counts = [boxes, max(1, boxes // 3), 1, max(1, boxes // 2)]
+    return torch.randn(4, 128, 16, generator=generator), [
+        {"boxes": torch.randn(n, 64, generator=generator)} for n in counts
+    ]
+
+
+Case = tuple[Callable[[], nn.Module], Callable[[int], Any], Callable[[nn.Module, Any], torch.Tensor], int, int]
+CASES: dict[str, Case] = {
+    "samples": (Normalised, rows, lambda m, b: F.cross_entropy(m(b[0]), b[1]), 128, 256),
+    "length": (Reading, tokens, lambda m, b: F.cross_entropy(m(b["tokens"]).mT, b["tokens"]), 32, 96),
+    "boxes": (Crowds, crowded, lambda m, b: m(*b), 20, 400),
+}
+
+
+def made(name: str) -> Workload:
+    model, batch, loss, planned, _ = CASES[name]
+    torch.manual_seed(0)
+    built = model()
+    return Workload(built, batch(planned), loss, torch.optim.AdamW(built.parameters(), lr=1e-2), name=name)
+
+
+def planned(workload: Workload, budget: str | int) -> Plan:
+    return memfit.plan(workload, budget=budget, numerics="exact", precisions=["32-true"], points=1)
+
+
+def plain(name: str, sizes: list[int]) -> list[torch.Tensor]:
+    """Return the weights and statistics after a loop without memfit."""
+    _, batch, loss, _, _ = CASES[name]
+    workload = made(name)
+    for size in sizes:
+        loss(workload.model, batch(size)).backward()  # type: ignore[arg-type]
+        workload.optimizer.step()
+        workload.optimizer.zero_grad()
+    return list(workload.model.state_dict().values())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_larger_batch_is_run_whole_and_predicted_where_the_budget_holds_it(name: str) -> None:
+    _, batch, _, small, large = CASES[name]
+    workload = made(name)
+    plan = planned(workload, "64MiB")
+    with memfit.apply(plan, workload) as step:
+        step(batch(small))
+        assert not step.events
+        step(batch(large))
+        given = batch(large)
+        peak_bytes = measure_peak_bytes(step, given) + sum(t.nbytes for t in tensors_of(given))
+        assert step.last is not None and step.last.predicted_peak_bytes is not None
+        assert step.last.predicted_peak_bytes > plan.predicted.peak_bytes
+        assert abs(peak_bytes / step.last.predicted_peak_bytes - 1) < 0.02
+        assert step(batch(small)).predicted_peak_bytes == plan.predicted.peak_bytes
+    found = list(workload.model.state_dict().values())
+    assert all(map(torch.equal, found, plain(name, [small, large, large, small])))
+    assert not all(map(torch.equal, found, plain(name, [small, large, small, large])))
+    assert [kind for kind, _ in step.events] == ["larger batch"]
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.ci) if n == "length" else n for n in CASES])
+def test_a_batch_that_the_budget_does_not_hold_is_refused_before_anything_runs(name: str) -> None:
+    _, batch, _, small, large = CASES[name]
+    workload = made(name)
+    plan = planned(workload, "1.1x")
+    with memfit.apply(plan, workload) as step:
+        step(batch(small))
+        before = copy.deepcopy(workload.model.state_dict())
+        with pytest.raises(UsageError, match=str(large)) as caught:
+            step(batch(large))
+        assert "Workload.batch" in str(caught.value) and memfit.units.format_bytes(plan.budget_bytes) in str(
+            caught.value
+        )
+        assert all(map(torch.equal, before.values(), workload.model.state_dict().values()))
+        step(batch(small))
+    assert step.steps == 2
+
+
+def test_batches_that_grow_a_little_each_time_take_few_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    from memfit.planner import admission
+
+    captured = []
+    own = admission.capture_levers
+    monkeypatch.setattr(admission, "capture_levers", lambda *args: (captured.append(1), own(*args))[1])
+    workload = made("samples")
+    plan = planned(workload, "64MiB")
+    with memfit.apply(plan, workload) as step:
+        for size in range(130, 300, 8):
+            result = step(rows(size))
+            assert result.predicted_peak_bytes is not None
+            assert result.predicted_peak_bytes > plan.predicted.peak_bytes
+    assert 2 <= len(captured) <= 5
+
+
+@pytest.mark.ci
+def test_a_plan_with_microbatches_cuts_a_larger_batch_into_more() -> None:
+    workload = made("length")
+    plan = memfit.plan(workload, budget="0.6x", precisions=["32-true"], points=1)
+    assert plan.levers.microbatch_size < plan.batch_size
+    wider = {"tokens": torch.cat([tokens(32)["tokens"]] * 2)}
+    with memfit.apply(plan, workload) as step:
+        assert len(step.split(wider)) == 2 * len(step.split(workload.batch))
+        result = step(wider)
+        assert result.predicted_peak_bytes is not None
+        assert plan.predicted.peak_bytes <= result.predicted_peak_bytes <= plan.budget_bytes
+
+
+@pytest.mark.parametrize(("budget", "ends"), [("64MiB", True), ("1.0x", False)])
+def test_a_run_tells_of_larger_batches_or_ends_with_a_checkpoint_from_before(
+    tmp_path: Path, budget: str, ends: bool
+) -> None:
+    workload = made("samples")
+    plan = planned(workload, budget)
+    object.__setattr__(workload, "batches", [rows(128), rows(128), rows(256), rows(128)])
+    if ends:
+        record = memfit.train(plan, workload, out=tmp_path / "run", steps=4)
+        assert [event.kind for event in record.events] == ["larger batch"]
+        assert all(map(torch.equal, workload.model.state_dict().values(), plain("samples", [128, 128, 256, 128])))
+        return
+    with pytest.raises(UsageError, match="256x16 where 128x16") as caught:
+        memfit.train(plan, workload, out=tmp_path / "run", steps=4)
+    newest = latest(tmp_path / "run")
+    assert newest is not None and newest.name.endswith("2")
+    assert any("resume=True" in note for note in caught.value.__notes__)
+
+
+def test_a_measured_peak_over_the_budget_is_an_event(tmp_path: Path) -> None:
+    workload = made("samples")
+    plan = planned(workload, "64MiB")
+    record = memfit.train(replace(plan, budget_bytes=1000), workload, out=tmp_path / "run", steps=3)
+    assert [event.kind for event in record.events] == ["over budget"]
+    assert memfit.units.format_bytes(1000) in record.events[0].text
+
+
+def test_memory_that_grows_in_a_run_is_an_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(growth, "_FREE_SECONDS", 1e9)
+    workload = made("samples")
+    plan = planned(workload, "64MiB")
+    kept: list[torch.Tensor] = []
+    own = workload.loss_fn
+
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        loss: Any = own(model, batch)
+        if not isinstance(loss, FakeTensor):
+            kept.append(batch[0].repeat(8, 1))
+        return loss  # type: ignore[no-any-return]
+
+    object.__setattr__(workload, "loss_fn", loss_fn)
+    record = memfit.train(plan, workload, out=tmp_path / "run", steps=14)
+    assert [event.kind for event in record.events] == ["growing memory"]
+    assert "`kept` (a list" in record.events[0].text and "test_larger_batches.py:" in record.events[0].text
