@@ -34,13 +34,30 @@ def allocated(but_in: str = "") -> Iterator[PeakMeter]:
     gc.collect()
     with _profile() as profile:
         yield meter
-    blocks = [(e.start_ns(), e.start_ns() + e.duration_ns()) for e in _events(profile) if but_in and e.name() == but_in]
-    total = 0
-    for at, nbytes in _changes(profile):
-        total += nbytes
-        if not any(first <= at <= last for first, last in blocks):
-            meter.peak_bytes = max(meter.peak_bytes, total)
-    meter.net_bytes = total
+    totals = list(_totals(profile, but_in))
+    meter.peak_bytes = max([0, *(total for _, total, is_counted in totals if is_counted)])
+    meter.net_bytes = totals[-1][1] if totals else 0
+
+
+@contextlib.contextmanager
+def allocated_between(mark: str, but_in: str = "") -> Iterator[list[int]]:
+    """Measure the peaks before, between and after `torch.profiler.record_function` blocks named `mark`.
+
+    Each is that of all that is allocated by then, as of `allocated`; the list is filled on leaving.
+    """
+    peaks: list[int] = []
+    gc.collect()
+    with _profile() as profile:
+        yield peaks
+    marks = [start for start, _ in _blocks(profile, mark)]
+    peaks += [0] * (len(marks) + 1)
+    before = 0
+    for at, total, is_counted in _totals(profile, but_in):
+        if is_counted:
+            place = bisect.bisect_right(marks, at)
+            # What is held since before an interval is held in it.
+            peaks[place] = max(peaks[place], before, total)
+        before = total
 
 
 @contextlib.contextmanager
@@ -67,6 +84,21 @@ def _profile() -> Any:
 
 def _events(profile: Any) -> Any:
     return profile.kineto_results.events()
+
+
+def _blocks(profile: Any, name: str) -> list[tuple[int, int]]:
+    """Return the starts and ends, in nanoseconds, of the blocks of a name, in order; none for ""."""
+    found = [(e.start_ns(), e.start_ns() + e.duration_ns()) for e in _events(profile) if name and e.name() == name]
+    return sorted(found)
+
+
+def _totals(profile: Any, but_in: str) -> Iterator[tuple[int, int, bool]]:
+    """Yield (nanoseconds, bytes allocated by then, whether outside of the blocks of a name) for each change."""
+    blocks = _blocks(profile, but_in)
+    total = 0
+    for at, nbytes in _changes(profile):
+        total += nbytes
+        yield at, total, not any(first <= at <= last for first, last in blocks)
 
 
 def _changes(profile: Any) -> list[tuple[int, int]]:

@@ -1,0 +1,90 @@
+"""`python -m benchmarks.field.metered REPORT (plain | run OPTIONS...) SCRIPT ARGS...`: a script, each step measured.
+
+REPORT gets the peak of PyTorch's CPU allocations before each update by an optimizer and after the last, all that the
+process holds included; and, of `memfit run`, each plan that was made: after how many updates, and for which budget.
+While it plans no step is under way: what memfit allocates then to time operators is not counted.
+"""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from memfit._torch.replacement import replaced
+from memfit.cli import app
+from memfit.hardware.cpu_allocations import allocated_between
+from memfit.pipeline import _fit
+
+_UPDATED, _PLANNING = "benchmarks: updated", "benchmarks: planning"
+
+
+class Meter:
+    """Counts updates, and notes plans."""
+
+    def __init__(self) -> None:
+        self.updates, self.plans, self._depth = 0, list[dict[str, Any]](), 0
+
+    def updated(self, *_: Any) -> None:
+        """Mark an update of the script's own."""
+        if not self._depth:
+            self.updates += 1
+            with torch.profiler.record_function(_UPDATED):
+                pass
+
+    def marked(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function of memfit's that plans, marked for the profiler."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._depth += 1
+            try:
+                with torch.profiler.record_function(_PLANNING):
+                    found = own(*args, **kwargs)
+            finally:
+                self._depth -= 1
+            if hasattr(found, "levers"):
+                row = {"updates": self.updates, "budget_bytes": found.budget_bytes}
+                self.plans.append(row | {"predicted_peak_bytes": found.predicted.peak_bytes})
+            return found
+
+        return call
+
+
+@contextmanager
+def metered(report: Path) -> Iterator[None]:
+    """Measure what runs in this context."""
+    meter = Meter()
+    hook = register_optimizer_step_post_hook(meter.updated)
+    peaks: list[int] = []
+    try:
+        with ExitStack() as stack:
+            for name in ("make_plan", "estimate"):
+                stack.enter_context(replaced(_fit, name, meter.marked(getattr(_fit, name))))
+            peaks = stack.enter_context(allocated_between(_UPDATED, but_in=_PLANNING))
+            yield
+    finally:
+        hook.remove()
+        report.write_text(json.dumps({"peaks": peaks, "plans": meter.plans}))
+
+
+def main() -> None:
+    report, way, *line = sys.argv[1:]
+    with metered(Path(report)):
+        if way == "run":
+            sys.argv = ["memfit", "run", *line]
+            app.main()
+        else:
+            sys.argv = line
+            sys.path.insert(0, str(Path(line[0]).parent))
+            runpy.run_path(line[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
