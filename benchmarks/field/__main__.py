@@ -16,12 +16,12 @@ from typing import Any
 
 from benchmarks.common import Case, main
 from benchmarks.field.cases import TABLE, measured
+from benchmarks.field.figures import line, summarised
 from benchmarks.field.watching import overhead
 from benchmarks.steps.rows import Rows
 from memfit.errors import UsageError
 
 QUICK = ("gan_in_turn", "varied_sizes", "losses_kept")
-WITHIN = 0.01
 OPTIONS: dict[str, dict[str, Any]] = {
     "--only": {"nargs": "+", "metavar": "NAME", "help": "some scripts"},
     "--jobs": {"type": int, "default": 1, "help": "scripts at a time, each on one thread; 1 by default"},
@@ -59,37 +59,6 @@ def run(
     with ThreadPoolExecutor(jobs) as pool:
         cases = list(pool.map(told, only or (QUICK if quick else TABLE)))
     return cases, summarised(cases) | {"watching_overhead": overhead(10 if quick else 60)}
-
-
-def summarised(cases: Sequence[Case]) -> dict[str, Any]:
-    """Return the figures that the docs quote."""
-    over = [case for case in cases if case["over_budget"]]
-    errors = [abs(case["error"]) for case in cases if "error" in case]
-    return {
-        "scripts": len(cases),
-        "as_asked": sum(case["as_asked"] for case in cases),
-        "steps": sum(case["steps"] for case in cases),
-        "over_budget_silent": sum(not case["said"] for case in over),
-        "over_budget_said": sum(case["said"] for case in over),
-        "same_parameters": sum(case["same_parameters"] and case["same_lines"] for case in cases),
-        "predicted": len(errors),
-        "predicted_within_1_percent": sum(error <= WITHIN for error in errors) / len(errors) if errors else None,
-    }
-
-
-def line(case: Case) -> str:
-    """Return a row as people read it."""
-    told = (
-        f"{case['script']:<24}{case['kind']:<24} {max(case['peaks'], default=0) / 2**20:7.1f} of"
-        f" {case['budget_bytes'] / 2**20:7.1f} MiB, plain {case['plain_peak_bytes'] / 2**20:7.1f}"
-    )
-    told += f"  predicted {case['error']:+.2%}" if "error" in case else ""
-    if case["over_budget"]:
-        told += (
-            f"  OVER BUDGET in {case['over_budget']} of {case['steps']} steps, {'said' if case['said'] else 'SILENT'}"
-        )
-    told += "" if case["as_asked"] else f"  NOT AS ASKED (status {case['status']})"
-    return told + ("" if case["same_parameters"] and case["same_lines"] else "  NOT THE SAME")
 
 
 if __name__ == "__main__":
