@@ -77,7 +77,8 @@ def many_projections() -> Workload:
         found = model(batch["x"])
         with torch.no_grad():
             aims = torch.stack([net(batch["x"][:64]) for net in fixed]).mean(0)
-        return F.mse_loss(found[:64], aims) + found.square().mean()
+        lost: Tensor = F.mse_loss(found[:64], aims) + found.square().mean()
+        return lost
 
     return Workload(model, _rows(), loss, _adam(model), name="many_projections", batch_size=1)
 

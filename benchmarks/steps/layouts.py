@@ -84,7 +84,7 @@ def mixed_layouts() -> Workload:
     seed_all(333)
     body = nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), *(Mixed() for _ in range(3)))
     model = nn.Sequential(body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
-    model = model.to(memory_format=torch.channels_last)
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     batch = images(8, 40)
     batch["x"] = batch["x"].contiguous(memory_format=torch.channels_last)
     return Workload(model, batch, class_loss, _adam(model), name="mixed_layouts")
@@ -155,8 +155,9 @@ def forward_derivatives() -> Workload:
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         direction = torch.ones_like(batch["x"])
-        out, along = torch.func.jvp(model, (batch["x"],), (direction,))
-        return out.square().mean() + (along * direction).sum(1).square().mean()
+        out, along, *_ = torch.func.jvp(model, (batch["x"],), (direction,))
+        lost: Tensor = out.square().mean() + (along * direction).sum(1).square().mean()
+        return lost
 
     return Workload(model, _points(512), loss, _adam(model), name="forward_derivatives")
 
@@ -185,7 +186,8 @@ def gaussian_process() -> Workload:
         factor = torch.linalg.cholesky(kernel)
         y = batch["y"].view(8, 128, 8)
         fit = (y * torch.cholesky_solve(y, factor)).sum((1, 2))
-        return (fit + factor.diagonal(dim1=1, dim2=2).log().sum(1)).mean()
+        lost: Tensor = (fit + factor.diagonal(dim1=1, dim2=2).log().sum(1)).mean()
+        return lost
 
     return Workload(model, _points(), loss, _adam(model), name="gaussian_process", batch_size=1)
 
@@ -200,7 +202,8 @@ def kalman_gain() -> Workload:
         spread = parts @ parts.mT + torch.eye(6)
         gain = spread @ torch.linalg.inv(spread + torch.eye(6))
         state = torch.linalg.solve(spread, gain @ F.pad(batch["y"], (0, -2))[..., None])
-        return state.square().mean()
+        lost: Tensor = state.square().mean()
+        return lost
 
     return Workload(model, _points(2048), loss, _adam(model), name="kalman_gain")
 

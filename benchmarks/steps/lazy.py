@@ -66,7 +66,8 @@ class Attending(nn.Module):
             q, k = self.turn(q), self.turn(k)
         mask = None if self.mask is None else self.mask(x.shape[1])
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2))
-        return x + self.mlp(x)
+        out: Tensor = x + self.mlp(x)
+        return out
 
 
 def _reader(
@@ -138,6 +139,8 @@ def window_on_a_class() -> Workload:
 
 class Filters(nn.Module):
     """Fixed filters in front of convolutions that train; they become a buffer at the first call."""
+
+    bank: Tensor | None
 
     def __init__(self) -> None:
         super().__init__()

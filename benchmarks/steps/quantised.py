@@ -25,7 +25,7 @@ class Scaled(Tensor):
 
     @staticmethod
     def __new__(cls, codes: Tensor, scale: Tensor) -> Scaled:
-        made: Scaled = Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype, device=codes.device)  # type: ignore[attr-defined]
+        made: Scaled = Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype, device=codes.device)
         made.codes, made.scale = codes, scale
         return made
 
@@ -47,7 +47,7 @@ class Scaled(Tensor):
         return cls(inner["codes"], inner["scale"])
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default, torch.ops.aten.alias.default):
             self = args[0]
             return type(self)(func(self.codes), func(self.scale))
@@ -61,7 +61,7 @@ class Packed(Scaled):
     @staticmethod
     def __new__(cls, codes: Tensor, scale: Tensor) -> Packed:
         shape = (codes.shape[0], 2 * codes.shape[1])
-        made: Packed = Tensor._make_wrapper_subclass(cls, shape, dtype=scale.dtype, device=codes.device)  # type: ignore[attr-defined]
+        made: Packed = Tensor._make_wrapper_subclass(cls, shape, dtype=scale.dtype, device=codes.device)
         made.codes, made.scale = codes, scale
         return made
 
@@ -113,7 +113,7 @@ def quantised_tower() -> Workload:
     seed_all(352)
     tower = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(6))).requires_grad_(False)
     for layer in tower:
-        layer.weight = nn.Parameter(Scaled.of(layer.weight.detach()), requires_grad=False)  # type: ignore[arg-type]
+        layer.weight = nn.Parameter(Scaled.of(layer.weight.detach()), requires_grad=False)  # type: ignore[operator]
     head = nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 10))
 
     class Frozen(nn.Module):
