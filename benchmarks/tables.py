@@ -14,7 +14,6 @@ from benchmarks import reference
 from benchmarks.case_studies import brain_segmentation_table, language_model_table
 from benchmarks.distributed import figures as ranks
 from benchmarks.faults import figures as faults
-from benchmarks.field import figures as field
 from benchmarks.markdown import head, made_by, row
 from benchmarks.packages.zoo import FAMILIES
 from benchmarks.parity import figures as parity
@@ -209,7 +208,6 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "prediction": ("prediction", summary_table),
     "cases": ("prediction", cases_table),
     "faults": ("faults", faults_table),
-    "field": ("field", field.table),
     "ranks_peaks": ("distributed", ranks.peaks_table),
     "ranks_interruptions": ("distributed", ranks.interruptions_table),
     "ranks_throughput": ("distributed", ranks.throughput_table),
