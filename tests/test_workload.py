@@ -154,3 +154,58 @@ def test_the_fingerprint_tells_tied_weights_from_equal_ones() -> None:
     model = untied.model
     model.head.weight = model.embed.weight  # type: ignore[union-attr, assignment]
     assert fingerprint(untied) == fingerprint(tied)
+
+
+def rows() -> Any:
+    yield torch.ones(2, 2)
+
+
+class Rows(torch.utils.data.Dataset[torch.Tensor]):
+    """A data set that can be iterated by its index alone."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index > 1:
+            raise IndexError
+        return torch.ones(2, 2)
+
+
+class Source:
+    def __iter__(self) -> Any:
+        raise AssertionError("a check runs nothing of the user's")
+
+
+WRONG: dict[str, list[Any]] = {
+    "model": [lambda x: x, nn.Linear],
+    "loss_fn": [None, torch.ones(1)],
+    "name": [3],
+    "batch": [rows, rows(), Rows(), torch.utils.data.DataLoader(Rows())],
+    "batches": [rows, lambda: rows(), Source, 5],
+    "evaluate": [{"loss": 1.0}],
+    "scheduler": [0.1, torch.optim.lr_scheduler.LambdaLR],
+    "max_grad_norm": [0, -1.0, True, "1"],
+    "loss_scaling": [2.0**16, None],
+    "bf16_updates": ["master"],
+    "fp32_modules": ["head", 1],
+    "values": [[("train.py:42", 1)]],
+    "batch_size": [2.5, "2", True],
+    "split": [2],
+    "loop": ["after-step"],
+}
+
+
+@pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in WRONG.items() for value in values])
+def test_a_field_of_another_kind_is_refused_when_a_workload_is_made(field: str, value: Any) -> None:
+    workload = convnet()
+    with pytest.raises(WorkloadError, match=rf"^Workload\.{field} is .*: (give|call) "):
+        dataclasses.replace(workload, **{field: value})
+
+
+def test_a_scheduler_that_needs_a_metric_is_refused() -> None:
+    workload = convnet()
+    with pytest.raises(WorkloadError, match="takes no metric"):
+        dataclasses.replace(workload, scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau(workload.optimizer))
+
+
+@pytest.mark.parametrize("batches", [[], rows(), Rows(), Source(), torch.utils.data.DataLoader(Rows()), iter([])])
+def test_whatever_can_be_iterated_gives_batches(batches: Any) -> None:
+    assert dataclasses.replace(convnet(), batches=batches).batches is batches

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -158,6 +159,9 @@ class Workload:
         split: `split(batch, start, stop)` returns the samples from `start` up to `stop` of a batch that memfit can't
             cut by itself. None to slice its tensors.
         loop: The user's own loop, which `memfit.estimate` then predicts; None for memfit's own step.
+
+    Raises:
+        WorkloadError: A field is of another kind than it must be.
     """
 
     model: nn.Module
@@ -179,7 +183,9 @@ class Workload:
 
     def __post_init__(self) -> None:
         if self.optimizer is None:
+            _check_model(self.model)
             object.__setattr__(self, "optimizer", NoUpdate(self.model.parameters()))
+        _check_fields(self)
 
     def __repr__(self) -> str:
         count = sum(parameter.numel() for parameter in self.model.parameters())
@@ -189,6 +195,100 @@ class Workload:
             f"<Workload {self.name!r}: {type(self.model).__name__} with {count:,} parameters, batch of {shapes},"
             f" {optimizer}>"
         )
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise WorkloadError(f"Workload.model is {_kind(model)}: give the torch.nn.Module that trains")
+
+
+def _check_fields(workload: Workload) -> None:
+    """Check the kinds of a workload's fields, so that none is found wrong after minutes of planning."""
+    _check_model(workload.model)
+    for name, what, remedy in (
+        ("loss_fn", callable(workload.loss_fn), "give a function loss_fn(model, batch)"),
+        ("name", isinstance(workload.name, str), "give a text"),
+        (
+            "batch",
+            not (inspect.isroutine(workload.batch) or inspect.isgenerator(workload.batch) or _loads(workload.batch)),
+            "give one batch of it, such as next(iter(loader)), and all of them as Workload.batches",
+        ),
+        (
+            "batches",
+            workload.batches is None or _is_iterable(workload.batches),
+            "give an iterable that is iterated once an epoch: a list, a DataLoader, an object with __iter__. Call a"
+            " function that yields batches; for several epochs put its code into __iter__ of a class",
+        ),
+        ("evaluate", _is_function(workload.evaluate), "give a function evaluate(model), or None"),
+        (
+            "scheduler",
+            workload.scheduler is None or _steps_alone(workload.scheduler),
+            "give a learning-rate scheduler whose step() takes no metric, or None",
+        ),
+        (
+            "max_grad_norm",
+            workload.max_grad_norm is None or _is_norm(workload.max_grad_norm),
+            "give a number > 0, or None",
+        ),
+        ("loss_scaling", isinstance(workload.loss_scaling, LossScaling), "give memfit.LossScaling(...)"),
+        (
+            "bf16_updates",
+            workload.bf16_updates in (None, "master-weights", "stochastic-rounding"),
+            "give 'master-weights', 'stochastic-rounding', or None",
+        ),
+        (
+            "fp32_modules",
+            not isinstance(workload.fp32_modules, str) and _is_iterable(workload.fp32_modules),
+            "give a tuple of patterns, ('head',) for one",
+        ),
+        ("values", isinstance(workload.values, Mapping), "give a dict from reading lines to values"),
+        (
+            "batch_size",
+            _is_function(workload.batch_size) or _is_whole(workload.batch_size),
+            "give a whole number, a function batch_size(batch), or None",
+        ),
+        ("split", _is_function(workload.split), "give a function split(batch, start, stop), or None"),
+        ("loop", workload.loop is None or isinstance(workload.loop, Loop), "give memfit.Loop(...), or None"),
+    ):
+        if not what:
+            raise WorkloadError(f"Workload.{name} is {_kind(getattr(workload, name))}: {remedy}")
+
+
+def _kind(value: object) -> str:
+    """Return what a value is, in a few words for an error."""
+    if inspect.isroutine(value):
+        return f"the function {getattr(value, '__name__', '')}"
+    if isinstance(value, type):
+        return f"the class {value.__name__}, not an object of it"
+    return repr(value) if isinstance(value, str | int | float) else f"of {type(value).__name__}"
+
+
+def _is_function(value: object) -> bool:
+    return value is None or callable(value)
+
+
+def _is_iterable(value: object) -> bool:
+    """Tell whether `iter` takes a value: by its class, so that nothing of the user's runs."""
+    kind = type(value)
+    return not isinstance(value, type) and (hasattr(kind, "__iter__") or hasattr(kind, "__getitem__"))
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_norm(value: Any) -> bool:
+    return value is None or (not isinstance(value, bool | str) and value > 0)
+
+
+def _loads(batch: object) -> bool:
+    """Tell whether a value is a loader of batches, or a data set, and no batch."""
+    return isinstance(batch, torch.utils.data.DataLoader | torch.utils.data.Dataset)
+
+
+def _steps_alone(scheduler: object) -> bool:
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+    return callable(getattr(scheduler, "step", None)) and not isinstance(scheduler, plateau | type)
 
 
 class StepProgram(Protocol):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+import memfit
 from memfit.capture.fake_workload import real_copy
-from memfit.errors import InfeasibleError
+from memfit.errors import InfeasibleError, UsageError
 from memfit.recomputation.regions import is_checkpointed
 from memfit.training.step import Step
 from memfit.workload import Workload
@@ -17,8 +20,9 @@ from tests.recomputation.steps import Chain
 
 pytest.importorskip("accelerate")
 
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import AcceleratorState, GradientState, PartialState
 
+from memfit.integrations import internals
 from memfit.integrations.accelerate import FittedLoop
 
 
@@ -66,3 +70,36 @@ def test_a_loop_trains_as_the_whole_batch_does(precision: Any) -> None:
     tolerance = 1e-5 if precision == "32-true" else 1e-2
     for mine_p, plain_p in zip(mine.model.parameters(), plain.model.parameters(), strict=True):
         torch.testing.assert_close(mine_p, plain_p, rtol=tolerance, atol=tolerance)
+
+
+@pytest.fixture
+def _launched(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Be one of two processes that a launcher has started, of which the other is not there."""
+    internals.forget_accelerator_state(is_alone=True)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}.items():
+        monkeypatch.setenv(name, value)
+    yield
+    internals.forget_accelerator_state(is_alone=True)
+
+
+@pytest.mark.usefixtures("_launched")
+def test_processes_that_an_accelerator_would_not_share_the_step_with_are_refused() -> None:
+    """Without `cpu=True` accelerate has each process of a CPU train alone, in the arguments of either call."""
+    with pytest.raises(UsageError, match=r"a launcher started 2, .*FittedLoop\(arguments=\{'cpu': True\}\)"):
+        FittedLoop(workload(), budget="8GiB")
+    assert not PartialState._shared_state  # so that the next one may be for both
+    fitted = object.__new__(FittedLoop)
+    fitted.__dict__.update(precision="32-true", accumulation=1, _arguments={}, _model=workload().model)
+    fitted.plan = SimpleNamespace(engine=None)  # type: ignore[assignment]
+    with pytest.raises(UsageError, match="would train by itself"):
+        fitted.accelerator()
+
+
+@pytest.mark.usefixtures("_launched")
+def test_a_plan_for_one_process_is_refused_where_a_launcher_started_two(tmp_path: Path) -> None:
+    mine = workload()
+    made = memfit.plan(mine, budget="8GiB", numerics="exact", points=1, world_size=1)
+    for verb in (lambda: memfit.apply(made, mine), lambda: memfit.train(made, mine, steps=1, out=tmp_path / "run")):
+        with pytest.raises(UsageError, match=r"the plan is for one process, and a launcher started 2.*world_size=2"):
+            verb()
+    assert not (tmp_path / "run").exists()

@@ -22,11 +22,10 @@ def verify(workload: WorkloadName, plan: PlanFile, as_json: AsJson = False) -> N
     For a plan for several ranks: torchrun --nproc-per-node N -m memfit verify ...
     """
     from memfit import pipeline
-    from memfit.cli.training import check_launched
     from memfit.report.listings import verification_table
 
     read, loaded = pipeline.load_plan(plan), load(workload)
-    check_launched(read, "verify")
+    pipeline.check_launched(read)
     with pipeline.ranks_of(read) as ranks:
         with stages() as progress:
             verification = pipeline.verify(read, loaded, progress=progress)
@@ -53,11 +52,11 @@ def compare(
     For a plan for several ranks: torchrun --nproc-per-node N -m memfit compare ...
     """
     from memfit import pipeline
-    from memfit.cli.training import check_launched, settle_memory
+    from memfit.cli.training import settle_memory
     from memfit.report.tables import comparison_table
 
     read = pipeline.load_plan(plan)
-    check_launched(read, "compare")
+    pipeline.check_launched(read)
     settle_memory(read, runs_plain=True)
     loaded = load(workload)
     with stages() as progress:
@@ -147,7 +146,7 @@ def train(
     For a plan for several ranks: torchrun --nproc-per-node N -m memfit train ...
     """
     from memfit import pipeline
-    from memfit.cli.training import check_launched, plan_of, settle_memory, train_with_bar
+    from memfit.cli.training import plan_of, settle_memory, train_with_bar
     from memfit.report.summary import retries_text, waiting_text
 
     if (steps is None) == (epochs is None):
@@ -161,7 +160,7 @@ def train(
         raise UsageError("--compile is for the plan that --budget makes: leave it out with --plan, which says it")
     read = plan_of(plan, output if resume else None)
     if read is not None:
-        check_launched(read, "train")
+        pipeline.check_launched(read)
         settle_memory(read, host_budget, runs_plain=compare > 0)
     loaded = load(workload)
     if read is None:

@@ -7,7 +7,6 @@ from typing import Any
 
 from memfit import pipeline
 from memfit.cli.output import err, stages
-from memfit.errors import UsageError
 from memfit.hardware import heap
 from memfit.hardware.host import free_bytes
 from memfit.ir.plan import Plan
@@ -61,20 +60,6 @@ def plan_of(path: Path | None, folder: Path | None) -> Plan | None:
     held = pipeline.load_plan(folder / PLAN)
     sharding = held.levers.sharding
     return held if launched_size() == (1 if sharding is None else sharding.world_size) else None
-
-
-def check_launched(plan: Plan, verb: str) -> None:
-    """Refuse a plan for one process where a launcher has started several: each would do the same by itself.
-
-    Raises:
-        UsageError: It is such a plan.
-    """
-    count = launched_size()
-    if count > 1 and plan.levers.sharding is None:
-        raise UsageError(
-            f"the plan is for one process, and there are {count} ranks: start memfit {verb} without torchrun, or make a"
-            f" plan with world_size={count}"
-        )
 
 
 def settle_memory(plan: Plan, host_budget: str | None = None, *, runs_plain: bool = False) -> None:

@@ -59,12 +59,15 @@ class FittedLoop(Fitted):
         engine, ranks, off = None, SingleProcess(), []
         if launched_size() > 1:
             first = _accelerate.Accelerator(**self._arguments)
-            ranks = Group(first.device.type)
-            if (plugin := own_checkpointing(first)) is not None:
+            kind, is_alone = first.device.type, first.num_processes == 1
+            try:
+                engine, plugin = engine_of(first, workload.model), own_checkpointing(first)
+            finally:
+                forget_accelerator_state(is_alone=is_alone)
+            ranks = Group(kind)
+            if plugin is not None:
                 plugin.activation_checkpointing = False
                 off.append(f"{OWN_CHECKPOINTING} is turned off: the plan's recomputation replaces it")
-            engine = engine_of(first, workload.model)
-            forget_accelerator_state()
         precisions = ["32-true"] if engine is not None and engine.is_fully_sharded else list(MIXED[:2])
         super().__init__(
             workload,

@@ -12,6 +12,7 @@ from memfit.errors import UsageError
 from memfit.integrations.fitted import data_parallel
 from memfit.integrations.internals import fully_sharded_modules
 from memfit.ir.sharding import Reduces, Sharding
+from memfit.ranks.environment import check_shared
 
 OWN_CHECKPOINTING = "the engine's own checkpointing (FullyShardedDataParallelPlugin.activation_checkpointing)"
 
@@ -23,8 +24,14 @@ def engine_of(accelerator: Any, model: nn.Module, arguments: dict[str, Any] | No
         arguments: Those of DistributedDataParallel; None for the accelerator's.
 
     Raises:
-        UsageError: By an engine that memfit can't count.
+        UsageError: By an engine that memfit can't count, or not among all processes of a launcher.
     """
+    check_shared(
+        accelerator.num_processes,
+        "accelerate's step",
+        "on CPUs give FittedLoop(arguments={'cpu': True}) or TrainingArguments(use_cpu=True), which shares it among"
+        " them, or start one process, without torchrun",
+    )
     kind = accelerator.distributed_type
     if kind == DistributedType.NO:
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import fsdp_utils
 
 
@@ -18,9 +18,15 @@ def set_train_batch_size(trainer: Any, samples: int) -> None:
     trainer._train_batch_size = samples
 
 
-def forget_accelerator_state() -> None:
-    """Let the next `Accelerator` of this process have another precision than the ones before."""
+def forget_accelerator_state(*, is_alone: bool = False) -> None:
+    """Let the next `Accelerator` of this process have another precision than the ones before.
+
+    Args:
+        is_alone: Whether those before were for this process alone, and the next one may be for several.
+    """
     AcceleratorState._reset_state()
+    if is_alone:
+        PartialState._reset_state()
 
 
 def fully_sharded_modules(plugin: Any, model: Any) -> tuple[list[str], list[str]]:

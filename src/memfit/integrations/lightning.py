@@ -19,7 +19,7 @@ from memfit.errors import MissingExtraError, UsageError
 from memfit.integrations.fitted import MIXED, Fitted, check_budget, data_parallel, read_plan
 from memfit.ir.plan import Plan
 from memfit.ir.sharding import Sharding as Sharding
-from memfit.ranks.environment import launched_size
+from memfit.ranks.environment import check_shared, launched_size
 from memfit.ranks.launch import joined
 from memfit.ranks.one_process import SingleProcess
 from memfit.rng import rng_preserved
@@ -93,6 +93,8 @@ class MemfitCallback(Callback):  # type: ignore[misc]
         check_budget(budget, plan)
         if engine is None and launched_size() > 1:
             engine = data_parallel(launched_size(), {})
+        if engine is not None:
+            check_shared(engine.world_size, "engine=", f"give it world_size={launched_size()}")
         # Gradients of each microbatch are sent by its ModelParallelStrategy, and of the last by its DDPStrategy.
         self._engine = engine and replace(engine, reduces="each" if engine.is_fully_sharded else "last")
         if engine is not None and engine.is_fully_sharded:

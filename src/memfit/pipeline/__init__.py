@@ -14,7 +14,7 @@ from memfit.pipeline._plan import load_plan, plan, save_plan
 from memfit.pipeline._probe_range import probe_range
 from memfit.pipeline._train import compare, train, write_report
 from memfit.pipeline._verify import verify
-from memfit.pipeline.joining import joined_by, ranks_of
+from memfit.pipeline.joining import check_launched, joined_by, ranks_of
 from memfit.pipeline.placement import device_named
 from memfit.pipeline.workload_files import load_fake_workload, load_workload
 from memfit.planner.gpu_process import is_elsewhere
@@ -24,6 +24,7 @@ __all__ = [
     "Verification",
     "adapt",
     "apply",
+    "check_launched",
     "compare",
     "compile_backend",
     "consolidate",

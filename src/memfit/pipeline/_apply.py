@@ -21,6 +21,7 @@ from memfit.levers import registry
 from memfit.levers.compilation import LIMIT
 from memfit.levers.stack import applied, check_plan, check_untouched, host_bytes_of
 from memfit.levers.switch import Switch, without_switched
+from memfit.pipeline.joining import check_launched
 from memfit.pipeline.placement import kind_of, placed
 from memfit.pipeline.predicted_snapshots import write_predicted_snapshot
 from memfit.planner.admission import Admission
@@ -90,6 +91,7 @@ def apply(
         UsageError: `limit_bytes` is not positive; or with `recover`, ranks that share the step have different plans, or
             what shares it can't be undone by this PyTorch.
     """
+    check_launched(plan)
     if plan.levers.sharding is not None:
         _check_ranks(plan)
     plan, workload = without_coupled(plan, workload), placed(workload, plan)

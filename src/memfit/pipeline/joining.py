@@ -10,7 +10,7 @@ from torch import distributed
 from memfit.ir import codec
 from memfit.ir.plan import Plan
 from memfit.pipeline.placement import kind_of, place_of
-from memfit.ranks.environment import launched_size
+from memfit.ranks.environment import check_shared, launched_size
 from memfit.ranks.one_process import SingleProcess
 from memfit.ranks.together import check_same
 from memfit.workload import Workload
@@ -25,6 +25,17 @@ def ranks_here() -> SingleProcess:
     return Group("cpu")  # what it sends are objects, which go where the backend asks for
 
 
+def check_launched(plan: Plan) -> None:
+    """Check that a launcher has not started several processes for a plan of one.
+
+    Raises:
+        UsageError: It has.
+    """
+    if plan.levers.sharding is None:
+        remedy = f"start one process, without torchrun, or make a plan with world_size={launched_size()}"
+        check_shared(1, "the plan", remedy)
+
+
 @contextlib.contextmanager
 def ranks_of(plan: Plan) -> Iterator[SingleProcess]:
     """Be one of the ranks that a plan is for, until the context is left.
@@ -33,6 +44,7 @@ def ranks_of(plan: Plan) -> Iterator[SingleProcess]:
         UsageError: There are more or fewer ranks.
         PlanMismatchError: The ranks have different plans.
     """
+    check_launched(plan)
     if plan.levers.sharding is None:
         yield SingleProcess()
         return

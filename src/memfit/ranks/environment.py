@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from memfit.errors import UsageError
+
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -20,6 +22,25 @@ def launched_by_torchrun() -> bool:
 def launched_size() -> int:
     """Return how many processes a launcher has started, this one among them; 1 without a launcher."""
     return int(os.environ["WORLD_SIZE"]) if is_launched() else 1
+
+
+def check_shared(size: int, what: str, remedy: str) -> None:
+    """Check that all processes of a launcher share a step: others would train by themselves, on all of the data.
+
+    Args:
+        size: How many processes share it.
+        what: What says so, for the error.
+        remedy: What to do about it.
+
+    Raises:
+        UsageError: A launcher has started more or fewer.
+    """
+    if launched_size() not in (1, size):
+        by = "one process" if size == 1 else f"{size} processes"
+        raise UsageError(
+            f"{what} is for {by}, and a launcher started {launched_size()}, of which each would train by itself on all"
+            f" of the data: {remedy}"
+        )
 
 
 def launched_rank() -> int:
