@@ -106,7 +106,7 @@ class InfeasibleError(MemfitError):
         budget_bytes: The budget.
         lowest_peak_bytes: The lowest peak of all plans found.
         where: The operator or module at which that peak occurs.
-        proven: Whether no plan of the levers searched can reach a lower peak in the model solved.
+        proven: Whether no plan of the levers that the arguments allow can reach a lower peak in the model solved.
     """
 
     exit_status = 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from memfit.ir.flops import Matmul
 from memfit.ir.operator_costs import CostTable, OpCost
 from memfit.ir.throughput import throughput
 from memfit.ir.trace import Op, Phase, Trace, Work
@@ -110,3 +111,16 @@ def test_a_real_step_computes_three_times_its_forward_pass() -> None:
     found = throughput(trace, COSTS, AMPERE)
     forward = sum(trace.works[o.signature].flops for o in trace.ops if o.phase == "forward")
     assert found.model_flops == found.hardware_flops == pytest.approx(3 * forward, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("kind", "matmul", "rate"), [("aten.mm.default", "highest", "float32"), ("aten.mm.default", "high", "tf32")]
+)
+def test_equal_rates_of_fp32_and_tf32_are_not_taken_for_one_another(kind: str, matmul: Matmul, rate: str) -> None:
+    """As on an RTX 3090, whose matrix units are no faster in TF32."""
+    equal = replace(AMPERE, matrix_flops={"tf32": 35.6e12}, vector_flops={"float32": 35.6e12})
+    trace = plain_trace("transformer")
+    assert any(op.name == kind for op in trace.ops)
+    found = throughput(trace, COSTS, equal, matmul=matmul)
+    assert (found.peak_dtype, found.peak_flops) == (rate, 35.6e12)
+    assert throughput(trace, COSTS, AMPERE, matmul="highest").peak_dtype == "float32"

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from msgspec import structs
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
@@ -410,11 +411,16 @@ def test_what_the_loop_itself_could_do_is_told_with_its_figures_where_the_plan_i
     mixed = memfit.estimate(_workload(), precision="bf16-mixed")
     slow = msgspec_replace(fitted.plan, 2.0)
     assert _fit.is_slow(slow) and not _fit.is_slow(msgspec_replace(fitted.plan, 1.0))
-    lines = "\n".join(_fit.advice(slow, mixed if told else "in use"))
+    faster = structs.replace(mixed, step_seconds=0.5 * slow.predicted.step_seconds)
+    lines = "\n".join(_fit.advice(slow, faster if told else "in use"))
     assert ("torch.autocast" in lines) == told and "batch.split" in lines
     assert (memfit.units.format_bytes(mixed.peak_bytes) in lines) == told
-    if _fit.is_slow(fitted.plan):
-        assert any(("predicted, with that alone" in text) == told for text in said if "could do" in text)
+    slower = structs.replace(mixed, step_seconds=1.01 * slow.predicted.step_seconds)
+    larger = structs.replace(faster, peak_bytes=slow.plain.peak_bytes)
+    for useless in (slower, larger, None):
+        assert "torch.autocast" not in "\n".join(_fit.advice(slow, useless))
+    if _fit.is_slow(fitted.plan) and not told:
+        assert not any("predicted, with that alone" in text for text in said)
 
 
 @pytest.mark.ci

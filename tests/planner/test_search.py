@@ -12,7 +12,7 @@ from typing import NamedTuple
 from unittest import mock
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -31,6 +31,7 @@ from memfit.planner.search import (
     fastest_that_fits,
     held_against,
     leanest_that_fits,
+    with_plan,
 )
 from memfit.solver.candidates import options
 from memfit.solver.frontier import SIMPLER_WITHIN, Combination, frontier
@@ -213,7 +214,7 @@ def test_only_combinations_that_may_be_leaner_are_searched(monkeypatch: pytest.M
     monkeypatch.setattr(Combination, "lowest", noted)
     with pytest.raises(InfeasibleError) as error:
         leanest_that_fits([whole, cut], limits(1000, "reordered"), Applied(), SECONDS, batch="batch")
-    assert searched == [cut.levers]
+    assert set(searched) == {cut.levers}
     needed = error.value.lowest_peak_bytes
     assert needed is not None and needed >= cut.solver.peak_floor_bytes
 
@@ -241,16 +242,17 @@ def test_of_two_plans_the_faster_one_has_the_bound_of_both() -> None:
         assert best.point.bound_seconds == min(slow.point.bound_seconds, fast.point.bound_seconds)
 
 
-@pytest.mark.parametrize(("speed", "is_taken"), [(0.5, True), (0.999, False)])
-def test_rows_that_seem_faster_than_the_plan_are_captured(speed: float, is_taken: bool) -> None:
+@pytest.mark.parametrize(("speed", "larger", "is_taken"), [(0.5, 1, True), (0.999, 1, False), (0.999, -1, True)])
+def test_rows_that_seem_faster_than_the_plan_are_captured(speed: float, larger: int, is_taken: bool) -> None:
     best = chosen(0.7, "exact")
     assert best is not None
+    peak_bytes = best.prediction.peak_bytes + larger
     levers = Levers(microbatch_size=4, regions=(Region(("blocks.0",)),))
     row = Candidate(
         levers=levers,
         numerics="exact",
         budget_bytes=0,
-        peak_bytes=1,
+        peak_bytes=peak_bytes,
         step_seconds=speed * best.prediction.step_seconds,
         status="feasible",
         bound_seconds=0.0,
@@ -258,12 +260,12 @@ def test_rows_that_seem_faster_than_the_plan_are_captured(speed: float, is_taken
     slow = best.prediction.step_seconds * 2
 
     def as_it_seemed(candidate: Candidate) -> Prediction:
-        return Prediction(
-            peak_bytes=1, peak_upper_bytes=1, step_seconds=candidate.step_seconds, by_category={}, where=""
-        )
+        return replace(slower(candidate), step_seconds=candidate.step_seconds)
 
     def slower(candidate: Candidate) -> Prediction:
-        return Prediction(peak_bytes=1, peak_upper_bytes=1, step_seconds=slow, by_category={}, where="")
+        return Prediction(
+            peak_bytes=peak_bytes, peak_upper_bytes=peak_bytes, step_seconds=slow, by_category={}, where=""
+        )
 
     within = limits(int(0.7 * plain_bytes()), "exact")
     taken, points = held_against([row], best, within, as_it_seemed)
@@ -272,6 +274,81 @@ def test_rows_that_seem_faster_than_the_plan_are_captured(speed: float, is_taken
     kept, points = held_against([row], best, within, slower)
     assert kept == best
     assert [p.step_seconds for p in points if p.levers == levers] == [slow if is_taken else row.step_seconds]
+
+
+class Row(NamedTuple):
+    """A row of a frontier, and what its captured step takes."""
+
+    numerics: Numerics
+    seconds: int
+    peak: int
+    captured_seconds: int
+    captured_peak: int
+    error: float
+
+
+rows_of_frontiers = st.lists(
+    st.builds(
+        Row,
+        st.sampled_from(("exact", "reordered", "reduced")),
+        *(st.integers(90, 110),) * 4,
+        st.sampled_from((0.0, 0.02, 0.2)),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@given(rows_of_frontiers, st.sampled_from(("exact", "reordered", "reduced")), st.integers(95, 120))
+def test_no_row_beside_the_plan_dominates_it(rows: list[Row], allowed: Numerics, budget: int) -> None:
+    """Whatever captures tell of the rows, also once another plan is taken, as by measured times."""
+    found = {Levers(microbatch_size=index + 1): row for index, row in enumerate(rows)}
+
+    def point(levers: Levers, row: Row) -> Candidate:
+        return Candidate(
+            levers=levers,
+            numerics=row.numerics,
+            budget_bytes=0,
+            peak_bytes=row.peak,
+            step_seconds=row.seconds,
+            status="feasible",
+            bound_seconds=0.0,
+        )
+
+    def confirm(candidate: Candidate) -> Prediction:
+        row = found[candidate.levers]
+        upper = int(row.captured_peak * (1 + row.error))
+        seconds = float(row.captured_seconds)
+        return Prediction(
+            peak_bytes=row.captured_peak, peak_upper_bytes=upper, step_seconds=seconds, by_category={}, where=""
+        )
+
+    points = [point(levers, row) for levers, row in found.items()]
+    within = Limits(budget, 0.0, allowed)
+    fitting = [
+        p for p in points if within.fit(confirm(p)) and CLASS_ORDER.index(p.numerics) <= CLASS_ORDER.index(allowed)
+    ]
+    assume(fitting)
+    chosen_plan, printed = held_against(points, Confirmed(fitting[0], confirm(fitting[0])), within, confirm)
+    assert within.fit(chosen_plan.prediction)
+    assert_undominated(chosen_plan.as_captured(), printed)
+    measured = Confirmed(fitting[-1], confirm(fitting[-1]))
+    assert_undominated(measured.as_captured(), with_plan(printed, measured, within))
+
+
+CLASS_ORDER = ("exact", "reordered", "reduced", "changed")
+
+
+def assert_undominated(plan: Candidate, printed: list[Candidate]) -> None:
+    assert plan.levers in [row.levers for row in printed]
+    for row in printed:
+        as_strict = CLASS_ORDER.index(row.numerics) <= CLASS_ORDER.index(plan.numerics)
+        no_worse = as_strict and row.step_seconds <= plan.step_seconds and row.peak_bytes <= plan.peak_bytes
+        assert not no_worse or (row.numerics, row.step_seconds, row.peak_bytes) == (
+            plan.numerics,
+            plan.step_seconds,
+            plan.peak_bytes,
+        )
 
 
 def test_the_frontier_s_points_are_what_their_regions_simulate_to() -> None:

@@ -147,6 +147,16 @@ def _convolution_backward_flops(given: Arguments, counted: int) -> int:
     return gradients * 2 * swept.elements * weight.elements // max(1, weight.shape[0])
 
 
+def runs_in_tf32(device: Device, dtype: str, kind: str, matmul: Matmul = "highest") -> bool:
+    """Tell whether operators of a class run in TF32 on a device, by PyTorch's defaults and `matmul`."""
+    has_units = device.vendor == "nvidia" and bool(device.matrix_flops.get(TF32))
+    return (
+        dtype == "float32"
+        and has_units
+        and (kind in (CONVOLUTIONS, RECURRENT) or matmul == "high" and kind != ATTENTION)
+    )
+
+
 def peak_flops(device: Device, dtype: str, kind: str, matmul: Matmul = "highest") -> float:
     """Return the device's peak rate for operators of a class, in operations per second; 0 if unknown.
 
@@ -162,7 +172,7 @@ def peak_flops(device: Device, dtype: str, kind: str, matmul: Matmul = "highest"
     if device.vendor != "nvidia":
         return single
     reduced = matrix.get(TF32, 0.0)
-    if kind in (CONVOLUTIONS, RECURRENT) or matmul == "high" and kind != ATTENTION:
+    if runs_in_tf32(device, dtype, kind, matmul):
         return max(single, reduced)
     if kind == ATTENTION:  # CUTLASS's memory-efficient kernels make a float32 product of three in TF32
         return max(single, reduced / 3)

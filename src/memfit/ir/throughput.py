@@ -6,7 +6,7 @@ from collections import defaultdict
 
 from memfit.ir.device import Device
 from memfit.ir.display import Shown
-from memfit.ir.flops import Matmul, call_flops, peak_flops
+from memfit.ir.flops import Matmul, call_flops, peak_flops, runs_in_tf32
 from memfit.ir.operator_classes import ATTENTION, CONVOLUTIONS, MATRIX, OPTIMIZER, RECURRENT, operator_class
 from memfit.ir.operator_costs import CostTable
 from memfit.ir.simulate import repeats
@@ -82,7 +82,7 @@ def throughput(
         seconds_by_class=by_class,
         model_flops=model,
         hardware_flops=hardware,
-        peak_dtype="tf32" if dtype == "float32" and peak and peak == device.matrix_flops.get("tf32") else dtype,
+        peak_dtype="tf32" if runs_in_tf32(device, dtype, kind, matmul) else dtype,
         peak_flops=peak,
         model_utilisation=model / seconds / peak if known else None,
         hardware_utilisation=hardware / seconds / peak if known else None,

@@ -75,7 +75,8 @@ class ChunkedLoss(Lever):
 
     def propose(self, step: Setting, wanted: list[Levers]) -> list[Levers]:
         whole = replace(step.plain, chunked_loss=self._offered(step))
-        with_it = [replace(levers, chunked_loss=whole.chunked_loss) for levers in wanted]
+        # What is not allowed is there for comparison, as it is.
+        with_it = [replace(levers, chunked_loss=whole.chunked_loss) for levers in wanted if step.allows(levers)]
         as_fast = (1 + SIMPLER_WITHIN) * step.predicted(step.plain).step_seconds
         if step.predicted(whole).step_seconds <= as_fast and not step.tries_all:
             # Where it costs no time, few steps are searched with their loss whole, for measuring to compare.

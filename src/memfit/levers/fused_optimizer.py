@@ -7,8 +7,6 @@ it stands for.
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +16,7 @@ from memfit.ir.device import Device
 from memfit.ir.trace import Trace
 from memfit.levers.conflicts import Conflict
 from memfit.levers.lever import Running
-from memfit.levers.parameter_updates import UpdateLever, update_conflicts
+from memfit.levers.parameter_updates import UpdateLever, temporary_bytes, update_conflicts
 from memfit.workload import Workload
 
 FUSED = "fused optimizer"
@@ -69,13 +67,7 @@ class FusedOptimizer(UpdateLever):
             _place_counts(optimizer, on_device=False)
 
     def most_saved_bytes(self, trace: Trace) -> int:
-        """Return the most that tensors which only the optimizer's step has take at a time."""
-        changes = Counter[int]()
-        for storage in trace.storages:
-            if trace.ops[storage.birth].phase == "optimizer" and storage.death < len(trace.ops):
-                changes[storage.birth] += storage.nbytes
-                changes[storage.death + 1] -= storage.nbytes
-        return max(itertools.accumulate(changes[at] for at in sorted(changes)), default=0)
+        return temporary_bytes(trace)
 
 
 def _place_counts(optimizer: torch.optim.Optimizer, on_device: bool) -> None:

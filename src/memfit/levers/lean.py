@@ -46,7 +46,10 @@ class Lean(Lever):
         saved_bytes = step.predicted(step.plain).peak_bytes - step.predicted(whole).peak_bytes
         if saved_bytes < least_bytes(step) and not step.tries_all:
             raise NotOffered("lean, the step hardly holds less")
-        return [*wanted, *(replace(levers, lean=_ALL) for levers in wanted)]
+        lean = [replace(levers, lean=_ALL) for levers in wanted if step.allows(levers)]
+        if not step.tries_all and any(levers.chunked_loss for levers in lean):  # whole losses are there to compare
+            lean = [levers for levers in lean if levers.chunked_loss]
+        return [*wanted, *lean]
 
     def rungs(self) -> Mapping[str, Rung]:
         return {self.name: self._rung}

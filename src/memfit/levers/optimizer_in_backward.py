@@ -24,7 +24,7 @@ from memfit.ir.trace import Trace
 from memfit.levers.conflicts import CLIPPING, FOREIGN_OPTIMIZER, SEVERAL_OPTIMIZERS
 from memfit.levers.lever import Running
 from memfit.levers.microbatches import MICROBATCHES
-from memfit.levers.parameter_updates import UpdateLever, restricted, update_conflicts
+from memfit.levers.parameter_updates import UpdateLever, restricted, temporary_bytes, update_conflicts
 
 IN_BACKWARD = "optimizer in the backward pass"
 _WAITING_SHARE = 0.01  # of the bytes of all gradients
@@ -56,7 +56,8 @@ class OptimizerInBackward(UpdateLever):
             yield replace(running, options=replace(running.options, in_backward=updating))
 
     def most_saved_bytes(self, trace: Trace) -> int:
-        return sum(p.nbytes for p in trace.parameters if p.trainable and p.group >= 0)
+        gradient_bytes = sum(p.nbytes for p in trace.parameters if p.trainable and p.group >= 0)
+        return gradient_bytes + temporary_bytes(trace)
 
 
 class InBackward:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import itertools
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
@@ -83,7 +85,7 @@ class UpdateLever(Fallback):
         return msgspec.structs.replace(base, optimizer=self.value)
 
     def most_saved_bytes(self, trace: Trace) -> int:
-        return state_bytes(trace)
+        return state_bytes(trace) + temporary_bytes(trace)
 
     def rungs(self) -> Mapping[str, Rung]:
         return {self.name: self._rung}
@@ -101,6 +103,16 @@ def update_conflicts(name: str, reasons: Mapping[str, str], *own: Conflict) -> t
 def state_bytes(trace: Trace) -> int:
     """Return the bytes of the optimizer's state in a step."""
     return sum(storage.nbytes for storage in trace.storages if storage.category == "optimizer state")
+
+
+def temporary_bytes(trace: Trace) -> int:
+    """Return the most that tensors which only the optimizer's step has take at a time."""
+    changes = Counter[int]()
+    for storage in trace.storages:
+        if trace.ops[storage.birth].phase == "optimizer" and storage.death < len(trace.ops):
+            changes[storage.birth] += storage.nbytes
+            changes[storage.death + 1] -= storage.nbytes
+    return max(itertools.accumulate(changes[at] for at in sorted(changes)), default=0)
 
 
 @contextlib.contextmanager

@@ -356,15 +356,14 @@ def is_slow(plan: Plan) -> bool:
 def advice(plan: Plan, mixed: Mixed) -> list[str]:
     """Return what the loop itself could do for a faster step or a lower peak, with the lines that do it."""
     lines = ["", "What the loop itself could do, which memfit leaves to it:"]
-    if mixed != "in use":
+    if isinstance(mixed, Prediction) and _helps(mixed, plan):
+        peak, seconds = format_bytes(mixed.peak_bytes), format_seconds(mixed.step_seconds)
+        times = mixed.step_seconds / plan.plain.step_seconds
         lines += [
             "  mixed precision:  with torch.autocast(device.type, dtype=torch.bfloat16):",
             "                        loss = ...  # the forward pass, and not the backward pass",
+            f"                    predicted, with that alone: {peak}, {seconds}, ×{times:.2f} of plain",
         ]
-    if isinstance(mixed, Prediction):
-        peak, seconds = format_bytes(mixed.peak_bytes), format_seconds(mixed.step_seconds)
-        times = mixed.step_seconds / plan.plain.step_seconds
-        lines.append(f"                    predicted, with that alone: {peak}, {seconds}, ×{times:.2f} of plain")
     return [
         *lines,
         "  microbatches:     for part in batch.split(size // 2):",
@@ -372,6 +371,11 @@ def advice(plan: Plan, mixed: Mixed) -> list[str]:
         "                    not predicted: which tensors of the loop have a dimension of samples is not known here",
         "memfit.plan, on the step as a memfit.Workload, predicts and applies both.",
     ]
+
+
+def _helps(mixed: Prediction, plan: Plan) -> bool:
+    """Tell whether mixed precision is predicted to hold less than the plain step, in less time than the plan."""
+    return mixed.peak_bytes < plan.plain.peak_bytes and mixed.step_seconds < plan.predicted.step_seconds
 
 
 def _device_of(model: nn.Module) -> str:

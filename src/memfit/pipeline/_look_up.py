@@ -12,6 +12,7 @@ from memfit.levers.switch import at_point
 from memfit.planner import gpu_process
 from memfit.planner.captures import capture_levers
 from memfit.planner.prediction import Progress, costs_of, predict, silent
+from memfit.planner.search import Confirmed, Limits, bytes_of_plain, with_plan
 from memfit.report.notebook_progress import stages, with_bars
 from memfit.units import format_bytes, read_budget
 from memfit.workload import Workload, tokens_per_sample
@@ -42,7 +43,7 @@ def look_up(plan: Plan, workload: Workload, *, budget: int | float | str, progre
 def _looked_up(workload: Workload, *, plan: Plan, budget: int | float | str, progress: Progress) -> Plan:
     device = find_device(plan.device)
     asked = read_budget(budget)
-    plain_bytes = plan.plain.peak_reserved_bytes or plan.plain.peak_bytes
+    plain_bytes = bytes_of_plain(asked, plan.plain)
     budget_bytes = asked.nbytes(device_bytes=device.usable_bytes, plain_bytes=plain_bytes)
     check_plan(plan, workload)
     if gpu_process.is_elsewhere(device):
@@ -51,6 +52,7 @@ def _looked_up(workload: Workload, *, plan: Plan, budget: int | float | str, pro
     allowed = NUMERICS[: NUMERICS.index(plan.allowed) + 1]
     points = sorted((c for c in plan.frontier if c.numerics in allowed), key=lambda c: c.step_seconds)
     lowest: Prediction | None = None
+    captured: list[Candidate] = []
     for index, point in enumerate(c for c in points if c.peak_bytes <= budget_bytes):
         progress("capture", index, len(points))
         trace = capture_levers(workload, point.levers, device)
@@ -58,7 +60,12 @@ def _looked_up(workload: Workload, *, plan: Plan, budget: int | float | str, pro
         if predicted.peak_upper_bytes <= budget_bytes:
             note = f"a point of the frontier of the plan for {format_bytes(plan.budget_bytes)}"
             share = asked.share_text(device.name, device.usable_bytes, plain_bytes)
-            return replace(at_point(plan, point, predicted, note), budget_bytes=budget_bytes, budget_share=share)
+            limits = Limits(budget_bytes, 0.0, plan.allowed)
+            seen = [point.levers for point in captured]
+            rows = [*captured, *(row for row in plan.frontier if row.levers not in seen)]
+            found = replace(plan, frontier=with_plan(rows, Confirmed(point, predicted), limits))
+            return replace(at_point(found, point, predicted, note), budget_bytes=budget_bytes, budget_share=share)
+        captured.append(Confirmed(point, predicted).as_captured())
         lowest = predicted if lowest is None or predicted.peak_bytes < lowest.peak_bytes else lowest
     raise _infeasible(plan, points, budget_bytes, lowest)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from msgspec.structs import replace
 
+from memfit._torch.replacement import replaced
 from memfit.cost.code import code_seconds, kernels_of
 from memfit.errors import PlanError
 from memfit.ir.plan import (
@@ -20,12 +22,14 @@ from memfit.ir.plan import (
     Prediction,
     Proof,
     Solution,
+    freest,
+    uses_text,
 )
 from memfit.ir.remat import Regions
 from memfit.levers import registry
 from memfit.levers.circumstances import circumstances
 from memfit.levers.conflicts import met
-from memfit.levers.lever import LEAST_SHARE, Fallback, NotOffered
+from memfit.levers.lever import Fallback, NotOffered, least_bytes
 from memfit.levers.shared_by_ranks import described
 from memfit.planner.batch_coupling import coupling
 from memfit.planner.captured_steps import CapturedSteps, Request
@@ -34,7 +38,17 @@ from memfit.planner.contenders import contenders
 from memfit.planner.measured_choice import Choice, measured_choice, unmeasured
 from memfit.planner.measured_steps import CODE_SECONDS, why_not_here
 from memfit.planner.postponed import Postponed
-from memfit.planner.search import Confirmed, Limits, fastest_that_fits, held_against, leanest_that_fits, with_plan
+from memfit.planner.search import (
+    ADVICE_SECONDS,
+    Confirmed,
+    Limits,
+    Saving,
+    bytes_of_plain,
+    fastest_that_fits,
+    held_against,
+    leanest_that_fits,
+    with_plan,
+)
 from memfit.planner.sizes_between import size_between
 from memfit.planner.trials import refusal_notes
 from memfit.solver.candidates import refusals
@@ -149,12 +163,7 @@ class _Assembly:
         steps.share()
         self._take_budget()
         steps.coupling = coupling(first, self.request.workload)
-        wanted = [steps.plain]
-        for lever in registry.LEVERS:
-            try:
-                wanted = lever.propose(steps, wanted)
-            except NotOffered as e:
-                self.notes += [str(e)] if e.is_noted else []
+        wanted = self._proposed()
         waiting = {levers: before for levers in wanted if (before := self._waits_for(levers)) is not None}
         early = steps.captured([levers for levers in wanted if levers not in waiting])
         seconds = {levers: steps.predicted(levers).step_seconds for levers in early}
@@ -169,6 +178,16 @@ class _Assembly:
         wanted = [levers for levers in wanted if levers in early or levers in waiting and levers not in postponed]
         self.wanted = self._with_any(steps.captured(wanted))
 
+    def _proposed(self) -> list[Levers]:
+        """Return the combinations that levers propose."""
+        wanted = [self.steps.plain]
+        for lever in registry.LEVERS:
+            try:
+                wanted = lever.propose(self.steps, wanted)
+            except NotOffered as e:
+                self.notes += [str(e)] if e.is_noted else []
+        return wanted
+
     def _waits_for(self, levers: Levers) -> Levers | None:
         """Return the combination that is captured before another; None where it waits for none."""
         for lever in registry.used(levers, self.steps.global_batch_size):
@@ -180,7 +199,7 @@ class _Assembly:
         """Set the budget in bytes: on a GPU it is held against what the allocator reserves."""
         budget, device = self.request.budget, self.request.device
         plain = self._as_is if budget.of == "plain" else None
-        plain_bytes = 0 if plain is None else plain.peak_reserved_bytes or plain.peak_bytes
+        plain_bytes = 0 if plain is None else bytes_of_plain(budget, plain)
         budget_bytes = budget.nbytes(device_bytes=device.usable_bytes, plain_bytes=plain_bytes)
         self.budget_share = budget.share_text(device.name, device.usable_bytes, plain_bytes)
         self.steps.budget_bytes = budget_bytes
@@ -247,10 +266,12 @@ class _Assembly:
                 break
             captured = self.steps.captured(self._with_fallback(lever, best))
             best = self._fastest(self._search_too(captured), seconds / 4, best)
+        if best is None:
+            best = self._of_all(seconds)
         if best is not None:
             return best
         batch = "the loop's batch" if isinstance(self.request.workload, LoopWorkload) else "Workload.batch"
-        return leanest_that_fits(self.combinations, self.limits, self._confirm, seconds, batch=batch)
+        return leanest_that_fits(self.combinations, self.limits, self._confirm, seconds, self._savings, batch=batch)
 
     def _fastest(
         self, combinations: Sequence[Combination], seconds: float, best: Confirmed | None = None
@@ -293,29 +314,89 @@ class _Assembly:
     def _with_fallback(self, lever: Fallback, best: Confirmed | None) -> list[Levers]:
         """Return the combinations that a fallback adds: to the whole batch, and to the smallest microbatches."""
         steps = self.steps
-        if lever.most_saved_bytes(steps.traces[steps.plain]) < LEAST_SHARE * self._as_is.peak_bytes:
+        if lever.most_saved_bytes(steps.traces[steps.plain]) < least_bytes(steps):
             return []
-        around = circumstances(self.request.workload, self.request.device)
-        bases = [
-            c.levers
-            for c in self.limits.allow(self.combinations)
-            if not any(isinstance(used, Fallback) for used in registry.used(c.levers, steps.global_batch_size))
-        ]
+        bases = self._bases()
         if best is not None:
-            bases = [levers for levers in bases if _kept(levers) == _kept(best.point.levers)]
-        sizes = {steps.batch_size, min(levers.microbatch_size for levers in bases)}
-        distinct = {(_kept(x), x.microbatch_size): x for x in bases if x.microbatch_size in sizes}
-        return [
-            levers
-            for base in distinct.values()
-            if (levers := lever.fallback(base)) not in self.wanted
+            bases = [c for c in bases if _kept(c.levers) == _kept(best.point.levers)]
+        bases.sort(key=lambda c: -c.solver.peak_floor_bytes)  # of those that differ in switches, the leanest is last
+        distinct = {(_kept(c.levers), c.levers.microbatch_size): c.levers for c in bases}
+        return [levers for base in distinct.values() if self._can_be_tried(levers := lever.fallback(base))]
+
+    def _bases(self) -> list[Combination]:
+        """Return the combinations that a fallback is added to: of the whole batch, and of the smallest microbatches.
+
+        A step of microbatches between holds at least as much as one of the smallest.
+        """
+        size = self.steps.global_batch_size
+        bases = [
+            c
+            for c in self.limits.allow(self.combinations)
+            if not any(isinstance(used, Fallback) for used in registry.used(c.levers, size))
+        ]
+        sizes = {self.steps.batch_size, min(c.levers.microbatch_size for c in bases)}
+        return [c for c in bases if c.levers.microbatch_size in sizes]
+
+    def _can_be_tried(self, levers: Levers) -> bool:
+        """Tell whether a combination is allowed, has room in the host, has not failed, and was not searched."""
+        steps, request = self.steps, self.request
+        names = registry.names(levers, steps.global_batch_size) | circumstances(request.workload, request.device)
+        return (
+            levers not in self.wanted
             and steps.allows(levers)
             and steps.host_bytes_left(levers) >= 0
             and not steps.trials.has_failed(levers)
-            and not met(
-                registry.CONFLICTS, registry.names(levers, steps.global_batch_size) | around, self.request.numerics
-            )
-        ]
+            and not met(registry.CONFLICTS, names, request.numerics)
+        )
+
+    def _of_all(self, seconds: float) -> Confirmed | None:
+        """Return the fastest plan that fits of whatever the levers allow, however little each saves; None for none.
+
+        What is left untried after that can't hold less than the leanest step found: no fallback saves as much.
+        """
+        steps = self.steps
+        steps.tries_all = True
+        added = self._search_too(steps.captured([x for x in self._proposed() if self._can_be_tried(x)]))
+        best = self._fastest(added, seconds)
+        for lever in self.request.fallbacks if best is None else ():
+            added = []
+            floors = [
+                (c.solver.peak_floor_bytes - lever.most_saved_bytes(steps.traces[c.levers]), c) for c in self._bases()
+            ]
+            for floor_bytes, base in sorted(floors, key=lambda found: found[0]):
+                levers = lever.fallback(base.levers)
+                if floor_bytes < self._lowest_bytes(seconds) and self._can_be_tried(levers):
+                    added += self._search_too(steps.captured([levers]))
+            best = self._fastest(added, seconds / 4, best)
+        return best
+
+    def _lowest_bytes(self, seconds: float) -> int:
+        """Return the lowest peak found of a combination that is allowed."""
+        allowed = self.limits.allow(self.combinations)
+        return min(c.solver.leanest(seconds / len(self.combinations)).peak_bytes for c in allowed)
+
+    def _savings(self, leanest: Levers, lowest_bytes: int) -> list[Saving]:
+        """Return what else would save of the leanest step, the most first: what the arguments of the plan forbid."""
+        steps, request, base = self.steps, self.request, replace(leanest, regions=())
+        found: list[Saving] = []
+        with replaced(steps, "numerics", "changed"):
+            near = [lever.fallback(base) for lever in request.fallbacks]
+            for lever in registry.LEVERS:
+                if not lever.compiles:
+                    with contextlib.suppress(NotOffered):
+                        near += [levers for levers in lever.propose(steps, [base]) if levers.sharding == base.sharding]
+            near = [x for x in dict.fromkeys(near) if x not in self.wanted and self._can_be_tried(x)]
+            least = min((x.microbatch_size for x in near), default=0)
+            near = [x for x in near if x.microbatch_size in (base.microbatch_size, least)]
+            for levers in steps.captured(near):
+                saved = lowest_bytes - steps.combination(levers, self.excluded).lowest(ADVICE_SECONDS).peak_bytes
+                added = [use for use in steps.uses(levers) if use not in steps.uses(base)]
+                found.append(Saving(saved, f"numerics={freest(added)!r} allows {uses_text(added)}"))
+        if request.device.link_bytes_per_second and not steps.host_budget_bytes:
+            with replaced(steps, "host_budget_bytes", request.device.memory_bytes):
+                lowest = steps.combination(base, self.excluded).lowest(ADVICE_SECONDS)
+                found.append(Saving(lowest_bytes - lowest.peak_bytes, "host_budget= allows activation offload"))
+        return sorted((each for each in found if each.nbytes > 0), reverse=True)
 
     def _frontier(self, chosen: Confirmed) -> list[Candidate]:
         """Solve for the frontier; return its points but that of the plan chosen, with what is held against a budget."""

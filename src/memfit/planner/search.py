@@ -10,14 +10,15 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from memfit.errors import InfeasibleError
-from memfit.ir.plan import Candidate, Numerics, Prediction, allows, uses_text
-from memfit.solver.frontier import SIMPLER_WITHIN, Combination, fastest, undominated
+from memfit.ir.plan import Candidate, Levers, Numerics, Prediction, allows, uses_text
+from memfit.solver.frontier import SIMPLER_WITHIN, Combination, dominates, fastest, undominated
 from memfit.solver.milp import Choice
-from memfit.units import format_bytes
+from memfit.units import Budget, format_bytes
 
 _ATTEMPTS = 6
 _FIRST_SHARE = 0.9  # of the time for solving that the first attempt may take; the second, of what it leaves; and so on
-_ADVICE_SECONDS = 1.0  # for each combination that an error may name
+ADVICE_SECONDS = 1.0
+"""The time for solving of each combination that an error may name."""
 _WIDEST = 1.1  # more than any error bar, as a multiple of the peak: those of compiled steps are up to 5 %
 _ROUNDING_BYTES = 64  # what floats in the solver may miss
 
@@ -46,6 +47,25 @@ class Confirmed(NamedTuple):
             bound_seconds=min(self.point.bound_seconds, self.prediction.step_seconds),
             is_captured=True,
         )
+
+
+def bytes_of_plain(budget: Budget, plain: Prediction) -> int:
+    """Return what a share of the plain step's peak is a share of.
+
+    From "1x" on that is the upper end of its peak, which is what is held against budgets: "1x" is what it runs in.
+    """
+    return plain.peak_upper_bytes if budget.amount >= 1 else plain.peak_reserved_bytes or plain.peak_bytes
+
+
+class Saving(NamedTuple):
+    """Bytes that would be saved by something that the arguments of a plan forbid, and how, in words."""
+
+    nbytes: int
+    how: str
+
+
+Savings = Callable[[Levers, int], Sequence[Saving]]
+"""Returns what else would save of a plan of some levers and peak, the most first."""
 
 
 class Limits(NamedTuple):
@@ -105,11 +125,22 @@ def fastest_that_fits(
 
 
 def leanest_that_fits(
-    combinations: Sequence[Combination], limits: Limits, confirm: Confirm, seconds: float, *, batch: str
+    combinations: Sequence[Combination],
+    limits: Limits,
+    confirm: Confirm,
+    seconds: float,
+    savings: Savings = lambda *_: [],
+    *,
+    batch: str,
 ) -> Confirmed:
     """Return the plan that needs the smallest budget if it fits: of the lowest peak with its error bar.
 
     It is always the same one, so that the budget which is named where it does not fit is one that it fits.
+
+    Args:
+        combinations: All that may hold as little: that none is left out is what "the lowest peak there is" says.
+        seconds: For solving: half of it for all that may be the leanest, the rest for those that may still be.
+        savings: Returns what else would save of the leanest plan.
 
     Raises:
         InfeasibleError: It does not fit.
@@ -119,7 +150,11 @@ def leanest_that_fits(
     for index in sorted(range(len(allowed)), key=lambda index: allowed[index].solver.peak_floor_bytes):
         least = min((choice.peak_bytes for choice in choices.values()), default=math.inf)
         if allowed[index].solver.peak_floor_bytes <= _WIDEST * least:  # others need more
-            choices[index] = allowed[index].lowest(seconds / len(allowed))
+            choices[index] = allowed[index].lowest(seconds / 2 / len(allowed))
+    least = min(choice.peak_bytes for choice in choices.values())
+    open_ = [index for index, choice in choices.items() if choice.status != "optimal" and choice.bound < least]
+    for index in open_:
+        choices[index] = allowed[index].lowest(seconds / 2 / len(open_))
     found: dict[int, Confirmed] = {}
     for index in sorted(choices, key=lambda index: (choices[index].peak_bytes, index)):
         needed = min((plan.prediction.peak_upper_bytes for plan in found.values()), default=math.inf)
@@ -132,18 +167,19 @@ def leanest_that_fits(
         bound = min(c.problem.plain_seconds for c in allowed)
         return Confirmed(replace(candidate, status="feasible", bound_seconds=bound), prediction)
     is_proven = lowest.status == "optimal" and all(c.bound >= lowest.bound for c in choices.values())
-    raise _infeasible(
-        Confirmed(candidate, prediction), limits, is_proven, [c for c in combinations if c not in allowed], batch
-    )
+    saved = savings(candidate.levers, lowest.peak_bytes)
+    freer = [c for c in combinations if c not in allowed]
+    raise _infeasible(Confirmed(candidate, prediction), limits, is_proven, freer, saved, batch)
 
 
 def held_against(
     points: Sequence[Candidate], chosen: Confirmed, limits: Limits, confirm: Confirm
 ) -> tuple[Confirmed, list[Candidate]]:
-    """Capture the points that seem to fit and to be faster than the plan chosen, once that was captured.
+    """Capture the points that seem to fit and to be faster than the plan chosen, or to dominate it, once captured.
 
     Returns:
-        The fastest of them all, and the frontier, with what is predicted for each point that was captured.
+        The fastest of them all, and the frontier, with what is predicted for each point that was captured. No point of
+        it dominates the plan.
     """
     captured: list[Candidate] = []
     for _ in range(_ATTEMPTS):
@@ -152,14 +188,14 @@ def held_against(
             for point in points
             if allows(limits.numerics, point.numerics)
             and point.held_bytes <= limits.budget_bytes
-            and is_faster(point.step_seconds, chosen.prediction.step_seconds)
+            and _is_better(point, chosen)
         ]
         if not rivals:
             break
         rival = min(rivals, key=lambda point: point.step_seconds)
         points = [point for point in points if point.levers != rival.levers]
         loser = Confirmed(rival, confirm(rival))
-        if limits.fit(loser.prediction) and is_faster(loser.prediction.step_seconds, chosen.prediction.step_seconds):
+        if limits.fit(loser.prediction) and _is_better(loser.as_captured(), chosen):
             bound = {"status": chosen.point.status, "bound_seconds": chosen.point.bound_seconds}  # of all combinations
             loser, chosen = chosen, Confirmed(replace(rival, **bound), loser.prediction)
         captured.append(loser.as_captured())
@@ -167,10 +203,19 @@ def held_against(
 
 
 def with_plan(points: Sequence[Candidate], chosen: Confirmed, limits: Limits) -> list[Candidate]:
-    """Return a frontier, the fastest point first, with the point of the plan chosen as it was captured."""
+    """Return a frontier, the fastest point first, with the point of the plan chosen as it was captured.
+
+    Points that dominate it are left out: they don't fit, or took longer as they ran.
+    """
     own = replace(chosen.as_captured(), budget_bytes=limits.budget_bytes)
-    others = (point for point in points if point.levers != own.levers)
+    others = (point for point in points if point.levers != own.levers and not dominates(point, own))
     return sorted([*others, own], key=lambda point: point.step_seconds)
+
+
+def _is_better(point: Candidate, chosen: Confirmed) -> bool:
+    """Tell whether a point is enough faster than a plan, or no slower, no larger and no freer, and better in one."""
+    faster = is_faster(point.step_seconds, chosen.prediction.step_seconds)
+    return faster or dominates(point, chosen.as_captured())
 
 
 def faster_of(one: Confirmed, other: Confirmed) -> Confirmed:
@@ -193,15 +238,24 @@ def _bounded(chosen: Candidate, other: Candidate) -> Candidate:
 
 
 def _infeasible(
-    leanest: Confirmed, limits: Limits, is_proven: bool, freer: Sequence[Combination], batch: str
+    leanest: Confirmed,
+    limits: Limits,
+    is_proven: bool,
+    freer: Sequence[Combination],
+    saved: Sequence[Saving],
+    batch: str,
 ) -> InfeasibleError:
     prediction, budget_bytes = leanest.prediction, limits.budget_bytes
     needed_bytes = prediction.peak_upper_bytes + _ROUNDING_BYTES
     advice = [f"raise budget= to {format_bytes(needed_bytes)} ({needed_bytes} bytes)"]
     target = limits.peak_bytes
     possible = [c.solver for c in freer if c.solver.peak_floor_bytes <= target]
-    if any(solver.leanest(_ADVICE_SECONDS).peak_bytes <= target for solver in possible):
+    if any(solver.leanest(ADVICE_SECONDS).peak_bytes <= target for solver in possible):
         advice.append("allow numerics='reduced', with which a plan fits")
+    if saved:
+        advice.append(
+            "allow more, what saves most first: " + ", ".join(f"{x.how} (-{format_bytes(x.nbytes)})" for x in saved)
+        )
     advice.append(f"make {batch} smaller, or the model")
     return InfeasibleError(
         f"no plan fits budget={format_bytes(budget_bytes)} ({budget_bytes} bytes) with"

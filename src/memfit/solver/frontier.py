@@ -187,6 +187,12 @@ def _rank(numerics: Numerics) -> int:
     return NUMERICS.index(numerics)
 
 
+def dominates(one: Candidate, other: Candidate) -> bool:
+    """Tell whether one point is as strict, as fast and as small as another, and better in one of these."""
+    own, others = ((_rank(c.numerics), c.step_seconds, c.peak_bytes) for c in (one, other))
+    return own != others and all(a <= b for a, b in zip(own, others, strict=True))
+
+
 def undominated(candidates: Iterable[Candidate]) -> list[Candidate]:
     """Return the candidates than which no other of as strict a class is as fast and as small, the fastest first."""
     found: list[Candidate] = []

@@ -1,0 +1,190 @@
+"""No lever that is set by hand on the plan of the lowest peak lowers it, and "the lowest there is" is said of no less.
+
+The plan is that of the budget which the error names. Each lever of the registry is set on it in each way that the
+numerics class and the conflicts allow, with the plan's regions and without, and the step is captured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from msgspec.structs import replace
+from torch import nn
+from torch.nn import functional as F
+
+import memfit
+from memfit.errors import InfeasibleError, MemfitError
+from memfit.hardware.host import find_device
+from memfit.ir.plan import ChunkedLoss, Levers, Numerics, OptimizerLever, Plan, Precision, allows, freest
+from memfit.ir.remat import Region
+from memfit.levers import registry
+from memfit.levers.circumstances import circumstances
+from memfit.levers.conflicts import met
+from memfit.planner.captures import capture_levers
+from memfit.planner.prediction import costs_of, predict
+from memfit.recipes import byte_lm
+from memfit.workload import Workload
+from tests.models import Transformer
+
+CPU = find_device("cpu")
+PRECISIONS: tuple[Precision, ...] = ("32-true", "bf16-mixed")
+
+
+def classes_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    found: torch.Tensor = F.cross_entropy(model(batch["x"]).flatten(0, -2), batch["y"].flatten())
+    return found
+
+
+def workload(model: nn.Module, x: torch.Tensor, y: torch.Tensor, optimizer: Any = torch.optim.AdamW) -> Workload:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return Workload(model, {"x": x, "y": y}, classes_loss, optimizer(trained, lr=1e-3))
+
+
+def mlp(optimizer: Any = torch.optim.AdamW) -> Workload:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)]
+    return workload(nn.Sequential(*blocks), torch.randn(128, 64), torch.randint(64, (128,)), optimizer)
+
+
+def convolutions() -> Workload:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Conv2d(a, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()) for a in (3, 16, 16)]
+    model = nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
+    return workload(model, torch.randn(8, 3, 16, 16), torch.randint(10, (8,)), torch.optim.SGD)
+
+
+def language_model(layers: int, tokens: int, vocabulary: int, optimizer: Any, **options: Any) -> Workload:
+    torch.manual_seed(0)
+    model = Transformer(vocabulary, 32, layers, **{"dropout": 0.0, "tied": True, **options})
+    ids = torch.randint(vocabulary, (2, tokens))
+    return workload(model, ids, ids, optimizer)
+
+
+class Adapted(nn.Module):
+    """A frozen layer with low-rank factors that are trained."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.a, self.b = nn.Linear(base.in_features, 4, bias=False), nn.Linear(4, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.base(x) + self.b(self.a(x))
+        return found
+
+
+def adapters() -> Workload:
+    made = language_model(6, 64, 1000, torch.optim.AdamW, tied=False)
+    made.model.requires_grad_(False)
+    for block in made.model.blocks:  # type: ignore[union-attr]
+        block.qkv, block.mlp[0], block.mlp[2] = Adapted(block.qkv), Adapted(block.mlp[0]), Adapted(block.mlp[2])
+    trained = [p for p in made.model.parameters() if p.requires_grad]
+    return dataclasses.replace(made, optimizer=torch.optim.AdamW(trained))
+
+
+def llama(layers: int) -> Workload:
+    """The deeper it is, the less its logits are beside the plain peak."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=64,
+        intermediate_size=176,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=1000,
+        use_cache=False,
+    )
+    model = transformers.LlamaForCausalLM(config).train()
+    model.loss_type = "ForCausalLM"
+    batch = {"tokens": torch.randint(1000, (1, 512))}
+    return Workload(
+        model,
+        batch,
+        lambda model, batch: model(input_ids=batch["tokens"], labels=batch["tokens"]).loss,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+    )
+
+
+class Case(NamedTuple):
+    make: Callable[[], Workload]
+    numerics: Numerics
+
+
+CASES = {
+    "mlp, exact": Case(mlp, "exact"),
+    "mlp with SGD, reduced": Case(lambda: mlp(torch.optim.SGD), "reduced"),
+    "mlp with Adafactor": Case(lambda: mlp(torch.optim.Adafactor), "reordered"),
+    "mlp, changed": Case(mlp, "changed"),
+    "convolutions, exact": Case(convolutions, "exact"),
+    "convolutions, changed": Case(convolutions, "changed"),
+    "tied, large states": Case(lambda: language_model(1, 64, 2000, torch.optim.AdamW), "reduced"),
+    "tied, many tokens": Case(lambda: language_model(2, 256, 500, torch.optim.SGD), "reordered"),
+    "adapters": Case(adapters, "reordered"),
+    "adapters, reduced": Case(adapters, "reduced"),
+    "deep": Case(lambda: language_model(10, 128, 600, torch.optim.SGD, tied=False), "reordered"),
+    "Llama of 12": Case(lambda: llama(12), "reordered"),
+    "Llama of 14": Case(lambda: llama(14), "reordered"),
+    "recipe": Case(lambda: byte_lm(n_layer=1, d_model=64, n_head=4, context=64, batch_size=2, dropout=0.0), "reduced"),
+}
+QUICK = ("mlp, exact", "mlp with Adafactor", "adapters", "tied, large states")
+
+
+def lowest_of(made: Workload, numerics: Numerics) -> tuple[InfeasibleError, Plan]:
+    options: dict[str, Any] = {"numerics": numerics, "precisions": PRECISIONS, "points": 1, "measure": False}
+    with pytest.raises(InfeasibleError) as caught:
+        memfit.plan(made, budget="4KiB", **options)
+    return caught.value, memfit.plan(made, budget=caught.value.lowest_peak_bytes, **options)
+
+
+def peak_of(made: Workload, levers: Levers) -> int | None:
+    """Return the predicted peak of a step with levers; None where they can't be applied to it."""
+    try:
+        trace = capture_levers(made, levers, CPU)
+    except MemfitError:
+        return None
+    return predict(trace, costs_of([trace], CPU), CPU)[0].peak_bytes
+
+
+def by_hand(made: Workload, plan: Plan) -> Iterator[Levers]:
+    """Yield the plan's levers with one lever set otherwise, as far as class and conflicts allow."""
+    own, size = plan.levers, plan.batch_size
+    linear = [fqn for fqn, each in made.model.named_modules() if type(each) is nn.Linear]
+    blocks = [fqn for fqn, _ in made.model.named_modules() if fqn and fqn.rpartition(".")[2].isdigit()]
+    optimizers: tuple[OptimizerLever, ...] = ("as-is", *(lever.value for lever in registry.UPDATES))
+    near = [replace(own, precision=precision) for precision in PRECISIONS]
+    near += [replace(own, optimizer=optimizer) for optimizer in optimizers]
+    near += [replace(own, microbatch_size=each) for each in sorted({1, 2, size // 2 or 1, size})]
+    near += [replace(own, lean=lean) for lean in ((), ("*",))]
+    near += [
+        replace(own, chunked_loss=chunks) for chunks in (None, *(ChunkedLoss(head=x, rows=16) for x in linear[-1:]))
+    ]
+    near += [replace(own, regions=regions) for regions in ((), tuple(Region((fqn,)) for fqn in blocks))]
+    near += [replace(levers, regions=()) for levers in near]
+    around = circumstances(made, CPU)
+    is_coupled = any(isinstance(module, nn.BatchNorm2d) for module in made.model.modules())
+    for levers in dict.fromkeys(near):
+        uses = registry.uses(levers, size, is_coupled)
+        if allows(plan.allowed, freest(uses)) and not met(
+            registry.CONFLICTS, registry.names(levers, size) | around, plan.allowed
+        ):
+            yield levers
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.ci) for name in CASES]
+)
+def test_nothing_set_by_hand_is_lower(name: str) -> None:
+    make, numerics = CASES[name]
+    made = make()
+    error, plan = lowest_of(made, numerics)
+    assert plan.predicted.peak_upper_bytes <= error.lowest_peak_bytes
+    tried = {levers: peak for levers in by_hand(made, plan) if (peak := peak_of(made, levers)) is not None}
+    assert len(tried) > 3
+    assert tried[plan.levers] == plan.predicted.peak_bytes
+    lower = {str(levers): peak for levers, peak in tried.items() if peak < 0.999 * plan.predicted.peak_bytes}
+    assert not lower
