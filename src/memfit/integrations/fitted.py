@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from msgspec.structs import replace
 from torch import nn
 
 from memfit.errors import PlanError, PlanMismatchError, UsageError
+from memfit.extent import shape_text
 from memfit.hardware.host import find_device
 from memfit.ir import codec
 from memfit.ir.plan import Levers, Plan, Precision
@@ -29,7 +32,7 @@ from memfit.ranks.together import once
 from memfit.sharding.one_rank import of_engine
 from memfit.training.trainer import evaluation_mode
 from memfit.units import format_bytes
-from memfit.workload import Workload
+from memfit.workload import Workload, part_of, tensors_of
 
 MIXED: tuple[Precision, ...] = ("32-true", "bf16-mixed", "16-mixed")
 """Precisions that these trainers offer, under memfit's names or their own."""
@@ -38,6 +41,7 @@ NAMES: dict[Precision, str] = {"32-true": "no", "bf16-mixed": "bf16", "16-mixed"
 """Names of these precisions in accelerate."""
 
 
+_log = logging.getLogger("memfit")
 _MIB = 2**20
 _OWN = {
     "optimizers": "the trainer updates the parameters",
@@ -56,11 +60,13 @@ class Fitted:
         engine: How the trainer has ranks share the step; None for one process.
         ranks: The trainer's ranks. The first one plans, and tells the others.
         given: A plan to take instead of making one; None to make one.
+        advice: What to do about larger batches, in the words of the interface.
         options: Options of `memfit.plan`, `budget` at least.
 
     Attributes:
         microbatch_size: Batch size for the trainer's loader.
         accumulation: Number of microbatches in one update.
+        events: What was unusual so far, such as a batch larger than planned: kinds and texts.
 
     Raises:
         UsageError: An option is the trainer's own affair, or the plan given is not for this trainer. On every rank.
@@ -74,12 +80,13 @@ class Fitted:
         engine: Sharding | None = None,
         ranks: SingleProcess | None = None,
         given: Plan | None = None,
+        advice: str = "plan with Workload.batch as large as any batch, or give smaller ones",
         **options: Any,
     ) -> None:
         for name in sorted(_OWN.keys() & options.keys()):
             raise UsageError(f"{name}={options[name]!r} is not for a trainer: {_OWN[name]}. Leave it out")
         self._device = {"device": device_of(workload.model)} | options
-        self._engine, self._ranks = engine, ranks or SingleProcess()
+        self._engine, self._ranks, self._advice = engine, ranks or SingleProcess(), advice
 
         def planned() -> bytes:
             made = given or plan(workload, **self._device, optimizers=(), world_size=1, engine=engine)
@@ -92,6 +99,37 @@ class Fitted:
         self.microbatch_size = next(d for d in range(self.plan.levers.microbatch_size, 0, -1) if size % d == 0)
         self.accumulation = size // self.microbatch_size
         self._stack = contextlib.ExitStack()
+        planned = (
+            part_of(workload, workload.batch, 0, self.microbatch_size) if self.accumulation > 1 else workload.batch
+        )
+        self._planned = [tuple(t.shape) for t in tensors_of(planned)]
+        self.events: list[tuple[str, str]] = []
+
+    def look(self, given: Any) -> None:
+        """Hold what a trainer gives to the model in a step against the batch that was planned for.
+
+        A tensor is larger if it has more rows, or another dimension is larger, than every tensor of the batch with as
+        many dimensions; of those that have none such, the number of elements counts. Each size is told once, by the
+        log and an event: nothing is promised for it.
+        """
+        for tensor in tensors_of(given):
+            shape = tuple(tensor.shape)
+            alike = [known for known in self._planned if len(known) == len(shape)]
+            most = max(map(math.prod, self._planned), default=0)
+            if any(all(a <= b for a, b in zip(shape, known, strict=True)) for known in alike):
+                continue
+            if not alike and tensor.numel() <= most:
+                continue
+            self._planned.append(shape)
+            known = max(alike or self._planned[:-1], key=math.prod, default=())
+            text = (
+                f"the trainer gives a batch of {shape_text(shape)} where {shape_text(known)} was planned for: what is"
+                f" predicted does not hold for it, and it may exceed budget={format_bytes(self.plan.budget_bytes)}."
+                f" What to do: {self._advice}"
+            )
+            self.events.append(("larger batch", text))
+            _log.warning("larger batch: %s", text)
+            return
 
     def check_evaluation(
         self, workload: Workload, batch: Any, evaluate: Callable[[nn.Module, Any], object], argument: str
@@ -133,6 +171,11 @@ class Fitted:
         """Checkpoint the plan's regions of a model, and apply its lean modules and chunked loss, until `close`."""
         self.close()
         self._stack.enter_context(switched(model, self.plan.levers))
+        self._stack.callback(model.register_forward_pre_hook(self._called, with_kwargs=True).remove)
+
+    def _called(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.is_grad_enabled() and model.training:
+            self.look((args, kwargs))
 
     def close(self) -> None:
         """Undo `checkpoint`."""

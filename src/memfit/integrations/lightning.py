@@ -110,6 +110,7 @@ class MemfitCallback(Callback):  # type: ignore[misc]
                     ranks=ranks,
                     given=read_plan(plan),
                     budget=budget,
+                    advice="give the largest batch as MemfitCallback(batch=...)",
                     **({"precisions": list(MIXED[:2])} | options),
                 )
                 self._validated = self._fitted.microbatch_size
@@ -207,6 +208,7 @@ class MemfitCallback(Callback):  # type: ignore[misc]
                 f"the loader gives batches of {batch_size_of(batch)} samples, and the plan allows"
                 f" {self.microbatch_size}: create it with batch_size=callback.microbatch_size"
             )
+        self._fitted.look(batch)
         self._zero_grad(trainer, pl_module, batch_idx)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:

@@ -31,6 +31,7 @@ try:
 except ImportError as e:
     raise MissingExtraError("memfit.integrations.transformers", "transformers", e.name or "transformers") from e
 
+_ADVICE = "give the largest batch of the collator as MemfitCallback(batch=...), or cut sequences to its length"
 _CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing")  # the former until transformers 6
 
 
@@ -86,7 +87,13 @@ class MemfitCallback(TrainerCallback):  # type: ignore[misc]
             with modes_restored(trainer.model):
                 trainer.model.train()  # as the trainer's step does; from_pretrained() leaves it in evaluation mode
                 self._fitted = Fitted(
-                    workload, engine=engine, ranks=ranks, given=read_plan(plan), budget=budget, **options
+                    workload,
+                    engine=engine,
+                    ranks=ranks,
+                    given=read_plan(plan),
+                    budget=budget,
+                    advice=_ADVICE,
+                    **options,
                 )
                 _check_evaluations(trainer, self._fitted, workload, dtype)
         except BaseException:
