@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from memfit.argument_values import drawn
@@ -225,3 +226,42 @@ def test_a_mask_that_one_value_is_written_through_stays_empty() -> None:
     )
     before = args[0].clone()
     assert torch.equal(func(*args, **kwargs), before)
+
+
+class Signed(TorchDispatchMode):
+    """Notes the signatures of the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.texts: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.texts.add(signature(func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _definite() -> torch.Tensor:
+    torch.manual_seed(0)
+    half = torch.randn(3, 6, 6)
+    return (half @ half.mT + 6 * torch.eye(6)).requires_grad_()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda: torch.linalg.solve(_definite(), torch.ones(3, 6, 2)),
+        lambda: torch.linalg.inv(_definite()),
+        lambda: torch.linalg.cholesky(_definite()),
+        lambda: torch.linalg.lu_factor(_definite())[0],
+        lambda: torch.polar(_definite().abs(), _definite()).abs(),
+        lambda: torch.segment_reduce(_definite().flatten(0, 1), "sum", lengths=torch.tensor([5, 6, 7])),
+        lambda: torch.segment_reduce(_definite().flatten(0, 1), "max", offsets=torch.tensor([0, 5, 11, 18])),
+    ],
+)
+def test_calls_of_both_passes_run_on_rebuilt_arguments(function: Callable[[], torch.Tensor]) -> None:
+    with Signed() as signed:
+        function().sum().backward()
+    for text in signed.texts:
+        func, args, kwargs = rebuild(text, "cpu")
+        with torch.no_grad():
+            func(*args, **kwargs)

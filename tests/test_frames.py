@@ -5,12 +5,17 @@ from __future__ import annotations
 import functools
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from memfit import estimate
+from memfit._torch.dispatch import EagerMode
 from memfit.errors import CaptureError, WorkloadError
-from memfit.frames import frames_text, users_frames, users_place
+from memfit.frames import frames_text, memfits_place, users_frames, users_place
+from memfit.signature import rebuild
+from memfit.workload import Workload
 
 CODE = """
 import contextlib
@@ -87,3 +92,34 @@ def test_frames_of_another_process_come_as_text() -> None:
     error.frames = "  there.py:1 in it\n    x"
     assert frames_text(error) == error.frames
     assert frames_text(functools.reduce(lambda a, b: a, [error, torch])) == error.frames
+
+
+def test_what_memfit_raises_between_a_step_and_pytorch_has_its_line() -> None:
+    def signed(call: object) -> BaseException:
+        with pytest.raises((KeyError, TypeError, RuntimeError)) as caught:
+            call()  # type: ignore[operator]
+        return caught.value
+
+    theirs = signed(lambda: rebuild('{"op":"aten.mm.default","args":[{"t":["float32",[2],["x"]]}]}', "cpu"))
+    assert memfits_place(theirs).startswith("memfit/signature.py:")
+    error = CaptureError("captured")
+    error.__cause__ = theirs
+    assert memfits_place(error) == memfits_place(theirs)
+
+
+def test_what_the_users_code_or_pytorch_raises_is_not_memfits(mine: dict[str, object]) -> None:
+    class Through(EagerMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    def step() -> None:
+        with Through():
+            torch.mm(torch.zeros(2, 3), torch.zeros(2, 3))
+
+    model = torch.nn.Linear(2, 2)
+    workload = Workload(model, torch.zeros(1, 2), lambda model: None, torch.optim.SGD(model.parameters(), 0.1))
+    for error in (raised(mine["inner"], 0), raised(mine["shapes"]), raised(step)):
+        assert memfits_place(error) == ""
+    with pytest.raises(CaptureError) as caught:  # called by memfit, with arguments that it does not take
+        estimate(workload, device="cpu")
+    assert memfits_place(caught.value) == "" and "itself failed" not in str(caught.value)

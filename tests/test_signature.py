@@ -45,6 +45,7 @@ scalars = st.one_of(
     st.booleans(),
     st.integers(-(2**60), 2**60),
     st.floats(),
+    st.complex_numbers(max_magnitude=1e6),
     st.text(max_size=5),
     st.sampled_from([*DTYPES, torch.device("cpu"), torch.contiguous_format, torch.channels_last, torch.strided]),
 )

@@ -58,8 +58,10 @@ def set_values(func: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
         _fill_lengths(func, args)
     if "index_put" in name:
         _select_as_many(func, args)
-    if any(part in name for part in _SOLVING):
+    if any(part in name for part in _SOLVING) and "check_errors" not in name:  # codes of errors, of which 0 is none
         _make_regular([*args, *kwargs.values()])
+    if "segment_reduce" in name:
+        _fill_segments(_arguments_of(func, args, kwargs))
     for indices, count in _indices_of(name, _arguments_of(func, args, kwargs)):
         if indices.device.type != "meta":
             _spread(indices, count)
@@ -131,6 +133,18 @@ def _fill_lengths(func: Any, args: list[Any]) -> None:
     lengths = arguments["lengths"]
     if lengths.device.type != "meta":
         lengths.fill_(arguments["input"].shape[1 if arguments["batch_first"] else 0])
+
+
+def _fill_segments(arguments: dict[str, Any]) -> None:
+    """Make segments equally long, by their lengths or their offsets."""
+    axis = arguments.get("axis", 0)
+    count = arguments["data"].shape[axis]
+    for name, first in (("lengths", 1), ("offsets", 0)):
+        marks = arguments.get(name)
+        if isinstance(marks, torch.Tensor) and marks.numel() and marks.device.type != "meta":
+            segments = marks.shape[axis] - 1 + first
+            ends = torch.arange(segments + 1, device=marks.device) * count // max(1, segments)
+            marks.copy_((ends.diff() if first else ends).to(marks.dtype))
 
 
 def _fill_bags(func: Any, args: list[Any]) -> None:

@@ -1,4 +1,4 @@
-"""The user's own frames of a traceback."""
+"""The user's own frames of a traceback, and memfit's where the fault is its own."""
 
 from __future__ import annotations
 
@@ -16,6 +16,11 @@ from types import FrameType
 from typing import Any
 
 _MOST = 8
+_HOME = f"{Path(__file__).parent}{os.sep}"
+_BETWEEN = ("_torch", "capture", "fake_gpu", "ir", "argument_values.py", "signature.py", "sparse.py")
+"""Rooms and modules of memfit whose code runs between a step and PyTorch."""
+_STANDING_IN = (os.path.join("capture", "value_reads.py"),)
+"""Those that stand in for functions of PyTorch, and raise what these do."""
 
 
 def users_frames(error: BaseException) -> list[traceback.FrameSummary]:
@@ -35,6 +40,24 @@ def users_place(error: BaseException) -> str:
     """Return the user's innermost frame of an error, as " at FILE:LINE: CODE"; "" without one."""
     frames = users_frames(error)
     return f" at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
+
+
+def memfits_place(error: BaseException) -> str:
+    """Return memfit's own line that raised an error, as "FILE:LINE"; "" where other code did.
+
+    It is the innermost frame outside of Python's library, of the first error in the chain of causes. Only code that
+    stands between a step and PyTorch counts: what calls the step's functions fails where they take other arguments.
+    """
+    first = list(_chain(error))[-1]
+    _, packages, python = _known_folders()
+    for frame in reversed(traceback.extract_tb(first.__traceback__)):
+        path = frame.filename
+        if path.startswith("<") or (path.startswith(python) and not path.startswith((*packages, _HOME))):
+            continue
+        within = path.removeprefix(_HOME)
+        is_ours = within != path and within.startswith(_BETWEEN) and within not in _STANDING_IN
+        return f"memfit/{within}:{frame.lineno}" if is_ours else ""
+    return ""
 
 
 def frames_text(error: BaseException) -> str:

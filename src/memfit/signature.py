@@ -35,6 +35,8 @@ def describe(argument: Any) -> Any:
         return argument
     if isinstance(argument, float):
         return float(f"{argument:.0e}") if math.isfinite(argument) else {"f": str(argument)}
+    if isinstance(argument, complex):
+        return {"c": [describe(argument.real), describe(argument.imag)]}
     if isinstance(argument, list | tuple):
         return {"l": [describe(a) for a in argument]}
     if isinstance(argument, torch.dtype):
@@ -113,6 +115,8 @@ def _rebuild(value: Any, device: str) -> Any:
         return [_rebuild(v, device) for v in content]
     if kind == "f":
         return float(content)
+    if kind == "c":
+        return complex(*(_rebuild(part, device) for part in content))
     return torch.device(content) if kind == "device" else getattr(torch, content)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._higher_order_ops import while_loop
 from torch.overrides import TorchFunctionMode
 
 from memfit._torch import dispatch
@@ -29,6 +30,13 @@ class PassivelySeen(dispatch.PassiveMode, Seen):
     """Notes the operators that run, and leaves Dynamo to compile."""
 
 
+class SeenInside(dispatch.EagerMode, Seen):
+    """Notes the operators that run, those within higher-order operators too."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
 class Functions(TorchFunctionMode):
     """Notes the functions that are called."""
 
@@ -49,6 +57,17 @@ class Wrapped(torch.Tensor):
         raise AssertionError(f"{func} came through")
 
     __torch_dispatch__ = __torch_function__
+
+
+@pytest.mark.ci  # Dynamo rewrites the loop
+def test_EagerMode_sees_the_operators_within_a_loop_and_refuses_what_Dynamo_rewrites() -> None:
+    x = torch.ones(3)
+    with SeenInside() as seen:
+        count, y = while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, y.sin()), (torch.tensor(0), x))
+    assert seen.operators.count(aten.sin.default) == 3 and int(count) == 3 and torch.equal(y, x.sin().sin().sin())
+    with SeenInside(), pytest.raises(dispatch.UnfollowedOperatorError, match="cond"):
+        torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+    assert dispatch.current_mode_stack() == []
 
 
 def test_TorchDispatchMode_sees_each_operator_as_an_OpOverload_of_both_passes() -> None:

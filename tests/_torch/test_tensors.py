@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -72,3 +73,10 @@ def test_make_wrapper_subclass_makes_a_tensor_without_memory() -> None:
     with DisableTorchFunctionSubclass():
         assert type(made) is Refusing and made.shape == (2, 3) and made.dtype is torch.bfloat16
         assert made.untyped_storage().nbytes() == 0
+
+
+@pytest.mark.parametrize("mode", [FakeTensorMode, None])
+def test_is_zerotensor_tells_zeros_that_have_no_memory(mode: Callable[[], Any] | None) -> None:
+    with contextlib.nullcontext() if mode is None else mode():
+        zeros = torch._efficientzerotensor((2, 3))
+        assert tensors.is_zerotensor(zeros) and not tensors.is_zerotensor(torch.zeros(2, 3))

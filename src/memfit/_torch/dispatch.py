@@ -1,7 +1,9 @@
 """Dispatch modes, dispatch keys, and the dispatcher's table of kernels."""
 
+import functools
+import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -11,12 +13,15 @@ from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclas
 from torch._C import DispatchKey as DispatchKey
 from torch._C import TensorBase as TensorBase
 from torch._C import _functorch
+from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
 from torch._prims_common import suggest_memory_format as suggest_memory_format
 from torch.overrides import TorchFunctionMode
 from torch.utils import _python_dispatch
 from torch.utils._device import DeviceContext as DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+from memfit._torch.replacement import replaced
 
 disabled_torch_function = torch._C._disabled_torch_function_impl
 disable_current_modes = _python_dispatch._disable_current_modes
@@ -39,7 +44,49 @@ is_functorch_wrapped_tensor = _functorch.is_functorch_wrapped_tensor
 peek_interpreter_stack = _functorch.peek_interpreter_stack
 
 
-class PassiveMode(TorchDispatchMode):
+_FOLLOWED = ("flex_attention", "flex_attention_backward", "while_loop")
+"""Higher-order operators whose eager kernels only call the functions that they are given, and other operators.
+
+Dynamo first rewrites the functions that others get (`torch.cond`, `scan`, `map`), which it does not do under modes.
+"""
+
+
+class UnfollowedOperatorError(NotImplementedError):
+    """A higher-order operator runs code that no mode can see."""
+
+
+class EagerMode(TorchDispatchMode):
+    """A dispatch mode that sees the operators within higher-order operators, such as `torch.cond`, one by one."""
+
+    supports_higher_order_operators = True
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        if (seen := cls.__dict__.get("__torch_dispatch__")) is not None:
+            setattr(cls, "__torch_dispatch__", _looking_inside(seen))  # noqa: B010
+        super().__init_subclass__(**options)  # type: ignore[no-untyped-call]  # has Dynamo leave it alone
+
+
+def _looking_inside(seen: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(seen)
+    def dispatched(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not isinstance(func, HigherOrderOperator):
+            return seen(self, func, types, args, kwargs)
+        if func.name() not in _FOLLOWED:
+            raise UnfollowedOperatorError(f"the higher-order operator {func.name()} can't be followed")
+        kernel: Any = func.py_kernels[DispatchKey.CompositeExplicitAutograd]
+        with self, _unchecked(sys.modules[kernel.__module__]):
+            return kernel(*args, **(kwargs or {}))
+
+    return dispatched
+
+
+def _unchecked(module: Any) -> AbstractContextManager[None]:
+    """Have kernels not refuse modes, under which PyTorch has other rules for them."""
+    name = "_get_current_dispatch_mode"
+    return replaced(module, name, lambda: None) if hasattr(module, name) else nullcontext()
+
+
+class PassiveMode(EagerMode):
     """A dispatch mode under which Dynamo compiles code as without it, and which sees the operators of that code."""
 
     @classmethod

@@ -26,4 +26,5 @@ nnz: Callable[[torch.Tensor], int] = torch.Tensor._nnz
 sparse_indices: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor._indices
 sparse_values: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor._values
 nested_sizes: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor._nested_tensor_size
+is_zerotensor: Callable[[torch.Tensor], bool] = torch.Tensor._is_zerotensor
 make_wrapper_subclass: Callable[..., Any] = torch.Tensor._make_wrapper_subclass

@@ -7,13 +7,16 @@ ATen/TensorSubclassLikeUtils.h), and allocate tensors that a step without a mode
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from memfit._torch.dispatch import DispatchKey, below_autograd
 from memfit._torch.operators import call_at, destroy_library
+from memfit._torch.replacement import replaced
 from memfit.capture.products import Saving, register, register_products
 
 _aten = torch.ops.aten
@@ -28,8 +31,11 @@ _registered: list[torch.library.Library] = []
 def composites_without_mode() -> Iterator[None]:
     """Run composite operators as without a dispatch mode, until the context is left."""
     _registered.append(_library())
+    flex = sys.modules.get("torch.nn.attention.flex_attention")
+    eager = nullcontext() if flex is None else replaced(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     try:
-        yield
+        with eager:  # it calls a compiler, which does not compile under modes
+            yield
     finally:
         destroy_library(_registered.pop())
 

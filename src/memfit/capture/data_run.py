@@ -9,11 +9,12 @@ import psutil
 import torch
 from msgspec.structs import replace
 
-from memfit._torch.dispatch import TorchDispatchMode
+from memfit._torch.dispatch import EagerMode
 from memfit.capture.composites import composites_without_mode
 from memfit.capture.control_flow import Readings
 from memfit.capture.draws import GeneratorStates
 from memfit.capture.fake_workload import nothing_changes
+from memfit.capture.hints import own_fault
 from memfit.capture.partial_steps import real_part
 from memfit.capture.step_capture import BuildStep, capture_real
 from memfit.capture.value_reads import Log, ReadRecorder
@@ -33,7 +34,7 @@ class DataRunLimitError(MemfitError):
     """A step with data exceeds its limit of time or memory."""
 
 
-class DataRunLimits(TorchDispatchMode):
+class DataRunLimits(EagerMode):
     """A dispatch mode that ends code which takes too long from now on, or too much of the machine's memory."""
 
     def __init__(self, seconds: float = MOST_SECONDS) -> None:
@@ -118,6 +119,8 @@ def read_with_data(workload: Workload, build: BuildStep, microbatch_size: int | 
 
 def _not_running(error: Exception) -> CaptureError:
     place = f"{users_place(error)} ({type(error).__name__}: {error})"
+    if fault := own_fault(error):
+        return CaptureError(f"the step can't be watched while it runs with data{place}: {fault}")
     return CaptureError(
         f"the step does not run with data{place}: repair that first, in Workload.model, .loss_fn or .batch"
     )

@@ -6,9 +6,10 @@ import contextlib
 import logging
 from collections.abc import Iterator
 
+from memfit._torch.dispatch import UnfollowedOperatorError
 from memfit._torch.fake import DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
 from memfit.errors import CaptureError, MemfitError
-from memfit.frames import users_place
+from memfit.frames import memfits_place, users_place
 
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 _VALUES_HINT = (
@@ -16,6 +17,10 @@ _VALUES_HINT = (
     " Workload.loss_fn; for mixtures of experts of transformers, set experts_implementation='grouped_mm'"
 )
 _OPERATOR_HINT = "PyTorch can't run this operator without data: take it out of Workload.loss_fn, or estimate without it"
+_UNFOLLOWED_HINT = (
+    "memfit does not see what runs within it: call the functions themselves in Workload.loss_fn, as `f(x) if p else"
+    " g(x)` for torch.cond(p, f, g, (x,)), or loops for scan and map"
+)
 _CLOSURE_HINT = (
     "memfit runs the forward and backward passes once a step and calls Workload.optimizer.step() without a closure:"
     " give an optimizer that needs none"
@@ -38,18 +43,33 @@ def explained() -> Iterator[None]:
     except MemfitError:
         raise
     except Exception as e:
-        line = users_place(e)
-        first_line = (str(e).strip() or type(e).__name__).splitlines()[0]
         raise CaptureError(
-            f"the step can't be captured without data{line} ({type(e).__name__}: {first_line}). {_hint(e)}"
+            f"the step can't be captured without data{users_place(e)} ({first_line_of(e)}). {_hint(e)}"
         ) from e
     finally:
         log.setLevel(level)
 
 
+def first_line_of(error: Exception) -> str:
+    """Return an error's type and the first line of its message."""
+    return f"{type(error).__name__}: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
+
+
+def own_fault(error: Exception) -> str:
+    """Return a sentence that says where memfit itself failed; "" where other code did, or memfit refuses by name."""
+    if isinstance(error, (*_NEEDS_VALUES, UnsupportedOperatorException, UnfollowedOperatorError)):
+        return ""
+    place = memfits_place(error)
+    return f"memfit itself failed, at {place}, and not your code: please report it with this line" if place else ""
+
+
 def _hint(error: Exception) -> str:
     if isinstance(error, UnsupportedOperatorException):
         return _OPERATOR_HINT
+    if isinstance(error, UnfollowedOperatorError):
+        return _UNFOLLOWED_HINT
+    if fault := own_fault(error):
+        return fault[0].upper() + fault[1:]
     if "closure" in str(error):
         return _CLOSURE_HINT
     if isinstance(error, AttributeError) and "'FakeTensor'" in str(error):

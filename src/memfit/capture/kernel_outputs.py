@@ -20,8 +20,15 @@ _LOSSES = {_aten.mse_loss, _aten.smooth_l1_loss, _aten.soft_margin_loss, _aten.b
 _MADE_LIKE_THEIR_INPUT = {_aten.im2col.default, _aten.col2im.default}
 """Operators that allocate their output as large as their input, and keep that storage (ATen/native/Col2Im.cpp)."""
 _LAYOUTS = {
+    _aten._batch_norm_with_update: 0,
+    _aten._native_batch_norm_legit: 0,
+    _aten.batch_norm_backward: 1,
     _aten.native_batch_norm_backward: 1,
     _aten.reflection_pad2d_backward: 1,
+    _aten.reflection_pad3d: 0,
+    _aten.reflection_pad3d_backward: 1,
+    _aten.replication_pad3d: 0,
+    _aten.replication_pad3d_backward: 1,
     _aten.replication_pad2d_backward: 1,
     _aten.max_unpool2d: 0,
     _aten.channel_shuffle: 0,
@@ -29,16 +36,37 @@ _LAYOUTS = {
 }
 """CPU operators whose (first) output has the memory format of an argument, with the argument's position."""
 _ELEMENTWISE = {
-    _aten.elu_backward,
-    _aten.hardsigmoid_backward,
-    _aten.hardswish_backward,
-    _aten.hardtanh_backward,
-    _aten.softplus_backward,
+    _aten.copysign.Tensor,
+    _aten.div.Tensor_mode,
+    _aten.elu_backward.default,
+    _aten.floor_divide.default,
+    _aten.hardsigmoid_backward.default,
+    _aten.hardswish_backward.default,
+    _aten.hardtanh_backward.default,
+    _aten.heaviside.default,
+    _aten.logaddexp.default,
+    _aten.logaddexp2.default,
+    _aten.logical_and.default,
+    _aten.logical_or.default,
+    _aten.logical_xor.default,
+    _aten.native_dropout_backward.default,
+    _aten.softplus_backward.default,
 }
 """Operators on two tensors whose fake kernels are decompositions, with outputs in another layout."""
 _ROWS = {_aten.glu_backward, _aten.log_sigmoid_forward, _aten.rrelu_with_noise}
 """CPU operators whose outputs are contiguous whatever their arguments are."""
-_CONTIGUOUS = {_aten.mse_loss_backward, _aten.smooth_l1_loss_backward, _aten.huber_loss_backward}
+_CONTIGUOUS = {
+    *(_aten.mse_loss_backward.default, _aten.smooth_l1_loss_backward.default, _aten.huber_loss_backward.default),
+    *(_aten._log_softmax_backward_data.default, _aten.nll_loss2d_forward.default),
+    *(_aten.normal.Tensor_Tensor, _aten.pow.Scalar),
+}
+"""Operators whose (first) output is contiguous whatever their arguments are."""
+_SCATTERS = {
+    *(_aten.as_strided_scatter.default, _aten.diagonal_scatter.default),
+    *(_aten.select_scatter.default, _aten.slice_scatter.default),
+}
+"""Operators that copy the whole storage of their input (`clone_preserve_strides` in ATen)."""
+_UNIQUE = {_aten.unique_consecutive.default, _aten.unique_dim.default}
 _BAGS = {_aten._embedding_bag, _aten._embedding_bag_forward_only}
 
 
@@ -54,16 +82,19 @@ def kernel_outputs(out: Any, func: Any, args: Any, kwargs: Any, device_type: str
         out = _as_on_cpu(out, func, args, kwargs)
     elif func is _aten._cudnn_rnn.default:
         return with_reserve(out, args)
-    if packet_of(func) in _ELEMENTWISE:
-        tensors = [a for a in args if isinstance(a, torch.Tensor)]
-        return torch.empty_like(torch.add(*tensors), dtype=out.dtype)
+    if func in _ELEMENTWISE:
+        return _like_sum(out, *[a for a in args if isinstance(a, torch.Tensor)])
+    if func is _aten.ldexp.Tensor:  # of a power of two, which is contiguous
+        return _like_sum(out, args[0], args[1].contiguous())
+    if func in _SCATTERS and not _overlaps(args[0]):
+        return _in_memory_of(out, args[0].untyped_storage().nbytes() // args[0].itemsize, args[0].storage_offset())
     if func in _MADE_LIKE_THEIR_INPUT and out.numel() < args[0].numel():
-        return _in_memory_of(out, args[0])
+        return _in_memory_of(out, args[0].numel())
     if packet_of(func) in _LOSSES and out.dim() == 0:  # reduced in place, in the storage of the terms
         terms = torch.broadcast_shapes(args[0].shape, args[1].shape)
         return out.new_empty(terms).as_strided((), ()) if math.prod(terms) else out
-    if packet_of(func) in _CONTIGUOUS:
-        return out.contiguous()
+    if func in _CONTIGUOUS:
+        return (out[0].contiguous(), *out[1:]) if isinstance(out, tuple) else out.contiguous()
     if func is _aten.native_layer_norm_backward.default and out[0] is not None:  # whatever the gradient's strides are
         return out[0].contiguous(), *out[1:]
     return out
@@ -72,7 +103,9 @@ def kernel_outputs(out: Any, func: Any, args: Any, kwargs: Any, device_type: str
 def _as_on_cpu(out: Any, func: Any, args: Any, kwargs: Any) -> Any:
     if func in _NORMS:  # saves statistics in the dtype of its parameters, which the fake kernel ignores
         dtype = next((t.dtype for t in args[1:5] if isinstance(t, torch.Tensor)), out[1].dtype)
-        return out[0], *(statistic.new_empty(out[1].shape, dtype=dtype) for statistic in out[1:])
+        statistics = [statistic.new_empty(out[1].shape, dtype=dtype) for statistic in out[1:]]
+        is_batch = func is _aten.native_batch_norm.default
+        return _laid_out_as(out[0], args[0]) if is_batch else out[0], *statistics
     if packet_of(func) in _LAYOUTS:
         return _laid_out_as(out, args[_LAYOUTS[packet_of(func)]])
     if packet_of(func) in _ROWS:
@@ -82,16 +115,35 @@ def _as_on_cpu(out: Any, func: Any, args: Any, kwargs: Any) -> Any:
     if packet_of(func) in _BAGS and out[1].numel():  # the kernel allocates one element more
         bags = out[1].new_empty(out[1].numel() + 1)
         return out[0], bags.as_strided(out[1].size(), out[1].stride()), *out[2:]
-    if func is _aten.unique_consecutive.default:  # allocated as large as the input, then cut
-        return tuple(t if t.numel() == 0 else _in_memory_of(t, args[0]) for t in out)
+    if func in _UNIQUE:
+        return _unique_outputs(out, func, args, kwargs)
     if func is _aten.mkldnn_rnn_layer.default:
         nbytes = _rnn_workspace_bytes(signature(func, args, kwargs))
         return *out[:3], out[3].new_empty(nbytes)
     if func is _aten.mkldnn_rnn_layer_backward.default:  # before torch 2.13 the fake kernel gave the input's dtype
         return tuple(t if t is None else t.new_empty(t.shape, dtype=torch.float32) for t in out)
     if func is _aten.convolution.default and out.numel() < args[0].numel() and _is_made_like_its_input(*args):
-        return _in_memory_of(out, args[0])
+        return _in_memory_of(out, args[0].numel())
     return out
+
+
+def _unique_outputs(out: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """Return values and counts in storages as large as there are elements, or slices, and then cut."""
+    dim = kwargs.get("dim", args[1] if func is _aten.unique_dim.default else args[3] if len(args) > 3 else None)
+    if dim is None or args[0].dim() == 1 and func is _aten.unique_consecutive.default:
+        return tuple(t if t.numel() == 0 else _in_memory_of(t, args[0].numel()) for t in out)
+    counts = out[2]
+    return *out[:2], counts if counts.numel() == 0 else _in_memory_of(counts, args[0].shape[dim])
+
+
+def _like_sum(out: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+    """Return an output in the layout that elementwise kernels give it."""
+    return torch.empty_like(torch.add(*tensors), dtype=out.dtype)
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Tell whether elements of a tensor share memory, as those of an expanded one (`has_internal_overlap`)."""
+    return any(stride == 0 and n > 1 for stride, n in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _laid_out_as(out: Any, given: torch.Tensor) -> Any:
@@ -101,9 +153,9 @@ def _laid_out_as(out: Any, given: torch.Tensor) -> Any:
     return out if out is None else out.contiguous(memory_format=suggest_memory_format(given))
 
 
-def _in_memory_of(out: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
-    """Return an output like the given one, in a storage as large as an input."""
-    return out.new_empty(given.numel()).as_strided(out.shape, out.stride())
+def _in_memory_of(out: torch.Tensor, elements: int, offset: int = 0) -> torch.Tensor:
+    """Return an output like the given one, in a storage of more elements."""
+    return out.new_empty(elements).as_strided(out.shape, out.stride(), offset)
 
 
 def _is_made_like_its_input(given: torch.Tensor, weight: torch.Tensor, bias: Any, *options: Any) -> bool:

@@ -234,7 +234,7 @@ class KnownValues(PassiveMode):
             return out
         if func in (_aten.index.Tensor, _aten.masked_select.default):
             return self._select(func, args, logged)
-        forms = logged if logged is not None else _largest_outputs(func, args)
+        forms = logged if logged is not None else self._largest_outputs(func, args, kwargs)
         if forms is None:
             self.replay.needs_data = True
             raise DynamicOutputShapeException(func)
@@ -242,6 +242,33 @@ class KnownValues(PassiveMode):
             self.replay.guessed_shape(func, args[0])
         outputs = tuple(torch.empty(shape, dtype=dtype, device=device_of(args[0])) for shape, dtype in forms)
         return outputs if len(schema_of(func).returns) > 1 else outputs[0]
+
+    def _largest_outputs(self, func: Any, args: Any, kwargs: Any) -> list[tuple[tuple[int, ...], torch.dtype]] | None:
+        """Return the largest shapes, and the dtypes, of an operator's outputs; None where there is no largest one."""
+        tensor: torch.Tensor = args[0]
+        count = tensor.numel()
+        if func is _aten.nonzero.default:
+            return [((count, tensor.dim()), torch.long)]
+        if func in (_aten._ctc_loss.Tensor, _aten._ctc_loss.default):
+            length, samples = tensor.shape[0], tensor.shape[1]
+            lengths = args[3] if isinstance(args[3], list | tuple) else self._value(args[3])
+            labels = args[1].shape[1] if args[1].dim() == 2 else args[1].numel()
+            if lengths is not _Unknown and len(lengths):
+                labels = int(max(lengths))
+            return [((samples,), tensor.dtype), ((samples, length, 2 * labels + 1), tensor.dtype)]
+        if func not in (_aten._unique2.default, _aten.unique_consecutive.default, _aten.unique_dim.default):
+            return None
+        names = [argument.name for argument in schema_of(func).arguments]
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if (dim := given.get("dim")) is not None and (func is _aten.unique_dim.default or tensor.dim() != 1):
+            slices = (tensor.shape[dim],)
+            return [(tuple(tensor.shape), tensor.dtype), (slices, torch.long), (slices, torch.long)]
+        inverse = tuple(tensor.shape) if given.get("return_inverse") else (0,)
+        return [
+            ((count,), tensor.dtype),
+            (inverse, torch.long),
+            ((count if given.get("return_counts") else 0,), torch.long),
+        ]
 
     def _select(self, func: Any, args: Any, logged: Any) -> Any:
         """Run a selection by masks as a selection by positions."""
@@ -383,21 +410,6 @@ def _only_writes(func: Any, args: Any) -> bool:
         ):
             return False
     return True
-
-
-def _largest_outputs(func: Any, args: Any) -> list[tuple[tuple[int, ...], torch.dtype]] | None:
-    """Return the largest shapes, and the dtypes, of an operator's outputs; None where there is no largest one."""
-    tensor = args[0]
-    count, whole = tensor.numel(), ((tensor.numel(),), torch.long)
-    if func is _aten.nonzero.default:
-        return [((count, tensor.dim()), torch.long)]
-    if func is _aten._ctc_loss.Tensor:
-        length, samples = args[0].shape[0], args[0].shape[1]
-        labels = args[1].shape[1] if args[1].dim() == 2 else args[1].numel()
-        return [((samples,), tensor.dtype), ((samples, length, 2 * labels + 1), tensor.dtype)]
-    if func in (_aten._unique2.default, _aten.unique_consecutive.default):
-        return [((count,), tensor.dtype), (tuple(tensor.shape), torch.long), whole]
-    return None
 
 
 def _assumed_finite(func: Any, args: Any) -> bool | None:

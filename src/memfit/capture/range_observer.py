@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from memfit._torch.autograd import current_graph_task_id
-from memfit._torch.dispatch import TorchDispatchMode
+from memfit._torch.dispatch import EagerMode
 from memfit._torch.modules import undone_by_exceptions
 from memfit.ir.ranges import ValueStatistics
 from memfit.workload import tensors_of
@@ -25,7 +25,7 @@ _BLANK = (torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_
 """Operators that return uninitialized memory."""
 
 
-class RangeObserver(TorchDispatchMode):
+class RangeObserver(EagerMode):
     """A dispatch mode that notes the bf16 numbers of every module's forward pass, and of its gradients.
 
     Enter it around forward and backward passes.

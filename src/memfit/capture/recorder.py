@@ -40,7 +40,7 @@ from memfit._torch.modules import (
 from memfit._torch.operators import packet_of, schema_of
 from memfit._torch.pytree import tree_leaves
 from memfit._torch.replacement import replaced
-from memfit._torch.tensors import storage_key, storage_key_of
+from memfit._torch.tensors import is_zerotensor, storage_key, storage_key_of
 from memfit.capture.accumulation import Accumulation
 from memfit.capture.call_states import CallStates
 from memfit.capture.kernel_outputs import grouped_product, kernel_outputs
@@ -276,14 +276,15 @@ class Recorder(PassiveMode):
     def observe(self, tensor: torch.Tensor, birth: int) -> int | None:
         """Return the index of a tensor's storage, whose lifetime is recorded from now on.
 
-        None for a tensor on another device, and for a sparse or sharded tensor, whose parts are observed.
+        None for a tensor on another device, for zeros without memory, as forward-mode derivatives have them, and for a
+        sparse or sharded tensor, whose parts are observed.
         """
         if tensor.layout is not torch.strided or is_shared(type(tensor)):
             for part in parts(tensor):
                 self.observe(part, birth)
             return None
         key = storage_key_of(tensor)
-        if device_of(tensor).type != self.device_type:
+        if device_of(tensor).type != self.device_type or is_zerotensor(tensor):
             return None
         known = self._index.get(key)
         if known is not None:

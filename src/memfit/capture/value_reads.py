@@ -19,7 +19,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from memfit._torch.autograd import current_graph_task_id
-from memfit._torch.dispatch import TensorBase, TorchDispatchMode, disable_current_modes
+from memfit._torch.dispatch import EagerMode, TensorBase, disable_current_modes
 from memfit._torch.fake import FakeTensor
 from memfit._torch.pytree import tree_leaves
 from memfit._torch.replacement import replaced
@@ -27,7 +27,7 @@ from memfit._torch.replacement import replaced
 _aten = torch.ops.aten
 _TORCH = str(Path(torch.__file__).parent)
 _PACKAGE = Path(__file__).parent.parent
-_BETWEEN = tuple(str(_PACKAGE / room) for room in ("capture", "levers", "recomputation"))
+_BETWEEN = tuple(str(_PACKAGE / room) for room in ("_torch", "capture", "levers", "recomputation"))
 """Folders whose code may run between the user's and PyTorch's."""
 _STEPS = tuple(str(_PACKAGE / room) for room in ("training", "planner", "pipeline", "cli"))
 """Folders whose code runs the step."""
@@ -126,7 +126,7 @@ class _Array(NamedTuple):
         return torch.frombuffer(bytearray(self.content), dtype=self.dtype).reshape(self.shape)
 
 
-class ReadRecorder(TorchDispatchMode):
+class ReadRecorder(EagerMode):
     """A dispatch mode that records the readings of real tensors. Enter it around the code."""
 
     def __init__(self) -> None:

@@ -30,7 +30,7 @@ import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from memfit._torch.autograd import profiler_enabled
-from memfit._torch.dispatch import TorchDispatchMode
+from memfit._torch.dispatch import EagerMode
 from memfit._torch.pytree import tree_leaves
 from memfit._torch.tensors import storage_key
 from memfit.cost.error_bars import calibration
@@ -533,7 +533,7 @@ def _thread_clock_is_fine() -> bool:
     return now - started < _FINE_SECONDS
 
 
-class Count(TorchDispatchMode):
+class Count(EagerMode):
     """A dispatch mode that counts operators."""
 
     operators = 0

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from memfit._torch.autograd import top_saved_tensors_default_hooks
-from memfit._torch.dispatch import DispatchKey, OpOverload, TorchDispatchMode, exclude_dispatch_key
+from memfit._torch.dispatch import DispatchKey, EagerMode, OpOverload, exclude_dispatch_key
 from memfit._torch.operators import schema_of
 from memfit._torch.pytree import tree_leaves, tree_map_only
 from memfit._torch.tensors import version_of
@@ -137,7 +137,7 @@ def as_it_is(value: Any) -> Any:
     return value
 
 
-class _Mode(TorchDispatchMode):
+class _Mode(EagerMode):
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True

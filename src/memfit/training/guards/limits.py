@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from memfit._torch.dispatch import TorchDispatchMode
+from memfit._torch.dispatch import EagerMode
 from memfit._torch.fake import FakeTensorMode
 from memfit._torch.pytree import tree_leaves, tree_map
 from memfit._torch.tensors import storage_key_of
@@ -40,7 +40,7 @@ class _Held(weakref.ref[Any]):
     nbytes: int
 
 
-class CpuLimit(TorchDispatchMode):
+class CpuLimit(EagerMode):
     """A limit on the CPU: the operator that would exceed it fails before it runs. Enter it around every step.
 
     It counts the storages of operators' outputs, those of `named`, and operators' workspaces as `workspace_bytes`
