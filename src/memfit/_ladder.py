@@ -100,8 +100,8 @@ def ladder(
         raise WorkloadError("Workload.model holds no data: it was built under torch.device('meta'); build it without")
     check_workload(workload, found)
     climb = _Climb(workload, found, asked, numerics, min_run_seconds)
-    with nothing_changes(workload):
-        rungs = climb.rungs(progress)
+    with nothing_changes(workload) as around:
+        rungs = climb.rungs(around.outside(progress))
     return Ladder(
         memfit_version=__version__,
         torch_version=str(torch.__version__),

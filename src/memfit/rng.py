@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from memfit._torch.dispatch import disable_current_modes
 from memfit.errors import CheckpointError
 from memfit.hardware import accelerators
 
@@ -114,3 +115,44 @@ def _arrays(value: Any) -> Any:
     if isinstance(value, dict) and value.keys() == {"array", "dtype"}:
         return np.array(value["array"], dtype=value["dtype"])
     return {key: _arrays(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+class ForeignGenerator(NamedTuple):
+    """A generator whose state PyTorch does not restore: `read` returns a copy of its state, and `write` sets it."""
+
+    read: Callable[[], Any]
+    write: Callable[[Any], object]
+
+
+def foreign_generator(held: Any) -> ForeignGenerator:
+    """Return the reader and writer of the state of a generator of PyTorch, Python or NumPy."""
+    if isinstance(held, torch.Generator):
+        return ForeignGenerator(lambda: _bytes_of(held), lambda state: _set_bytes(held, state))
+    if isinstance(held, random.Random):
+        return ForeignGenerator(held.getstate, held.setstate)
+    if isinstance(held, np.random.RandomState):
+        return ForeignGenerator(lambda: held.get_state(legacy=False), held.set_state)
+    bits = held.bit_generator if isinstance(held, np.random.Generator) else held
+    return ForeignGenerator(lambda: bits.state, lambda state: setattr(bits, "state", state))
+
+
+def _bytes_of(generator: torch.Generator) -> bytes:
+    """Return the state of a PyTorch generator as bytes: a tensor would show up in traces."""
+    with disable_current_modes():
+        return bytes(generator.get_state().numpy())
+
+
+def _set_bytes(generator: torch.Generator, state: bytes) -> None:
+    with disable_current_modes():
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+def same_states(a: Any, b: Any) -> bool:
+    """Tell whether two states are equal; NumPy's are dictionaries that hold arrays."""
+    if a is b:
+        return True
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same_states(a[key], b[key]) for key in a)
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        return bool(np.array_equal(a, b))
+    return bool(a == b)

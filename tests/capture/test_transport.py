@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+from memfit.capture.fake_workload import mode_of
+from memfit.capture.known_values import KnownValues
 from memfit.capture.transport import packed
 from memfit.errors import WorkloadError
 from memfit.fake_gpu import process, shim
@@ -105,3 +108,76 @@ def test_functions_that_no_module_has_keep_the_names_of_their_files() -> None:
 
     found = process.run(packed(where, of(nn.Linear(16, 4), loss), {}), silent)
     assert found == [__file__, __file__]
+
+
+class Holds(nn.Module):
+    """Holds few numbers of every dtype, and is all that a step needs."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor)
+
+
+DTYPES = [
+    *(torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu),
+    *(
+        torch.float4_e2m1fn_x2,
+        torch.complex32,
+        torch.complex64,
+        torch.bool,
+        torch.int8,
+        torch.uint16,
+        torch.bits8,
+        torch.int4,
+    ),
+]
+
+
+def few(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    count = max(1, torch.Size(shape).numel()) * dtype.itemsize
+    raw = torch.arange(1, count + 1, dtype=torch.uint8)
+    return raw.clamp(max=1).view(dtype).view(shape) if dtype is torch.bool else raw.view(dtype).view(shape)
+
+
+def known_bytes(workload: Workload, progress: Any) -> dict[str, Any]:
+    """Return what is known of the buffers, in the process that received them."""
+    buffers = dict(workload.model.named_buffers())
+    real = {name: KnownValues.of(mode_of(workload)).value_of(b) for name, b in buffers.items()}
+    return {
+        name: None
+        if r is None
+        else (str(r.dtype), tuple(buffers[name].shape), bytes(r.reshape(-1).view(torch.uint8).numpy()))
+        for name, r in real.items()
+    }
+
+
+def test_few_numbers_of_any_dtype_arrive() -> None:
+    """Also those that NumPy does not have, and views that are not their memory."""
+    sent = {f"{str(d)[6:]}_{len(shape)}": few(d, shape) for d in DTYPES for shape in ((), (3,), (2, 2))}
+    sent["conjugate"] = torch.tensor([1 + 2j, 3 - 1j]).conj()
+    sent["negative"] = torch.tensor([1 + 2j, 3 - 1j]).conj().imag
+    sent["strided"] = torch.arange(12, dtype=torch.bfloat16).view(3, 4).t()[1:]
+    sent["empty"] = torch.empty(0, dtype=torch.bfloat16)
+    found = process.run(packed(known_bytes, of(Holds(sent)), {}), silent)
+    assert found["int4_1"] is None  # no operator takes it
+    for name, tensor in sent.items():
+        if name != "empty" and not name.startswith("int4"):
+            whole = tensor.resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
+            assert found[name] == (str(tensor.dtype), tuple(tensor.shape), bytes(whole.numpy())), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_small_model_in_half_precision_is_sent(dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.Linear(16, 8), nn.LayerNorm(8), nn.Linear(8, 3)).to(dtype)
+    model.register_parameter("scale", nn.Parameter(torch.ones((), dtype=dtype)))
+    found = received(of(model))
+    assert len(found["parameters"]) == 7 and found["held"]
+
+
+def test_a_quantised_tensor_is_refused_by_name() -> None:
+    warnings.simplefilter("ignore")  # PyTorch deprecates them; pytest sets the filters back
+    model = Holds({"q": torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8)})
+    with pytest.raises(WorkloadError, match=r"a quantised tensor, of torch\.quint8"):
+        packed(known_bytes, of(model), {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -65,6 +66,13 @@ def computes():
     return found
 def breaks():
     raise ValueError("not today")
+def after_a_layer():
+    found = make(lambda model: model)
+    assert found.model.embed.weight.detach().numpy().shape == (10, 8)
+    return found
+def too_large():
+    model = nn.Linear(1 << 20, 1 << 20)
+    return float(model.weight.detach().numpy().sum())
 """
 
 
@@ -97,6 +105,82 @@ def test_conversions_of_precision_stay(file: Path, name: str, dtype: torch.dtype
 def test_a_function_that_computes_with_data_is_run_with_it(file: Path) -> None:
     workload = load_fake_workload(f"{file}:computes")
     assert not isinstance(next(workload.model.parameters()), FakeTensor)
+
+
+@pytest.mark.parametrize(("name", "size"), [("after_a_layer", "384 B"), ("computes", "B")])
+def test_a_build_with_data_is_told_before_it_runs_with_its_bytes(file: Path, name: str, size: str) -> None:
+    told: list[str] = []
+    load_fake_workload(f"{file}:{name}", told.append)
+    assert len(told) == 1 and "can't be built on fake tensors" in told[0] and f"{size} or more" in told[0]
+    assert f"{file}:" in told[0] and "numpy" in told[0]  # where, and what it was
+
+
+def test_what_can_only_be_built_with_data_and_is_larger_than_the_machine_is_refused(file: Path) -> None:
+    told: list[str] = []
+    with pytest.raises(WorkloadError, match=r"takes 4.00 TiB or more, and this machine has .* free"):
+        load_fake_workload(f"{file}:too_large", told.append)
+    assert not told
+
+
+ARGUMENTS = """
+import argparse, os, sys
+{at_import}
+def read(*required):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--width", type=int, default=8)
+    for name in required:
+        parser.add_argument(name, required=True)
+    return parser.parse_args()
+def takes():
+    return make(lambda model: model) if read().width == 8 else None
+def sees():
+    assert sys.argv == [os.environ["EXPECTED"]], sys.argv
+    return make(lambda model: model)
+def requires():
+    return read("--depth")
+def ends():
+    sys.exit()
+def says():
+    sys.exit("no data here")
+"""
+
+
+@pytest.fixture
+def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "arguments.py"
+    path.write_text(HEADER + ARGUMENTS.format(at_import=""))
+    monkeypatch.setattr(sys, "argv", ["memfit", "plan", "arguments.py:takes", "--budget", "1GiB"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("EXPECTED", str(path))
+    return path
+
+
+@pytest.mark.parametrize("load", [load_workload, load_fake_workload])
+def test_a_function_sees_its_own_file_and_no_arguments_of_memfits(arguments: Path, load: Any) -> None:
+    before = list(sys.argv)
+    for name in ("takes", "sees"):
+        assert load(f"{arguments}:{name}").name == "workload"
+        assert sys.argv == before
+
+
+@pytest.mark.parametrize("load", [load_workload, load_fake_workload])
+@pytest.mark.parametrize(("name", "status"), [("requires", "2"), ("ends", "None"), ("says", "'no data here'")])
+def test_an_end_of_python_is_an_error_of_the_workload(arguments: Path, load: Any, name: str, status: str) -> None:
+    with pytest.raises(WorkloadError, match=f"{name} ended Python with status {status}.* at .*parse_args\\(\\[\\]\\)"):
+        load(f"{arguments}:{name}")
+    assert sys.argv[0] == "memfit"
+
+
+def test_an_end_of_python_while_the_file_is_imported_is_one_too(arguments: Path) -> None:
+    code = "parser = argparse.ArgumentParser(); parser.add_argument('--lr', required=True); parser.parse_args()"
+    arguments.write_text(HEADER + ARGUMENTS.format(at_import=code))
+    with pytest.raises(WorkloadError, match=f"{arguments} ended Python with status 2"):
+        load_workload(f"{arguments}:takes")
+    arguments.with_name("needs_arguments.py").write_text(arguments.read_text())
+    sys.path.insert(0, str(arguments.parent))
+    with pytest.raises(WorkloadError, match="needs_arguments ended Python"):
+        load_workload("needs_arguments:takes")
+    assert sys.argv[0] == "memfit"
 
 
 def test_errors_of_the_function_are_named(file: Path) -> None:

@@ -21,6 +21,7 @@ from memfit.capture.deep_copies import copied
 from memfit.capture.external_state import Rebinding
 from memfit.capture.known_values import KnownValues
 from memfit.capture.subclasses import as_class_of
+from memfit.capture.user_state import UserState
 from memfit.errors import MemfitError, WorkloadError
 from memfit.rng import rng_preserved
 from memfit.sparse import assembled, parts
@@ -210,22 +211,24 @@ def fake_copy(workload: Workload, values: KnownValues, device: torch.device | No
 
 
 @contextlib.contextmanager
-def nothing_changes(workload: Workload) -> Iterator[None]:
-    """Restore all random generators on leaving; refuse a step that put gradients on the original parameters.
+def nothing_changes(workload: Workload) -> Iterator[UserState]:
+    """Set back all random generators and what the step's code can reach; refuse a step that put gradients elsewhere.
 
     Raises:
         WorkloadError: The loss function used the original model rather than the one it was given.
     """
     parameters = list(workload.model.parameters())
     gradients = [p.grad for p in parameters]
+    state = UserState(vars(workload).values())
     try:
         with rng_preserved():
-            yield
+            yield state
     finally:
         touched = [p for p, g in zip(parameters, gradients, strict=True) if p.grad is not g]
         for parameter, gradient in zip(parameters, gradients, strict=True):
             if parameter.grad is not gradient:
                 parameter.grad = gradient
+        state.set_back()
     if touched:
         raise WorkloadError(
             f"Workload.loss_fn put gradients on {len(touched)} parameters of the original model: it must use"

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from torch import nn
 from torch.autograd import graph
 from torch.utils.flop_counter import flop_registry
+from torch.utils.weak import WeakIdKeyDictionary
 
 from memfit._torch.autograd import (
     current_autograd_node,
@@ -57,6 +58,8 @@ from memfit.transfers import covers_storage, has_history
 _aten = torch.ops.aten
 _INCIDENTAL = ("profiler", "prim")  # marks, and queries such as `tensor.device` that only fake tensors dispatch
 _DEVICE = torch.ops.prim.device.default
+_LIFT = _aten.lift_fresh.default  # of what `torch.tensor` makes, which is a fake tensor from then on
+_WITH_DATA = (torch.Tensor, nn.Parameter)
 _NEVER = -2
 
 
@@ -192,11 +195,14 @@ class Recorder(PassiveMode):
     Args:
         fake: The fake tensor mode around it, or None.
         device_type: The device whose memory is recorded: "cpu" or "cuda".
+        originals: The keys of storages that have copies: code that uses them takes no memory for that.
     """
 
-    def __init__(self, fake: FakeTensorMode | None = None, device_type: str = "cpu") -> None:
+    def __init__(
+        self, fake: FakeTensorMode | None = None, device_type: str = "cpu", originals: frozenset[int] = frozenset()
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.fake = fake
+        self.fake, self.originals = fake, originals
         self.sparse = SparseOperators(KnownValues.of(fake)) if fake is not None else None
         self.accumulation = Accumulation(self._is_of_this_node)
         self._node, self._node_began = -1, 0
@@ -207,6 +213,8 @@ class Recorder(PassiveMode):
         self.microbatch = 0
         self._index: dict[int, int] = {}
         self._emptied: set[int] = set()
+        self._from_outside: set[int] = set()
+        self._in_modes = WeakIdKeyDictionary()
         self._stack: list[int] = []
         self._is_paused = False
         self._watches = True
@@ -241,6 +249,7 @@ class Recorder(PassiveMode):
     def begin_step(self) -> None:
         """Begin to record; live storages get birth -1."""
         storages = [LiveStorage(self.now.storages[i].nbytes, -1) for i in self._index.values()]
+        self._from_outside.clear()
         self._index = {key: new for new, key in enumerate(self._index)}
         self.now = Recording(storages=storages)
         self.recording = True
@@ -263,6 +272,9 @@ class Recorder(PassiveMode):
             )
         self.recording, self._states = False, None
         done = self.now
+        for index in self._from_outside:
+            if done.storages[index].death == _NEVER:
+                done.storages[index].birth = -1
         for storage in done.storages:
             storage.birth = min(storage.birth, len(done.ops) - 1)
             if storage.death == _NEVER:
@@ -283,6 +295,7 @@ class Recorder(PassiveMode):
             for part in parts(tensor):
                 self.observe(part, birth)
             return None
+        tensor = self._in_mode(tensor)
         key = storage_key_of(tensor)
         if device_of(tensor).type != self.device_type or is_zerotensor(tensor):
             return None
@@ -348,6 +361,8 @@ class Recorder(PassiveMode):
         written = written_by(func, args, kwargs)
         sparse = [t for t in written if t.layout is not torch.strided]
         held = _dense(sparse)  # the memory that they give up lives until the operator ends
+        if self.fake is not None and func is not _LIFT:
+            self._observe_outside((args, kwargs))
         out = self.run(func, args, kwargs)
         for tensor in sparse:
             self.observe(tensor, position if self.recording else -1)
@@ -358,6 +373,26 @@ class Recorder(PassiveMode):
             self.observe(tensor, position if self.recording else -1)
         del held
         return out
+
+    def _observe_outside(self, arguments: Any) -> None:
+        """Observe tensors with data, such as a table that the user's own steps made: held where they outlive a step."""
+        for tensor in tensors_in(arguments):
+            if type(tensor) in _WITH_DATA and tensor.layout is torch.strided and self._index_of(tensor) is None:
+                if storage_key_of(tensor) not in self.originals:
+                    index = self.observe(tensor, len(self.now.ops) if self.recording else -1)
+                    self._from_outside |= set() if index is None else {index}
+
+    def _index_of(self, tensor: torch.Tensor) -> int | None:
+        return self._index.get(storage_key_of(self._in_mode(tensor)))
+
+    def _in_mode(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the fake tensor that operators take for one with data: theirs is the storage that views share."""
+        if self.fake is None or type(tensor) not in _WITH_DATA:
+            return tensor
+        if tensor not in self._in_modes:
+            self._in_modes[tensor] = self.fake.from_tensor(tensor)
+        found: torch.Tensor = self._in_modes[tensor]
+        return found
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the outputs of an operator with the storages of the device's kernel."""

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from memfit._torch.compilers import is_compiled_function
 from memfit._torch.fake import FakeTensor
 from memfit._torch.modules import compiled_call, own_modules
+from memfit._torch.tensors import storage_key_of
 from memfit.batch import map_tensors
 from memfit.capture.composites import composites_without_mode
 from memfit.capture.control_flow import Course, Courses, DataRun, live_peak_bytes
@@ -41,6 +42,7 @@ from memfit.capture.partial_steps import (
 )
 from memfit.capture.recorder import Recorder, Recording
 from memfit.capture.subclasses import aliasing
+from memfit.capture.user_state import UserState
 from memfit.capture.value_reads import Replay
 from memfit.errors import CaptureError
 from memfit.fake_gpu.attention import Attention
@@ -104,7 +106,7 @@ def capture(
     """
 
     def recorded(course: Course, size: int | None) -> tuple[Trace, bool]:
-        with _fake_copied(workload, device, size) as (copied, values, attention):
+        with _fake_copied(workload, device, size) as (copied, values, attention, _):
             trace = _record(workload, copied, build, values, precision, microbatch_size, attention, warm, course)
         return trace, values.reads_batch
 
@@ -129,15 +131,17 @@ def warmed(workload: Workload, build: BuildStep, *, device: Device | None = None
         CaptureError: The step can't be run under fake tensors, or leaves garbage, which each capture must see.
         WorkloadError: The workload can't be copied, or its loss function uses the original model.
     """
-    with _fake_copied(workload, device, None) as (copied, values, _):
+    with _fake_copied(workload, device, None) as (copied, values, _, around):
         place = _place(device)
-        recorder = Recorder(values.fake, "cpu" if place is None else place.type)
+        recorder = Recorder(values.fake, "cpu" if place is None else place.type, _storages_of(workload))
         with _fake_modes(values), recorder, build(copied) as step:
             values.replay = Replay(stated=workload.values)
             step(copied.batch)
             garbage_bytes = _collected_bytes(recorder)
             if garbage_bytes > _NOTED_GARBAGE * recorder.live_bytes():
                 raise CaptureError(f"the step leaves {format_bytes(garbage_bytes)} to Python's garbage collector")
+            if around.is_written():
+                raise CaptureError("the step's code writes state that each capture must find as the user left it")
     return copied
 
 
@@ -148,7 +152,7 @@ def reads_unknown(workload: Workload, build: BuildStep) -> bool:
     """
     replay = Replay(stated=workload.values)
     try:
-        with _fake_copied(workload, None, None) as (copied, values, _), _fake_modes(values), build(copied) as step:
+        with _fake_copied(workload, None, None) as (copied, values, *_), _fake_modes(values), build(copied) as step:
             values.replay = replay
             with replay.arrays(values.value_of):
                 step.compute_loss(copied.batch)
@@ -160,13 +164,17 @@ def reads_unknown(workload: Workload, build: BuildStep) -> bool:
 @contextlib.contextmanager
 def _fake_copied(
     workload: Workload, device: Device | None, microbatch_size: int | None
-) -> Iterator[tuple[Workload, KnownValues, Attention | None]]:
-    """Yield a copy of a workload under fake tensors, for a step to run there."""
+) -> Iterator[tuple[Workload, KnownValues, Attention | None, UserState]]:
+    """Yield a copy of a workload under fake tensors, for a step to run there, and the state that its code can write."""
     values = KnownValues.of(mode_of(workload))
     place = _place(device)
     attention = fake_gpu(device) if device is not None and device.kind == "cuda" else None
     values.fake.allow_fallback_kernels = place is None  # fallbacks run operators on real zeros, on the CPU
-    with nothing_changes(workload), without_collector(), torch.autograd.set_multithreading_enabled(False):
+    with (
+        nothing_changes(workload) as around,
+        without_collector(),
+        torch.autograd.set_multithreading_enabled(False),
+    ):
         moved = workload if place is None else dataclasses.replace(workload, batch=_moved_batch(workload.batch, values))
         is_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors_of(moved.batch))
         with _fake_modes(values if is_fake else None):  # the values of their indices cut packed sequences
@@ -174,7 +182,7 @@ def _fake_copied(
         copied = unwrapped(fake_copy(part, values, place))
         eager = torch.compiler.set_stance("force_eager")
         with explained(), eager, fake_paths_disabled(), in_place_conversions():
-            yield copied, values, attention
+            yield copied, values, attention, around
 
 
 def _place(device: Device | None) -> torch.device | None:
@@ -279,7 +287,7 @@ def _record(
     course: Course | None = None,
 ) -> Trace:
     kind = next((device_of(t).type for t in [*copied.model.parameters(), *tensors_of(copied.batch)]), "cpu")
-    recorder = Recorder(values.fake if values else None, kind)
+    recorder = Recorder(values.fake if values else None, kind, _storages_of(workload))
     with (
         _fake_modes(values),
         recorder,
@@ -360,6 +368,13 @@ def _record(
             " stay until Python's garbage collector runs: a step may take that much more, and more after further steps"
         )
     return replace(trace, notes=notes, slack=late_share + early_share + (share if share > _NOTED_GARBAGE else 0.0))
+
+
+def _storages_of(workload: Workload) -> frozenset[int]:
+    """Return the keys of the storages of a workload's own tensors."""
+    held = [workload.batch, list(workload.optimizer.state.values()), workload.optimizer.param_groups]
+    own = [*workload.model.parameters(), *workload.model.buffers(), *tensors_of(held)]
+    return frozenset(storage_key_of(t) for t in own if t.layout is torch.strided)
 
 
 def _collected_bytes(recorder: Recorder) -> int:

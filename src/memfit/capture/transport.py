@@ -119,19 +119,30 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return assembled, (*parts(value), value.shape, value.is_coalesced())
         if value.layout is not torch.strided:
             raise TypeError(f"a tensor with layout {value.layout}")
+        if value.is_quantized:
+            raise TypeError(f"a quantised tensor, of {value.dtype}, which fake tensors can't be")
         storage = value.untyped_storage()
         sent = self.storages.setdefault(storage_key(storage), _Storage(storage.nbytes()))
         geometry = (value.dtype, tuple(value.shape), value.stride(), value.storage_offset())
         return _receive, (sent, geometry, isinstance(value, nn.Parameter), value.requires_grad, _values(value))
 
 
-def _values(tensor: torch.Tensor) -> Any:
-    """Return the values that travel: small integers, and scalars such as step counters; None for others."""
-    if isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
+def _values(tensor: torch.Tensor) -> bytes | None:
+    """Return the values that travel, as bytes: small integers, and few other numbers; None for others.
+
+    NumPy has not all dtypes.
+    """
+    if isinstance(tensor, FakeTensor) or tensor.device.type == "meta" or not is_followed(tensor):
         return None
-    if tensor.dim() == 0 and not tensor.requires_grad:
-        return tensor.item()
-    return tensor.detach().cpu().numpy() if is_followed(tensor) else None
+    try:
+        dense = tensor.detach().to("cpu", copy=True).resolve_conj().resolve_neg().reshape(-1).contiguous()
+    except NotImplementedError:  # dtypes that no operator computes with, such as int4
+        return None
+    return dense.view(torch.uint8).numpy().tobytes()
+
+
+def _of_values(values: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.frombuffer(bytearray(values), dtype=torch.uint8).view(dtype).view(shape)
 
 
 def _receive_code(filename: str, make: Callable[..., types.CodeType], *arguments: Any) -> types.CodeType:
@@ -142,18 +153,20 @@ def _receive_code(filename: str, make: Callable[..., types.CodeType], *arguments
 _receiving: KnownValues | None = None
 
 
-def _receive(sent: _Storage, geometry: Any, is_parameter: bool, requires_grad: bool, values: Any) -> torch.Tensor:
+def _receive(
+    sent: _Storage, geometry: Any, is_parameter: bool, requires_grad: bool, values: bytes | None
+) -> torch.Tensor:
     """Return a fake tensor with the dtype, shape and strides of the one that was sent."""
     assert _receiving is not None
     dtype, shape, stride, offset = geometry
-    if values is not None and not shape:
-        return torch.tensor(values, dtype=dtype)
+    if values is not None and not shape and not requires_grad:
+        return _of_values(values, dtype, shape)
     if sent.meta is None:
         sent.meta = torch.UntypedStorage(sent.nbytes, device="meta")
     meta = torch.empty(0, dtype=dtype, device="meta").set_(sent.meta, offset, shape, stride)
     fake = FakeTensor(_receiving.fake, meta, torch.device("cpu"))
-    if values is not None:
-        _receiving.know(fake, torch.from_numpy(values))
+    if values:
+        _receiving.know(fake, _of_values(values, dtype, shape))
     return nn.Parameter(fake, requires_grad) if is_parameter else fake.requires_grad_(requires_grad)
 
 

@@ -32,12 +32,16 @@ def load_for(workload: str, device: str | None) -> Workload:
     return load(workload, is_fake=target.kind == "cuda")
 
 
+def _told(line: str) -> None:
+    print(f"memfit: {line}", file=sys.stderr, flush=True)
+
+
 def load(workload: str, *, is_fake: bool = False) -> Workload:
     """Load a workload by name, which runs the user's code, and show that as a stage."""
     from memfit import pipeline
 
     with stages() as progress:
         progress("load", 0, 1)
-        loaded = (pipeline.load_fake_workload if is_fake else pipeline.load_workload)(workload)
+        loaded = pipeline.load_fake_workload(workload, _told) if is_fake else pipeline.load_workload(workload)
         progress("load", 1, 1)
     return loaded

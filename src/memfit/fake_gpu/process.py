@@ -34,7 +34,7 @@ def run(call: bytes, progress: Progress, *, fakes_cuda: bool = True) -> Any:
     """
     with tempfile.TemporaryDirectory(prefix="memfit-") as folder:
         request, reply = Path(folder, "request"), Path(folder, "reply")
-        request.write_bytes(pickle.dumps((sys.path, call)))
+        request.write_bytes(pickle.dumps((sys.path, sys.argv, call)))
         # Stages travel by a pipe of their own: the user's code may print.
         reading, writing = os.pipe()
         given = ("memfit.fake_gpu.worker", str(request), str(reply), str(writing))

@@ -17,7 +17,7 @@ from memfit.frames import frames_text
 
 def main(request: str, reply: str, stages: str) -> None:
     """Run the pickled call of a file; write its result or its error to another, and its stages to a file descriptor."""
-    paths, call = pickle.loads(Path(request).read_bytes())
+    paths, sys.argv[:], call = pickle.loads(Path(request).read_bytes())  # modules of the user may read them
     sys.path[:] = [*paths, *(p for p in sys.path if p not in paths)]
     result: Any
     with open(int(stages), "w", buffering=1) as out:
@@ -30,7 +30,7 @@ def main(request: str, reply: str, stages: str) -> None:
         except MemfitError as e:
             e.frames = frames_text(e)
             result = e
-        except Exception as e:
+        except (Exception, SystemExit) as e:
             frames = frames_text(e)
             result = CaptureError(f"{type(e).__name__}: {e}" + ("" if frames else f"\n{traceback.format_exc()}"))
             result.frames = frames

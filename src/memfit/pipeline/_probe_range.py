@@ -51,7 +51,8 @@ def probe_range(
         return loss
 
     copied = dataclasses.replace(copied, loss_fn=loss_fn)
-    with nothing_changes(workload), applied(levers, copied) as step:
+    with nothing_changes(workload) as around, applied(levers, copied) as step:
+        progress = around.outside(progress)
         progress("probe", 0, batches)
         for index, batch in enumerate(first_batches(workload, batches)):
             with ranges:

@@ -96,7 +96,8 @@ def compare(
     """
     place = check_runs_here(plan, workload)
     batches = first_batches(workload, steps)
-    with ranks_of(plan) as ranks, nothing_changes(workload):
+    with ranks_of(plan) as ranks, nothing_changes(workload) as around:
+        progress = None if progress is None else around.outside(progress)
         if plan.levers.sharding is not None:
             _check_plain_fits(plan, ranks)
         if ranks.size > 1:

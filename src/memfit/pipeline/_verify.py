@@ -62,12 +62,13 @@ def verify(plan: Plan, workload: Workload, *, progress: Progress = silent) -> Ve
     size = samples_of(workload)
     plain = Levers(microbatch_size=size)
     quiet = plan.levers.microbatch_size < size or registry.draws_otherwise(plan.levers, size)
-    with nothing_changes(workload):
-        runs = _Runs("plain step", 3, progress)
+    with nothing_changes(workload) as around:
+        tell = around.outside(progress)
+        runs = _Runs("plain step", 3, tell)
         plain_loss, plain_gradients, plain_buffers = _gradients(workload, plain, quiet, runs, place)
         plain_peak, _ = _peak(workload, plain, runs, place)
         is_again = registry.recomputes(plan.levers)
-        runs = _Runs("planned step", 4 if is_again else 3, progress)
+        runs = _Runs("planned step", 4 if is_again else 3, tell)
         loss, gradients, buffers = _gradients(workload, plan.levers, quiet, runs, place)
         differences = probe_regions(workload, plan.levers, place) if is_again else {}
         runs.add(is_again)

@@ -52,7 +52,8 @@ _MEASUREMENTS = 3  # of which the least counts: gloo's threads may hold what was
 def verify_on_ranks(plan: Plan, workload: Workload, progress: Progress) -> Verification:
     """Hold a plan for several ranks to what it says; see `verify`. All ranks call this, and return the same."""
     place = check_runs_here(plan, workload)
-    with ranks_of(plan) as ranks, nothing_changes(workload):
+    with ranks_of(plan) as ranks, nothing_changes(workload) as around:
+        progress = around.outside(progress)
         place = rank_place(place)
         _check_batches(ranks, workload)
         progress("ranks", 0, 3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -14,12 +15,17 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from memfit._torch.dispatch import PassiveMode
 from memfit._torch.fake import FakeTensorMode
 from memfit._torch.replacement import replaced
-from memfit.capture.known_values import KnownValues
+from memfit._torch.tensors import storage_key_of
+from memfit.capture.known_values import KnownValues, tensors_in
+from memfit.capture.user_state import UserState
 from memfit.errors import MemfitError, MissingExtraError, WorkloadError
 from memfit.frames import users_place
+from memfit.hardware.host import free_bytes
 from memfit.rng import rng_preserved
+from memfit.units import format_bytes
 from memfit.workload import Workload, samples_of
 
 _HOW = "name it as file.py:function or package.module:function, where the function takes nothing and returns a Workload"
@@ -56,26 +62,54 @@ def _on_cpu(value: Any) -> Any:
     return torch.device("cpu") if is_gpu else value
 
 
-def load_fake_workload(name: str) -> Workload:
+class _LiveBytes(PassiveMode):
+    """A dispatch mode that adds up the bytes of the storages that operators make, while they are alive."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.by_storage: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tensors_in(out):
+            if tensor.layout is torch.strided and (key := storage_key_of(tensor)) not in self.by_storage:
+                storage = tensor.untyped_storage()
+                self.by_storage[key] = storage.nbytes()
+                weakref.finalize(storage, self.by_storage.pop, key).atexit = False
+        return out
+
+
+def load_fake_workload(name: str, tell: Callable[[str], None] = lambda line: None) -> Workload:
     """Return the workload that a function makes, run under fake tensors: its model takes no memory.
 
     Moves to a GPU, which need not be here, are left out. A function that can't run so, since it computes with data,
-    is run as it is.
+    is run as it is, where the machine has the memory.
 
     Args:
         name: `file.py:function` or `package.module:function`.
+        tell: Told before the function is run with data, in a line with the bytes that this takes at least.
 
     Raises:
-        WorkloadError: No such file, module or function, or it returns something else than a Workload.
+        WorkloadError: No such file, module or function, or it returns something else than a Workload, or has to be run
+            with data and takes more memory than is free.
         MissingExtraError: It imports a package that an extra of memfit brings.
     """
-    values = KnownValues.of(FakeTensorMode(allow_non_fake_inputs=True))
+    values, made, around = KnownValues.of(FakeTensorMode(allow_non_fake_inputs=True)), _LiveBytes(), UserState([])
     try:
-        with rng_preserved(), values.fake, values, _StayOnCpu(), _parameters_convert():
+        with rng_preserved(), values.fake, values, made, _StayOnCpu(), _parameters_convert():
             return load_workload(name)
     except WorkloadError as e:
-        if e.__cause__ is None:
+        if e.__cause__ is None or isinstance(e.__cause__, SystemExit):
             raise
+        why = f"{name} can't be built on fake tensors, which take no memory ({e.__cause__!r}{users_place(e)})"
+        nbytes = sum(made.by_storage.values())  # what the frames of the error hold
+    around.set_back()  # or modules that it imported would keep fake tensors
+    if nbytes > (free := free_bytes()):
+        raise WorkloadError(
+            f"{why}. Built with data it takes {format_bytes(nbytes)} or more, and this machine has {format_bytes(free)}"
+            " free: keep the function from reading values of its tensors, or build fewer or smaller layers"
+        )
+    tell(f"{why}: it is built with data, in {format_bytes(nbytes)} or more of this machine's memory")
     return load_workload(name)
 
 
@@ -106,12 +140,17 @@ def call(name: str) -> Any:
     place, separator, function = name.rpartition(":")
     if not separator or not place or not function:
         raise WorkloadError(f"the workload {name!r} can't be found: {_HOW}")
-    module = _load_file(Path(place)) if place.endswith(".py") else _import(place)
-    make = getattr(module, function, None)
+    with replaced(sys, "argv", [place]):  # and none of memfit's arguments
+        module = _load_file(Path(place)) if place.endswith(".py") else _import(place)
+        return _run(name, _function_of(module, place, function))
+
+
+def _function_of(module: ModuleType, place: str, function: str) -> Callable[[], Any]:
+    make: Callable[[], Any] | None = getattr(module, function, None)
     if not callable(make):
         public = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
         raise WorkloadError(f"{place} has no function {function!r}; it has {', '.join(public) or 'none'}: {_HOW}")
-    return _run(name, make)
+    return make
 
 
 def _load_file(path: Path) -> ModuleType:
@@ -158,5 +197,11 @@ def _run(what: str, call: Callable[[], Any]) -> Any:
         if package in _EXTRAS:
             raise MissingExtraError(what, _EXTRAS[package], package) from e
         raise WorkloadError(f"{what} imports {e.name!r}, which is not installed{users_place(e)}") from e
+    except SystemExit as e:
+        raise WorkloadError(
+            f"{what} ended Python with status {e.code!r}{users_place(e)}. memfit runs it without arguments, so"
+            " sys.argv holds its name alone: give every argument of its parser a default, call parse_args([]), or move"
+            ' what reads the command line under `if __name__ == "__main__":`'
+        ) from e
     except Exception as e:
         raise WorkloadError(f"{what} raised {type(e).__name__}: {e}") from e

@@ -14,6 +14,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from memfit.batch import take
+from memfit.capture.fake_workload import nothing_changes
 from memfit.errors import PlanError
 from memfit.ir.plan import Candidate, Plan
 from memfit.ir.trace import Trace
@@ -50,10 +51,11 @@ def coupled_samples(workload: Workload) -> str | None:
     if samples < 2 or not (is_wide and has_data(workload)):
         return None
     try:
-        whole, together = _losses(workload, samples)
-        if whole == together == 0 and samples < size:  # as of a contrastive loss where no two of them are alike
-            samples = size
+        with nothing_changes(workload):
             whole, together = _losses(workload, samples)
+            if whole == together == 0 and samples < size:  # as of a contrastive loss where no two of them are alike
+                samples = size
+                whole, together = _losses(workload, samples)
     except Exception:  # someone's loss in evaluation mode, on other samples than it is made for
         return None
     kind = next((p.device.type for p in workload.model.parameters()), "cpu")

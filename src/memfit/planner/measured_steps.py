@@ -292,8 +292,8 @@ def timed_in_turns(
         WorkloadError: The loss function uses the original model.
     """
     clocks = clocks or CLOCKS
-    with nothing_changes(workload), contextlib.ExitStack() as kept:
-        turns = _Turns(workload, plans, torch.device(device.name), clocks, kept, on_code)
+    with nothing_changes(workload) as around, contextlib.ExitStack() as kept:
+        turns = _Turns(workload, plans, torch.device(device.name), clocks, kept, around.outside(on_code))
         in_turns(
             turns,
             len(plans),
@@ -301,7 +301,7 @@ def timed_in_turns(
             limit_seconds=limit_seconds,
             rounds=rounds,
             enough=lambda: turns.found.ratio_error <= _SURE,
-            progress=progress,
+            progress=around.outside(progress),
         )
     return turns.found
 

@@ -10,16 +10,17 @@ import contextlib
 import ctypes
 import dataclasses
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from memfit._torch.cuda import is_initialized
-from memfit._torch.dispatch import disable_current_modes
 from memfit._torch.fake import is_fake
+from memfit.rng import ForeignGenerator as ForeignGenerator
+from memfit.rng import foreign_generator, same_states
 
 _TWISTER_BYTES = 2500  # size of NumPy's Mersenne twister: 624 integers and a position
 
@@ -64,38 +65,9 @@ class Generators:
             set_device_states(self.devices, self.states, device_type=self.kind)
 
 
-class ForeignGenerator(NamedTuple):
-    """A generator whose state PyTorch does not restore: `read` returns a copy of its state, and `write` sets it."""
-
-    read: Callable[[], Any]
-    write: Callable[[Any], object]
-
-
 def foreign_generators(held: Iterable[Any] = ()) -> list[ForeignGenerator]:
     """Return Python's and NumPy's global generators, and those of PyTorch, Python or NumPy that are given."""
-    return [_PYTHON, _NUMPY, *(_foreign_generator(generator) for generator in held)]
-
-
-def _foreign_generator(held: Any) -> ForeignGenerator:
-    if isinstance(held, torch.Generator):
-        return ForeignGenerator(lambda: _bytes_of(held), lambda state: _set_bytes(held, state))
-    if isinstance(held, random.Random):
-        return ForeignGenerator(held.getstate, held.setstate)
-    if isinstance(held, np.random.RandomState):
-        return ForeignGenerator(lambda: held.get_state(legacy=False), held.set_state)
-    bits = held.bit_generator if isinstance(held, np.random.Generator) else held
-    return ForeignGenerator(lambda: bits.state, lambda state: setattr(bits, "state", state))
-
-
-def _bytes_of(generator: torch.Generator) -> bytes:
-    """Return the state of a PyTorch generator as bytes: a tensor would show up in traces."""
-    with disable_current_modes():
-        return bytes(generator.get_state().numpy())
-
-
-def _set_bytes(generator: torch.Generator, state: bytes) -> None:
-    with disable_current_modes():
-        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    return [_PYTHON, _NUMPY, *(foreign_generator(generator) for generator in held)]
 
 
 class _Numpy:
@@ -132,7 +104,7 @@ class Draws:
 
     def end(self) -> None:
         """End the call: keep the states of the generators that it drew from."""
-        self._states = [(source, state) for source, state in self._states if not _is_same(source.read(), state)]
+        self._states = [(source, state) for source, state in self._states if not same_states(source.read(), state)]
 
     @property
     def drawn(self) -> list[ForeignGenerator]:
@@ -154,14 +126,3 @@ def preserved(generators: Iterable[ForeignGenerator]) -> Iterator[None]:
     finally:
         for source, state in before:
             source.write(state)
-
-
-def _is_same(a: Any, b: Any) -> bool:
-    """Tell whether two states are equal; NumPy's are dictionaries that hold arrays."""
-    if a is b:
-        return True
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_is_same(a[key], b[key]) for key in a)
-    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
-        return bool(np.array_equal(a, b))
-    return bool(a == b)

@@ -1,0 +1,468 @@
+"""State of the user's process that a step's code can write, set back after memfit ran the step on a copy.
+
+Copies share functions with the original, and so what these reach: globals, closures, classes, caches. Code that fills
+a table at its first call would leave one of fake tensors there, and code that counts its calls would count memfit's.
+The containers that the step's code reaches are noted before it runs, and get their contents back afterwards.
+
+Note [What is noted]
+From the workload's objects on, references are followed: attributes, items, closures, default arguments, the globals of
+functions, modules named in code. Of the user's own modules all contents come back. Of an installed package whose
+functions or classes the code names, entries come back that hold fake tensors: the rest is the package's own affair.
+Where another thread ran meanwhile, this is so of the user's modules too, since what changed may be that thread's.
+PyTorch, NumPy, Python's library and memfit are not looked through. Contents of tensors and arrays are not noted.
+
+A bounded `functools.lru_cache` can't be edited: one that got a tensor is cleared, and fills again when it is called.
+"""
+
+from __future__ import annotations
+
+import builtins
+import collections
+import contextlib
+import functools
+import gc
+import inspect
+import operator
+import os
+import random
+import sys
+import sysconfig
+import threading
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, ParamSpec
+
+import numpy as np
+import torch
+
+from memfit._torch.fake import FakeTensor
+from memfit.held_state import ATOMS
+from memfit.rng import ForeignGenerator, foreign_generator, same_states
+
+_P = ParamSpec("_P")
+
+_LARGEST = 10_000  # items of a container up to which they are followed; its own contents come back at any size
+_MOST_HELD = 4096  # objects of a new value that are looked through for fake tensors
+_CLOSED = {*sys.stdlib_module_names, "torch", "torchgen", "numpy", "memfit", "sympy"}
+_CLOSED |= {"_pytest", "hypothesis", "pluggy", "pytest"}  # which run the code, and are not part of it
+_OPEN = {"_collections", "collections", "weakref", "functools", "types", "dataclasses", "_thread", "threading"}
+"""Modules of Python's library whose objects hold what users put in them."""
+_OPEN_TORCH = ("torch.nn.", "torch.optim.", "torch.distributions.")
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
+_NO_STATE = (
+    *ATOMS,
+    types.BuiltinFunctionType,
+    types.GetSetDescriptorType,
+    types.WrapperDescriptorType,
+    types.CodeType,
+    types.FrameType,
+    np.ndarray,
+    range,
+    slice,
+)
+_OWN_NAMES = {"__dict__", "__weakref__", "__doc__", "_abc_impl", "__abstractmethods__", "__annotations__"}
+_Lru = functools._lru_cache_wrapper
+
+
+class _Kind(NamedTuple):
+    """How a kind of container is read and written: its contents are a dictionary or a list."""
+
+    read: Callable[[Any], Any]
+    write: Callable[[Any, Any], None]
+
+
+def _write_dict(held: Any, contents: dict[Any, Any]) -> None:
+    kind = collections.OrderedDict if isinstance(held, collections.OrderedDict) else dict
+    kind.clear(held)
+    kind.update(held, contents)
+
+
+def _write_list(held: Any, contents: list[Any]) -> None:
+    list.__setitem__(held, slice(None), contents)
+
+
+def _write_set(held: Any, contents: list[Any]) -> None:
+    set.clear(held)
+    set.update(held, contents)
+
+
+def _write_deque(held: Any, contents: list[Any]) -> None:
+    held.clear()
+    held.extend(contents)
+
+
+def _class_contents(kind: type) -> dict[str, Any]:
+    return {name: value for name, value in vars(kind).items() if name not in _OWN_NAMES}
+
+
+def _write_class(kind: type, contents: dict[str, Any]) -> None:
+    for name in _class_contents(kind).keys() - contents.keys():
+        type.__delattr__(kind, name)
+    for name, value in contents.items():
+        if vars(kind).get(name, _Kind) is not value:
+            type.__setattr__(kind, name, value)
+
+
+def _cell_contents(cell: types.CellType) -> list[Any]:
+    try:
+        return [cell.cell_contents]
+    except ValueError:  # empty
+        return []
+
+
+def _write_cell(cell: types.CellType, contents: list[Any]) -> None:
+    if contents:
+        cell.cell_contents = contents[0]
+    else:
+        del cell.cell_contents
+
+
+def _slots_of(kind: type) -> list[str]:
+    """Return the attributes of a class's objects that are not in their dictionary."""
+    named = (vars(base).get("__slots__", ()) for base in kind.__mro__)
+    slots = (name for names in named for name in ((names,) if isinstance(names, str) else names))
+    return [name for name in slots if type(inspect.getattr_static(kind, name, None)) is types.MemberDescriptorType]
+
+
+def _slot_contents(held: Any) -> dict[str, Any]:
+    return {name: getattr(held, name) for name in _slots_of(type(held)) if hasattr(held, name)}
+
+
+def _write_slots(held: Any, contents: dict[str, Any]) -> None:
+    for name in _slots_of(type(held)):
+        if name in contents:
+            object.__setattr__(held, name, contents[name])
+        elif hasattr(held, name):
+            object.__delattr__(held, name)
+
+
+_DICT = _Kind(
+    lambda held: dict(held.items()) if isinstance(held, collections.OrderedDict) else dict.copy(held), _write_dict
+)
+_LIST = _Kind(list.copy, _write_list)
+_SET = _Kind(list, _write_set)
+_DEQUE = _Kind(list, _write_deque)
+_CLASS = _Kind(_class_contents, _write_class)
+_CELL = _Kind(_cell_contents, _write_cell)
+_SLOTS = _Kind(_slot_contents, _write_slots)
+
+
+def _entries_of(cache: Any) -> dict[Any, Any]:
+    """Return the dictionary in a `functools.lru_cache`, whose values are results if it is not bounded."""
+    found = (held for held in gc.get_referents(cache) if type(held) is dict and held is not vars(cache))
+    return next(found, {})
+
+
+def _write_lru(cache: Any, contents: dict[Any, Any]) -> None:
+    if not contents:
+        cache.cache_clear()
+    elif cache.cache_parameters()["maxsize"] is None:
+        _write_dict(_entries_of(cache), contents)
+    elif _holds(gc.get_referents(cache), torch.Tensor):
+        cache.cache_clear()
+
+
+_LRU = _Kind(lambda cache: dict(_entries_of(cache)), _write_lru)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Tell whether two contents of a container are the same objects."""
+    if len(one) != len(other):
+        return False
+    if isinstance(one, dict):
+        return all(map(operator.is_, one.values(), other.values())) and all(map(operator.is_, one, other))
+    return all(map(operator.is_, one, other))
+
+
+def _holds(values: Iterable[Any], kind: type) -> bool:
+    """Tell whether an object of a kind is among values or within them."""
+    waiting, seen = list(values), set[int]()
+    while waiting and len(seen) < _MOST_HELD:
+        value = waiting.pop()
+        if isinstance(value, kind):
+            return True
+        if isinstance(value, _NO_STATE) or id(value) in seen or isinstance(value, (type, types.ModuleType)):
+            continue
+        seen.add(id(value))
+        if isinstance(value, types.FunctionType):
+            waiting += [value.__closure__, value.__defaults__, value.__kwdefaults__, vars(value)]
+        else:
+            waiting += gc.get_referents(value)
+    return False
+
+
+@functools.lru_cache(maxsize=4096)
+def _origin(name: str) -> str:
+    """Return whose a module is: "user", the name of the installed package that it is in, or "" for what is closed."""
+    top = name.partition(".")[0]
+    if top in _CLOSED and name != "__main__":
+        return ""
+    module = sys.modules.get(name)
+    file = getattr(module, "__file__", None) or ""
+    installed = tuple(sysconfig.get_paths()[each] for each in ("purelib", "platlib"))
+    return top if file.startswith(installed) or "site-packages" in file or "dist-packages" in file else "user"
+
+
+def _origin_of(value: Any) -> str:
+    """Return whose a module, class or function is."""
+    name = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
+    return _origin(name) if isinstance(name, str) else ""
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_open(module: str, top: str) -> bool:
+    """Tell whether objects of a module's classes are looked through."""
+    if module in _OPEN or f"{module}.".startswith(_OPEN_TORCH):
+        return True
+    return top not in _CLOSED or module == "__main__"
+
+
+class _Walk:
+    """The containers that are reached from some objects.
+
+    Args:
+        package: The package whose modules are not left; None to follow the user's modules, and to name the packages
+            that their code names.
+    """
+
+    def __init__(self, roots: Iterable[Any], package: str | None = None) -> None:
+        self.package = package
+        self.containers: list[tuple[_Kind, Any]] = []
+        self.generators: list[Any] = []
+        self.packages: set[str] = set()
+        self._seen = {id(vars(builtins))}  # which each module's globals name
+        self._waiting = list(roots)
+        while self._waiting:
+            value = self._waiting.pop()
+            if not issubclass(kind := type(value), _NO_STATE) and id(value) not in self._seen:
+                self._seen.add(id(value))
+                self._visit(value, kind)
+
+    def _note(self, kind: _Kind, held: Any) -> None:
+        """Note a container, and follow what is in it."""
+        self.containers.append((kind, held))
+        if len(contents := kind.read(held)) <= _LARGEST:
+            self._waiting += contents.values() if isinstance(contents, dict) else contents
+            if isinstance(held, dict):
+                self._waiting += [key for key in contents if type(key) not in ATOMS]
+
+    def _visit(self, value: Any, kind: type) -> None:
+        if issubclass(kind, dict):
+            self._note(_DICT, value)
+        elif issubclass(kind, list):
+            self._note(_LIST, value)
+        elif issubclass(kind, (tuple, frozenset)):
+            self._waiting += value if len(value) <= _LARGEST else ()
+        elif issubclass(kind, set):
+            self._note(_SET, value)
+        elif issubclass(kind, collections.deque):
+            self._note(_DEQUE, value)
+        elif issubclass(kind, types.FunctionType):
+            self._function(value)
+        elif issubclass(kind, types.CellType):
+            self._note(_CELL, value)
+        elif issubclass(kind, types.ModuleType):
+            if self._is_within(value):
+                self._note(_DICT, vars(value))
+        elif issubclass(kind, type):
+            if self._is_within(value):
+                self._note(_CLASS, value)
+        elif issubclass(kind, _Lru):
+            if self._is_within(value):
+                self._note(_LRU, value)
+                self._waiting += [value.__wrapped__, vars(value)]
+        elif issubclass(kind, _GENERATORS):
+            self.generators.append(value)
+        elif issubclass(kind, torch.Tensor):
+            self._waiting.append(vars(value))
+        elif issubclass(kind, threading.local):
+            self._waiting.append(vars(value))
+        elif issubclass(kind, (types.MethodType, functools.partial, property, staticmethod, classmethod)):
+            self._waiting += gc.get_referents(value)
+        else:
+            self._object(value, kind)
+
+    def _is_within(self, value: Any) -> bool:
+        """Tell whether a module's, class's or function's contents are followed; note the package that it is of."""
+        origin = _origin_of(value)
+        if self.package is None and origin not in ("", "user"):
+            self.packages.add(origin)
+        return origin == (self.package or "user")
+
+    def _function(self, function: types.FunctionType) -> None:
+        self._waiting += [function.__closure__, function.__defaults__, function.__kwdefaults__, vars(function)]
+        if self._is_within(function):
+            around = function.__globals__
+            if id(around) not in self._seen:
+                self._seen.add(id(around))
+                self._note(_DICT, around)
+            if self.package is None:
+                self._waiting += _modules_named(function.__code__, around.get("__package__") or "")
+
+    def _object(self, value: Any, kind: type) -> None:
+        """Follow an object by its own attributes, whatever its class makes of reading them."""
+        module = str(getattr(kind, "__module__", ""))
+        if not _is_open(module, module.partition(".")[0]):
+            return
+        self._waiting.append(kind)
+        with contextlib.suppress(AttributeError):  # it has no dictionary
+            self._waiting.append(object.__getattribute__(value, "__dict__"))
+        if _slots_of(kind):
+            self._note(_SLOTS, value)
+
+
+def _modules_named(code: types.CodeType, package: str) -> Iterator[types.ModuleType]:
+    """Yield the loaded modules whose names are in code, as where a function imports them."""
+    for name in code.co_names:
+        for full in (name, f"{package}.{name}"):
+            if (module := sys.modules.get(full)) is not None:
+                yield module
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _modules_named(inner, package)
+
+
+_Noted = tuple[_Kind, Any, Any]
+"""A container with its kind and its contents."""
+
+_known_packages: dict[str, tuple[int, list[tuple[_Kind, Any]]]] = {}
+"""Of a package its count of loaded modules, and the containers that these reach."""
+
+
+def _of_package(name: str) -> list[tuple[_Kind, Any]]:
+    modules = [m for n, m in list(sys.modules.items()) if n.partition(".")[0] == name and _origin(n) == name]
+    if name not in _known_packages or _known_packages[name][0] != len(modules):
+        _known_packages[name] = len(modules), _Walk(modules, name).containers
+    return _known_packages[name][1]
+
+
+class UserState:
+    """The state that code reaches from some objects, as it is now; see Note [What is noted].
+
+    Args:
+        roots: The objects, such as a model and a loss function.
+    """
+
+    def __init__(self, roots: Iterable[Any]) -> None:
+        self._roots = list(roots)
+        self._note()
+
+    def _note(self) -> None:
+        walk = _Walk(self._roots)
+        self._own: list[_Noted] = [(kind, held, kind.read(held)) for kind, held in walk.containers]
+        packaged = [pair for name in sorted(walk.packages) for pair in _of_package(name)]
+        self._packaged: list[_Noted] = [(kind, held, kind.read(held)) for kind, held in packaged]
+        sources = [foreign_generator(generator) for generator in walk.generators]
+        self._generators: list[tuple[ForeignGenerator, Any]] = [(source, source.read()) for source in sources]
+        self._settings = [read() for read, _ in _SETTINGS]
+        self._modules = set(sys.modules)
+        self._threads = _others()
+
+    def set_back(self) -> list[Callable[[], object]]:
+        """Give all containers their contents as noted; return what would undo that."""
+        self._drop_modules()
+        is_ours = all(_others().get(thread, place) == place for thread, place in self._threads.items())
+        undo: list[Callable[[], object]] = [
+            *_set_back(self._own, is_whole=is_ours),
+            *_set_back(self._packaged, is_whole=False),
+        ]
+        for source, state in self._generators if is_ours else ():
+            if not same_states(now := source.read(), state):
+                undo.append(functools.partial(source.write, now))
+                source.write(state)
+        for (read, write), value in zip(_SETTINGS, self._settings, strict=True):
+            if (now := read()) != value:
+                undo.append(functools.partial(write, now))
+                write(value)
+        return undo
+
+    def is_written(self) -> bool:
+        """Tell whether code has changed something, as if it may be set back."""
+        return any(
+            not _is_same(now := kind.read(held), before) and not _is_same(now, _with_modules(before, now))
+            for kind, held, before in (*self._own, *self._packaged)
+        )
+
+    def outside(self, function: Callable[_P, None]) -> Callable[_P, None]:
+        """Return a function of the user's for calls while the step's code runs: it finds the state as it is noted."""
+        if not _origin_of(function) and not isinstance(function, (types.MethodType, functools.partial)):
+            return function
+
+        def called(*args: _P.args, **kwargs: _P.kwargs) -> None:
+            undo = self.set_back()
+            try:
+                function(*args, **kwargs)
+            finally:
+                self._note()
+                for write in undo:
+                    write()
+
+        return called
+
+    def _drop_modules(self) -> None:
+        """Have modules imported anew that were imported meanwhile, and so hold fake tensors."""
+        for name in sys.modules.keys() - self._modules:
+            module = sys.modules[name]
+            if _origin(name) and _holds(vars(module).values(), FakeTensor):
+                del sys.modules[name]
+                home, _, own = name.rpartition(".")
+                vars(sys.modules.get(home, module)).pop(own, None)
+
+
+def _set_back(noted: list[_Noted], *, is_whole: bool) -> Iterator[Callable[[], object]]:
+    """Give containers their contents as noted, or what has no fake tensors; yield what would undo that."""
+    for kind, held, before in noted:
+        if not _is_same(now := kind.read(held), before):
+            after = _with_modules(before, now) if is_whole else _without_fakes(kind, held, before, now)
+            if not _is_same(now, after):
+                kind.write(held, after)
+                yield functools.partial(kind.write, held, now)
+
+
+def _with_modules(before: Any, now: Any) -> Any:
+    """Return contents as noted, with what imports have added, which add it once, and the registry of warnings given."""
+    if not isinstance(now, dict):
+        return before
+    kept = {key: value for key, value in now.items() if isinstance(value, types.ModuleType) and key not in before}
+    if "__warningregistry__" in now:
+        kept["__warningregistry__"] = now["__warningregistry__"]
+    return {**before, **kept} if kept else before
+
+
+def _without_fakes(kind: _Kind, held: Any, before: Any, now: Any) -> Any:
+    """Return the present contents, without changes that brought fake tensors."""
+    if kind is _LRU and held.cache_parameters()["maxsize"] is not None:
+        return before if _holds(gc.get_referents(held), FakeTensor) else now
+    if not isinstance(now, dict):
+        known = set(map(id, before))
+        return before if _holds([value for value in now if id(value) not in known], FakeTensor) else now
+    after = {}
+    for key, value in now.items():
+        if before.get(key, _Kind) is value or not _holds([key, value], FakeTensor):
+            after[key] = value
+        elif key in before:
+            after[key] = before[key]
+    return after
+
+
+def _others() -> dict[int, tuple[int, int]]:
+    """Return where the other threads are."""
+    frames = sys._current_frames().items()
+    return {thread: (id(at), at.f_lasti) for thread, at in frames if thread != threading.get_ident()}
+
+
+def _write_environment(contents: dict[str, str]) -> None:
+    for name in os.environ.keys() - contents.keys():
+        del os.environ[name]
+    os.environ.update(contents)
+
+
+_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    (torch.get_num_threads, torch.set_num_threads),
+    (lambda: torch.backends.cudnn.benchmark, functools.partial(setattr, torch.backends.cudnn, "benchmark")),
+    (lambda: dict(os.environ), _write_environment),
+)
+"""Settings of the process that a step's code may change."""
