@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import itertools
 import random
@@ -350,6 +351,21 @@ def test_a_function_that_is_told_of_progress_sees_and_keeps_its_own() -> None:
         counting(workload.model, workload.batch)
     assert seen == [(1, 0)] and told.of == [1]
     assert written() == (*before[:2], {"step": 0, "told": 1}, before[3])
+
+
+def test_what_a_caller_watches_by_a_closure_stays_but_for_fake_tensors() -> None:
+    seen: list[Any] = []
+    workload = counted()
+    watched = dataclasses.replace(
+        workload, loss_fn=lambda model, batch: seen.append(len(seen)) or counting(model, batch)
+    )
+    with nothing_changes(watched):
+        watched.loss_fn(watched.model, watched.batch)
+        kept: list[Any] = [*seen]
+    assert seen == kept == [0] and _Counting.calls == 0
+    holding = dataclasses.replace(workload, loss_fn=lambda model, batch: seen.append(batch) or model(batch).mean())
+    capture_levers(holding, Levers(microbatch_size=4), find_device("cpu"))
+    assert seen == [0]
 
 
 class Told:

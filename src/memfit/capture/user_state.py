@@ -6,9 +6,10 @@ The containers that the step's code reaches are noted before it runs, and get th
 
 Note [What is noted]
 From the workload's objects on, references are followed: attributes, items, closures, default arguments, the globals of
-functions, modules named in code. Of the user's own modules all contents come back. Of an installed package whose
-functions or classes the code names, entries come back that hold fake tensors: the rest is the package's own affair.
-Where another thread ran meanwhile, this is so of the user's modules too, since what changed may be that thread's.
+functions, modules named in code. What the user's own modules lead to gets all its contents back. What only the
+workload's closures and objects lead to, as a list of what a caller watches, loses no more than fake tensors. So does an
+installed package whose functions or classes the code names: the rest is its own affair. And so do the user's modules
+where another thread ran meanwhile, since what changed may be that thread's.
 PyTorch, NumPy, Python's library and memfit are not looked through. Contents of tensors and arrays are not noted.
 
 A bounded `functools.lru_cache` can't be edited: one that got a tensor is cleared, and fills again when it is called.
@@ -229,6 +230,7 @@ class _Walk:
         self.package = package
         self.containers: list[tuple[_Kind, Any]] = []
         self.generators: list[Any] = []
+        self.modules: list[Any] = []  # the contents of the user's modules, and classes
         self.packages: set[str] = set()
         self._seen = {id(vars(builtins))}  # which each module's globals name
         self._waiting = list(roots)
@@ -263,9 +265,11 @@ class _Walk:
             self._note(_CELL, value)
         elif issubclass(kind, types.ModuleType):
             if self._is_within(value):
-                self._note(_DICT, vars(value))
+                self.modules.append(vars(value))
+                self._waiting.append(vars(value))
         elif issubclass(kind, type):
             if self._is_within(value):
+                self.modules.append(value)
                 self._note(_CLASS, value)
         elif issubclass(kind, _Lru):
             if self._is_within(value):
@@ -293,6 +297,7 @@ class _Walk:
         self._waiting += [function.__closure__, function.__defaults__, function.__kwdefaults__, vars(function)]
         if self._is_within(function):
             around = function.__globals__
+            self.modules.append(around)
             if id(around) not in self._seen:
                 self._seen.add(id(around))
                 self._note(_DICT, around)
@@ -322,8 +327,8 @@ def _modules_named(code: types.CodeType, package: str) -> Iterator[types.ModuleT
             yield from _modules_named(inner, package)
 
 
-_Noted = tuple[_Kind, Any, Any]
-"""A container with its kind and its contents."""
+_Noted = tuple[_Kind, Any, Any, bool]
+"""A container with its kind, its contents, and whether all of them come back."""
 
 _known_packages: dict[str, tuple[int, list[tuple[_Kind, Any]]]] = {}
 """Of a package its count of loaded modules, and the containers that these reach."""
@@ -349,9 +354,10 @@ class UserState:
 
     def _note(self) -> None:
         walk = _Walk(self._roots)
-        self._own: list[_Noted] = [(kind, held, kind.read(held)) for kind, held in walk.containers]
+        whole = {id(held) for _, held in _Walk(walk.modules).containers}
         packaged = [pair for name in sorted(walk.packages) for pair in _of_package(name)]
-        self._packaged: list[_Noted] = [(kind, held, kind.read(held)) for kind, held in packaged]
+        noted = (*walk.containers, *packaged)
+        self._noted: list[_Noted] = [(kind, held, kind.read(held), id(held) in whole) for kind, held in noted]
         sources = [foreign_generator(generator) for generator in walk.generators]
         self._generators: list[tuple[ForeignGenerator, Any]] = [(source, source.read()) for source in sources]
         self._settings = [read() for read, _ in _SETTINGS]
@@ -362,10 +368,7 @@ class UserState:
         """Give all containers their contents as noted; return what would undo that."""
         self._drop_modules()
         is_ours = all(_others().get(thread, place) == place for thread, place in self._threads.items())
-        undo: list[Callable[[], object]] = [
-            *_set_back(self._own, is_whole=is_ours),
-            *_set_back(self._packaged, is_whole=False),
-        ]
+        undo = _set_back(self._noted, is_ours)
         for source, state in self._generators if is_ours else ():
             if not same_states(now := source.read(), state):
                 undo.append(functools.partial(source.write, now))
@@ -377,11 +380,8 @@ class UserState:
         return undo
 
     def is_written(self) -> bool:
-        """Tell whether code has changed something, as if it may be set back."""
-        return any(
-            not _is_same(now := kind.read(held), before) and not _is_same(now, _with_modules(before, now))
-            for kind, held, before in (*self._own, *self._packaged)
-        )
+        """Tell whether code has changed something that is set back."""
+        return any(_changed(noted, True) is not None for noted in self._noted)
 
     def outside(self, function: Callable[_P, None]) -> Callable[_P, None]:
         """Return a function of the user's for calls while the step's code runs: it finds the state as it is noted."""
@@ -409,14 +409,25 @@ class UserState:
                 vars(sys.modules.get(home, module)).pop(own, None)
 
 
-def _set_back(noted: list[_Noted], *, is_whole: bool) -> Iterator[Callable[[], object]]:
-    """Give containers their contents as noted, or what has no fake tensors; yield what would undo that."""
-    for kind, held, before in noted:
-        if not _is_same(now := kind.read(held), before):
-            after = _with_modules(before, now) if is_whole else _without_fakes(kind, held, before, now)
-            if not _is_same(now, after):
-                kind.write(held, after)
-                yield functools.partial(kind.write, held, now)
+def _changed(noted: _Noted, is_ours: bool) -> tuple[Any, Any] | None:
+    """Return the present contents of a container, and those to write to it; None where these are the same."""
+    kind, held, before, is_whole = noted
+    now = kind.read(held)
+    if _is_same(now, before):
+        return None
+    after = _with_modules(before, now) if is_whole and is_ours else _without_fakes(kind, held, before, now)
+    return None if _is_same(now, after) else (now, after)
+
+
+def _set_back(all_noted: list[_Noted], is_ours: bool) -> list[Callable[[], object]]:
+    """Give containers their contents as noted, or what has no fake tensors; return what would undo that."""
+    undo: list[Callable[[], object]] = []
+    for noted in all_noted:
+        if (found := _changed(noted, is_ours)) is not None:
+            kind, held, *_ = noted
+            kind.write(held, found[1])
+            undo.append(functools.partial(kind.write, held, found[0]))
+    return undo
 
 
 def _with_modules(before: Any, now: Any) -> Any:
