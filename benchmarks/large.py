@@ -29,6 +29,9 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         *("plan", MODEL.format("1b"), "--device", "a100-80gb", "--budget", "40GiB"),
         *("--numerics", "reduced"),
     ),
+    "plan LoRA of 8 B, 8,192 tokens, RTX 4090": (
+        *("plan", "examples/llama_lora.py:llama_8b", "--device", "rtx-4090", "--budget", "100%", "--points", "1"),
+    ),
 }
 QUICK = ("estimate 1 B, A100", "estimate 7 B, A100")
 
@@ -63,6 +66,7 @@ def _case(name: str, arguments: tuple[str, ...]) -> Case:
         "case": name,
         "command": f"memfit {' '.join(arguments)}",
         "seconds": seconds,
+        "cpu_seconds": used.ru_utime + used.ru_stime,
         "resident_bytes": used.ru_maxrss * 1024,
         "peak_bytes": prediction["peak_bytes"],
         "peak_reserved_bytes": prediction["peak_reserved_bytes"],

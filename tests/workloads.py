@@ -53,6 +53,20 @@ def quick() -> Workload:
     )
 
 
+def wide() -> Workload:
+    """Layers on the meta device whose products take most of the step on any GPU."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(3)))
+        batch = {"x": torch.empty(8192, 4096)}
+    return Workload(
+        model=model,
+        batch=batch,
+        loss_fn=lambda model, batch: model(batch["x"]).square().mean(),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        name="wide",
+    )
+
+
 def other() -> Workload:
     """The same with another width."""
     return byte_lm(n_layer=2, d_model=32, n_head=4, context=128, batch_size=4, max_bytes=200_000)

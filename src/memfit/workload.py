@@ -380,6 +380,11 @@ def _first(shapes: list[tuple[int, ...]]) -> str:
     return ", ".join(map(str, shapes[:4])) + (", ..." if len(shapes) > 4 else "")
 
 
+def is_in_fp32(workload: Workload) -> bool:
+    """Tell whether a model's weights are all in fp32, as those of a step that can be trained in mixed precision."""
+    return {p.dtype for p in workload.model.parameters() if p.is_floating_point()} <= {torch.float32}
+
+
 def precision_label(workload: Workload, precision: str) -> str:
     """Return the usual name of a step's precision, such as "pure bfloat16" for a model built in 16 bits."""
     dtypes = {p.dtype for p in workload.model.parameters() if p.is_floating_point()}

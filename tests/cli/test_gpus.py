@@ -14,7 +14,7 @@ from tests import warm
 
 ROOT = Path(__file__).parent.parent.parent
 TINY, LEAN = "tests.workloads:tiny", "tests.workloads:lean"
-LARGE = "tests.workloads:large"
+LARGE, WIDE = "tests.workloads:large", "tests.workloads:wide"
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -81,3 +81,17 @@ def test_wrong_use_is_said_without_a_traceback() -> None:
     ):
         done = run("estimate", LEAN, *arguments)
         assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.ci
+def test_cards_are_compared_in_the_precision_that_one_would_train_in_there() -> None:
+    """With what the model's own dtype would give, of a model whose products take most of its step."""
+    of_card = {card: answer("estimate", WIDE, "--device", card) for card in ("a100-80gb", "rtx-3090")}
+    chosen = {card: (found["precision"], found["step_seconds"]) for card, found in of_card.items()}
+    assert chosen["a100-80gb"][0] == chosen["rtx-3090"][0] == "bf16-mixed"
+    assert chosen["a100-80gb"][1] < chosen["rtx-3090"][1]
+    plain = {card: found["as_written"]["step_seconds"] for card, found in of_card.items()}
+    assert all(plain[card] > chosen[card][1] for card in plain)
+    assert plain["a100-80gb"] > plain["rtx-3090"]  # for want of plain units
+    asked = answer("estimate", WIDE, "--device", "t4", "--precision", "auto")
+    assert "as_written" not in asked

@@ -33,7 +33,23 @@ def tensors_of(batch: Any) -> list[torch.Tensor]:
 
 
 def test_every_example_is_tested() -> None:
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*NEEDS, "large_gpt", "mine", "training"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*NEEDS, "large_gpt", "llama_lora", "mine", "training"}
+
+
+@pytest.mark.ci
+def test_adapters_of_a_llama_are_all_that_is_trained() -> None:
+    pytest.importorskip("transformers")
+    from examples import llama_lora
+
+    with torch.device("meta"):
+        made = llama_lora.llama_8b().model
+    dtypes = {(p.dtype, p.requires_grad) for p in made.parameters()}
+    assert dtypes == {(torch.bfloat16, False), (torch.float32, True)}
+    assert sum(p.numel() for p in made.parameters() if not p.requires_grad) == pytest.approx(8.03e9, rel=0.001)
+    assert sum(p.numel() for p in made.parameters() if p.requires_grad) == pytest.approx(41.9e6, rel=0.001)  # peft's
+    small = llama_lora.llama("small", layers=1, width=512, tokens=8)
+    small.loss_fn(small.model, small.batch).backward()
+    assert {p.grad is None for p in small.model.parameters() if p.requires_grad} == {False}
 
 
 @pytest.mark.ci

@@ -40,6 +40,8 @@ def test_hours_nodes_and_costs_follow_from_the_steps() -> None:
     assert found.cheapest is not None and found.cheapest.device == "rtx-3090"
     assert list(found.prices) == ["rtx-3090"] and "no price for a100-80gb" in found.notes
     assert any("30%" in note for note in found.notes)
+    assert {row.levers.precision for row in found.rows} == {"bf16-mixed"}
+    assert any("in 32-true" in note and "a step, ×" in note for note in found.notes)
     assert msgspec.json.decode(msgspec.json.encode(found), type=Fleet) == found
 
 
@@ -69,7 +71,7 @@ def test_where_nothing_fits_the_nearest_card_is_named() -> None:
         ({"sharding": "zero4"}, "sharding='zero4'"),
         ({"numerics": "exact"}, "numerics='exact' does not allow several ranks"),
         ({"numerics": "loose"}, "numerics='loose'"),
-        ({"precisions": ["bf16-mixed"]}, "are not allowed by numerics='reordered'"),
+        ({"precisions": ["bf16-mixed"], "numerics": "reordered"}, "are not allowed by numerics='reordered'"),
         ({"within": "soon"}, "within='soon'"),
         ({"within": 0}, "within=0"),
         ({"devices": []}, "devices="),

@@ -188,3 +188,15 @@ def test_nothing_set_by_hand_is_lower(name: str) -> None:
     assert tried[plan.levers] == plan.predicted.peak_bytes
     lower = {str(levers): peak for levers, peak in tried.items() if peak < 0.999 * plan.predicted.peak_bytes}
     assert not lower
+
+
+@pytest.mark.ci
+@pytest.mark.slow
+def test_adapters_of_a_deep_model_fit_with_checkpoints_and_a_chunked_loss() -> None:
+    """In 2 layers of an 8 B Llama, on 8,192 tokens: logits alone take 2 GiB whole, and each layer is cheap to keep."""
+    from examples.llama_lora import llama
+
+    with torch.device("meta"):
+        made = llama("llama", layers=2)
+    plan = memfit.plan(made, device="rtx-4090", budget="8GiB", points=1)
+    assert plan.levers.chunked_loss is not None and plan.predicted.peak_upper_bytes <= 8 * 2**30

@@ -43,8 +43,13 @@ def estimate(
     workload: WorkloadName,
     device: DeviceName = None,
     precision: Annotated[
-        PrecisionName, typer.Option(help="Precision of the step; auto takes the mixed one that suits the device.")
-    ] = PrecisionName.fp32,
+        PrecisionName | None,
+        typer.Option(
+            help="Precision of the step; auto takes the mixed one that suits the device. By default auto for a card of"
+            " the catalogue, with what 32-true would give, and 32-true elsewhere.",
+            show_default=False,
+        ),
+    ] = None,
     microbatch_size: MicrobatchSize = None,
     world_size: Annotated[
         int, typer.Option(help="Ranks that share the step; each runs its part of the batch.", min=1)
@@ -71,8 +76,8 @@ def estimate(
     """Predict the memory (bytes) and the time (seconds) of the step as it is, without running it."""
     from memfit import pipeline
     from memfit.hardware.advice import precisions
-    from memfit.report.estimates import estimate_page
-    from memfit.workload import precision_label
+    from memfit.report.estimates import as_written_line, estimate_page
+    from memfit.workload import is_in_fp32, precision_label
 
     check_new("--snapshot", snapshot, overwrite)
     check_new("--chrome-trace", chrome_trace, overwrite)
@@ -80,27 +85,33 @@ def estimate(
         raise UsageError(f"--sharding {sharding.value} needs several ranks: give --world-size above 1")
     loaded = load_for(workload, device)
     device = pipeline.device_named(device, loaded)
-    is_auto = precision is PrecisionName.auto
-    chosen = precisions(pipeline.find_device(device))[-1] if is_auto else cast("Precision", precision.value)
+    card = pipeline.find_device(device)
+    compares = precision is None and card.kind == "cuda" and not card.is_here and is_in_fp32(loaded)
+    if compares or precision is PrecisionName.auto:
+        chosen = precisions(card)[-1]
+    else:
+        chosen = cast("Precision", (precision or PrecisionName.fp32).value)
+    sizes = {"microbatch_size": microbatch_size, "world_size": world_size, "parallel": parallel}
+    given = {**sizes, "device": device, "sharding": sharding.value if sharding else "ddp"}
     with stages() as progress:
         prediction = pipeline.estimate(
             loaded,
-            device=device,
             precision=chosen,
-            microbatch_size=microbatch_size,
-            world_size=world_size,
-            sharding=sharding.value if sharding else "ddp",
-            parallel=parallel,
             snapshot=snapshot,
             chrome_trace=chrome_trace,
             progress=progress,
+            **given,  # type: ignore[arg-type]
         )
+        as_written = pipeline.estimate(loaded, progress=progress, **given) if compares else None  # type: ignore[arg-type]
     if as_json:
-        print_json(prediction)
+        written_too = {} if as_written is None else {"precision": chosen, "as_written": as_written}
+        print_json({**msgspec.to_builtins(prediction), **written_too})
     else:
         ranks = f", one of {world_size} ranks" if world_size > 1 else ""
         ranks += f", {parallel} on paper" if parallel else ""
         out.print(estimate_page(prediction, f"{loaded.name} on {device}, {precision_label(loaded, chosen)}{ranks}"))
+        if as_written is not None:
+            out.print(as_written_line(as_written, prediction, chosen), highlight=False, soft_wrap=True)
     for written in (snapshot, chrome_trace):
         if written is not None and not as_json:
             out.print(f"Written to {written}", highlight=False, soft_wrap=True)
@@ -206,7 +217,7 @@ def fleet(
     sharding: Annotated[
         SharedName, typer.Option(help="How ranks share the step; auto searches all.")
     ] = SharedName.auto,
-    numerics: NumericsOption = NumericsName.reordered,
+    numerics: NumericsOption = NumericsName.reduced,
     precision: Annotated[
         list[PrecisionName] | None,
         typer.Option(

@@ -26,7 +26,7 @@ from memfit.planner.readings import readings_to_send
 from memfit.report.notebook_progress import stages, with_bars
 from memfit.sharding.proposals import SEARCHED
 from memfit.training.refusals import check_supported
-from memfit.units import format_bytes, parse_hours, read_budget
+from memfit.units import format_bytes, format_seconds, parse_hours, read_budget
 from memfit.version import __version__
 from memfit.workload import Workload, fingerprint, samples_of
 
@@ -41,7 +41,7 @@ def fleet(
     devices: Sequence[str] | None = None,
     world_sizes: Sequence[int] = range(1, 65),
     sharding: Mode | Literal["auto"] = "auto",
-    numerics: Numerics = "reordered",
+    numerics: Numerics = "reduced",
     precisions: Sequence[Precision] | None = None,
     prices: Mapping[str, Price] | str | Path | None = None,
     each: bool = False,
@@ -61,7 +61,8 @@ def fleet(
         devices: Names of cards; None for all of the catalogue.
         world_sizes: Numbers of ranks to try (≥ 1); those above the batch's samples are left out.
         sharding: How ranks share the step: "ddp", "zero2", "zero3", or "auto" for the best of them.
-        numerics: How far the numbers may change: "reordered" keeps fp32, "reduced" allows mixed precision.
+        numerics: How far the numbers may change: "reduced" has each card compared in the mixed precision that it is
+            made for, with a note on what the fastest gives in fp32; "reordered" keeps fp32.
         precisions: Precisions to search; None for the mixed one that each card is made for, where `numerics` allows it.
         prices: The user's prices by card, or a TOML file of them (`memfit.hardware.prices`); None for no costs.
         each: Whether to solve for numbers of ranks too that can't be faster than fewer are.
@@ -90,20 +91,19 @@ def fleet(
         "precisions": precisions,
         "each": each,
     }
-    if any(gpu_process.is_elsewhere(card) for card in cards):
-        readings = readings_to_send(workload, microbatch_sizes(samples_of(workload)))
-        parts = worlds.in_two(cards, numerics, precisions)
-        calls = [{**options, "devices": part} for part in parts]
-        result = worlds.joined(gpu_process.call_each(_searched, workload, calls, progress, readings))
-    else:
-        result = _searched(workload, **options, devices=cards, progress=progress)
+    result = _found(workload, cards, options, progress)
     by_name = {card.name: card for card in cards}
     rows = [_row(each, by_name[each.device], steps, found_prices) for each in result.found]
     order = list(by_name)
     misfits = result.misfits
     if not rows:
-        raise _nothing_fits(misfits)
+        raise _nothing_fits(misfits, numerics)
     notes = [*result.notes, *_notes(cards, rows, found_prices)]
+    fastest = min(rows, key=lambda row: (row.hours, row.ranks))
+    if precisions is None and fastest.levers.precision != "32-true":
+        of_fastest = {**options, "world_sizes": [fastest.ranks], "precisions": ["32-true"]}
+        in_fp32 = _found(workload, [by_name[fastest.device]], of_fastest, progress)
+        notes.append(_in_fp32(fastest, in_fp32))
     return Fleet(
         memfit_version=__version__,
         torch_version=str(torch.__version__),
@@ -119,6 +119,28 @@ def fleet(
         misfits=misfits,
         prices={name: price for name, price in found_prices.items() if name in by_name},
         notes=notes,
+    )
+
+
+def _found(workload: Workload, cards: Sequence[Device], options: dict[str, Any], progress: Progress) -> worlds.Worlds:
+    """Search here, or in processes where a GPU's program can be captured."""
+    if not any(gpu_process.is_elsewhere(card) for card in cards):
+        return _searched(workload, **options, devices=cards, progress=progress)
+    readings = readings_to_send(workload, microbatch_sizes(samples_of(workload)))
+    parts = worlds.in_two(cards, options["numerics"], options["precisions"])
+    calls = [{**options, "devices": part} for part in parts]
+    return worlds.joined(gpu_process.call_each(_searched, workload, calls, progress, readings))
+
+
+def _in_fp32(fastest: FleetRow, in_fp32: worlds.Worlds) -> str:
+    """Say what the fastest cards give in fp32, as the model is written."""
+    row = f"{fastest.ranks} × {fastest.device}"
+    if not in_fp32.found:
+        return f"in {fastest.levers.precision}, which numerics='reduced' allows; in 32-true nothing fits {row}"
+    seconds = in_fp32.found[0].step_seconds
+    return (
+        f"in {fastest.levers.precision}, which numerics='reduced' allows; in 32-true {row} take"
+        f" {format_seconds(seconds)} a step, ×{seconds / fastest.step_seconds:.2f}: numerics='reordered' compares so"
     )
 
 
@@ -200,12 +222,13 @@ def _row(found: worlds.Found, card: Device, steps: int, prices: Mapping[str, Pri
     )
 
 
-def _nothing_fits(misfits: Sequence[Misfit]) -> InfeasibleError:
+def _nothing_fits(misfits: Sequence[Misfit], numerics: Numerics) -> InfeasibleError:
+    freer = "" if allows(numerics, "reduced") else " allow numerics='reduced',"
     nearest = min(misfits, key=lambda each: each.held_bytes / each.budget_bytes)
     return InfeasibleError(
         f"no plan fits any of {len(misfits)} cards: the nearest is {nearest.device}, of which {nearest.ranks}"
         f" would hold {format_bytes(nearest.held_bytes)} of budget={format_bytes(nearest.budget_bytes)}. What to do:"
-        " try more ranks by world_sizes=, allow numerics='reduced', give a larger budget=, or make the model smaller",
+        f" try more ranks by world_sizes=,{freer} give a larger budget=, or make the model smaller",
         budget_bytes=nearest.budget_bytes,
         lowest_peak_bytes=nearest.held_bytes,
         where=nearest.device,

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from memfit.ir.plan import Prediction
 from memfit.ir.throughput import Throughput
-from memfit.report.summary import clean, fit_text, seconds_text, share_text
+from memfit.report.summary import clean, fit_text, ratio_text, seconds_text, share_text
 from memfit.report.tables import prediction_table
 from memfit.units import format_bytes
 
@@ -88,3 +88,14 @@ def _classes(speed: Throughput) -> Table:
     for name, seconds in shown:
         table.add_row(name, seconds_text(seconds), share_text(seconds, total))
     return table
+
+
+def as_written_line(as_written: Prediction, chosen: Prediction, precision: str) -> str:
+    """Return what a step takes in the dtype that its model is written in, beside one in another precision."""
+    held = format_bytes(as_written.peak_reserved_bytes or as_written.peak_bytes)
+    seconds = seconds_text(as_written.step_seconds)
+    times = ratio_text(as_written.step_seconds, chosen.step_seconds)
+    return (
+        f"In 32-true, as the model is written: {held}, {seconds} a step, {times} of {precision}'s."
+        " --precision 32-true shows it, --precision tf32 its products in TF32"
+    )
