@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from memfit._torch import distributed
+from memfit.hardware.cpu_allocations import allocated
 from tests.processes import free_port
 
 RESETS = pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="new in torch 2.13")
@@ -83,6 +85,30 @@ def test_buckets_begin_anew_after_a_backward_pass_that_was_aborted() -> None:
     distributed.rebuild_buckets(wrapped)
     pass_of(wrapped, inner, fails=False)
     assert all(torch.equal(one, other) for one, other in zip(gradients(inner), expected, strict=True))
+
+
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.usefixtures("alone")
+def test_new_buckets_take_no_more_memory_than_the_old_ones(views: bool) -> None:
+    """They are made in the second step; a meter that was not there before sees no frees of the old ones."""
+
+    def peak_bytes(steps: int, metered_from: int = 0) -> int:
+        with contextlib.ExitStack() as stack:
+            meter = stack.enter_context(allocated()) if metered_from == 0 else None
+            model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+            wrapped = DistributedDataParallel(model, gradient_as_bucket_view=views)
+            for step in range(steps):
+                if step == metered_from > 0:
+                    meter = stack.enter_context(allocated())
+                wrapped(torch.ones(2, 64)).sum().backward()
+                model.zero_grad()
+        assert meter is not None
+        return meter.peak_bytes
+
+    peak_bytes(2)
+    weights = 4 * 64 * 64 * 4
+    assert peak_bytes(3) < peak_bytes(1) + weights // 2
+    assert peak_bytes(2, metered_from=1) > peak_bytes(3, metered_from=2) + weights // 2
 
 
 @pytest.mark.usefixtures("alone")

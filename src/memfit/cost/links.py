@@ -17,14 +17,15 @@ import torch
 from memfit._torch.distributed import leave
 from memfit.cost.calibrate import cache_folder
 from memfit.cost.communication import Link, Links
+from memfit.cost.roofline import figures
 from memfit.errors import CaptureError, OutputError
 from memfit.ir import codec
 from memfit.ir.device import Device
+from memfit.ir.operator_classes import COPIES
 from memfit.ir.sharding import Sharding
 
 _GPU_LATENCY_SECONDS = 5e-6  # estimate: of one hop of a ring, which NCCL's tests show at 3 to 10 µs within a node
 _NODE_LATENCY_SECONDS = 1e-5  # estimate: of one hop between nodes
-_COPY_SHARE = 0.8  # of the memory's bandwidth, as for copies in `efficiency.toml`
 _LARGE_BYTES, _SMALL_BYTES = 8 * 2**20, 2**10
 _REPEATS = 7
 _MOST_SECONDS = 120
@@ -42,7 +43,7 @@ def links_of(device: Device, sharding: Sharding) -> Links:
         between = Link(bytes_per_second=max(node_rate, 1.0), latency_seconds=_NODE_LATENCY_SECONDS)
     return Links(
         within=Link(bytes_per_second=max(rate, 1.0), latency_seconds=_GPU_LATENCY_SECONDS),
-        copy_bytes_per_second=max(_COPY_SHARE * device.bandwidth_bytes_per_second, 1.0),
+        copy_bytes_per_second=max(figures()[COPIES]["traffic"] * device.bandwidth_bytes_per_second, 1.0),
         between=between,
         ranks_per_node=device.cards_per_node,
     )

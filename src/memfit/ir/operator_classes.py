@@ -80,9 +80,10 @@ _NAMES: dict[str, str] = {
         rand_like randint randint_like randn randn_like random_ randperm uniform uniform_
     """,
     COPIES: """
-        _foreach_copy_ _foreach_zero_ _pin_memory _reshape_copy _to_copy arange as_strided_scatter cat clone
-        constant_pad_nd contiguous copy copy_ diag_embed diagonal_backward eye fill fill_ flip full full_like
-        lift_fresh_copy linspace masked_fill masked_fill_ new_full new_ones new_zeros one_hot ones ones_like pad
+        _chunk_cat _foreach_copy_ _foreach_zero_ _pin_memory _reshape_copy _to_copy arange as_strided_scatter cat
+        chunk_cat clone constant_pad_nd contiguous copy copy_ diag_embed diagonal_backward eye fill fill_ flip full
+        full_like lift_fresh_copy linspace masked_fill masked_fill_ new_full new_ones new_zeros one_hot ones
+        ones_like pad
         reflection_pad1d reflection_pad2d reflection_pad2d_backward reflection_pad3d repeat repeat_interleave
         replication_pad1d replication_pad2d replication_pad2d_backward replication_pad3d
         replication_pad3d_backward roll rot90 scalar_tensor select_backward select_scatter slice_backward

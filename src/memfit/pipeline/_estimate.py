@@ -115,7 +115,7 @@ def estimate(
         costs = replace(costs, peak_error=costs.peak_error + BENCHMARK_ERROR)
     if world_size > 1:
         trace = _sharded(trace, Sharding(world_size=world_size, mode=sharding), found, samples_of(workload))
-        costs = costs_of([trace], found) if found.kind != "cpu" else costs
+        costs = costs_of([trace], found)
     trace, costs = on_paper(trace, costs, shared, found)
     if (label := precision_label(workload, precision)) != precision:
         note = f"the model is not in fp32, so precision={precision!r} runs it as it was built: {label}"

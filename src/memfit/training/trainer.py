@@ -76,7 +76,8 @@ class Trainer:
         async_checkpoints: Whether a thread writes those of `checkpoint_every` from copies in host memory, while steps
             run. The next one, and the end of the run, wait for it. The first and the last are written at once.
         measure: `measure(step, batch)` runs one step and returns its peak allocated bytes.
-        measure_every: Steps between measurements (> 0), from the second step on; None measures the second alone.
+        measure_every: Steps between measurements (> 0), from the second step on, or the third where ranks keep buckets;
+            None measures that one alone.
         tensorboard: Whether to write TensorBoard scalars too.
         overwrite: Whether to replace the run in `out`.
         resume: Whether to resume from the newest undamaged checkpoint in `out`, under `plan`, whichever plan and
@@ -293,9 +294,12 @@ class Trainer:
         )
 
     def _is_measured(self, number: int) -> bool:
-        if self.measure is None or number < 2:
+        # DistributedDataParallel makes its buckets anew in the second step. That takes no more memory, since it drops
+        # the old ones first; but frees of what was there before a measurement are not seen in it.
+        first = 3 if self.step.held_bytes else 2
+        if self.measure is None or number < first:
             return False
-        return number == 2 if self.measure_every is None else (number - 2) % self.measure_every == 0
+        return number == first if self.measure_every is None else (number - first) % self.measure_every == 0
 
     def _measured(self, batch: Any) -> tuple[StepResult, int]:
         before, self.step.last = self.step.steps, None
