@@ -46,7 +46,7 @@ def test_adapters_of_a_llama_are_all_that_is_trained() -> None:
     dtypes = {(p.dtype, p.requires_grad) for p in made.parameters()}
     assert dtypes == {(torch.bfloat16, False), (torch.float32, True)}
     assert sum(p.numel() for p in made.parameters() if not p.requires_grad) == pytest.approx(8.03e9, rel=0.001)
-    assert sum(p.numel() for p in made.parameters() if p.requires_grad) == pytest.approx(41.9e6, rel=0.001)  # peft's
+    assert sum(p.numel() for p in made.parameters() if p.requires_grad) == pytest.approx(41.94e6, rel=0.001)  # peft's
     small = llama_lora.llama("small", layers=1, width=512, tokens=8)
     small.loss_fn(small.model, small.batch).backward()
     assert {p.grad is None for p in small.model.parameters() if p.requires_grad} == {False}

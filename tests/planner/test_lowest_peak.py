@@ -131,7 +131,7 @@ CASES = {
     "Llama of 14": Case(lambda: llama(14), "reordered"),
     "recipe": Case(lambda: byte_lm(n_layer=1, d_model=64, n_head=4, context=64, batch_size=2, dropout=0.0), "reduced"),
 }
-QUICK = ("mlp, exact", "mlp with Adafactor", "adapters", "tied, large states")
+QUICK = ("mlp, exact",)
 
 
 def lowest_of(made: Workload, numerics: Numerics) -> tuple[InfeasibleError, Plan]:
