@@ -84,6 +84,19 @@ class _Identity:
     __hash__ = None  # type: ignore[assignment]
 
 
+def _few_items(value: Any) -> list[Any] | None:
+    """Return the items of a container, keys included, by Python's own methods; None where they are too many.
+
+    A class may have a `__len__` or an `__iter__` of its own, which raise or return something else.
+    """
+    base = next(kind for kind in (dict, list, tuple) if isinstance(value, kind))
+    if base.__len__(value) > MOST_ITEMS:
+        return None
+    if base is dict:
+        return [item for pair in dict.items(value) for item in pair]
+    return list(base.__iter__(value))
+
+
 def _frozen(value: Any, depth: int = 0) -> Any:
     """Return a frozen value to compare with later ones; containers are copied."""
     kind = type(value)
@@ -93,8 +106,7 @@ def _frozen(value: Any, depth: int = 0) -> Any:
         return kind  # recomputations restore generators
     if isinstance(value, np.ndarray) and value.size <= MOST_ITEMS and value.dtype != object:
         return kind, value.shape, value.tobytes()
-    if depth < _DEEPEST and isinstance(value, (list, tuple, dict)) and len(value) <= MOST_ITEMS:
-        items = [item for pair in value.items() for item in pair] if isinstance(value, dict) else value
+    if depth < _DEEPEST and isinstance(value, (list, tuple, dict)) and (items := _few_items(value)) is not None:
         return kind, [_frozen(item, depth + 1) for item in items]
     if isinstance(value, (set, frozenset)) and all(isinstance(item, ATOMS) for item in value):
         return kind, frozenset(value)
@@ -221,6 +233,11 @@ def globals_of(function: types.FunctionType) -> dict[str, Any]:
     """Return the global values named in a function."""
     held = function.__globals__
     return {name: held[name] for name in _accesses(function.__code__).globals if name in held}
+
+
+def names_in(function: types.FunctionType) -> frozenset[str]:
+    """Return the names of attributes in a function's code, of functions within it too."""
+    return _accesses(function.__code__).attributes
 
 
 def cells_of(function: types.FunctionType) -> dict[str, Any]:

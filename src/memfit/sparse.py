@@ -1,4 +1,4 @@
-"""Sparse, nested and sharded tensors by their parts: the dense tensors that hold the memory."""
+"""Sparse, nested and wrapping tensors by their parts: the dense tensors that hold the memory."""
 
 from __future__ import annotations
 
@@ -8,27 +8,26 @@ from typing import Any
 import torch
 
 from memfit._torch.dispatch import disable_current_modes
-from memfit._torch.distributed import is_shared, local_part
-from memfit._torch.tensors import nested_sizes, nnz, sparse_indices, sparse_values
+from memfit._torch.tensors import inner_tensors, is_wrapper, nested_sizes, nnz, sparse_indices, sparse_values
 from memfit.argument_values import drawn
 
 _COMPRESSED_ROWS = (torch.sparse_csr, torch.sparse_bsr)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is neither sparse, nested nor sharded, and so holds its memory itself."""
-    return tensor.layout is torch.strided and not tensor.is_nested and not is_shared(type(tensor))
+    """Tell whether a tensor is neither sparse, nested nor a wrapper of others, and so holds its memory itself."""
+    return tensor.layout is torch.strided and not tensor.is_nested and not is_wrapper(type(tensor))
 
 
 def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors that hold a tensor's memory: itself, its nested or sparse parts, or a rank's part of it.
+    """Return the tensors that hold a tensor's memory: itself, its nested or sparse parts, or those that it wraps.
 
     They are views, created without dispatch modes; none for layouts whose memory can't be accessed.
     """
     if is_dense(tensor):
         return [tensor]
-    if is_shared(type(tensor)):
-        return parts(local_part(tensor))
+    if is_wrapper(type(tensor)):  # quantised weights, and a rank's part of a DTensor
+        return [part for inner in inner_tensors(tensor).values() for part in parts(inner)]
     with disable_current_modes(), torch.no_grad():
         return _sparse_parts(tensor)
 

@@ -81,3 +81,16 @@ def test_forward_ad_level_is_minus_one_outside_of_forward_derivatives() -> None:
     assert autograd.forward_ad_level() == -1
     with forward_ad.dual_level():
         assert autograd.forward_ad_level() == 0
+
+
+def test_tensor_hooks_are_those_that_were_registered_and_add_tensor_hooks_registers_them() -> None:
+    one, other = (torch.ones(2, requires_grad=True) for _ in range(2))
+    called: list[str] = []
+    one.register_hook(lambda gradient: called.append("seen"))
+    one.register_post_accumulate_grad_hook(lambda tensor: called.append("there"))
+    assert not any(autograd.tensor_hooks(other))
+    for _ in range(2):  # the second time there are some
+        autograd.add_tensor_hooks(other, autograd.tensor_hooks(one))
+    assert autograd.tensor_hooks(other) == autograd.tensor_hooks(one)
+    other.sum().backward()
+    assert called == ["seen", "there"]

@@ -23,6 +23,7 @@ from memfit._torch.modules import (
     converted_by,
     forward_hooks,
     forward_pre_hooks,
+    hooks_of_all_modules,
     own_buffers,
     own_modules,
     own_parameters,
@@ -159,3 +160,20 @@ def test_calls_that_end_by_an_exception_of_any_kind_undo_what_hooks_noted(error:
             model(torch.ones(1))
         assert len(running) == 4 and all("_call_impl" in vars(module) for module in model.modules())
     assert not any("_call_impl" in vars(module) for module in model.modules())
+
+
+def test_hooks_of_all_modules_are_found() -> None:
+    def hook(*_: object) -> None:
+        """Do nothing."""
+
+    registered = (
+        nn.modules.module.register_module_forward_pre_hook,
+        nn.modules.module.register_module_forward_hook,
+        nn.modules.module.register_module_full_backward_pre_hook,
+        nn.modules.module.register_module_full_backward_hook,
+    )
+    assert hooks_of_all_modules() == []
+    handles = [register(hook) for register in registered]
+    assert hooks_of_all_modules() == [hook] * 4
+    for handle in handles:
+        handle.remove()

@@ -80,3 +80,39 @@ def test_is_zerotensor_tells_zeros_that_have_no_memory(mode: Callable[[], Any] |
     with contextlib.nullcontext() if mode is None else mode():
         zeros = torch._efficientzerotensor((2, 3))
         assert tensors.is_zerotensor(zeros) and not tensors.is_zerotensor(torch.zeros(2, 3))
+
+
+class Pair(torch.Tensor):
+    """A tensor that wraps two others."""
+
+    def __new__(cls, one: torch.Tensor, other: torch.Tensor) -> Pair:
+        made: Pair = tensors.make_wrapper_subclass(cls, one.shape, strides=one.stride(), dtype=one.dtype)
+        return made
+
+    def __init__(self, one: torch.Tensor, other: torch.Tensor) -> None:
+        self.one, self.other = one, other
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["one", "other"], "context"
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], context: Any, size: Any, stride: Any) -> Pair:
+        assert context == "context"
+        return cls(inner["one"], inner["other"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} came through")
+
+
+def test_wrappers_are_known_by_their_class_and_taken_apart_and_put_together() -> None:
+    pair = Pair(torch.ones(2), torch.zeros(3))
+    assert tensors.is_wrapper(Pair) and tensors.dispatches(Pair) and tensors.dispatches(Refusing)
+    assert not any(map(tensors.is_wrapper, (torch.Tensor, torch.nn.Parameter, Refusing)))
+    with FakeTensorMode():
+        fake = type(torch.ones(1))
+    assert not tensors.dispatches(fake) and not tensors.is_wrapper(fake) and not tensors.dispatches(torch.nn.Parameter)
+    inner = tensors.inner_tensors(pair)
+    assert inner["one"] is pair.one and inner["other"] is pair.other and tensors.context_of(pair) == "context"
+    again: Any = tensors.rewrapped(pair, {"one": pair.one, "other": pair.one})
+    assert type(again) is Pair and again.other is pair.one

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from msgspec.structs import replace
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import memfit
 from memfit.errors import InfeasibleError, PlanError
@@ -87,6 +89,18 @@ def foreign() -> Workload:
     return dataclasses.replace(workload, optimizer=Foreign(workload.model.parameters()))
 
 
+def hooked() -> Workload:
+    workload = unclipped()
+    workload.optimizer.register_step_post_hook(lambda *_: None)
+    return workload
+
+
+def with_hooks_of_gradients() -> Workload:
+    workload = unclipped()
+    next(workload.model.parameters()).register_hook(lambda gradient: gradient.clamp(-1, 1))
+    return workload
+
+
 OFFLOADED = Levers(microbatch_size=4, optimizer="offloaded")
 IN_BACKWARD = Levers(microbatch_size=4, optimizer="in-backward")
 FUSED = Levers(microbatch_size=4, optimizer="fused")
@@ -95,6 +109,14 @@ COMPILED = Levers(microbatch_size=4, compiler="inductor")
 FULLY_SHARDED = Levers(microbatch_size=2, sharding=Sharding(world_size=2, mode="zero3"))
 CASES: dict[tuple[str, str], tuple[Callable[[], Workload], Levers]] = {
     (MICROBATCHES, conflicts.BATCH_NORM): (with_batch_norm, Levers(microbatch_size=2)),
+    (MICROBATCHES, conflicts.GRADIENT_HOOKS): (with_hooks_of_gradients, Levers(microbatch_size=2)),
+    (optimizer_in_backward.IN_BACKWARD, conflicts.GRADIENT_HOOKS): (with_hooks_of_gradients, IN_BACKWARD),
+    (optimizer_in_backward.IN_BACKWARD, conflicts.OPTIMIZER_HOOKS): (hooked, IN_BACKWARD),
+    (offloaded_optimizer.OFFLOADED, conflicts.OPTIMIZER_HOOKS): (hooked, OFFLOADED),
+    **{
+        (name, conflicts.OPTIMIZER_HOOKS): (hooked, Levers(microbatch_size=4, optimizer=value))
+        for name, value in ((ADAMW_8BIT, "adamw-8bit"), (ADAFACTOR, "adafactor"))
+    },
     ("bf16-true", precision.NO_UPDATES): (lean, Levers(precision="bf16-true", microbatch_size=4)),
     ("tf32", precision.NO_TF32): (lean, Levers(precision="tf32", microbatch_size=4)),
     (ACTIVATION_OFFLOAD, conflicts.NO_LINK): (
@@ -227,6 +249,25 @@ def test_what_does_the_mathematics_of_adamw_is_known(kind: Any, options: dict[st
     workload = lean()
     workload = dataclasses.replace(workload, optimizer=kind(workload.model.parameters(), **options))
     assert (replaced_optimizer.NOT_ADAMW in circumstances(workload)) != is_adamw
+
+
+@pytest.mark.parametrize("kind", ["a step of its own", "a hook of all optimizers", "one of several", "a scheduler"])
+def test_code_that_runs_with_a_step_is_a_circumstance_and_a_schedulers_count_is_none(kind: str) -> None:
+    workload = with_two_optimizers() if kind == "one of several" else unclipped()
+    optimizer: Any = workload.optimizer
+    remove: Callable[[], None] = lambda: None  # noqa: E731
+    if kind == "a step of its own":
+        optimizer.step = types.MethodType(type(optimizer).step, optimizer)
+    elif kind == "a hook of all optimizers":
+        remove = register_optimizer_step_pre_hook(lambda *_: None).remove
+    elif kind == "one of several":
+        optimizer.optimizers[1].register_step_pre_hook(lambda *_: None)
+    else:
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    try:
+        assert (conflicts.OPTIMIZER_HOOKS in circumstances(workload)) == (kind != "a scheduler")
+    finally:
+        remove()
 
 
 def test_batch_norm_is_allowed_microbatches_under_changed() -> None:

@@ -26,3 +26,22 @@ def forward_ad_level() -> int:
 def sequence_nr_of(node: Any) -> int:
     """Return the sequence number of an autograd node: the value of `get_sequence_nr` before it was made."""
     return int(node._sequence_nr())
+
+
+Hooks = tuple[list[Any], list[Any]]
+
+
+def tensor_hooks(tensor: torch.Tensor) -> Hooks:
+    """Return the hooks of a tensor's gradient: those that see it, and those that are called when it is there."""
+    accumulated = getattr(tensor, "_post_accumulate_grad_hooks", None)
+    return list((tensor._backward_hooks or {}).values()), list((accumulated or {}).values())
+
+
+def add_tensor_hooks(tensor: torch.Tensor, hooks: Hooks) -> None:
+    """Give a tensor hooks as `tensor_hooks` returns them, unless it has some."""
+    if any(tensor_hooks(tensor)):
+        return
+    for hook in hooks[0]:
+        tensor.register_hook(hook)
+    for hook in hooks[1]:
+        tensor.register_post_accumulate_grad_hook(hook)

@@ -16,7 +16,7 @@ from torch._C import _functorch
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
 from torch._prims_common import suggest_memory_format as suggest_memory_format
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode as TorchFunctionMode
 from torch.utils import _python_dispatch
 from torch.utils._device import DeviceContext as DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode

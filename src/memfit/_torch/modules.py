@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules import batchnorm, dropout, instancenorm
+from torch.nn.modules import module as _module
 
 from memfit._torch.replacement import replaced
 
@@ -39,6 +40,12 @@ all_forward_hooks: Callable[[nn.Module], tuple[MutableMapping[int, Any], ...]] =
 """A module's forward hooks, and the notes about some of them by the same numbers."""
 compiled_call: Callable[[nn.Module], Callable[..., Any] | None] = operator.attrgetter("_compiled_call_impl")
 """The function that a module's call runs after `Module.compile`; None without it."""
+
+
+def hooks_of_all_modules() -> list[Callable[..., Any]]:
+    """Return the hooks that run with the forward and backward passes of all modules."""
+    named = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
+    return [hook for name in named for hook in getattr(_module, f"_global_{name}").values()]
 
 
 def set_forward_hooks(module: nn.Module, hooks: Any, pre_hooks: Any) -> None:

@@ -1,10 +1,12 @@
 """Storages, versions and parts of tensors."""
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 storage_key: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
 """The address of a storage's own record, the same for every tensor that aliases it; fake storages have one too."""
@@ -28,3 +30,37 @@ sparse_values: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor._values
 nested_sizes: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor._nested_tensor_size
 is_zerotensor: Callable[[torch.Tensor], bool] = torch.Tensor._is_zerotensor
 make_wrapper_subclass: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
+
+
+def _dispatches(kind: type) -> bool:
+    own = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__  # type: ignore[attr-defined]
+    return own and not issubclass(kind, FakeTensor)
+
+
+dispatches: Callable[[Any], bool] = functools.cache(_dispatches)
+"""Tells whether a class of tensors says by itself what operators do: what its tensors hold is its own affair."""
+
+
+def _is_wrapper(kind: type) -> bool:
+    known = all(callable(getattr(kind, f"__tensor_{way}__", None)) for way in ("flatten", "unflatten"))
+    return issubclass(kind, torch.Tensor) and known and dispatches(kind)
+
+
+is_wrapper: Callable[[Any], bool] = functools.cache(_is_wrapper)
+"""Tells whether tensors of a class hold their memory in inner tensors, which PyTorch's protocol names."""
+
+
+def inner_tensors(tensor: Any) -> dict[str, torch.Tensor]:
+    """Return the inner tensors of a tensor of such a class, by name."""
+    return {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
+
+
+def context_of(tensor: Any) -> Any:
+    """Return what a tensor of such a class is made of beside its inner tensors."""
+    return tensor.__tensor_flatten__()[1]
+
+
+def rewrapped(tensor: Any, inner: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return a tensor of such a class around other inner tensors."""
+    made: torch.Tensor = type(tensor).__tensor_unflatten__(inner, context_of(tensor), tensor.size(), tensor.stride())
+    return made

@@ -1,221 +1,391 @@
-"""Modules and tensors outside the model that a step's code refers to, and copies of code that refer to copies of them.
+"""What a step's code refers to beside its model, optimizer and batch, and copies that refer to copies of it.
 
 `copy.deepcopy` shares functions with the original, and so their closures and globals: a teacher in the closure of a
-loss function, the object whose method the loss is. A copied step needs copies of these: they take memory, move to a
-device, and memfit must not write to the user's own.
+loss function, the object whose method the loss is, the average of the weights that a hook of the optimizer keeps. And
+classes leave things out of their copies: `torch.optim.Optimizer` its hooks, parameters theirs. A copied step needs
+copies of all of these: they take memory, move to a device, and memfit must not write to the user's own. It also has
+copies of the containers that the user's code may write to: a memory that the first step fills.
 
-State that code reaches in another way, such as by a function that the model's `forward` calls, is shared.
+Other objects that hold no tensors, and lead to none, are shared. So are attributes of classes, but for those that a
+copy can have of its own, and what only C holds.
 """
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import copy
 import functools
 import inspect
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import graph as autograd_graph
 from torch.utils.weak import WeakIdKeyDictionary
 
-from memfit._torch.replacement import replaced
+from memfit._torch.autograd import add_tensor_hooks, tensor_hooks
+from memfit._torch.modules import hooks_of_all_modules
+from memfit._torch.optim import hooks_of_all
 from memfit.batch import parts_of
-from memfit.held_state import ATOMS, MOST_ITEMS, cells_of, globals_of, is_followed, is_object
-from memfit.workload import Workload
+from memfit.capture.object_graph import ITEMS, MAPPINGS, Graph, attributes, base_of, contents_of, is_variable
+from memfit.held_state import MOST_ITEMS, globals_of, is_followed, is_object, names_in
+from memfit.workload import Workload, tensors_of
 
-_DEEPEST = 3  # levels of objects that hold objects
-_REGISTERED = {"_parameters", "_buffers", "_modules"}
-_LEAVES = (*ATOMS, types.ModuleType, types.BuiltinFunctionType, type)
-_Held = nn.Module | torch.Tensor
+_IMMUTABLE = (tuple, frozenset, types.MethodType, types.BuiltinFunctionType, weakref.ref, functools.partial)
+_CONTAINERS = (list, dict, set, collections.deque)
+_INSTALLED = "site-packages"
+_BOUND = "_memfit_runs_copies_of_hooks"
 _models: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Modules and parameters of the user's models that a rebound loss function still refers to."""
 
 
+def graph_of(workload: Workload) -> tuple[Graph, int]:
+    """Return what can be reached from a workload's model, optimizer and loss function, and from hooks of all steps.
+
+    The number tells how many objects are reached without the loss function; those after them are the loss's alone.
+    """
+    own = {id(value) for value in (*workload.model.modules(), *workload.model.parameters())}
+    hooks = hooks_of_all_modules()
+    if not hasattr(vars(workload.optimizer).get("step"), _BOUND):
+        hooks += [hook for each in hooks_of_all() for hook in each.values()]
+    graph = Graph([workload.model, workload.optimizer, *hooks], ends=lambda v: id(v) not in own and _is_kept(v))
+    count = len(graph.nodes)
+    graph.add([workload.loss_fn])
+    return graph, count
+
+
+def _is_kept(value: Any) -> bool:
+    return isinstance(value, nn.Module | torch.Tensor) and value in _models
+
+
 class Rebinding:
-    """Copies of functions and objects that refer to the copies of one copied workload.
+    """Copies of all that a graph's objects refer to, where some have copies.
 
     Args:
-        memo: The memo of `copy.deepcopy`: the copies of the model's, optimizer's and batch's objects, by `id`.
-        copied: Returns the copy of a module or a tensor from outside.
+        graph: The originals.
+        memo: The memo of `copy.deepcopy`: the copies of modules, tensors, the optimizer and what they hold, by `id`.
+        apart: How many of the graph's objects are not the loss function's alone.
+        model: The original model. The loss function's own references to it stay: the copied model reaches the loss as
+            an argument.
     """
 
-    def __init__(self, memo: dict[int, Any], copied: Callable[[Any], Any]) -> None:
-        self._memo, self._copied = memo, copied
-        self._own = frozenset(memo)
-        self._copies = set(map(id, memo.values()))
-        # External originals and their stand-ins, by `id`: the originals are held, so that no `id` is reused.
-        self._stand_ins: dict[int, tuple[Any, Any]] = {}
-        self._keeps_model = False
+    def __init__(self, graph: Graph, memo: dict[int, Any], apart: int, model: nn.Module) -> None:
+        self._graph, self._memo = graph, memo
+        self._of_loss = set(list(graph.nodes)[apart:])
+        self._stays = {id(value) for value in (*model.modules(), *model.parameters())}
+        self._made: dict[int, Any] = {}
+        self._globals: dict[int, dict[str, Any]] = {}
+        self._modules: dict[int, types.ModuleType] = {}
+        targets = [own for own in graph.nodes if own in memo] + _written_to(graph)
+        self._needed = graph.reaching(targets, lambda parent, child: parent in self._of_loss and child in self._stays)
 
-    def model(self, model: nn.Module) -> None:
-        """Rebind the functions, methods and weak references of a copied model's modules."""
-        for module in model.modules():
-            for name, value in list(vars(module).items()):
-                if name not in _REGISTERED:
-                    rebound = self._within(value)
-                    if rebound is not value:
-                        module.__dict__[name] = rebound
-            self._forward(module)
+    def complete(self) -> None:
+        """Have all copies refer to copies, and hold what their originals do."""
+        needed = [(own, value) for own, value in self._graph.nodes.items() if own in self._needed]
+        late = []
+        for own, value in needed:
+            new = self._copy(value)
+            if new is value or isinstance(value, _IMMUTABLE) or not (_is_alike(value, new)):
+                continue
+            if isinstance(value, (*MAPPINGS, set)):  # of keys that have their attributes by then
+                late.append((own, value, new))
+            else:
+                self._fill(value, new, own in self._of_loss)
+        for own, value, new in late:
+            self._fill(value, new, own in self._of_loss)
 
-    def _forward(self, module: nn.Module) -> None:
-        """Rebind a module's `forward`, where it names modules or tensors."""
-        code = vars(module).get("forward", inspect.getattr_static(type(module), "forward", None))
-        function = code.__func__ if isinstance(code, types.MethodType) and code.__self__ is module else code
-        if not isinstance(function, types.FunctionType) or not is_followed(function):
-            return
-        named = (*globals_of(function).values(), *cells_of(function).values())
-        if any(isinstance(value, _Held) for value in named) and (rebound := self._of(function)) is not function:
-            module.__dict__["forward"] = types.MethodType(rebound, module)
+    def of(self, value: Any, by_loss: bool = True) -> Any:
+        """Return the copy of a value, or the value itself where it needs none.
 
-    def loss(self, loss_fn: Any) -> Any:
-        """Return a loss function that refers to copies of external modules and tensors, and to the original model.
-
-        The copied model reaches it as an argument.
+        Args:
+            by_loss: Whether the loss function alone refers to it.
         """
-        with replaced(self, "_keeps_model", True):
-            return self._of(loss_fn)
+        own = id(value)
+        if own not in self._needed:
+            return value
+        if by_loss and own in self._stays:
+            _models[value] = None
+            return value
+        return self._copy(value)
 
-    def _within(self, value: Any) -> Any:
-        """Return a rebound value of a copy's attribute; its lists and dictionaries change in place."""
+    def _copy(self, value: Any) -> Any:
+        own = id(value)
+        if own not in self._made:
+            if isinstance(value, _IMMUTABLE):
+                self._made[own] = self._rebuilt(value, own in self._of_loss)
+            elif own in self._memo:
+                self._made[own] = self._memo[own]
+            else:
+                self._made[own] = self._empty(value)
+        return self._made[own]
+
+    def _rebuilt(self, value: Any, by_loss: bool) -> Any:
+        """Return an immutable value made of copies."""
+
+        def of(inner: Any) -> Any:
+            return self.of(inner, by_loss)
+
+        if isinstance(value, types.MethodType):
+            return types.MethodType(of(value.__func__), of(value.__self__))
+        if isinstance(value, types.BuiltinFunctionType):
+            return getattr(of(value.__self__), value.__name__)
         if isinstance(value, weakref.ref):
-            target = self._of(value()) if isinstance(value(), _Held) else None
-            return value if target is None or target is value() else weakref.ref(target)
-        if isinstance(value, dict):
-            for key, inner in list(value.items()):
-                if (rebound := self._within(inner)) is not inner:
-                    value[key] = rebound
-        elif isinstance(value, list):
-            for position, inner in enumerate(value):
-                if (rebound := self._within(inner)) is not inner:
-                    value[position] = rebound
-        elif type(value) is tuple:
-            items = tuple(self._within(inner) for inner in value)
-            return value if _are_same(items, value) else items
-        elif isinstance(value, (types.FunctionType, functools.partial)):
-            return self._of(value)
+            return weakref.ref(of(value())) if type(value) is weakref.ref else value
+        if isinstance(value, functools.partial):
+            arguments = {name: of(inner) for name, inner in value.keywords.items()}
+            return type(value)(of(value.func), *map(of, value.args), **arguments)
+        if isinstance(value, frozenset):
+            return type(value)(self._item(inner, by_loss) for inner in frozenset.__iter__(value))
+        made = tuple.__new__(type(value), [of(inner) for inner in tuple.__iter__(value)])
+        for name, inner in attributes(value).items():
+            object.__setattr__(made, name, of(inner))
+        return made
+
+    def _empty(self, value: Any) -> Any:
+        """Return an object of a value's kind that is to be filled; the value itself where none can be made."""
+        kind: Any = type(value)
+        if isinstance(value, types.FunctionType):
+            return self._empty_function(value)
+        if isinstance(value, types.CellType):
+            return types.CellType()
+        if isinstance(value, functools._lru_cache_wrapper):
+            made = functools.lru_cache(**value.cache_parameters())(self.of(value.__wrapped__, False))
+            return functools.update_wrapper(made, value.__wrapped__)
+        if is_variable(value):
+            return autograd_graph.get_gradient_edge(self.of(value.variable, False)).node
+        if isinstance(value, collections.deque):
+            made = kind.__new__(kind)
+            collections.deque.__init__(made, maxlen=value.maxlen)
+            return made
+        with contextlib.suppress(Exception):
+            if hasattr(kind, "__del__") or not (
+                base_of(kind) in (object, dict, list, set) or isinstance(value, MAPPINGS)
+            ):
+                return value
+            base: Any = base_of(kind)
+            made = base.__new__(kind)
+            if isinstance(value, collections.defaultdict):
+                made.default_factory = value.default_factory
+            elif isinstance(value, MAPPINGS) and not isinstance(value, dict):
+                kind.__init__(made)
+            return made
         return value
 
-    def _of(self, value: Any, depth: int = 0) -> Any:
-        """Return the stand-in for a value that code refers to; the value itself, where nothing in it is copied."""
-        if isinstance(value, _LEAVES) or (id(value) in self._copies and id(value) not in self._own):
-            return value
-        if id(value) in self._own:
-            if isinstance(value, nn.Module | nn.Parameter) and self._keeps_model:
-                _models[value] = None
-                return value
-            return self._memo[id(value)]
-        if id(value) not in self._stand_ins:
-            self._stand_ins[id(value)] = value, value  # ends the recursion of code that refers to itself
-            self._stand_ins[id(value)] = value, self._copy(value, depth)
-        return self._stand_ins[id(value)][1]
+    def _empty_function(self, function: types.FunctionType) -> types.FunctionType:
+        around = function.__globals__
+        if is_followed(function) and self._names_copied(function):
+            around = self._globals.setdefault(id(around), dict(around))
+        cells = tuple(self.of(cell, False) for cell in function.__closure__ or ())
+        made = types.FunctionType(function.__code__, around, function.__name__, None, cells or None)
+        made.__qualname__, made.__module__ = function.__qualname__, function.__module__
+        made.__annotations__, made.__doc__ = function.__annotations__, function.__doc__
+        return made
 
-    def _copy(self, value: Any, depth: int) -> Any:
-        if isinstance(value, _Held):
-            copied = self._copied(value)
-            self._copies.update(map(id, self._memo.values()))
-            return copied
+    def _names_copied(self, function: types.FunctionType) -> bool:
+        """Tell whether a function names a global, or a value of a Python module, that has a copy."""
+        named, names = list(globals_of(function).values()), names_in(function)
+        for module in [value for value in named if isinstance(value, types.ModuleType) and is_followed(value)]:
+            named += [vars(module)[name] for name in names & vars(module).keys()]
+        stays = self._stays if id(function) in self._of_loss else set()
+        return any(id(value) in self._needed and id(value) not in stays for value in named)
+
+    def _replaced_globals(self, function: types.FunctionType) -> dict[str, Any]:
+        """Return the globals that a function names and a copy of it has copies of."""
+        by_loss, names, found = id(function) in self._of_loss, names_in(function), {}
+        for name, value in globals_of(function).items():
+            if isinstance(value, types.ModuleType) and is_followed(value):
+                new: Any = self._module(value, names, by_loss)
+            else:
+                new = value if isinstance(value, type) else self.of(value, by_loss)
+            if new is not value:
+                found[name] = new
+        return found
+
+    def _module(self, module: types.ModuleType, names: frozenset[str], by_loss: bool) -> types.ModuleType:
+        """Return a Python module with copies of the values that code names in it; itself, where none has a copy."""
+        named = {name: vars(module)[name] for name in names & vars(module).keys()}
+        changed = {name: new for name, value in named.items() if (new := self.of(value, by_loss)) is not value}
+        if not changed:
+            return module
+        made = self._modules.get(id(module))
+        if made is None:
+            made = self._modules[id(module)] = types.ModuleType(module.__name__)
+            vars(made).update(vars(module))
+        vars(made).update(changed)
+        return made
+
+    # What a copy holds
+
+    def _fill(self, value: Any, new: Any, by_loss: bool) -> None:
+        """Have a copy hold what its original holds."""
         if isinstance(value, types.FunctionType):
-            return self._function(value, depth)
-        if isinstance(value, types.MethodType):
-            owner = self._of(value.__self__, depth)
-            return value if owner is value.__self__ else types.MethodType(value.__func__, owner)
-        if isinstance(value, functools.partial):
-            given = [self._of(a, depth) for a in (value.func, *value.args)]
-            named = {key: self._of(a, depth) for key, a in value.keywords.items()}
-            is_same = _are_same([*given, *named.values()], [value.func, *value.args, *value.keywords.values()])
-            return value if is_same else functools.partial(given[0], *given[1:], **named)
-        if type(value) in (list, tuple) and len(value) <= MOST_ITEMS:
-            items = [inner if isinstance(inner, torch.Tensor) else self._of(inner, depth) for inner in value]
-            return value if _are_same(items, value) else type(value)(items)
-        if type(value) is dict and len(value) <= MOST_ITEMS:
-            entries = {k: v if isinstance(v, torch.Tensor) else self._of(v, depth) for k, v in value.items()}
-            return value if _are_same(entries.values(), value.values()) else entries
-        return self._object(value, depth + 1) if depth < _DEEPEST and _is_looked_into(value) else value
+            new.__defaults__ = tuple(self.of(v, by_loss) for v in value.__defaults__ or ()) or None
+            named = value.__kwdefaults__ or {}
+            new.__kwdefaults__ = {name: self.of(v, by_loss) for name, v in named.items()} or None
+            vars(new).update({name: self.of(v, by_loss) for name, v in vars(value).items()})
+            if new.__globals__ is not value.__globals__:
+                new.__globals__.update(self._replaced_globals(value))
+        elif isinstance(value, types.CellType):
+            for content in contents_of(value):
+                new.cell_contents = self.of(content, by_loss)
+        elif isinstance(value, torch.Tensor):
+            self._fill_attributes(value, new, by_loss)
+            if new.requires_grad:
+                seen, accumulated = ([self.of(hook, by_loss) for hook in hooks] for hooks in tensor_hooks(value))
+                add_tensor_hooks(new, (seen, accumulated))
+        else:
+            if isinstance(value, MAPPINGS):
+                self._fill_mapping(value, new, by_loss)
+            elif isinstance(value, ITEMS):
+                self._fill_items(value, new, by_loss)
+            self._fill_attributes(value, new, by_loss)
 
-    def _function(self, function: types.FunctionType, depth: int) -> types.FunctionType:
-        """Return a function with rebound cells, default arguments and globals; itself, where none changes."""
-        defaults, named = function.__defaults__ or (), function.__kwdefaults__ or {}
-        cells = function.__closure__ or ()
-        new_cells = [self._cell(cell, depth) for cell in cells]
-        new_defaults = [self._of(value, depth) for value in defaults]
-        new_named = {key: self._of(value, depth) for key, value in named.items()}
-        known = globals_of(function) if is_followed(function) else {}
-        changed = {key: new for key, value in known.items() if (new := self._of(value, depth)) is not value}
-        old = [*cells, *defaults, *named.values()]
-        if not changed and _are_same([*new_cells, *new_defaults, *new_named.values()], old):
-            return function
-        around = {**function.__globals__, **changed} if changed else function.__globals__
-        rebound = types.FunctionType(
-            function.__code__, around, function.__name__, tuple(new_defaults) or None, tuple(new_cells) or None
-        )
-        rebound.__kwdefaults__, rebound.__qualname__ = new_named or None, function.__qualname__
-        rebound.__module__ = function.__module__
-        rebound.__dict__.update(function.__dict__)
-        return rebound
+    def _fill_mapping(self, value: Any, new: Any, by_loss: bool) -> None:
+        base: Any = next(kind for kind in (collections.OrderedDict, *MAPPINGS) if isinstance(value, kind))
+        held, original = list(base.items(new)), list(base.items(value))
+        wanted = [(self._item(k, by_loss), self.of(v, by_loss)) for k, v in original]
+        if held and len(held) != len(original):
+            return  # as the class's own way of copying has it
+        if held:
+            pairs = zip(held, original, wanted, strict=True)
+            wanted = [tuple(w if self._is_stale(h, v) else h for h, v, w in zip(*each, strict=True)) for each in pairs]
+        if not _are_same(wanted, held):
+            base.clear(new)
+            for key, inner in wanted:
+                base.__setitem__(new, key, inner)
 
-    def _cell(self, cell: types.CellType, depth: int) -> types.CellType:
-        try:
-            content = self._of(cell.cell_contents, depth)
-        except ValueError:  # empty yet
-            return cell
-        return cell if content is cell.cell_contents else types.CellType(content)
+    def _fill_items(self, value: Any, new: Any, by_loss: bool) -> None:
+        base: Any = next(kind for kind in ITEMS if isinstance(value, kind))
+        wanted, held = [self._item(inner, by_loss) for inner in base.__iter__(value)], list(base.__iter__(new))
+        if base is set:
+            set.clear(new)
+            set.update(new, wanted)
+            return
+        if held and len(held) != len(wanted):
+            return  # as the class's own way of copying has it
+        if held:
+            pairs = zip(held, base.__iter__(value), wanted, strict=True)
+            wanted = [w if self._is_stale(h, v) else h for h, v, w in pairs]
+        base.clear(new)
+        base.extend(new, wanted)
 
-    def _object(self, value: Any, depth: int) -> Any:
-        """Return a shallow copy of an object, with rebound attributes; the object, where none changes."""
-        new = {name: self._of(held, depth) for name, held in vars(value).items()}
-        if _are_same(new.values(), vars(value).values()):
-            return value
-        rebound = copy.copy(value)
-        rebound.__dict__.update(new)  # frozen dataclasses refuse `setattr`
-        return rebound
+    def _fill_attributes(self, value: Any, new: Any, by_loss: bool) -> None:
+        held = attributes(new)
+        for name, inner in attributes(value).items():
+            wanted = self.of(inner, by_loss)
+            if name in held and not self._is_stale(held[name], inner):
+                continue
+            if name not in held and wanted is inner and isinstance(inner, (dict, list, set)):
+                wanted = copy.copy(inner)
+            if wanted is not held.get(name, self):
+                if name in getattr(value, "__dict__", ()):
+                    new.__dict__[name] = wanted
+                else:
+                    object.__setattr__(new, name, wanted)  # a slot, of frozen classes too
+        if hasattr(new, "__dict__") and not isinstance(value, torch.Tensor):
+            self._fill_from_class(value, new, by_loss)
+
+    def _fill_from_class(self, value: Any, new: Any, by_loss: bool) -> None:
+        """Give a copy its own of its class's values and methods, where these refer to what has copies."""
+        kind = type(value)
+        if kind not in self._graph.methods:
+            return
+        named = {name for base in kind.__mro__ if is_followed(base) for name in vars(base)}
+        for name in named - vars(new).keys():
+            held = inspect.getattr_static(kind, name)
+            code = held.__func__ if isinstance(held, staticmethod) else held
+            if id(code) in self._needed and not name.startswith("__"):
+                made = self.of(code, by_loss)
+                vars(new)[name] = types.MethodType(made, new) if isinstance(held, types.FunctionType) else made
+
+    def _is_stale(self, held: Any, original: Any) -> bool:
+        """Tell whether what a copy holds is to be replaced: the original, an earlier copy, or nothing of something."""
+        if held is original or (id(original) in self._memo and held is self._memo[id(original)]):
+            return True
+        is_nothing = held is None or (isinstance(held, (dict, list, set, tuple)) and not held)
+        return is_nothing and original is not None and bool(isinstance(original, (*ITEMS, *MAPPINGS)) and len(original))
+
+    def _item(self, value: Any, by_loss: bool) -> Any:
+        """Return the copy of a key or an item; of an object's `id` that of its copy."""
+        if type(value) is int and value in self._needed:
+            return id(self.of(self._graph.nodes[value], False))
+        return self.of(value, by_loss)
+
+    def bind_hooks_of_all(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have a copied optimizer's steps run copies of the hooks of all optimizers, where these have any."""
+        hooks = [{number: self.of(hook, False) for number, hook in each.items()} for each in hooks_of_all()]
+        if all(
+            hook is each[number]
+            for made, each in zip(hooks, hooks_of_all(), strict=True)
+            for number, hook in made.items()
+        ):
+            return
+        own: Any = optimizer.step
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            with _entries_replaced(hooks):
+                return own(*args, **kwargs)
+
+        setattr(step, _BOUND, True)
+        optimizer.step = step  # type: ignore[method-assign]
+
+
+def _written_to(graph: Graph) -> list[int]:
+    """Return the `id`s of containers that a user's code may write to: of closures, arguments, globals and objects."""
+    found: dict[int, None] = {}
+    for own, children in graph.children.items():
+        holder = graph.nodes[own]
+        code = getattr(holder, "__code__", None)
+        is_held = isinstance(holder, (types.CellType, functools.partial, types.BuiltinFunctionType))
+        if is_held or (code is not None and _INSTALLED not in code.co_filename) or is_object(holder):
+            found.update((id(child), None) for child in children if isinstance(child, _CONTAINERS))
+    waiting = list(found)
+    while waiting:
+        inner = graph.children.get(waiting.pop(), [])
+        more = [id(child) for child in inner if isinstance(child, _CONTAINERS)] if len(inner) <= MOST_ITEMS else []
+        waiting += [own for own in more if own not in found]
+        found.update(dict.fromkeys(more))
+    return [own for own in found if own in graph.nodes]
+
+
+def _is_alike(value: Any, new: Any) -> bool:
+    """Tell whether a copy is of its original's class, or a tensor as that is."""
+    return type(value) is type(new) or (isinstance(value, torch.Tensor) and isinstance(new, torch.Tensor))
+
+
+def _are_same(new: list[Any], old: list[Any]) -> bool:
+    return len(new) == len(old) and all(
+        a is b for each in zip(new, old, strict=True) for a, b in zip(*each, strict=True)
+    )
+
+
+@contextlib.contextmanager
+def _entries_replaced(hooks: list[dict[int, Any]]) -> Iterator[None]:
+    """Have optimizers run other hooks of all optimizers, until the context is left."""
+    before = [dict(each) for each in hooks_of_all()]
+    for each, made in zip(hooks_of_all(), hooks, strict=True):
+        each.update(made)
+    try:
+        yield
+    finally:
+        for each, was in zip(hooks_of_all(), before, strict=True):
+            each.update(was)
 
 
 def external_tensors(workload: Workload) -> list[torch.Tensor]:
-    """Return the dense tensors that a step's code refers to beside parameters, buffers and the batch.
+    """Return the dense tensors that a step's code refers to beside parameters, buffers, optimizer state and the batch.
 
-    They are of modules and tensors outside the model, and of plain attributes of its modules: in lists, in objects, in
-    modules that are not registered. The user's own model is left out: its copy takes its place.
+    They are of modules and tensors outside the model, of plain attributes of its modules, of hooks: in containers, in
+    objects, in modules that are not registered. The user's own model is left out: its copy takes its place.
     """
-    external: list[Any] = []
-
-    def seen(value: Any) -> Any:
-        external.append(value)
-        return value
-
-    modules = list(workload.model.modules())
-    own = [*modules, *workload.model.parameters(), *workload.model.buffers()]
-    code = Rebinding({id(value): value for value in own}, seen)
-    code.model(workload.model)
-    code.loss(workload.loss_fn)
-    known = set(map(id, own))
-    attributes = [v for module in modules for name, v in vars(module).items() if name not in _REGISTERED]
-    tensors = [t for value in (*attributes, *external) for t in _tensors_in(value, known)]
-    return [part for tensor in tensors for part in parts_of(tensor)]
-
-
-def _tensors_in(value: Any, known: set[int], depth: int = 0) -> Iterator[torch.Tensor]:
-    """Yield the tensors within a value, its modules' included; known values are left out."""
-    if isinstance(value, _LEAVES) or id(value) in known or (isinstance(value, _Held) and value in _models):
-        return
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (nn.Module, list, tuple, dict)) or (depth < _DEEPEST and _is_looked_into(value)):
-        known.add(id(value))
-        is_container = isinstance(value, (list, tuple, dict))
-        inside = value if is_container else vars(value)
-        for inner in inside.values() if isinstance(inside, dict) else inside:
-            yield from _tensors_in(inner, known, depth + (not is_container))
-
-
-def _is_looked_into(value: Any) -> bool:
-    """Tell whether a value's attributes are searched: objects of the user's classes or of memfit's."""
-    if isinstance(value, nn.Module):
-        return False
-    return is_object(value) or (hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] == "memfit")
-
-
-def _are_same(new: Iterable[Any], old: Iterable[Any]) -> bool:
-    return all(a is b for a, b in zip(new, old, strict=True))
+    graph, _ = graph_of(workload)
+    groups = workload.optimizer.param_groups
+    own = [*workload.model.parameters(), *workload.model.buffers(), *(p for group in groups for p in group["params"])]
+    known = {id(tensor) for tensor in [*own, *tensors_of([workload.batch, workload.batches])]}
+    known |= {id(tensor) for tensor in tensors_of([list(workload.optimizer.state.values()), groups])}
+    external = [t for t in graph.tensors() if id(t) not in known and not _is_kept(t)]
+    return [part for tensor in external for part in parts_of(tensor)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,12 +16,12 @@ from torch.overrides import TorchFunctionMode
 from memfit._torch.fake import FakeTensor, FakeTensorMode
 from memfit._torch.fake_cache import CachedFakeTensorMode
 from memfit._torch.replacement import replaced
-from memfit._torch.tensors import storage_key_of
+from memfit._torch.tensors import dispatches, inner_tensors, is_wrapper, rewrapped, storage_key_of
 from memfit.batch import is_uncut, packed_in
 from memfit.capture.deep_copies import copied
-from memfit.capture.external_state import Rebinding
+from memfit.capture.external_state import Rebinding, graph_of
 from memfit.capture.known_values import KnownValues
-from memfit.capture.subclasses import as_class_of
+from memfit.capture.subclasses import as_class_of, parameter_of
 from memfit.capture.user_state import UserState
 from memfit.errors import MemfitError, WorkloadError
 from memfit.rng import rng_preserved
@@ -41,11 +42,7 @@ class _ConvertTensors(TorchFunctionMode):
         if func is not torch.Tensor.__deepcopy__:
             return func(*args, **(kwargs or {}))
         tensor, memo = args
-        if id(tensor) not in memo:
-            new = self.convert(tensor.detach() if not tensor.is_leaf else tensor)
-            _keep_attributes(new, tensor)
-            memo[id(tensor)] = as_class_of(new, tensor, memo)
-        return memo[id(tensor)]
+        return _converted(tensor, memo, self.convert)
 
 
 def _convert_workload(workload: Workload, convert: Convert) -> Workload:
@@ -66,39 +63,52 @@ def _converted_parts(
     workload: Workload, convert: Convert
 ) -> tuple[nn.Module, torch.optim.Optimizer, Any, Callable[..., Any]]:
     memo: dict[int, Any] = {}
-    held = [*workload.model.parameters(), *(p for g in workload.optimizer.param_groups for p in g["params"])]
-    for parameter in held:
-        _converted_parameter(parameter, memo, convert)
     for packed in packed_in(workload.batch):  # PyTorch's C++ reads its lengths, on the CPU
         memo[id(packed.batch_sizes)] = packed.batch_sizes.clone()
 
     def deep_copied(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
-        return _converted_parameter(parameter, memo, convert)
+        return _converted(parameter, memo, convert)  # type: ignore[return-value]
 
-    # Parameters of external modules are converted too, whose cloning no mode sees.
+    graph, apart = graph_of(workload)
+    for tensor in graph.tensors():  # whatever their classes make of `copy.deepcopy`
+        _converted(tensor, memo, convert)
+    # Parameters that were made meanwhile are converted too, whose cloning no mode sees.
     with _ConvertTensors(convert), replaced(nn.Parameter, "__deepcopy__", deep_copied):
-        model = copy.deepcopy(workload.model, memo)
-        optimizer = _copy_of_optimizer(workload.optimizer, memo)
         batch = copy.deepcopy(workload.batch, memo)
-        rebinding = Rebinding(memo, lambda value: copied(lambda: copy.deepcopy(value, memo)))
-        rebinding.model(model)
-        loss_fn = rebinding.loss(workload.loss_fn)
+        for value in graph.nodes.values():
+            if isinstance(value, nn.Module | torch.optim.Optimizer):
+                copied(functools.partial(copy.deepcopy, value, memo))
+        rebinding = Rebinding(graph, memo, apart, workload.model)
+        rebinding.complete()
+        model, optimizer = rebinding.of(workload.model, False), rebinding.of(workload.optimizer, False)
+        rebinding.bind_hooks_of_all(optimizer)
+        loss_fn = rebinding.of(workload.loss_fn)
     return model, optimizer, batch, loss_fn
 
 
-def _converted_parameter(parameter: nn.Parameter, memo: dict[int, Any], convert: Convert) -> nn.Parameter:
-    if id(parameter) not in memo:
-        new = memo[id(parameter)] = nn.Parameter(convert(parameter.detach()), requires_grad=parameter.requires_grad)
-        _keep_attributes(new, parameter)
-    converted: nn.Parameter = memo[id(parameter)]
-    return converted
-
-
-def _keep_attributes(new: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Copy plain attributes of the original to a converted tensor: labels that an optimizer may read."""
-    for name, value in vars(tensor).items():
-        if not hasattr(new, name) and isinstance(value, str | int | float | tuple | list | dict | None):
-            setattr(new, name, value)
+def _converted(tensor: torch.Tensor, memo: dict[int, Any], convert: Convert) -> torch.Tensor:
+    """Return the converted tensor that stands for a tensor: of its class, a parameter where that is one."""
+    if id(tensor) in memo:
+        made: torch.Tensor = memo[id(tensor)]
+        return made
+    kind = type(tensor)
+    if is_wrapper(kind) and not is_uncut(tensor):
+        inner = {name: _converted(part, {}, convert) for name, part in inner_tensors(tensor).items()}
+        new = rewrapped(tensor, inner).requires_grad_(tensor.requires_grad)
+    elif dispatches(kind) and not is_uncut(tensor):
+        raise WorkloadError(
+            f"Workload holds a tensor of the class {kind.__qualname__}, which does by itself what operators do and has"
+            " no __tensor_flatten__ and __tensor_unflatten__: memfit can't see what it holds. Give plain tensors, or"
+            " add the two methods to the class"
+        )
+    else:
+        new = convert(tensor.detach() if isinstance(tensor, nn.Parameter) or not tensor.is_leaf else tensor)
+    if isinstance(tensor, nn.Parameter):
+        memo[id(tensor)] = parameter_of(kind, new, tensor.requires_grad)
+    else:
+        memo[id(tensor)] = as_class_of(new, tensor, memo)
+    made = memo[id(tensor)]
+    return made
 
 
 def _of_parts(tensor: torch.Tensor, convert: Convert) -> torch.Tensor:
@@ -111,16 +121,6 @@ def _of_parts(tensor: torch.Tensor, convert: Convert) -> torch.Tensor:
         )
     indices, values = (convert(part) for part in parts(tensor))
     return assembled(indices, values, tensor.shape, tensor.is_coalesced()).requires_grad_(tensor.requires_grad)
-
-
-def _copy_of_optimizer(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:
-    """Return a deep copy, with the attributes that `torch.optim.Optimizer` leaves out of copies."""
-    copied = copy.deepcopy(optimizer, memo)
-    for name, value in vars(optimizer).items():
-        is_bound = callable(value) and hasattr(type(optimizer), name)  # a scheduler's, bound to the original
-        if name not in vars(copied) and not is_bound:
-            setattr(copied, name, copy.deepcopy(value, memo))
-    return copied
 
 
 def real_copy(workload: Workload, device: torch.device | None = None) -> Workload:
@@ -205,7 +205,9 @@ def fake_copy(workload: Workload, values: KnownValues, device: torch.device | No
         values: Receives the values of its integers; its mode is the copy's.
         device: The device of the copy's tensors; None for the tensors' own devices.
     """
-    held = tensors_of([list(workload.optimizer.state.values()), workload.optimizer.param_groups])
+    graph, _ = graph_of(workload)
+    optimizers = [value for value in graph.nodes.values() if isinstance(value, torch.optim.Optimizer)]
+    held = tensors_of([[list(each.state.values()), each.param_groups] for each in (workload.optimizer, *optimizers)])
     scalars = {id(t) for t in held if t.dim() == 0 and not t.requires_grad}
     return _convert_workload(workload, _Faker(values, device, scalars))
 

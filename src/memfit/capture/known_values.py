@@ -20,7 +20,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from memfit._torch.compilers import disable_dynamo
 from memfit._torch.dispatch import PassiveMode
-from memfit._torch.distributed import is_shared
 from memfit._torch.fake import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -32,7 +31,7 @@ from memfit._torch.foreach import supported_types
 from memfit._torch.operators import packet_of, schema_of
 from memfit._torch.pytree import tree_map
 from memfit._torch.replacement import replaced
-from memfit._torch.tensors import storage_key_of
+from memfit._torch.tensors import is_wrapper, storage_key_of
 from memfit.capture.draws import Extreme, random_output
 from memfit.capture.value_reads import Replay, Site, reading_site
 
@@ -119,7 +118,7 @@ class KnownValues(PassiveMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(map(is_shared, types)):
+        if any(map(is_wrapper, types)):
             return NotImplemented
         if func.namespace == "prim":  # most of all calls: queries, such as of a tensor's device
             return func(*args, **kwargs)

@@ -28,7 +28,7 @@ from memfit._torch.autograd import (
     top_saved_tensors_default_hooks,
 )
 from memfit._torch.dispatch import PassiveMode, current_mode_stack, get_unwrapped, is_functorch_wrapped_tensor
-from memfit._torch.distributed import is_shared, ranks_of
+from memfit._torch.distributed import ranks_of
 from memfit._torch.fake import FakeTensor, FakeTensorMode
 from memfit._torch.modules import (
     BatchNormBase,
@@ -41,7 +41,7 @@ from memfit._torch.modules import (
 from memfit._torch.operators import packet_of, schema_of
 from memfit._torch.pytree import tree_leaves
 from memfit._torch.replacement import replaced
-from memfit._torch.tensors import is_zerotensor, storage_key, storage_key_of
+from memfit._torch.tensors import is_wrapper, is_zerotensor, storage_key, storage_key_of
 from memfit.capture.accumulation import Accumulation
 from memfit.capture.call_states import CallStates
 from memfit.capture.kernel_outputs import grouped_product, kernel_outputs
@@ -289,9 +289,9 @@ class Recorder(PassiveMode):
         """Return the index of a tensor's storage, whose lifetime is recorded from now on.
 
         None for a tensor on another device, for zeros without memory, as forward-mode derivatives have them, and for a
-        sparse or sharded tensor, whose parts are observed.
+        sparse or wrapping tensor, whose parts are observed.
         """
-        if tensor.layout is not torch.strided or is_shared(type(tensor)):
+        if tensor.layout is not torch.strided or is_wrapper(type(tensor)):
             for part in parts(tensor):
                 self.observe(part, birth)
             return None
@@ -343,8 +343,8 @@ class Recorder(PassiveMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(map(is_shared, types)):
-            return NotImplemented  # they run operators on a rank's own parts, which come here again
+        if any(map(is_wrapper, types)):
+            return NotImplemented  # they run operators on the tensors that they wrap, which come here again
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # most of all calls, slow from mode to mode
         if func.namespace in _INCIDENTAL or self._is_paused:

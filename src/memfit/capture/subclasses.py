@@ -1,4 +1,7 @@
-"""Tensor subclasses in copies of a batch: kept where there is data, and imitated by fake tensors, which are plain.
+"""Tensor subclasses in copies: kept where there is data, and imitated by fake tensors.
+
+Subclasses of `nn.Parameter` (those of bitsandbytes) keep their class, with the class of fake tensors before it. Batches
+of other subclasses are of plain fake tensors that are marked.
 
 `torch.Tensor.__torch_function__` makes each result of a function the subclass by `as_subclass`, which is a view. Where
 an operator then writes in place, as `ReLU(inplace=True)` does, autograd keeps the base and copies its gradient
@@ -10,17 +13,46 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode, get_default_nowrap_functions
 
 from memfit._torch.dispatch import disabled_torch_function
-from memfit._torch.fake import FakeTensor
+from memfit._torch.fake import FakeTensor, FakeTensorMode
+from memfit._torch.tensors import inner_tensors, is_wrapper
 from memfit.capture.known_values import tensors_in
 
 _MARK = "_memfit_makes_subclasses"
+_OF_FAKE = frozenset(vars(FakeTensor(FakeTensorMode(), torch.empty(0, device="meta"), torch.device("cpu")))) | {
+    "_is_param",
+    _MARK,
+}
+
+
+def parameter_of(kind: type, tensor: torch.Tensor, requires_grad: bool) -> nn.Parameter:
+    """Return a tensor as a parameter of a class, made without the class's constructor."""
+    made: Any = nn.Parameter(tensor, requires_grad)
+    if kind is not nn.Parameter and issubclass(kind, nn.Parameter) and not is_wrapper(kind):
+        made.__class__ = _fake_kind(kind) if isinstance(made, FakeTensor) and not issubclass(kind, FakeTensor) else kind
+    return made  # type: ignore[no-any-return]
+
+
+def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return the attributes that code gave to a tensor, without those of fake tensors and inner tensors."""
+    own: Any = _OF_FAKE if isinstance(tensor, FakeTensor) else ("_is_param",)
+    if is_wrapper(type(tensor)):
+        own = {*own, *inner_tensors(tensor)}
+    return {name: value for name, value in vars(tensor).items() if name not in own}
+
+
+@functools.cache
+def _fake_kind(kind: type) -> type:
+    """Return the class of fake parameters that stand for those of a class."""
+    return type(kind.__name__, (FakeTensor, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
 
 
 def as_class_of(new: torch.Tensor, tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
@@ -39,7 +71,8 @@ def as_class_of(new: torch.Tensor, tensor: torch.Tensor, memo: dict[int, Any]) -
 
 def _converts(kind: Any) -> bool:
     """Tell whether functions of a class of tensors return tensors of that class."""
-    return kind is not torch.Tensor and kind.__torch_function__ is not disabled_torch_function
+    plain = kind is torch.Tensor or is_wrapper(kind)
+    return not plain and kind.__torch_function__ is not disabled_torch_function
 
 
 def aliasing(batch: Iterable[torch.Tensor]) -> contextlib.AbstractContextManager[Any]:

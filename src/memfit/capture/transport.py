@@ -13,6 +13,7 @@ import io
 import pickle
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, BinaryIO
 
@@ -21,10 +22,12 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
+from memfit._torch.autograd import add_tensor_hooks, tensor_hooks
 from memfit._torch.dispatch import get_cudnn_enabled, set_cudnn_enabled
 from memfit._torch.fake import FakeTensor, FakeTensorMode
-from memfit._torch.tensors import storage_key
+from memfit._torch.tensors import context_of, inner_tensors, is_wrapper, storage_key
 from memfit.capture.known_values import KnownValues, is_followed
+from memfit.capture.subclasses import attributes_of, parameter_of
 from memfit.errors import WorkloadError
 from memfit.sparse import assembled, parts
 from memfit.workload import Workload
@@ -113,6 +116,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(value, types.CodeType):
             make, arguments, *_ = self.dispatch_table[types.CodeType](value)
             return _receive_code, (value.co_filename, make, *arguments)
+        if isinstance(value, torch.optim.Optimizer) and type(value).__reduce_ex__ is object.__reduce_ex__:
+            # `Optimizer.__getstate__` leaves its hooks and other attributes out.
+            return object.__new__, (type(value),), vars(value), None, None, _set_optimizer
+        if type(value) is weakref.ref:  # as a scheduler holds its optimizer
+            return _receive_reference, (value(),)
         if not isinstance(value, torch.Tensor):
             return super().reducer_override(value)
         if value.layout is torch.sparse_coo:
@@ -121,10 +129,16 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             raise TypeError(f"a tensor with layout {value.layout}")
         if value.is_quantized:
             raise TypeError(f"a quantised tensor, of {value.dtype}, which fake tensors can't be")
+        parameter = type(value) if isinstance(value, nn.Parameter) else None
+        if is_wrapper(type(value)):
+            form = (type(value), inner_tensors(value), context_of(value), tuple(value.shape), value.stride())
+            wrapped = (form, parameter is not None, value.requires_grad)
+            return _receive_wrapper, wrapped, _kept_by(value), None, None, _set_attributes
         storage = value.untyped_storage()
         sent = self.storages.setdefault(storage_key(storage), _Storage(storage.nbytes()))
         geometry = (value.dtype, tuple(value.shape), value.stride(), value.storage_offset())
-        return _receive, (sent, geometry, isinstance(value, nn.Parameter), value.requires_grad, _values(value))
+        arguments = (sent, geometry, parameter, value.requires_grad, _values(value))
+        return _receive, arguments, _kept_by(value), None, None, _set_attributes
 
 
 def _values(tensor: torch.Tensor) -> bytes | None:
@@ -153,10 +167,12 @@ def _receive_code(filename: str, make: Callable[..., types.CodeType], *arguments
 _receiving: KnownValues | None = None
 
 
-def _receive(
-    sent: _Storage, geometry: Any, is_parameter: bool, requires_grad: bool, values: bytes | None
-) -> torch.Tensor:
-    """Return a fake tensor with the dtype, shape and strides of the one that was sent."""
+def _receive(sent: _Storage, geometry: Any, parameter: type | None, requires_grad: bool, values: bytes | None) -> torch.Tensor:
+    """Return a fake tensor with the dtype, shape and strides of the one that was sent.
+
+    Args:
+        parameter: The class of a parameter; None for other tensors.
+    """
     assert _receiving is not None
     dtype, shape, stride, offset = geometry
     if values is not None and not shape and not requires_grad:
@@ -167,7 +183,37 @@ def _receive(
     fake = FakeTensor(_receiving.fake, meta, torch.device("cpu"))
     if values:
         _receiving.know(fake, _of_values(values, dtype, shape))
-    return nn.Parameter(fake, requires_grad) if is_parameter else fake.requires_grad_(requires_grad)
+    return fake.requires_grad_(requires_grad) if parameter is None else parameter_of(parameter, fake, requires_grad)
+
+
+def _receive_wrapper(form: Any, is_parameter: bool, requires_grad: bool) -> torch.Tensor:
+    """Return a tensor that wraps the fake ones that were sent."""
+    kind, *rest = form
+    made: torch.Tensor = kind.__tensor_unflatten__(*rest)
+    return nn.Parameter(made, requires_grad) if is_parameter else made.requires_grad_(requires_grad)
+
+
+def _kept_by(tensor: torch.Tensor) -> tuple[dict[str, Any], tuple[list[Any], list[Any]]] | None:
+    """Return the attributes and the hooks that code gave to a tensor; None where there are none."""
+    attributes, hooks = attributes_of(tensor), tensor_hooks(tensor)
+    return (attributes, hooks) if attributes or any(hooks) else None
+
+
+def _set_attributes(tensor: torch.Tensor, kept: tuple[dict[str, Any], tuple[list[Any], list[Any]]]) -> None:
+    attributes, hooks = kept
+    for name, value in attributes.items():
+        vars(tensor).setdefault(name, value)
+    if tensor.requires_grad:
+        add_tensor_hooks(tensor, hooks)
+
+
+def _set_optimizer(optimizer: torch.optim.Optimizer, attributes: dict[str, Any]) -> None:
+    optimizer.__setstate__(attributes)  # which has the class's steps run hooks
+    vars(optimizer).update(attributes)
+
+
+def _receive_reference(target: Any) -> Any:
+    return weakref.ref(nn.Module() if target is None else target)  # what nobody holds is gone at once
 
 
 def _receive_packed(data: Any, lengths: list[int], *indices: Any) -> PackedSequence:

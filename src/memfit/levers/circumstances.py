@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import torch
+
+from memfit._torch.autograd import tensor_hooks
 from memfit._torch.modules import BatchNormBase
+from memfit._torch.optim import step_hooks
 from memfit.capture.step_capture import is_compiled
 from memfit.hardware.accelerators import pins_memory
 from memfit.ir.device import Device
@@ -22,10 +26,26 @@ def circumstances(workload: Workload, device: Device | None = None) -> set[str]:
         conflicts.COMPILED: is_compiled(workload),
         conflicts.SEVERAL_OPTIMIZERS: is_several,
         conflicts.FOREIGN_OPTIMIZER: not is_several and not type(optimizer).__module__.startswith("torch.optim"),
+        conflicts.OPTIMIZER_HOOKS: any(map(_has_hooks, [optimizer, *getattr(optimizer, "optimizers", [])])),
+        conflicts.GRADIENT_HOOKS: any(map(has_gradient_hooks, workload.model.parameters())),
         conflicts.NO_LINK: device is not None and not _has_link(device),
     }
     common = {name for name, does in holds.items() if does}
     return common.union(*(lever.circumstances(workload, device) for lever in registry.LEVERS))
+
+
+def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether a user's code runs with an optimizer's steps."""
+    return any(map(_is_users, step_hooks(optimizer)))
+
+
+def has_gradient_hooks(parameter: torch.Tensor) -> bool:
+    """Tell whether a user's code runs with a parameter's gradient."""
+    return any(_is_users(hook) for hooks in tensor_hooks(parameter) for hook in hooks)
+
+
+def _is_users(hook: object) -> bool:
+    return not str(getattr(hook, "__module__", "")).startswith("memfit.")
 
 
 def _has_link(device: Device) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from msgspec.structs import replace
 
 from memfit.ir.plan import Levers, Numerics
-from memfit.levers.conflicts import BATCH_NORM, COUPLING_LOSS, Conflict
+from memfit.levers.conflicts import BATCH_NORM, COUPLING_LOSS, GRADIENT_HOOKS, Conflict
 from memfit.levers.lever import Lever, NotOffered, Rung, Setting
 from memfit.workload import Workload, samples_of
 
@@ -28,6 +28,14 @@ OF_COUPLING_LOSS = Conflict(
     " numerics='changed'",
     unless="changed",
 )
+OF_GRADIENT_HOOKS = Conflict(
+    MICROBATCHES,
+    GRADIENT_HOOKS,
+    "each hook would be called once for each microbatch, with its part of the gradient",
+    "set levers.microbatch_size to the whole batch, move the hooks to the optimizer's step, or allow"
+    " numerics='changed'",
+    unless="changed",
+)
 
 
 class Microbatches(Lever):
@@ -36,7 +44,7 @@ class Microbatches(Lever):
     name = MICROBATCHES
     field = "microbatch_size"
     switchable = True
-    conflicts = (OF_BATCH_NORM, OF_COUPLING_LOSS)
+    conflicts = (OF_BATCH_NORM, OF_COUPLING_LOSS, OF_GRADIENT_HOOKS)
 
     def is_used(self, levers: Levers, batch_size: int) -> bool:
         return levers.microbatch_size < samples_of_rank(levers, batch_size)

@@ -16,7 +16,7 @@ import torch
 
 from memfit import transfers
 from memfit.ir.plan import Levers
-from memfit.levers.conflicts import FOREIGN_OPTIMIZER, NO_LINK, SEVERAL_OPTIMIZERS
+from memfit.levers.conflicts import FOREIGN_OPTIMIZER, NO_LINK, OPTIMIZER_HOOKS, SEVERAL_OPTIMIZERS
 from memfit.levers.lever import Running
 from memfit.levers.parameter_updates import UpdateLever, restricted, update_conflicts
 from memfit.recomputation.host_copies import is_worth_moving
@@ -35,6 +35,7 @@ class OffloadedOptimizer(UpdateLever):
             NO_LINK: "nothing is known of how fast copies to the host are, or its memory is the device's",
             "bf16-true": "weights in bf16 are updated by a pass of their own",
             SEVERAL_OPTIMIZERS: "states are moved for one optimizer's groups",
+            OPTIMIZER_HOOKS: "they would run with the update of each parameter, not once a step",
             FOREIGN_OPTIMIZER: "it may use more than the state of the parameter at hand",
         },
     )

@@ -21,7 +21,7 @@ import torch
 from memfit._torch.replacement import replaced
 from memfit.errors import PlanError
 from memfit.ir.trace import Trace
-from memfit.levers.conflicts import CLIPPING, FOREIGN_OPTIMIZER, SEVERAL_OPTIMIZERS
+from memfit.levers.conflicts import CLIPPING, FOREIGN_OPTIMIZER, GRADIENT_HOOKS, OPTIMIZER_HOOKS, SEVERAL_OPTIMIZERS
 from memfit.levers.lever import Running
 from memfit.levers.microbatches import MICROBATCHES
 from memfit.levers.parameter_updates import UpdateLever, restricted, temporary_bytes, update_conflicts
@@ -46,6 +46,8 @@ class OptimizerInBackward(UpdateLever):
             SEVERAL_OPTIMIZERS: (
                 "what one of them skips, all of them must skip, which is known only after the backward pass"
             ),
+            OPTIMIZER_HOOKS: "they would run with the update of each parameter, not once a step",
+            GRADIENT_HOOKS: "they may use gradients or parameters that are gone or updated by then",
             FOREIGN_OPTIMIZER: "it may use more than the gradient of the parameter at hand",
         },
     )

@@ -17,7 +17,16 @@ import torch
 from memfit.errors import PlanError
 from memfit.ir.plan import Levers, OptimizerLever
 from memfit.ir.trace import Trace
-from memfit.levers.conflicts import CLIPPING, FOREIGN_OPTIMIZER, JITTOR, NO_LINK, SEVERAL_OPTIMIZERS, Conflict
+from memfit.levers.conflicts import (
+    CLIPPING,
+    FOREIGN_OPTIMIZER,
+    GRADIENT_HOOKS,
+    JITTOR,
+    NO_LINK,
+    OPTIMIZER_HOOKS,
+    SEVERAL_OPTIMIZERS,
+    Conflict,
+)
 from memfit.levers.lever import Fallback, Rung, Running, Setting
 from memfit.levers.microbatches import MICROBATCHES
 from memfit.workload import Workload
@@ -29,6 +38,8 @@ _INSTEAD = {
     "16-mixed": "use 'bf16-mixed', or set levers.optimizer to 'as-is'",
     CLIPPING: "set Workload.max_grad_norm=None, or levers.optimizer to 'as-is'",
     FOREIGN_OPTIMIZER: "use an optimizer of torch.optim, or set levers.optimizer to 'as-is'",
+    GRADIENT_HOOKS: "set levers.optimizer to 'as-is'",
+    OPTIMIZER_HOOKS: "set levers.optimizer to 'as-is', or call what the hooks do after the step",
     JITTOR: "set levers.optimizer to 'as-is'",
     MICROBATCHES: "set levers.microbatch_size to the whole batch, or levers.optimizer to 'as-is'",
     NO_LINK: "name a GPU whose link_bytes_per_second is known, or set levers.optimizer to 'as-is'",

@@ -23,7 +23,7 @@ from memfit._torch.optim import mark_as_stepped
 from memfit.errors import MissingExtraError
 from memfit.ir.device import Device
 from memfit.ir.plan import OptimizerLever
-from memfit.levers.conflicts import SEVERAL_OPTIMIZERS, Conflict
+from memfit.levers.conflicts import OPTIMIZER_HOOKS, SEVERAL_OPTIMIZERS, Conflict
 from memfit.levers.lever import Running
 from memfit.levers.parameter_updates import UpdateLever, update_conflicts
 from memfit.workload import Workload
@@ -33,6 +33,7 @@ ADAFACTOR = "Adafactor"
 NOT_ADAMW = "an optimizer other than AdamW, or Adam without weight decay"
 NO_BITSANDBYTES = "bitsandbytes not installed"
 _BF16_UPDATES = "weights in bf16 are updated through the user's own optimizer"
+_HOOKS = "they are the user's own optimizer's, which takes no step then"
 _ADAFACTOR_RATE = 1e-2
 _PAIRS = (("exp_avg", "1"), ("exp_avg_sq", "2"))  # of states: AdamW's name, and the number in bitsandbytes' names
 _BLOCK = 256
@@ -57,7 +58,7 @@ class AdamW8bit(_ReplacedOptimizer):
     numerics_class = "reduced"
     conflicts = update_conflicts(
         ADAMW_8BIT,
-        {"bf16-true": _BF16_UPDATES},
+        {"bf16-true": _BF16_UPDATES, OPTIMIZER_HOOKS: _HOOKS},
         Conflict(
             ADAMW_8BIT,
             NOT_ADAMW,
@@ -86,7 +87,7 @@ class Adafactor(_ReplacedOptimizer):
             "parameters that are updated by different rules are so for a reason",
             "use one optimizer, or set levers.optimizer to 'as-is'",
         ),
-        *update_conflicts(ADAFACTOR, {}),
+        *update_conflicts(ADAFACTOR, {OPTIMIZER_HOOKS: _HOOKS}),
     )
 
 

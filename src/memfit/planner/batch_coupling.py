@@ -18,7 +18,8 @@ from memfit.capture.fake_workload import nothing_changes
 from memfit.errors import PlanError
 from memfit.ir.plan import Candidate, Plan
 from memfit.ir.trace import Trace
-from memfit.levers.microbatches import OF_BATCH_NORM, OF_COUPLING_LOSS
+from memfit.levers.circumstances import has_gradient_hooks
+from memfit.levers.microbatches import OF_BATCH_NORM, OF_COUPLING_LOSS, OF_GRADIENT_HOOKS
 from memfit.rng import rng_state
 from memfit.training.trainer import evaluation_mode
 from memfit.workload import Workload, has_data, part_of, samples_of
@@ -32,8 +33,9 @@ _TOLERANCE = 1e-2  # of others, whose kernels may change with the batch's size
 
 def coupling(trace: Trace, workload: Workload) -> str | None:
     """Return a note on what couples the samples of a batch; None where nothing is seen to."""
-    if any(module.couples_batch for module in trace.modules):
-        row = OF_BATCH_NORM
+    rows = [OF_BATCH_NORM] if any(module.couples_batch for module in trace.modules) else []
+    rows += [OF_GRADIENT_HOOKS] if any(map(has_gradient_hooks, workload.model.parameters())) else []
+    for row in rows:
         return f"microbatches are left out ({row.other}): {row.why}; {row.instead}"
     found = coupled_samples(workload)
     return None if found is None else _note(found)

@@ -1,0 +1,240 @@
+"""What can be reached from some objects, whatever holds it: containers, attributes, code, hooks, weak references.
+
+`copy.deepcopy` shares functions with the original, and so their closures and globals, and classes may leave things out
+of copies. Here nothing is left out: of a function it is the closure, the default arguments, and the globals that its
+code names; of a method also the object; of an object the attributes, and the methods of the user's classes that other
+code names; of a tensor its attributes and hooks. Nothing is run, and there is no limit to sizes or depths.
+
+Not looked into are data loaders, whose data are not held by the step; Python modules and classes beyond what code names
+in them; the globals of PyTorch's, NumPy's and Python's own functions.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import gc
+import inspect
+import logging
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from memfit._torch.autograd import tensor_hooks
+from memfit._torch.dispatch import TorchDispatchMode, TorchFunctionMode
+from memfit.capture.subclasses import attributes_of
+from memfit.held_state import ATOMS, globals_of, is_followed, names_in
+
+_ATOMIC = frozenset({bool, *ATOMS, torch.Size, type(Ellipsis), type(NotImplemented), slice, range, bytearray})
+_OPAQUE = (
+    *ATOMS,
+    types.ModuleType,
+    types.FrameType,
+    types.CodeType,
+    type,
+    logging.Logger,
+    logging.Handler,
+    threading.Thread,
+    torch.utils.data.DataLoader,
+    TorchDispatchMode,  # of a capture under way, whose hooks are on the modules
+    TorchFunctionMode,
+)
+_MACHINERY = ("memfit.capture.", "memfit.training.guards.", "memfit.levers.optimizer_in_backward")
+"""Of memfit's own, whose hooks are on the user's objects meanwhile."""
+_CALLED = ("forward", "__call__", "step", "__getitem__", "__iter__", "__len__", "__enter__", "__exit__")
+ITEMS = (list, tuple, set, frozenset, collections.deque)
+"""Containers of items."""
+MAPPINGS = (dict, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, WeakIdKeyDictionary)
+"""Containers of keys and values."""
+
+
+class Graph:
+    """The objects that can be reached from some roots, with what each refers to.
+
+    Args:
+        ends: Tells whether an object is not looked into.
+
+    Attributes:
+        nodes: The objects by their `id`, in the order in which they were reached.
+        children: What each refers to.
+        methods: For classes, the functions of theirs that code may call, by name.
+    """
+
+    def __init__(self, roots: Iterable[Any], ends: Callable[[Any], bool] = lambda _: False) -> None:
+        self.nodes: dict[int, Any] = {}
+        self.children: dict[int, list[Any]] = {}
+        self.methods: dict[type, dict[str, types.FunctionType]] = {}
+        self._ends = ends
+        self._names = set[str](_CALLED)
+        self._overridden: dict[type, set[str]] = {}  # names that all objects of a class so far have for themselves
+        self.add(roots)
+
+    def add(self, roots: Iterable[Any]) -> None:
+        """Add what can be reached from more roots."""
+        waiting = collections.deque(roots)
+        while waiting:
+            while waiting:
+                value = waiting.popleft()
+                if type(value) in _ATOMIC or id(value) in self.nodes or isinstance(value, _OPAQUE):
+                    continue
+                if type(value).__module__.startswith(_MACHINERY):
+                    continue
+                self.nodes[id(value)] = value
+                self.children[id(value)] = found = [] if self._ends(value) else list(self._within(value))
+                waiting += found
+            waiting += self._named_methods()
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the tensors, in the order in which they were reached."""
+        return [value for value in self.nodes.values() if isinstance(value, torch.Tensor)]
+
+    def reaching(self, targets: Iterable[int], is_cut: Callable[[int, int], bool]) -> set[int]:
+        """Return the `id`s of all objects from which some can be reached, those included.
+
+        Args:
+            targets: Their `id`s.
+            is_cut: Tells whether one object, by its `id`, is not followed to another one.
+        """
+        parents: dict[int, list[int]] = {}
+        for own, children in self.children.items():
+            for child in children:
+                if not is_cut(own, id(child)):
+                    parents.setdefault(id(child), []).append(own)
+        instances: dict[type, list[int]] = {}
+        for own, value in self.nodes.items():
+            if type(value) in self.methods:
+                instances.setdefault(type(value), []).append(own)
+        for kind, functions in self.methods.items():
+            for function in functions.values():
+                parents.setdefault(id(function), []).extend(instances.get(kind, ()))
+        found, waiting = set[int](), list(targets)
+        while waiting:
+            at = waiting.pop()
+            if at not in found:
+                found.add(at)
+                waiting += parents.get(at, ())
+        return found
+
+    def _within(self, value: Any) -> Iterator[Any]:
+        if isinstance(value, torch.Tensor):
+            yield from attributes_of(value).values()
+            yield from (hook for hooks in tensor_hooks(value) for hook in hooks)
+        elif isinstance(value, types.FunctionType):
+            yield from self._of_function(value)
+        elif isinstance(value, types.MethodType):
+            yield from (value.__self__, value.__func__)
+        elif isinstance(value, functools.partial):
+            yield from (value.func, *value.args, *value.keywords.values())
+        elif isinstance(value, types.CellType):
+            yield from contents_of(value)
+        elif isinstance(value, types.BuiltinFunctionType):
+            yield value.__self__
+        elif isinstance(value, weakref.ref):
+            yield value()
+        elif isinstance(value, MAPPINGS):
+            base: Any = next(kind for kind in MAPPINGS if isinstance(value, kind))
+            yield from _worth_a_look(list(base.keys(value)))
+            yield from _worth_a_look(list(base.values(value)))
+            yield from self._of_object(value)
+        elif isinstance(value, ITEMS):
+            base = next(kind for kind in ITEMS if isinstance(value, kind))
+            yield from _worth_a_look(list(base.__iter__(value)))  # a class may have an `__iter__` of its own
+            yield from self._of_object(value)
+        elif isinstance(value, np.ndarray):
+            yield from value.flat if value.dtype == object else ()
+        elif is_variable(value):
+            yield value.variable
+        elif _has_attributes(value):
+            yield from self._of_object(value)
+        else:
+            yield from gc.get_referents(value)  # iterators, caches of functions, and others that are written in C
+
+    def _of_function(self, function: types.FunctionType) -> Iterator[Any]:
+        yield from function.__closure__ or ()
+        yield from function.__defaults__ or ()
+        yield from (function.__kwdefaults__ or {}).values()
+        yield from vars(function).values()
+        if not is_followed(function):
+            return
+        names = names_in(function)
+        self._names |= names
+        owners = list(globals_of(function).values())
+        yield from owners
+        while owners:  # what is named in the modules and classes that it names
+            owner = owners.pop()
+            if isinstance(owner, (type, types.ModuleType)) and is_followed(owner):
+                named = [vars(owner)[name] for name in names & vars(owner).keys()]
+                owners += [inner for inner in named if inner is not owner]
+                yield from (getattr(inner, "__func__", inner) for inner in named)
+
+    def _of_object(self, value: Any) -> Iterator[Any]:
+        held, kind = attributes(value), type(value)
+        yield from held.values()
+        if is_followed(kind):
+            self.methods.setdefault(kind, {})
+            self._overridden[kind] = self._overridden.get(kind, held.keys()) & held.keys()
+            for base in filter(is_followed, kind.__mro__):  # what a user's class holds for all its objects
+                shared = (value for name, value in vars(base).items() if name not in held)
+                yield from (v for v in shared if isinstance(v, (torch.Tensor, nn.Module, *ITEMS, *MAPPINGS)))
+
+    def _named_methods(self) -> list[types.FunctionType]:
+        """Return the methods that code names, of the classes that were reached since they were asked for last."""
+        found = []
+        for kind, known in self.methods.items():
+            for name in self._names - known.keys() - self._overridden[kind]:
+                member = inspect.getattr_static(kind, name, None)
+                member = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+                if isinstance(member, types.FunctionType) and is_followed(member):
+                    known[name] = member
+                    found.append(member)
+        return found
+
+
+def _has_attributes(value: Any) -> bool:
+    """Tell whether the state of an object is in its attributes, and not in C."""
+    if isinstance(value, functools._lru_cache_wrapper):
+        return False
+    return hasattr(value, "__dict__") or any("__slots__" in vars(kind) for kind in type(value).__mro__)
+
+
+def base_of(kind: type) -> type:
+    """Return the first base of a class that is not written in Python, which makes its objects."""
+    return next(base for base in kind.__mro__ if isinstance(vars(base).get("__new__"), types.BuiltinFunctionType))
+
+
+def _worth_a_look(items: list[Any]) -> list[Any]:
+    """Return the items of a container that are looked into: quick for a long list of numbers."""
+    return [] if _ATOMIC.issuperset(set(map(type, items))) else items
+
+
+def contents_of(cell: types.CellType) -> list[Any]:
+    """Return the contents of a cell: none before its variable has a value."""
+    try:
+        return [cell.cell_contents]
+    except ValueError:
+        return []
+
+
+def is_variable(value: Any) -> bool:
+    """Tell whether an object is the autograd node that adds up a tensor's gradient."""
+    return type(value).__name__ == "AccumulateGrad" and isinstance(value, torch.autograd.graph.Node)
+
+
+def attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object, from its dict and its slots; of a tensor those that code gave it."""
+    if isinstance(value, torch.Tensor):
+        return attributes_of(value)
+    found = dict(getattr(value, "__dict__", None) or {})
+    for kind in type(value).__mro__:
+        if "__slots__" in vars(kind):
+            for name, member in vars(kind).items():
+                if isinstance(member, types.MemberDescriptorType) and hasattr(value, name):
+                    found[name] = getattr(value, name)
+    return found

@@ -1,0 +1,479 @@
+"""Copies are the step that trains: whatever hangs on the user's objects is in them, counted, and of their own.
+
+The truth is a plain loop over the user's own objects, which shares nothing with memfit's copies.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from memfit.capture.external_state import external_tensors
+from memfit.capture.fake_workload import real_copy
+from memfit.hardware.cpu_allocations import allocated
+from memfit.hardware.host import find_device
+from memfit.ir.plan import Levers
+from memfit.planner.captures import capture_levers
+from memfit.planner.prediction import costs_of, predict
+from memfit.workload import Workload
+from tests.covering import some
+
+_SCALARS = 16  # bytes: the sum of the losses, which memfit's step holds and the plain loop does not
+
+
+def network(count: int = 2) -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(count)))
+
+
+def table() -> Tensor:
+    return torch.randn(128, 64)
+
+
+def square(model: nn.Module, x: Tensor) -> Any:
+    return model(x).square().mean()
+
+
+def of_loss(loss_fn: Callable[..., Any]) -> Workload:
+    model = network()
+    return Workload(model, torch.randn(32, 64), loss_fn, torch.optim.AdamW(model.parameters()))
+
+
+def of_model(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Workload:
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    return Workload(model, torch.randn(32, 64), square, optimizer)
+
+
+def adding(read: Callable[[], Tensor]) -> Callable[..., Any]:
+    return lambda model, x: square(model, x) + read().mean()
+
+
+# What a loss function holds
+
+
+class Pair(collections.namedtuple("Pair", "first second")):
+    def __len__(self) -> int:
+        raise TypeError("no length of mine")
+
+
+@dataclasses.dataclass(frozen=True)
+class Bag:
+    items: Any
+
+
+class Slots:
+    __slots__ = ("held",)
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+def in_a_replay_memory() -> Workload:
+    memory = {number: (table(), number) for number in range(20)}
+    return of_loss(adding(lambda: memory[3][0]))
+
+
+def in_a_queue() -> Workload:
+    recent = collections.deque([table() for _ in range(5)], maxlen=5)
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Any:
+        recent.append(table())
+        return square(model, x) + recent[0].mean()
+
+    return of_loss(loss_fn)
+
+
+def in_a_tuple_without_length() -> Workload:
+    pair = Pair(table(), [table()])
+    return of_loss(adding(lambda: pair.second[0]))
+
+
+def in_a_set() -> Workload:
+    held = {table() for _ in range(3)}
+    return of_loss(adding(lambda: next(iter(held))))
+
+
+def far_within() -> Workload:
+    held: Any = Bag({"a": (Slots([table()]),)})
+    for _ in range(8):
+        held = types.SimpleNamespace(inner=held)
+
+    def read() -> Any:
+        inner = held
+        while hasattr(inner, "inner"):
+            inner = inner.inner
+        return inner.items["a"][0].held[0]
+
+    return of_loss(adding(read))
+
+
+def in_many_modules() -> Workload:
+    modules = [nn.Linear(16, 16) for _ in range(300)]
+    return of_loss(adding(lambda: modules[7].weight.detach()))
+
+
+def in_a_partial() -> Workload:
+    def loss_fn(memory: Any, model: nn.Module, x: Tensor, *, other: Any) -> Any:
+        return square(model, x) + memory["x"][0].mean() + other[0].mean()
+
+    return of_loss(functools.partial(loss_fn, {"x": [table()]}, other=collections.OrderedDict({0: table()})))
+
+
+def in_a_default() -> Workload:
+    kept = {"t": table()}
+
+    def loss_fn(model: nn.Module, x: Tensor, held: Any = kept) -> Any:
+        return square(model, x) + held["t"].mean()
+
+    return of_loss(loss_fn)
+
+
+def in_a_distribution() -> Workload:
+    prior = torch.distributions.Normal(table(), torch.ones(128, 64))
+    return of_loss(adding(lambda: prior.loc))
+
+
+def in_a_cycle() -> Workload:
+    held: dict[str, Any] = {"t": table()}
+    held["list"] = [held]
+    return of_loss(adding(lambda: held["list"][0]["t"]))
+
+
+def filled_by_the_step() -> Workload:
+    memory: dict[str, Tensor] = {}
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Any:
+        memory["last"] = model(x).detach()
+        return square(model, x)
+
+    return of_loss(loss_fn)
+
+
+def of_functions_that_call_each_other() -> Workload:
+    teacher = network()
+
+    def even(model: nn.Module, x: Tensor, n: int = 2) -> Any:
+        return square(model, x) + teacher(x).detach().mean() if n == 0 else odd(model, x, n - 1)
+
+    def odd(model: nn.Module, x: Tensor, n: int) -> Any:
+        return even(model, x, n - 1)
+
+    return of_loss(even)
+
+
+# What hangs on the model and its parameters
+
+
+class Forgetful(nn.Module):
+    """Leaves a table and its cache out of its copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.table, self.cache = nn.Linear(64, 64), table(), {"x": table()}
+
+    def __getstate__(self) -> Any:
+        kept = dict(self.__dict__, cache={})
+        del kept["table"]
+        return kept
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(x) + self.table.mean() + self.cache["x"].mean()
+
+
+class Only(nn.Linear):
+    """Takes itself for its copy."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self
+
+
+def with_a_weak_dictionary() -> Workload:
+    model = network()
+    tables: Any = weakref.WeakKeyDictionary({layer: table() for layer in model})
+    held = list(model)
+    model[0].register_forward_hook(lambda module, args, out: out + tables[module].mean() * len(held))
+    return of_model(model)
+
+
+def with_features_in_hooks() -> Workload:
+    model, found = network(4), {}  # type: ignore[var-annotated]
+
+    def keep(at: int, module: nn.Module, args: Any, out: Tensor) -> None:
+        found[at] = out.detach().clone()
+
+    for at, layer in enumerate(model):
+        layer.register_forward_hook(functools.partial(keep, at))
+    return of_model(model)
+
+
+def with_a_bound_method_of_a_list() -> Workload:
+    model, outputs = network(4), collections.deque[Tensor](maxlen=3)
+    for layer in model:
+        layer.register_forward_hook(lambda module, args, out, keep=outputs.append: keep(out.detach() * 2))
+    return of_model(model)
+
+
+def with_a_patched_forward() -> Workload:
+    model, held = network(), [table()]
+    own = model[0].forward
+    model[0].forward = lambda x: own(x) + held[0].mean()  # type: ignore[method-assign, assignment]
+    return of_model(model)
+
+
+def with_hooks_of_gradients() -> Workload:
+    model = network()
+    noise = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(lambda gradient, name=name: gradient + noise[name].add_(0.1))
+    return of_model(model)
+
+
+def with_optimizers_in_hooks() -> Workload:
+    model = network()
+    optimizers = {p: torch.optim.AdamW([p], foreach=False) for p in model.parameters()}
+
+    def update(parameter: Tensor) -> None:
+        optimizers[parameter].step()  # type: ignore[index]
+        parameter.grad = None
+
+    for parameter in optimizers:
+        parameter.register_post_accumulate_grad_hook(update)
+    model.register_parameter("scale", nn.Parameter(torch.ones(())))
+
+    def loss_fn(model: Any, x: Tensor) -> Any:
+        return square(model, x) * model.scale
+
+    return dataclasses.replace(of_model(model, torch.optim.SGD([model.scale], 0.1)), loss_fn=loss_fn)  # type: ignore[list-item]
+
+
+def with_a_hook_of_all_gradients() -> Workload:
+    model, seen = network(), collections.deque[Any](maxlen=1)
+    keep = lambda gradients: seen.append([gradient.clone() for gradient in gradients])  # noqa: E731
+    torch.autograd.graph.register_multi_grad_hook(list(model.parameters()), keep)
+    return of_model(model)
+
+
+def with_tensors_on_parameters() -> Workload:
+    model = network()
+    for parameter in model.parameters():
+        parameter.main_grad = torch.zeros_like(parameter)  # type: ignore[attr-defined]
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def gather(optimizer: Any, args: Any, kwargs: Any) -> None:
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.main_grad.add_(parameter.grad)
+
+    optimizer.register_step_pre_hook(gather)
+    return of_model(model, optimizer)
+
+
+# What hangs on the optimizer
+
+
+def with_an_average() -> Workload:
+    workload = of_model(network())
+    averaged = torch.optim.swa_utils.AveragedModel(
+        workload.model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+    )
+    model = workload.model
+    workload.optimizer.register_step_post_hook(lambda *_: averaged.update_parameters(model))
+    return workload
+
+
+class Average:
+    """An average of weights, called as a hook."""
+
+    def __init__(self, model: nn.Module, by: Callable[[Tensor], Any]) -> None:
+        self.model, self.by = model, by
+        self.shadow = {by(p): p.detach().clone() for p in model.parameters()}
+
+    @torch.no_grad()
+    def __call__(self, *_: Any) -> None:
+        for parameter in self.model.parameters():
+            self.shadow[self.by(parameter)].lerp_(parameter, 0.1)
+
+
+def itself(value: Any) -> Any:
+    return value
+
+
+def with_an_average_by(key: Callable[[Any], Any]) -> Workload:
+    workload = of_model(network())
+    workload.optimizer.register_step_post_hook(Average(workload.model, key))
+    return workload
+
+
+def with_weights_pulled_back() -> Workload:
+    workload, before = of_model(network()), {}  # type: ignore[var-annotated]
+    model = workload.model
+
+    @torch.no_grad()
+    def keep(*_: Any) -> None:
+        before.update({name: p.detach().clone() for name, p in model.named_parameters()})
+
+    @torch.no_grad()
+    def pull(*_: Any) -> None:
+        for name, parameter in model.named_parameters():
+            parameter.lerp_(before[name], 0.5)
+
+    workload.optimizer.register_step_pre_hook(keep)
+    workload.optimizer.register_step_post_hook(pull)
+    return workload
+
+
+def with_a_step_of_its_own() -> Workload:
+    workload = of_model(network())
+    own, model = workload.optimizer.step, workload.model
+    sums = [torch.zeros_like(p) for p in model.parameters()]
+
+    def step(self: Any, closure: Any = None) -> None:
+        own()
+        with torch.no_grad():
+            for total, parameter in zip(sums, model.parameters(), strict=True):
+                total.add_(parameter.sigmoid())
+
+    workload.optimizer.step = types.MethodType(step, workload.optimizer)  # type: ignore[method-assign]
+    return workload
+
+
+class Slow(torch.optim.SGD):
+    """Keeps slow weights, which `torch.optim.Optimizer` leaves out of copies."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.slow = {id(p): p.detach().clone() for p in self.param_groups[0]["params"]}
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                self.slow[id(parameter)].lerp_(parameter, 0.5)
+                parameter.copy_(self.slow[id(parameter)])
+
+
+def slow() -> Workload:
+    model = network()
+    return of_model(model, Slow(model.parameters(), lr=0.1))
+
+
+def with_a_scheduler() -> Workload:
+    workload = of_model(network())
+    torch.optim.lr_scheduler.StepLR(workload.optimizer, 1)
+    return workload
+
+
+STEPS: dict[str, Callable[[], Workload]] = {
+    "a replay memory": in_a_replay_memory,
+    "a queue": in_a_queue,
+    "a tuple without a length": in_a_tuple_without_length,
+    "a set": in_a_set,
+    "far within": far_within,
+    "many modules": in_many_modules,
+    "a partial": in_a_partial,
+    "a default argument": in_a_default,
+    "a distribution": in_a_distribution,
+    "a cycle": in_a_cycle,
+    "filled by the step": filled_by_the_step,
+    "functions that call each other": of_functions_that_call_each_other,
+    "a class that leaves things out": lambda: of_model(Forgetful()),
+    "a class that takes itself for its copy": lambda: of_model(nn.Sequential(Only(64, 64), nn.Linear(64, 64))),
+    "a weak dictionary": with_a_weak_dictionary,
+    "features in hooks": with_features_in_hooks,
+    "a list's bound method": with_a_bound_method_of_a_list,
+    "a patched forward": with_a_patched_forward,
+    "hooks of gradients": with_hooks_of_gradients,
+    "optimizers in hooks": with_optimizers_in_hooks,
+    "a hook of all gradients": with_a_hook_of_all_gradients,
+    "tensors on parameters": with_tensors_on_parameters,
+    "AveragedModel": with_an_average,
+    "an average by parameter": lambda: with_an_average_by(itself),
+    "an average by id": lambda: with_an_average_by(id),
+    "weights pulled back": with_weights_pulled_back,
+    "a step of its own": with_a_step_of_its_own,
+    "slow weights": slow,
+    "a scheduler": with_a_scheduler,
+}
+QUICK = [
+    "a replay memory",
+    "far within",
+    "a weak dictionary",
+    "optimizers in hooks",
+    "an average by id",
+    "slow weights",
+]
+
+
+def run(workload: Workload, steps: int = 3) -> list[float]:
+    """Run steps of a plain loop, and return their losses."""
+    losses = []
+    for _ in range(steps):
+        workload.optimizer.zero_grad()
+        loss: Any = workload.loss_fn(workload.model, workload.batch)
+        losses.append(loss.item())
+        loss.backward()
+        del loss
+        workload.optimizer.step()
+        workload.optimizer.zero_grad()
+    return losses
+
+
+def made(step: str) -> Workload:
+    torch.manual_seed(0)
+    return STEPS[step]()
+
+
+@pytest.mark.parametrize("step", some(STEPS, QUICK))
+def test_the_peak_is_that_of_a_plain_loop_over_the_users_own_objects(step: str) -> None:
+    device = find_device("cpu")
+    trace = capture_levers(made(step), Levers(microbatch_size=32), device)
+    predicted = predict(trace, costs_of([trace], device), device)[0].peak_bytes
+    with allocated() as meter:
+        run(made(step))
+    assert 0 <= predicted - meter.peak_bytes <= _SCALARS
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_copy_trains_as_the_original_does_and_leaves_it_alone(step: str) -> None:
+    workload = made(step)
+    held = [*workload.model.parameters(), *external_tensors(workload)]
+    before = [tensor.detach().clone() for tensor in held]
+    copied = real_copy(workload)
+    state = torch.get_rng_state()
+    losses = run(copied)
+    assert all(torch.equal(tensor, was) for tensor, was in zip(held, before, strict=True))
+    assert [t.shape for t in external_tensors(workload)] == [
+        t.shape for t in held[len(list(workload.model.parameters())) :]
+    ]
+    torch.set_rng_state(state)
+    assert losses == run(workload)
+    weights = zip(copied.model.parameters(), workload.model.parameters(), strict=True)
+    assert all(torch.equal(mine, yours) and mine is not yours for mine, yours in weights)
+
+
+def test_hooks_of_all_optimizers_run_on_copies_of_what_they_hold() -> None:
+    workload = of_model(network())
+    average = Average(workload.model, itself)
+    before = {p: held.clone() for p, held in average.shadow.items()}
+    weights = sum(p.nbytes for p in workload.model.parameters())
+    plain = external_tensors(workload)
+    handle = register_optimizer_step_post_hook(average)
+    try:
+        assert sum(t.nbytes for t in external_tensors(workload)) == weights and not plain
+        copied = real_copy(workload)
+        run(copied)
+        again = real_copy(copied)
+        assert sum(t.nbytes for t in external_tensors(again)) == weights
+        assert all(torch.equal(held, before[p]) for p, held in average.shadow.items())
+        run(workload)
+        assert not any(torch.equal(held, before[p]) for p, held in average.shadow.items() if p.dim() > 1)
+    finally:
+        handle.remove()
