@@ -357,7 +357,7 @@ class KeepsWhatTorchLeavesOut(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_an_optimizer_is_copied_with_attributes_of_its_own_but_not_with_a_schedulers_functions() -> None:
+def test_an_optimizer_is_copied_with_attributes_of_its_own_and_a_schedulers_function_for_the_copy() -> None:
     model = nn.Linear(4, 4)
     optimizer = KeepsWhatTorchLeavesOut(model.parameters(), lr=0.1)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -365,7 +365,9 @@ def test_an_optimizer_is_copied_with_attributes_of_its_own_but_not_with_a_schedu
     workload = Workload(model, (torch.ones(2, 4), torch.ones(2, 4)), squared_error, optimizer)
     copied = real_copy(workload).optimizer
     assert copied.scales == {"all": 1.0} and copied.scales is not optimizer.scales  # type: ignore[attr-defined]
-    assert "step" not in vars(copied)
+    assert "step" in vars(copied) and "_opt_called" not in vars(copied)
+    copied.step()
+    assert vars(copied)["_opt_called"] and "_opt_called" not in vars(optimizer)
     assert any(op.phase == "optimizer" and op.mutates for op in captured(workload).ops)
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from memfit.capture.external_state import external_tensors
+from memfit.capture.external_state import differences, external_tensors
 from memfit.capture.fake_workload import real_copy
 from memfit.hardware.cpu_allocations import allocated
 from memfit.hardware.host import find_device
@@ -457,6 +457,42 @@ def test_a_copy_trains_as_the_original_does_and_leaves_it_alone(step: str) -> No
     assert losses == run(workload)
     weights = zip(copied.model.parameters(), workload.model.parameters(), strict=True)
     assert all(torch.equal(mine, yours) and mine is not yours for mine, yours in weights)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_walked_side_by_side_a_copy_is_as_its_original(step: str) -> None:
+    workload = made(step)
+    assert differences(workload, real_copy(workload)) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (
+            lambda copied: copied.optimizer._optimizer_step_post_hooks.clear(),
+            "_optimizer_step_post_hooks[0] is missing",
+        ),
+        (lambda copied: copied.model[0][0].weight._backward_hooks.clear(), "weight'].hooks[0] is missing"),
+        (lambda copied: vars(copied.model[0]).pop("table"), "Workload.model._modules['0'].table is missing"),
+        (lambda copied: setattr(copied.model[0], "table", None), "table is of the class NoneType"),
+    ],
+)
+def test_what_a_copy_lacks_is_named(change: Callable[[Any], Any], told: str) -> None:
+    workload = with_an_average_by(id)
+    model: Any = workload.model
+    model[0].table = table()
+    model[0][0].weight.register_hook(lambda gradient: gradient)
+    copied = real_copy(workload)
+    assert differences(workload, copied) == []
+    change(copied)
+    (only,) = differences(workload, copied)
+    assert told in only
+
+
+def test_what_is_shared_is_named() -> None:
+    workload = in_a_replay_memory()
+    shared = dataclasses.replace(real_copy(workload), model=workload.model)
+    assert "Workload.model is shared with the copy" in differences(workload, shared)
 
 
 def test_hooks_of_all_optimizers_run_on_copies_of_what_they_hold() -> None:

@@ -39,7 +39,7 @@ class Int8(Tensor):
 
     @classmethod
     def of(cls, weight: Tensor) -> Int8:
-        scale = weight.detach().abs().amax(1, keepdim=True) / 127
+        scale = weight.detach().abs().amax(-1, keepdim=True).clamp_min(1e-9) / 127
         return cls((weight.detach() / scale).round().to(torch.int8), scale)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
@@ -125,10 +125,10 @@ class LowBit(torch.optim.SGD):
                 continue
             state = self.state[parameter]
             if not state:
-                state["momentum"] = Int8.of(torch.ones_like(parameter))
+                state["momentum"] = Int8.of(torch.zeros_like(parameter))
             wide = state["momentum"].wide().mul_(0.9).add_(parameter.grad)
             state["momentum"].copy_(wide)
-            parameter.add_(wide, alpha=-0.01)
+            parameter.add_(wide, alpha=-1e-4)
 
 
 KINDS: dict[str, Callable[[Tensor], Any]] = {"int8": Int8.of, "nested": Nested.of, "a class of parameters": coded}

@@ -31,7 +31,7 @@ from memfit._torch.autograd import add_tensor_hooks, tensor_hooks
 from memfit._torch.modules import hooks_of_all_modules
 from memfit._torch.optim import hooks_of_all
 from memfit.batch import parts_of
-from memfit.capture.object_graph import ITEMS, MAPPINGS, Graph, attributes, base_of, contents_of, is_variable
+from memfit.capture.object_graph import ITEMS, MAPPINGS, OPAQUE, Graph, attributes, base_of, contents_of, is_variable
 from memfit.held_state import MOST_ITEMS, globals_of, is_followed, is_object, names_in
 from memfit.workload import Workload, tensors_of
 
@@ -389,3 +389,54 @@ def external_tensors(workload: Workload) -> list[torch.Tensor]:
     known |= {id(tensor) for tensor in tensors_of([list(workload.optimizer.state.values()), groups])}
     external = [t for t in graph.tensors() if id(t) not in known and not _is_kept(t)]
     return [part for tensor in external for part in parts_of(tensor)]
+
+
+def differences(workload: Workload, copied: Workload) -> list[str]:
+    """Return in what a copy with data is not as its original, by the paths to it: none where it is the same step.
+
+    Both are walked side by side, as `Rebinding` makes them: attributes, items, closures, arguments and hooks.
+    """
+    found: list[str] = []
+    seen = set[int]()
+    waiting: list[tuple[str, Any, Any]] = [
+        (f"Workload.{name}", getattr(workload, name), getattr(copied, name))
+        for name in ("model", "optimizer", "loss_fn")
+    ]
+    while waiting:
+        path, one, other = waiting.pop()
+        if id(one) in seen or isinstance(one, OPAQUE) or _is_kept(one):
+            continue
+        seen.add(id(one))
+        if one is other:
+            if isinstance(one, torch.Tensor | nn.Module):
+                found.append(f"{path} is shared with the copy")
+            continue
+        if type(one).__qualname__ != type(other).__qualname__:
+            found.append(f"{path} is of the class {type(other).__qualname__} in the copy")
+            continue
+        mine, its = _labelled(one), _labelled(other)
+        found += [f"{path}{label} is missing in the copy" for label in mine.keys() - its.keys()]
+        waiting += [(f"{path}{label}", inner, its[label]) for label, inner in mine.items() if label in its]
+    return sorted(found)
+
+
+def _labelled(value: Any) -> dict[str, Any]:
+    """Return what an object holds, by what leads to it."""
+    if isinstance(value, types.MethodType):
+        return {".__self__": value.__self__, ".__func__": value.__func__}
+    if isinstance(value, types.FunctionType):
+        cells = [content for cell in value.__closure__ or () for content in contents_of(cell)]
+        return {f"<{at}>": inner for at, inner in enumerate([*cells, *(value.__defaults__ or ())])}
+    if isinstance(value, functools.partial):
+        return {f"({at})": v for at, v in enumerate([value.func, *value.args, *value.keywords.values()])}
+    labelled = {f".{name}": inner for name, inner in attributes(value).items()}
+    if isinstance(value, torch.Tensor):
+        hooks = [hook for each in tensor_hooks(value) for hook in each]
+        return {**labelled, **{f".hooks[{at}]": hook for at, hook in enumerate(hooks)}}
+    base: Any = next((kind for kind in (*MAPPINGS, list, tuple, collections.deque) if isinstance(value, kind)), None)
+    if base is not None:
+        items = list(base.values(value) if base in MAPPINGS else base.__iter__(value))
+        keys: Any = list(base.keys(value)) if base in MAPPINGS else []
+        named = all(type(key) is str for key in keys) and keys
+        labelled.update({f"[{key!r}]": inner for key, inner in zip(named or range(len(items)), items, strict=True)})
+    return labelled

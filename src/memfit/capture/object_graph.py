@@ -33,7 +33,7 @@ from memfit.capture.subclasses import attributes_of
 from memfit.held_state import ATOMS, globals_of, is_followed, names_in
 
 _ATOMIC = frozenset({bool, *ATOMS, torch.Size, type(Ellipsis), type(NotImplemented), slice, range, bytearray})
-_OPAQUE = (
+OPAQUE = (
     *ATOMS,
     types.ModuleType,
     types.FrameType,
@@ -46,6 +46,7 @@ _OPAQUE = (
     TorchDispatchMode,  # of a capture under way, whose hooks are on the modules
     TorchFunctionMode,
 )
+"""Classes of objects that are not looked into."""
 _MACHINERY = ("memfit.capture.", "memfit.training.guards.", "memfit.levers.optimizer_in_backward")
 """Of memfit's own, whose hooks are on the user's objects meanwhile."""
 _CALLED = ("forward", "__call__", "step", "__getitem__", "__iter__", "__len__", "__enter__", "__exit__")
@@ -82,7 +83,7 @@ class Graph:
         while waiting:
             while waiting:
                 value = waiting.popleft()
-                if type(value) in _ATOMIC or id(value) in self.nodes or isinstance(value, _OPAQUE):
+                if type(value) in _ATOMIC or id(value) in self.nodes or isinstance(value, OPAQUE):
                     continue
                 if type(value).__module__.startswith(_MACHINERY):
                     continue

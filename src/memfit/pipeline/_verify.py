@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from memfit._torch.modules import NormBase
+from memfit.capture.external_state import differences
 from memfit.capture.fake_workload import nothing_changes, real_copy
 from memfit.capture.measured_peak import measure_peak_bytes, measure_peaks
 from memfit.held_state import generators_of
@@ -31,6 +32,9 @@ from memfit.recomputation.generators import foreign_generators, preserved
 from memfit.report.notebook_progress import stages, with_bars
 from memfit.rng import rng_preserved
 from memfit.workload import Workload, samples_of
+
+_IN_EVALUATION_MODE = "compared in evaluation mode, since the planned step draws its own dropout masks"
+_NAMED = 3  # differences of a copy that a note names
 
 
 @with_bars(stages)
@@ -64,6 +68,7 @@ def verify(plan: Plan, workload: Workload, *, progress: Progress = silent) -> Ve
     quiet = plan.levers.microbatch_size < size or registry.draws_otherwise(plan.levers, size)
     with nothing_changes(workload) as around:
         tell = around.outside(progress)
+        unlike = _unlike(workload, place)
         runs = _Runs("plain step", 3, tell)
         plain_loss, plain_gradients, plain_buffers = _gradients(workload, plain, quiet, runs, place)
         plain_peak, _ = _peak(workload, plain, runs, place)
@@ -78,7 +83,7 @@ def verify(plan: Plan, workload: Workload, *, progress: Progress = silent) -> Ve
         measured_peak_bytes=peak,
         measured_reserved_bytes=reserved,
         plain_measured_peak_bytes=plain_peak,
-        notes=["compared in evaluation mode, since the planned step draws its own dropout masks"] if quiet else [],
+        notes=[*([_IN_EVALUATION_MODE] if quiet else []), *unlike],
     )
     failures = [f"a region of the plan can't be recomputed: {how}" for how in differences.values()]
     if plan.numerics == "exact":
@@ -88,6 +93,15 @@ def verify(plan: Plan, workload: Workload, *, progress: Progress = silent) -> Ve
     failures += _failures(plan, workload, found)
     progress("prediction", 1, 1)
     return msgspec.structs.replace(found, failures=failures)
+
+
+def _unlike(workload: Workload, place: torch.device) -> list[str]:
+    """Return a note on what copies of a workload leave out or share; none where they are the step that trains."""
+    found = differences(workload, real_copy(workload, place))
+    if not found:
+        return []
+    more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+    return [f"the copies that were run are not in all as your objects: {'; '.join(found[:_NAMED])}{more}"]
 
 
 class _Runs:
