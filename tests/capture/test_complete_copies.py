@@ -472,7 +472,7 @@ def test_walked_side_by_side_a_copy_is_as_its_original(step: str) -> None:
             lambda copied: copied.optimizer._optimizer_step_post_hooks.clear(),
             "_optimizer_step_post_hooks[0] is missing",
         ),
-        (lambda copied: copied.model[0][0].weight._backward_hooks.clear(), "weight'].hooks[0] is missing"),
+        (lambda copied: copied.model[0][0].weight._backward_hooks.clear(), "].hooks[0] is missing in the copy"),
         (lambda copied: vars(copied.model[0]).pop("table"), "Workload.model._modules['0'].table is missing"),
         (lambda copied: setattr(copied.model[0], "table", None), "table is of the class NoneType"),
     ],

@@ -77,6 +77,10 @@ class Rebinding:
         self._graph, self._memo = graph, memo
         self._of_loss = set(list(graph.nodes)[apart:])
         self._stays = {id(value) for value in (*model.modules(), *model.parameters())}
+        for parent in self._of_loss:
+            for child in graph.children[parent]:
+                if id(child) in self._stays:
+                    _models[child] = None
         self._made: dict[int, Any] = {}
         self._globals: dict[int, dict[str, Any]] = {}
         self._modules: dict[int, types.ModuleType] = {}
@@ -107,10 +111,7 @@ class Rebinding:
         own = id(value)
         if own not in self._needed:
             return value
-        if by_loss and own in self._stays:
-            _models[value] = None
-            return value
-        return self._copy(value)
+        return value if by_loss and own in self._stays else self._copy(value)
 
     def _copy(self, value: Any) -> Any:
         own = id(value)
@@ -398,12 +399,10 @@ def differences(workload: Workload, copied: Workload) -> list[str]:
     """
     found: list[str] = []
     seen = set[int]()
-    waiting: list[tuple[str, Any, Any]] = [
-        (f"Workload.{name}", getattr(workload, name), getattr(copied, name))
-        for name in ("model", "optimizer", "loss_fn")
-    ]
+    pairs = [(f"Workload.{at}", getattr(workload, at), getattr(copied, at)) for at in ("model", "optimizer", "loss_fn")]
+    waiting = collections.deque[tuple[str, Any, Any]](pairs)
     while waiting:
-        path, one, other = waiting.pop()
+        path, one, other = waiting.popleft()
         if id(one) in seen or isinstance(one, OPAQUE) or _is_kept(one):
             continue
         seen.add(id(one))
