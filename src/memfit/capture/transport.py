@@ -167,7 +167,9 @@ def _receive_code(filename: str, make: Callable[..., types.CodeType], *arguments
 _receiving: KnownValues | None = None
 
 
-def _receive(sent: _Storage, geometry: Any, parameter: type | None, requires_grad: bool, values: bytes | None) -> torch.Tensor:
+def _receive(
+    sent: _Storage, geometry: Any, parameter: type | None, requires_grad: bool, values: bytes | None
+) -> torch.Tensor:
     """Return a fake tensor with the dtype, shape and strides of the one that was sent.
 
     Args:
