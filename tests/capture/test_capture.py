@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import gc
-import logging
-import warnings
 from collections import Counter, namedtuple
 from collections.abc import Callable
 from pathlib import Path
@@ -23,51 +20,7 @@ from memfit.ir.simulate import simulate
 from memfit.workload import Workload, batch_size_of
 from tests.covering import each
 from tests.models import BUILDERS, COSTS, captured, convnet, plain_trace, squared_error, step_of, transformer, twice
-
-COUNT_FROZEN = gc.get_freeze_count  # before `tests/conftest.py` answers in its place
-
-
-def state_of(workload: Workload) -> dict[str, Any]:
-    """Return everything of a workload that a capture could change, and of the process."""
-    model = workload.model
-    tensors = {f"state {k}": v.clone() for k, v in model.state_dict().items()}
-    for index, (parameter, values) in enumerate(workload.optimizer.state.items()):
-        tensors |= {f"optimizer {index} {k}": v.clone() for k, v in values.items() if isinstance(v, torch.Tensor)}
-        tensors[f"of {index}"] = torch.tensor(id(parameter))
-    hooks = [
-        tuple(len(d) for d in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._state_dict_hooks))
-        for m in model.modules()
-    ]
-    return tensors | {
-        "random state": torch.get_rng_state(),
-        "identities": [(id(p), p.data_ptr(), p.requires_grad, p._version) for p in model.parameters()],
-        "gradients": [(id(p.grad), None if p.grad is None else p.grad.clone()) for p in model.parameters()],
-        "training": [m.training for m in model.modules()],
-        "hooks": hooks,
-        "attributes": [sorted(m.__dict__) for m in model.modules()],
-        "groups": copy.deepcopy(
-            [{k: v for k, v in g.items() if k != "params"} for g in workload.optimizer.param_groups]
-        ),
-        "collector": (gc.isenabled(), COUNT_FROZEN() > 0),
-        "gradients on": torch.is_grad_enabled(),
-        "multithreading": torch.autograd.is_multithreading_enabled(),
-        "log level": logging.getLogger("torch._subclasses.fake_tensor").level,
-        "filters": list(warnings.filters),
-        "scheduler": None if workload.scheduler is None else workload.scheduler.state_dict(),
-    }
-
-
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(same(a, b) for a, b in zip(one, other, strict=True))
-    return bool(one == other)
-
-
-def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Return the names of what is not the same."""
-    return [name for name in before.keys() | after.keys() if not same(before.get(name), after.get(name))]
+from tests.undisturbed import COUNT_FROZEN, changes, same, state_of
 
 
 def trained(build: Callable[[], Workload]) -> Workload:
