@@ -8,8 +8,9 @@ the step can run on other tensors (fake ones, of a copy), with levers on its mod
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -115,6 +116,7 @@ def outside_autocast() -> Iterator[None]:
 
 
 _KINDS = ("cpu", "cuda")
+_NO_MODES = ExecutionContext((), True)
 
 
 @dataclass
@@ -163,6 +165,165 @@ class LoopWorkload(Workload):
     tape: Tape = Tape()
 
 
+_SMALL_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The geometry of a plain tensor, and the size of its storage."""
+
+    dtype: torch.dtype
+    device: torch.device
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    nbytes: int
+    is_trained: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor | Geometry) -> Geometry | None:
+        """Return a tensor's geometry; None for parameters, and for tensors of other layouts and classes."""
+        if isinstance(tensor, Geometry):
+            return tensor
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_nested:
+            return None
+        place, nbytes = tensor.storage_offset(), tensor.untyped_storage().nbytes()
+        size, stride = tuple(tensor.size()), tuple(tensor.stride())
+        return cls(tensor.dtype, tensor.device, size, stride, int(place), nbytes, tensor.requires_grad)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether a tensor has its storage for itself, and no integers that a step may read."""
+        return self.dtype.is_floating_point and self.nbytes == self.dtype.itemsize * math.prod(self.size)
+
+    def made(self) -> torch.Tensor:
+        """Return a tensor of this geometry."""
+        if self.is_own:
+            own = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+            return own.requires_grad_(self.is_trained)
+        tensor = torch.empty(0, dtype=self.dtype, device=self.device)
+        tensor.set_(torch.UntypedStorage(self.nbytes, device=self.device), self.offset, self.size, self.stride)
+        return tensor.zero_().requires_grad_(self.is_trained)
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """A step of a loop as it was seen.
+
+    Attributes:
+        entries: What it did, with phases.
+        passes: The number of its backward passes.
+        given: The tensors from outside that it used.
+        trained: Whether each parameter of the modules that it called was to have a gradient, when it began.
+        is_switched: Whether others were at its end.
+    """
+
+    entries: tuple[Entry, ...]
+    passes: int
+    given: Sequence[torch.Tensor | Geometry]
+    trained: dict[ModuleTensor, bool]
+    is_switched: bool
+
+    @property
+    def roots(self) -> set[int]:
+        """Numbers of the modules that it uses."""
+        named = {r.root for e in self.entries for r in e.arguments.references if isinstance(r, ModuleTensor)}
+        return named | {e.what for e in self.entries if e.kind == "module"}
+
+    @property
+    def optimizers(self) -> set[int]:
+        """Numbers of the optimizers that it steps."""
+        return {e.what for e in self.entries if e.kind == "update"}
+
+    def light(self) -> RecordedStep:
+        """Return the step with the geometries of large tensors from outside, in the place of their memory."""
+        given = [geometry if (geometry := Geometry.of(t)) and geometry.nbytes > _SMALL_BYTES else t for t in self.given]
+        return replace(self, given=given)
+
+
+def in_turn(steps: Sequence[RecordedStep]) -> RecordedStep:
+    """Return steps of several kinds as one, in which each follows the one before.
+
+    What a step leaves to the loop's variables, and what it was given, is released where the next one has called its
+    first module. Given integers, which a step may read, and slices of something larger are there all the time.
+    """
+    if len(steps) == 1 and not steps[0].is_switched:
+        return steps[0]
+    given: list[torch.Tensor] = []
+    entries: list[Entry] = []
+    left: list[list[int]] = []
+    begins: list[Entry] = []
+    made = 0
+    for step in steps:
+        own, made = _in_turn(step, given, made)
+        entries += own
+        results = {number for entry in own for number in entry.made}
+        left.append(sorted(results - {number for entry in own for number in entry.drops}))
+        begins.append(next(entry for entry in own if entry.kind == "module" and entry.context.grad))
+    for numbers, entry in zip(left, [*begins[1:], begins[0]] if len(steps) > 1 else [], strict=False):
+        entry.drops = [*entry.drops, *numbers]
+    passes = _set_phases(entries)
+    return RecordedStep(tuple(entries), passes, given, {}, False)
+
+
+def _in_turn(step: RecordedStep, given: list[torch.Tensor], made: int) -> tuple[list[Entry], int]:
+    """Return a step's entries for a tape of several, and the largest number of a result.
+
+    Args:
+        given: The tensors from outside the tape, to which the step's are added.
+        made: The largest number of a result before it.
+    """
+    entries = [_trained_as(step.trained)]
+    references: list[Reference] = []
+    for tensor in step.given:
+        geometry = Geometry.of(tensor)
+        if geometry is not None and geometry.is_own:
+            made += 1
+            entries.append(Entry("function", geometry.made, Arguments(((), {}), ()), _NO_MODES, made=[made]))
+            references.append(ResultTensor(made))
+        else:
+            references.append(BatchTensor(_placed(tensor, given)))
+    entries += [_moved(entry, references, made) for entry in step.entries]
+    return entries, max((number for entry in entries for number in entry.made), default=made)
+
+
+def _placed(tensor: torch.Tensor | Geometry, given: list[torch.Tensor]) -> int:
+    """Return the place of a tensor in a list, at which a like one is or to which it is added."""
+    geometry = Geometry.of(tensor)
+    for place, other in enumerate(given):
+        if other is tensor or (geometry is not None and Geometry.of(other) == geometry):
+            return place
+    given.append(tensor.made() if isinstance(tensor, Geometry) else tensor)
+    return len(given) - 1
+
+
+def _moved(entry: Entry, given: list[Reference], made: int) -> Entry:
+    def moved(reference: Reference) -> Reference:
+        if isinstance(reference, BatchTensor):
+            return given[reference.index]
+        return ResultTensor(reference.number + made) if isinstance(reference, ResultTensor) else reference
+
+    references = tuple(moved(reference) for reference in entry.arguments.references)
+    return replace(
+        entry,
+        arguments=replace(entry.arguments, references=references),
+        made=[number + made for number in entry.made],
+        drops=[number + made for number in entry.drops],
+    )
+
+
+def _trained_as(trained: dict[ModuleTensor, bool]) -> Entry:
+    """Return the entry that begins a step: parameters have gradients, or have none, as when it was recorded."""
+    stand_ins = [torch.empty(0, device="meta")] * len(trained)
+    arguments = Arguments(((stand_ins, list(trained.values())), {}), tuple(trained))
+    return Entry("function", _set_trained, arguments, _NO_MODES)
+
+
+def _set_trained(parameters: list[torch.Tensor], trained: list[bool]) -> None:
+    for parameter, is_trained in zip(parameters, trained, strict=True):
+        parameter.requires_grad_(is_trained)
+
+
 def with_phases(entries: list[Entry]) -> tuple[tuple[Entry, ...], int]:
     """Return entries with their phases, and the number of backward passes.
 
@@ -170,6 +331,11 @@ def with_phases(entries: list[Entry]) -> tuple[tuple[Entry, ...], int]:
     the last update prepare the next step, and are left out unless they change parameters.
     """
     entries_of_step = _without_preparation(entries)
+    return tuple(entries_of_step), _set_phases(entries_of_step)
+
+
+def _set_phases(entries_of_step: list[Entry]) -> int:
+    """Set the phases of entries; return the number of backward passes."""
     phase: Phase = "forward"
     passes = 0
     for entry in entries_of_step:
@@ -182,7 +348,7 @@ def with_phases(entries: list[Entry]) -> tuple[tuple[Entry, ...], int]:
             passes, phase = passes + 1, "optimizer"
     for entry in entries_of_step:
         entry.microbatch = min(entry.microbatch, max(0, passes - 1))
-    return tuple(entries_of_step), passes
+    return passes
 
 
 def _without_preparation(entries: list[Entry]) -> list[Entry]:

@@ -6,7 +6,8 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,13 +31,14 @@ from memfit.tape import (
     Entry,
     ExecutionContext,
     ModuleTensor,
+    RecordedStep,
     Reference,
     ResultTensor,
-    Tape,
     with_phases,
 )
 
 MOST_ENTRIES = 100_000
+_GET_GRADIENT = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 
 
 class Verdict(BaseException):
@@ -54,67 +56,148 @@ _SET = "__set__"
 _STAND_IN = torch.empty(0, device="meta")
 
 
+Call = tuple[int, int, int]
+"""A call of a module that trains: its root, how many of its parameters are trained, its number within the pass."""
+
+_Owner = nn.Module | torch.optim.Optimizer
+_GRAD: Call = (-1, 0, 0)  # a call of `torch.autograd.grad`
+
+
+@dataclass
+class Seen:
+    """What a step did, as far as it tells whether another step takes more.
+
+    Attributes:
+        passes: The calls before each backward pass.
+        updates: Classes of the optimizers that updated, with the numbers of their parameters.
+        calls: Those since the last backward pass.
+    """
+
+    passes: set[frozenset[Call]] = field(default_factory=set)
+    updates: set[tuple[str, int]] = field(default_factory=set)
+    calls: set[Call] = field(default_factory=set)
+
+    def end_pass(self) -> None:
+        """End the calls before a backward pass."""
+        self.passes.add(frozenset(self.calls))
+        self.calls.clear()
+
+    def is_in(self, others: Sequence[Seen]) -> bool:
+        """Tell whether other steps together did all of it."""
+        passes, updates = [p for o in others for p in o.passes], {u for o in others for u in o.updates}
+        return self.updates <= updates and all(any(own <= known for known in passes) for own in self.passes)
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the parameters that an optimizer holds."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 class Watcher(TorchFunctionMode):
     """A function mode that records a loop's step between `begin` and `end`.
 
-    The mode sees calls of PyTorch functions; replaced functions of PyTorch see calls of modules, backward passes and
-    custom functions; hooks of optimizers see updates.
+    The mode sees calls of PyTorch functions; replaced functions of PyTorch see calls of modules, backward passes,
+    zeroing of gradients and custom functions; hooks of optimizers see updates. Between `rest` and `begin` the mode is
+    off, and only calls, backward passes and updates are counted.
 
     Args:
         on_call: Called with each module that the loop itself calls, before it runs, and its arguments.
+        on_backward: Called after each backward pass of the loop.
+        on_elsewhere: Called with an optimizer that steps in another thread.
 
     Attributes:
         entries: The entries of the tape so far.
         given: Tensors from outside the step that it used.
-        roots: Modules that the loop called, in the order of their first calls.
+        roots: Modules that the loop called, in the order of their first calls; of all steps.
+        called: Modules that it called in this step.
         is_writing: Whether entries are recorded.
         fault: The reason why the tape can't be replayed; "" where it can.
-        updates: The number of steps of each optimizer since `begin`, by its `id`.
+        updates: The number of steps of each optimizer in this step, by its `id`.
+        seen: What the step did so far.
         verdict: The error that ended the loop, from when it is raised there; None before.
     """
 
-    def __init__(self, on_call: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]) -> None:
+    def __init__(
+        self,
+        on_call: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None],
+        on_backward: Callable[[], None],
+        on_elsewhere: Callable[[torch.optim.Optimizer], None],
+    ) -> None:
         super().__init__()
-        self._on_call = on_call
+        self._on_call, self._on_backward, self._on_elsewhere = on_call, on_backward, on_elsewhere
         self.verdict: Exception | None = None
-        self.is_writing = self._is_over = self._is_paused = False
+        self.is_writing = self._is_over = self._is_paused = self._is_on = False
+        self._records = True
+        self._outer: Any = None
         self._depth = 0
         self._thread = threading.get_ident()
         self._stack = contextlib.ExitStack()
         self._replacement = _Replacement(self)
-        self._reset()
-
-    def _reset(self) -> None:
-        self._forget_all()
         self.roots: list[nn.Module] = []
-        self.optimizers: list[torch.optim.Optimizer] = []
-        self.fault = ""
-        self._names: dict[int, ModuleTensor] = {}
+        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
+        self._forget_all()
 
     def _forget_all(self) -> None:
+        self.fault = ""
         self.entries: list[Entry] = []
         self.given: list[torch.Tensor] = []
-        self.updates: dict[int, int] = {}
+        self._trained: dict[ModuleTensor, bool] = {}
+        self._names: dict[int, ModuleTensor] = {}
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], Reference]] = {}
+        self._without_gradient: list[torch.Tensor] = []
         self._made = 0
+        self.next_step()
 
-    def begin(self) -> None:
-        """Begin to record."""
-        self._reset()
-        self.is_writing = True
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer | None]:
+        """The optimizers that have updated, by their numbers; None for those that are gone."""
+        return [optimizer() for optimizer in self._optimizers]
 
-    def count(self) -> None:
-        """Drop the entries, and only count updates from now on, of the same modules and optimizers."""
-        self.is_writing = False
+    def next_step(self) -> None:
+        """Begin to count the next step."""
+        self.called: list[nn.Module] = []
+        self._zeros: list[tuple[weakref.ref[_Owner], bool]] = []
+        self.updates: dict[int, int] = {}
+        self.seen = Seen()
+
+    def begin(self, within_step: bool = False) -> None:
+        """Begin to record, if the function mode can be put on: with a step, or within the one that is under way."""
+        called, updates, zeros = self.called, self.updates, self._zeros
         self._forget_all()
+        if within_step:
+            self.called, self.updates = called, updates
+        self.is_writing = True
+        for number in range(len(self.roots)):
+            self._name(number)
+        self.is_writing = self._records = self._put_on()
+        for owner, how in zeros:  # they may come before the first call of a step
+            if self.is_writing and (held := owner()) is not None:
+                self._write("function", zeroed, _nothing, (_gradients_of(held), how), {})
 
-    def end(self) -> Tape:
-        """Return the tape, and record no more."""
+    def end(self) -> RecordedStep:
+        """Return what was recorded, and record no more."""
         self.is_writing = False
         entries, passes = with_phases(self.entries)
-        names = [""] if len(self.roots) == 1 else [f"{i}_{type(root).__name__}" for i, root in enumerate(self.roots)]
         self._known.clear()
-        return Tape(entries, tuple(names), passes)
+        return RecordedStep(entries, passes, self.given, self._trained, self._is_switched())
+
+    def rest(self) -> None:
+        """Only count, until `begin`."""
+        self.is_writing = self._records = False
+        self._forget_all()
+        self._take_off()
+
+    def is_steady(self) -> bool:
+        """Tell whether the step is like those after it: none of the gradients that it looked for will be there then.
+
+        What a loop does to gradients that exist (`if p.grad is not None: p.grad.zero_()`) is not in a first step.
+        """
+        return all(parameter.grad is None for parameter in self._without_gradient)
+
+    def forget_roots(self) -> None:
+        """Forget all modules and optimizers."""
+        self._forget_all()
+        self.roots, self._optimizers = [], []
 
     def stop(self) -> None:
         """Stop watching: the rest of the loop runs untouched."""
@@ -133,9 +216,9 @@ class Watcher(TorchFunctionMode):
                 yield
         finally:
             self._is_paused = False
-            if self._is_over:
+            if self._is_over or not self._records:
                 self._take_off()
-            else:
+            if not self._is_over:
                 self._replacement.put()
 
     # Watching
@@ -149,7 +232,8 @@ class Watcher(TorchFunctionMode):
         self._stack.callback(after.remove)
         self._replacement.put()
         self._stack.callback(self._replacement.take)
-        push_function_mode(self)
+        self._outer = get_current_function_mode()
+        self._put_on()
         self._stack.callback(self._take_off)
         try:
             yield
@@ -157,10 +241,18 @@ class Watcher(TorchFunctionMode):
             self.stop()
             self._take_off()  # another mode may have been above it in `stop`
 
+    def _put_on(self) -> bool:
+        """Put the function mode on; not within a mode of the loop's own, which would take it off in its own place."""
+        if not self._is_on and get_current_function_mode() is self._outer:
+            push_function_mode(self)
+            self._is_on = True
+        return self._is_on
+
     def _take_off(self) -> None:
         """Pop the function mode, where it is the innermost; under another one it stays, and does nothing."""
-        if get_current_function_mode() is self:
+        if self._is_on and get_current_function_mode() is self:
             pop_function_mode()
+            self._is_on = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -179,6 +271,8 @@ class Watcher(TorchFunctionMode):
             return call(module, *args, **kwargs)
         with self._carried(Exception), self.paused():
             self._on_call(module, args, kwargs)
+            if not any(known is module for known in self.called):
+                self.called.append(module)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with self.paused():  # torch.compile must find PyTorch's own functions, and no mode
@@ -195,7 +289,32 @@ class Watcher(TorchFunctionMode):
     def call_backward(self, backward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a backward pass of the loop, and record it; it may find that a recomputation differs."""
         with self._carried(MemfitError):
-            return self.call("backward", backward, args, kwargs)
+            out = self.call("backward", backward, args, kwargs)
+            if self._is_looking():
+                self.seen.end_pass()
+                self._zeros.clear()
+                with self.paused():
+                    self._on_backward()
+        return out
+
+    def call_grad(self, grad: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run `torch.autograd.grad` for the loop, and record the call."""
+        if self._is_looking():
+            self.seen.calls.add(_GRAD)
+        return self.call("function", grad, args, kwargs)
+
+    def call_zero_grad(self, owner: _Owner, zero_grad: Callable[..., None], set_to_none: bool) -> None:
+        """Zero the gradients of an optimizer or a module for the loop, and record that also where there are none."""
+        if not self._depth:
+            self._zeros.append((weakref.ref(owner), set_to_none))
+        if not self._is_seen():
+            zero_grad(set_to_none=set_to_none)
+            return
+
+        def run(*_: Any) -> None:
+            zero_grad(set_to_none=set_to_none)
+
+        self._write("function", zeroed, run, (_gradients_of(owner), set_to_none), {})
 
     @contextlib.contextmanager
     def _carried(self, kind: type[Exception]) -> Iterator[None]:
@@ -215,7 +334,9 @@ class Watcher(TorchFunctionMode):
 
     def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """Record an update; where it calls a closure, after that has run."""
-        if self._is_over or self._is_paused:
+        if not self._is_here():
+            if not self._is_over and threading.get_ident() != self._thread:
+                self._on_elsewhere(optimizer)
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         self._depth += 1
@@ -237,15 +358,20 @@ class Watcher(TorchFunctionMode):
 
     def _updated(self, optimizer: torch.optim.Optimizer) -> None:
         self.updates[id(optimizer)] = self.updates.get(id(optimizer), 0) + 1
+        self.seen.updates.add((type(optimizer).__name__, len(parameters_of(optimizer))))
         if not any(known is optimizer for known in self.optimizers):
-            self.optimizers.append(optimizer)
+            self._optimizers.append(weakref.ref(optimizer))
         if self.is_writing:
             number = next(i for i, known in enumerate(self.optimizers) if known is optimizer)
             self.entries.append(Entry("update", number, Arguments(((), {}), ()), ExecutionContext.now()))
 
     def _after_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not (self._is_over or self._is_paused):
+        if self._is_here():
             self._depth -= 1
+
+    def _is_here(self) -> bool:
+        """Tell whether an update is one of the loop that is watched."""
+        return not (self._is_over or self._is_paused) and threading.get_ident() == self._thread
 
     # Recording
 
@@ -261,7 +387,9 @@ class Watcher(TorchFunctionMode):
             changed = kind == "function" and versions != [version_of(t) for t in self._tensors(args, kwargs)]
         finally:
             self._depth -= 1
-        is_set = getattr(what, "__name__", "") == _SET
+        if kind == "function" and what == _GET_GRADIENT and out is None and args[0].requires_grad:
+            self._without_gradient.append(args[0])
+        is_set = getattr(what, "__name__", "") == _SET or what is zeroed
         if kind == "function" and not (outputs or changed or is_set):
             self._forget(entry)
         if len(self.entries) > MOST_ENTRIES:
@@ -323,11 +451,51 @@ class Watcher(TorchFunctionMode):
         for number, root in enumerate(self.roots):
             if root is module:
                 return number
-        number = len(self.roots)
         self.roots.append(module)
-        for name, tensor in [*module.named_buffers(), *module.named_parameters()]:
-            self._names.setdefault(id(tensor), ModuleTensor(number, name))
-        return number
+        self._name(len(self.roots) - 1)
+        return len(self.roots) - 1
+
+    def _name(self, number: int) -> None:
+        """Know a root's parameters and buffers by their names."""
+        root = self.roots[number]
+        for name, tensor in [*root.named_buffers(), *root.named_parameters()]:
+            named = self._names.setdefault(id(tensor), ModuleTensor(number, name))
+            if isinstance(tensor, nn.Parameter) and self.is_writing:
+                self._trained.setdefault(named, tensor.requires_grad)
+
+    def _is_switched(self) -> bool:
+        """Tell whether other parameters are trained now than when the step began."""
+        return any(
+            parameter.requires_grad != self._trained.get(ModuleTensor(number, name), parameter.requires_grad)
+            for number, root in enumerate(self.roots)
+            for name, parameter in root.named_parameters()
+        )
+
+    def note_call(self, module: nn.Module) -> Call:
+        """Note a call that trains, before it runs."""
+        number, trained = self._root(module), sum(p.requires_grad for p in module.parameters())
+        call = number, trained, 1 + sum(known[0] == number for known in self.seen.calls)
+        self.seen.calls.add(call)
+        return call
+
+
+def _gradients_of(owner: _Owner) -> list[torch.Tensor]:
+    """Return the parameters whose gradients an optimizer's or a module's `zero_grad` zeroes."""
+    return list(owner.parameters()) if isinstance(owner, nn.Module) else parameters_of(owner)
+
+
+def _nothing(*_: Any) -> None:
+    """Stand for a call that was made already."""
+
+
+def zeroed(parameters: list[torch.Tensor], set_to_none: bool = True) -> None:
+    """Zero the gradients of parameters, as `zero_grad` of optimizers and modules does."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            if set_to_none:
+                parameter.grad = None
+            else:
+                parameter.grad.detach().zero_()
 
 
 def _deep_copied(tensor: torch.Tensor) -> torch.Tensor:
@@ -341,6 +509,7 @@ class _Replacement:
     def __init__(self, watcher: Watcher) -> None:
         call_module, backward, grad = nn.Module.__call__, torch.autograd.backward, torch.autograd.grad
         apply = torch.autograd.Function.__dict__["apply"]
+        zero, zero_module = torch.optim.Optimizer.zero_grad, nn.Module.zero_grad
 
         def watched_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return watcher.call_module(module, call_module, args, kwargs)
@@ -349,7 +518,13 @@ class _Replacement:
             return watcher.call_backward(backward, args, kwargs)
 
         def watched_grad(*args: Any, **kwargs: Any) -> Any:
-            return watcher.call("function", grad, args, kwargs)
+            return watcher.call_grad(grad, args, kwargs)
+
+        def watched_zero(optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+            watcher.call_zero_grad(optimizer, functools.partial(zero, optimizer), set_to_none)
+
+        def watched_module_zero(module: nn.Module, set_to_none: bool = True) -> None:
+            watcher.call_zero_grad(module, functools.partial(zero_module, module), set_to_none)
 
         def watched_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             return watcher.call("function", apply.__get__(None, cls), args, kwargs)
@@ -358,6 +533,8 @@ class _Replacement:
             (nn.Module, "__call__", call_module, watched_call),
             (torch.autograd, "backward", backward, watched_backward),
             (torch.autograd, "grad", grad, watched_grad),
+            (torch.optim.Optimizer, "zero_grad", zero, watched_zero),
+            (nn.Module, "zero_grad", zero_module, watched_module_zero),
             (torch.autograd.Function, "apply", apply, classmethod(watched_apply)),
         ]
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -21,7 +23,7 @@ from torch import nn
 from memfit._torch.pytree import tree_leaves
 from memfit._torch.replacement import replaced
 from memfit.batch import leaves_of
-from memfit.capture.loop_recorder import Verdict, Watcher
+from memfit.capture.loop_recorder import Seen, Verdict, Watcher, parameters_of
 from memfit.errors import InfeasibleError, MemfitError, UsageError
 from memfit.frames import on_unused
 from memfit.ir.plan import Numerics, Plan, Prediction
@@ -31,7 +33,16 @@ from memfit.pipeline._plan import plan as make_plan
 from memfit.planner.prediction import Progress, silent
 from memfit.planner.trials import first_line
 from memfit.recomputation.probe import checking
-from memfit.tape import ExecutionContext, LoopWorkload, ModuleTensor, Tape, outside_autocast
+from memfit.tape import (
+    Entry,
+    ExecutionContext,
+    LoopWorkload,
+    ModuleTensor,
+    RecordedStep,
+    Tape,
+    in_turn,
+    outside_autocast,
+)
 from memfit.training.taped import CombinedOptimizers
 from memfit.units import format_bytes, format_seconds, read_budget
 from memfit.workload import Workload
@@ -40,6 +51,10 @@ Mixed = Prediction | Literal["in use"] | None
 """What mixed precision is predicted to take: nothing, where the loop has it, or where that can't be run."""
 
 _MOST_UPDATES = 8  # of one optimizer in a step, while another one waits for its turn
+_MOST_KINDS = 4  # of steps that one plan is for
+_MOST_TRIES = 3
+_MOST_AWAITED = 1024  # steps that are recorded until one comes again that was not
+_MOST_CHECKED = 16  # steps, where not all kinds come again
 _POINTS = 4
 
 
@@ -61,11 +76,16 @@ class Fitted:
         self.plan: Plan | None = None
         self.saw = ""
         self._optimizers, self._tell, self._progress, self._options = optimizers, tell, progress, options
-        self._watcher = Watcher(self._called)
+        self._watcher = Watcher(self._called, self._passed, self._stepped_elsewhere)
         self._levers = contextlib.ExitStack()
         self._proving = contextlib.ExitStack()
-        self._first: list[tuple[nn.Module, Plan]] = []
+        self._under: list[tuple[nn.Module, Plan]] = []
+        self._kinds: list[_Kind] = []
+        self._proven: list[Seen] = []  # steps that held what is recomputed against what was computed
+        self._unsteady = self._failures = self._passes = self._checked = self._awaited = 0
         self._advice: list[str] = []
+        self._told: set[object] = set()
+        self._reason = ""  # why nothing can be planned
 
     def __str__(self) -> str:
         if self.plan is None:
@@ -84,6 +104,8 @@ class Fitted:
                 yield
             if watcher.verdict is not None:
                 raise watcher.verdict
+            if self.plan is None and self._reason:
+                raise UsageError(f"nothing was planned, and no budget was held: {self._reason}")
             if self.plan is None:
                 self._tell("memfit: the loop made no two steps with gradients, so nothing was planned")
         except BaseException as e:
@@ -103,23 +125,102 @@ class Fitted:
             return
         if watcher.verdict is not None:  # the loop handled it, and goes on
             raise watcher.verdict
-        if self._step_is_complete(watcher.updates):
-            if self.plan is not None:  # the step that held what is recomputed against what was computed
-                self._proving.close()
-                watcher.stop()
-                return
-            self._fit(watcher.end())
-        elif self.plan is None and not any(root is module for root in watcher.roots):
-            if not watcher.is_writing:
-                watcher.begin()
+        if self._step_is_complete(module):
+            self._end_step()
+        call = watcher.note_call(module)
+        if not watcher.is_writing and not any(call in known for kind in self._kinds for known in kind.seen.passes):
+            self._notice(module)
+            watcher.note_call(module)
+        if not any(known is module for model, _ in self._under for known in _roots_of(model)):
             self._begin_with(module, args, kwargs)
 
-    def _step_is_complete(self, updates: dict[int, int]) -> bool:
-        """Tell whether every optimizer of the modules called has updated since the step began."""
-        if not updates:
+    def _step_is_complete(self, module: nn.Module) -> bool:
+        """Tell whether a call begins another step: every optimizer of the modules called has updated since it began.
+
+        A module that was not called yet belongs to the step that is under way, as a generator after its critic.
+        """
+        watcher = self._watcher
+        if not watcher.updates or not any(known is module for known in watcher.called):
             return False
-        waited = self._optimizers_of(self._watcher.roots)
-        return all(id(o) in updates for o in waited) or max(updates.values()) >= _MOST_UPDATES
+        waited = self._optimizers_of(watcher.called)
+        return all(id(o) in watcher.updates for o in waited) or max(watcher.updates.values()) >= _MOST_UPDATES
+
+    def _end_step(self) -> None:
+        """End a step of the loop; plan for it, if it does what no step did before."""
+        watcher, seen = self._watcher, self._watcher.seen
+        kinds = [kind.seen for kind in self._kinds]
+        if seen.is_in(kinds):
+            if not seen.is_in(self._proven):
+                self._proven.append(seen)
+            self._checked += 1
+            if self._checked == _MOST_CHECKED or all(kind.is_in(self._proven) for kind in kinds):
+                self._proving.close()
+            self._awaited -= bool(self._awaited)
+            (watcher.begin if self._awaited else watcher.rest)()
+        elif not watcher.is_writing or self._is_to_be_seen_again():
+            if self._kinds:
+                self._tell_unplanned("the step that ended did what no step did before")
+            self._awaited = _MOST_AWAITED
+            watcher.begin()
+        else:
+            self._awaited = 0
+            self._fit(_Kind(watcher.seen, watcher.end()))
+
+    def _tell_unplanned(self, what: str) -> None:
+        self._tell_once(what, f"memfit: {what}, and nothing was promised for that; the next plan is for such steps too")
+
+    def _is_to_be_seen_again(self) -> bool:
+        """Tell whether the step that was recorded does not stand for those after it, which are recorded then."""
+        watcher = self._watcher
+        if not watcher.is_steady() and not self._unsteady:
+            self._unsteady += 1
+            self._levers.close()
+            self._under = []  # gradients are held too, which nobody counted: the plans that take least, in its place
+            return True
+        if watcher.fault and self._kinds and self._failures < _MOST_TRIES:  # it was noticed within a step
+            self._failures += 1
+            return True
+        return False
+
+    def _notice(self, module: nn.Module) -> None:
+        """Begin to record at a call that no planned step has."""
+        watcher = self._watcher
+        gone = [kind for kind in self._kinds if kind.is_gone(watcher)]
+        if gone and len(gone) == len(self._kinds):  # another model, as of another fold
+            self._levers.close()
+            watcher.forget_roots()
+            self.plan, self._kinds, self._under = None, [], []
+        elif self._kinds:
+            self._tell_unplanned(f"{type(module).__name__} is called as in no step before")
+        watcher.begin(within_step=bool(self._kinds))
+
+    def _passed(self) -> None:
+        """See to the end of a backward pass: whether memfit can see where steps end."""
+        self._passes += 1
+        called = self._watcher.called
+        if self._kinds or self._passes < 2 or self._optimizers_of(called):
+            return
+        names = ", ".join(sorted({type(module).__name__ for module in called}))
+        who = f"{names} had" if names else "the loop calls no torch.nn.Module in"
+        self._reason = (
+            f"{who} {self._passes} backward passes, and no torch.optim.Optimizer holds the parameters of what is"
+            " called, so memfit does not see where a step ends. Update them by a torch.optim.Optimizer (a class of your"
+            " own may derive from it), or write the step as a memfit.Workload"
+        )
+        self._tell_once("no optimizer", f"memfit: nothing is planned so far, and no budget is held: {self._reason}")
+        self._watcher.next_step()
+
+    def _stepped_elsewhere(self, optimizer: torch.optim.Optimizer) -> None:
+        self._reason = (
+            f"{type(optimizer).__name__} steps in another thread than the one that memfit watches: train in the thread"
+            " that enters memfit.fit, or that runs the script"
+        )
+        self._tell_once("thread", f"memfit: that loop is not planned, and its budget not held: {self._reason}")
+
+    def _tell_once(self, key: object, text: str) -> None:
+        if key not in self._told:
+            self._told.add(key)
+            self._tell(text)
 
     # The first step
 
@@ -131,58 +232,90 @@ class Fitted:
             try:
                 # Where others are trained too, they need a part of the budget, and nobody knows which.
                 held = {id(p) for p in module.parameters()}
-                trained = (p for o in self._optimizers() for group in o.param_groups for p in group["params"])
-                is_alone = all(id(p) in held for p in trained)
+                trained = (p for o in self._optimizers() for p in parameters_of(o))
+                is_alone = all(id(p) in held for p in trained) and not self._unsteady
                 found = self._planned(workload, self._options["budget"] if is_alone else 1)
             except InfeasibleError as e:
                 found = self._planned(workload, e.lowest_peak_bytes)
         except MemfitError as e:
             self._tell(f"memfit: the first step runs as it is, as no plan was found for it ({first_line(e)})")
             return
-        self._first.append((module, found))
         self._put_under(module, found)
 
     # Those after it
 
-    def _fit(self, tape: Tape) -> None:
-        """Plan for the step that was seen, and put the loop's modules under the plan."""
+    def _fit(self, kind: _Kind) -> None:
+        """Plan for a step that was seen, with those of other kinds, and put the loop's modules under the plan."""
+        watcher = self._watcher
         self._levers.close()
-        roots = self._watcher.roots
-        model = roots[0] if len(roots) == 1 else _Roots(dict(zip(tape.roots, roots, strict=True)))
-        self.saw = seen(tape, roots, self._watcher.optimizers)
-        self._tell(f"memfit: saw a step: {self.saw}")
         self._proving.close()
+        kinds = [known for known in self._kinds if not known.is_gone(watcher) and not known.seen.is_in([kind.seen])]
+        kinds = [*kinds, kind][-_MOST_KINDS:]
         try:
-            workload = self._workload_of(tape, model)
-            with _generators_kept(tape):
+            workload = self._workload_of([known.step for known in kinds if known.is_planned])
+            kind.saw = seen(kind.step.entries, watcher.roots, watcher.optimizers)
+            self.saw = kinds[0].saw if len(kinds) == 1 else "; ".join(f"({i}) {k.saw}" for i, k in enumerate(kinds, 1))
+            self._tell(f"memfit: saw a step{'' if len(kinds) == 1 else ' of another kind'}: {kind.saw}")
+            with _generators_kept(workload.tape):
                 self.plan = self._planned(workload, self._options["budget"])
-            under = [(model, self.plan)]
+            under = [(workload.model, self.plan)]
             self._advice = advice(self.plan, self._mixed(workload)) if is_slow(self.plan) else []
         except InfeasibleError:
             raise
         except MemfitError as e:
-            if not self._first:
+            if not self._under:
                 raise
-            under, self.plan = self._first, self._first[0][1]
+            under, kind.is_planned = self._under, False
+            self.plan = self.plan or under[0][1]
             self._tell(
                 f"memfit: the loop can't be planned as it is ({first_line(e)}), so its modules stay under plans for"
                 " each by itself; what the loop holds beside them comes on top of these"
             )
-        self._watcher.count()
-        for module, plan in under:
-            self._put_under(module, plan)
-        if all(plan.is_proven for _, plan in under):
-            self._watcher.stop()
+        kind.step = kind.step.light()
+        self._kinds, self._under = kinds, under
+        self._proven, self._checked = [], 0
+        watcher.rest()
+        for model, plan in under:
+            self._switch(model, plan)
         self._tell(str(self))
+        for line in self._untrained():
+            self._tell_once(line, line)
 
-    def _workload_of(self, tape: Tape, model: nn.Module) -> LoopWorkload:
-        """Return the step that was seen as a workload; refuse one that can't be run again."""
-        if self._watcher.fault:
-            raise UsageError(
-                f"the step can't be planned where it runs, since {self._watcher.fault}: write it as a memfit.Workload"
-            )
+    def _workload_of(self, steps: Sequence[RecordedStep]) -> LoopWorkload:
+        """Return steps that were seen as a workload; refuse what can't be run again."""
         watcher = self._watcher
-        return _workload(model, watcher.given, _not_called, watcher.optimizers, watcher.roots[0], tape)
+        if watcher.fault:
+            raise UsageError(
+                f"the step can't be planned where it runs, since {watcher.fault}: write it as a memfit.Workload"
+            )
+        numbers = sorted({number for step in steps for number in step.roots})
+        roots = {number: watcher.roots[number] for number in numbers}
+        names = {number: f"{i}_{type(root).__name__}" for i, (number, root) in enumerate(roots.items())}
+        model: nn.Module = _Roots({names[number]: root for number, root in roots.items()})
+        if len(roots) == 1:
+            model, names = roots[numbers[0]], {numbers[0]: ""}
+        stepped = {number for step in steps for number in step.optimizers}
+        optimizers = [o if n in stepped else None for n, o in enumerate(watcher.optimizers)]
+        step = in_turn(steps)
+        tape = Tape(
+            step.entries, tuple(names.get(n, names[numbers[0]]) for n in range(len(watcher.roots))), step.passes
+        )
+        return _workload(model, step.given, _not_called, optimizers, roots[numbers[0]], tape)
+
+    def _untrained(self) -> list[str]:
+        """Return what is known of parameters that an optimizer holds and that no step trained."""
+        stepped = {id(o) for o in self._watcher.optimizers}
+        lines = []
+        for optimizer in self._optimizers():
+            waiting = [p for p in parameters_of(optimizer) if id(optimizer) not in stepped or not p.requires_grad]
+            if waiting:
+                nbytes = format_bytes(sum(p.nbytes for p in waiting))
+                lines.append(
+                    f"memfit: {len(waiting)} parameters{_owner_of(waiting)} ({nbytes}) in optimizer"
+                    f" {type(optimizer).__name__} have not trained yet: nothing is promised for steps that train them;"
+                    " they will be planned for when they do"
+                )
+        return lines
 
     def _mixed(self, workload: LoopWorkload) -> Mixed:
         """Predict the step that was seen with autocast around its forward passes, and no levers."""
@@ -194,8 +327,13 @@ class Fitted:
         except MemfitError:  # autocast refuses some losses
             return None
 
-    def _put_under(self, model: nn.Module, plan: Plan) -> None:
-        """Put modules under a plan. Its first step holds what is recomputed against what was computed."""
+    def _put_under(self, module: nn.Module, plan: Plan) -> None:
+        """Put a module under a plan for itself."""
+        self._under.append((module, plan))
+        self._switch(module, plan)
+
+    def _switch(self, model: nn.Module, plan: Plan) -> None:
+        """Switch a plan on. Its first steps hold what is recomputed against what was computed."""
         self._levers.enter_context(switched(model, plan.levers))
         if not plan.is_proven:
             self._proving.enter_context(checking())
@@ -310,7 +448,7 @@ def fit_whatever_trains(
 def _updating(optimizers: Iterable[torch.optim.Optimizer], modules: Sequence[nn.Module]) -> list[torch.optim.Optimizer]:
     """Return the optimizers that update a parameter of some modules."""
     held = {id(p) for module in modules for p in module.parameters()}
-    return [o for o in optimizers if any(id(p) in held for group in o.param_groups for p in group["params"])]
+    return [o for o in optimizers if any(id(p) in held for p in parameters_of(o))]
 
 
 def _check(budget: int | float | str, numerics: Numerics) -> None:
@@ -320,21 +458,23 @@ def _check(budget: int | float | str, numerics: Numerics) -> None:
         raise UsageError(f"numerics={numerics!r} is not for a loop that goes on as it is: use 'exact' or 'reordered'")
 
 
-def seen(tape: Tape, roots: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> str:
+def seen(
+    entries: Sequence[Entry], roots: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer | None]
+) -> str:
     """Return what a step does, in words."""
-    calls = Counter(type(roots[e.what]).__name__ for e in tape.entries if e.kind == "module" and e.context.grad)
-    updates = Counter(type(optimizers[e.what]).__name__ for e in tape.entries if e.kind == "update")
+    calls = Counter(type(roots[e.what]).__name__ for e in entries if e.kind == "module" and e.context.grad)
+    updates = Counter(type(optimizers[e.what]).__name__ for e in entries if e.kind == "update")
     words = [f"{_counted(n, 'call')} of {name}" for name, n in calls.items()]
-    words.append(_counted(tape.passes, "backward pass", "es"))
+    words.append(_counted(sum(e.kind == "backward" for e in entries), "backward pass", "es"))
     words += [f"{_counted(n, 'update')} by {name}" for name, n in updates.items()]
-    words.append("gradients clipped" if _clips(tape) else "gradients not clipped")
+    words.append("gradients clipped" if _clips(entries) else "gradients not clipped")
     return ", ".join(words)
 
 
-def _clips(tape: Tape) -> bool:
+def _clips(entries: Sequence[Entry]) -> bool:
     """Tell whether a step changes gradients between its backward passes and its update."""
     taken: set[int] = set()
-    for entry in tape.entries:
+    for entry in entries:
         name = getattr(entry.what, "__name__", "")
         if name == "__get__" and any(isinstance(r, ModuleTensor) for r in entry.arguments.references):
             taken |= set(entry.made)
@@ -395,6 +535,33 @@ def _generators_kept(tape: Tape) -> Iterator[None]:
             generator.set_state(state)
 
 
+@dataclass
+class _Kind:
+    """A kind of step that the loop made."""
+
+    seen: Seen
+    step: RecordedStep
+    saw: str = ""
+    is_planned: bool = True
+
+    def is_gone(self, watcher: Watcher) -> bool:
+        """Tell whether an optimizer of the step is gone, and so is its training."""
+        return any(watcher.optimizers[number] is None for number in self.step.optimizers)
+
+
+def _owner_of(parameters: Sequence[torch.Tensor]) -> str:
+    """Return the class of the smallest module that holds parameters, as " of CLASS"; "" without one."""
+    wanted = set(map(id, parameters))
+    modules = [value for value in gc.get_objects() if issubclass(type(value), nn.Module)]
+    held = {id(module): {id(p) for p in module.parameters()} for module in modules}
+    owners = [module for module in modules if wanted <= held[id(module)]]
+    return f" of {type(min(owners, key=lambda m: len(held[id(m)]))).__name__}" if owners else ""
+
+
+def _roots_of(model: nn.Module) -> list[nn.Module]:
+    return list(model.children()) if isinstance(model, _Roots) else [model]
+
+
 class _Roots(nn.Module):
     """The modules that a loop calls, as the children of one."""
 
@@ -408,11 +575,11 @@ def _workload(
     model: nn.Module,
     batch: Any,
     loss_fn: Callable[[nn.Module, Any], torch.Tensor],
-    optimizers: Sequence[torch.optim.Optimizer],
+    optimizers: Sequence[torch.optim.Optimizer | None],
     named: nn.Module,
     tape: Tape | None = None,
 ) -> LoopWorkload:
-    """Return a step of the loop as a workload, named by a module's class."""
+    """Return a step of the loop as a workload, named by a module's class; optimizers that it does not step are None."""
     optimizer: Any = optimizers[0] if len(optimizers) == 1 else CombinedOptimizers(optimizers)
     return LoopWorkload(
         model=model,
