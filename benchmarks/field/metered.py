@@ -65,7 +65,7 @@ def metered(report: Path) -> Iterator[None]:
     peaks: list[int] = []
     try:
         with ExitStack() as stack:
-            for name in ("make_plan", "estimate"):
+            for name in ("make_plan", "estimate", "predicted_under"):
                 stack.enter_context(replaced(_fit, name, meter.marked(getattr(_fit, name))))
             peaks = stack.enter_context(allocated_between(_UPDATED, but_in=_PLANNING))
             yield

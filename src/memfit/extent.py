@@ -53,6 +53,16 @@ def covers(largest: Extent, other: Extent) -> bool:
     return True
 
 
+def joined(one: Extent, other: Extent) -> Extent:
+    """Return the least extent that both are within, where their tensors have as many dimensions."""
+    found = dict(one)
+    for path, column in other.items():
+        own = found.get(path)
+        alike = own is not None and len(own.shape) == len(column.shape)
+        found[path] = _joined(own, column) if own is not None and alike else column
+    return found
+
+
 def looked_ahead(before: Extent, now: Extent) -> Extent:
     """Return an extent with the dimensions that grew increased further, so that small growth stays within it."""
 

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 
 from memfit.batch import map_tensors
+from memfit.extent import Extent, resized
 from memfit.ir.trace import Phase
 from memfit.workload import Workload
 
@@ -166,6 +167,8 @@ class LoopWorkload(Workload):
 
 
 _SMALL_BYTES = 64 * 1024
+CallNumber = tuple[int, int]
+"""A call of a module that trains: the module's number, and the call's number within its pass."""
 
 
 @dataclass(frozen=True)
@@ -196,6 +199,13 @@ class Geometry:
         """Whether a tensor has its storage for itself, and no integers that a step may read."""
         return self.dtype.is_floating_point and self.nbytes == self.dtype.itemsize * math.prod(self.size)
 
+    def resized(self, size: tuple[int, ...]) -> Geometry:
+        """Return the geometry of a tensor of another size, which is contiguous; itself where the size is its own."""
+        if size == self.size:
+            return self
+        made = torch.empty(size, dtype=self.dtype, device="meta")
+        return replace(self, size=size, stride=tuple(made.stride()), offset=0, nbytes=made.nbytes)
+
     def made(self) -> torch.Tensor:
         """Return a tensor of this geometry."""
         if self.is_own:
@@ -216,6 +226,7 @@ class RecordedStep:
         given: The tensors from outside that it used.
         trained: Whether each parameter of the modules that it called was to have a gradient, when it began.
         is_switched: Whether others were at its end.
+        calls: The largest arguments of calls that train, by the module's number and the call's within its pass.
     """
 
     entries: tuple[Entry, ...]
@@ -223,6 +234,7 @@ class RecordedStep:
     given: Sequence[torch.Tensor | Geometry]
     trained: dict[ModuleTensor, bool]
     is_switched: bool
+    calls: dict[CallNumber, Extent] = field(default_factory=dict)
 
     @property
     def roots(self) -> set[int]:
@@ -239,6 +251,24 @@ class RecordedStep:
         """Return the step with the geometries of large tensors from outside, in the place of their memory."""
         given = [geometry if (geometry := Geometry.of(t)) and geometry.nbytes > _SMALL_BYTES else t for t in self.given]
         return replace(self, given=given)
+
+    def resized(self, changed: Callable[[tuple[int, ...]], tuple[int, ...]]) -> RecordedStep:
+        """Return the step on tensors from outside of other shapes, with their values repeated or cut.
+
+        What the step itself says in numbers, as sizes of views, stays.
+        """
+        given: list[torch.Tensor | Geometry] = []
+        for t in self.given:
+            if isinstance(t, Geometry):
+                given.append(t.resized(changed(t.size)))
+            else:
+                given.append(resized(t, changed(tuple(t.shape))) if Geometry.of(t) is not None else t)
+        calls = {key: _changed_extent(extent, changed) for key, extent in self.calls.items()}
+        return replace(self, given=given, calls=calls)
+
+
+def _changed_extent(extent: Extent, changed: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Extent:
+    return {path: column._replace(shape=changed(column.shape)) for path, column in extent.items()}
 
 
 def in_turn(steps: Sequence[RecordedStep]) -> RecordedStep:

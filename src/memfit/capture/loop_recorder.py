@@ -25,9 +25,11 @@ from memfit._torch.pytree import tree_map
 from memfit._torch.tensors import version_of
 from memfit.batch import leaves_of, map_tensors
 from memfit.errors import MemfitError
+from memfit.extent import Extent, joined
 from memfit.tape import (
     Arguments,
     BatchTensor,
+    CallNumber,
     Entry,
     ExecutionContext,
     ModuleTensor,
@@ -145,6 +147,7 @@ class Watcher(TorchFunctionMode):
         self._names: dict[int, ModuleTensor] = {}
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], Reference]] = {}
         self._without_gradient: list[torch.Tensor] = []
+        self._calls: dict[CallNumber, Extent] = {}
         self._made = 0
         self.next_step()
 
@@ -179,7 +182,7 @@ class Watcher(TorchFunctionMode):
         self.is_writing = False
         entries, passes = with_phases(self.entries)
         self._known.clear()
-        return RecordedStep(entries, passes, self.given, self._trained, self._is_switched())
+        return RecordedStep(entries, passes, self.given, self._trained, self._is_switched(), self._calls)
 
     def rest(self) -> None:
         """Only count, until `begin`."""
@@ -283,7 +286,11 @@ class Watcher(TorchFunctionMode):
     def call(self, kind: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a function of the loop, and record the call."""
         if not self._is_seen():
-            return call(*args, **kwargs)
+            self._depth += 1  # what is recomputed is no part of the loop
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self._depth -= 1
         return self._write(kind, call, call, args, kwargs)
 
     def call_backward(self, backward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -334,7 +341,7 @@ class Watcher(TorchFunctionMode):
 
     def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """Record an update; where it calls a closure, after that has run."""
-        if not self._is_here():
+        if not self.is_here():
             if not self._is_over and threading.get_ident() != self._thread:
                 self._on_elsewhere(optimizer)
             return None
@@ -366,10 +373,10 @@ class Watcher(TorchFunctionMode):
             self.entries.append(Entry("update", number, Arguments(((), {}), ()), ExecutionContext.now()))
 
     def _after_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._is_here():
+        if self.is_here():
             self._depth -= 1
 
-    def _is_here(self) -> bool:
+    def is_here(self) -> bool:
         """Tell whether an update is one of the loop that is watched."""
         return not (self._is_over or self._is_paused) and threading.get_ident() == self._thread
 
@@ -470,6 +477,11 @@ class Watcher(TorchFunctionMode):
             for number, root in enumerate(self.roots)
             for name, parameter in root.named_parameters()
         )
+
+    def note_extent(self, number: CallNumber, extent: Extent) -> None:
+        """Note the arguments of a call that trains, while it is recorded."""
+        before = self._calls.get(number)
+        self._calls[number] = extent if before is None else joined(before, extent)
 
     def note_call(self, module: nn.Module) -> Call:
         """Note a call that trains, before it runs."""

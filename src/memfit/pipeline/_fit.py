@@ -13,27 +13,32 @@ import gc
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memfit._torch.pytree import tree_leaves
 from memfit._torch.replacement import replaced
 from memfit.batch import leaves_of
 from memfit.capture.loop_recorder import Seen, Verdict, Watcher, parameters_of
 from memfit.errors import InfeasibleError, MemfitError, UsageError
+from memfit.extent import Extent, covers, difference_text, extent_of, looked_ahead, sizes_changed
 from memfit.frames import on_unused
+from memfit.hardware.host import find_device
 from memfit.ir.plan import Numerics, Plan, Prediction
 from memfit.levers.switch import switched
 from memfit.pipeline._estimate import estimate
 from memfit.pipeline._plan import plan as make_plan
-from memfit.planner.prediction import Progress, silent
+from memfit.planner.captures import capture_levers
+from memfit.planner.prediction import Progress, costs_of, predict, silent
 from memfit.planner.trials import first_line
 from memfit.recomputation.probe import checking
 from memfit.tape import (
+    CallNumber,
     Entry,
     ExecutionContext,
     LoopWorkload,
@@ -43,6 +48,7 @@ from memfit.tape import (
     in_turn,
     outside_autocast,
 )
+from memfit.training.guards.growth import Growth
 from memfit.training.taped import CombinedOptimizers
 from memfit.units import format_bytes, format_seconds, read_budget
 from memfit.workload import Workload
@@ -86,6 +92,9 @@ class Fitted:
         self._advice: list[str] = []
         self._told: set[object] = set()
         self._reason = ""  # why nothing can be planned
+        self._larger = LargerBatches()
+        self._growth: Growth | None = None
+        self._counted: Callable[[], torch.optim.Optimizer | None] = lambda: None  # whose updates are steps
 
     def __str__(self) -> str:
         if self.plan is None:
@@ -100,7 +109,7 @@ class Fitted:
         """
         watcher = self._watcher
         try:
-            with watcher.watching():
+            with watcher.watching(), contextlib.closing(_Hook(self._updated)):
                 yield
             if watcher.verdict is not None:
                 raise watcher.verdict
@@ -128,9 +137,16 @@ class Fitted:
         if self._step_is_complete(module):
             self._end_step()
         call = watcher.note_call(module)
-        if not watcher.is_writing and not any(call in known for kind in self._kinds for known in kind.seen.passes):
+        extent = extent_of((args, kwargs))
+        is_known = any(call in known for kind in self._kinds for known in kind.seen.passes)
+        if not watcher.is_writing and not is_known:
             self._notice(module)
-            watcher.note_call(module)
+            call = watcher.note_call(module)
+        elif is_known and not self._larger.holds((call[0], call[2]), extent):
+            if not self._held(module, (call[0], call[2]), extent, args, kwargs):
+                call = watcher.note_call(module)
+        if watcher.is_writing:
+            watcher.note_extent((call[0], call[2]), extent)
         if not any(known is module for model, _ in self._under for known in _roots_of(model)):
             self._begin_with(module, args, kwargs)
 
@@ -193,6 +209,77 @@ class Fitted:
         elif self._kinds:
             self._tell_unplanned(f"{type(module).__name__} is called as in no step before")
         watcher.begin(within_step=bool(self._kinds))
+
+    def _held(self, module: nn.Module, number: CallNumber, extent: Extent, args: Any, kwargs: Any) -> bool:
+        """See to a call on a larger batch than any that the plan is for, before it runs; plan again where needed.
+
+        The step is run again from its recording, with tensors of the larger shapes. Where that can't be done, the step
+        is recorded as it comes, under a plan for the module by itself, as the first one was; False is returned then.
+        """
+        watcher, larger = self._watcher, self._larger
+        difference = larger.difference(number, extent)
+        planned = [kind for kind in self._kinds if kind.is_planned]
+        self._levers.close()
+        try:
+            for target in larger.targets(number, extent):
+                steps = [larger.resized(kind.step, number, target) for kind in planned]
+                if (said := self._holding(steps, is_last=target is extent)) is not None:
+                    for kind, step in zip(planned, steps, strict=True):
+                        kind.step = step.light()
+                    larger.promise([kind.step for kind in self._kinds], {number: target})
+                    self._proven, self._checked = [], 0
+                    self._tell(f"memfit: a batch is larger than planned ({difference}): {said}")
+                    return True
+        except InfeasibleError as e:
+            raise InfeasibleError(
+                f"a batch is larger than planned ({difference}), and {e}",
+                budget_bytes=e.budget_bytes,
+                lowest_peak_bytes=e.lowest_peak_bytes,
+                where=e.where,
+                proven=e.proven,
+            ) from e
+        except (MemfitError, RuntimeError, ValueError, TypeError, IndexError):  # what the loop does depends on shapes
+            pass
+        self._tell(
+            f"memfit: a batch is larger than planned ({difference}), and the step that was seen can't be run on it:"
+            " this step runs under a plan for its modules by themselves, and is planned anew"
+        )
+        self._proving.close()
+        self._under, self._kinds = [], []
+        watcher.begin()
+        return False
+
+    def _holding(self, steps: list[RecordedStep], is_last: bool) -> str | None:
+        """Put the loop under a plan that holds steps, and say how: the one in force, or another; None where none does.
+
+        Raises:
+            InfeasibleError: None does, and these are the last steps to try.
+        """
+        plan = self.plan
+        assert plan is not None
+        if not steps:
+            raise UsageError("the loop can't be planned as it is")
+        workload, budget = self._workload_of(steps), plan.budget_bytes
+        with _generators_kept(workload.tape):
+            predicted = predicted_under(plan, workload)
+            if predicted.peak_upper_bytes > budget:
+                try:
+                    plan = self._planned(workload, budget)
+                except InfeasibleError:
+                    if is_last:
+                        raise
+                    return None
+                predicted, how = plan.predicted, "planned again"
+                self._larger.forget()
+            else:
+                how = "the plan holds it"
+        self._proving.close()
+        self.plan, self._under = plan, [(workload.model, plan)]
+        self._switch(workload.model, plan)
+        self._growth_anew()
+        took, of = format_bytes(predicted.peak_bytes), format_bytes(budget)
+        slower = f", ×{predicted.step_seconds / plan.plain.step_seconds:.2f} of plain" if how == "planned again" else ""
+        return f"{how}, {took} of {of}{slower}"
 
     def _passed(self) -> None:
         """See to the end of a backward pass: whether memfit can see where steps end."""
@@ -273,6 +360,9 @@ class Fitted:
             )
         kind.step = kind.step.light()
         self._kinds, self._under = kinds, under
+        self._larger.forget()
+        self._larger.promise([known.step for known in kinds])
+        self._growth_anew()
         self._proven, self._checked = [], 0
         watcher.rest()
         for model, plan in under:
@@ -316,6 +406,29 @@ class Fitted:
                     " they will be planned for when they do"
                 )
         return lines
+
+    def _growth_anew(self) -> None:
+        """Watch the memory that is held between steps, from the next one on."""
+        if self._growth is not None:
+            self._growth.begin_anew()
+            return
+
+        def budget() -> tuple[int, int]:
+            assert self.plan is not None
+            return self.plan.budget_bytes, self.plan.predicted.peak_bytes
+
+        device = next((p.device for root in self._watcher.roots for p in root.parameters()), torch.device("cpu"))
+        self._growth = Growth(device, budget, lambda text: self._tell(f"memfit: {text}"))
+
+    def _updated(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """See to an update by an optimizer: the first of each step is where held memory is looked at."""
+        if self._growth is None or not self._watcher.is_here():
+            return
+        counted = self._counted()
+        if counted is None:
+            self._counted = weakref.ref(optimizer)
+        elif counted is optimizer:
+            self._growth.stepped()
 
     def _mixed(self, workload: LoopWorkload) -> Mixed:
         """Predict the step that was seen with autocast around its forward passes, and no levers."""
@@ -533,6 +646,64 @@ def _generators_kept(tape: Tape) -> Iterator[None]:
     finally:
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
+
+
+class LargerBatches:
+    """The calls of modules that a loop's plan holds, by their arguments' extents."""
+
+    def __init__(self) -> None:
+        self._promised: dict[CallNumber, list[Extent]] = {}
+        self._grown = 0
+
+    def forget(self) -> None:
+        """Note that another plan is in force."""
+        self._promised.clear()
+
+    def promise(self, steps: Sequence[RecordedStep], also: Mapping[CallNumber, Extent] | None = None) -> None:
+        """Note that a plan holds steps."""
+        for number, extent in [call for step in steps for call in step.calls.items()] + list((also or {}).items()):
+            if not self.holds(number, extent):
+                known = self._promised.setdefault(number, [])
+                known[:] = [other for other in known if not covers(extent, other)] + [extent]
+        self._grown += also is not None
+
+    def holds(self, number: CallNumber, extent: Extent) -> bool:
+        """Tell whether the plan holds a call."""
+        return any(covers(known, extent) for known in self._promised.get(number, ()))
+
+    def difference(self, number: CallNumber, extent: Extent) -> str:
+        """Return how a call exceeds those that the plan holds, in words."""
+        return difference_text(extent, self._largest(number))
+
+    def targets(self, number: CallNumber, extent: Extent) -> list[Extent]:
+        """Return the extents to plan for: where batches grow again and again, a larger one first."""
+        ahead = looked_ahead(self._largest(number), extent)
+        return [ahead, extent] if self._grown and ahead != extent else [extent]
+
+    def resized(self, step: RecordedStep, number: CallNumber, target: Extent) -> RecordedStep:
+        """Return a step as it would be with a larger call."""
+        before = step.calls.get(number, {})
+        pairs = [(column.shape, target[path].shape) for path, column in before.items() if path in target]
+        return step.resized(sizes_changed(pairs))
+
+    def _largest(self, number: CallNumber) -> Extent:
+        known = self._promised.get(number)
+        return known[-1] if known else {}
+
+
+def predicted_under(plan: Plan, workload: LoopWorkload) -> Prediction:
+    """Predict steps of a loop under a plan that was made for others."""
+    device = find_device(plan.device)
+    with outside_autocast():
+        trace = capture_levers(workload, plan.levers, device)
+        return predict(trace, costs_of([trace], device), device)[0]
+
+
+class _Hook:
+    """A hook after the updates of all optimizers, until it is closed."""
+
+    def __init__(self, hook: Callable[..., None]) -> None:
+        self.close = register_optimizer_step_post_hook(hook).remove
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import re
 import sys
@@ -198,14 +199,23 @@ def _namespaces(named: Mapping[str, Any]) -> Iterator[_Space]:
     seen: set[int] = set()
     while frame is not None:
         if is_users(frame.f_code.co_filename):
-            if frame.f_locals is not frame.f_globals and frame.f_code.co_name != "<module>":
-                yield _Space(frame.f_code, dict(frame.f_locals), frame.f_code)
+            if frame.f_code.co_flags & inspect.CO_NEWLOCALS:
+                yield _Space(frame.f_code, _variables(frame), frame.f_code)
             if id(frame.f_globals) not in seen:
                 seen.add(id(frame.f_globals))
                 yield _Space(frame.f_globals, dict(frame.f_globals), frame.f_code)
         frame = frame.f_back
     if named:
         yield _Space(None, named)
+
+
+def _variables(frame: types.FrameType) -> dict[str, Any]:
+    """Return a frame's variables; before Python 3.13 the frame would keep their values alive in a dict of its own."""
+    variables = frame.f_locals
+    copied = dict(variables)
+    if type(variables) is dict:
+        variables.clear()
+    return copied
 
 
 def _holders(value: Any, path: str, seen: set[int], deepest: int) -> Iterator[tuple[str, Any]]:
