@@ -383,3 +383,19 @@ def test_where_another_thread_runs_only_fake_tensors_go(monkeypatch: pytest.Monk
     TABLES[4] = made(4)
     around.set_back()
     assert _Counting.losses == [1.0] and list(TABLES) == [4] and not bounded.cache_info().currsize
+
+
+class LazyMapping(collections.OrderedDict[str, Any]):
+    """A dictionary of another kind than its items say, as the models of transformers."""
+
+    def items(self) -> Any:
+        raise ValueError("could not be imported")
+
+    __getitem__ = __iter__ = keys = values = items  # type: ignore[assignment]
+
+
+def test_dictionaries_are_read_without_their_own_methods() -> None:
+    lazy = LazyMapping()
+    for key in "ba":
+        collections.OrderedDict.__setitem__(lazy, key, key)
+    assert list(user_state._dict_contents(lazy).items()) == [("b", "b"), ("a", "a")]

@@ -137,9 +137,14 @@ def _write_slots(held: Any, contents: dict[str, Any]) -> None:
             object.__delattr__(held, name)
 
 
-_DICT = _Kind(
-    lambda held: dict(held.items()) if isinstance(held, collections.OrderedDict) else dict.copy(held), _write_dict
-)
+def _dict_contents(held: dict[Any, Any]) -> dict[Any, Any]:
+    """Return what a dictionary holds, in its order, without running methods of a class: lazy ones import models."""
+    if not isinstance(held, collections.OrderedDict):
+        return dict.copy(held)
+    return {key: dict.__getitem__(held, key) for key in collections.OrderedDict.__iter__(held)}
+
+
+_DICT = _Kind(_dict_contents, _write_dict)
 _LIST = _Kind(list.copy, _write_list)
 _SET = _Kind(list, _write_set)
 _DEQUE = _Kind(list, _write_deque)
