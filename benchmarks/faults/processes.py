@@ -61,9 +61,9 @@ def wait(pid: int, seconds: float = MAX_SECONDS) -> int | None:
     return None
 
 
-def finish(pid: int) -> int:
+def finish(pid: int, seconds: float = MAX_SECONDS) -> int:
     """Return the exit status of a child, which is killed when it takes too long."""
-    status = wait(pid)
+    status = wait(pid, seconds)
     if status is None:
         os.kill(pid, signal.SIGKILL)
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

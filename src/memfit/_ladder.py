@@ -43,6 +43,7 @@ from memfit.levers.lever import NotOffered
 from memfit.levers.lever import Rung as Offer
 from memfit.levers.stack import applied, check_workload
 from memfit.pipeline.placement import device_named
+from memfit.pipeline.verbs import verb
 from memfit.planner.batch_coupling import coupling
 from memfit.planner.captures import capture_levers
 from memfit.planner.prediction import Progress, costs_of, predict, silent
@@ -61,6 +62,7 @@ _ROUNDS = 5  # in which two steps are timed in turn
 
 
 @with_bars(stages)
+@verb
 def ladder(
     workload: Workload,
     *,

@@ -8,7 +8,14 @@ from torch import nn
 from torch._dispatch.python import enable_python_dispatcher
 
 from memfit._torch.dispatch import DispatchKey
-from memfit._torch.operators import call_at, destroy_library, packet_of, schema_of
+from memfit._torch.operators import (
+    before_backends,
+    call_at,
+    destroy_library,
+    drawing_operators,
+    packet_of,
+    schema_of,
+)
 
 aten = torch.ops.aten
 COMPOSITE = DispatchKey.CompositeImplicitAutograd
@@ -58,3 +65,65 @@ def test_destroy_library_has_the_python_dispatcher_look_for_kernels_again() -> N
     with enable_python_dispatcher():
         nn.functional.linear(x, weight).sum().backward()
     assert weight.grad is not None and weight.grad.tolist() == [[2.0] * 3] * 4
+
+
+def test_drawing_operators_are_what_other_operators_draw_by() -> None:
+    """Without a generator of theirs none of these calls gets past them."""
+    made = torch.Generator().manual_seed(1)
+    library, draws = torch.library.Library("aten", "IMPL"), 0
+
+    def counted(run, *args, **kwargs):  # type: ignore[no-untyped-def]
+        nonlocal draws
+        draws += 1
+        return run(*args, **kwargs)
+
+    for func, place in drawing_operators():
+        assert schema_of(func).arguments[place].name == "generator"
+        before_backends(library, func, counted)
+    encoder = nn.TransformerEncoderLayer(8, 2, 8)
+    calls = [
+        lambda: torch.rand(3),
+        lambda: torch.randn(3),
+        lambda: torch.randperm(5),
+        lambda: torch.randint(9, (3,)),
+        lambda: torch.empty(3).normal_(),
+        lambda: torch.multinomial(torch.ones(4), 2),
+        lambda: torch.bernoulli(torch.full((4,), 0.5)),
+        lambda: torch.poisson(torch.ones(3)),
+        lambda: torch.native_dropout(torch.ones(4), 0.5, True),
+        lambda: nn.functional.dropout(torch.ones(4)),
+        lambda: nn.functional.rrelu(torch.randn(4), training=True),
+        lambda: torch.distributions.Gamma(1.0, 1.0).sample(),
+        lambda: encoder(torch.ones(2, 1, 8)),
+        lambda: nn.init.trunc_normal_(torch.empty(3)),
+    ]
+    try:
+        for call in calls:
+            before, known = torch.get_rng_state(), draws
+            call()
+            assert (draws > known) == (not torch.equal(torch.get_rng_state(), before)) == True  # noqa: E712
+        torch.rand(3, generator=made)
+    finally:
+        destroy_library(library)
+    known = draws
+    torch.rand(3)
+    assert draws == known
+
+
+def test_before_backends_runs_below_autograd_and_keeps_the_result() -> None:
+    library, seen = torch.library.Library("aten", "IMPL"), []
+
+    def noted(run, *args, **kwargs):  # type: ignore[no-untyped-def]
+        seen.append(len(args) + len(kwargs))
+        return run(*args, **kwargs)
+
+    before_backends(library, aten.bernoulli_.float, noted)
+    x = torch.ones(64, requires_grad=True)
+    try:
+        torch.manual_seed(3)
+        found = nn.functional.dropout(x)
+        found.sum().backward()
+    finally:
+        destroy_library(library)
+    torch.manual_seed(3)
+    assert seen and torch.equal(found, nn.functional.dropout(x)) and torch.equal(x.grad, found)

@@ -15,6 +15,7 @@ import pytest
 from memfit.cli import main
 from memfit.errors import UsageError
 from memfit.ir.plan import Levers
+from memfit.pipeline import load_plan
 
 LEAN = "tests.workloads:lean"
 BUDGET = "2.2MiB"
@@ -174,10 +175,15 @@ def test_train_plans_for_a_budget(memfit: Shell, tmp_path: Path) -> None:
     for options in ((), ("--budget", "2x", "--plan", str(tmp_path / "plan.json"))):
         status, _, errors = memfit(*train, *options)
         assert status == 2 and "give one of --plan and --budget" in errors
-    status, _, errors = memfit(*train, "--plan", str(tmp_path / "plan.json"), "--compile", "yes")
-    assert status == 2 and "--compile is for the plan that --budget makes" in errors
-    assert memfit(*train, "--budget", "2x")[0] == 0
-    assert (run / "plan.json").is_file()
+    for options in (("--compile", "yes"), ("--device", "cpu"), ("--numerics", "exact"), ("--precision", "bf16-mixed")):
+        status, _, errors = memfit(*train, "--plan", str(tmp_path / "plan.json"), *options)
+        assert status == 2 and f"{options[0]} is for the plan that --budget makes" in errors
+    status, _, errors = memfit(*train, "--budget", "2x", "--device", "t4")
+    assert status == 2 and "--device t4 is not on this machine" in errors
+    given = ("--device", "cpu", "--numerics", "reduced", "--precision", "bf16-mixed")
+    assert memfit(*train, "--budget", "2x", *given)[0] == 0
+    made = load_plan(run / "plan.json")
+    assert (made.device, made.allowed, made.levers.precision) == ("cpu", "reduced", "bf16-mixed")
 
 
 def test_train_report_and_resume(memfit: Shell, plan_file: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules import batchnorm, dropout, instancenorm
 from torch.nn.modules import module as _module
 
-from memfit._torch.replacement import replaced
+from memfit._torch.replacement import replaced_here
 
 BatchNormBase = batchnorm._BatchNorm
 DropoutBase = dropout._DropoutNd
@@ -60,7 +60,7 @@ def apply_as_its_class(module: nn.Module, fn: Callable[[torch.Tensor], torch.Ten
 
 def converted_by(replacement: Callable[[Apply], Apply]) -> AbstractContextManager[None]:
     """Replace the method by which all modules convert tensors (`Module.to`, `.half`), until the context is left."""
-    return replaced(nn.Module, "_apply", replacement(nn.Module._apply))
+    return replaced_here(nn.Module, "_apply", replacement(nn.Module._apply))
 
 
 class _TellingCall:

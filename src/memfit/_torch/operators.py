@@ -1,5 +1,6 @@
 """Schemas, kernels and libraries of operators."""
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -28,3 +29,35 @@ def destroy_library(library: torch.library.Library) -> None:
         packet, _, overload = name.partition(".")
         getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")._dispatch_cache.clear()
     library._destroy()
+
+
+@functools.cache
+def drawing_operators() -> tuple[tuple[Any, int], ...]:
+    """Return the operators with kernels for the CPU that take a generator, and the generator's place.
+
+    All random numbers on the CPU are drawn by them: other operators call them.
+    """
+    found = []
+    for full in torch._C._dispatch_get_all_op_names():
+        namespace, _, qualified = full.partition("::")
+        if namespace == "aten" and torch._C._dispatch_has_kernel_for_dispatch_key(full, "CPU"):
+            name, _, overload = qualified.partition(".")
+            func = getattr(getattr(torch.ops.aten, name), overload or "default", None)
+            names = [] if func is None else [argument.name for argument in schema_of(func).arguments]
+            if "generator" in names:
+                found.append((func, names.index("generator")))
+    return tuple(found)
+
+
+def before_backends(library: torch.library.Library, func: Any, kernel: Callable[..., Any]) -> None:
+    """Register a kernel that runs before that of any device, for as long as a library lives.
+
+    Args:
+        kernel: Called with a function that runs the device's kernel, and the operator's arguments.
+    """
+    later = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+
+    def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        return kernel(functools.partial(func.redispatch, keys & later), *args, **kwargs)
+
+    library.impl(func, run, "BackendSelect", with_keyset=True)

@@ -1,8 +1,12 @@
 """Replacement of PyTorch's own functions, and of other attributes, while a context is entered."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
+
+from memfit.turns import here
+
+_INHERITED = object()
 
 
 @contextlib.contextmanager
@@ -14,3 +18,17 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def replaced_here(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Replace a function of a class or a module that other threads go on using, until the context is left."""
+    own = vars(owner).get(name, _INHERITED)
+    setattr(owner, name, here(function, getattr(owner, name)))
+    try:
+        yield
+    finally:
+        if own is _INHERITED:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)

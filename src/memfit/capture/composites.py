@@ -7,6 +7,7 @@ ATen/TensorSubclassLikeUtils.h), and allocate tensors that a step without a mode
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -18,6 +19,7 @@ from memfit._torch.dispatch import DispatchKey, below_autograd
 from memfit._torch.operators import call_at, destroy_library
 from memfit._torch.replacement import replaced
 from memfit.capture.products import Saving, register, register_products
+from memfit.turns import here
 
 _aten = torch.ops.aten
 _KEYS = ("AutogradCPU", "AutogradCUDA")
@@ -56,11 +58,12 @@ def composites_lifted() -> Iterator[None]:
 def _library() -> torch.library.Library:
     library = torch.library.Library("aten", "IMPL")
     for key in _KEYS:
-        library.impl("linear", _linear, key)
-        library.impl("one_hot", _one_hot, key)
+        for func, kernel in ((_aten.linear.default, _linear), (_aten.one_hot.default, _one_hot)):
+            library.impl(func, here(kernel, functools.partial(_as_composite, func)), key)
         register_products(library, key)
     register(library, "AutogradCPU", dict.fromkeys(("max", "min", "median", "nanmedian"), _Extreme.apply))
-    library.impl("max_pool1d", _max_pool1d, "AutogradCPU")
+    plain = functools.partial(_as_composite, _aten.max_pool1d.default)
+    library.impl("max_pool1d", here(_max_pool1d, plain), "AutogradCPU")
     return library
 
 

@@ -20,6 +20,7 @@ from memfit.capture.step_capture import BuildStep, capture_real
 from memfit.capture.value_reads import Log, ReadRecorder
 from memfit.errors import CaptureError, MemfitError
 from memfit.frames import users_place
+from memfit.interrupts import safe_point
 from memfit.ir.trace import Trace
 from memfit.workload import StepProgram, Workload, has_data
 
@@ -42,6 +43,7 @@ class DataRunLimits(EagerMode):
         self.seconds, self.until, self.operators = seconds, time.monotonic() + seconds, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        safe_point()
         self.operators += 1
         if time.monotonic() > self.until:
             raise DataRunLimitError(f"the step takes more than {self.seconds:g} s with data")

@@ -14,6 +14,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from memfit.own_generators import default_generator
+
 Extreme = Literal["", "low", "high"]
 
 _WORDS = 624  # of the Mersenne twister's state
@@ -35,7 +37,7 @@ class GeneratorStates:
     python: Any
     numpy: Any
     extreme: Extreme = ""
-    of_torch: torch.Tensor = field(default_factory=lambda: torch.default_generator.get_state(), compare=False)
+    of_torch: torch.Tensor = field(default_factory=lambda: default_generator().get_state(), compare=False)
 
     @classmethod
     def now(cls) -> GeneratorStates:
@@ -67,7 +69,7 @@ class GeneratorStates:
         random.setstate(self.python)
         name, keys, *rest = self.numpy
         np.random.set_state((name, np.array(keys, np.uint32), *rest))
-        torch.default_generator.set_state(self.of_torch)
+        default_generator().set_state(self.of_torch)
 
 
 def _untempered(word: int) -> int:

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from memfit._torch.fake import FakeTensor, FakeTensorMode
 from memfit._torch.fake_cache import CachedFakeTensorMode
-from memfit._torch.replacement import replaced
+from memfit._torch.replacement import replaced_here
 from memfit._torch.tensors import dispatches, inner_tensors, is_wrapper, rewrapped, storage_key_of
 from memfit.batch import is_uncut, packed_in
 from memfit.capture.deep_copies import copied
@@ -24,8 +24,11 @@ from memfit.capture.known_values import KnownValues
 from memfit.capture.subclasses import as_class_of, parameter_of
 from memfit.capture.user_state import UserState
 from memfit.errors import MemfitError, WorkloadError
+from memfit.interrupts import held_back
+from memfit.own_generators import generators_of_turn
 from memfit.rng import rng_preserved
 from memfit.sparse import assembled, parts
+from memfit.turns import turn
 from memfit.workload import Workload, tensors_of
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
@@ -73,7 +76,7 @@ def _converted_parts(
     for tensor in graph.tensors():  # whatever their classes make of `copy.deepcopy`
         _converted(tensor, memo, convert)
     # Parameters that were made meanwhile are converted too, whose cloning no mode sees.
-    with _ConvertTensors(convert), replaced(nn.Parameter, "__deepcopy__", deep_copied):
+    with _ConvertTensors(convert), replaced_here(nn.Parameter, "__deepcopy__", deep_copied):
         batch = copy.deepcopy(workload.batch, memo)
         for value in graph.nodes.values():
             if isinstance(value, nn.Module | torch.optim.Optimizer):
@@ -216,21 +219,24 @@ def fake_copy(workload: Workload, values: KnownValues, device: torch.device | No
 def nothing_changes(workload: Workload) -> Iterator[UserState]:
     """Set back all random generators and what the step's code can reach; refuse a step that put gradients elsewhere.
 
+    This thread has the turn meanwhile, and what a signal's handler raises waits for a safe point.
+
     Raises:
         WorkloadError: The loss function used the original model rather than the one it was given.
     """
-    parameters = list(workload.model.parameters())
-    gradients = [p.grad for p in parameters]
-    state = UserState(vars(workload).values())
-    try:
-        with rng_preserved():
-            yield state
-    finally:
-        touched = [p for p, g in zip(parameters, gradients, strict=True) if p.grad is not g]
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            if parameter.grad is not gradient:
-                parameter.grad = gradient
-        state.set_back()
+    with held_back(ends_steps=True), turn(), generators_of_turn():
+        parameters = list(workload.model.parameters())
+        gradients = [p.grad for p in parameters]
+        state = UserState(vars(workload).values())
+        try:
+            with rng_preserved():
+                yield state
+        finally:
+            touched = [p for p, g in zip(parameters, gradients, strict=True) if p.grad is not g]
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                if parameter.grad is not gradient:
+                    parameter.grad = gradient
+            state.set_back()
     if touched:
         raise WorkloadError(
             f"Workload.loss_fn put gradients on {len(touched)} parameters of the original model: it must use"

@@ -30,7 +30,7 @@ from memfit._torch.fake import (
 from memfit._torch.foreach import supported_types
 from memfit._torch.operators import packet_of, schema_of
 from memfit._torch.pytree import tree_map
-from memfit._torch.replacement import replaced
+from memfit._torch.replacement import replaced_here
 from memfit._torch.tensors import is_wrapper, storage_key_of
 from memfit.capture.draws import Extreme, random_output
 from memfit.capture.value_reads import Replay, Site, reading_site
@@ -434,12 +434,12 @@ def fake_paths_disabled() -> Iterator[None]:
         # transformers builds masks that it skips with data
         module = sys.modules.get("transformers.utils.import_utils")
         if getattr(module, "is_fake_tensor", None) is not None:
-            stack.enter_context(replaced(module, "is_fake_tensor", lambda _: False))
+            stack.enter_context(replaced_here(module, "is_fake_tensor", lambda _: False))
         # PyTorch clips gradients one by one that it takes as a list with data
         for types in [types for types in supported_types if FakeTensor not in types]:
             types.append(FakeTensor)
             stack.callback(types.remove, FakeTensor)
-        stack.enter_context(replaced(FakeTensor, "__format__", _format))  # a fake loss can't be formatted
+        stack.enter_context(replaced_here(FakeTensor, "__format__", _format))  # a fake loss can't be formatted
         yield
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from memfit._torch.autograd import forward_ad_level
 from memfit._torch.dispatch import peek_interpreter_stack
+from memfit.turns import has_turn
 
 Run = Callable[[Tensor], Tensor]
 """A function that runs PyTorch's own kernel, with its own backward formula."""
@@ -35,7 +36,7 @@ def register(library: torch.library.Library, key: str, functions: Mapping[str, C
 def with_own_backward(kernel: Any, function: Callable[..., Any]) -> Callable[..., Tensor]:
     """Return a kernel that computes as another, with a backward pass of its own.
 
-    Under `torch.func` and forward-mode differentiation the other kernel runs, as without a mode.
+    Under `torch.func` and forward-mode differentiation, and in threads that capture nothing, the other kernel runs.
 
     Args:
         kernel: The kernel of an operator at a dispatch key.
@@ -47,6 +48,8 @@ def with_own_backward(kernel: Any, function: Callable[..., Any]) -> Callable[...
             result: Tensor = kernel.call_boxed(keys, given, *args, **kwargs)
             return result
 
+        if not has_turn():
+            return as_pytorch(given)
         transformed = peek_interpreter_stack() is not None or forward_ad_level() >= 0
         if transformed or not torch.is_grad_enabled() or not given.requires_grad or given.layout is not torch.strided:
             return as_pytorch(given)

@@ -40,7 +40,7 @@ from memfit._torch.modules import (
 )
 from memfit._torch.operators import packet_of, schema_of
 from memfit._torch.pytree import tree_leaves
-from memfit._torch.replacement import replaced
+from memfit._torch.replacement import replaced, replaced_here
 from memfit._torch.tensors import is_wrapper, is_zerotensor, storage_key, storage_key_of
 from memfit.capture.accumulation import Accumulation
 from memfit.capture.call_states import CallStates
@@ -48,6 +48,7 @@ from memfit.capture.kernel_outputs import grouped_product, kernel_outputs
 from memfit.capture.known_values import KnownValues, device_of, tensors_in, written_by
 from memfit.capture.sparse_operators import SparseOperators, per_tensor_calls
 from memfit.errors import CaptureError
+from memfit.interrupts import safe_point
 from memfit.ir.collectives import is_collective
 from memfit.ir.collectives import text as collective_text
 from memfit.ir.trace import Call, Module, Op, Phase, Save, Work
@@ -330,7 +331,7 @@ class Recorder(PassiveMode):
                 self._refill(key, nbytes)
             return out
 
-        with replaced(torch.UntypedStorage, "resize_", resized):
+        with replaced_here(torch.UntypedStorage, "resize_", resized):
             yield
 
     def _refill(self, key: int, nbytes: int) -> None:
@@ -349,6 +350,7 @@ class Recorder(PassiveMode):
             return args[0].fake_device  # most of all calls, slow from mode to mode
         if func.namespace in _INCIDENTAL or self._is_paused:
             return func(*args, **kwargs)
+        safe_point()
         if (calls := per_tensor_calls(func, args)) is not None:
             for operator, arguments in calls:
                 self.__torch_dispatch__(operator, types, arguments)
@@ -546,7 +548,7 @@ class Recorder(PassiveMode):
             self.observe(state, len(self.now.ops) if self.recording else -1)
             return state
 
-        return replaced(torch, "get_rng_state", observed)
+        return replaced_here(torch, "get_rng_state", observed)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         if not self.recording:
@@ -604,5 +606,5 @@ def _hooks(
             if ours:
                 push_saved_tensors_default_hooks(pack, unpack)
 
-    with replaced(graph, "disable_saved_tensors_hooks", without), graph.saved_tensors_hooks(pack, unpack):
+    with replaced_here(graph, "disable_saved_tensors_hooks", without), graph.saved_tensors_hooks(pack, unpack):
         yield

@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from memfit import turns
 from memfit._torch.autograd import current_graph_task_id
 from memfit._torch.dispatch import EagerMode, TensorBase, disable_current_modes
 from memfit._torch.fake import FakeTensor
 from memfit._torch.pytree import tree_leaves
-from memfit._torch.replacement import replaced
+from memfit._torch.replacement import replaced, replaced_here
 
 _aten = torch.ops.aten
 _TORCH = str(Path(torch.__file__).parent)
@@ -31,7 +32,7 @@ _BETWEEN = tuple(str(_PACKAGE / room) for room in ("_torch", "capture", "levers"
 """Folders whose code may run between the user's and PyTorch's."""
 _STEPS = tuple(str(_PACKAGE / room) for room in ("training", "planner", "pipeline", "cli"))
 """Folders whose code runs the step."""
-_LIBRARY = (contextlib.__file__, __file__)
+_LIBRARY = (contextlib.__file__, turns.__file__, __file__)
 _ITEM = "item"
 _MOST_REPEATS = 16  # guesses at one line, after which the answer changes, so that a loop ends
 
@@ -180,7 +181,7 @@ class ReadRecorder(EagerMode):
             with replaced(self, "_paused", True):
                 return str(repr_of(tensor, *args, **kwargs))
 
-        with replaced(torch.Tensor, "__repr__", unwritten), _arrays_by(array_of):
+        with replaced_here(torch.Tensor, "__repr__", unwritten), _arrays_by(array_of):
             yield
 
 
@@ -205,19 +206,12 @@ def _arrays_by(array_of: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[Non
         with disable_current_modes():
             return real.tolist(values)
 
-    answers: dict[str, Any] = {"numpy": numpy, "__array__": array, "tolist": tolist}
-    before = {name: torch.Tensor.__dict__.get(name) for name in answers}
-    for name, function in answers.items():
-        setattr(torch.Tensor, name, function)
-    try:
-        with replaced(FakeTensor, "tolist", tolist):
-            yield
-    finally:
-        for name, function in before.items():
-            if function is None:
-                delattr(torch.Tensor, name)
-            else:
-                setattr(torch.Tensor, name, function)
+    with contextlib.ExitStack() as stack:
+        answers: dict[str, Callable[..., Any]] = {"numpy": numpy, "__array__": array, "tolist": tolist}
+        for name, function in answers.items():
+            stack.enter_context(replaced_here(torch.Tensor, name, function))
+        stack.enter_context(replaced_here(FakeTensor, "tolist", tolist))
+        yield
 
 
 @dataclass(frozen=True)
@@ -385,5 +379,5 @@ class Replay:
             if state in self._positions:
                 self._place, self._position = self._positions[state]
 
-        with replaced(torch, "get_rng_state", taken), replaced(torch, "set_rng_state", back):
+        with replaced_here(torch, "get_rng_state", taken), replaced_here(torch, "set_rng_state", back):
             yield

@@ -71,6 +71,15 @@ class PrecisionName(enum.StrEnum):
     auto = "auto"
 
 
+PrecisionsOption = Annotated[
+    list[PrecisionName] | None,
+    typer.Option(
+        help="Precisions to search, repeatable; auto, the default, is 32-true and the mixed one for the device.",
+        show_default=False,
+    ),
+]
+
+
 class ShardingName(enum.StrEnum):
     """Ways in which ranks share the training."""
 

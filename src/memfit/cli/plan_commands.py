@@ -23,6 +23,7 @@ from memfit.cli.options import (
     NumericsOption,
     Overwrite,
     PrecisionName,
+    PrecisionsOption,
     ShardingName,
     SharedName,
     WorkloadName,
@@ -123,13 +124,7 @@ def plan(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan there, as JSON.")] = None,
     device: DeviceName = None,
     numerics: NumericsOption = NumericsName.reordered,
-    precision: Annotated[
-        list[PrecisionName] | None,
-        typer.Option(
-            help="Precisions to search, repeatable; auto, the default, is 32-true and the mixed one for the device.",
-            show_default=False,
-        ),
-    ] = None,
+    precision: PrecisionsOption = None,
     world_size: Annotated[
         int, typer.Option(help="Ranks that share the step; each runs its part of the batch.", min=1)
     ] = 1,

@@ -9,7 +9,20 @@ import msgspec
 import typer
 
 from memfit.cli.loading import load
-from memfit.cli.options import COMPILE, AsJson, CompileName, CompileOption, Overwrite, PlanFile, WorkloadName, check_new
+from memfit.cli.options import (
+    COMPILE,
+    AsJson,
+    CompileName,
+    CompileOption,
+    DeviceHere,
+    NumericsName,
+    Overwrite,
+    PlanFile,
+    PrecisionsOption,
+    WorkloadName,
+    check_new,
+    precisions_of,
+)
 from memfit.cli.output import out, print_json, stages
 from memfit.errors import UsageError, VerificationError
 from memfit.ranks.environment import launched_rank
@@ -87,6 +100,12 @@ def train(
             show_default=False,
         ),
     ] = None,
+    device: DeviceHere = None,
+    numerics: Annotated[
+        NumericsName | None,
+        typer.Option(help="How far the numbers of the training may change; by default reordered.", show_default=False),
+    ] = None,
+    precision: PrecisionsOption = None,
     compile: CompileOption = CompileName.no,
     steps: Annotated[int | None, typer.Option(help="Optimizer updates; or give --epochs.", min=1)] = None,
     epochs: Annotated[
@@ -156,8 +175,20 @@ def train(
     limit_bytes = None if limit is None else parse_budget(limit, None, "--limit")
     if (plan is None) == (budget is None):
         raise UsageError("give one of --plan and --budget")
-    if plan is not None and compile is not CompileName.no:
-        raise UsageError("--compile is for the plan that --budget makes: leave it out with --plan, which says it")
+    of_budget = {
+        "--device": device,
+        "--numerics": numerics,
+        "--precision": precision,
+        "--compile": None if compile is CompileName.no else compile,
+    }
+    for name in (name for name, value in of_budget.items() if plan is not None and value):
+        raise UsageError(f"{name} is for the plan that --budget makes: leave it out with --plan, which says it")
+    searched = precisions_of(precision or [])
+    if device is not None and pipeline.on_this_machine(pipeline.find_device(device)) is None:
+        raise UsageError(
+            f"--device {device} is not on this machine, and training runs here: name cpu or cuda, or make a plan for"
+            f" it with memfit plan --device {device} and train there"
+        )
     read = plan_of(plan, output if resume else None)
     if read is not None:
         pipeline.check_launched(read)
@@ -166,7 +197,15 @@ def train(
     if read is None:
         assert budget is not None
         with stages() as progress, pipeline.joined_by(loaded):
-            read = pipeline.plan(loaded, budget=budget, compile=COMPILE[compile], progress=progress)
+            read = pipeline.plan(
+                loaded,
+                budget=budget,
+                device=device,
+                numerics=(numerics or NumericsName.reordered).value,
+                precisions=searched,
+                compile=COMPILE[compile],
+                progress=progress,
+            )
         settle_memory(read, host_budget, runs_plain=compare > 0)
     record = train_with_bar(
         read,

@@ -38,6 +38,7 @@ from memfit.errors import OutputError, PlanError
 from memfit.hardware import heap
 from memfit.hardware.cpu_allocations import allocated_by_name
 from memfit.hardware.host import host_name
+from memfit.interrupts import safe_point
 from memfit.ir import codec
 from memfit.ir.collectives import is_unmeasurable, share_on_paper
 from memfit.ir.operator_costs import CostTable, OpCost
@@ -392,6 +393,7 @@ def _first_runs(signatures: list[str], progress: Progress | None = None) -> dict
     runs: dict[int, tuple[float, int]] = {}
     with torch.enable_grad(), allocated_by_name(_MARK) as meters:
         for index, text in enumerate(signatures):
+            safe_point()
             run = _run_marked(text, f"{_MARK}{index}")
             if run is not None:
                 runs[index] = run
@@ -453,6 +455,7 @@ def _timed(text: str, about_seconds: float, evicting: torch.Tensor, known: Itera
     Args:
         known: Times of the call's first runs, which count where it is long.
     """
+    safe_point()
     is_long = about_seconds >= _LONG_SECONDS  # then its data are in no cache anyway, and few runs are enough
     return _confirmed_seconds(text, known) if is_long else _least_seconds(text, evicting)
 

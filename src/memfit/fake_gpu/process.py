@@ -5,21 +5,25 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import select
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from memfit.errors import CaptureError
 from memfit.fake_gpu import shim
+from memfit.interrupts import Unwinding, safe_point
 
 _LAUNCHERS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_POLL_SECONDS = 0.1  # from one look for signals to the next
 Progress = Callable[[str, int, int], None]
 
 
-def run(call: bytes, progress: Progress, *, fakes_cuda: bool = True) -> Any:
+def run(call: bytes, progress: Progress, *, fakes_cuda: bool = True, over: threading.Event | None = None) -> Any:
     """Return the result of a pickled call that runs in a process of its own, and report its stages.
 
     The process is no rank of any group, even where this one is.
@@ -27,6 +31,7 @@ def run(call: bytes, progress: Progress, *, fakes_cuda: bool = True) -> Any:
     Args:
         call: The pickled function of `progress`.
         fakes_cuda: Whether CUDA tensors are fake there.
+        over: Set where nobody waits for the result any more.
 
     Raises:
         MemfitError: The function raised it there.
@@ -44,9 +49,12 @@ def run(call: bytes, progress: Progress, *, fakes_cuda: bool = True) -> Any:
             environment["PYTHONPATH"] = os.pathsep.join(sys.path)
         with subprocess.Popen(line, pass_fds=(writing,), stdout=2, env=environment) as process:
             os.close(writing)
-            with open(reading) as stages:
-                for stage in stages:
+            try:
+                for stage in _lines(reading, over or threading.Event()):
                     progress(*json.loads(stage))
+            except BaseException:
+                process.kill()
+                raise
         if not reply.exists():
             raise CaptureError(
                 f"the process that predicts ended without a reply, with status {process.returncode}: what it"
@@ -56,6 +64,23 @@ def run(call: bytes, progress: Progress, *, fakes_cuda: bool = True) -> Any:
     if isinstance(result, BaseException):
         raise result
     return result
+
+
+def _lines(descriptor: int, over: threading.Event) -> Iterator[bytes]:
+    """Yield the lines that another process writes to a pipe; it is looked for signals meanwhile."""
+    with open(descriptor, "rb", buffering=0) as pipe:
+        begun = b""
+        while True:
+            safe_point()
+            if over.is_set():
+                raise Unwinding
+            if not select.select([pipe], [], [], _POLL_SECONDS)[0]:
+                continue
+            read = pipe.read(1 << 16)
+            *lines, begun = (begun + read).split(b"\n")
+            yield from lines
+            if not read:
+                return
 
 
 def command(module: str, *arguments: str) -> list[str]:

@@ -15,7 +15,7 @@ from memfit.pipeline._probe_range import probe_range
 from memfit.pipeline._train import compare, train, write_report
 from memfit.pipeline._verify import verify
 from memfit.pipeline.joining import check_launched, joined_by, ranks_of
-from memfit.pipeline.placement import device_named
+from memfit.pipeline.placement import device_named, on_this_machine
 from memfit.pipeline.workload_files import load_fake_workload, load_workload
 from memfit.planner.gpu_process import is_elsewhere
 from memfit.report.registration import show_records
@@ -40,6 +40,7 @@ __all__ = [
     "load_plan",
     "load_workload",
     "look_up",
+    "on_this_machine",
     "plan",
     "probe_range",
     "ranks_of",

@@ -26,6 +26,7 @@ from memfit.levers.conflicts import ADAPTING
 from memfit.levers.switch import Switch, candidates_of, lowered
 from memfit.pipeline._apply import snapshots_of, switchable
 from memfit.pipeline.placement import placed
+from memfit.pipeline.verbs import applying
 from memfit.planner.batch_coupling import without_coupled
 from memfit.planner.captures import Captures
 from memfit.planner.prediction import costs_of
@@ -46,6 +47,7 @@ _SMALLEST = 16  # of the largest size: the smallest that is captured
 Shapes = tuple[tuple[int, ...], ...]
 
 
+@applying
 def adapt(
     plan: Plan,
     workload: Workload,

@@ -24,6 +24,7 @@ from memfit.levers.switch import Switch, without_switched
 from memfit.pipeline.joining import check_launched
 from memfit.pipeline.placement import kind_of, placed
 from memfit.pipeline.predicted_snapshots import write_predicted_snapshot
+from memfit.pipeline.verbs import applying
 from memfit.planner.admission import Admission
 from memfit.planner.batch_coupling import without_coupled
 from memfit.ranks.together import check_same
@@ -47,6 +48,7 @@ _UNUSED = (
 )
 
 
+@applying
 def apply(
     plan: Plan,
     workload: Workload,

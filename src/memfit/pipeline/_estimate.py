@@ -19,10 +19,10 @@ from memfit.ir.trace import Trace
 from memfit.levers.stack import check_workload
 from memfit.pipeline._on_paper import on_paper
 from memfit.pipeline.placement import device_named
+from memfit.pipeline.verbs import verb
 from memfit.planner import gpu_process
 from memfit.planner.captures import BENCHMARK_ERROR, capture_plain
 from memfit.planner.prediction import Progress, check_precision, costs_of, predict, silent
-from memfit.planner.readings import readings_to_send
 from memfit.report.chrome_trace import write_chrome_trace
 from memfit.report.memory_snapshot import write_snapshot
 from memfit.report.notebook_progress import stages, with_bars
@@ -34,6 +34,7 @@ from memfit.workload import Workload, precision_label, samples_of, tokens_per_sa
 
 
 @with_bars(stages)
+@verb
 def estimate(
     workload: Workload,
     *,
@@ -104,8 +105,7 @@ def estimate(
             "snapshot": snapshot and Path(snapshot).resolve(),
             "chrome_trace": chrome_trace and Path(chrome_trace).resolve(),
         }
-        readings = readings_to_send(workload, [size])
-        return gpu_process.call(estimate, workload, options, progress, readings)
+        return gpu_process.call(estimate, workload, options, progress, sizes=[size])
     check_workload(workload, found)
     progress("capture", 0, 1)
     trace = capture_plain(part, Levers(precision=precision, microbatch_size=size), found)

@@ -20,9 +20,9 @@ from memfit.ir.plan import NUMERICS, Numerics, Precision, allows
 from memfit.ir.sharding import Mode
 from memfit.levers.microbatches import microbatch_sizes
 from memfit.levers.stack import check_workload
+from memfit.pipeline.verbs import verb
 from memfit.planner import gpu_process, worlds
 from memfit.planner.prediction import Progress, silent
-from memfit.planner.readings import readings_to_send
 from memfit.report.notebook_progress import stages, with_bars
 from memfit.sharding.proposals import SEARCHED
 from memfit.training.refusals import check_supported
@@ -32,6 +32,7 @@ from memfit.workload import Workload, fingerprint, samples_of
 
 
 @with_bars(stages)
+@verb
 def fleet(
     workload: Workload,
     *,
@@ -126,10 +127,10 @@ def _found(workload: Workload, cards: Sequence[Device], options: dict[str, Any],
     """Search here, or in processes where a GPU's program can be captured."""
     if not any(gpu_process.is_elsewhere(card) for card in cards):
         return _searched(workload, **options, devices=cards, progress=progress)
-    readings = readings_to_send(workload, microbatch_sizes(samples_of(workload)))
+    sizes = microbatch_sizes(samples_of(workload))
     parts = worlds.in_two(cards, options["numerics"], options["precisions"])
     calls = [{**options, "devices": part} for part in parts]
-    return worlds.joined(gpu_process.call_each(_searched, workload, calls, progress, readings))
+    return worlds.joined(gpu_process.call_each(_searched, workload, calls, progress, sizes=sizes))
 
 
 def _in_fp32(fastest: FleetRow, in_fp32: worlds.Worlds) -> str:

@@ -9,6 +9,7 @@ from memfit.hardware.host import find_device
 from memfit.ir.plan import NUMERICS, Candidate, Plan, Prediction
 from memfit.levers.stack import check_plan, check_workload
 from memfit.levers.switch import at_point
+from memfit.pipeline.verbs import verb
 from memfit.planner import gpu_process
 from memfit.planner.captures import capture_levers
 from memfit.planner.prediction import Progress, costs_of, predict, silent
@@ -19,6 +20,7 @@ from memfit.workload import Workload, tokens_per_sample
 
 
 @with_bars(stages)
+@verb
 def look_up(plan: Plan, workload: Workload, *, budget: int | float | str, progress: Progress = silent) -> Plan:
     """Return the plan for another budget: the fastest point of a plan's frontier that fits. Nothing is solved.
 
@@ -47,7 +49,8 @@ def _looked_up(workload: Workload, *, plan: Plan, budget: int | float | str, pro
     budget_bytes = asked.nbytes(device_bytes=device.usable_bytes, plain_bytes=plain_bytes)
     check_plan(plan, workload)
     if gpu_process.is_elsewhere(device):
-        return gpu_process.call(_looked_up, workload, {"plan": plan, "budget": budget}, progress)
+        sizes = [point.levers.microbatch_size for point in plan.frontier]
+        return gpu_process.call(_looked_up, workload, {"plan": plan, "budget": budget}, progress, sizes=sizes)
     check_workload(workload, device)
     allowed = NUMERICS[: NUMERICS.index(plan.allowed) + 1]
     points = sorted((c for c in plan.frontier if c.numerics in allowed), key=lambda c: c.step_seconds)

@@ -24,12 +24,12 @@ from memfit.levers.shared_by_ranks import SHARDING
 from memfit.levers.stack import check_plan, check_workload
 from memfit.pipeline.joining import ranks_here
 from memfit.pipeline.placement import device_named
+from memfit.pipeline.verbs import verb
 from memfit.planner import gpu_process
 from memfit.planner.assembly import assemble
 from memfit.planner.captured_steps import Request
 from memfit.planner.contenders import Measure
 from memfit.planner.prediction import Progress, check_precision, silent
-from memfit.planner.readings import readings_to_send
 from memfit.ranks.environment import launched_size
 from memfit.ranks.one_process import SingleProcess
 from memfit.ranks.together import check_same, each, once
@@ -45,6 +45,7 @@ MEASURE_VARIABLE = "MEMFIT_MEASURE"
 
 
 @with_bars(stages)
+@verb
 def plan(
     workload: Workload,
     *,
@@ -186,8 +187,8 @@ def plan(
             "measure": measure,
             "compile": compile,
         }
-        readings = readings_to_send(workload, microbatch_sizes(-(-samples_of(workload) // world_size)))
-        return gpu_process.call(plan, workload, options, progress, readings)
+        sizes = microbatch_sizes(-(-samples_of(workload) // world_size))
+        return gpu_process.call(plan, workload, options, progress, sizes=sizes)
     check_workload(workload, found)
     request = Request(
         workload=workload,
@@ -256,10 +257,11 @@ def _plan_on_ranks(
     def make() -> bytes:
         # A process has only one default process group, in which the step of one of several ranks can't be captured.
         found = find_device(device)
-        readings = readings_to_send(workload, microbatch_sizes(-(-samples_of(workload) // world_size)))
+        sizes = microbatch_sizes(-(-samples_of(workload) // world_size))
         given = {**options, "budget": least, "device": device}
         fakes_cuda = gpu_process.is_elsewhere(found)
-        return codec.encode(gpu_process.call(plan, workload, given, progress, readings, fakes_cuda=fakes_cuda))
+        made = gpu_process.call(plan, workload, given, progress, sizes=sizes, fakes_cuda=fakes_cuda)
+        return codec.encode(made)
 
     data = once(ranks, make)
     check_same(ranks, "plans", data)

@@ -31,6 +31,7 @@ from memfit.pipeline._apply import apply
 from memfit.pipeline._verify_ranks import rank_peak_bytes
 from memfit.pipeline.joining import ranks_of
 from memfit.pipeline.placement import check_runs_here, place_of, placed, rank_place
+from memfit.pipeline.verbs import uninterrupted, verb
 from memfit.planner.captures import capture_each
 from memfit.planner.prediction import costs_of
 from memfit.ranks.environment import launched_rank
@@ -50,6 +51,7 @@ from memfit.units import format_bytes, format_seconds, parse_budget
 from memfit.workload import Workload, tensors_of
 
 
+@verb
 def views(plan: Plan, workload: Workload, comparison: Comparison | None = None) -> Views:
     """Return what a report draws: the predicted timelines of the plain and the planned step, and the modules."""
     check_plan(plan, workload)
@@ -69,6 +71,7 @@ def _compare_bars(bars: Bars, arguments: Mapping[str, Any]) -> dict[str, Callabl
 
 
 @with_bars(_compare_bars)
+@verb
 def compare(
     plan: Plan,
     workload: Workload,
@@ -213,6 +216,7 @@ def _train_bars(bars: Bars, arguments: Mapping[str, Any]) -> dict[str, Callable[
 
 
 @with_bars(_train_bars)
+@uninterrupted
 def train(
     plan: Plan,
     workload: Workload,

@@ -26,6 +26,7 @@ from memfit.pipeline.statements import (
     peak_failures,
     prediction_failures,
 )
+from memfit.pipeline.verbs import verb
 from memfit.planner.prediction import Progress, silent
 from memfit.planner.proof import probe_regions
 from memfit.recomputation.generators import foreign_generators, preserved
@@ -38,6 +39,7 @@ _NAMED = 3  # differences of a copy that a note names
 
 
 @with_bars(stages)
+@verb
 def verify(plan: Plan, workload: Workload, *, progress: Progress = silent) -> Verification:
     """Run the plain and the planned step on copies of a workload, and hold the plan to what it says.
 

@@ -268,7 +268,10 @@ def _stated(plan: Plan, workload: Workload, progress: Progress) -> list[str]:
     """Return what a plan says otherwise than a capture of its step, in a process that is in no group."""
     progress("prediction", 0, 1)
     fakes_cuda = gpu_process.is_elsewhere(find_device(plan.device))
-    failures = gpu_process.call(prediction_failures, workload, {"plan": plan}, lambda *_: None, fakes_cuda=fakes_cuda)
+    options, sizes = {"plan": plan}, [plan.levers.microbatch_size]
+    failures = gpu_process.call(
+        prediction_failures, workload, options, lambda *_: None, sizes=sizes, fakes_cuda=fakes_cuda
+    )
     progress("prediction", 1, 1)
     return failures
 

@@ -36,12 +36,16 @@ def place_of(workload: Workload) -> torch.device:
 
 
 def device_here(plan: Plan) -> Device | None:
-    """Return this machine's device that a plan was made for: by its name, or by its product; None without one."""
-    planned = find_device(plan.device)
-    if planned.is_here:
-        return planned
-    here = (device for device in devices() if device.kind == planned.kind != "cpu")
-    return next((device for device in here if match(device.description, device.memory_bytes, [planned])), None)
+    """Return this machine's device that a plan was made for; None without one."""
+    return on_this_machine(find_device(plan.device))
+
+
+def on_this_machine(named: Device) -> Device | None:
+    """Return this machine's device that is meant: by its name, or by its product; None without one."""
+    if named.is_here:
+        return named
+    here = (device for device in devices() if device.kind == named.kind != "cpu")
+    return next((device for device in here if match(device.description, device.memory_bytes, [named])), None)
 
 
 def kind_of(plan: Plan) -> str:

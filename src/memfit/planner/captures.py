@@ -18,7 +18,7 @@ from memfit.ir.trace import Trace
 from memfit.levers import registry
 from memfit.levers.stack import applied, described
 from memfit.planner import gpu_process
-from memfit.planner.readings import DataRuns, readings_to_send
+from memfit.planner.readings import DataRuns
 from memfit.sharding.one_rank import shard
 from memfit.workload import Loop, StepProgram, Workload, has_data, samples_of
 
@@ -44,9 +44,9 @@ def capture_each(
     For a GPU they are captured in a process with fake CUDA, where this one has none.
     """
     if gpu_process.is_elsewhere(device):
-        readings = readings_to_send(workload, sorted({each.microbatch_size for each in levers}))
         options = {"levers": list(levers), "device": device}
-        return gpu_process.call(_captured_there, workload, options, lambda *_: None, readings)
+        sizes = [each.microbatch_size for each in levers]
+        return gpu_process.call(_captured_there, workload, options, lambda *_: None, sizes=sizes)
     data = data or DataRuns(workload)
     return [_captured(workload, each, device, data) for each in levers]
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from memfit.capture.control_flow import Readings
 from memfit.capture.transport import packed
 from memfit.fake_gpu import process, shim
 from memfit.fake_gpu.process import Progress as Progress  # re-exported: what functions called there take
+from memfit.interrupts import safe_point
 from memfit.ir.device import Device
-from memfit.planner.readings import receive
+from memfit.planner.readings import readings_to_send, receive
 from memfit.workload import Workload
 
 T = TypeVar("T")
+_POLL_SECONDS = 0.1  # from one look for signals to the next
 
 
 def is_elsewhere(device: Device) -> bool:
@@ -29,18 +31,19 @@ def call(
     workload: Workload,
     options: dict[str, Any],
     progress: process.Progress,
-    readings: dict[int, Readings] | None = None,
     *,
+    sizes: Sequence[int],
     fakes_cuda: bool = True,
 ) -> T:
     """Return the result of `function(workload, **options, progress=...)`, run in a process of its own.
 
-    That process has the shapes of the workload's tensors and no data, and is in no process group.
+    That process has the shapes of the workload's tensors and no data, and is in no process group. What the step reads
+    from its data is sent with it.
 
     Args:
         function: A function of a module of memfit, which the process finds by its name.
         workload: The user's workload; its data and its scheduler stay here.
-        readings: Values that the step reads when it runs with data, by microbatch size.
+        sizes: The microbatch sizes that the step may be captured with there.
         fakes_cuda: Whether CUDA tensors are fake there.
 
     Raises:
@@ -48,7 +51,7 @@ def call(
         MemfitError: The function raised it.
         CaptureError: The process ended without a reply.
     """
-    packet = packed(function, workload, options, [(receive, readings or {})])
+    (packet,) = _packed(function, workload, [options], sizes)
     result: T = process.run(packet, progress, fakes_cuda=fakes_cuda)
     return result
 
@@ -58,7 +61,8 @@ def call_each(
     workload: Workload,
     calls: Sequence[dict[str, Any]],
     progress: process.Progress,
-    readings: dict[int, Readings] | None = None,
+    *,
+    sizes: Sequence[int],
 ) -> list[T]:
     """Return the results of `function(workload, **options, progress=...)` for some options, all of them at once.
 
@@ -68,11 +72,27 @@ def call_each(
     Raises:
         MemfitError, CaptureError: As `call` raises them, once all have ended.
     """
-    packets = [packed(function, workload, options, [(receive, readings or {})]) for options in calls]
-    together = _Together(progress)
+    packets = _packed(function, workload, calls, sizes)
+    together, over = _Together(progress), threading.Event()
     with ThreadPoolExecutor(len(packets)) as pool:
-        waiting = [pool.submit(process.run, packet, together.of(index)) for index, packet in enumerate(packets)]
+        waiting = [
+            pool.submit(process.run, packet, together.of(index), over=over) for index, packet in enumerate(packets)
+        ]
+        try:
+            while futures.wait(waiting, _POLL_SECONDS).not_done:
+                safe_point()
+        except BaseException:
+            over.set()
+            raise
     return [each.result() for each in waiting]
+
+
+def _packed(
+    function: Callable[..., T], workload: Workload, calls: Sequence[dict[str, Any]], sizes: Sequence[int]
+) -> list[bytes]:
+    """Return the packets of some calls, with what the step reads from its data."""
+    readings = readings_to_send(workload, sizes)
+    return [packed(function, workload, options, [(receive, readings)]) for options in calls]
 
 
 class _Together:

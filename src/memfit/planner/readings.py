@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 from memfit.capture.control_flow import DataRun, Readings
 from memfit.capture.data_run import read_with_data, why_no_data_run
@@ -55,7 +56,7 @@ class _DataRun:
         return self.known
 
 
-def readings_to_send(workload: Workload, sizes: list[int]) -> dict[int, Readings]:
+def readings_to_send(workload: Workload, sizes: Sequence[int]) -> dict[int, Readings]:
     """Return the step's readings with data, by microbatch size, for a process that has no data.
 
     Empty where the step reads known values only, or can't run here.
@@ -65,7 +66,7 @@ def readings_to_send(workload: Workload, sizes: list[int]) -> dict[int, Readings
         return {}
     runs = DataRuns(workload)
     try:
-        by_size = {size: runs.of(Levers(microbatch_size=size))() for size in sizes}
+        by_size = {size: runs.of(Levers(microbatch_size=size))() for size in sorted(set(sizes))}
     except CaptureError:  # a step that runs on a GPU only
         return {}
     return {size: readings for size, readings in by_size.items() if readings is not None}

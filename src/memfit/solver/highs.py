@@ -10,6 +10,8 @@ import highspy
 import numpy as np
 import numpy.typing as npt
 
+from memfit.interrupts import safe_point
+
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Status = Literal["optimal", "infeasible", "stopped"]
@@ -107,6 +109,7 @@ def minimized(
         gap: Relative gap to the bound at which a solution is returned before the time limit.
         time_limit_seconds: Limit in wall time, the only clock of HiGHS.
     """
+    safe_point()
     solver = _SilentHighs()
     options: dict[str, Any] = {"parallel": "off", "time_limit": time_limit_seconds, "mip_rel_gap": gap}
     for name, value in options.items():

@@ -8,7 +8,8 @@ import signal
 import threading
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any
+
+from memfit.interrupts import Held, held_back
 
 PREEMPTED = 75
 """Exit status after SIGTERM: EX_TEMPFAIL of sysexits.h, "try again later", on which a scheduler requeues."""
@@ -16,45 +17,34 @@ PREEMPTED = 75
 _log = logging.getLogger("memfit")
 
 
-class Interrupt:
-    """The signal received so far, if any."""
-
-    def __init__(self) -> None:
-        self.signal: signal.Signals | None = None
-
-    def check(self) -> None:
-        """Raise KeyboardInterrupt, or SystemExit after SIGTERM, if a signal was received."""
-        came, self.signal = self.signal, None
-        if came is signal.SIGTERM:
-            raise SystemExit(PREEMPTED)
-        if came is not None:
-            raise KeyboardInterrupt
-
-    def note(self, number: int, frame: FrameType | None) -> None:
-        """Remember a signal. Ctrl-C after another one stops at once; schedulers may send SIGTERM more than once."""
-        if self.signal is not None:
-            if number == signal.SIGINT:
-                raise KeyboardInterrupt
-            return
-        self.signal = signal.Signals(number)
-        _log.warning("%s: stopping after this step, with a checkpoint; Ctrl-C to stop at once", self.signal.name)
-
-
 @contextlib.contextmanager
-def deferred_interrupts() -> Iterator[Interrupt]:
-    """Defer Ctrl-C and SIGTERM until `Interrupt.check`, or until the context is left.
+def deferred_interrupts() -> Iterator[Held]:
+    """Defer what signals' handlers raise until `Held.check`, or until the context is left.
 
-    Only in the main thread, and only where they have no other handler.
+    Where SIGTERM has no handler, it raises SystemExit. Ctrl-C after another signal stops at once.
     """
-    interrupt = Interrupt()
-    ours: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
-    is_main = threading.current_thread() is threading.main_thread()
-    handled = [s for s, default in ours.items() if is_main and signal.getsignal(s) is default]
-    for number in handled:
-        signal.signal(number, interrupt.note)
-    try:
-        yield interrupt
-    finally:
-        for number in handled:
-            signal.signal(number, ours[number])
-    interrupt.check()
+    with held_back(ends_steps=False) as held:
+        is_main = threading.current_thread() is threading.main_thread()
+        ours = [signal.SIGTERM] if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL else []
+        before = held.on_first, held.stops_at_once
+        held.on_first, held.stops_at_once = _announce, _is_impatient
+        try:
+            for number in ours:
+                held.hold(number, _preempted)
+            yield held
+        finally:
+            held.let_go(ours)
+            held.on_first, held.stops_at_once = before
+        held.check()
+
+
+def _preempted(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(PREEMPTED)
+
+
+def _announce(number: signal.Signals) -> None:
+    _log.warning("%s: stopping after this step, with a checkpoint; Ctrl-C to stop at once", number.name)
+
+
+def _is_impatient(number: signal.Signals, waited_seconds: float) -> bool:
+    return number == signal.SIGINT  # schedulers may send SIGTERM more than once

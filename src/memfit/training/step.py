@@ -17,6 +17,7 @@ from memfit._torch.distributed import is_shared, local_part
 from memfit._torch.foreach import foreach_copy_
 from memfit._torch.modules import NormBase, own_buffers, own_modules, own_parameters
 from memfit.errors import NonFiniteError, UsageError, WorkloadError
+from memfit.interrupts import held_back, safe_point
 from memfit.ir.plan import Prediction
 from memfit.ir.trace import Phase
 from memfit.ranks.one_process import Share, SingleProcess, T
@@ -193,9 +194,10 @@ class Step:
     def close(self) -> None:
         """Undo what a plan did to the model; the step is of no use afterwards."""
         self._use()
-        if self.on_close is not None:
-            self.on_close()
-            self.on_close = None
+        with held_back():
+            if self.on_close is not None:
+                self.on_close()
+                self.on_close = None
 
     def _use(self) -> None:
         if self.on_use is not None:
@@ -247,11 +249,12 @@ class Step:
                 of the optimizer leads to.
             OutOfMemoryError: Memory ran out under every plan that `recovery` has.
         """
-        self.admit(batch)
-        result = self._once(batch) if self.recovery is None else self.recovery(self._once, batch)
-        if self.options.after is not None:
-            self.options.after()
-        return result
+        with held_back():  # a step is whole, or it is not
+            self.admit(batch)
+            result = self._once(batch) if self.recovery is None else self.recovery(self._once, batch)
+            if self.options.after is not None:
+                self.options.after()
+            return result
 
     def _once(self, batch: Any) -> StepResult:
         started = time.perf_counter()
@@ -345,6 +348,7 @@ class Step:
                     buffer.copy_(value)
 
     def _phase(self, phase: Phase, microbatch: int) -> None:
+        safe_point(in_step=True)
         if self.on_phase is not None:
             self.on_phase(phase, microbatch)
 

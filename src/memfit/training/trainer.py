@@ -23,6 +23,7 @@ from memfit.errors import (
     UsageError,
     WorkloadError,
 )
+from memfit.interrupts import Held
 from memfit.ir import codec
 from memfit.ir.plan import Plan, uses_text
 from memfit.ir.run_record import RunRecord
@@ -31,7 +32,7 @@ from memfit.rng import rng_preserved, rng_state, set_rng_state
 from memfit.training.batches import BatchStream
 from memfit.training.guards.ledger import allocation_retries, device_of
 from memfit.training.guards.recovery import OutOfMemoryObserver, Recovery
-from memfit.training.interrupt import Interrupt, deferred_interrupts
+from memfit.training.interrupt import deferred_interrupts
 from memfit.training.meeting import meet
 from memfit.training.runs import checkpoint, checkpoint_folders
 from memfit.training.runs.folder import (
@@ -223,7 +224,7 @@ class Trainer:
 
     # During
 
-    def _train(self, interrupt: Interrupt) -> None:
+    def _train(self, interrupt: Held) -> None:
         if self._is_due(self.evaluate_every) and not self._is_evaluated():
             self._evaluate()  # the run was interrupted just before
         if self._saved_step is None and self.checkpoint_every is not None:
@@ -244,15 +245,16 @@ class Trainer:
         if self._saved_step != self.step.steps:
             self._save()
 
-    def _next_batch(self, interrupt: Interrupt) -> tuple[Any, float] | None:
+    def _next_batch(self, interrupt: Held) -> tuple[Any, float] | None:
         """Return the next batch and how long it took to load, once all ranks have theirs; None at the end."""
         error: BaseException | None = None
         batch, samples, started = None, None, time.perf_counter()
         try:
+            self._is_reading = True
             interrupt.check()
             if self.watch is not None:
                 self.watch()
-            started, self._is_reading = time.perf_counter(), True
+            started = time.perf_counter()
             batch = self._stream.next_batch(self.epochs)
             self._is_unused = batch is not None
             if batch is not None and self._ranks.size > 1:
