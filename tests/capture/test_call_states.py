@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from memfit.hardware.host import find_device
+from memfit.held_state import Place
 from memfit.ir.plan import Levers
 from memfit.ir.remat import Regions
 from memfit.planner.captures import capture_levers
@@ -242,3 +243,31 @@ def test_what_is_around_a_module_sets_what_it_reads_again() -> None:
     inner = Chain(twice(Block(lambda self, x: x * self.number)), lambda i, block: setattr(block, "number", i))
     found = refused([inner], lambda i, block: None)
     assert list(found) == ["blocks.0.blocks.0"]
+
+
+class Raising:
+    """Has a length and an iteration of its own, which raise."""
+
+    def __len__(self) -> int:
+        raise TypeError("no length of mine")
+
+    def __iter__(self) -> Any:
+        raise TypeError("no items of mine")
+
+
+class Pair(Raising, tuple):  # type: ignore[type-arg]
+    pass
+
+
+class Items(Raising, list):  # type: ignore[type-arg]
+    pass
+
+
+@pytest.mark.parametrize("kind", [Pair, Items])
+def test_containers_are_read_by_pythons_own_methods_whatever_their_class_makes_of_them(kind: Any) -> None:
+    held = {"pair": kind([1, 2])}
+    place = Place("a module", lambda: held, None)
+    before = place.read()
+    assert place.read() == before
+    held["pair"] = kind([1, 3])
+    assert place.read() != before
