@@ -211,8 +211,10 @@ def base_of(kind: type) -> type:
 
 
 def _worth_a_look(items: list[Any]) -> list[Any]:
-    """Return the items of a container that are looked into: quick for a long list of numbers."""
-    return [] if _ATOMIC.issuperset(set(map(type, items))) else items
+    """Return the items of a container that are looked into: quick for a long list of numbers, or of tuples of them."""
+    if _ATOMIC.issuperset(set(map(type, items))):
+        return []
+    return [item for item in items if type(item) is not tuple or not _ATOMIC.issuperset(map(type, item))]
 
 
 def contents_of(cell: types.CellType) -> list[Any]:
