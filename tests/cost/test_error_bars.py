@@ -13,6 +13,8 @@ from msgspec.structs import replace
 from benchmarks.calibration import upper_error
 from memfit.cost.calibrate import calibrate
 from memfit.cost.error_bars import calibration
+from memfit.ir.simulate import simulate
+from memfit.ir.trace import Work
 from tests.models import plain_trace
 
 SCORES = st.lists(st.floats(-0.5, 0.5), min_size=60, max_size=200)
@@ -57,10 +59,17 @@ def test_the_package_has_a_calibration_with_its_provenance_and_an_honest_coverag
     assert found.coverage >= found.rate - 0.02 and found.unmeasured_coverage >= found.rate - 0.04
 
 
-def test_the_bar_is_wider_where_an_operator_could_not_be_run() -> None:
+def test_the_bar_is_wider_by_the_share_of_an_operator_that_could_not_be_run() -> None:
     trace = plain_trace("twice")
     known = calibrate([trace])
     assert known.peak_error == calibration().peak_error
+    peak = simulate(trace, known).peak_bytes
     strange = trace.signatures[:-1] + ['{"op":"aten.no_such_operator.default","args":[]}']
-    unknown = calibrate([replace(trace, signatures=strange)])
-    assert unknown.peak_error == calibration().unmeasured_peak_error > known.peak_error
+
+    def bar(nbytes: int) -> float:
+        works = [*trace.works[:-1], Work(0, nbytes, 0, "float32", True)]
+        return calibrate([replace(trace, signatures=strange, works=works)]).peak_error
+
+    assert bar(0) == pytest.approx(known.peak_error)
+    assert known.peak_error < bar(peak) <= calibration().unmeasured_peak_error
+    assert bar(100 * peak) == calibration().unmeasured_peak_error

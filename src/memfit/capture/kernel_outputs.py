@@ -51,6 +51,8 @@ _ELEMENTWISE = {
     _aten.logical_xor.default,
     _aten.native_dropout_backward.default,
     _aten.softplus_backward.default,
+    _aten.special_xlog1py.default,
+    _aten.xlogy.Tensor,
 }
 """Operators on two tensors whose fake kernels are decompositions, with outputs in another layout."""
 _ROWS = {_aten.glu_backward, _aten.log_sigmoid_forward, _aten.rrelu_with_noise}
@@ -95,8 +97,8 @@ def kernel_outputs(out: Any, func: Any, args: Any, kwargs: Any, device_type: str
         return out.new_empty(terms).as_strided((), ()) if math.prod(terms) else out
     if func in _CONTIGUOUS:
         return (out[0].contiguous(), *out[1:]) if isinstance(out, tuple) else out.contiguous()
-    if func is _aten.native_layer_norm_backward.default and out[0] is not None:  # whatever the gradient's strides are
-        return out[0].contiguous(), *out[1:]
+    if func is _aten.native_layer_norm_backward.default:  # whatever the strides of gradient and weight are
+        return tuple(t if t is None else t.contiguous() for t in out)
     return out
 
 

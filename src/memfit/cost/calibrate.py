@@ -42,6 +42,7 @@ from memfit.interrupts import safe_point
 from memfit.ir import codec
 from memfit.ir.collectives import is_unmeasurable, share_on_paper
 from memfit.ir.operator_costs import CostTable, OpCost
+from memfit.ir.simulate import simulate
 from memfit.ir.trace import Trace
 from memfit.signature import rebuild
 from memfit.sparse import parts
@@ -98,9 +99,27 @@ def calibrate(traces: Iterable[Trace], progress: Progress | None = None) -> Cost
             table = _with_overheads(table, again=True)
         with contextlib.suppress(OutputError):  # without a cache, the next run measures again
             codec.write_atomic(path, codec.encode(table))
-    bars = calibration()
-    known = all(table.of(s).measured for s in wanted)
-    return msgspec.structs.replace(table, peak_error=bars.peak_error if known else bars.unmeasured_peak_error)
+    return msgspec.structs.replace(table, peak_error=_peak_error(table, traces))
+
+
+def _peak_error(table: CostTable, traces: Sequence[Trace]) -> float:
+    """Return the error bar of peaks: wider by the bytes of what could not be run, where these count at the peak.
+
+    An operator's workspace is taken to be at most its arguments and outputs, and what it adds to the peak at most what
+    it is where no workspace is known at all.
+    """
+    bars, above = calibration(), 0.0
+    for trace in traces:
+        works = {
+            text: work
+            for text, work in zip(trace.signatures, trace.works, strict=True)
+            if not is_unmeasurable(text) and not table.of(text).measured
+        }
+        if works:
+            most = {text: OpCost(0.0, work.read_bytes + work.write_bytes, False) for text, work in works.items()}
+            highest = simulate(trace, msgspec.structs.replace(table, ops={**table.ops, **most})).peak_bytes
+            above = max(above, highest / max(1, simulate(trace, table).peak_bytes) - 1)
+    return min(bars.unmeasured_peak_error, (1 + bars.peak_error) * (1 + above) - 1)
 
 
 def _timed_too_coarsely(table: CostTable, uses: Mapping[str, int]) -> list[str]:

@@ -1,0 +1,24 @@
+"""Differences between fake operators and real ones that are known, with their reasons."""
+
+from __future__ import annotations
+
+_SIZES = ("shape", "nbytes", "DynamicOutputShapeException")
+_LISTED: dict[str, tuple[tuple[str, ...], str]] = {
+    **dict.fromkeys(
+        ("aten._fft_c2c.default", "aten._fft_r2c.default", "aten._fft_c2r.default"),
+        (("stride",), "dimensions of equal strides, as expanded ones, are sorted by an unstable sort"),
+    ),
+    **dict.fromkeys(
+        (
+            *("aten.nonzero.default", "aten._unique2.default", "aten.unique_consecutive.default"),
+            *("aten.unique_dim.default", "aten.masked_select.default", "aten._ctc_loss.Tensor"),
+        ),
+        (_SIZES, "the shape depends on values: they are logged where data are there, else the largest is taken"),
+    ),
+}
+
+
+def listed(operator: str, said: str) -> str:
+    """Return the reason for a known difference; "" for an unknown one."""
+    parts, reason = _LISTED.get(operator, ((), ""))
+    return reason if any(part in said for part in parts) else ""
