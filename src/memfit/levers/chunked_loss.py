@@ -25,6 +25,7 @@ from memfit.workload import Workload
 
 CHUNKED_LOSS = "chunked loss"
 HEAD_INSIDE = "a region around the head of the logits"
+_FEW_CHUNKS = 8  # of a loss of few rows
 _LEAST_ROWS = 128  # below, products are slower (2048 rows of 256, 32768 classes: 64 rows 5 % slower than 128)
 
 
@@ -131,6 +132,8 @@ def worthwhile(workload: Workload, trace: Trace, least_bytes: float) -> Chunks |
         head = modules[fqn]
         if can_defer(head) and head.out_features == logits.classes:
             rows = max(_LEAST_ROWS, int(head.in_features) // (2 if head.weight.requires_grad else 8))
+            if rows >= logits.rows and not least_bytes:  # all is tried: products of few rows are slow, and small
+                rows = -(-logits.rows // _FEW_CHUNKS)
             return Chunks(head=fqn, rows=rows) if rows < logits.rows else None
     return None
 
