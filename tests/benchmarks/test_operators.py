@@ -51,7 +51,7 @@ def test_operators_of_both_passes_agree_and_a_wrong_one_is_found(monkeypatch: py
 
     def other(func: Any, args: Any, kwargs: Any) -> Any:
         out = run(func, args, kwargs)
-        return out.clone(memory_format=torch.contiguous_format) if "logaddexp" in str(func) else out
+        return out.double() if "logaddexp" in str(func) else out
 
     monkeypatch.setattr(fakes.recorder, "run", other)
     assert step(fakes) == ["aten.logaddexp.default"]

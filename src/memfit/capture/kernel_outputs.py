@@ -45,6 +45,7 @@ _ELEMENTWISE = {
     _aten.hardtanh_backward.default,
     _aten.heaviside.default,
     _aten.logaddexp.default,
+    _aten.logit_backward.default,
     _aten.logaddexp2.default,
     _aten.logical_and.default,
     _aten.logical_or.default,

@@ -248,12 +248,9 @@ class KnownValues(PassiveMode):
         count = tensor.numel()
         if func is _aten.nonzero.default:
             return [((count, tensor.dim()), torch.long)]
-        if func in (_aten._ctc_loss.Tensor, _aten._ctc_loss.default):
+        if func is _aten._ctc_loss.Tensor:
             length, samples = tensor.shape[0], tensor.shape[1]
-            lengths = args[3] if isinstance(args[3], list | tuple) else self._value(args[3])
             labels = args[1].shape[1] if args[1].dim() == 2 else args[1].numel()
-            if lengths is not _Unknown and len(lengths):
-                labels = int(max(lengths))
             return [((samples,), tensor.dtype), ((samples, length, 2 * labels + 1), tensor.dtype)]
         if func not in (_aten._unique2.default, _aten.unique_consecutive.default, _aten.unique_dim.default):
             return None

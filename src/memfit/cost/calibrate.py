@@ -119,7 +119,7 @@ def _peak_error(table: CostTable, traces: Sequence[Trace]) -> float:
             most = {text: OpCost(0.0, work.read_bytes + work.write_bytes, False) for text, work in works.items()}
             highest = simulate(trace, msgspec.structs.replace(table, ops={**table.ops, **most})).peak_bytes
             above = max(above, highest / max(1, simulate(trace, table).peak_bytes) - 1)
-    return min(bars.unmeasured_peak_error, (1 + bars.peak_error) * (1 + above) - 1)
+    return min(bars.unmeasured_peak_error, bars.peak_error + (1 + bars.peak_error) * above)
 
 
 def _timed_too_coarsely(table: CostTable, uses: Mapping[str, int]) -> list[str]:
