@@ -285,13 +285,15 @@ class Watcher(TorchFunctionMode):
 
     def call(self, kind: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a function of the loop, and record the call."""
-        if not self._is_seen():
-            self._depth += 1  # what is recomputed is no part of the loop
-            try:
-                return call(*args, **kwargs)
-            finally:
-                self._depth -= 1
-        return self._write(kind, call, call, args, kwargs)
+        if self._is_seen():
+            return self._write(kind, call, call, args, kwargs)
+        if not self._is_looking():
+            return call(*args, **kwargs)
+        self._depth += 1  # modules that are recomputed within it are not called by the loop
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self._depth -= 1
 
     def call_backward(self, backward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a backward pass of the loop, and record it; it may find that a recomputation differs."""

@@ -86,6 +86,7 @@ class Fitted:
         self._levers = contextlib.ExitStack()
         self._proving = contextlib.ExitStack()
         self._under: list[tuple[nn.Module, Plan]] = []
+        self._unplanned: list[nn.Module] = []  # those for which no plan was found
         self._kinds: list[_Kind] = []
         self._proven: list[Seen] = []  # steps that held what is recomputed against what was computed
         self._unsteady = self._failures = self._passes = self._checked = self._awaited = 0
@@ -147,7 +148,8 @@ class Fitted:
                 call = watcher.note_call(module)
         if watcher.is_writing:
             watcher.note_extent((call[0], call[2]), extent)
-        if not any(known is module for model, _ in self._under for known in _roots_of(model)):
+        under = [root for model, _ in self._under for root in _roots_of(model)]
+        if not any(known is module for known in [*under, *self._unplanned]):
             self._begin_with(module, args, kwargs)
 
     def _step_is_complete(self, module: nn.Module) -> bool:
@@ -205,7 +207,7 @@ class Fitted:
         if gone and len(gone) == len(self._kinds):  # another model, as of another fold
             self._levers.close()
             watcher.forget_roots()
-            self.plan, self._kinds, self._under = None, [], []
+            self.plan, self._kinds, self._under, self._unplanned = None, [], [], []
         elif self._kinds:
             self._tell_unplanned(f"{type(module).__name__} is called as in no step before")
         watcher.begin(within_step=bool(self._kinds))
@@ -325,7 +327,10 @@ class Fitted:
             except InfeasibleError as e:
                 found = self._planned(workload, e.lowest_peak_bytes)
         except MemfitError as e:
-            self._tell(f"memfit: the first step runs as it is, as no plan was found for it ({first_line(e)})")
+            self._tell_once(
+                id(module), f"memfit: the first step runs as it is, as no plan was found for it ({first_line(e)})"
+            )
+            self._unplanned.append(module)
             return
         self._put_under(module, found)
 
@@ -359,7 +364,7 @@ class Fitted:
                 " each by itself; what the loop holds beside them comes on top of these"
             )
         kind.step = kind.step.light()
-        self._kinds, self._under = kinds, under
+        self._kinds, self._under, self._unplanned = kinds, under, []
         self._larger.forget()
         self._larger.promise([known.step for known in kinds])
         self._growth_anew()
