@@ -265,3 +265,10 @@ def test_calls_of_both_passes_run_on_rebuilt_arguments(function: Callable[[], to
         func, args, kwargs = rebuild(text, "cpu")
         with torch.no_grad():
             func(*args, **kwargs)
+
+
+def test_labels_of_a_ctc_loss_are_no_more_than_its_scores_have_room_for() -> None:
+    scores, labels = torch.zeros(20, 6, 12), whole(6, 8)
+    given = (torch.ones(6), scores, labels, whole(6), whole(6), torch.ones(6), torch.zeros(6, 20, 11), 0)
+    _, rebuilt = again(aten._ctc_loss_backward.Tensor, *given)
+    assert rebuilt[4].tolist() == [5] * 6 and rebuilt[3].tolist() == [20] * 6

@@ -53,7 +53,10 @@ def set_values(func: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
     if "embedding_bag" in name and "backward" in name:
         _fill_bags(func, args)
     if "ctc_loss" in name:
-        _spread_labels(args[1:5] if "backward" in name else args[:4])
+        if "backward" in name:  # which writes as many scores as the forward pass made room for
+            _spread_labels(args[1:5], (args[6].shape[-1] - 1) // 2)
+        else:
+            _spread_labels(args[:4])
     if "pack_padded_sequence" in name and "backward" not in name:
         _fill_lengths(func, args)
     if "index_put" in name:
@@ -118,13 +121,13 @@ def _make_regular(arguments: list[Any]) -> None:
             tensor.copy_(torch.arange(1, tensor.shape[-1] + 1, device=tensor.device).expand(tensor.shape))
 
 
-def _spread_labels(args: list[Any]) -> None:
-    """Give the sequences of a CTC loss their maximal length, and equally many labels."""
+def _spread_labels(args: list[Any], most: int = 2**31) -> None:
+    """Give the sequences of a CTC loss their maximal length, and equally many labels, at most some."""
     scores, labels, lengths, counts = args
     if isinstance(lengths, torch.Tensor) and isinstance(counts, torch.Tensor):
         lengths.fill_(scores.shape[0])
         ends = torch.arange(counts.numel() + 1) * labels.numel() // max(1, counts.numel())
-        counts.copy_(ends.diff())
+        counts.copy_(ends.diff().clamp_(max=most))
 
 
 def _fill_lengths(func: Any, args: list[Any]) -> None:
