@@ -11,7 +11,8 @@ _LISTED: dict[str, tuple[tuple[str, ...], str]] = {
     **dict.fromkeys(
         (
             *("aten.nonzero.default", "aten._unique2.default", "aten.unique_consecutive.default"),
-            *("aten.unique_dim.default", "aten.masked_select.default", "aten._ctc_loss.Tensor"),
+            *("aten.unique_dim.default", "aten.masked_select.default"),
+            *("aten._ctc_loss.Tensor", "aten._ctc_loss.default"),
         ),
         (_SIZES, "the shape depends on values: they are logged where data are there, else the largest is taken"),
     ),

@@ -94,6 +94,9 @@ def test_figures_of_the_allocator() -> None:
 
 
 def test_figures_of_random_programs() -> None:
+    operators, page = results("operators")["summary"], words_of(DOCS / "results" / "operators.md")
+    assert f"Over {operators['operator_calls']:,} calls of {operators['operators']} operators" in page
+    assert f"{operators['operator_differences']} differed, but for {operators['operator_differences_listed']}" in page
     summary, words = results("fuzzing")["summary"], words_of(DOCS / "results" / "fuzzing.md")
     assert f"Over {summary['fuzzed']:,} programs {summary['fuzzed_wrong']} were wrong" in words
 
