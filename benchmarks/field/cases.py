@@ -20,6 +20,8 @@ from benchmarks.common import Case
 SCRIPTS = Path(__file__).parent / "scripts"
 ROOT = Path(__file__).parents[2]
 TIMEOUT_SECONDS = 1200
+start = subprocess.run
+"""Starts a process; tests have forks of one that is warm."""
 LARGER, GROWS, NO_PLAN = r"larger|as large|more than", r"grow", r"no plan"
 WARNS = re.compile(r"over (its|the) budget|grow|larger than|no plan|not planned|can't be planned", re.IGNORECASE)
 """What a line of memfit's has that tells of a budget which may be passed."""
@@ -149,7 +151,7 @@ def run(name: str, way: Sequence[str], runs: int = 1) -> Run:
         report, saved = Path(folder, "report.json"), Path(folder, "last.pt")
         line = [sys.executable, "-m", "benchmarks.field.metered", str(report), *way, str(SCRIPTS / f"{name}.py")]
         for _ in range(runs):
-            done = subprocess.run(
+            done = start(
                 line, cwd=folder, env=variables, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
             )
             if way == ["plain"] and done.returncode:

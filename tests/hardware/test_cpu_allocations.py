@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from memfit.hardware import cpu_allocations
-from memfit.hardware.cpu_allocations import allocated, allocated_by_name
+from memfit.hardware.cpu_allocations import allocated, allocated_between, allocated_by_name
 
 KIB = 1024
 
@@ -106,3 +106,26 @@ def test_a_free_by_another_thread_is_seen_when_its_address_is_allocated_again(mo
     with allocated() as meter:
         pass
     assert (meter.peak_bytes, meter.net_bytes) == (130, 0)
+
+
+def test_peaks_between_marks_are_those_of_all_that_is_held_by_then() -> None:
+    mib = 2**20
+
+    def mark(name: str) -> None:
+        with torch.profiler.record_function(name):
+            pass
+
+    with allocated_between("mark", but_in="aside") as peaks:
+        kept = torch.empty(mib, dtype=torch.uint8)
+        mark("mark")
+        torch.empty(2 * mib, dtype=torch.uint8)
+        mark("another")
+        with torch.profiler.record_function("aside"):
+            torch.empty(8 * mib, dtype=torch.uint8)
+        mark("mark")
+        del kept
+        torch.empty(mib // 2, dtype=torch.uint8)
+    assert peaks == [mib, 3 * mib, mib]
+    with allocated_between("mark") as peaks:
+        pass
+    assert peaks == [0]
