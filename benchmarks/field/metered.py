@@ -76,14 +76,20 @@ def metered(report: Path) -> Iterator[None]:
 
 def main() -> None:
     report, way, *line = sys.argv[1:]
+    ended: BaseException | None = None
     with metered(Path(report)):
-        if way == "run":
-            sys.argv = ["memfit", "run", *line]
-            app.main()
-        else:
-            sys.argv = line
-            sys.path.insert(0, str(Path(line[0]).parent))
-            runpy.run_path(line[0], run_name="__main__")
+        try:
+            if way == "run":
+                sys.argv = ["memfit", "run", *line]
+                app.main()
+            else:
+                sys.argv = line
+                sys.path.insert(0, str(Path(line[0]).parent))
+                runpy.run_path(line[0], run_name="__main__")
+        except BaseException as e:  # the profiler has no result of a context that is left by one
+            ended = e
+    if ended is not None:
+        raise ended
 
 
 if __name__ == "__main__":
