@@ -18,8 +18,11 @@ _OPERATORS = ("aten", "_aten", "torch.ops.aten")  # whose names are those of sch
 _OTHERS = {
     ("functools", "_lru_cache_wrapper"),  # Python's, as the next
     ("sys", "_getframe"),
+    ("sys", "_current_frames"),
     ("model", "_init_weights"),  # what models of transformers override: a hook, in spite of its name
 }
+
+_OF_NAMED_TUPLES = ("_replace", "_asdict", "_fields")  # whose public names begin so, lest they be those of fields
 
 
 def is_private(dotted: str) -> bool:
@@ -62,7 +65,8 @@ def foreign(source: str) -> Iterator[str]:
     for node in nodes:
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
             owner = ast.unparse(node.value)
-            if node.attr not in own and owner not in _OPERATORS and (owner, node.attr) not in _OTHERS:
+            is_known = node.attr in (*own, *_OF_NAMED_TUPLES) or (owner, node.attr) in _OTHERS
+            if not is_known and owner not in _OPERATORS:
                 yield f"{owner}.{node.attr}"
 
 
