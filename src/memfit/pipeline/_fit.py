@@ -14,7 +14,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -203,6 +203,8 @@ class Fitted:
     def _notice(self, module: nn.Module) -> None:
         """Begin to record at a call that no planned step has."""
         watcher = self._watcher
+        if self._kinds:
+            gc.collect()  # an optimizer that the loop dropped may be in a cycle
         gone = [kind for kind in self._kinds if kind.is_gone(watcher)]
         if gone and len(gone) == len(self._kinds):  # another model, as of another fold
             self._levers.close()
@@ -389,11 +391,13 @@ class Fitted:
         model: nn.Module = _Roots({names[number]: root for number, root in roots.items()})
         if len(roots) == 1:
             model, names = roots[numbers[0]], {numbers[0]: ""}
-        stepped = {number for step in steps for number in step.optimizers}
-        optimizers = [o if n in stepped else None for n, o in enumerate(watcher.optimizers)]
+        stepped = sorted({number for step in steps for number in step.optimizers})
+        optimizers = [o for number in stepped if (o := watcher.optimizers[number]) is not None]
         step = in_turn(steps)
         tape = Tape(
-            step.entries, tuple(names.get(n, names[numbers[0]]) for n in range(len(watcher.roots))), step.passes
+            tuple(replace(e, what=stepped.index(e.what)) if e.kind == "update" else e for e in step.entries),
+            tuple(names.get(n, names[numbers[0]]) for n in range(len(watcher.roots))),
+            step.passes,
         )
         return _workload(model, step.given, _not_called, optimizers, roots[numbers[0]], tape)
 
@@ -751,11 +755,11 @@ def _workload(
     model: nn.Module,
     batch: Any,
     loss_fn: Callable[[nn.Module, Any], torch.Tensor],
-    optimizers: Sequence[torch.optim.Optimizer | None],
+    optimizers: Sequence[torch.optim.Optimizer],
     named: nn.Module,
     tape: Tape | None = None,
 ) -> LoopWorkload:
-    """Return a step of the loop as a workload, named by a module's class; optimizers that it does not step are None."""
+    """Return a step of the loop as a workload, named by a module's class."""
     optimizer: Any = optimizers[0] if len(optimizers) == 1 else CombinedOptimizers(optimizers)
     return LoopWorkload(
         model=model,

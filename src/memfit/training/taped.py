@@ -136,28 +136,22 @@ class TapedStep(Step):
 
 
 class CombinedOptimizers:
-    """The optimizers of a loop, left unchanged, as one with all their parameters; the tape steps each by itself.
+    """The optimizers of a loop, left unchanged, as one with all their parameters; the tape steps each by itself."""
 
-    None stands for one that it does not step.
-    """
-
-    def __init__(self, optimizers: Iterable[torch.optim.Optimizer | None]) -> None:
+    def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         self.optimizers = list(optimizers)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The parameter groups of all optimizers."""
-        return [group for optimizer in self._stepped() for group in optimizer.param_groups]
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     @property
     def state(self) -> dict[Any, Any]:
         """The state of all optimizers."""
-        return {key: value for optimizer in self._stepped() for key, value in optimizer.state.items()}
+        return {key: value for optimizer in self.optimizers for key, value in optimizer.state.items()}
 
     def step(self) -> None:
         """Step each optimizer."""
-        for optimizer in self._stepped():
+        for optimizer in self.optimizers:
             optimizer.step()
-
-    def _stepped(self) -> list[torch.optim.Optimizer]:
-        return [optimizer for optimizer in self.optimizers if optimizer is not None]
