@@ -132,13 +132,19 @@ class Fitted:
             return
 
     def check_evaluation(
-        self, workload: Workload, batch: Any, evaluate: Callable[[nn.Module, Any], object], argument: str
+        self,
+        workload: Workload,
+        batch: Any,
+        evaluate: Callable[[nn.Module, Any], object],
+        argument: str,
+        remedy: str | None = None,
     ) -> None:
         """Check that an evaluation fits the plan's budget, between two steps of the training.
 
         Args:
             evaluate: Evaluates the model on the batch; runs without gradients and in evaluation mode.
             argument: The user's argument for the size of the batch, with its value, for the error.
+            remedy: What to do where it does not fit; None for smaller batches.
 
         Raises:
             UsageError: The evaluation does not fit the budget. On every rank.
@@ -153,6 +159,8 @@ class Fitted:
 
         evaluation = dataclasses.replace(workload, batch=batch, loss_fn=loss_fn, batch_size=1)
 
+        smaller = f"evaluate at most {self.microbatch_size} samples at once, which need no more than the training does"
+
         def check() -> None:
             device = find_device(self._device["device"])
             trace = capture_levers(evaluation, Levers(precision=self.precision, microbatch_size=1), device)
@@ -161,8 +169,7 @@ class Fitted:
             if prediction.peak_upper_bytes > self.plan.budget_bytes:
                 raise UsageError(
                     f"{argument}: an evaluation needs {format_bytes(prediction.peak_upper_bytes)} at its peak, more"
-                    f" than budget={format_bytes(self.plan.budget_bytes)}: evaluate at most {self.microbatch_size}"
-                    " samples at once, which need no more than the training does, or raise budget="
+                    f" than budget={format_bytes(self.plan.budget_bytes)}: {remedy or smaller}, or raise budget="
                 )
 
         once(self._ranks, check)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from msgspec.structs import replace
 from torch import nn
 
+from memfit.batch import map_tensors
 from memfit.errors import MissingExtraError, UsageError
 from memfit.integrations.fitted import MIXED, NAMES, Fitted, check_budget, device_of, read_plan
 from memfit.ir.plan import Plan
@@ -24,7 +26,7 @@ from memfit.workload import Workload, batch_size_of, tensors_of
 
 try:
     from accelerate.utils import convert_outputs_to_fp32
-    from transformers import TrainerCallback
+    from transformers import Trainer, TrainerCallback
 
     from memfit.integrations.engines import OWN_CHECKPOINTING, engine_of, own_checkpointing
     from memfit.integrations.internals import forget_accelerator_state, set_train_batch_size, train_batch_size
@@ -95,7 +97,7 @@ class MemfitCallback(TrainerCallback):  # type: ignore[misc]
                     advice=_ADVICE,
                     **options,
                 )
-                _check_evaluations(trainer, self._fitted, workload, dtype)
+                notes += _check_evaluations(trainer, self._fitted, workload, dtype)
         except BaseException:
             back()
             raise
@@ -165,12 +167,15 @@ def _workload(trainer: Any, batch: Any, dtype: torch.dtype | None, device: str |
     """Return a workload for the trainer's step at its global batch."""
     args = trainer.args
     samples = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    where = "batch="
+    where, rows = "batch=", 1
     if batch is None:
         where, batch = "the training data", _first_batch(trainer, samples)
-    if batch_size_of(batch) != samples:
+        rows = max(1, batch_size_of(batch) // samples)
+    elif batch_size_of(batch) != samples:
+        rows = batch_size_of(_first_batch(trainer, 1))
+    if batch_size_of(batch) != samples * rows:
         raise UsageError(
-            f"{where} gives {batch_size_of(batch)} samples where per_device_train_batch_size *"
+            f"{where} gives {batch_size_of(batch) // rows} samples where per_device_train_batch_size *"
             f" gradient_accumulation_steps is {samples}: lower one of them"
         )
     trainer.create_optimizer()
@@ -178,8 +183,22 @@ def _workload(trainer: Any, batch: Any, dtype: torch.dtype | None, device: str |
     ahead = batch if (device or device_of(trainer.model)) == "cpu" else None
     loss_fn = _Loss(trainer, dtype, ahead)
     name = f"trainer, in {str(dtype)[6:]}" if dtype else "trainer"
+    cut = {} if rows == 1 else {"batch_size": functools.partial(_samples, rows), "split": functools.partial(_cut, rows)}
     return Workload(
-        trainer.model, batch, loss_fn, trainer.optimizer, name=name, max_grad_norm=args.max_grad_norm or None
+        trainer.model, batch, loss_fn, trainer.optimizer, name=name, max_grad_norm=args.max_grad_norm or None, **cut
+    )
+
+
+def _samples(rows: int, batch: Any) -> int:
+    """Return the samples of a batch whose collator makes several rows of each, as of a chosen and a rejected answer."""
+    return batch_size_of(batch) // rows
+
+
+def _cut(rows: int, batch: Any, start: int, stop: int) -> Any:
+    """Return some samples of such a batch: the first rows of all samples come first, then the second ones."""
+    count = _samples(rows, batch)
+    return map_tensors(
+        lambda t: t.unflatten(0, (rows, count))[:, start:stop].flatten(0, 1) if t.dim() else t, dict(batch)
     )
 
 
@@ -188,9 +207,15 @@ def _first_batch(trainer: Any, samples: int) -> dict[str, Any]:
     set_train_batch_size(trainer, samples)
     try:
         with rng_preserved():
-            return dict(next(iter(trainer.get_train_dataloader())))
+            found = next(iter(trainer.get_train_dataloader()))
     finally:
         set_train_batch_size(trainer, before)
+    if not isinstance(found, Mapping):
+        raise UsageError(
+            f"{type(trainer).__name__} takes batches of type {type(found).__name__}, and makes tensors of them while it"
+            " trains, so that no plan can be made before: run the script as it is, by memfit run --budget ... train.py"
+        )
+    return dict(found)
 
 
 class _Loss:
@@ -249,20 +274,89 @@ def _prepared(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
             model.forward = before
 
 
-def _check_evaluations(trainer: Any, fitted: Fitted, workload: Workload, dtype: torch.dtype | None) -> None:
-    """Check that evaluations during training fit the budget, where they take more samples at once than training."""
-    args, data = trainer.args, trainer.eval_dataset
+class _Evaluation(_Loss):
+    """A trainer's evaluation of a batch, with the outputs of those before it, which it keeps on the device.
+
+    Each batch's are joined to them in a copy (`EvalLoopContainer`, `eval_do_concat_batches`).
+
+    Args:
+        batches: How many batches' outputs it keeps on the device at most.
+    """
+
+    def __init__(self, trainer: Any, dtype: torch.dtype | None, batches: int) -> None:
+        super().__init__(trainer, dtype)
+        self.batches = batches
+        self.kept_bytes = 0
+
+    def __call__(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
+        kept = [self._many(t, self.batches - 1) for t in self._outputs(model, inputs)]
+        outputs = self._outputs(model, inputs)
+        if self.trainer.args.eval_do_concat_batches:
+            joined = [self._many(t, self.batches) for t in outputs]
+            self.kept_bytes = sum(t.nbytes for t in joined)
+        del kept
+
+    def _many(self, tensor: torch.Tensor, batches: int) -> torch.Tensor:
+        return tensor.new_empty(tensor.numel() * batches * self.trainer.accelerator.num_processes)
+
+    def _outputs(self, model: nn.Module, inputs: Mapping[str, Any]) -> list[torch.Tensor]:
+        """Return what the trainer keeps of a batch, as `Trainer.prediction_step` and `evaluation_loop` do."""
+        trainer = self.trainer
+        with _prepared(model, self.dtype):
+            _, outputs = trainer.compute_loss(model, dict(inputs), return_outputs=True)
+        ignored = {"loss", *getattr(getattr(model, "config", None), "keys_to_ignore_at_inference", ["past_key_values"])}
+        named = isinstance(outputs, Mapping)
+        logits: Any = tuple(v for k, v in outputs.items() if k not in ignored) if named else outputs[1:]
+        logits = logits[0] if len(logits) == 1 else logits
+        labels = [inputs[name] for name in trainer.label_names if name in inputs]
+        if trainer.preprocess_logits_for_metrics is not None:
+            logits = trainer.preprocess_logits_for_metrics(logits, labels[0] if len(labels) == 1 else tuple(labels))
+        more = dict(inputs) if "inputs" in trainer.args.include_for_metrics else None
+        return tensors_of([logits, labels, more])
+
+
+def _check_evaluations(trainer: Any, fitted: Fitted, workload: Workload, dtype: torch.dtype | None) -> list[str]:
+    """Check that evaluations during training fit the budget, where they take more than training; return notes.
+
+    They take more samples at once, or keep the outputs of many batches. An evaluation that only `evaluate()` runs is
+    noted where it does not fit.
+    """
+    args, data, notes = trainer.args, trainer.eval_dataset, []
     is_evaluating = args.eval_strategy != "no" or args.eval_on_start
-    if not is_evaluating or data is None or args.eval_batch_size <= fitted.microbatch_size:
-        return
-    loss = _Loss(trainer, dtype)
+    keeps = _keeps_outputs(trainer)
+    is_larger = args.eval_batch_size > fitted.microbatch_size
+    if data is None or not (keeps or (is_evaluating and is_larger)):
+        return []
     for name in data if isinstance(data, dict) else [None]:
         with rng_preserved():
-            batch = dict(next(iter(trainer.get_eval_dataloader(name))))
+            loader = trainer.get_eval_dataloader(name)
+            batch = dict(next(iter(loader)))
         of = f" (eval_dataset[{name!r}])" if name is not None else ""
-        fitted.check_evaluation(
-            workload, batch, loss, f"TrainingArguments.per_device_eval_batch_size={args.per_device_eval_batch_size}{of}"
-        )
+        argument = f"TrainingArguments.per_device_eval_batch_size={args.per_device_eval_batch_size}{of}"
+        remedy, loss = None, _Loss(trainer, dtype)
+        if keeps and hasattr(loader, "__len__"):
+            count = min(len(loader), args.eval_accumulation_steps or len(loader))
+            loss = _Evaluation(trainer, dtype, count)
+            argument = f"the outputs of {count:,} batches of {argument}, which the trainer keeps on the device"
+            remedy = (
+                "give TrainingArguments(eval_accumulation_steps=1), which moves them to the host, a"
+                " preprocess_logits_for_metrics that keeps less of them, or prediction_loss_only=True"
+            )
+        try:
+            fitted.check_evaluation(workload, batch, loss, argument, remedy)
+        except UsageError as e:
+            if is_evaluating:
+                raise
+            notes.append(f"evaluate() would not fit: {e}")
+    return notes
+
+
+def _keeps_outputs(trainer: Any) -> bool:
+    """Tell whether a trainer's evaluation keeps the outputs of its batches, for metrics over all of them."""
+    args = trainer.args
+    is_own = type(trainer).prediction_step is not Trainer.prediction_step  # which may return anything
+    measures = trainer.compute_metrics is not None and not args.prediction_loss_only and not args.batch_eval_metrics
+    return bool(measures and not is_own)
 
 
 def _set(trainer: Any, fitted: Fitted) -> None:
