@@ -372,3 +372,77 @@ def test_the_sft_trainer_of_trl_trains_as_before_within_a_budget(tmp_path: Path)
         return [{k: v for k, v in line.items() if not re.search("runtime|second", k)} for line in of.state.log_history]
 
     assert logged(trainer) == logged(plain)  # with the figures that TRL notes of each loss
+
+
+def pairs_of(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Collate as DPO does: the first answers of all samples, then the second ones."""
+    ids = torch.stack([sample["input_ids"] for sample in samples])
+    return {"input_ids": torch.cat([ids, ids.flip(1)])}
+
+
+class Preferring(transformers.Trainer):  # type: ignore[misc, name-defined]
+    """Prefers the first answer of each sample to the second."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        ids = inputs["input_ids"]
+        scores = model(input_ids=ids).logits[:, :-1].log_softmax(-1)
+        first, second = scores.gather(-1, ids[:, 1:, None]).sum((1, 2)).chunk(2)
+        return -torch.nn.functional.logsigmoid(first - second).mean()
+
+
+class Listing(transformers.Trainer):  # type: ignore[misc, name-defined]
+    """Takes batches as lists, as GRPO does."""
+
+    def get_train_dataloader(self) -> Any:
+        return [[{"prompt": "a"}] * GLOBAL_BATCH]
+
+
+@pytest.mark.parametrize("budget", ["8GiB", pytest.param("0.6x", marks=pytest.mark.ci)])
+def test_a_collator_that_makes_two_rows_of_each_sample_is_planned_by_samples(tmp_path: Path, budget: str) -> None:
+    def made(folder: str) -> Any:
+        given = {"data_collator": pairs_of}
+        return trainer_of(tmp_path / folder, kind=Preferring, optim="sgd", given=given, remove_unused_columns=False)
+
+    expected_losses, expected = trained(made("plain"))
+    trainer = made("planned")
+    callback = MemfitCallback(trainer, budget=budget, points=1, precisions=["32-true"], time_limit_seconds=0.5)
+    trainer.add_callback(callback)
+    (losses, weights), peak = whole_peak_bytes(trainer)
+    assert callback.plan.batch_size == GLOBAL_BATCH and peak <= callback.plan.budget_bytes
+    assert losses == pytest.approx(expected_losses, rel=1e-4)
+    torch.testing.assert_close(weights, expected, rtol=1e-2, atol=1e-3)
+
+
+def test_batches_that_are_lists_point_to_the_script(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"Listing takes batches of type list.* memfit run --budget"):
+        MemfitCallback(trainer_of(tmp_path, kind=Listing), budget="8GiB")
+
+
+def metrics(prediction: Any) -> dict[str, float]:
+    return {"mean": float(prediction.predictions.mean())}
+
+
+@pytest.mark.parametrize("strategy", ["steps", pytest.param("no", marks=pytest.mark.ci)])
+def test_outputs_that_an_evaluation_keeps_are_held_against_the_budget(tmp_path: Path, strategy: str) -> None:
+    def planned(**changes: Any) -> Any:
+        given = {"eval_dataset": torch.utils.data.ConcatDataset([Tokens()] * 20), "compute_metrics": metrics}
+        trainer = trainer_of(
+            tmp_path, optim="sgd", eval_strategy=strategy, per_device_eval_batch_size=4, given=given, **changes
+        )
+        callback = MemfitCallback(trainer, budget="1x", numerics="exact", points=1, time_limit_seconds=0.5)
+        return trainer, callback.plan
+
+    words = r"outputs of 120 batches .*keeps on the device.*eval_accumulation_steps=1"
+    if strategy == "no":
+        trainer, plan = planned()
+        assert any(re.search(words, note) for note in plan.notes)
+    else:
+        with pytest.raises(UsageError, match=words):
+            planned()
+    trainer, plan = planned(eval_accumulation_steps=1)
+    assert not any("evaluate()" in note for note in plan.notes)
+    _, kept = peak_bytes_of(trainer.evaluate)
+    trainer.args.eval_accumulation_steps = None
+    _, gathered = peak_bytes_of(trainer.evaluate)
+    assert kept < plan.budget_bytes < gathered
+    assert planned(prediction_loss_only=True)[1].budget_bytes == plan.budget_bytes

@@ -47,8 +47,11 @@ OPAQUE = (
     TorchFunctionMode,
 )
 """Classes of objects that are not looked into."""
-_MACHINERY = ("memfit.capture.", "memfit.training.guards.", "memfit.levers.optimizer_in_backward")
-"""Of memfit's own, whose hooks are on the user's objects meanwhile."""
+_MACHINERY = (
+    *("memfit.capture.", "memfit.training.guards.", "memfit.levers.optimizer_in_backward"),
+    *("_pytest.", "pluggy.", "xdist.", "execnet.", "IPython.", "ipykernel.", "traitlets."),
+)
+"""Of memfit's own, whose hooks are on the user's objects meanwhile; and what runs the user's code, and leads to all."""
 _CALLED = ("forward", "__call__", "step", "__getitem__", "__iter__", "__len__", "__enter__", "__exit__")
 ITEMS = (list, tuple, set, frozenset, collections.deque)
 """Containers of items."""

@@ -7,6 +7,7 @@ it stands for.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +22,10 @@ from memfit.workload import Workload
 
 FUSED = "fused optimizer"
 NO_FUSED = "an optimizer without a fused step, or with it on already"
+_ON = {"fused": True, "foreach": False}
+_SETTINGS = tuple(_ON)
+_SWITCHED_ON = weakref.WeakKeyDictionary[torch.optim.Optimizer, list[dict[str, Any]]]()
+"""What the groups of optimizers had before memfit switched their fused steps on."""
 _KINDS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD)
 
 
@@ -55,19 +60,37 @@ class FusedOptimizer(UpdateLever):
     @contextlib.contextmanager
     def updating(self, running: Running) -> Iterator[Running]:
         optimizer = running.workload.optimizer
-        before = [{name: group[name] for name in ("fused", "foreach")} for group in optimizer.param_groups]
-        for group in optimizer.param_groups:
-            group.update(fused=True, foreach=False)
-        _place_counts(optimizer, on_device=True)
+        before = [{name: group[name] for name in _SETTINGS} for group in optimizer.param_groups]
+        _set(optimizer, [dict(_ON)] * len(before), on_device=True)
+        _SWITCHED_ON[optimizer] = before
         try:
             yield running
         finally:
-            for group, was in zip(optimizer.param_groups, before, strict=True):
-                group.update(was)
-            _place_counts(optimizer, on_device=False)
+            del _SWITCHED_ON[optimizer]
+            _set(optimizer, before, on_device=False)
+
+    @contextlib.contextmanager
+    def lifted(self, workload: Workload) -> Iterator[None]:
+        optimizer = workload.optimizer
+        before = _SWITCHED_ON.get(optimizer)
+        if before is None:
+            yield
+            return
+        _set(optimizer, before, on_device=False)
+        try:
+            yield
+        finally:
+            _set(optimizer, [dict(_ON)] * len(before), on_device=True)
 
     def most_saved_bytes(self, trace: Trace) -> int:
         return temporary_bytes(trace)
+
+
+def _set(optimizer: torch.optim.Optimizer, settings: list[dict[str, Any]], *, on_device: bool) -> None:
+    """Give each group its settings, and have the counts of steps where they are read then."""
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update(own)
+    _place_counts(optimizer, on_device)
 
 
 def _place_counts(optimizer: torch.optim.Optimizer, on_device: bool) -> None:

@@ -212,8 +212,8 @@ class Lever(ABC):
         return False
 
     @contextlib.contextmanager
-    def lifted(self, model: nn.Module) -> Iterator[None]:
-        """Take what is not switchable of it off the model's modules, until the context is left."""
+    def lifted(self, workload: Workload) -> Iterator[None]:
+        """Take what is not switchable of it off the model's modules and the optimizer, until the context is left."""
         yield
 
     def host_bytes(self, levers: Levers, state_bytes: int, host_budget_bytes: int) -> int:

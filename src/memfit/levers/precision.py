@@ -85,8 +85,8 @@ class Precision(Lever):
         return is_cast(workload.model)
 
     @contextlib.contextmanager
-    def lifted(self, model: nn.Module) -> Iterator[None]:
-        with uncast(model):  # weights that are in bf16 stay so
+    def lifted(self, workload: Workload) -> Iterator[None]:
+        with uncast(workload.model):  # weights that are in bf16 stay so
             yield
 
     def propose(self, step: Setting, wanted: list[Levers]) -> list[Levers]:

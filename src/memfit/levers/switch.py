@@ -78,13 +78,13 @@ class Switch:
 
     @contextlib.contextmanager
     def lifted(self) -> Iterator[None]:
-        """Leave the model's modules as the user made them, until the context is left; not weights that are in bf16."""
+        """Leave model and optimizer as the user made them, until the context is left; not weights that are in bf16."""
         levers = self.levers
         self.to(without_switched(levers, samples_of(self.step.workload)))
         try:
             with contextlib.ExitStack() as stack:
                 for lever in registry.LEVERS:
-                    stack.enter_context(lever.lifted(self.step.workload.model))
+                    stack.enter_context(lever.lifted(self.step.workload))
                 yield
         finally:
             self.to(levers)
