@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import msgspec
-from torch import nn
 
 from memfit.hardware.advice import precisions, supports_tf32
 from memfit.ir.device import Device
