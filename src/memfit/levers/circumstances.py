@@ -40,8 +40,10 @@ def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:
-    """Tell whether a user's code runs with a parameter's gradient."""
-    return any(_is_users(hook) for hooks in tensor_hooks(parameter) for hook in hooks)
+    """Tell whether a user's code runs with a parameter's gradient; a model may list others than tensors as its own."""
+    return isinstance(parameter, torch.Tensor) and any(
+        _is_users(hook) for hooks in tensor_hooks(parameter) for hook in hooks
+    )
 
 
 def _is_users(hook: object) -> bool:
