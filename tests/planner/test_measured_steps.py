@@ -42,6 +42,32 @@ def small() -> Workload:
     return Workload(model, batch, squared_error, torch.optim.AdamW(model.parameters()))
 
 
+class Told:
+    """Numbers that copies of a workload share, as attributes: what has no container and no tensor is not copied."""
+
+    def __init__(self) -> None:
+        self.now = self.own = 0.0
+        self.alive = self.most_alive = 0
+
+    def __getitem__(self, name: object) -> int:
+        return getattr(self, f"of {name}", 0)
+
+    def __setitem__(self, name: object, number: int) -> None:
+        setattr(self, f"of {name}", number)
+
+    def saw(self, model: nn.Module) -> None:
+        """Count the models that are alive of those that a loss function saw."""
+        if not self[id(model)]:
+            self[id(model)] = 1
+            self.alive += 1
+            self.most_alive = max(self.most_alive, self.alive)
+            weakref.finalize(model, self._died, id(model))
+
+    def _died(self, name: int) -> None:
+        self[name] = 0
+        self.alive -= 1
+
+
 durations = st.lists(st.floats(0.01, 5.0), min_size=1, max_size=4)
 
 
@@ -99,20 +125,19 @@ def test_rounds_end_once_they_tell_enough_and_not_before_the_least_number(needed
     ("ratios", "rounds"), [([1.1] * 8, 5), ([1.0, 1.3] * 4, measured_steps.ROUNDS)], ids=["steady", "unsteady"]
 )
 def test_a_steady_machine_needs_fewer_rounds(ratios: list[float], rounds: int) -> None:
-    workload, now = small(), [0.0]
+    workload, world = small(), Told()
     own = workload.loss_fn
-    turns: dict[int, int] = Counter()
 
     def loss(model: nn.Module, batch: Any) -> Any:
         """Take one second for the whole batch, and a ratio of that for two halves, each round."""
         size = len(batch[0])
-        turns[size] += 1
+        world[size] += 1
         steps = 1 + steps_of(1.0)  # of a turn
-        ratio = 1.0 if size == 8 else ratios[(turns[size] - 1) // (2 * steps)]
-        now[0] += ratio * size / 8
+        ratio = 1.0 if size == 8 else ratios[(world[size] - 1) // (2 * steps)]
+        world.now += ratio * size / 8
         return own(model, batch)
 
-    clocks = Clocks(lambda: now[0], lambda: now[0])
+    clocks = Clocks(lambda: world.now, lambda: world.now)
     found = timed_in_turns(
         dataclasses.replace(workload, loss_fn=loss),
         [(levers, 1.0) for levers in (Levers(microbatch_size=8), Levers(microbatch_size=4))],
@@ -180,43 +205,29 @@ def test_nothing_of_the_workload_changes() -> None:
     assert told == [(1, 2), (2, 2)]
 
 
-class Alive:
-    """The models that a loss function saw, as long as they are alive."""
-
-    def __init__(self) -> None:
-        self.models: dict[int, weakref.ref[nn.Module]] = {}
-        self.most = 0
-
-    def __deepcopy__(self, memo: Any) -> Alive:
-        return self
-
-    def saw(self, model: nn.Module) -> None:
-        self.models[id(model)] = weakref.ref(model)
-        self.most = max(self.most, sum(each() is not None for each in self.models.values()))
-
-
 def test_one_copy_is_alive_at_a_time_and_none_afterwards() -> None:
-    workload, alive = small(), Alive()
+    workload, world = small(), Told()
     own = workload.loss_fn
 
     def loss(model: nn.Module, batch: Any) -> Any:
-        alive.saw(model)
+        world.saw(model)
         return own(model, batch)
 
     found = timed(dataclasses.replace(workload, loss_fn=loss), Levers(microbatch_size=8), Levers(microbatch_size=4))
     assert found.steps[0] == 2 * measured_steps.ROUNDS
-    assert alive.most == 1
-    assert not [each for each in alive.models.values() if each() is not None]
+    assert (world.most_alive, world.alive) == (1, 0)
 
 
 def test_copies_that_have_code_are_kept_for_their_turns_and_not_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    workload, alive, seen = small(), Alive(), dict[int, set[int]]()
+    workload, world = small(), Told()
     own = workload.loss_fn
     code_is_made_for(monkeypatch, 4, 2)
 
     def loss(model: nn.Module, batch: Any) -> Any:
-        alive.saw(model)
-        seen.setdefault(len(batch[0]), set()).add(id(model))
+        world.saw(model)
+        if not world[len(batch[0]), id(model)]:
+            world[len(batch[0]), id(model)] = 1
+            world[len(batch[0])] += 1
         if len(batch[0]) == 2:
             raise RuntimeError("no code")
         return own(model, batch)
@@ -224,24 +235,24 @@ def test_copies_that_have_code_are_kept_for_their_turns_and_not_afterwards(monke
     told: list[tuple[int, int]] = []
     found = timed(dataclasses.replace(workload, loss_fn=loss), *sizes(8, 4, 2), on_code=lambda *at: told.append(at))
     assert sorted(told) in ([(0, 2), (0, 2), (1, 2)], [(0, 2), (1, 2), (1, 2)])  # whichever is first
-    assert found.steps[1] > 2 and len(seen[4]) == 1  # its own, in all rounds
-    assert found.errors == {2: "RuntimeError: no code"} and alive.most == 2  # what failed keeps none
-    assert not [each for each in alive.models.values() if each() is not None]
+    assert found.steps[1] > 2 and world[4] == 1  # its own, in all rounds
+    assert found.errors == {2: "RuntimeError: no code"} and world.most_alive == 2  # what failed keeps none
+    assert world.alive == 0
 
 
 def test_a_plan_that_fails_is_not_run_again_and_the_others_are() -> None:
     workload = small()
-    own, calls = workload.loss_fn, Counter[int]()
+    own, world = workload.loss_fn, Told()
 
     def loss(model: nn.Module, batch: Any) -> Any:
-        calls[len(batch[0])] += 1
+        world[len(batch[0])] += 1
         if len(batch[0]) == 4:
             raise MemoryError("no room\nfor this")
         return own(model, batch)
 
     workload = dataclasses.replace(workload, loss_fn=loss)
     found = timed(workload, Levers(microbatch_size=8), Levers(microbatch_size=4))
-    assert calls[4] == 1 and set(found.step_seconds) == {0}
+    assert world[4] == 1 and set(found.step_seconds) == {0}
     (note,) = notes_of(dataclasses.replace(found, own_seconds=found.wall_seconds), find_device("cpu"))
     assert "could not be run" in note and "no room" in note and "for this" not in note
     first = timed(workload, Levers(microbatch_size=4), Levers(microbatch_size=8))
@@ -263,22 +274,22 @@ def code_is_made_for(monkeypatch: pytest.MonkeyPatch, *sizes: int) -> None:
 
 
 def test_making_code_is_timed_apart_and_costs_the_others_none_of_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    workload, now, calls = small(), [0.0], Counter[int]()
+    workload, world = small(), Told()
     own = workload.loss_fn
     code_is_made_for(monkeypatch, 4)
 
     def loss(model: nn.Module, batch: Any) -> Any:
         size = len(batch[0])
-        now[0] += 60.0 if size == 4 and calls[size] < 2 else 1.0  # the first step, of two microbatches
-        calls[size] += 1
+        world.now += 60.0 if size == 4 and world[size] < 2 else 1.0  # the first step, of two microbatches
+        world[size] += 1
         return own(model, batch)
 
-    clocks = Clocks(lambda: now[0], lambda: now[0])
+    clocks = Clocks(lambda: world.now, lambda: world.now)
     found = timed(dataclasses.replace(workload, loss_fn=loss), *sizes(8, 4), clocks=clocks, limit_seconds=1000.0)
     assert found.step_seconds == {0: 1.0, 1: 2.0} and max(turn.first_seconds for turn in found.turns[1]) == 2.0
     rounds = len(found.turns[0])
-    assert calls == {8: 3 * rounds, 4: 2 * (3 * rounds + 1)} and now[0] == 120.0 + 9 * rounds
-    calls.clear()
+    assert (world[8], world[4]) == (3 * rounds, 2 * (3 * rounds + 1)) and world.now == 120.0 + 9 * rounds
+    world[8] = world[4] = 0
     again = timed(dataclasses.replace(workload, loss_fn=loss), *sizes(8, 4), clocks=clocks)  # in 20 seconds
     assert again.step_seconds == {0: 1.0, 1: 2.0}
 
@@ -361,15 +372,15 @@ def test_a_plan_whose_thread_waits_more_by_itself_is_as_slow_as_it_is() -> None:
 
 
 def test_each_turn_tells_the_share_in_which_its_thread_computed() -> None:
-    workload, wall, own = small(), [0.0], [0.0]
+    workload, world = small(), Told()
     plain_loss = workload.loss_fn
 
     def loss(model: nn.Module, batch: Any) -> Any:
-        wall[0] += 1.0
-        own[0] += 0.9 if len(batch[0]) == 8 else 0.4
+        world.now += 1.0
+        world.own += 0.9 if len(batch[0]) == 8 else 0.4
         return plain_loss(model, batch)
 
-    clocks = Clocks(lambda: wall[0], lambda: own[0])
+    clocks = Clocks(lambda: world.now, lambda: world.own)
     found = timed(dataclasses.replace(workload, loss_fn=loss), *sizes(8, 4), rounds=1, clocks=clocks)
     assert [turn.attended_share for (turn,) in found.turns] == pytest.approx([0.9, 0.4])
 
@@ -388,14 +399,14 @@ def test_a_machine_that_slows_for_a_round_makes_no_ratio_less_sure() -> None:
 
 
 def test_a_plan_that_is_much_slower_than_predicted_leaves_the_others_their_turns() -> None:
-    workload, now = small(), [0.0]
+    workload, world = small(), Told()
     own = workload.loss_fn
 
     def loss(model: nn.Module, batch: Any) -> Any:
-        now[0] += 12.0 if len(batch[0]) == 8 else 0.5
+        world.now += 12.0 if len(batch[0]) == 8 else 0.5
         return own(model, batch)
 
-    clocks = Clocks(lambda: now[0], lambda: now[0])
+    clocks = Clocks(lambda: world.now, lambda: world.now)
     found = timed(dataclasses.replace(workload, loss_fn=loss), *sizes(8, 4, 2), clocks=clocks)
     assert found.are_first_steps
     assert found.step_seconds == {0: 12.0, 1: 1.0, 2: 2.0}
