@@ -14,6 +14,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import ParamSpec, TypeVar
 
+import torch
+
 from memfit.interrupts import safe_point
 
 _P = ParamSpec("_P")
@@ -94,6 +96,8 @@ def here(ours: Callable[_P, _R], others: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(ours)
     def chosen(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if torch.compiler.is_dynamo_compiling():  # it traces what is called, and knows no threads
+            return others(*args, **kwargs)
         return (ours if has_turn() else others)(*args, **kwargs)
 
     return chosen

@@ -52,7 +52,8 @@ is_wrapper: Callable[[Any], bool] = functools.cache(_is_wrapper)
 
 def inner_tensors(tensor: Any) -> dict[str, torch.Tensor]:
     """Return the inner tensors of a tensor of such a class, by name."""
-    return {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
+    named = {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
+    return {name: inner for name, inner in named.items() if isinstance(inner, torch.Tensor)}  # and no mesh of devices
 
 
 def context_of(tensor: Any) -> Any:
@@ -62,5 +63,7 @@ def context_of(tensor: Any) -> Any:
 
 def rewrapped(tensor: Any, inner: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return a tensor of such a class around other inner tensors."""
-    made: torch.Tensor = type(tensor).__tensor_unflatten__(inner, context_of(tensor), tensor.size(), tensor.stride())
+    names, context = tensor.__tensor_flatten__()
+    whole = {name: inner[name] if name in inner else getattr(tensor, name) for name in names}
+    made: torch.Tensor = type(tensor).__tensor_unflatten__(whole, context, tensor.size(), tensor.stride())
     return made
