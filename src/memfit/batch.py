@@ -284,8 +284,13 @@ class _Rebuilding:
             if name in own:
                 new.__dict__[name] = attribute
             else:
-                object.__setattr__(new, name, attribute)  # a slot, of frozen classes too
+                set_slot(new, name, attribute)
         return new
+
+
+def set_slot(value: Any, name: str, content: Any) -> None:
+    """Set a slot of an object, also where its class lets nothing be set, as frozen ones and those written in C do."""
+    getattr(type(value), name).__set__(value, content)
 
 
 def _same(made: Any, children: Any) -> bool:

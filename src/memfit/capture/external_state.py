@@ -30,7 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from memfit._torch.autograd import add_tensor_hooks, tensor_hooks
 from memfit._torch.modules import hooks_of_all_modules
 from memfit._torch.optim import hooks_of_all
-from memfit.batch import parts_of
+from memfit.batch import parts_of, set_slot
 from memfit.capture.object_graph import ITEMS, MAPPINGS, OPAQUE, Graph, attributes, base_of, contents_of, is_variable
 from memfit.held_state import MOST_ITEMS, globals_of, is_followed, is_object, names_in
 from memfit.workload import Workload, tensors_of
@@ -286,7 +286,7 @@ class Rebinding:
                 if name in getattr(value, "__dict__", ()):
                     new.__dict__[name] = wanted
                 else:
-                    object.__setattr__(new, name, wanted)  # a slot, of frozen classes too
+                    set_slot(new, name, wanted)
         if hasattr(new, "__dict__") and not isinstance(value, torch.Tensor):
             self._fill_from_class(value, new, by_loss)
 

@@ -37,6 +37,7 @@ import numpy as np
 import torch
 
 from memfit._torch.fake import FakeTensor
+from memfit.batch import set_slot
 from memfit.held_state import ATOMS
 from memfit.rng import ForeignGenerator, foreign_generator, same_states
 
@@ -132,7 +133,7 @@ def _slot_contents(held: Any) -> dict[str, Any]:
 def _write_slots(held: Any, contents: dict[str, Any]) -> None:
     for name in _slots_of(type(held)):
         if name in contents:
-            object.__setattr__(held, name, contents[name])
+            set_slot(held, name, contents[name])
         elif hasattr(held, name):
             object.__delattr__(held, name)
 
