@@ -103,8 +103,8 @@ def test_what_cannot_be_described_leaves_the_operator_alone() -> None:
     assert json.loads(text) == {"op": "aten.neg.default"}
     with pytest.raises(LookupError, match="no arguments are known for aten.neg.default"):
         rebuild(text, "cpu")
-    with pytest.raises(TypeError, match="complex"):
-        describe(1j)
+    with pytest.raises(TypeError, match="object"):
+        describe(object())
 
 
 def test_an_operator_of_another_pytorch_is_a_lookup_error() -> None:
