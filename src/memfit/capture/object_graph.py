@@ -14,7 +14,6 @@ from __future__ import annotations
 import collections
 import functools
 import gc
-import inspect
 import logging
 import threading
 import types
@@ -76,6 +75,7 @@ class Graph:
         self.children: dict[int, list[Any]] = {}
         self.methods: dict[type, dict[str, types.FunctionType]] = {}
         self._ends = ends
+        self._members: dict[type, dict[str, types.FunctionType]] = {}
         self._names = set[str](_CALLED)
         self._overridden: dict[type, set[str]] = {}  # names that all objects of a class so far have for themselves
         self.add(roots)
@@ -192,13 +192,23 @@ class Graph:
         """Return the methods that code names, of the classes that were reached since they were asked for last."""
         found = []
         for kind, known in self.methods.items():
-            for name in self._names - known.keys() - self._overridden[kind]:
-                member = inspect.getattr_static(kind, name, None)
-                member = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
-                if isinstance(member, types.FunctionType) and is_followed(member):
-                    known[name] = member
-                    found.append(member)
+            if kind not in self._members:
+                self._members[kind] = _members_of(kind)
+            members = self._members[kind]
+            new = {name: members[name] for name in members.keys() & self._names - known.keys() - self._overridden[kind]}
+            known |= new
+            found += new.values()
         return found
+
+
+def _members_of(kind: type) -> dict[str, types.FunctionType]:
+    """Return the functions of a class and its bases that are looked into, those of properties and class methods too."""
+    members = {name: member for base in reversed(kind.__mro__) for name, member in vars(base).items()}
+    bare = {
+        name: member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+        for name, member in members.items()
+    }
+    return {name: m for name, m in bare.items() if isinstance(m, types.FunctionType) and is_followed(m)}
 
 
 def _has_attributes(value: Any) -> bool:
