@@ -72,6 +72,13 @@ def _converted_parts(
     def deep_copied(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
         return _converted(parameter, memo, convert)  # type: ignore[return-value]
 
+    def attempt(value: Any) -> None:
+        """Copy an object; an attempt that fails, at a lock, leaves nothing half-made for the next one."""
+        made = dict(memo)
+        copy.deepcopy(value, made)
+        memo.setdefault(id(memo), []).extend(made.pop(id(made), ()))  # what `copy` keeps alive as long as its memo
+        memo.update(made)
+
     graph, apart = graph_of(workload)
     for tensor in graph.tensors():  # whatever their classes make of `copy.deepcopy`
         _converted(tensor, memo, convert)
@@ -79,8 +86,8 @@ def _converted_parts(
     with _ConvertTensors(convert), replaced_here(nn.Parameter, "__deepcopy__", deep_copied):
         batch = copy.deepcopy(workload.batch, memo)
         for value in graph.nodes.values():
-            if isinstance(value, nn.Module | torch.optim.Optimizer):
-                copied(functools.partial(copy.deepcopy, value, memo))
+            if isinstance(value, nn.Module | torch.optim.Optimizer) and id(value) not in memo:
+                copied(functools.partial(attempt, value))
         rebinding = Rebinding(graph, memo, apart, workload.model)
         rebinding.complete()
         model, optimizer = rebinding.of(workload.model, False), rebinding.of(workload.optimizer, False)

@@ -147,8 +147,8 @@ def _dict_contents(held: dict[Any, Any]) -> dict[Any, Any]:
 
 _DICT = _Kind(_dict_contents, _write_dict)
 _LIST = _Kind(list.copy, _write_list)
-_SET = _Kind(list, _write_set)
-_DEQUE = _Kind(list, _write_deque)
+_SET = _Kind(lambda held: list(set.__iter__(held)), _write_set)
+_DEQUE = _Kind(lambda held: list(collections.deque.__iter__(held)), _write_deque)
 _CLASS = _Kind(_class_contents, _write_class)
 _CELL = _Kind(_cell_contents, _write_cell)
 _SLOTS = _Kind(_slot_contents, _write_slots)
@@ -259,8 +259,9 @@ class _Walk:
             self._note(_DICT, value)
         elif issubclass(kind, list):
             self._note(_LIST, value)
-        elif issubclass(kind, (tuple, frozenset)):
-            self._waiting += value if len(value) <= _LARGEST else ()
+        elif issubclass(kind, (tuple, frozenset)):  # by their own methods, whatever a class makes of them
+            base = tuple if issubclass(kind, tuple) else frozenset
+            self._waiting += base.__iter__(value) if base.__len__(value) <= _LARGEST else ()
         elif issubclass(kind, set):
             self._note(_SET, value)
         elif issubclass(kind, collections.deque):
