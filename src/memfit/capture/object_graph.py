@@ -190,7 +190,7 @@ class Graph:
 
     def _named_methods(self) -> list[types.FunctionType]:
         """Return the methods that code names, of the classes that were reached since they were asked for last."""
-        found = []
+        found = list[types.FunctionType]()
         for kind, known in self.methods.items():
             if kind not in self._members:
                 self._members[kind] = _members_of(kind)

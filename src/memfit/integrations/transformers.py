@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -183,9 +184,13 @@ def _workload(trainer: Any, batch: Any, dtype: torch.dtype | None, device: str |
     ahead = batch if (device or device_of(trainer.model)) == "cpu" else None
     loss_fn = _Loss(trainer, dtype, ahead)
     name = f"trainer, in {str(dtype)[6:]}" if dtype else "trainer"
-    cut = {} if rows == 1 else {"batch_size": functools.partial(_samples, rows), "split": functools.partial(_cut, rows)}
-    return Workload(
-        trainer.model, batch, loss_fn, trainer.optimizer, name=name, max_grad_norm=args.max_grad_norm or None, **cut
+    workload = Workload(
+        trainer.model, batch, loss_fn, trainer.optimizer, name=name, max_grad_norm=args.max_grad_norm or None
+    )
+    if rows == 1:
+        return workload
+    return dataclasses.replace(
+        workload, batch_size=functools.partial(_samples, rows), split=functools.partial(_cut, rows)
     )
 
 
