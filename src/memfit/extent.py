@@ -1,7 +1,8 @@
 """The extent of a batch, or of a call's arguments: how large its tensors are, and whether others are within it.
 
 Tensors in lists whose entries are alike, as the targets of each image, share a column: its shape is the largest of
-theirs, by dimension. So a batch is within another where no dimension of a column is larger, nor its number of tensors.
+theirs, by dimension. A batch that is itself a list has a column for each entry: loaders make lists of a sample's parts.
+So a batch is within another where no dimension of a column is larger, nor its number of tensors.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def covers(largest: Extent, other: Extent) -> bool:
     if largest == other:
         return True
     for path, column in other.items():
-        most = largest.get(path)
+        most = largest.get(path) or _alike(largest, path)
         if most is None or len(most.shape) != len(column.shape):
             return False
         if column.tensors > most.tensors or column.itemsize > most.itemsize:
@@ -124,6 +125,18 @@ def shape_text(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape)) or "a number"
 
 
+def _alike(extent: Extent, path: str) -> Column | None:
+    """Return the column of a place that is in a list in one extent, and in a tuple in the other."""
+    parts = path.split(".")
+    found = None
+    for own, column in extent.items():
+        places = own.split(".")
+        if len(places) == len(parts) and all(a == b or "*" in (a, b) for a, b in zip(places, parts, strict=True)):
+            tensors = column.tensors + (found.tensors if found else 0)
+            found = (_joined(found, column) if found else column)._replace(tensors=tensors)
+    return found
+
+
 def _joined(one: Column, other: Column) -> Column:
     shape = tuple(map(max, one.shape, other.shape))
     return Column(max(one.tensors, other.tensors), shape, max(one.itemsize, other.itemsize))
@@ -137,7 +150,7 @@ def _placed(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
         for key, inner in value.items():
             yield from _placed(inner, f"{path}.{key}")
     elif type(value) in (list, tuple):
-        alike = type(value) is list and len({_kind(inner) for inner in value}) == 1
+        alike = path != "" and type(value) is list and len({_kind(inner) for inner in value}) == 1
         for index, inner in enumerate(value):
             yield from _placed(inner, f"{path}.*" if alike else f"{path}.{index}")
     elif value is not None and type(value) not in (int, float, bool, str):

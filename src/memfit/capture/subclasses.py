@@ -27,10 +27,6 @@ from memfit._torch.tensors import inner_tensors, is_wrapper
 from memfit.capture.known_values import tensors_in
 
 _MARK = "_memfit_makes_subclasses"
-_OF_FAKE = frozenset(vars(FakeTensor(FakeTensorMode(), torch.empty(0, device="meta"), torch.device("cpu")))) | {
-    "_is_param",
-    _MARK,
-}
 
 
 def parameter_of(kind: type, tensor: torch.Tensor, requires_grad: bool) -> nn.Parameter:
@@ -43,10 +39,17 @@ def parameter_of(kind: type, tensor: torch.Tensor, requires_grad: bool) -> nn.Pa
 
 def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
     """Return the attributes that code gave to a tensor, without those of fake tensors and inner tensors."""
-    own: Any = _OF_FAKE if isinstance(tensor, FakeTensor) else ("_is_param",)
+    own: Any = _names_of_fake() if isinstance(tensor, FakeTensor) else ("_is_param",)
     if is_wrapper(type(tensor)):
         own = {*own, *inner_tensors(tensor)}
     return {name: value for name, value in vars(tensor).items() if name not in own}
+
+
+@functools.cache
+def _names_of_fake() -> frozenset[str]:
+    """Return the attributes that fake tensors have. The first mode imports Dynamo, which takes seconds."""
+    made = FakeTensor(FakeTensorMode(), torch.empty(0, device="meta"), torch.device("cpu"))
+    return frozenset(vars(made)) | {"_is_param", _MARK}
 
 
 @functools.cache

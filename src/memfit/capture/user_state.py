@@ -438,10 +438,18 @@ def _set_back(all_noted: list[_Noted], is_ours: bool) -> list[Callable[[], objec
 
 
 def _with_modules(before: Any, now: Any) -> Any:
-    """Return contents as noted, with what imports have added, which add it once, and the registry of warnings given."""
+    """Return contents as noted, with what imports have added, which add it once, and what Python and Dynamo have.
+
+    Dynamo's code finds the code that it made, and what that needs, in globals such as `__compiled_fn_1`; Python keeps
+    the warnings that were given in one.
+    """
     if not isinstance(now, dict):
         return before
-    kept = {key: value for key, value in now.items() if isinstance(value, types.ModuleType) and key not in before}
+    kept = {
+        key: value
+        for key, value in now.items()
+        if (isinstance(value, types.ModuleType) or str(key).startswith("__")) and key not in before
+    }
     if "__warningregistry__" in now:
         kept["__warningregistry__"] = now["__warningregistry__"]
     return {**before, **kept} if kept else before

@@ -5,14 +5,24 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
+from msgspec.structs import replace
 
 from memfit.cli import threads
+from memfit.words import Words, options
+
+if TYPE_CHECKING:
+    from memfit.ir.fleet import Fleet
+    from memfit.ir.plan import Plan, Prediction
+
+Noted = TypeVar("Noted", "Plan", "Prediction", "Fleet")
 
 is_whole = False
 """Whether an error is shown with all of its frames, memfit's too."""
+spoken = Words({})
+"""The words of the command that runs: its options."""
 
 _OPTION = typer.Option("--traceback", help="Show an error's whole traceback, memfit's frames too.")
 
@@ -37,6 +47,11 @@ class Commands(typer.Typer):
         return decorate
 
 
+def with_options(found: Noted) -> Noted:
+    """Return a record whose notes name the options of the command that runs."""
+    return replace(found, notes=[spoken.of(note) for note in found.notes])
+
+
 def _with_threads(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -47,17 +62,28 @@ def _with_threads(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_traceback(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function with the option in its signature, where Typer reads it."""
+    """Return a function with the option in its signature, where Typer reads it, and errors in the command's words."""
+    signature = inspect.signature(function, eval_str=True)
+    known = [name for name, parameter in signature.parameters.items() if parameter.annotation is typer.Context]
 
     @functools.wraps(function)
     def call(*args: Any, traceback: bool, **kwargs: Any) -> Any:
-        global is_whole
+        global is_whole, spoken
         is_whole = traceback
-        return function(*args, **kwargs)
+        context = kwargs[known[0]] if known else kwargs.pop("context")  # Typer gives it once
+        given = [p for p in context.command.params if p.name and p.opts[0].startswith("-")]
+        spoken = options({str(p.name): max(p.opts, key=len) for p in given})
+        with spoken.spoken():
+            return function(*args, **kwargs)
 
-    signature = inspect.signature(function, eval_str=True)
-    hint = Annotated[bool, _OPTION]
-    more = inspect.Parameter("traceback", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=hint)
-    vars(call)["__signature__"] = signature.replace(parameters=[*signature.parameters.values(), more])
-    call.__annotations__ = {**function.__annotations__, "traceback": hint}
+    hints: dict[str, Any] = {"traceback": Annotated[bool, _OPTION]} | ({} if known else {"context": typer.Context})
+    defaults = {"traceback": False}
+    more = [
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(name, inspect.Parameter.empty), annotation=hint
+        )
+        for name, hint in hints.items()
+    ]
+    vars(call)["__signature__"] = signature.replace(parameters=[*signature.parameters.values(), *more])
+    call.__annotations__ = {**function.__annotations__, **hints}
     return call

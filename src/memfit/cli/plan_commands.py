@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import msgspec
 import typer
 
+from memfit.cli.commands import with_options
 from memfit.cli.loading import load, load_for
 from memfit.cli.options import (
     COMPILE,
@@ -110,7 +111,11 @@ def estimate(
     else:
         ranks = f", one of {world_size} ranks" if world_size > 1 else ""
         ranks += f", {parallel} on paper" if parallel else ""
-        out.print(estimate_page(prediction, f"{loaded.name} on {device}, {precision_label(loaded, chosen)}{ranks}"))
+        out.print(
+            estimate_page(
+                with_options(prediction), f"{loaded.name} on {device}, {precision_label(loaded, chosen)}{ranks}"
+            )
+        )
         if as_written is not None:
             out.print(as_written_line(as_written, prediction, chosen), highlight=False, soft_wrap=True)
     for written in (snapshot, chrome_trace):
@@ -190,7 +195,7 @@ def plan(
     if as_json:
         print_json(chosen)
     else:
-        out.print(plan_table(chosen), frontier_table(chosen))
+        out.print(plan_table(with_options(chosen)), frontier_table(chosen))
         if output is not None:
             out.print(f"Written to {output}", highlight=False)
 
@@ -260,7 +265,7 @@ def fleet(
     if as_json:
         print_json({**msgspec.to_builtins(found), "answers": found.answers()})
     else:
-        out.print(fleet_table(found))
+        out.print(fleet_table(with_options(found)))
         if page is not None:
             out.print(f"Written to {page}", highlight=False, soft_wrap=True)
 

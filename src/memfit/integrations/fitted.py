@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import math
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from memfit.ranks.together import once
 from memfit.sharding.one_rank import of_engine
 from memfit.training.trainer import evaluation_mode
 from memfit.units import format_bytes
+from memfit.words import Words
 from memfit.workload import Workload, part_of, tensors_of
 
 MIXED: tuple[Precision, ...] = ("32-true", "bf16-mixed", "16-mixed")
@@ -61,6 +63,7 @@ class Fitted:
         ranks: The trainer's ranks. The first one plans, and tells the others.
         given: A plan to take instead of making one; None to make one.
         advice: What to do about larger batches, in the words of the interface.
+        words: The interface's names of memfit's arguments, for messages and notes.
         options: Options of `memfit.plan`, `budget` at least.
 
     Attributes:
@@ -81,6 +84,7 @@ class Fitted:
         ranks: SingleProcess | None = None,
         given: Plan | None = None,
         advice: str = "plan with Workload.batch as large as any batch, or give smaller ones",
+        words: Words | None = None,
         **options: Any,
     ) -> None:
         for name in sorted(_OWN.keys() & options.keys()):
@@ -93,7 +97,12 @@ class Fitted:
             _check(made, workload, engine)
             return codec.encode(made)
 
-        self.plan: Plan = codec.decode(once(self._ranks, planned), Plan, source="the first rank's plan")
+        words = words or Words({})
+        with words.spoken():
+            made = codec.decode(once(self._ranks, planned), Plan, source="the first rank's plan")
+        self.plan: Plan = replace(made, notes=[words.of(note) for note in made.notes])
+        if self._ranks.rank == 0:
+            print(f"memfit: {str(self.plan).splitlines()[0]}", file=sys.stderr, flush=True)
         self.precision = self.plan.levers.precision
         size = self.plan.batch_size
         self.microbatch_size = next(d for d in range(self.plan.levers.microbatch_size, 0, -1) if size % d == 0)

@@ -24,6 +24,7 @@ from memfit.ranks.launch import joined
 from memfit.ranks.one_process import SingleProcess
 from memfit.rng import rng_preserved
 from memfit.training.optimizers import parameters_of
+from memfit.words import Words
 from memfit.workload import Workload, batch_size_of
 
 try:
@@ -34,6 +35,17 @@ except ImportError as e:
 _ALTERNATIVES = (
     "train in a loop of your own with memfit.apply(plan, workload), a Workload for each optimizer, or run your script"
     " as it is: memfit run --budget ... train.py"
+)
+
+_WORDS = Words(
+    {"microbatch_size": "batch_size="},
+    {
+        "model": "the module",
+        "batch": "the batch (batch_size of its DataLoader)",
+        "loss_fn": "training_step",
+        "optimizer": "the optimizer of configure_optimizers",
+        "max_grad_norm": "Trainer(gradient_clip_val=...)",
+    },
 )
 
 
@@ -111,6 +123,7 @@ class MemfitCallback(Callback):  # type: ignore[misc]
                     given=read_plan(plan),
                     budget=budget,
                     advice="give the largest batch as MemfitCallback(batch=...)",
+                    words=_WORDS,
                     **({"precisions": list(MIXED[:2])} | options),
                 )
                 self._validated = self._fitted.microbatch_size

@@ -23,6 +23,7 @@ from memfit.ranks.one_process import SingleProcess
 from memfit.ranks.together import agreed
 from memfit.rng import rng_preserved
 from memfit.training.trainer import modes_restored
+from memfit.words import Words
 from memfit.workload import Workload, batch_size_of, tensors_of
 
 try:
@@ -35,6 +36,16 @@ except ImportError as e:
     raise MissingExtraError("memfit.integrations.transformers", "transformers", e.name or "transformers") from e
 
 _ADVICE = "give the largest batch of the collator as MemfitCallback(batch=...), or cut sequences to its length"
+_WORDS = Words(
+    dict.fromkeys(("microbatch_size", "batch_size"), "per_device_train_batch_size="),
+    {
+        "model": "the trainer's model",
+        "batch": "the batch (per_device_train_batch_size)",
+        "loss_fn": "compute_loss",
+        "optimizer": "the trainer's optimizer",
+        "max_grad_norm": "TrainingArguments.max_grad_norm",
+    },
+)
 _CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing")  # the former until transformers 6
 
 
@@ -96,6 +107,7 @@ class MemfitCallback(TrainerCallback):  # type: ignore[misc]
                     given=read_plan(plan),
                     budget=budget,
                     advice=_ADVICE,
+                    words=_WORDS,
                     **options,
                 )
                 notes += _check_evaluations(trainer, self._fitted, workload, dtype)

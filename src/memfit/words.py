@@ -1,0 +1,77 @@
+"""Messages in the words of the interface that their reader is in.
+
+memfit's own messages name arguments of its Python functions (`budget=1.5GiB`, `Workload.batch`). On the command line
+the same knob is an option, and under a trainer it is a setting of the trainer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping
+
+from memfit.errors import MemfitError
+
+_ARGUMENT = re.compile(
+    r"(?<![\w./])(?:([a-z]\w*)=('[^']*'|\"[^\"]*\"|True\b|False\b|None\b)?|([a-z]+(?:_[a-z]+)+)\b(?![(./]))"
+)
+_FIELD = re.compile(r"\bWorkload\.(\w+)(=?)")
+
+
+class Words:
+    """The names of an interface for memfit's arguments and for a workload's parts.
+
+    Args:
+        arguments: Names of arguments, with their own sign: `"--budget "`, `"per_device_train_batch_size="`.
+        parts: Names of a workload's parts, such as `{"batch": "the batch"}`. Others keep theirs.
+    """
+
+    def __init__(self, arguments: Mapping[str, str], parts: Mapping[str, str] | None = None) -> None:
+        self._arguments, self._parts = arguments, parts or {}
+
+    def of(self, text: str) -> str:
+        """Return a message in these words. Arguments in calls that it shows, as `Class(name=...)`, stay."""
+        said = _ARGUMENT.sub(self._argument, text)
+        return _FIELD.sub(lambda found: self._parts[found[1]] + found[2] if found[1] in self._parts else found[0], said)
+
+    def _argument(self, found: re.Match[str]) -> str:
+        name, value = self._arguments.get(found[1] or found[3]), found[2] or ""
+        if name is None or re.search(r"\w\([^()]*$", found.string[: found.start()]):
+            return found[0]
+        if not name.endswith(" "):
+            return name.rstrip("=") if found[3] else name + value
+        option = name.strip()
+        if found[3]:
+            return option
+        if value in ("True", "False"):
+            return option if value == "True" else f"--no-{option[2:]}"
+        if value == "None":
+            return f"no {option}"
+        follows = value or found.string[found.end() : found.end() + 1].strip(" .,;:)")
+        return name + value.strip("'\"") if follows else option
+
+    @contextlib.contextmanager
+    def spoken(self) -> Iterator[None]:
+        """Give errors of memfit that leave this context these words."""
+        try:
+            yield
+        except MemfitError as e:
+            e.args = tuple(self.of(part) if isinstance(part, str) else part for part in e.args)
+            raise
+
+
+def options(names: Mapping[str, str]) -> Words:
+    """Return the words of a command: of the library's arguments, the names of its options.
+
+    Args:
+        names: The command's parameters with their options (`{"budget": "--budget"}`). Where the library takes several
+            of something, the option is given several times: `precisions=` is `--precision`.
+    """
+    arguments = {name: f"{option} " for name, option in names.items()}
+    return Words({f"{name}s": option for name, option in arguments.items()} | arguments)
+
+
+LOOP = Words(
+    {}, {"model": "the model", "batch": "the loop's batch", "loss_fn": "the loop", "optimizer": "the optimizer"}
+)
+"""Of a loop that memfit watches: its user has no `Workload`."""
