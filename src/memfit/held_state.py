@@ -202,6 +202,8 @@ class _Reached:
             while waiting:
                 for function in _functions(waiting.pop()):
                     waiting += self._follow(function, kind)
+            if len(self.functions) >= _MOST_FUNCTIONS:
+                break  # no more are taken, so that members would wait for ever
             waiting = [value for value in self._members() if not self.functions.keys() >= set(_functions(value))]
 
     def _follow(self, function: types.FunctionType, kind: type | None) -> list[Any]:
