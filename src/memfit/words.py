@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from memfit.errors import MemfitError
 
 _ARGUMENT = re.compile(
-    r"(?<![\w./])(?:([a-z]\w*)=('[^']*'|\"[^\"]*\"|True\b|False\b|None\b)?|([a-z]+(?:_[a-z]+)+)\b(?![(./]))"
+    r"(?<![\w./-])(?:([a-z]\w*)=('[^']*'|\"[^\"]*\"|True\b|False\b|None\b)?|([a-z]+(?:_[a-z]+)+)\b(?![(./]))"
 )
 _FIELD = re.compile(r"\bWorkload\.(\w+)(=?)")
 
@@ -65,10 +65,13 @@ def options(names: Mapping[str, str]) -> Words:
 
     Args:
         names: The command's parameters with their options (`{"budget": "--budget"}`). Where the library takes several
-            of something, the option is given several times: `precisions=` is `--precision`.
+            of something, the option is given several times: `precisions=` is `--precision`; and `limit_bytes=` is
+            `--limit`.
     """
     arguments = {name: f"{option} " for name, option in names.items()}
-    return Words({f"{name}s": option for name, option in arguments.items()} | arguments)
+    several = {f"{name}s": option for name, option in arguments.items()}
+    in_bytes = {f"{name}_bytes": option for name, option in arguments.items()}
+    return Words(several | in_bytes | arguments)
 
 
 LOOP = Words(

@@ -97,7 +97,7 @@ TABLE: list[tuple[str, int, str]] = [
     ("estimate mine:tiny --sharding zero3", 2, "--sharding zero3 needs several ranks: give --world-size"),
     ("estimate mine:tiny --parallel dp=2", 2, "give some of tp=N (tensor), cp=N (context) and pp=N"),
     ("estimate mine:tiny --parallel pp=9", 2, "fewer than stages"),
-    ("estimate mine:tiny --snapshot s.pickle", 2, "snapshot= shows the allocator of a GPU"),
+    ("estimate mine:tiny --snapshot s.pickle", 2, "--snapshot shows the allocator of a GPU"),
     ("devices rtx-9000", 2, "rtx-5090"),
     ("devices cpu --probe", 2, "leave out 'cpu'"),
     ("devices --output devices.toml", 2, "--output is the file that --probe writes to: give --probe too"),
@@ -105,13 +105,13 @@ TABLE: list[tuple[str, int, str]] = [
     ("unheard-of", 2, "unheard-of"),
     # budgets
     ("plan mine:tiny", 2, "--budget"),
-    ("plan mine:tiny --budget plenty", 2, "budget='plenty' can't be read: give budget= as bytes"),
-    ("plan mine:tiny --budget 0", 2, "budget='0' is 0 bytes"),
-    ("plan mine:tiny --budget 150%", 2, "budget='150%' is more than the device has: a share is at most 100%"),
-    ("plan mine:tiny --budget 0x", 2, "budget='0x' is 0 bytes"),
+    ("plan mine:tiny --budget plenty", 2, "--budget plenty can't be read: give --budget as bytes"),
+    ("plan mine:tiny --budget 0", 2, "--budget 0 is 0 bytes"),
+    ("plan mine:tiny --budget 150%", 2, "--budget 150% is more than the device has: a share is at most 100%"),
+    ("plan mine:tiny --budget 0x", 2, "--budget 0x is 0 bytes"),
     ("plan mine:tiny --budget 0.5y", 2, "of the plain step's peak ('0.5x')"),
-    ("plan mine:tiny --budget 1KiB --points 1", 3, "no plan fits budget=1.0 KiB (1024 bytes)"),
-    ("plan mine:tiny --budget 1GiB --numerics exact --precision bf16-mixed", 2, "allow numerics='reduced'"),
+    ("plan mine:tiny --budget 1KiB --points 1", 3, "no plan fits --budget 1.0 KiB (1024 bytes)"),
+    ("plan mine:tiny --budget 1GiB --numerics exact --precision bf16-mixed", 2, "allow --numerics reduced"),
     ("plan mine:tiny --budget 1GiB --precision auto --precision tf32", 2, "out --precision tf32, or --precision auto"),
     # files
     (
@@ -133,7 +133,7 @@ TABLE: list[tuple[str, int, str]] = [
     # scripts
     ("run --budget 1GiB nowhere.py", 2, "there is no script 'nowhere.py'"),
     ("run script.py", 2, "--budget"),
-    ("run --budget 1GiB --numerics changed script.py", 2, "numerics='changed' is not for a loop that goes on as it is"),
+    ("run --budget 1GiB --numerics changed script.py", 2, "--numerics changed is not for a loop that goes on as it is"),
 ]
 
 

@@ -299,7 +299,7 @@ def test_train_under_a_limit(memfit: Shell, plan_file: Path, tmp_path: Path) -> 
     run = str(tmp_path / "run")
     assert memfit(*train, "1GiB", "--out", run, "--adaptive", "--json")[0] == 0
     status, _, errors = memfit(*train, str(peak_bytes // 2), "--out", str(tmp_path / "other"), "--no-recover")
-    assert status == 6 and f"limit_bytes={peak_bytes // 2}" in errors
+    assert status == 6 and f"--limit {peak_bytes // 2}" in errors
 
 
 def test_no_plan_fits_gives_status_3(memfit: Shell) -> None:
@@ -309,7 +309,7 @@ def test_no_plan_fits_gives_status_3(memfit: Shell) -> None:
     assert found["type"] == "InfeasibleError"
     assert found["lowest_peak_bytes"] > found["budget_bytes"] == 2**20
     assert found["where"] in errors
-    assert "raise budget=" in errors
+    assert "raise --budget to" in errors
 
 
 @pytest.mark.parametrize(

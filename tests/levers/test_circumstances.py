@@ -323,11 +323,12 @@ def test_the_optimizer_is_changed_where_nothing_else_is_cheap(captures: list[Lev
     captures.clear()
     with pytest.raises(InfeasibleError) as lowest:
         memfit.plan(dataclasses.replace(workload, max_grad_norm=1.0), budget="1MiB", numerics="exact", points=1)
-    assert {levers.optimizer for levers in captures} == {"as-is"}
-    captures.clear()
+    # Clipping needs whole gradients. What else is captured is for the advice.
+    assert "in-backward" not in {levers.optimizer for levers in captures}
     budget = int(lowest.value.lowest_peak_bytes - 0.2 * gradient_bytes)
     with pytest.raises(InfeasibleError):
         memfit.plan(workload, budget=budget, numerics="exact", precisions=["32-true"], optimizers=(), points=1)
+    captures.clear()
     tight = memfit.plan(workload, budget=budget, numerics="exact", precisions=["32-true"], points=1)
     assert tight.levers.optimizer == "in-backward" and tight.classes[optimizer_in_backward.IN_BACKWARD] == "exact"
     bare = {replace(levers, regions=()) for levers in captures if levers.optimizer != "as-is"}

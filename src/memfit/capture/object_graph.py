@@ -49,8 +49,10 @@ OPAQUE = (
 _MACHINERY = (
     *("memfit.capture.", "memfit.training.guards.", "memfit.levers.optimizer_in_backward"),
     *("_pytest.", "pluggy.", "xdist.", "execnet.", "IPython.", "ipykernel.", "traitlets."),
+    "torch.distributed.device_mesh",
 )
-"""Of memfit's own, whose hooks are on the user's objects meanwhile; and what runs the user's code, and leads to all."""
+"""Of memfit's own, whose hooks are on the user's objects meanwhile; what runs the user's code, and leads to all; and
+meshes, whose tensors number the ranks of a process that share a step."""
 _CALLED = ("forward", "__call__", "step", "__getitem__", "__iter__", "__len__", "__enter__", "__exit__")
 ITEMS = (list, tuple, set, frozenset, collections.deque)
 """Containers of items."""

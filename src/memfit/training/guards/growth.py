@@ -65,7 +65,7 @@ class Growth:
     ) -> None:
         self._device, self._budget, self._tell, self._named = device, budget_bytes, tell, named
         self._started = time.perf_counter()
-        self._spent, self._step = 0.0, 0
+        self._spent, self._step, self._unfound = 0.0, 0, 0
         self.begin_anew()
 
     def begin_anew(self) -> None:
@@ -118,6 +118,10 @@ class Growth:
             return
         grown = [(weight, weight.beyond(before.get(key))) for key, weight in self._weighed() if key in before]
         found = max((g for g in grown if g[1] > 0), key=lambda g: g[1], default=None)
+        if found is None and not self._unfound:  # an allocator's pace, or turns of a loop: it must grow on
+            self._unfound += 1
+            self.begin_anew()
+            return
         holder = "something that memfit does not find holds more after each step" if found is None else str(found[0])
         self._tell(
             f"memory grows by {format_bytes(int(slope))} a step: {holder}. {self._outlook(slope, first, nbytes)}"
