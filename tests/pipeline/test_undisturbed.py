@@ -23,6 +23,7 @@ from torch import nn
 
 import memfit
 from memfit import Plan, Workload
+from memfit.capture import user_state
 from tests.undisturbed import changes, process, state_of
 
 TABLES: dict[int, torch.Tensor] = {}
@@ -43,11 +44,11 @@ class Masked(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if Masked.window is None:
-            Masked.window = torch.hann_window(16)
+            Masked.window = torch.hann_window(16)  # on the CPU, wherever the step is planned for
         if x.shape[1] not in TABLES:
             TABLES[x.shape[1]] = torch.arange(x.shape[1]).float()[:, None]
-        hidden = self.drop(self.linear(self.norm(x) * Masked.window)).relu()
-        return x + mask(x.shape[1]) @ hidden + TABLES[x.shape[1]]
+        hidden = self.drop(self.linear(self.norm(x) * Masked.window.to(x.device))).relu()
+        return x + mask(x.shape[1]).to(x.device) @ hidden + TABLES[x.shape[1]].to(x.device)
 
 
 def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -89,6 +90,8 @@ def forget() -> None:
 @pytest.fixture(autouse=True)
 def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
+    # Threads that other tests have left may run: what changes meanwhile may be theirs, and stays.
+    monkeypatch.setattr(user_state, "_others", dict)
     forget()
     yield
     forget()
