@@ -237,7 +237,7 @@ def test_operators_that_are_measured_anew_count_for_all_plans(
     assert rows[Levers(microbatch_size=plan.batch_size)] == pytest.approx(plan.plain.step_seconds, rel=0.02)
     before = {row.levers: row.step_seconds for row in expected.frontier}
     shared = rows.keys() & before.keys()
-    assert len(shared) > 2 and all(rows[levers] > least * before[levers] for levers in shared)
+    assert len(shared) > 1 and all(rows[levers] > least * before[levers] for levers in shared)
 
 
 def test_planning_changes_nothing_of_the_users() -> None:

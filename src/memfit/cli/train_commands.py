@@ -125,7 +125,10 @@ def train(
     ] = 0,
     measure_every: Annotated[
         int | None,
-        typer.Option(help="Steps between measurements of the peak; the second step is measured in any case.", min=1),
+        typer.Option(
+            help="Steps between measurements of the peak; the second, of DDP the third, is measured in any case.",
+            min=1,
+        ),
     ] = None,
     compare: Annotated[
         int, typer.Option(help="Before training, steps to run side by side with the plain step; 0 for none.", min=0)
