@@ -35,6 +35,9 @@ def test_a_loaders_list_of_a_tuples_parts_is_no_larger(one: Any, other: Any) -> 
         ({"images": [SHORT, SHORT]}, {"images": [SHORT, LONG]}),
         ({"images": [SHORT, SHORT]}, {"images": [SHORT, SHORT, SHORT]}),
         ({"images": [SHORT, SHORT]}, {"images": (SHORT, LONG)}),
+        ({"images": [SHORT, SHORT]}, {"images": (SHORT, SHORT, SHORT)}),
+        ({"images": (SHORT, SHORT)}, {"images": [SHORT, SHORT, SHORT]}),
+        ({"images": (SHORT, SHORT)}, {"images": [SHORT, LONG]}),
         ({"images": [SHORT]}, {"pictures": [SHORT]}),
     ],
 )

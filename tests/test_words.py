@@ -28,7 +28,7 @@ TRAINER = Words({"microbatch_size": "per_device_train_batch_size="}, {"batch": "
         ("give a larger budget=, or numerics='reduced'.", "give a larger --budget, or --numerics reduced."),
         ("leave host_budget out (host_budget=None)", "leave --host-budget out (no --host-budget)"),
         ("overwrite=True, or measure=False", "--overwrite, or --no-measure"),
-        ("precisions=('tf32',) and limit_bytes=8", "--precision ('tf32',) and --limit 8"),
+        ("precisions=['tf32', '32-true'], limit_bytes=8", "--precision tf32 --precision 32-true, --limit 8"),
         (
             "memfit.plan(workload, budget=8) in docs/host_budget.md",
             "memfit.plan(workload, budget=8) in docs/host_budget.md",

@@ -7,6 +7,7 @@ So a batch is within another where no dimension of a column is larger, nor its n
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -44,7 +45,10 @@ def covers(largest: Extent, other: Extent) -> bool:
     if largest == other:
         return True
     for path, column in other.items():
-        most = largest.get(path) or _alike(largest, path)
+        most = largest.get(path)
+        if most is None:  # a list in one of them, and a tuple in the other
+            place = max((own for own in (*largest, path) if _is_alike(own, path)), key=lambda own: own.count("*"))
+            most, column = _all_alike(largest, place), _all_alike(other, place) or column
         if most is None or len(most.shape) != len(column.shape):
             return False
         if column.tensors > most.tensors or column.itemsize > most.itemsize:
@@ -125,16 +129,16 @@ def shape_text(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape)) or "a number"
 
 
-def _alike(extent: Extent, path: str) -> Column | None:
-    """Return the column of a place that is in a list in one extent, and in a tuple in the other."""
-    parts = path.split(".")
-    found = None
-    for own, column in extent.items():
-        places = own.split(".")
-        if len(places) == len(parts) and all(a == b or "*" in (a, b) for a, b in zip(places, parts, strict=True)):
-            tensors = column.tensors + (found.tensors if found else 0)
-            found = (_joined(found, column) if found else column)._replace(tensors=tensors)
-    return found
+def _is_alike(one: str, other: str) -> bool:
+    """Tell whether two paths are of the same place, where one or both lead through any entry of a list."""
+    parts, others = one.split("."), other.split(".")
+    return len(parts) == len(others) and all(a == b or "*" in (a, b) for a, b in zip(parts, others, strict=True))
+
+
+def _all_alike(extent: Extent, place: str) -> Column | None:
+    """Return the columns of a place as one, with the tensors of all; None where there are none."""
+    columns = [column for path, column in extent.items() if _is_alike(path, place)]
+    return functools.reduce(_joined, columns)._replace(tensors=sum(c.tensors for c in columns)) if columns else None
 
 
 def _joined(one: Column, other: Column) -> Column:

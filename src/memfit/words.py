@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from memfit.errors import MemfitError
 
 _ARGUMENT = re.compile(
-    r"(?<![\w./-])(?:([a-z]\w*)=('[^']*'|\"[^\"]*\"|True\b|False\b|None\b)?|([a-z]+(?:_[a-z]+)+)\b(?![(./]))"
+    r"(?<![\w./-])(?:([a-z]\w*)=('[^']*'|\"[^\"]*\"|\[[^]]*\]|True\b|False\b|None\b)?|([a-z]+(?:_[a-z]+)+)\b(?![(./]))"
 )
 _FIELD = re.compile(r"\bWorkload\.(\w+)(=?)")
 
@@ -47,6 +47,8 @@ class Words:
             return option if value == "True" else f"--no-{option[2:]}"
         if value == "None":
             return f"no {option}"
+        if value.startswith("["):
+            return " ".join(name + each for each in re.findall(r"[^\[\]'\", ]+", value))
         follows = value or found.string[found.end() : found.end() + 1].strip(" .,;:)")
         return name + value.strip("'\"") if follows else option
 

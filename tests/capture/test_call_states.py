@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from memfit import held_state
 from memfit.hardware.host import find_device
-from memfit.held_state import Place
+from memfit.held_state import Place, Reader
 from memfit.ir.plan import Levers
 from memfit.ir.remat import Regions
 from memfit.planner.captures import capture_levers
@@ -271,3 +272,30 @@ def test_containers_are_read_by_pythons_own_methods_whatever_their_class_makes_o
     assert place.read() == before
     held["pair"] = kind([1, 3])
     assert place.read() != before
+
+
+class Tools:
+    """Methods that lead to one another."""
+
+    def first(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(x)
+
+    def second(self, x: torch.Tensor) -> torch.Tensor:
+        return self.third(x)
+
+    def third(self, x: torch.Tensor) -> torch.Tensor:
+        return x * SCALE
+
+
+TOOLS = Tools()
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_code_that_leads_to_more_functions_than_are_followed_is_read_so_far(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = Block(lambda self, x: TOOLS.first(x))
+    assert any("SCALE" in (place.names or ()) for place in Reader().places("", module))
+    monkeypatch.setattr(held_state, "_MOST_FUNCTIONS", most)
+    assert not any("SCALE" in (place.names or ()) for place in Reader().places("", module))

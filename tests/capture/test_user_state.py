@@ -388,6 +388,18 @@ def test_where_another_thread_runs_only_fake_tensors_go(monkeypatch: pytest.Monk
     assert _Counting.losses == [1.0] and list(TABLES) == [4] and not bounded.cache_info().currsize
 
 
+def test_globals_in_which_compiled_code_finds_its_parts_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(user_state, "_others", dict)
+    space = counting.__globals__
+    around = UserState([counting])
+    space["__compiled_fn_0"], space["FILLED"] = made, [made(4)]
+    try:
+        around.set_back()
+        assert space["__compiled_fn_0"] is made and "FILLED" not in space
+    finally:
+        space.pop("__compiled_fn_0", None)
+
+
 class LazyMapping(collections.OrderedDict[str, Any]):
     """A dictionary of another kind than its items say, as the models of transformers."""
 

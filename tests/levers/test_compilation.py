@@ -222,7 +222,7 @@ SHAPES: list[Any] = [
     pytest.param(interpolating, CONVOLUTIONS, 0.1, id="interpolation"),
     pytest.param(lambda: workload_of(Checking()), replace(WHOLE, microbatch_size=96), 0.1, id="branches-uneven"),
     pytest.param(listening, replace(WHOLE, microbatch_size=96), 0.05, id="eager-layers-hooks-uneven"),
-    # By processor: where Inductor has vectors of bfloat16, less is allocated.
+    # 10 % less is allocated on some processors, for a reason not yet found.
     pytest.param(short, replace(ROWS, precision="bf16-mixed", microbatch_size=2), 0.12, id="bf16-mixed"),
     pytest.param(convolutions, replace(CONVOLUTIONS, compiler="inductor-channels-last"), 0.05, id="channels-last"),
 ]

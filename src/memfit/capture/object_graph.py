@@ -51,8 +51,8 @@ _MACHINERY = (
     *("_pytest.", "pluggy.", "xdist.", "execnet.", "IPython.", "ipykernel.", "traitlets."),
     "torch.distributed.device_mesh",
 )
-"""Of memfit's own, whose hooks are on the user's objects meanwhile; what runs the user's code, and leads to all; and
-meshes, whose tensors number the ranks of a process that share a step."""
+"""Modules of classes that no step holds: memfit's own, whose hooks are on the user's objects meanwhile; test runners
+and notebooks, which lead to all; and meshes, whose tensors number the ranks that share a step."""
 _CALLED = ("forward", "__call__", "step", "__getitem__", "__iter__", "__len__", "__enter__", "__exit__")
 ITEMS = (list, tuple, set, frozenset, collections.deque)
 """Containers of items."""

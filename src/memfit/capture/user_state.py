@@ -438,10 +438,9 @@ def _set_back(all_noted: list[_Noted], is_ours: bool) -> list[Callable[[], objec
 
 
 def _with_modules(before: Any, now: Any) -> Any:
-    """Return contents as noted, with what imports have added, which add it once, and what Python and Dynamo have.
+    """Return contents as noted, with modules that were imported meanwhile, and the globals of Python and Dynamo.
 
-    Dynamo's code finds the code that it made, and what that needs, in globals such as `__compiled_fn_1`; Python keeps
-    the warnings that were given in one.
+    Compiled code finds its parts in globals such as `__compiled_fn_1`; Python keeps the warnings given in another.
     """
     if not isinstance(now, dict):
         return before

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from memfit.ir.fleet import Fleet
     from memfit.ir.plan import Plan, Prediction
 
-Noted = TypeVar("Noted", "Plan", "Prediction", "Fleet")
+_Noted = TypeVar("_Noted", "Plan", "Prediction", "Fleet")
 
 is_whole = False
 """Whether an error is shown with all of its frames, memfit's too."""
-spoken = Words({})
+words = Words({})
 """The words of the command that runs: its options."""
 
 _OPTION = typer.Option("--traceback", help="Show an error's whole traceback, memfit's frames too.")
@@ -47,9 +47,9 @@ class Commands(typer.Typer):
         return decorate
 
 
-def with_options(found: Noted) -> Noted:
+def with_options(found: _Noted) -> _Noted:
     """Return a record whose notes name the options of the command that runs."""
-    return replace(found, notes=[spoken.of(note) for note in found.notes])
+    return replace(found, notes=[words.of(note) for note in found.notes])
 
 
 def _with_threads(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,22 +68,18 @@ def _with_traceback(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(*args: Any, traceback: bool, **kwargs: Any) -> Any:
-        global is_whole, spoken
+        global is_whole, words
         is_whole = traceback
         context = kwargs[known[0]] if known else kwargs.pop("context")  # Typer gives it once
         given = [p for p in context.command.params if p.name and p.opts[0].startswith("-")]
-        spoken = options({str(p.name): max(p.opts, key=len) for p in given})
-        with spoken.spoken():
+        words = options({str(p.name): max(p.opts, key=len) for p in given})
+        with words.spoken():
             return function(*args, **kwargs)
 
-    hints: dict[str, Any] = {"traceback": Annotated[bool, _OPTION]} | ({} if known else {"context": typer.Context})
-    defaults = {"traceback": False}
-    more = [
-        inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(name, inspect.Parameter.empty), annotation=hint
-        )
-        for name, hint in hints.items()
-    ]
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    more = [inspect.Parameter("traceback", keyword, default=False, annotation=Annotated[bool, _OPTION])]
+    if not known:
+        more.append(inspect.Parameter("context", keyword, annotation=typer.Context))
     vars(call)["__signature__"] = signature.replace(parameters=[*signature.parameters.values(), *more])
-    call.__annotations__ = {**function.__annotations__, **hints}
+    call.__annotations__ = {**function.__annotations__, **{p.name: p.annotation for p in more}}
     return call

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from memfit import words
 from memfit.cli import commands
 from memfit.cli.output import err, stages
 from memfit.errors import MemfitError, UsageError
@@ -38,7 +37,6 @@ def run_script(
     sys.path.insert(0, str(Path.cwd() if is_module else Path(name).resolve().parent))
     try:
         with (
-            words.LOOP.spoken(),
             stages() as progress,
             fit_whatever_trains(
                 budget=budget, numerics=numerics, host_budget=host_budget, tell=_tell, progress=progress
@@ -62,7 +60,7 @@ def _settle_memory(budget: Budget) -> None:
 
 
 def _tell(text: str) -> None:
-    err.print(commands.spoken.of(words.LOOP.of(text)), highlight=False, markup=False, soft_wrap=True)
+    err.print(commands.words.of(text), highlight=False, markup=False, soft_wrap=True)
 
 
 def _print_traceback(error: Exception) -> None:

@@ -51,6 +51,7 @@ from memfit.tape import (
 from memfit.training.guards.growth import Growth
 from memfit.training.taped import CombinedOptimizers
 from memfit.units import format_bytes, format_seconds, read_budget
+from memfit.words import LOOP
 from memfit.workload import Workload
 
 Mixed = Prediction | Literal["in use"] | None
@@ -81,7 +82,8 @@ class Fitted:
     ) -> None:
         self.plan: Plan | None = None
         self.saw = ""
-        self._optimizers, self._tell, self._progress, self._options = optimizers, tell, progress, options
+        self._optimizers, self._progress, self._options = optimizers, progress, options
+        self._tell: Callable[[str], None] = lambda text: tell(LOOP.of(text))
         self._watcher = Watcher(self._called, self._passed, self._stepped_elsewhere)
         self._levers = contextlib.ExitStack()
         self._proving = contextlib.ExitStack()
@@ -536,6 +538,7 @@ class _Fitting(contextlib.AbstractContextManager["Fitted", None]):
 
     def __enter__(self) -> Fitted:
         self._unused.detach()
+        self._entered.enter_context(LOOP.spoken())
         self._entered.enter_context(self._fitted.watching())
         return self._fitted
 
@@ -563,7 +566,7 @@ def fit_whatever_trains(
 
     options = {"budget": budget, "numerics": numerics, "host_budget": host_budget}
     fitted = Fitted(lambda: list(made), tell, progress, options)
-    with replaced(torch.optim.Optimizer, "__init__", initialise_and_note), fitted.watching():
+    with replaced(torch.optim.Optimizer, "__init__", initialise_and_note), LOOP.spoken(), fitted.watching():
         yield fitted
 
 

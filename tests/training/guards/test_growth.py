@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from memfit.training.guards import growth as growth_module
 from memfit.training.guards.growth import Growth
 
 STEPS = 14
@@ -135,6 +136,19 @@ def test_loops_that_hold_no_more_are_told_nothing(loop: Callable[[Growth], None]
     growth, told = watched()
     loop(growth)
     assert not told
+
+
+@pytest.mark.parametrize(("grows_until", "told_in_all"), [(9, 0), (10**6, 1)])
+def test_what_no_variable_holds_is_told_only_if_it_grows_on(
+    grows_until: int, told_in_all: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    growth, told = watched()
+    step = 0
+    monkeypatch.setattr(growth_module, "live_bytes", lambda _: 2**20 * min(step, grows_until))
+    for step in range(6 * STEPS):  # noqa: B007 - read above
+        growth.stepped()
+    assert len(told) == told_in_all
+    assert all("something that memfit does not find" in line for line in told)
 
 
 def test_the_step_that_exceeds_the_budget_is_foretold() -> None:

@@ -47,7 +47,8 @@ class Growth:
     """A watch of the bytes that are in use between steps; `stepped` is called after each.
 
     It samples steps farther and farther apart, as long as that takes 0.3 % of the time at most. Where samples grow one
-    after the other, the user's variables are weighed after two steps, and what grew is told, once.
+    after the other, the user's variables are weighed after two steps, and what grew is told, once. Where no variable
+    did, it is told if memory grows on.
 
     Args:
         device: The device of the parameters.
@@ -65,7 +66,7 @@ class Growth:
     ) -> None:
         self._device, self._budget, self._tell, self._named = device, budget_bytes, tell, named
         self._started = time.perf_counter()
-        self._spent, self._step, self._unfound = 0.0, 0, 0
+        self._spent, self._step, self._is_to_go_on = 0.0, 0, True
         self.begin_anew()
 
     def begin_anew(self) -> None:
@@ -118,8 +119,8 @@ class Growth:
             return
         grown = [(weight, weight.beyond(before.get(key))) for key, weight in self._weighed() if key in before]
         found = max((g for g in grown if g[1] > 0), key=lambda g: g[1], default=None)
-        if found is None and not self._unfound:  # an allocator's pace, or turns of a loop: it must grow on
-            self._unfound += 1
+        if found is None and self._is_to_go_on:  # it may be an allocator's pace, or turns of a loop
+            self._is_to_go_on = False
             self.begin_anew()
             return
         holder = "something that memfit does not find holds more after each step" if found is None else str(found[0])
