@@ -30,8 +30,8 @@ TRAINER = Words({"microbatch_size": "per_device_train_batch_size="}, {"batch": "
         ("overwrite=True, or measure=False", "--overwrite, or --no-measure"),
         ("precisions=['tf32', '32-true'], limit_bytes=8", "--precision tf32 --precision 32-true, --limit 8"),
         (
-            "memfit.plan(workload, budget=8) in docs/host_budget.md",
-            "memfit.plan(workload, budget=8) in docs/host_budget.md",
+            "memfit.plan(workload, budget=8) in notes/host_budget.md",
+            "memfit.plan(workload, budget=8) in notes/host_budget.md",
         ),
         (
             "--limit='90%' and levers.precision and plan.budget=8",
