@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -89,3 +90,31 @@ def test_nothing_is_printed() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+SOLVED = """
+import sys
+from pathlib import Path
+import numpy as np
+from memfit.solver.highs import Rows, minimized
+
+with np.load(sys.argv[1]) as held:
+    rows = Rows(held["starts"], held["columns"].astype(np.int64), held["values"], held["row_upper"])
+    program = held["cost"], rows, held["lower"], held["upper"]
+    found = minimized(*program, whole=held["whole"], gap=0.005, time_limit_seconds=0.8)
+    relaxed = minimized(*program, time_limit_seconds=10.0)
+assert found.status in ("optimal", "stopped"), found
+assert found.x is None or found.value >= relaxed.value - 1e-9, (found.value, relaxed.value)
+"""
+
+
+def test_a_program_whose_restart_has_no_end_keeps_its_time_limit() -> None:
+    """That of a plan of the demo: HiGHS 1.16 goes on for ever in `strengthenInequalities`, in a restart's presolve.
+
+    In a process of its own, since no signal reaches Python meanwhile.
+    """
+    held = Path(__file__).with_name("endless_restart.npz")
+    done = subprocess.run(
+        [sys.executable, "-c", SOLVED, str(held)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -111,7 +111,12 @@ def minimized(
     """
     safe_point()
     solver = _SilentHighs()
-    options: dict[str, Any] = {"parallel": "off", "time_limit": time_limit_seconds, "mip_rel_gap": gap}
+    options: dict[str, Any] = {
+        "parallel": "off",
+        "time_limit": time_limit_seconds,
+        "mip_rel_gap": gap,
+        "mip_allow_restart": False,  # the presolve of a restart may never end (HiGHS 1.16), whatever the time limit
+    }
     for name, value in options.items():
         solver.setOptionValue(name, value)
     solver.passModel(
