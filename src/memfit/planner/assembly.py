@@ -312,21 +312,21 @@ class _Assembly:
         return [self._add(levers) for levers in captured]
 
     def _with_fallback(self, lever: Fallback, best: Confirmed | None) -> list[Levers]:
-        """Return the combinations that a fallback adds: to the whole batch, and to the smallest microbatches."""
+        """Return what a fallback adds: to the whole batch, to the smallest microbatches, and to those of the best."""
         steps = self.steps
         if lever.most_saved_bytes(steps.traces[steps.plain]) < least_bytes(steps):
             return []
-        bases = self._bases()
+        bases = self._bases(best)
         if best is not None:
             bases = [c for c in bases if _kept(c.levers) == _kept(best.point.levers)]
         bases.sort(key=lambda c: -c.solver.peak_floor_bytes)  # of those that differ in switches, the leanest is last
         distinct = {(_kept(c.levers), c.levers.microbatch_size): c.levers for c in bases}
         return [levers for base in distinct.values() if self._can_be_tried(levers := lever.fallback(base))]
 
-    def _bases(self) -> list[Combination]:
+    def _bases(self, best: Confirmed | None = None) -> list[Combination]:
         """Return the combinations that a fallback is added to: of the whole batch, and of the smallest microbatches.
 
-        A step of microbatches between holds at least as much as one of the smallest.
+        A step of microbatches between holds at least as much as one of the smallest. It may be faster, as the best is.
         """
         size = self.steps.global_batch_size
         bases = [
@@ -335,6 +335,7 @@ class _Assembly:
             if not any(isinstance(used, Fallback) for used in registry.used(c.levers, size))
         ]
         sizes = {self.steps.batch_size, min(c.levers.microbatch_size for c in bases)}
+        sizes |= set() if best is None else {best.point.levers.microbatch_size}
         return [c for c in bases if c.levers.microbatch_size in sizes]
 
     def _can_be_tried(self, levers: Levers) -> bool:
