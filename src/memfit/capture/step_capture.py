@@ -230,7 +230,7 @@ def _moved_batch(batch: Any, values: KnownValues) -> Any:
 
 @contextlib.contextmanager
 def without_collector() -> Iterator[None]:
-    """Run Python's garbage collector only where it is called, until the context is left."""
+    """Run Python's garbage collector only where it is called, until the context is left, and then on what is new."""
     global _is_collector_off
     if _is_collector_off:  # asking for the count of frozen objects goes through all of them
         yield
@@ -245,6 +245,7 @@ def without_collector() -> Iterator[None]:
         yield
     finally:
         _is_collector_off = False
+        gc.collect(1)  # what came meanwhile: copies with data may be in cycles of objects, and hold memory
         if freeze:
             gc.unfreeze()
         if enabled:
@@ -348,6 +349,7 @@ def _record(
                 recorded = highest
                 recorded[0].saves.clear()
                 notes, dry = [*notes, _OTHER_EACH_TIME], []
+        step.on_phase = None  # which refers to the step, and would keep it until the garbage collector runs
     recording, categories = recorded
     late_share = 0.0
     if not made_in_part:  # the user's second step makes late state too, and later ones hold it from their beginning
