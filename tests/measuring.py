@@ -67,5 +67,5 @@ def _planning_marked() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_fit, "make_plan", marked(_fit.make_plan))
         patch.setattr(_fit, "estimate", marked(_fit.estimate))
-        patch.setattr(_fit, "predicted_under", marked(_fit.predicted_under))
+        patch.setattr(_fit.Fitted, "_held", marked(_fit.Fitted._held))
         yield

@@ -278,7 +278,7 @@ def in_turn(steps: Sequence[RecordedStep]) -> RecordedStep:
     first module. Given integers, which a step may read, and slices of something larger are there all the time.
     """
     if len(steps) == 1 and not steps[0].is_switched:
-        return steps[0]
+        return replace(steps[0], given=[_made(t) for t in steps[0].given])
     given: list[torch.Tensor] = []
     entries: list[Entry] = []
     left: list[list[int]] = []
@@ -323,8 +323,12 @@ def _placed(tensor: torch.Tensor | Geometry, given: list[torch.Tensor]) -> int:
     for place, other in enumerate(given):
         if other is tensor or (geometry is not None and Geometry.of(other) == geometry):
             return place
-    given.append(tensor.made() if isinstance(tensor, Geometry) else tensor)
+    given.append(_made(tensor))
     return len(given) - 1
+
+
+def _made(tensor: torch.Tensor | Geometry) -> torch.Tensor:
+    return tensor.made() if isinstance(tensor, Geometry) else tensor
 
 
 def _moved(entry: Entry, given: list[Reference], made: int) -> Entry:

@@ -246,6 +246,7 @@ class Fitted:
             ) from e
         except (MemfitError, RuntimeError, ValueError, TypeError, IndexError):  # what the loop does depends on shapes
             pass
+        gc.collect()  # the error's frames held copies
         self._tell(
             f"memfit: a batch is larger than planned ({difference}), and the step that was seen can't be run on it:"
             " this step runs under a plan for its modules by themselves, and is planned anew"
