@@ -342,7 +342,8 @@ def _written_to(graph: Graph) -> list[int]:
         holder = graph.nodes[own]
         code = getattr(holder, "__code__", None)
         is_held = isinstance(holder, (types.CellType, functools.partial, types.BuiltinFunctionType))
-        if is_held or (code is not None and _INSTALLED not in code.co_filename) or is_object(holder):
+        is_users = isinstance(code, types.CodeType) and _INSTALLED not in code.co_filename
+        if is_held or is_users or is_object(holder):
             found.update((id(child), None) for child in children if isinstance(child, _CONTAINERS))
     waiting = list(found)
     while waiting:

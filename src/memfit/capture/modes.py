@@ -48,7 +48,7 @@ def _heeds_mode(module: nn.Module) -> bool:
 def _reads_mode(kind: type[nn.Module]) -> bool:
     """Tell whether the code of a class's forward pass has the name `training`, in functions within it too."""
     forward: Any = inspect.unwrap(kind.forward)
-    codes = [code] if (code := getattr(forward, "__code__", None)) is not None else []
+    codes = [code] if inspect.iscode(code := getattr(forward, "__code__", None)) else []
     while codes:
         code = codes.pop()
         if "training" in code.co_names:

@@ -193,6 +193,9 @@ class Fitted:
         if torch.is_grad_enabled() and model.training:
             self.look((args, kwargs))
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Fitted:
+        return self  # a copy of a model that was left under a plan has its hook
+
     def close(self) -> None:
         """Undo `checkpoint`."""
         self._stack.close()

@@ -259,6 +259,10 @@ class MemfitCallback(Callback):  # type: ignore[misc]
                 " none in the forward pass: call optimizer.zero_grad(set_to_none=True) in it"
             )
 
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Undo the checkpointing of the module: Lightning calls no `teardown` then."""
+        self._fitted.close()
+
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Undo the checkpointing of the module."""
         self._fitted.close()
