@@ -124,11 +124,9 @@ CASES = {
     "convolutions, changed": Case(convolutions, "changed"),
     "tied, large states": Case(lambda: language_model(1, 64, 2000, torch.optim.AdamW), "reduced"),
     "tied, many tokens": Case(lambda: language_model(2, 256, 500, torch.optim.SGD), "reordered"),
-    "adapters": Case(adapters, "reordered"),
     "adapters, reduced": Case(adapters, "reduced"),
     "deep": Case(lambda: language_model(10, 128, 600, torch.optim.SGD, tied=False), "reordered"),
     "Llama of 12": Case(lambda: llama(12), "reordered"),
-    "Llama of 14": Case(lambda: llama(14), "reordered"),
     "recipe": Case(lambda: byte_lm(n_layer=1, d_model=64, n_head=4, context=64, batch_size=2, dropout=0.0), "reduced"),
 }
 QUICK = ("mlp, exact",)
@@ -136,6 +134,7 @@ QUICK = ("mlp, exact",)
 
 def lowest_of(made: Workload, numerics: Numerics) -> tuple[InfeasibleError, Plan]:
     options: dict[str, Any] = {"numerics": numerics, "precisions": PRECISIONS, "points": 1, "measure": False}
+    options["time_limit_seconds"] = 4  # each combination that is left may take a share of it twice
     with pytest.raises(InfeasibleError) as caught:
         memfit.plan(made, budget="4KiB", **options)
     return caught.value, memfit.plan(made, budget=caught.value.lowest_peak_bytes, **options)

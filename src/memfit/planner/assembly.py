@@ -271,7 +271,9 @@ class _Assembly:
         if best is not None:
             return best
         batch = "the loop's batch" if isinstance(self.request.workload, LoopWorkload) else "Workload.batch"
-        return leanest_that_fits(self.combinations, self.limits, self._confirm, seconds, self._savings, batch=batch)
+        return leanest_that_fits(
+            self.combinations, self.limits, self._confirm, seconds, self._savings, self._beside, batch=batch
+        )
 
     def _fastest(
         self, combinations: Sequence[Combination], seconds: float, best: Confirmed | None = None
@@ -375,6 +377,21 @@ class _Assembly:
         """Return the lowest peak found of a combination that is allowed."""
         allowed = self.limits.allow(self.combinations)
         return min(c.solver.leanest(seconds / len(self.combinations)).peak_bytes for c in allowed)
+
+    def _beside(self, point: Candidate) -> list[Confirmed]:
+        """Return a plan with what else may run again beside its regions, which the solver does not combine with them."""
+        found = []
+        for lever in registry.LEVERS:
+            with contextlib.suppress(NotOffered):
+                found += lever.propose(self.steps, [point.levers]) if lever.recomputes else []
+        plans = []
+        for levers in found:
+            if levers != point.levers and self._can_be_tried(levers):
+                uses = self.steps.uses(levers)
+                other = replace(point, levers=levers, uses=uses, numerics=freest(uses), status="feasible")
+                if (prediction := self._confirm_another(other)) is not None:
+                    plans.append(Confirmed(other, prediction))
+        return plans
 
     def _savings(self, leanest: Levers, lowest_bytes: int) -> list[Saving]:
         """Return what else would save of the leanest step, the most first: what the arguments of the plan forbid."""

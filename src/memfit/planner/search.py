@@ -67,6 +67,9 @@ class Saving(NamedTuple):
 Savings = Callable[[Levers, int], Sequence[Saving]]
 """Returns what else would save of a plan of some levers and peak, the most first."""
 
+Beside = Callable[[Candidate], Sequence[Confirmed]]
+"""Returns a plan with each lever that the solver does not combine with its regions, captured."""
+
 
 class Limits(NamedTuple):
     """The limits of a plan.
@@ -130,6 +133,7 @@ def leanest_that_fits(
     confirm: Confirm,
     seconds: float,
     savings: Savings = lambda *_: [],
+    beside: Beside = lambda _: [],
     *,
     batch: str,
 ) -> Confirmed:
@@ -141,6 +145,7 @@ def leanest_that_fits(
         combinations: All that may hold as little: that none is left out is what "the lowest peak there is" says.
         seconds: For solving: half of it for all that may be the leanest, the rest for those that may still be.
         savings: Returns what else would save of the leanest plan.
+        beside: Returns the leanest plan with further levers, of which nothing is proven.
 
     Raises:
         InfeasibleError: It does not fit.
@@ -162,12 +167,13 @@ def leanest_that_fits(
             candidate = allowed[index].candidate(choices[index], limits.budget_bytes)
             found[index] = Confirmed(candidate, confirm(candidate))
     chosen = min(found, key=lambda index: (found[index].prediction.peak_upper_bytes, index))
-    lowest, (candidate, prediction) = choices[chosen], found[chosen]
+    lowest, others = choices[chosen], beside(found[chosen].point)
+    candidate, prediction = min([found[chosen], *others], key=lambda plan: plan.prediction.peak_upper_bytes)
     if limits.fit(prediction):
         bound = min(c.problem.plain_seconds for c in allowed)
         return Confirmed(replace(candidate, status="feasible", bound_seconds=bound), prediction)
-    is_proven = lowest.status == "optimal" and all(c.bound >= lowest.bound for c in choices.values())
-    saved = savings(candidate.levers, lowest.peak_bytes)
+    is_proven = not others and lowest.status == "optimal" and all(c.bound >= lowest.bound for c in choices.values())
+    saved = savings(candidate.levers, prediction.peak_bytes)
     freer = [c for c in combinations if c not in allowed]
     raise _infeasible(Confirmed(candidate, prediction), limits, is_proven, freer, saved, batch)
 
