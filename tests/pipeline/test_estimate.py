@@ -28,7 +28,8 @@ def by_hand(workload: Workload, samples: int, ranks: int, mode: Mode, microbatch
     levers = Levers(microbatch_size=microbatch_size or samples)
     trace = capture_plain(with_samples(workload, samples), levers, cpu)
     sharding = Sharding(world_size=ranks, mode=mode)
-    return predict(with_share_of_update(shard(trace, sharding), sharding), costs_of([trace], cpu), cpu)[0].peak_bytes
+    trace = with_share_of_update(shard(trace, sharding), sharding)
+    return predict(trace, costs_of([trace], cpu), cpu)[0].peak_bytes
 
 
 @pytest.mark.ci

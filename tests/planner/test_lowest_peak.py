@@ -26,7 +26,6 @@ from memfit.levers.circumstances import circumstances
 from memfit.levers.conflicts import met
 from memfit.planner.captures import capture_levers
 from memfit.planner.prediction import costs_of, predict
-from memfit.recipes import byte_lm
 from memfit.workload import Workload
 from tests.models import Transformer
 
@@ -78,36 +77,12 @@ class Adapted(nn.Module):
 
 
 def adapters() -> Workload:
-    made = language_model(6, 64, 1000, torch.optim.AdamW, tied=False)
+    made = language_model(3, 64, 1000, torch.optim.AdamW, tied=False)
     made.model.requires_grad_(False)
     for block in made.model.blocks:  # type: ignore[union-attr]
         block.qkv, block.mlp[0], block.mlp[2] = Adapted(block.qkv), Adapted(block.mlp[0]), Adapted(block.mlp[2])
     trained = [p for p in made.model.parameters() if p.requires_grad]
     return dataclasses.replace(made, optimizer=torch.optim.AdamW(trained))
-
-
-def llama(layers: int) -> Workload:
-    """The deeper it is, the less its logits are beside the plain peak."""
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=64,
-        intermediate_size=176,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=1000,
-        use_cache=False,
-    )
-    model = transformers.LlamaForCausalLM(config).train()
-    model.loss_type = "ForCausalLM"
-    batch = {"tokens": torch.randint(1000, (1, 512))}
-    return Workload(
-        model,
-        batch,
-        lambda model, batch: model(input_ids=batch["tokens"], labels=batch["tokens"]).loss,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-    )
 
 
 class Case(NamedTuple):
@@ -117,17 +92,14 @@ class Case(NamedTuple):
 
 CASES = {
     "mlp, exact": Case(mlp, "exact"),
-    "mlp with SGD, reduced": Case(lambda: mlp(torch.optim.SGD), "reduced"),
     "mlp with Adafactor": Case(lambda: mlp(torch.optim.Adafactor), "reordered"),
     "mlp, changed": Case(mlp, "changed"),
     "convolutions, exact": Case(convolutions, "exact"),
     "convolutions, changed": Case(convolutions, "changed"),
     "tied, large states": Case(lambda: language_model(1, 64, 2000, torch.optim.AdamW), "reduced"),
     "tied, many tokens": Case(lambda: language_model(2, 256, 500, torch.optim.SGD), "reordered"),
-    "adapters, reduced": Case(adapters, "reduced"),
+    "adapters": Case(adapters, "reordered"),
     "deep": Case(lambda: language_model(10, 128, 600, torch.optim.SGD, tied=False), "reordered"),
-    "Llama of 12": Case(lambda: llama(12), "reordered"),
-    "recipe": Case(lambda: byte_lm(n_layer=1, d_model=64, n_head=4, context=64, batch_size=2, dropout=0.0), "reduced"),
 }
 QUICK = ("mlp, exact",)
 
