@@ -24,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from memfit._torch.pytree import tree_leaves
 from memfit._torch.replacement import replaced
 from memfit.batch import leaves_of
+from memfit.capture.external_state import external_tensors
 from memfit.capture.loop_recorder import Seen, Verdict, Watcher, parameters_of
 from memfit.errors import InfeasibleError, MemfitError, UsageError
 from memfit.extent import Extent, covers, difference_text, extent_of, looked_ahead, sizes_changed
@@ -48,11 +49,12 @@ from memfit.tape import (
     in_turn,
     outside_autocast,
 )
+from memfit.training.guards.beside import beside_text, held_beside
 from memfit.training.guards.growth import Growth
 from memfit.training.taped import CombinedOptimizers
 from memfit.units import format_bytes, format_seconds, read_budget
 from memfit.words import LOOP
-from memfit.workload import Workload
+from memfit.workload import Workload, tensors_of
 
 Mixed = Prediction | Literal["in use"] | None
 """What mixed precision is predicted to take: nothing, where the loop has it, or where that can't be run."""
@@ -63,6 +65,7 @@ _MOST_TRIES = 3
 _MOST_AWAITED = 1024  # steps that are recorded until one comes again that was not
 _MOST_CHECKED = 16  # steps, where not all kinds come again
 _POINTS = 4
+_NOTED_SHARE = 0.01  # of the budget: what the loop holds beside the step
 
 
 class Fitted:
@@ -356,6 +359,7 @@ class Fitted:
             with _generators_kept(workload.tape):
                 self.plan = self._planned(workload, self._options["budget"])
             under = [(workload.model, self.plan)]
+            self._tell_beside(workload, self.plan)
             self._advice = advice(self.plan, self._mixed(workload)) if is_slow(self.plan) else []
         except InfeasibleError:
             raise
@@ -380,6 +384,16 @@ class Fitted:
         self._tell(str(self))
         for line in self._untrained():
             self._tell_once(line, line)
+
+    def _tell_beside(self, workload: LoopWorkload, plan: Plan) -> None:
+        """Tell what the loop holds beside the step, where that is more than a hundredth of the budget."""
+        optimizer = workload.optimizer
+        known = [*workload.model.parameters(), *workload.model.buffers(), *external_tensors(workload)]
+        known += tensors_of([list(optimizer.state.values()), optimizer.param_groups])
+        known += [p.grad for p in workload.model.parameters() if p.grad is not None]
+        held = held_beside(known, workload.batch, plan.device)
+        if sum(each.nbytes for each in held) > _NOTED_SHARE * plan.budget_bytes:
+            self._tell(f"memfit: {beside_text(held, plan.predicted.peak_bytes, plan.budget_bytes)}")
 
     def _workload_of(self, steps: Sequence[RecordedStep]) -> LoopWorkload:
         """Return steps that were seen as a workload; refuse what can't be run again."""

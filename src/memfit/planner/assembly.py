@@ -379,7 +379,7 @@ class _Assembly:
         return min(c.solver.leanest(seconds / len(self.combinations)).peak_bytes for c in allowed)
 
     def _beside(self, point: Candidate) -> list[Confirmed]:
-        """Return a plan with what else may run again beside its regions, which the solver does not combine with them."""
+        """Return a plan with what else may run again beside its regions; the solver does not combine the two."""
         found = []
         for lever in registry.LEVERS:
             with contextlib.suppress(NotOffered):

@@ -140,14 +140,14 @@ class Growth:
     def _weighed(self) -> Iterator[tuple[tuple[int, str], _Weight]]:
         """Yield what the user's variables hold, by the namespace that has them and their name."""
         seen: set[int] = set()
-        for space in _namespaces(self._named()):
+        for space in namespaces(self._named()):
             for name, value in list(space.values.items()):
                 if isinstance(name, str) and not name.startswith("__"):
                     for path, holder in _holders(value, name, seen, _DEEPEST):
                         yield (id(space.owner), path), _Weight.of(path, holder, space)
 
 
-class _Space(NamedTuple):
+class Space(NamedTuple):
     """Variables of a frame, a module or an object, and the code that changes them."""
 
     owner: Any
@@ -166,7 +166,7 @@ class _Weight(NamedTuple):
     place: str
 
     @classmethod
-    def of(cls, path: str, value: Any, space: _Space) -> _Weight:
+    def of(cls, path: str, value: Any, space: Space) -> _Weight:
         tensors = [value] if isinstance(value, torch.Tensor) else list(_tensors_in(value, 2))
         nbytes = sum(t.nbytes for t in tensors if t.layout is torch.strided)
         nodes = _nodes([t.grad_fn for t in tensors if t.grad_fn is not None])
@@ -198,20 +198,20 @@ class _Weight(NamedTuple):
         return f"`{self.path}` (a {self.what} of {self.items:,} items{self.place}) holds more tensors{graphs}{advice}"
 
 
-def _namespaces(named: Mapping[str, Any]) -> Iterator[_Space]:
+def namespaces(named: Mapping[str, Any]) -> Iterator[Space]:
     """Yield the namespaces of the user's frames, and objects by name."""
     frame: types.FrameType | None = sys._getframe(1)
     seen: set[int] = set()
     while frame is not None:
         if is_users(frame.f_code.co_filename):
             if frame.f_code.co_flags & inspect.CO_NEWLOCALS:
-                yield _Space(frame.f_code, _variables(frame), frame.f_code)
+                yield Space(frame.f_code, _variables(frame), frame.f_code)
             if id(frame.f_globals) not in seen:
                 seen.add(id(frame.f_globals))
-                yield _Space(frame.f_globals, dict(frame.f_globals), frame.f_code)
+                yield Space(frame.f_globals, dict(frame.f_globals), frame.f_code)
         frame = frame.f_back
     if named:
-        yield _Space(None, named)
+        yield Space(None, named)
 
 
 def _variables(frame: types.FrameType) -> dict[str, Any]:
@@ -288,7 +288,7 @@ def _nodes(roots: list[Any]) -> int:
     return len(seen)
 
 
-def _place_of(path: str, space: _Space) -> str:
+def _place_of(path: str, space: Space) -> str:
     """Return the line of code that adds to a variable, as ", train.py:31"; "" where it is not found."""
     if space.code is None:
         return ""
