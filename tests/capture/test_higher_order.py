@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._higher_order_ops import associative_scan, map, scan, while_loop
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+import memfit
 from memfit.capture import recorder
 from memfit.errors import CaptureError
 from memfit.hardware.host import find_device
@@ -91,6 +92,13 @@ def test_what_no_mode_sees_is_refused_by_name(name: str) -> None:
     with pytest.raises(CaptureError, match=f"higher-order operator {name} can't be followed") as e:
         capture_levers(workload(REFUSED[name]), Levers(microbatch_size=4), find_device("cpu"))
     assert "repair" not in str(e.value) and "itself failed" not in str(e.value)
+
+
+@pytest.mark.ci
+def test_flex_attention_is_refused_by_name_on_a_gpu() -> None:
+    """There it is compiled into one kernel, of which its eager formula says nothing."""
+    with pytest.raises(CaptureError, match="flex_attention can't be followed on a GPU.*attn_implementation='sdpa'"):
+        memfit.estimate(workload(attended), device="h100")
 
 
 def test_what_memfit_raises_is_not_said_to_be_the_steps_fault(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,6 +73,10 @@ def _looking_inside(seen: Callable[..., Any]) -> Callable[..., Any]:
             return seen(self, func, types, args, kwargs)
         if func.name() not in _FOLLOWED:
             raise UnfollowedOperatorError(f"the higher-order operator {func.name()} can't be followed")
+        if func.name().startswith("flex_attention") and args[0].device.type == "cuda":
+            raise UnfollowedOperatorError(
+                f"the higher-order operator {func.name()} can't be followed on a GPU, where it is one compiled kernel"
+            )
         kernel: Any = func.py_kernels[DispatchKey.CompositeExplicitAutograd]
         with self, _unchecked(sys.modules[kernel.__module__]):
             return kernel(*args, **(kwargs or {}))

@@ -30,6 +30,10 @@ _SUBCLASS_HINT = (
     " tensor.as_subclass(torch.Tensor) into Workload.batch, and beside it the value that the method returns"
 )
 _OTHER_HINT = "Check that Workload.loss_fn(model, batch) and backward() run with data"
+_FLEX_HINT = (
+    "memfit has no rule for that kernel: use torch.nn.functional.scaled_dot_product_attention, or in transformers"
+    " attn_implementation='sdpa'"
+)
 
 
 @contextlib.contextmanager
@@ -67,7 +71,7 @@ def _hint(error: Exception) -> str:
     if isinstance(error, UnsupportedOperatorException):
         return _OPERATOR_HINT
     if isinstance(error, UnfollowedOperatorError):
-        return _UNFOLLOWED_HINT
+        return _FLEX_HINT if "flex_attention" in str(error) else _UNFOLLOWED_HINT
     if fault := own_fault(error):
         return fault[0].upper() + fault[1:]
     if "closure" in str(error):
