@@ -19,7 +19,8 @@ import pytest
 import torch
 from torch import nn
 
-from memfit._torch.fake import FakeTensorMode
+from memfit._torch import foreach
+from memfit._torch.fake import FakeTensor, FakeTensorMode
 from memfit.capture import user_state
 from memfit.capture.fake_workload import nothing_changes
 from memfit.capture.user_state import UserState
@@ -398,6 +399,19 @@ def test_globals_in_which_compiled_code_finds_its_parts_stay(monkeypatch: pytest
         assert space["__compiled_fn_0"] is made and "FILLED" not in space
     finally:
         space.pop("__compiled_fn_0", None)
+
+
+def test_pytorchs_lists_that_captures_add_to_are_not_the_users() -> None:
+    """A step's code that reaches one, as through a module that imports it, would be taken for code that writes."""
+    types_, other = foreach.optimizer_types, [torch.Tensor]
+    state = UserState([lambda: (types_, other)])
+    types_.append(FakeTensor)
+    try:
+        assert not state.is_written()
+    finally:
+        types_.remove(FakeTensor)
+    other.append(FakeTensor)
+    assert state.is_written()
 
 
 class LazyMapping(collections.OrderedDict[str, Any]):

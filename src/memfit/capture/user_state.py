@@ -37,6 +37,7 @@ import numpy as np
 import torch
 
 from memfit._torch.fake import FakeTensor
+from memfit._torch.foreach import supported_types
 from memfit.batch import set_slot
 from memfit.held_state import ATOMS
 from memfit.rng import ForeignGenerator, foreign_generator, same_states
@@ -238,7 +239,8 @@ class _Walk:
         self.generators: list[Any] = []
         self.modules: list[Any] = []  # the contents of the user's modules, and classes
         self.packages: set[str] = set()
-        self._seen = {id(vars(builtins))}  # which each module's globals name
+        # Those of each module's globals, and the lists that captures themselves add to, and set back.
+        self._seen = {id(vars(builtins)), *map(id, supported_types)}
         self._waiting = list(roots)
         while self._waiting:
             value = self._waiting.pop()
