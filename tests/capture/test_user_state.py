@@ -401,17 +401,22 @@ def test_globals_in_which_compiled_code_finds_its_parts_stay(monkeypatch: pytest
         space.pop("__compiled_fn_0", None)
 
 
+ITS_TYPES, OWN_TYPES = foreach.optimizer_types, [torch.Tensor]
+
+
+def typed() -> tuple[list[Any], list[Any]]:
+    return ITS_TYPES, OWN_TYPES
+
+
 def test_pytorchs_lists_that_captures_add_to_are_not_the_users() -> None:
     """A step's code that reaches one, as through a module that imports it, would be taken for code that writes."""
-    types_, other = foreach.optimizer_types, [torch.Tensor]
-    state = UserState([lambda: (types_, other)])
-    types_.append(FakeTensor)
-    try:
-        assert not state.is_written()
-    finally:
-        types_.remove(FakeTensor)
-    other.append(FakeTensor)
-    assert state.is_written()
+    for types_, is_users in ((ITS_TYPES, False), (OWN_TYPES, True)):
+        state = UserState([typed])
+        types_.append(FakeTensor)
+        try:
+            assert state.is_written() == is_users
+        finally:
+            types_.remove(FakeTensor)
 
 
 class LazyMapping(collections.OrderedDict[str, Any]):
