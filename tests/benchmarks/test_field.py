@@ -13,6 +13,7 @@ from benchmarks.field import cases
 from benchmarks.field.cases import SCRIPTS, TABLE, Script, measured
 from benchmarks.field.figures import line, summarised
 from tests import warm
+from tests.covering import some
 
 FEW = ("gan_in_turn", "batch_warmup", "losses_kept", "bad_batch_skipped")
 """Of four kinds; `python -m benchmarks.field` runs all."""
@@ -83,7 +84,9 @@ def warm_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FEW)  # the benchmark runs all, and says how near each prediction is
+@pytest.mark.parametrize(
+    "name", some(FEW, ("losses_kept",))
+)  # the benchmark runs all, and says how near each prediction is
 @pytest.mark.usefixtures("warm_processes")
 def test_no_step_of_a_script_is_over_its_budget_in_silence(name: str) -> None:
     found = measured(name)

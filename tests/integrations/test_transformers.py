@@ -289,7 +289,7 @@ def test_planning_leaves_no_notes_in_the_trainer(tmp_path: Path) -> None:
     assert trainer.noted == {"losses": []} and not hasattr(trainer, "calls")
 
 
-@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("frozen", [False, pytest.param(True, marks=pytest.mark.ci)])
 def test_a_model_is_planned_in_the_mode_that_it_trains_in(tmp_path: Path, frozen: bool) -> None:
     """`from_pretrained` leaves it in evaluation mode; what a model keeps there by itself stays there, and flags too."""
 
@@ -422,7 +422,8 @@ def metrics(prediction: Any) -> dict[str, float]:
     return {"mean": float(prediction.predictions.mean())}
 
 
-@pytest.mark.parametrize("strategy", ["steps", pytest.param("no", marks=pytest.mark.ci)])
+@pytest.mark.ci
+@pytest.mark.parametrize("strategy", ["steps", "no"])
 def test_outputs_that_an_evaluation_keeps_are_held_against_the_budget(tmp_path: Path, strategy: str) -> None:
     def planned(**changes: Any) -> Any:
         given = {"eval_dataset": torch.utils.data.ConcatDataset([Tokens()] * 20), "compute_metrics": metrics}

@@ -209,6 +209,7 @@ def test_slow_precisions_are_microbatched_where_nothing_else_is_as_fast(
     assert sizes["bf16-mixed"] == (sizes["32-true"] if is_needed else {64})
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("slower", "searches"), [(3.0, 2), (1.01, 1)])
 def test_operators_that_are_measured_anew_count_for_all_plans(
     slower: float, searches: int, monkeypatch: pytest.MonkeyPatch

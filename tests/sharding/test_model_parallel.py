@@ -184,7 +184,8 @@ def run_stage(rank: int, microbatches: int) -> Iterator[tuple[int, list[float]]]
     yield min(peaks[1:]) + held, losses
 
 
-@pytest.mark.parametrize("microbatches", [4, pytest.param(8, marks=pytest.mark.ci)])
+@pytest.mark.ci
+@pytest.mark.parametrize("microbatches", [4, 8])
 def test_stages_hold_what_those_of_pytorchs_1f1b_hold(microbatches: int) -> None:
     model, x = pipelined()
     given = Workload(
