@@ -46,6 +46,7 @@ def plan_for(
             points=1,
             compile=compile,
             measure=measure,
+            optimizers=(),  # gradients are compared, which an update within the backward pass frees
         )
 
     if share != LOWEST:
