@@ -23,7 +23,9 @@ TIMEOUT_SECONDS = 1200
 start = subprocess.run
 """Starts a process; tests have forks of one that is warm."""
 LARGER, GROWS, NO_PLAN = r"larger|as large|more than", r"grow", r"no plan"
-WARNS = re.compile(r"over (its|the) budget|grow|larger than|no plan|not planned|can't be planned", re.IGNORECASE)
+WARNS = re.compile(
+    r"over (its|the) budget|grow|larger than|no plan|not planned|can't be planned|nothing was promised", re.IGNORECASE
+)
 """What a line of memfit's has that tells of a budget which may be passed."""
 
 
@@ -55,7 +57,7 @@ TABLE = {
     "delayed_discriminator": Script(_TURNS, 0.8),
     "alternating_phases": Script(_TURNS, 0.7),
     "head_then_all": Script(_TURNS, 0.7),
-    "gradient_penalty": Script(_TURNS, 0.9),
+    "gradient_penalty": Script(_TURNS, 0.9, status=3, says=NO_PLAN),  # what is within autograd is not recomputed
     "progressive_resizing": Script(_BATCHES, 0.7),
     "varied_sizes": Script(_BATCHES, 0.7),
     "padded_text": Script(_BATCHES, 0.8),
@@ -131,7 +133,9 @@ def measured(name: str) -> Case:
         "same_lines": fitted.status != 0 or plain.printed == fitted.printed,
         "told": told,
     }
-    if fitted.plans and script.kind != _MEMORY and not fitted.status:
+    # Where batches grow, the last plan is for larger ones than came.
+    is_for_these = script.kind != _MEMORY and not any("larger than planned" in line for line in told)
+    if fitted.plans and is_for_these and not fitted.status:
         last = fitted.plans[-1]
         row["predicted_peak_bytes"] = last["predicted_peak_bytes"]
         row["error"] = last["predicted_peak_bytes"] / max(fitted.peaks[last["updates"] :]) - 1

@@ -20,14 +20,14 @@ from memfit.frames import is_users
 from memfit.hardware.live_bytes import live_bytes
 from memfit.units import format_bytes
 
-_SAMPLES = 5
+_SAMPLES = 4
 """Samples that must grow one after the other, as fast as one another within `_STEADY`."""
 _STEADY = 3.0
 _LEAST_BYTES = 2**17
 _LEAST_SHARE = 0.002  # of the budget
 _SPACING = 1.2  # of the numbers of the steps that are sampled
 _MOST_TIME = 0.003  # of the time since the watch began, for sampling
-_FREE_SECONDS = 0.005
+_FREE_SECONDS = 0.05  # of any run, however short
 _MOST_NODES = 4000
 _MOST_VALUES = 50_000
 _DEEPEST = 4
@@ -81,7 +81,8 @@ class Growth:
         if self._step < self._next:
             return
         began = time.perf_counter()
-        if self._spent > _FREE_SECONDS + _MOST_TIME * (began - self._started):
+        # What was weighed is weighed again at the next step: later it would be of other steps, or the loop at its end.
+        if self._before is None and self._spent > _FREE_SECONDS + _MOST_TIME * (began - self._started):
             return
         if self._before is not None:
             self._explain()
