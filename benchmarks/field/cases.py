@@ -82,7 +82,7 @@ TABLE = {
     "loop_in_a_class": Script("a loop in a class", 0.8),
     "generator_loop": Script("a loop in a generator", 0.7),
     "resumed": Script("resumed", 0.7, runs=2),
-    "no_optimizer": Script("no optimizer", 0.8, says="optimizer"),
+    "no_optimizer": Script("no optimizer", 0.8, status=2, says="optimizer"),
     "held_beside": Script("held beside the step", 0.8),
     "lazy_mask": Script("caches filled late", 0.8),
 }
@@ -116,7 +116,7 @@ def measured(name: str) -> Case:
     budget_bytes = int(script.budget * max(plain.peaks[:3] if script.of_first else plain.peaks))
     fitted = run(name, ["run", "--budget", str(budget_bytes)], script.runs)
     over = sum(peak > budget_bytes for peak in fitted.peaks)
-    told = [line for line in fitted.told if line.startswith("memfit")]
+    told = [line for line in fitted.told if line.startswith(("memfit", "error:"))]
     row: Case = {
         "script": name,
         "kind": script.kind,

@@ -188,6 +188,7 @@ class Fitted:
         else:
             self._awaited = 0
             self._fit(_Kind(watcher.seen, watcher.end()))
+            gc.collect()  # the step's data, which its workload holds in a cycle of objects
 
     def _tell_unplanned(self, what: str) -> None:
         self._tell_once(what, f"memfit: {what}, and nothing was promised for that; the next plan is for such steps too")
@@ -237,6 +238,7 @@ class Fitted:
                         kind.step = step.light()
                     larger.promise([kind.step for kind in self._kinds], {number: target})
                     self._proven, self._checked = [], 0
+                    gc.collect()
                     self._tell(f"memfit: a batch is larger than planned ({difference}): {said}")
                     return True
         except InfeasibleError as e:
