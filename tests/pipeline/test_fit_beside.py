@@ -95,6 +95,27 @@ def test_a_layer_that_a_closure_of_the_models_class_keeps_is_told() -> None:
     assert memfit.units.format_bytes(4 * (DIM + 1) * 16 * DIM) in line
 
 
+@pytest.mark.ci
+@pytest.mark.parametrize("share", [0.8, 1.5])
+def test_a_first_step_above_the_budget_is_told(share: float) -> None:
+    """Before it is seen, nobody knows that the loop calls its model four times before it goes back."""
+
+    def run(told: list[str], budget: str) -> None:
+        model = made()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with memfit.fit(model, optimizer, budget=budget, tell=told.append) as fitted:
+            for _ in range(3):
+                outs = [model(torch.randn(ROWS, DIM)) for _ in range(4)]
+                torch.stack([out.square().mean() for out in outs]).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert fitted.plan is not None
+
+    told: list[str] = []
+    run(told, f"{share}x")
+    assert any("the first step, of which only its module was known" in line for line in told) == (share < 1)
+
+
 def test_results_and_the_next_data_are_of_the_step() -> None:
     model, x = made(), torch.randn(ROWS, DIM)
     out = model(x)

@@ -360,6 +360,7 @@ class Fitted:
             self._tell(f"memfit: saw a step{'' if len(kinds) == 1 else ' of another kind'}: {kind.saw}")
             with _generators_kept(workload.tape):
                 self.plan = self._planned(workload, self._options["budget"])
+            self._tell_first(workload, self.plan)
             under = [(workload.model, self.plan)]
             self._tell_beside(workload, self.plan)
             self._advice = advice(self.plan, self._mixed(workload)) if is_slow(self.plan) else []
@@ -386,6 +387,21 @@ class Fitted:
         self._tell(str(self))
         for line in self._untrained():
             self._tell_once(line, line)
+
+    def _tell_first(self, workload: LoopWorkload, plan: Plan) -> None:
+        """Tell where the first step took more than the budget: it ran under a plan for its module by itself."""
+        modules = [module for module, _ in self._under]
+        if self._kinds or len(modules) != 1 or modules[0] is not workload.model:
+            return
+        if plan.plain.peak_bytes <= plan.budget_bytes:
+            return
+        with contextlib.suppress(MemfitError), _generators_kept(workload.tape):
+            took = predicted_under(self._under[0][1], workload).peak_bytes
+            if took > plan.budget_bytes:
+                self._tell(
+                    f"memfit: the first step, of which only its module was known, took about {format_bytes(took)}, over"
+                    f" the budget of {format_bytes(plan.budget_bytes)}"
+                )
 
     def _tell_beside(self, workload: LoopWorkload, plan: Plan) -> None:
         """Tell what the loop holds beside the step, where that is more than a hundredth of the budget."""
