@@ -116,6 +116,21 @@ def test_a_first_step_above_the_budget_is_told(share: float) -> None:
     assert any("the first step, of which only its module was known" in line for line in told) == (share < 1)
 
 
+class Lazy(dict[str, torch.Tensor]):
+    """A dictionary whose own methods do more than read, as the models of transformers."""
+
+    def values(self) -> Any:
+        raise ValueError("could not be imported")
+
+    __iter__ = items = keys = values  # type: ignore[assignment]
+
+
+def test_objects_are_read_without_their_own_methods() -> None:
+    lazy = Lazy()
+    dict.__setitem__(lazy, "weights", torch.ones(1000))
+    assert {each.name: each.nbytes for each in held_beside([], [], "cpu")}["lazy"] == 4000
+
+
 def test_results_and_the_next_data_are_of_the_step() -> None:
     model, x = made(), torch.randn(ROWS, DIM)
     out = model(x)

@@ -230,7 +230,7 @@ def _moved_batch(batch: Any, values: KnownValues) -> Any:
 
 @contextlib.contextmanager
 def without_collector() -> Iterator[None]:
-    """Run Python's garbage collector only where it is called, until the context is left, and then on what is new."""
+    """Run Python's garbage collector only where it is called, until the context is left, and then on new objects."""
     global _is_collector_off
     if _is_collector_off:  # asking for the count of frozen objects goes through all of them
         yield

@@ -404,7 +404,7 @@ class Fitted:
                 )
 
     def _tell_beside(self, workload: LoopWorkload, plan: Plan) -> None:
-        """Tell what the loop holds beside the step, where that is more than a hundredth of the budget."""
+        """Tell the variables that hold memory beside the step, if more than a hundredth of the budget."""
         optimizer = workload.optimizer
         known = [*workload.model.parameters(), *workload.model.buffers(), *external_tensors(workload)]
         known += tensors_of([list(optimizer.state.values()), optimizer.param_groups])

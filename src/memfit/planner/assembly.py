@@ -314,7 +314,7 @@ class _Assembly:
         return [self._add(levers) for levers in captured]
 
     def _with_fallback(self, lever: Fallback, best: Confirmed | None) -> list[Levers]:
-        """Return what a fallback adds: to the whole batch, to the smallest microbatches, and to those of the best."""
+        """Return a fallback's combinations: of the whole batch, of the smallest microbatches, and of the best's."""
         steps = self.steps
         if lever.most_saved_bytes(steps.traces[steps.plain]) < least_bytes(steps):
             return []
@@ -379,7 +379,7 @@ class _Assembly:
         return min(c.solver.leanest(seconds / len(self.combinations)).peak_bytes for c in allowed)
 
     def _beside(self, point: Candidate) -> list[Confirmed]:
-        """Return a plan with what else may run again beside its regions; the solver does not combine the two."""
+        """Return a plan with lean modules beside its regions; the solver does not combine the two."""
         found = []
         for lever in registry.LEVERS:
             with contextlib.suppress(NotOffered):

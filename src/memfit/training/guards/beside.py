@@ -1,19 +1,21 @@
-"""What a loop holds beside the step that was planned: a second model, an average of weights, a checkpoint.
+"""Memory that a loop holds beside the step that was planned: a second model, an average of weights, a checkpoint.
 
 No step uses it, so no plan counts it. It takes the memory of the same device all the same.
 """
 
 from __future__ import annotations
 
+import sys
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from memfit._torch.fake import FakeTensor
-from memfit._torch.tensors import storage_key_of
+from memfit._torch.tensors import is_wrapper, storage_key_of
+from memfit.frames import is_users
 from memfit.training.guards.growth import namespaces
 from memfit.units import format_bytes
 
@@ -21,6 +23,8 @@ _MOST_VALUES = 100_000
 _MOST_NAMED = 4
 _LIBRARIES = ("torch.", "numpy", "memfit.", "_pytest", "pluggy")
 """Whose objects are not looked through, but for modules, optimizers and data sets."""
+_SEQUENCES: tuple[Any, ...] = (list, tuple, set, frozenset, deque)
+_INSTALLED = "-packages"  # in the paths of what pip or a distribution installed
 _LOOKED_THROUGH = ("torch.nn.", "torch.optim.", "torch.utils.data.")
 
 
@@ -35,7 +39,7 @@ class Held(NamedTuple):
         return f"`{self.name}` ({self.what}, {format_bytes(self.nbytes)})"
 
 
-def held_beside(known: Iterable[torch.Tensor], given: Iterable[torch.Tensor], device: str) -> list[Held]:
+def held_beside(known: Iterable[torch.Tensor], given: Sequence[torch.Tensor], device: str) -> list[Held]:
     """Return the variables of the user's frames and modules that hold other tensors than a step's, the largest first.
 
     Results with a graph are left out: they are of the step that is under way.
@@ -66,8 +70,8 @@ def held_beside(known: Iterable[torch.Tensor], given: Iterable[torch.Tensor], de
     return sorted(found, key=lambda held: -held.nbytes)
 
 
-def beside_text(held: list[Held], peak_bytes: int, budget_bytes: int) -> str:
-    """Return what is held beside a plan, in words, and what that makes of its budget."""
+def beside_text(held: Sequence[Held], peak_bytes: int, budget_bytes: int) -> str:
+    """Return the variables beside a plan in words, and whether the budget holds them too."""
     total = sum(each.nbytes for each in held)
     named = ", ".join(map(str, held[:_MOST_NAMED]))
     more = f", and {len(held) - _MOST_NAMED} more" if len(held) > _MOST_NAMED else ""
@@ -79,7 +83,8 @@ def beside_text(held: list[Held], peak_bytes: int, budget_bytes: int) -> str:
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not isinstance(tensor, FakeTensor) and not tensor.is_nested
+    is_plain = not (isinstance(tensor, FakeTensor) or is_wrapper(type(tensor)))
+    return is_plain and tensor.layout is torch.strided and not tensor.is_nested
 
 
 def _tensors_of(value: Any, visited: set[int]) -> Iterator[torch.Tensor]:
@@ -98,23 +103,28 @@ def _tensors_of(value: Any, visited: set[int]) -> Iterator[torch.Tensor]:
         waiting += _inner(held)
 
 
-def _inner(held: Any) -> Iterable[Any]:
+def _inner(held: Any) -> list[Any]:
+    """Return an object's parts, without its own methods: a lazy mapping of transformers would import all its models."""
     if isinstance(held, dict):
-        return held.values()
-    if isinstance(held, (list, tuple, set, frozenset, deque)):
-        return held
+        return list(dict.values(held))
+    for kind in _SEQUENCES:
+        if isinstance(held, kind):
+            return list(kind.__iter__(held))
     if isinstance(held, types.FunctionType):
         cells = [cell.cell_contents for cell in held.__closure__ or () if _is_full(cell)]
         return [*cells, *(held.__defaults__ or ())]
     if isinstance(held, types.MethodType):
         return [held.__self__]
-    kind = held if isinstance(held, type) else type(held)
-    home = f"{kind.__module__}."
-    if home.startswith(_LIBRARIES) and not home.startswith(_LOOKED_THROUGH):
-        return ()
     if isinstance(held, type):
-        return list(vars(held).values()) if kind.__module__ != "builtins" else ()
-    return [*vars(held).values(), kind] if hasattr(held, "__dict__") else ()
+        file = getattr(sys.modules.get(held.__module__), "__file__", None) or ""
+        return list(vars(held).values()) if is_users(file) and _INSTALLED not in file else []
+    home = f"{type(held).__module__}."
+    if home.startswith(_LIBRARIES) and not home.startswith(_LOOKED_THROUGH):
+        return []
+    try:
+        return [*object.__getattribute__(held, "__dict__").values(), type(held)]
+    except AttributeError:
+        return []
 
 
 def _is_full(cell: types.CellType) -> bool:
