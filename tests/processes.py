@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import pickle
 import socket
@@ -21,6 +22,8 @@ from torch import multiprocessing
 from tests import warm
 
 WORLD_SIZE = 2
+_HANGS = 300.0
+"""Seconds after which a rank tells where it is, and ends."""
 
 
 def free_port() -> int:
@@ -52,11 +55,16 @@ def on_ranks(world_size: int, program: Callable[..., Iterable[Any]], *args: Any)
         given = [str(world_size), port, name]
         lines = [warm.command("-m", "tests.processes", str(rank), *given) for rank in range(world_size)]
         ranks = [subprocess.Popen(line, cwd=warm.ROOT) for line in lines]
-        while any(rank.poll() is None for rank in ranks):
-            if any(rank.poll() for rank in ranks):  # which the others would wait for
-                for rank in ranks:
-                    rank.terminate()
-            time.sleep(0.05)
+        try:
+            while any(rank.poll() is None for rank in ranks):
+                if any(rank.poll() for rank in ranks):  # which the others would wait for
+                    for rank in ranks:
+                        rank.terminate()
+                time.sleep(0.05)
+        finally:
+            for rank in ranks:  # a test's time may be over: what hangs would be waited for by all that follows
+                rank.kill()
+                rank.wait()
         assert [rank.returncode for rank in ranks] == [0] * world_size, "a rank failed: see what it wrote"
         return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(world_size)]
 
@@ -79,6 +87,7 @@ def _spawned(rank: int, port: int, folder: Path) -> None:
 
 def _main(rank: int, world_size: int, port: int, folder: Path) -> None:
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(_HANGS, exit=True)
     program, args = pickle.loads((folder / "program").read_bytes())
     store = dist.TCPStore("127.0.0.1", port, world_size, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)

@@ -55,7 +55,10 @@ def torchrun(
 
 
 def end(process: subprocess.Popen[str], status: int | None = 0) -> str:
-    text, _ = process.communicate(timeout=300)
+    try:
+        text, _ = process.communicate(timeout=300)
+    finally:
+        process.kill()  # what hangs would be waited for by all that follows
     assert status is None or process.returncode == status, text
     return text
 
@@ -190,7 +193,10 @@ def under_torchrun(*arguments: str) -> tuple[int, str]:
         stderr=subprocess.STDOUT,
         text=True,
     )
-    text, _ = process.communicate(timeout=300)
+    try:
+        text, _ = process.communicate(timeout=300)
+    finally:
+        process.kill()  # what hangs would be waited for by all that follows
     return process.returncode, text
 
 

@@ -138,14 +138,18 @@ def test_loops_that_hold_no_more_are_told_nothing(loop: Callable[[Growth], None]
     assert not told
 
 
-@pytest.mark.parametrize(("grows_until", "told_in_all"), [(9, 0), (10**6, 1)])
+@pytest.mark.parametrize(
+    ("slope", "grows_until", "told_in_all"),
+    [(2**20, 9, 0), (2**20, 10**6, 1), (2**15, 100, 0), (2**15, 10**6, 1)],
+    ids=["soon full", "large", "a library's cache", "small"],
+)
 def test_what_no_variable_holds_is_told_only_if_it_grows_on(
-    grows_until: int, told_in_all: int, monkeypatch: pytest.MonkeyPatch
+    slope: int, grows_until: int, told_in_all: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     growth, told = watched()
     step = 0
-    monkeypatch.setattr(growth_module, "live_bytes", lambda _: 2**20 * min(step, grows_until))
-    for step in range(6 * STEPS):  # noqa: B007 - read above
+    monkeypatch.setattr(growth_module, "live_bytes", lambda _: slope * min(step, grows_until))
+    for step in range(40 * STEPS):  # noqa: B007 - read above
         growth.stepped()
     assert len(told) == told_in_all
     assert all("something that memfit does not find" in line for line in told)

@@ -25,6 +25,7 @@ _SAMPLES = 4
 _STEADY = 3.0
 _LEAST_BYTES = 2**17
 _LEAST_SHARE = 0.002  # of the budget
+_LEAST_UNFOUND = 2**22  # bytes that no variable holds: libraries fill caches of 3 MiB in 80 steps of FSDP
 _SPACING = 1.2  # of the numbers of the steps that are sampled
 _MOST_TIME = 0.003  # of the time since the watch began, for sampling
 _FREE_SECONDS = 0.05  # of any run, however short
@@ -120,8 +121,8 @@ class Growth:
             return
         grown = [(weight, weight.beyond(before.get(key))) for key, weight in self._weighed() if key in before]
         found = max((g for g in grown if g[1] > 0), key=lambda g: g[1], default=None)
-        if found is None and self._is_to_go_on:  # it may be an allocator's pace, or turns of a loop
-            self._is_to_go_on = False
+        if found is None and (self._is_to_go_on or nbytes - first.nbytes < _LEAST_UNFOUND):
+            self._is_to_go_on = False  # once, it may be an allocator's pace, or turns of a loop
             self.begin_anew()
             return
         holder = "something that memfit does not find holds more after each step" if found is None else str(found[0])
