@@ -18,8 +18,13 @@ from typing import Any
 import numpy
 import torch
 
+from memfit._torch.dispatch import disable_current_modes
 from memfit._torch.operators import schema_of
+from memfit._torch.tensors import nnz
 
+_aten = torch.ops.aten
+TO_SPARSE = (_aten._to_sparse.default, _aten._to_sparse.sparse_dim)
+"""Operators that make a dense tensor sparse; the COO layout alone is followed."""
 _SOLVING = (".linalg", "_linalg", "cholesky", "triangular", ".lu_")
 """Parts of the names of operators that fail, or loop for long, on singular matrices."""
 _INTEGERS = (torch.int64, torch.int32)
@@ -68,6 +73,52 @@ def set_values(func: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
     for indices, count in _indices_of(name, _arguments_of(func, args, kwargs)):
         if indices.device.type != "meta":
             _spread(indices, count)
+
+
+def selected_by(func: Any, args: Any, out: Any) -> int | None:
+    """Return how many elements a call selected by their values; None for one that selects none."""
+    if func in TO_SPARSE and args[0].layout is torch.strided and out.layout is torch.sparse_coo:
+        with disable_current_modes():
+            return nnz(out)
+    if func is _aten.nonzero.default:
+        return int(out.shape[0])
+    if func is _aten.masked_select.default:
+        return int(out.numel())
+    masks = _masks(args[1]) if func is _aten.index.Tensor else []
+    return int(out.shape[masks[0][0]]) if len(masks) == 1 else None
+
+
+def sparse_dims_of(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
+    """Return the number of sparse dimensions of the tensor that a call of `TO_SPARSE` makes."""
+    if func is _aten._to_sparse.sparse_dim:
+        return int(args[1])
+    return int(args[0].dim() - (kwargs.get("dense_dim") or 0))
+
+
+def select(func: Any, args: list[Any], kwargs: dict[str, Any], count: int) -> None:
+    """Set the values of a call's arguments so that it selects a number of elements."""
+    if func is _aten.masked_select.default:
+        places = math.prod(torch.broadcast_shapes(args[0].shape, args[1].shape))
+        _select(args[1], -(-count * args[1].numel() // max(1, places)))
+    elif func is _aten.index.Tensor:
+        _select(_masks(args[1])[0][1], count)
+    else:
+        _select(args[0], count, sparse_dims_of(func, args, kwargs) if func in TO_SPARSE else None)
+
+
+def _select(tensor: torch.Tensor, count: int, dims: int | None = None) -> None:
+    """Fill a tensor with ones at its first places, and with zeros elsewhere; by its first dimensions, or all."""
+    if 0 in tensor.stride():  # places share memory
+        return
+    shape = tensor.shape[:dims]
+    places = torch.arange(math.prod(shape), device=tensor.device).view(shape)
+    tensor.copy_((places < count).view(*shape, *[1] * (tensor.dim() - len(shape))).expand(tensor.shape))
+
+
+def _masks(indices: Any) -> list[tuple[int, torch.Tensor]]:
+    """Return the mask among indices with its position, where it is the only index."""
+    given = [(at, index) for at, index in enumerate(indices) if index is not None]
+    return given if len(given) == 1 and given[0][1].dtype is torch.bool else []
 
 
 def _arguments_of(func: Any, args: list[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -162,12 +213,9 @@ def _select_as_many(func: Any, args: list[Any]) -> None:
     """Make a mask among indices select as many places as there are values to write."""
     arguments = _arguments_of(func, args, {})
     written, indices, values = (arguments[name] for name in ("self", "indices", "values"))
-    masks = [(at, index) for at, index in enumerate(indices) if index is not None]
-    if len(masks) == 1 and masks[0][1].dtype is torch.bool:
-        ((at, mask),) = masks
+    for at, mask in _masks(indices):
         if values.dim() == written.dim() - mask.dim() + 1:
-            places = torch.arange(mask.numel(), device=mask.device).view(mask.shape)
-            mask.copy_(places < values.shape[at])
+            _select(mask, values.shape[at])
 
 
 def _spread_groups(args: list[Any]) -> None:

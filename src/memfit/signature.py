@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from memfit import sparse
-from memfit.argument_values import drawn, set_values
+from memfit.argument_values import drawn, select, set_values
 
 _ASKING = ("aten.mkldnn_rnn_layer.default",)
 """Operators whose kernels are others where no gradients are recorded, as in reentrant checkpointing."""
@@ -68,6 +68,11 @@ def signature(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     return json.dumps(body, separators=(",", ":"))
 
 
+def with_selected(text: str, count: int) -> str:
+    """Return the text of a call that selects a number of elements by their values: its memory and time depend on it."""
+    return f'{text[:-1]},"selected":{count}}}'
+
+
 def rebuild(text: str, device: str) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
     """Return the operator of a signature, with new arguments of the same dtypes, shapes and strides.
 
@@ -87,6 +92,8 @@ def rebuild(text: str, device: str) -> tuple[Callable[..., Any], list[Any], dict
     args = [_rebuild(a, device) for a in body["args"]]
     kwargs = {k: _rebuild(v, device) for k, v in body.get("kwargs", {}).items()}
     set_values(func, args, kwargs)
+    if "selected" in body:
+        select(func, args, kwargs, body["selected"])
     if str(func) in _ASKING:
         func = _with_gradients(func, body.get("grad", True))
     return func, args, kwargs

@@ -127,3 +127,33 @@ def test_more_microbatches_than_a_capture_runs_are_left_out_by_name(name: str, m
 def test_many_lookups_of_few_rows() -> None:
     predicted, measured = peaks(_workload("one table", "SGD", rows=128, length=64), Levers(microbatch_size=128))
     assert predicted == measured
+
+
+def _near(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return (torch.cdist(batch["x"], batch["x"]) < 6.5).float()
+
+
+_Use = Callable[[nn.Module, dict[str, torch.Tensor]], torch.Tensor]
+_SELECTIONS: dict[str, _Use] = {
+    "a graph": lambda m, b: torch.sparse.mm(_near(b).to_sparse(), m(b["x"])),
+    "its square": lambda m, b: torch.sparse.mm(torch.sparse.mm(_near(b).to_sparse(), _near(b).to_sparse()), m(b["x"])),
+    "a graph of known links": lambda m, b: torch.sparse.mm((b["links"] > 7).float().to_sparse(), m(b["x"])),
+    "values by a mask": lambda m, b: m(b["x"]).masked_select(b["links"][:, :64] > 3),
+    "values by a mask of rows": lambda m, b: m(b["x"]).masked_select(b["rows"][:, None] > 0),
+    "values by their own": lambda m, b: (y := m(b["x"])).masked_select(y.detach() > 0.2),
+    "rows by a mask": lambda m, b: m(b["x"])[b["rows"] > 0],
+    "a layer of least squares": lambda m, b: torch.linalg.lstsq(m(b["x"]), b["x"]).solution,
+    "several of them": lambda m, b: torch.linalg.lstsq(m(b["x"]).view(4, 128, 64)[..., :9], b["x"].view(4, 128, 64))[0],
+}
+
+
+@pytest.mark.parametrize("name", sorted(_SELECTIONS))
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_what_values_select_is_predicted(name: str) -> None:
+    torch.manual_seed(4)
+    model = nn.Linear(64, 64)
+    batch = {"x": torch.randn(512, 64), "links": torch.randint(9, (512, 512)), "rows": torch.randint(2, (512,))}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    workload = Workload(model, batch, lambda m, b: _SELECTIONS[name](m, b).square().mean(), optimizer, batch_size=1)
+    predicted, measured = peaks(workload, Levers(microbatch_size=1))
+    assert predicted == pytest.approx(measured, rel=1e-3)

@@ -19,6 +19,7 @@ from memfit._torch.dispatch import DispatchKey, below_autograd
 from memfit._torch.operators import call_at, destroy_library
 from memfit._torch.replacement import replaced
 from memfit.capture.products import Saving, register, register_products
+from memfit.capture.reflectors import HouseholderProduct
 from memfit.turns import here
 
 _aten = torch.ops.aten
@@ -61,6 +62,7 @@ def _library() -> torch.library.Library:
         for func, kernel in ((_aten.linear.default, _linear), (_aten.one_hot.default, _one_hot)):
             library.impl(func, here(kernel, functools.partial(_as_composite, func)), key)
         register_products(library, key)
+        register(library, key, {"linalg_householder_product": HouseholderProduct.apply})
     register(library, "AutogradCPU", dict.fromkeys(("max", "min", "median", "nanmedian"), _Extreme.apply))
     plain = functools.partial(_as_composite, _aten.max_pool1d.default)
     library.impl("max_pool1d", here(_max_pool1d, plain), "AutogradCPU")

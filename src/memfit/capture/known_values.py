@@ -233,13 +233,15 @@ class KnownValues(PassiveMode):
             return out
         if func in (_aten.index.Tensor, _aten.masked_select.default):
             return self._select(func, args, logged)
-        forms = logged if logged is not None else self._largest_outputs(func, args, kwargs)
-        if forms is None:
+        device = device_of(args[0])
+        if logged is not None:
+            outputs = tuple(form.empty(device) for form in logged)
+        elif (largest := self._largest_outputs(func, args, kwargs)) is not None:
+            self.replay.guessed_shape(func, args[0])
+            outputs = tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in largest)
+        else:
             self.replay.needs_data = True
             raise DynamicOutputShapeException(func)
-        if logged is None:
-            self.replay.guessed_shape(func, args[0])
-        outputs = tuple(torch.empty(shape, dtype=dtype, device=device_of(args[0])) for shape, dtype in forms)
         return outputs if len(schema_of(func).returns) > 1 else outputs[0]
 
     def _largest_outputs(self, func: Any, args: Any, kwargs: Any) -> list[tuple[tuple[int, ...], torch.dtype]] | None:
@@ -273,7 +275,7 @@ class KnownValues(PassiveMode):
             if args[1] in self._real:
                 self._remember(mask, _compute(torch.Tensor.expand, (self._real[args[1]], mask.shape), {}))
             indices = [mask]
-            counts = None if logged is None else iter([logged[0][0][0]])
+            counts = None if logged is None else iter([logged[0].shape[0]])
         else:
             source, indices = args
             counts = None if logged is None else iter(logged)

@@ -42,6 +42,7 @@ from memfit._torch.operators import packet_of, schema_of
 from memfit._torch.pytree import tree_leaves
 from memfit._torch.replacement import replaced, replaced_here
 from memfit._torch.tensors import is_wrapper, is_zerotensor, storage_key, storage_key_of
+from memfit.argument_values import selected_by
 from memfit.capture.accumulation import Accumulation
 from memfit.capture.call_states import CallStates
 from memfit.capture.kernel_outputs import grouped_product, kernel_outputs
@@ -52,7 +53,7 @@ from memfit.interrupts import safe_point
 from memfit.ir.collectives import is_collective
 from memfit.ir.collectives import text as collective_text
 from memfit.ir.trace import Call, Module, Op, Phase, Save, Work
-from memfit.signature import signature
+from memfit.signature import signature, with_selected
 from memfit.sparse import is_dense, parts
 from memfit.transfers import covers_storage, has_history
 
@@ -369,6 +370,8 @@ class Recorder(PassiveMode):
         for tensor in sparse:
             self.observe(tensor, position if self.recording else -1)
         if self.recording:
+            if (selected := selected_by(func, args, out)) is not None:
+                text = with_selected(text, selected)
             mutated = [i for t in _dense(written) if (i := self.observe(t, -1)) is not None]
             self.now.ops.append(self._op(text, func, args, kwargs, out, call, phase, tuple(mutated)))
         for tensor in tensors_in(out):

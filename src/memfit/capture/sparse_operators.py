@@ -6,6 +6,7 @@ indices where they are known, and its fake outputs are made like the real ones.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from memfit._torch.dispatch import disable_current_modes
 from memfit._torch.operators import packet_of, schema_of
 from memfit._torch.pytree import tree_map
 from memfit._torch.tensors import sparse_indices, sparse_values, storage_key, storage_key_of
+from memfit.argument_values import TO_SPARSE, sparse_dims_of
 from memfit.capture.known_values import KnownValues, device_of, tensors_in, written_by
 from memfit.sparse import assembled, parts, spread_indices
 
@@ -38,6 +40,8 @@ class SparseOperators:
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the outputs of an operator."""
         given = [t for t in tensors_in((args, kwargs)) if t.layout is torch.sparse_coo]
+        if func in TO_SPARSE and not given and kwargs.get("layout") in (None, torch.sparse_coo):
+            return self._made_sparse(func, args, kwargs)
         if not given or not self._needs_data(func, args, kwargs, given):
             out = func(*_with_bags(func, args), **kwargs)
             self._store_output_indices(out, args)
@@ -48,6 +52,25 @@ class SparseOperators:
             indices, values = parts(args[0])
             return assembled(indices, values, args[0].shape, _coalesced(args[0]))
         return self._run_on_real(func, args, kwargs)
+
+    def _made_sparse(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+        """Return the sparse form of a dense tensor: its entries are values that are read; all of them, by a guess."""
+        dense: torch.Tensor = args[0]
+        dims, device, replay = sparse_dims_of(func, args, kwargs), device_of(dense), self.values.replay
+        real, logged = self.values.value_of(dense), replay.logged(str(func), dense)
+        with disable_current_modes():
+            if real is not None:
+                indices = sparse_indices(func(real, *args[1:], **kwargs)).clone()
+            elif logged is not None:
+                indices = logged.tensor()
+            else:
+                indices = spread_indices(list(dense.shape[:dims]), math.prod(dense.shape[:dims]))
+        if real is None and logged is None:
+            replay.guessed_shape(func, dense)
+        fake = torch.empty(indices.shape, dtype=torch.long, device=device)
+        self._store_indices(fake, indices)
+        values = torch.empty((indices.shape[1], *dense.shape[dims:]), dtype=dense.dtype, device=device)
+        return assembled(fake, values, dense.shape, coalesced=True)
 
     def _needs_data(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> bool:
         written = written_by(func, args, kwargs)

@@ -24,6 +24,8 @@ from memfit._torch.dispatch import EagerMode, TensorBase, disable_current_modes
 from memfit._torch.fake import FakeTensor
 from memfit._torch.pytree import tree_leaves
 from memfit._torch.replacement import replaced, replaced_here
+from memfit._torch.tensors import sparse_indices
+from memfit.argument_values import TO_SPARSE
 
 _aten = torch.ops.aten
 _TORCH = str(Path(torch.__file__).parent)
@@ -60,8 +62,8 @@ class Read:
         site: The line that reads; None in code of PyTorch alone.
         kind: "item", "array", or the operator whose output shape depends on values.
         form: Dtype and shape of the tensor that is read.
-        answer: The number; the array; the shape and dtype of each output of an operator; or, of an index, the number of
-            elements that each mask selects.
+        answer: The number; the array; the form of each output of an operator; of an index, the number of
+            elements that each mask selects; or of a tensor that becomes sparse, its indices.
     """
 
     site: Site | None
@@ -109,7 +111,26 @@ def form_of(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype)[6:]}{list(tensor.shape)}"
 
 
-class _Array(NamedTuple):
+class Form(NamedTuple):
+    """An output whose shape depends on values: kernels may lay it out otherwise, or return a part of more memory."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    stride: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Form:
+        nbytes = tensor.untyped_storage().nbytes()
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.stride(), int(tensor.storage_offset()), nbytes)
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        whole = torch.empty(self.nbytes // self.dtype.itemsize, dtype=self.dtype, device=device)
+        return whole.as_strided(self.shape, self.stride, self.offset)
+
+
+class Array(NamedTuple):
     """An array in a form that travels between processes."""
 
     content: bytes
@@ -117,7 +138,7 @@ class _Array(NamedTuple):
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> _Array:
+    def of(cls, tensor: torch.Tensor) -> Array:
         content = tensor.contiguous().flatten().view(torch.uint8) if tensor.numel() else None
         return cls(b"" if content is None else TensorBase.numpy(content).tobytes(), tuple(tensor.shape), tensor.dtype)
 
@@ -149,9 +170,11 @@ class ReadRecorder(EagerMode):
             masks = [i for i in args[1] if isinstance(i, torch.Tensor) and i.dtype is torch.bool]
             if masks:
                 self._write(str(func), args[0], [int(mask.sum()) for mask in masks])
+        elif func in TO_SPARSE and args[0].layout is torch.strided and out.layout is torch.sparse_coo:
+            self._write(str(func), args[0], Array.of(sparse_indices(out)))
         elif func.namespace == "aten" and torch.Tag.dynamic_output_shape in func.tags:
             outputs = out if isinstance(out, tuple | list) else (out,)
-            self._write(str(func), args[0], [(tuple(t.shape), t.dtype) for t in outputs])
+            self._write(str(func), args[0], [Form.of(t) for t in outputs])
         return out
 
     def _count(self, func: Any, out: Any) -> None:
@@ -174,7 +197,7 @@ class ReadRecorder(EagerMode):
         def array_of(tensor: torch.Tensor) -> torch.Tensor:
             with disable_current_modes():
                 copied = tensor.detach().cpu().clone()
-            self._write("array", tensor, _Array.of(copied))
+            self._write("array", tensor, Array.of(copied))
             return copied
 
         def unwritten(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> str:
