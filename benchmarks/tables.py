@@ -14,6 +14,7 @@ from benchmarks import reference
 from benchmarks.case_studies import brain_segmentation_table, language_model_table
 from benchmarks.distributed import figures as ranks
 from benchmarks.faults import figures as faults
+from benchmarks.field import figures as field
 from benchmarks.markdown import head, made_by, row
 from benchmarks.packages.zoo import FAMILIES
 from benchmarks.parity import figures as parity
@@ -228,6 +229,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "jittor_verdicts": ("parity_jittor", in_jittor.verdicts_table),
     "jittor_uses": ("parity_jittor", in_jittor.uses_table),
     "packages": ("packages", packages_table),
+    "field": ("field", field.table),
     "resident": ("resident", resident_table),
     "brain_segmentation": ("brain_segmentation", brain_segmentation_table),
     "language_model": ("language_model", language_model_table),

@@ -58,7 +58,7 @@ def run(
 
     with ThreadPoolExecutor(jobs) as pool:
         cases = list(pool.map(told, only or (QUICK if quick else TABLE)))
-    return cases, summarised(cases) | {"watching_overhead": overhead(10 if quick else 60)}
+    return cases, summarised(cases) | {"watching_overhead": overhead(30 if quick else 400)}
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from memfit._torch.replacement import replaced
 from memfit.cli import app
 from memfit.hardware.cpu_allocations import allocated_between
 from memfit.pipeline import _fit
+from memfit.training.guards import beside
 
 _UPDATED, _PLANNING = "benchmarks: updated", "benchmarks: planning"
 
@@ -50,9 +51,19 @@ class Meter:
             finally:
                 self._depth -= 1
             if hasattr(found, "levers"):
-                row = {"updates": self.updates, "budget_bytes": found.budget_bytes}
+                row = {"updates": self.updates, "budget_bytes": found.budget_bytes, "held_beside_bytes": 0}
                 self.plans.append(row | {"predicted_peak_bytes": found.predicted.peak_bytes})
             return found
+
+        return call
+
+    def weighed(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        """Return memfit's function that finds what is held beside a plan, noted with that plan."""
+
+        def call(*args: Any) -> Any:
+            held = own(*args)
+            self.plans[-1]["held_beside_bytes"] = sum(each.nbytes for each in held)
+            return held
 
         return call
 
@@ -67,6 +78,7 @@ def metered(report: Path) -> Iterator[None]:
         with ExitStack() as stack:
             for name in ("make_plan", "estimate", "predicted_under"):
                 stack.enter_context(replaced(_fit, name, meter.marked(getattr(_fit, name))))
+            stack.enter_context(replaced(_fit, "held_beside", meter.weighed(beside.held_beside)))
             peaks = stack.enter_context(allocated_between(_UPDATED, but_in=_PLANNING))
             yield
     finally:

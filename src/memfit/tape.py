@@ -274,26 +274,43 @@ def _changed_extent(extent: Extent, changed: Callable[[tuple[int, ...]], tuple[i
 def in_turn(steps: Sequence[RecordedStep]) -> RecordedStep:
     """Return steps of several kinds as one, in which each follows the one before.
 
-    What a step leaves to the loop's variables, and what it was given, is released where the next one has called its
-    first module. Given integers, which a step may read, and slices of something larger are there all the time.
+    What a step leaves to the loop's variables is released where the next one has called its first module, and what it
+    was given, where the next one has made what it is given of the same form: loops bind their batch anew first. Given
+    integers, which a step may read, and slices of something larger are there all the time.
     """
     if len(steps) == 1 and not steps[0].is_switched:
         return replace(steps[0], given=[_made(t) for t in steps[0].given])
     given: list[torch.Tensor] = []
-    entries: list[Entry] = []
-    left: list[list[int]] = []
-    begins: list[Entry] = []
+    own: list[list[Entry]] = []
     made = 0
     for step in steps:
-        own, made = _in_turn(step, given, made)
-        entries += own
-        results = {number for entry in own for number in entry.made}
-        left.append(sorted(results - {number for entry in own for number in entry.drops}))
-        begins.append(next(entry for entry in own if entry.kind == "module" and entry.context.grad))
-    for numbers, entry in zip(left, [*begins[1:], begins[0]] if len(steps) > 1 else [], strict=False):
-        entry.drops = [*entry.drops, *numbers]
+        entries, made = _in_turn(step, given, made)
+        own.append(entries)
+    if len(own) > 1:
+        for step_entries, following in zip(own, [*own[1:], own[0]], strict=True):
+            _release(step_entries, following)
+    entries = [entry for step_entries in own for entry in step_entries]
     passes = _set_phases(entries)
     return RecordedStep(tuple(entries), passes, given, {}, False)
+
+
+def _release(entries: Sequence[Entry], following: Sequence[Entry]) -> None:
+    """Have the step that follows release what a step leaves, and what it was given."""
+    begins = next(entry for entry in following if entry.kind == "module" and entry.context.grad)
+    rebinding = [entry for entry in following if _given_as(entry) is not None]
+    given = {entry.made[0]: _given_as(entry) for entry in entries if _given_as(entry) is not None}
+    results = {number for entry in entries for number in entry.made}
+    for number in sorted(results - {number for entry in entries for number in entry.drops}):
+        like = [entry for entry in rebinding if number in given and _given_as(entry) == given[number]]
+        releasing = like[0] if like else begins
+        rebinding = [entry for entry in rebinding if entry is not releasing]
+        releasing.drops = [*releasing.drops, number]
+
+
+def _given_as(entry: Entry) -> Geometry | None:
+    """Return the geometry of a tensor from outside that an entry makes; None for other entries."""
+    made_by = getattr(entry.what, "__self__", None)
+    return made_by if isinstance(made_by, Geometry) else None
 
 
 def _in_turn(step: RecordedStep, given: list[torch.Tensor], made: int) -> tuple[list[Entry], int]:

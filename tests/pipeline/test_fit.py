@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import memfit
+from memfit._torch import compilers
 from memfit.errors import BudgetError, InfeasibleError, RecomputationError, UsageError
 from memfit.ir.plan import Plan, Prediction
 from memfit.pipeline import _fit
@@ -167,8 +168,10 @@ def test_after_planning_no_function_is_watched_any_more() -> None:
     assert seen == [(0, False), (1, True), (2, True)]
 
 
-def test_within_a_module_pytorchs_own_functions_are_in_place_also_while_its_step_is_watched() -> None:
+def test_where_something_is_compiled_pytorchs_own_functions_are_in_place_while_its_step_is_watched() -> None:
     """As torch.compile needs it, which would take the watch for a part of the model."""
+    compiled = torch.compile(torch.sin, backend="eager")
+    assert compilers.compiles() and compiled is not torch.sin
     own = nn.Module.__call__
     seen: list[bool] = []
 

@@ -1,6 +1,7 @@
 """Dynamo and the graphs that it makes. Slow modules are imported by the functions that need them."""
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -19,6 +20,12 @@ current_compile_id = CompileContext.current_compile_id
 def is_compiled_function(function: Callable[..., Any]) -> bool:
     """Tell whether a function is one that `torch.compile` returned."""
     return hasattr(function, "_torchdynamo_orig_callable")
+
+
+def compiles() -> bool:
+    """Tell whether anything of this process was given to `torch.compile`."""
+    eval_frame = sys.modules.get("torch._dynamo.eval_frame")
+    return eval_frame is not None and any(backend is not None for backend in eval_frame.cached_backends.values())
 
 
 def skip(function: Callable[..., Any]) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import optimizer as optimizers
 from torch.overrides import TorchFunctionMode
 
+from memfit._torch.compilers import compiles
 from memfit._torch.dispatch import (
     get_current_function_mode,
     pop_function_mode,
@@ -22,6 +23,7 @@ from memfit._torch.dispatch import (
     push_function_mode,
 )
 from memfit._torch.pytree import tree_map
+from memfit._torch.replacement import replaced
 from memfit._torch.tensors import version_of
 from memfit.batch import leaves_of, map_tensors
 from memfit.errors import MemfitError
@@ -113,6 +115,7 @@ class Watcher(TorchFunctionMode):
         roots: Modules that the loop called, in the order of their first calls; of all steps.
         called: Modules that it called in this step.
         is_writing: Whether entries are recorded.
+        is_paused: Whether calls are no part of the loop.
         fault: The reason why the tape can't be replayed; "" where it can.
         updates: The number of steps of each optimizer in this step, by its `id`.
         seen: What the step did so far.
@@ -128,7 +131,7 @@ class Watcher(TorchFunctionMode):
         super().__init__()
         self._on_call, self._on_backward, self._on_elsewhere = on_call, on_backward, on_elsewhere
         self.verdict: Exception | None = None
-        self.is_writing = self._is_over = self._is_paused = self._is_on = False
+        self.is_writing = self._is_over = self.is_paused = self._is_on = False
         self._records = True
         self._outer: Any = None
         self._depth = 0
@@ -160,6 +163,7 @@ class Watcher(TorchFunctionMode):
         """Begin to count the next step."""
         self.called: list[nn.Module] = []
         self._zeros: list[tuple[weakref.ref[_Owner], bool]] = []
+        self._held: dict[nn.Module, list[nn.Parameter]] = {}
         self.updates: dict[int, int] = {}
         self.seen = Seen()
 
@@ -209,20 +213,26 @@ class Watcher(TorchFunctionMode):
         self._stack.close()
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Ignore the calls in this context, which are no part of the loop."""
-        self._is_paused = True
-        self._replacement.take()
+    def paused(self, is_bare: bool = True) -> Iterator[None]:
+        """Ignore the calls in this context, which are no part of the loop.
+
+        Args:
+            is_bare: Whether PyTorch has its own functions there. Python looks methods up anew in all classes of modules
+                where that changes, which takes one in a hundred of the time of small steps.
+        """
+        was_paused, self.is_paused = self.is_paused, True
+        if is_bare:
+            self._replacement.take_within()
         on_top = get_current_function_mode() is self
         try:
             with pop_function_mode_temporarily() if on_top else contextlib.nullcontext():
                 yield
         finally:
-            self._is_paused = False
+            self.is_paused = was_paused
             if self._is_over or not self._records:
                 self._take_off()
-            if not self._is_over:
-                self._replacement.put()
+            if is_bare:
+                self._replacement.put_within(self._is_over)
 
     # Watching
 
@@ -270,15 +280,18 @@ class Watcher(TorchFunctionMode):
 
     def call_module(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a module, and record the call if the loop itself makes it and the module has parameters."""
-        if not self._is_looking() or next(module.parameters(), None) is None:
+        if not self._is_looking() or not self.held_by(module):
             return call(module, *args, **kwargs)
-        with self._carried(Exception), self.paused():
-            self._on_call(module, args, kwargs)
+        with self.paused(is_bare=compiles()):  # Dynamo must find PyTorch's own functions
+            with self._carried(Exception):
+                self._on_call(module, args, kwargs)
             if not any(known is module for known in self.called):
                 self.called.append(module)
+            if not self.is_writing:
+                return call(module, *args, **kwargs)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with self.paused():  # torch.compile must find PyTorch's own functions, and no mode
+            with self.paused(is_bare=compiles()):
                 return call(module, *args, **kwargs)
 
         return self._write("module", self._root(module), run, args, kwargs) if self._is_seen() else run(*args, **kwargs)
@@ -302,7 +315,7 @@ class Watcher(TorchFunctionMode):
             if self._is_looking():
                 self.seen.end_pass()
                 self._zeros.clear()
-                with self.paused():
+                with replaced(self, "is_paused", True):
                     self._on_backward()
         return out
 
@@ -314,7 +327,7 @@ class Watcher(TorchFunctionMode):
 
     def call_zero_grad(self, owner: _Owner, zero_grad: Callable[..., None], set_to_none: bool) -> None:
         """Zero the gradients of an optimizer or a module for the loop, and record that also where there are none."""
-        if not self._depth:
+        if self._is_looking():
             self._zeros.append((weakref.ref(owner), set_to_none))
         if not self._is_seen():
             zero_grad(set_to_none=set_to_none)
@@ -338,7 +351,7 @@ class Watcher(TorchFunctionMode):
         return self.is_writing and self._is_looking()
 
     def _is_looking(self) -> bool:
-        is_off = self._depth or self._is_over or self._is_paused
+        is_off = self._depth or self._is_over or self.is_paused
         return not is_off and threading.get_ident() == self._thread
 
     def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
@@ -380,7 +393,7 @@ class Watcher(TorchFunctionMode):
 
     def is_here(self) -> bool:
         """Tell whether an update is one of the loop that is watched."""
-        return not (self._is_over or self._is_paused) and threading.get_ident() == self._thread
+        return not (self._is_over or self.is_paused) and threading.get_ident() == self._thread
 
     # Recording
 
@@ -485,12 +498,34 @@ class Watcher(TorchFunctionMode):
         before = self._calls.get(number)
         self._calls[number] = extent if before is None else joined(before, extent)
 
+    def held_by(self, module: nn.Module) -> list[nn.Parameter]:
+        """Return a module's parameters, which are looked up once in each step."""
+        if module not in self._held:
+            self._held[module] = _parameters_within(module)
+        return self._held[module]
+
     def note_call(self, module: nn.Module) -> Call:
         """Note a call that trains, before it runs."""
-        number, trained = self._root(module), sum(p.requires_grad for p in module.parameters())
+        number, trained = self._root(module), sum(p.requires_grad for p in self.held_by(module))
         call = number, trained, 1 + sum(known[0] == number for known in self.seen.calls)
         self.seen.calls.add(call)
         return call
+
+
+def _parameters_within(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of a module and of those within it, in less time than `parameters()` takes."""
+    modules, found = {id(module): module}, dict[int, nn.Parameter]()
+    waiting = [module]
+    while waiting:
+        held = waiting.pop()
+        for parameter in held._parameters.values():
+            if parameter is not None:
+                found[id(parameter)] = parameter
+        for inner in held._modules.values():
+            if inner is not None and id(inner) not in modules:
+                modules[id(inner)] = inner
+                waiting.append(inner)
+    return list(found.values())
 
 
 def _gradients_of(owner: _Owner) -> list[torch.Tensor]:
@@ -517,6 +552,9 @@ def _deep_copied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
+_MET = 4  # of the replacements: those that Dynamo may meet in what it compiles
+
+
 class _Replacement:
     """Replacements of the PyTorch functions that run modules, backward passes and custom functions."""
 
@@ -526,6 +564,8 @@ class _Replacement:
         zero, zero_module = torch.optim.Optimizer.zero_grad, nn.Module.zero_grad
 
         def watched_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if watcher.is_paused:  # as for each module within another
+                return call_module(module, *args, **kwargs)
             return watcher.call_module(module, call_module, args, kwargs)
 
         def watched_backward(*args: Any, **kwargs: Any) -> Any:
@@ -543,19 +583,36 @@ class _Replacement:
         def watched_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             return watcher.call("function", apply.__get__(None, cls), args, kwargs)
 
+        self._taken = 0
         self._places: list[tuple[Any, str, Any, Any]] = [
             (nn.Module, "__call__", call_module, watched_call),
             (torch.autograd, "backward", backward, watched_backward),
             (torch.autograd, "grad", grad, watched_grad),
+            (torch.autograd.Function, "apply", apply, classmethod(watched_apply)),
             (torch.optim.Optimizer, "zero_grad", zero, watched_zero),
             (nn.Module, "zero_grad", zero_module, watched_module_zero),
-            (torch.autograd.Function, "apply", apply, classmethod(watched_apply)),
         ]
 
     def put(self) -> None:
+        """Put the replacements in place."""
         for owner, name, _, watched in self._places:
             setattr(owner, name, watched)
 
     def take(self) -> None:
+        """Take them out."""
         for owner, name, own, _ in self._places:
             setattr(owner, name, own)
+
+    def take_within(self) -> None:
+        """Take out what Dynamo may meet, until `put_within` was called as often."""
+        if not self._taken:
+            for owner, name, own, _ in self._places[:_MET]:
+                setattr(owner, name, own)
+        self._taken += 1
+
+    def put_within(self, is_over: bool) -> None:
+        """Put back what `take_within` took, but where the watch is over."""
+        self._taken -= 1
+        if not (self._taken or is_over):
+            for owner, name, _, watched in self._places[:_MET]:
+                setattr(owner, name, watched)

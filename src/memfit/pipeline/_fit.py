@@ -42,6 +42,7 @@ from memfit.tape import (
     CallNumber,
     Entry,
     ExecutionContext,
+    Geometry,
     LoopWorkload,
     ModuleTensor,
     RecordedStep,
@@ -149,13 +150,16 @@ class Fitted:
             self._notice(module)
             call = watcher.note_call(module)
         elif is_known and not self._larger.holds((call[0], call[2]), extent):
-            if not self._held(module, (call[0], call[2]), extent, args, kwargs):
+            with watcher.paused():
+                is_held = self._held(module, (call[0], call[2]), extent, args, kwargs)
+            if not is_held:
                 call = watcher.note_call(module)
         if watcher.is_writing:
             watcher.note_extent((call[0], call[2]), extent)
         under = [root for model, _ in self._under for root in _roots_of(model)]
         if not any(known is module for known in [*under, *self._unplanned]):
-            self._begin_with(module, args, kwargs)
+            with watcher.paused():
+                self._begin_with(module, args, kwargs)
 
     def _step_is_complete(self, module: nn.Module) -> bool:
         """Tell whether a call begins another step: every optimizer of the modules called has updated since it began.
@@ -187,7 +191,8 @@ class Fitted:
             watcher.begin()
         else:
             self._awaited = 0
-            self._fit(_Kind(watcher.seen, watcher.end()))
+            with watcher.paused():
+                self._fit(_Kind(watcher.seen, watcher.end()))
             gc.collect()  # the step's data, which its workload holds in a cycle of objects
 
     def _tell_unplanned(self, what: str) -> None:
@@ -362,7 +367,7 @@ class Fitted:
                 self.plan = self._planned(workload, self._options["budget"])
             self._tell_first(workload, self.plan)
             under = [(workload.model, self.plan)]
-            self._tell_beside(workload, self.plan)
+            self._tell_beside(workload, self.plan, [t for known in kinds for t in known.step.given])
             self._advice = advice(self.plan, self._mixed(workload)) if is_slow(self.plan) else []
         except InfeasibleError:
             raise
@@ -403,13 +408,13 @@ class Fitted:
                     f" the budget of {format_bytes(plan.budget_bytes)}"
                 )
 
-    def _tell_beside(self, workload: LoopWorkload, plan: Plan) -> None:
+    def _tell_beside(self, workload: LoopWorkload, plan: Plan, given: Sequence[torch.Tensor | Geometry]) -> None:
         """Tell the variables that hold memory beside the step, if more than a hundredth of the budget."""
         optimizer = workload.optimizer
         known = [*workload.model.parameters(), *workload.model.buffers(), *external_tensors(workload)]
         known += tensors_of([list(optimizer.state.values()), optimizer.param_groups])
         known += [p.grad for p in workload.model.parameters() if p.grad is not None]
-        held = held_beside(known, workload.batch, plan.device)
+        held = held_beside([*known, *workload.batch], given, plan.device)
         if sum(each.nbytes for each in held) > _NOTED_SHARE * plan.budget_bytes:
             self._tell(f"memfit: {beside_text(held, plan.predicted.peak_bytes, plan.budget_bytes)}")
 
@@ -510,7 +515,7 @@ class Fitted:
             )
 
     def _optimizers_of(self, modules: Sequence[nn.Module]) -> list[torch.optim.Optimizer]:
-        return _updating(self._optimizers(), modules)
+        return _updating(self._optimizers(), (p for module in modules for p in self._watcher.held_by(module)))
 
 
 def fit(
@@ -553,7 +558,7 @@ def fit(
     _check(budget, numerics)
     given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     models = [model] if isinstance(model, nn.Module) else list(model)
-    if not _updating(given, models):
+    if not _updating(given, (p for model in models for p in model.parameters())):
         raise UsageError("optimizer= updates no parameter of model=: give the two that the loop trains with")
     options = {"numerics": numerics, "host_budget": host_budget, "time_limit_seconds": time_limit_seconds}
     write = tell or functools.partial(print, file=sys.stderr, flush=True)
@@ -603,9 +608,9 @@ def fit_whatever_trains(
         yield fitted
 
 
-def _updating(optimizers: Iterable[torch.optim.Optimizer], modules: Sequence[nn.Module]) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that update a parameter of some modules."""
-    held = {id(p) for module in modules for p in module.parameters()}
+def _updating(optimizers: Iterable[torch.optim.Optimizer], parameters: Iterable[Any]) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that update one of some parameters."""
+    held = set(map(id, parameters))
     return [o for o in optimizers if any(id(p) in held for p in parameters_of(o))]
 
 

@@ -16,6 +16,7 @@ import torch
 from memfit._torch.fake import FakeTensor
 from memfit._torch.tensors import is_wrapper, storage_key_of
 from memfit.frames import is_users
+from memfit.tape import Geometry
 from memfit.training.guards.growth import namespaces
 from memfit.units import format_bytes
 
@@ -39,7 +40,7 @@ class Held(NamedTuple):
         return f"`{self.name}` ({self.what}, {format_bytes(self.nbytes)})"
 
 
-def held_beside(known: Iterable[torch.Tensor], given: Sequence[torch.Tensor], device: str) -> list[Held]:
+def held_beside(known: Iterable[torch.Tensor], given: Sequence[torch.Tensor | Geometry], device: str) -> list[Held]:
     """Return the variables of the user's frames and modules that hold other tensors than a step's, the largest first.
 
     Results with a graph are left out: they are of the step that is under way.
@@ -49,8 +50,9 @@ def held_beside(known: Iterable[torch.Tensor], given: Sequence[torch.Tensor], de
         given: The tensors that the step takes from the loop: those of the next one are like them.
         device: The kind of device whose memory is asked for.
     """
-    seen = {storage_key_of(t) for t in [*known, *given] if _has_storage(t)}
-    alike = {(t.dtype, t.shape) for t in given}
+    known = [*known, *(t for t in given if isinstance(t, torch.Tensor))]
+    seen = {storage_key_of(t) for t in known if _has_storage(t)}
+    alike = {(g.dtype, g.size) for t in given if (g := Geometry.of(t)) is not None}
     visited: set[int] = set()
     found = []
     for space in namespaces({}):
@@ -61,7 +63,7 @@ def held_beside(known: Iterable[torch.Tensor], given: Sequence[torch.Tensor], de
             for tensor in _tensors_of(value, visited):
                 if _has_storage(tensor) and tensor.device.type == device and tensor.grad_fn is None:
                     key = storage_key_of(tensor)
-                    if value is tensor and (tensor.dtype, tensor.shape) in alike:
+                    if value is tensor and (tensor.dtype, tuple(tensor.shape)) in alike:
                         continue
                     nbytes += 0 if key in seen else tensor.untyped_storage().nbytes()
                     seen.add(key)
