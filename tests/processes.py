@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from torch import multiprocessing
 from tests import warm
 
 WORLD_SIZE = 2
+_WAITS = timedelta(seconds=200)
+"""How long ranks wait for one another."""
 _HANGS = 300.0
 """Seconds after which a rank tells where it is, and ends."""
 
@@ -90,7 +93,7 @@ def _main(rank: int, world_size: int, port: int, folder: Path) -> None:
     faulthandler.dump_traceback_later(_HANGS, exit=True)
     program, args = pickle.loads((folder / "program").read_bytes())
     store = dist.TCPStore("127.0.0.1", port, world_size, is_master=rank == 0)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_WAITS)
     try:
         found = list(program(rank, *args))
     finally:
