@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from memfit._torch import compilers
+from tests import warm
 
 
 def test_disable_dynamo_keeps_a_function_out_of_compiled_code() -> None:
@@ -25,6 +26,21 @@ def test_disable_dynamo_keeps_a_function_out_of_compiled_code() -> None:
 def test_is_compiled_function_tells_what_torch_compile_returned() -> None:
     assert not compilers.is_compiled_function(untraced)
     assert compilers.is_compiled_function(torch.compile(untraced, backend="eager"))
+
+
+def test_compiles_tells_whether_anything_was_given_to_torch_compile() -> None:
+    code = """
+import torch
+from memfit._torch.compilers import compiles
+before = [compiles()]
+import torch._dynamo
+torch.optim.SGD([torch.ones(1, requires_grad=True)], 0.1).zero_grad()
+before.append(compiles())
+compiled = torch.compile(torch.sin, backend="eager")
+print(*before, compiles())
+"""
+    done = warm.run(["-c", code])
+    assert done.stdout.split() == ["False", "False", "True"], done.stderr
 
 
 def test_skip_keeps_dynamo_out_of_a_function_and_what_it_calls() -> None:

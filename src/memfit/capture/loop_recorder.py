@@ -22,6 +22,7 @@ from memfit._torch.dispatch import (
     pop_function_mode_temporarily,
     push_function_mode,
 )
+from memfit._torch.modules import own_modules, own_parameters
 from memfit._torch.pytree import tree_map
 from memfit._torch.replacement import replaced
 from memfit._torch.tensors import version_of
@@ -518,10 +519,10 @@ def _parameters_within(module: nn.Module) -> list[nn.Parameter]:
     waiting = [module]
     while waiting:
         held = waiting.pop()
-        for parameter in held._parameters.values():
+        for parameter in own_parameters(held).values():
             if parameter is not None:
                 found[id(parameter)] = parameter
-        for inner in held._modules.values():
+        for inner in own_modules(held).values():
             if inner is not None and id(inner) not in modules:
                 modules[id(inner)] = inner
                 waiting.append(inner)
