@@ -22,6 +22,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -33,6 +34,7 @@ import memfit
 from benchmarks.common import Case, main
 from benchmarks.faults.process_state import changed, digest, process_state, workload_state
 from benchmarks.faults.processes import finish, start
+from benchmarks.steps.rows import Rows
 from memfit.errors import UsageError
 from memfit.ir.plan import Plan
 from memfit.workload import Workload
@@ -42,6 +44,7 @@ SEEDS, QUICK_SEEDS = 10, 1
 MAX_SECONDS = 3600.0
 STEPS = 3
 _WAITING = ("estimate_for_a_gpu", "fleet")  # for another process: their signals come by the world's clock
+_STARTING = threading.Lock()  # no process starts while a stream is written to
 _MISSED = 3  # times as many calls as are to be interrupted: some end before
 
 
@@ -320,9 +323,22 @@ def training(seed: int, over: threading.Event | None = None) -> list[float]:
 
 
 def run(
-    quick: bool, verbs: Sequence[str] | None = None, interrupts: int | None = None, seeds: int | None = None
+    quick: bool,
+    verbs: Sequence[str] | None = None,
+    interrupts: int | None = None,
+    seeds: int | None = None,
+    jobs: int = 1,
+    rows: Path | None = None,
 ) -> tuple[list[Case], dict[str, Any]]:
     """Return a row for each verb and kind of disturbance, and how many there were and left the process unharmed.
+
+    Args:
+        quick: A few disturbances of each verb.
+        verbs: Their names; None for all.
+        interrupts: Of each verb.
+        seeds: Of threads beside each verb.
+        jobs: Verbs at a time.
+        rows: A file with those that were disturbed before; None for none.
 
     Raises:
         UsageError: There is no verb of a name.
@@ -334,34 +350,44 @@ def run(
     torch.set_num_threads(1)
     with contextlib.redirect_stdout(io.StringIO()):
         memfit.estimate(workload())  # children find everything imported
-    cases: list[Case] = []
-    with tempfile.TemporaryDirectory(prefix="memfit-verbs-") as folder:
-        for verb in verbs or VERBS:
-            place = Path(folder, verb)
-            if count:
-                work = functools.partial(interrupted, verb, count)
-                cases.append(_case("interrupt", verb, count, place, work))
-            if verb not in TRAINING:
-                cases += [
-                    _case("threads", verb, 1, place, functools.partial(beside_threads, verb, seed))
-                    for seed in range(n_seeds)
-                ]
+    before = Rows(rows)
+
+    def disturbed(place: Path, verb: str) -> list[Case]:
+        found = before.of(verb)
+        if found is None:
+            found = _cases(place / verb, verb, count, n_seeds)
+            before.add(verb, found)
+        return found
+
+    with tempfile.TemporaryDirectory(prefix="memfit-verbs-") as folder, ThreadPoolExecutor(jobs) as pool:
+        found = list(pool.map(functools.partial(disturbed, Path(folder)), verbs or VERBS))
+    cases = [case for each in found for case in each]
     print(table(cases))
     return cases, summarised(cases)
+
+
+def _cases(place: Path, verb: str, count: int, n_seeds: int) -> list[Case]:
+    """Return a row of a verb's interrupts, and one for each seed of threads beside it."""
+    found = [_case("interrupt", verb, count, place, functools.partial(interrupted, verb, count))] if count else []
+    for seed in range(0 if verb in TRAINING else n_seeds):
+        found.append(_case("threads", verb, 1, place, functools.partial(beside_threads, verb, seed)))
+    return found
 
 
 def _case(kind: str, verb: str, count: int, place: Path, work: Callable[[Path], None]) -> Case:
     """Return what some work in a process of its own found."""
     out, log = place.with_suffix(".jsonl"), place.with_suffix(".log")
     out.write_text("")
-    pid = start(lambda: work(out), log)
+    with _STARTING:
+        pid = start(lambda: work(out), log)
     status = finish(pid, MAX_SECONDS)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     wrong = [text for each in rows for text in each["wrong"]]
     if status:
         wrong.append(f"the process ended with status {status}: {log.read_text()[-500:]}")
     unharmed = sum(not each["wrong"] for each in rows)
-    print(f"{kind}: {verb}: {unharmed} of {count} unharmed", *wrong[:5], sep="\n  ", file=sys.stderr, flush=True)
+    with _STARTING:
+        print(f"{kind}: {verb}: {unharmed} of {count} unharmed", *wrong[:5], sep="\n  ", file=sys.stderr, flush=True)
     return {"kind": kind, "verb": verb, "injected": count, "unharmed": unharmed, "status": status, "wrong": wrong}
 
 
@@ -400,6 +426,8 @@ NAMES = {
 OPTIONS: dict[str, dict[str, Any]] = {
     "--verbs": {"nargs": "+", "metavar": "NAME", "help": f"of {' '.join(VERBS)}"},
     "--interrupts": {"type": int, "help": f"of each verb; {INTERRUPTS} by default, {QUICK_INTERRUPTS} if quick"},
+    "--jobs": {"type": int, "default": 1, "help": "verbs at a time; 1 by default"},
+    "--rows": {"type": Path, "metavar": "FILE", "help": "go on with a run that was cut short: its rows are kept there"},
     "--seeds": {"type": int, "help": f"of threads beside each verb; {SEEDS} by default, {QUICK_SEEDS} if quick"},
 }
 

@@ -186,7 +186,7 @@ shardings = st.builds(
 )  # fmt: skip
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15)
 @given(names, shardings, st.sampled_from([("32-true", 2), ("bf16-mixed", 1)]))
 def test_a_sharded_step_is_a_step(name: str, given: Sharding, levers: tuple[Precision, int]) -> None:
     precision, microbatches = levers
@@ -220,7 +220,7 @@ def test_what_is_resident_is_one_shard_and_gradients_are_reduced_once(
     )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15)
 @given(names, shardings, st.integers(0, 1000))
 def test_checkpointing_applies_to_a_sharded_step(name: str, given: Sharding, seed: int) -> None:
     trace = plain_trace(name)
