@@ -186,7 +186,8 @@ def test_the_ladder_is_climbed_there(kind: str) -> None:
 
 def test_batches_of_other_shapes_have_plans_of_their_own(kind: str) -> None:
     workload, plan = language_model(), plan_of("language_model", kind, points=3)
-    gc.collect()  # what the tests before have left
+    gc.collect()
+    held_bytes = accelerators.allocated_bytes(torch.device(kind, 0)) or 0  # what the tests before have left
     accelerators.reset_peaks(torch.device(kind, 0))
     with memfit.adapt(plan, workload) as step:
         for length in (64, 48):
@@ -194,7 +195,7 @@ def test_batches_of_other_shapes_have_plans_of_their_own(kind: str) -> None:
             result = step(batch)
             found = accelerators.peaks(torch.device(kind, 0))
             assert found is not None and result.predicted_peak_bytes is not None
-            assert found.allocated_bytes <= plan.budget_bytes
+            assert found.allocated_bytes - held_bytes <= plan.budget_bytes
 
 
 @pytest.mark.parametrize("name", ["language_model"])
