@@ -389,14 +389,19 @@ def test_where_another_thread_runs_only_fake_tensors_go(monkeypatch: pytest.Monk
     assert _Counting.losses == [1.0] and list(TABLES) == [4] and not bounded.cache_info().currsize
 
 
-def test_globals_in_which_compiled_code_finds_its_parts_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(user_state, "_others", dict)
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_globals_in_which_compiled_code_finds_its_parts_stay(is_alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo takes them out itself; it knows what it compiled by fake tensors."""
+    moves = itertools.count()
+    monkeypatch.setattr(user_state, "_others", dict if is_alone else lambda: {1: (0, next(moves))})
     space = counting.__globals__
     around = UserState([counting])
-    space["__compiled_fn_0"], space["FILLED"] = made, [made(4)]
+    with FakeTensorMode():
+        compiled = [made(4)]
+        space["__compiled_fn_0"], space["FILLED"] = compiled, [made(4)]
     try:
         around.set_back()
-        assert space["__compiled_fn_0"] is made and "FILLED" not in space
+        assert space["__compiled_fn_0"] is compiled and "FILLED" not in space
     finally:
         space.pop("__compiled_fn_0", None)
 

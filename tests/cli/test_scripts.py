@@ -47,15 +47,13 @@ CASES = {
     ),
     "gan": Case("torch", 0.65, "1 call of Generator, 3 backward passes, 2 updates by Adam, gradients not clipped"),
 }
-MORE, CI = tuple(name for name in CASES if name != "language_model"), pytest.mark.ci
-"""Scripts whose steps other tests fit too: what is the same for every script holds with one."""
-
 BESIDE = 0.005
 """What a script holds beside its step, of its peak: its data, which no plan makes smaller. Both peaks have it."""
 
 
+@pytest.mark.ci
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(name, marks=CI) if name in MORE else name for name in CASES])
+@pytest.mark.parametrize("name", CASES)
 def test_a_script_trains_the_same_within_the_budget_and_resumes_its_own_checkpoint(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     if importlib.util.find_spec(case.needs) is None:

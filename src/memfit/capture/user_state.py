@@ -440,20 +440,22 @@ def _set_back(all_noted: list[_Noted], is_ours: bool) -> list[Callable[[], objec
 
 
 def _with_modules(before: Any, now: Any) -> Any:
-    """Return contents as noted, with modules that were imported meanwhile, and the globals of Python and Dynamo.
-
-    Compiled code finds its parts in globals such as `__compiled_fn_1`; Python keeps the warnings given in another.
-    """
+    """Return contents as noted, with modules that were imported meanwhile, and the globals of Python and Dynamo."""
     if not isinstance(now, dict):
         return before
     kept = {
         key: value
         for key, value in now.items()
-        if (isinstance(value, types.ModuleType) or str(key).startswith("__")) and key not in before
+        if (isinstance(value, types.ModuleType) or _is_reserved(key)) and key not in before
     }
     if "__warningregistry__" in now:
         kept["__warningregistry__"] = now["__warningregistry__"]
     return {**before, **kept} if kept else before
+
+
+def _is_reserved(key: Any) -> bool:
+    """Tell whether a key is of Python's or Dynamo's: compiled code finds its parts in globals, as `__compiled_fn_1`."""
+    return isinstance(key, str) and key.startswith("__")
 
 
 def _without_fakes(kind: _Kind, held: Any, before: Any, now: Any) -> Any:
@@ -465,7 +467,7 @@ def _without_fakes(kind: _Kind, held: Any, before: Any, now: Any) -> Any:
         return before if _holds([value for value in now if id(value) not in known], FakeTensor) else now
     after = {}
     for key, value in now.items():
-        if before.get(key, _Kind) is value or not _holds([key, value], FakeTensor):
+        if before.get(key, _Kind) is value or _is_reserved(key) or not _holds([key, value], FakeTensor):
             after[key] = value
         elif key in before:
             after[key] = before[key]
