@@ -22,7 +22,7 @@ from memfit.units import format_bytes
 
 _COMPARED_STEPS = 2
 _PLAIN_BYTES = 600 * 2**20  # no less than the plain step takes
-_TRAINING_SECONDS = 30.0
+_TRAINING_SECONDS = 15.0
 _FEWEST, _MOST = 6, 60
 
 
@@ -30,7 +30,7 @@ def run_demo(folder: Path, steps: int | None, budget: str, device: str, overwrit
     """Estimate, plan, compare, train and report, showing each, in about two minutes.
 
     Args:
-        steps: Optimizer updates; None for as many as take about half a minute.
+        steps: Optimizer updates; None for as many as take a quarter of a minute.
         device: A device of this machine.
 
     Raises:

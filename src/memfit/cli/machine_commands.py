@@ -105,7 +105,7 @@ def demo(
     output: Annotated[Path, typer.Option("--out", help="The run's folder.")] = Path("runs/demo"),
     steps: Annotated[
         int | None,
-        typer.Option(help="Optimizer updates; as many as take about half a minute by default.", min=2),
+        typer.Option(help="Optimizer updates; as many as take a quarter of a minute by default.", min=2),
     ] = None,
     budget: Annotated[str, typer.Option(help="Memory budget; the plain step needs about 573 MiB.")] = "128MiB",
     device: DeviceHere = "cpu",
