@@ -295,7 +295,7 @@ def in_turn(steps: Sequence[RecordedStep]) -> RecordedStep:
 
 
 def _release(entries: Sequence[Entry], following: Sequence[Entry]) -> None:
-    """Have the step that follows release what a step leaves, and what it was given."""
+    """Have the step that follows release a step's results and the tensors that it was given."""
     begins = next(entry for entry in following if entry.kind == "module" and entry.context.grad)
     rebinding = [entry for entry in following if _given_as(entry) is not None]
     given = {entry.made[0]: _given_as(entry) for entry in entries if _given_as(entry) is not None}

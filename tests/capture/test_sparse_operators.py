@@ -157,3 +157,19 @@ def test_what_values_select_is_predicted(name: str) -> None:
     workload = Workload(model, batch, lambda m, b: _SELECTIONS[name](m, b).square().mean(), optimizer, batch_size=1)
     predicted, measured = peaks(workload, Levers(microbatch_size=1))
     assert predicted == pytest.approx(measured, rel=1e-3)
+
+
+def test_without_data_all_entries_are_predicted_and_said_to_be_a_guess() -> None:
+    def workload(device: str) -> Workload:
+        torch.manual_seed(4)
+        with torch.device(device):
+            model = nn.Linear(64, 64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+        use = _SELECTIONS["a graph"]
+        batch = {"x": torch.randn(512, 64)}
+        return Workload(model, batch, lambda m, b: use(m, b).square().mean(), optimizer, batch_size=1)
+
+    guessed, known = memfit.estimate(workload("meta"), device="cpu"), memfit.estimate(workload("cpu"))
+    assert guessed.peak_bytes > known.peak_bytes + 512 * 512 * 8
+    assert any("_to_sparse of float32[512, 512]" in note and "select everything" in note for note in guessed.notes)
+    assert not any("guess" in note for note in known.notes)

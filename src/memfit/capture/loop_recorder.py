@@ -218,8 +218,8 @@ class Watcher(TorchFunctionMode):
         """Ignore the calls in this context, which are no part of the loop.
 
         Args:
-            is_bare: Whether PyTorch has its own functions there. Python looks methods up anew in all classes of modules
-                where that changes, which takes one in a hundred of the time of small steps.
+            is_bare: Whether PyTorch has its own functions there. That takes time: Python looks methods up anew in all
+                classes of modules.
         """
         was_paused, self.is_paused = self.is_paused, True
         if is_bare:
@@ -605,14 +605,14 @@ class _Replacement:
             setattr(owner, name, own)
 
     def take_within(self) -> None:
-        """Take out what Dynamo may meet, until `put_within` was called as often."""
+        """Take out the replacements that Dynamo may meet, until `put_within` was called as often."""
         if not self._taken:
             for owner, name, own, _ in self._places[:_MET]:
                 setattr(owner, name, own)
         self._taken += 1
 
     def put_within(self, is_over: bool) -> None:
-        """Put back what `take_within` took, but where the watch is over."""
+        """Put these back, unless the watch is over."""
         self._taken -= 1
         if not (self._taken or is_over):
             for owner, name, _, watched in self._places[:_MET]:

@@ -64,12 +64,14 @@ class SparseOperators:
             elif logged is not None:
                 indices = logged.tensor()
             else:
-                indices = spread_indices(list(dense.shape[:dims]), math.prod(dense.shape[:dims]))
-        if real is None and logged is None:
+                indices = None  # spread evenly, where an operator needs them
+        if indices is None:
             replay.guessed_shape(func, dense)
-        fake = torch.empty(indices.shape, dtype=torch.long, device=device)
-        self._store_indices(fake, indices)
-        values = torch.empty((indices.shape[1], *dense.shape[dims:]), dtype=dense.dtype, device=device)
+        count = math.prod(dense.shape[:dims]) if indices is None else indices.shape[1]
+        fake = torch.empty((dims, count), dtype=torch.long, device=device)
+        if indices is not None:
+            self._store_indices(fake, indices)
+        values = torch.empty((count, *dense.shape[dims:]), dtype=dense.dtype, device=device)
         return assembled(fake, values, dense.shape, coalesced=True)
 
     def _needs_data(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> bool:

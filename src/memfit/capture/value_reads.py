@@ -111,7 +111,7 @@ def form_of(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype)[6:]}{list(tensor.shape)}"
 
 
-class Form(NamedTuple):
+class _Form(NamedTuple):
     """An output whose shape depends on values: kernels may lay it out otherwise, or return a part of more memory."""
 
     shape: tuple[int, ...]
@@ -121,7 +121,7 @@ class Form(NamedTuple):
     nbytes: int
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Form:
+    def of(cls, tensor: torch.Tensor) -> _Form:
         nbytes = tensor.untyped_storage().nbytes()
         return cls(tuple(tensor.shape), tensor.dtype, tensor.stride(), int(tensor.storage_offset()), nbytes)
 
@@ -130,7 +130,7 @@ class Form(NamedTuple):
         return whole.as_strided(self.shape, self.stride, self.offset)
 
 
-class Array(NamedTuple):
+class _Array(NamedTuple):
     """An array in a form that travels between processes."""
 
     content: bytes
@@ -138,7 +138,7 @@ class Array(NamedTuple):
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Array:
+    def of(cls, tensor: torch.Tensor) -> _Array:
         content = tensor.contiguous().flatten().view(torch.uint8) if tensor.numel() else None
         return cls(b"" if content is None else TensorBase.numpy(content).tobytes(), tuple(tensor.shape), tensor.dtype)
 
@@ -171,10 +171,10 @@ class ReadRecorder(EagerMode):
             if masks:
                 self._write(str(func), args[0], [int(mask.sum()) for mask in masks])
         elif func in TO_SPARSE and args[0].layout is torch.strided and out.layout is torch.sparse_coo:
-            self._write(str(func), args[0], Array.of(sparse_indices(out)))
+            self._write(str(func), args[0], _Array.of(sparse_indices(out)))
         elif func.namespace == "aten" and torch.Tag.dynamic_output_shape in func.tags:
             outputs = out if isinstance(out, tuple | list) else (out,)
-            self._write(str(func), args[0], [Form.of(t) for t in outputs])
+            self._write(str(func), args[0], [_Form.of(t) for t in outputs])
         return out
 
     def _count(self, func: Any, out: Any) -> None:
@@ -197,7 +197,7 @@ class ReadRecorder(EagerMode):
         def array_of(tensor: torch.Tensor) -> torch.Tensor:
             with disable_current_modes():
                 copied = tensor.detach().cpu().clone()
-            self._write("array", tensor, Array.of(copied))
+            self._write("array", tensor, _Array.of(copied))
             return copied
 
         def unwritten(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> str:
