@@ -264,8 +264,9 @@ def plain_step(workload: Workload) -> None:
 
 @pytest.fixture(autouse=True)
 def _state_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Set back by the very thing that is tested, or the tests would depend on their order."""
+    """Set back by the very thing that is tested, or the tests would depend on their order and on others' threads."""
     monkeypatch.setitem(sys.modules, "tables_of_someone", ELSEWHERE)
+    monkeypatch.setattr(user_state, "_others", dict)
     around = UserState([lazily])
     yield
     around.set_back()

@@ -213,7 +213,7 @@ def test_one_copy_is_alive_at_a_time_and_none_afterwards() -> None:
         world.saw(model)
         return own(model, batch)
 
-    found = timed(dataclasses.replace(workload, loss_fn=loss), Levers(microbatch_size=8), Levers(microbatch_size=4))
+    found = timed(dataclasses.replace(workload, loss_fn=loss), *sizes(8, 4), limit_seconds=600.0)
     assert found.steps[0] == 2 * measured_steps.ROUNDS
     assert (world.most_alive, world.alive) == (1, 0)
 
