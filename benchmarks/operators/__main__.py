@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.common import Case, main
 from benchmarks.operators.comparing import Fakes, Operators, Whole, compared
-from benchmarks.operators.listed import listed
+from benchmarks.operators.listed import listed, listed_peak
 from benchmarks.operators.samples import dtype_of, operators, samples
 
 SAMPLES, EVERY = 3, 12
@@ -64,6 +64,10 @@ def run(
         found.append(row)
         for one in row["different"]:
             print(f"{op.name}: {one['call']}: {one['said']}", file=sys.stderr, flush=True)
+        for peak in row["peaks"]:
+            if peak.get("reason") == "":
+                text = f"predicted {peak['predicted_bytes']} bytes, measured {peak['measured_bytes']}"
+                print(f"{op.name}: peak: {text}", file=sys.stderr, flush=True)
     return found, _summary(found)
 
 
@@ -83,7 +87,7 @@ def _row(op: Any, most: int, mode: Operators, whole: Whole | None) -> Case:
                     compared(sample, mode)
                     if whole is not None and sample.layout == "contiguous" and not peaks:
                         peak = whole.peaks(sample)
-                        peaks.append({"predicted_bytes": peak.predicted_bytes, "measured_bytes": peak.measured_bytes})
+                        peaks.append(_peak_row(op.name, peak.predicted_bytes, peak.measured_bytes))
     for name, call, said in mode.found:
         reason = listed(name, said)
         case = {"call": name, "signature": call, "said": said}
@@ -101,6 +105,13 @@ def _row(op: Any, most: int, mode: Operators, whole: Whole | None) -> Case:
     }
 
 
+def _peak_row(operator: str, predicted_bytes: int, measured_bytes: int) -> Case:
+    row: Case = {"predicted_bytes": predicted_bytes, "measured_bytes": measured_bytes}
+    if predicted_bytes != measured_bytes:
+        row["reason"] = listed_peak(operator)
+    return row
+
+
 @contextlib.contextmanager
 def _counted(refused: Counter[str]) -> Iterator[None]:
     """Count errors of PyTorch's own: layouts and dtypes that an operator does not take."""
@@ -112,6 +123,7 @@ def _counted(refused: Counter[str]) -> Iterator[None]:
 
 def _summary(rows: list[Case]) -> dict[str, Any]:
     peaks = [peak for row in rows for peak in row["peaks"]]
+    reasons = [peak["reason"] for peak in peaks if "reason" in peak]
     return {
         "operators": len(rows),
         "operator_samples": sum(row["samples"] for row in rows),
@@ -120,7 +132,8 @@ def _summary(rows: list[Case]) -> dict[str, Any]:
         "operator_differences": sum(len(row["different"]) for row in rows),
         "operator_differences_listed": sum(len(row["listed"]) for row in rows),
         "operator_peaks": len(peaks),
-        "operator_peaks_equal": sum(peak["predicted_bytes"] == peak["measured_bytes"] for peak in peaks),
+        "operator_peak_differences": sum(not reason for reason in reasons),
+        "operator_peak_differences_listed": sum(bool(reason) for reason in reasons),
     }
 
 

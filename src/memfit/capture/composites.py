@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from memfit._torch.dispatch import DispatchKey, below_autograd
+from memfit._torch.autograd import forward_ad_level
+from memfit._torch.dispatch import DispatchKey, below_autograd, peek_interpreter_stack
 from memfit._torch.operators import call_at, destroy_library
 from memfit._torch.replacement import replaced
 from memfit.capture.products import Saving, register, register_products
@@ -59,7 +60,7 @@ def composites_lifted() -> Iterator[None]:
 def _library() -> torch.library.Library:
     library = torch.library.Library("aten", "IMPL")
     for key in _KEYS:
-        for func, kernel in ((_aten.linear.default, _linear), (_aten.one_hot.default, _one_hot)):
+        for func, kernel in _COMPOSITES.items():
             library.impl(func, here(kernel, functools.partial(_as_composite, func)), key)
         register_products(library, key)
         register(library, key, {"linalg_householder_product": HouseholderProduct.apply})
@@ -69,8 +70,8 @@ def _library() -> torch.library.Library:
     return library
 
 
-def _as_composite(func: Any, *args: Any) -> torch.Tensor:
-    return call_at(func, DispatchKey.CompositeImplicitAutograd, *args)  # type: ignore[no-any-return]
+def _as_composite(func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return call_at(func, DispatchKey.CompositeImplicitAutograd, *args, **kwargs)  # type: ignore[no-any-return]
 
 
 def _linear(given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -91,10 +92,45 @@ def _max_pool1d(given: torch.Tensor, *window: Any) -> torch.Tensor:
 
 def _one_hot(classes: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     """Fill zeros in place, where fake tensors compare (`one_hot` in ATen/native/Onehot.cpp); checks are left out."""
-    if num_classes < 1 or classes.numel() == 0 or classes.dtype is not torch.long:
+    if classes.numel() == 0 or classes.dtype is not torch.long:
         return _as_composite(_aten.one_hot.default, classes, num_classes)
+    num_classes = num_classes if num_classes != -1 else int(classes.max().item()) + 1
     zeros = torch.zeros((*classes.shape, num_classes), dtype=classes.dtype, device=classes.device)
     return zeros.scatter_(-1, classes.unsqueeze(-1), 1)
+
+
+def _is_differentiated(given: torch.Tensor) -> bool:
+    """Tell whether a gradient or a derivative is asked for (`_may_require_fw_or_bw_grad` in BatchLinearAlgebra.cpp)."""
+    transformed = peek_interpreter_stack() is not None or forward_ad_level() >= 0
+    return transformed or (torch.is_grad_enabled() and given.requires_grad)
+
+
+def _singular_values(given: torch.Tensor, *, driver: str | None = None) -> torch.Tensor:
+    """Make no singular vectors where no gradient is asked for, as the next two make no eigenvectors."""
+    if _is_differentiated(given):
+        return _as_composite(_aten.linalg_svdvals.default, given, driver=driver)
+    return _aten._linalg_svd.default(given, False, False, driver=driver)[1]  # type: ignore[no-any-return]
+
+
+def _symmetric_eigenvalues(given: torch.Tensor, triangle: str = "L") -> torch.Tensor:
+    if _is_differentiated(given):
+        return _as_composite(_aten.linalg_eigvalsh.default, given, triangle)
+    return _aten._linalg_eigh.default(given, triangle, False)[0]  # type: ignore[no-any-return]
+
+
+def _eigenvalues(given: torch.Tensor) -> torch.Tensor:
+    if _is_differentiated(given):
+        return _as_composite(_aten.linalg_eigvals.default, given)
+    return _aten._linalg_eigvals.default(given)  # type: ignore[no-any-return]
+
+
+_COMPOSITES = {
+    _aten.linear.default: _linear,
+    _aten.one_hot.default: _one_hot,
+    _aten.linalg_svdvals.default: _singular_values,
+    _aten.linalg_eigvalsh.default: _symmetric_eigenvalues,
+    _aten.linalg_eigvals.default: _eigenvalues,
+}
 
 
 class _Extreme(Saving):

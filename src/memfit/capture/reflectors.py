@@ -43,10 +43,10 @@ class HouseholderProduct(torch.autograd.Function):
             of_vector, of_factor = _gradients(inner, vectors, tau, k)
             of_given.select(-1, k).copy_(of_vector)
             of_tau.select(-1, k).copy_(of_factor)
-            del of_vector, of_factor
             if k + 1 < count:
                 _reflect_rows(inner, vectors, inverse, k + 1)
                 _reflect_columns(inner, vectors, tau, k)
+            del of_vector, of_factor
         return None, of_given.tril_(-1), of_tau
 
 
