@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -124,7 +124,7 @@ def _eigenvalues(given: torch.Tensor) -> torch.Tensor:
     return _aten._linalg_eigvals.default(given)  # type: ignore[no-any-return]
 
 
-_COMPOSITES = {
+_COMPOSITES: dict[Any, Callable[..., torch.Tensor]] = {
     _aten.linear.default: _linear,
     _aten.one_hot.default: _one_hot,
     _aten.linalg_svdvals.default: _singular_values,
