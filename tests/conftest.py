@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from memfit import interrupts
 from memfit.cost import calibrate
 from memfit.fake_gpu import process, shim
 from memfit.ir.plan import Levers
@@ -135,6 +136,13 @@ def _frozen() -> None:
     """What modules import, and never leave, is not looked through by each collection of the tests that measure."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _signals_are_free() -> Iterator[None]:
+    """A context that holds signals back, and is never left, would hold those of every later test."""
+    yield
+    assert interrupts._held is None
 
 
 @pytest.fixture(autouse=True)

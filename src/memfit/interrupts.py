@@ -74,15 +74,17 @@ class Held:
         left = [number for number in numbers if number in self._replaced]
         while left:
             try:
-                before, ours = self._replaced[left[-1]]
-                if signal.getsignal(left[-1]) is ours:
-                    signal.signal(left[-1], before)
-                del self._replaced[left[-1]]
-                left.pop()
-            except KeyError:
-                left.pop()
+                while left:
+                    self._let_go(left[-1])
+                    left.pop()
             except BaseException as e:  # of a handler that was set back
                 self.raised.append(e)
+
+    def _let_go(self, number: int) -> None:
+        before, ours = self._replaced.get(number, (None, None))
+        if ours is not None and signal.getsignal(number) is ours:
+            signal.signal(number, before)
+        self._replaced.pop(number, None)
 
     def _came(self, number: signal.Signals, error: BaseException) -> None:
         self.raised.append(error)
@@ -138,8 +140,10 @@ def held_back(*, ends_steps: bool | None = None) -> Iterator[Held]:
     except Unwinding:
         pass  # the handler's exception follows
     finally:
-        held.let_go(handlers)
-        _held = None
+        try:
+            held.let_go(handlers)
+        finally:  # what a handler that was set back raises on the way from there
+            _held = None
         held.check()
 
 

@@ -45,8 +45,8 @@ def workload(model: nn.Module, x: torch.Tensor, y: torch.Tensor, optimizer: Any 
 
 def mlp(optimizer: Any = torch.optim.AdamW) -> Workload:
     torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)]
-    return workload(nn.Sequential(*blocks), torch.randn(128, 64), torch.randint(64, (128,)), optimizer)
+    blocks = [nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3)]
+    return workload(nn.Sequential(*blocks), torch.randn(16, 16), torch.randint(16, (16,)), optimizer)
 
 
 def convolutions() -> Workload:
