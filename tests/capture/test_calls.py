@@ -17,6 +17,7 @@ from memfit.errors import CaptureError
 from memfit.ir.remat import Region
 from memfit.ir.trace import Trace
 from memfit.workload import Workload
+from tests.covering import each
 from tests.models import captured, squared_error
 
 
@@ -70,7 +71,7 @@ REGIONS: dict[str, list[Region]] = {
 }
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.ci)])
 @pytest.mark.parametrize("name", REGIONS)
 def test_a_recomputation_changes_nothing_in_what_comes_after_it(name: str, size: int) -> None:
     """Forward calls and operators are in the modules in which they are without it, in every microbatch."""
@@ -144,8 +145,7 @@ class Catches(nn.Module):
 PLACES = ["forward", "hook before", "hook after", "generator"]
 
 
-@pytest.mark.parametrize("error", [Interrupted, KeyboardInterrupt, GeneratorExit, ValueError], ids=lambda e: e.__name__)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("place", "error"), each(PLACES, [Interrupted, KeyboardInterrupt, GeneratorExit, ValueError]))
 def test_operators_after_an_exception_that_is_caught_belong_to_who_caught_it(
     place: str, error: type[BaseException]
 ) -> None:

@@ -242,7 +242,7 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("steps", [0, pytest.param(2, marks=pytest.mark.ci)])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_optimizer_is_captured_whether_it_has_a_state_or_not(optimizer: str, steps: int) -> None:
     workload = twice()

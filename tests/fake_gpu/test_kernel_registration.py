@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from memfit.fake_gpu import shim
+from tests.covering import some
 from tests.fake_gpu import scenarios as scenarios
 from tests.fake_gpu.process import answers
 from tests.models import BUILDERS
@@ -41,7 +42,7 @@ def one(found: Found, name: str) -> Any:
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("name", some(BUILDERS, scenarios.QUICK))
 def test_builders_run_with_all_their_tensors_on_the_gpu(found: Found, name: str, precision: str) -> None:
     summary = one(found, f"{name} {precision}")
     nbytes, parameters = summary["nbytes"], summary["parameters"]
@@ -59,7 +60,7 @@ def test_state_on_the_cpu_is_not_counted(found: Found, precision: str) -> None:
         assert summary["nbytes"].get("optimizer state", 0) == copies * summary["parameters"]
 
 
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("name", some(BUILDERS, scenarios.QUICK))
 def test_the_optimizers_step_is_not_skipped_under_loss_scaling(found: Found, name: str) -> None:
     with_scaler, without = (ops(one(found, f"{name} {p}"), "optimizer") for p in ("16-mixed", "32-true"))
     assert without <= with_scaler

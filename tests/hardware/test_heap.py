@@ -13,6 +13,7 @@ import pytest
 
 from memfit.hardware import heap
 from memfit.hardware.heap import is_set_by_user, settle
+from tests.covering import some
 
 MIB = 2**20
 is_glibc = platform.libc_ver()[0] == "glibc"
@@ -91,6 +92,7 @@ TOUCHED = """
 import resource, sys
 import torch
 from memfit.hardware import heap
+from tests.covering import some
 blocks = [int(n) for n in sys.argv[1:]]
 with heap.touched(3 * blocks):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -100,8 +102,12 @@ del held
 """
 
 
+MAPPED = [40 * MIB, MIB]
+BLOCKS = [[12 * MIB], [5 * MIB, MIB, 3 * MIB], [24 * MIB, 24 * MIB], MAPPED]
+
+
 @pytest.mark.skipif(not is_glibc, reason="the C library is not glibc")
-@pytest.mark.parametrize("blocks", [[12 * MIB], [5 * MIB, MIB, 3 * MIB], [24 * MIB, 24 * MIB], [40 * MIB, MIB]])
+@pytest.mark.parametrize("blocks", some(BLOCKS, [MAPPED]))
 def test_a_call_finds_memory_that_was_touched_but_for_blocks_that_are_mapped_anew(blocks: list[int]) -> None:
     clean = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_") and k != "GLIBC_TUNABLES"}
     line = [sys.executable, "-c", TOUCHED, *map(str, blocks)]

@@ -55,6 +55,6 @@ def test_a_plan_for_seven_samples_cuts_them_in_two_and_keeps_the_gradients() -> 
     workload = seven("transformer")
     plain, half = (peaks(workload, Levers(microbatch_size=size))[0] for size in (7, 4))
     assert half < 0.8 * plain
-    plan = memfit.plan(workload, budget=int(1.1 * half), numerics="reordered", precisions=["32-true"], measure=False)
+    plan = memfit.plan(workload, budget=int(1.1 * half), numerics="reordered", precisions=["32-true"], points=1)
     assert plan.levers.microbatch_size == 4 and "the last of 3" in str(plan)
     assert memfit.verify(plan, workload).holds

@@ -141,6 +141,7 @@ def test_for_a_device_that_is_not_here_nothing_is_run_and_the_plan_says_so() -> 
     assert any("no plan was run" in note and "rtx-3090 is not on this machine" in note for note in plan.notes)
 
 
+@pytest.mark.ci
 def test_times_are_those_of_a_clock() -> None:
     plan = memfit.plan(quick(), measure=True, **OPTIONS)
     assert plan.measured and all(0 < step.measured_seconds < 60 and step.steps > 1 for step in plan.measured)

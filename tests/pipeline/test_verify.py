@@ -182,6 +182,7 @@ class Drawing(torch.nn.Module):
         return x * (random.random() + float(np.random.randn()) + float(NUMBERS.random())) + x.sin()
 
 
+@pytest.mark.ci
 def test_a_step_that_draws_from_other_generators_is_compared_with_the_same_draws() -> None:
     made = counting()
     model = torch.nn.Sequential(torch.nn.Linear(32, 32), Drawing(), torch.nn.Linear(32, 32), Drawing())

@@ -34,7 +34,7 @@ CHOICES: tuple[tuple[Precision, int, tuple[str, ...]], ...] = (
 """Precision, microbatches, lean modules; the last is the first again, after the others."""
 
 
-MORE = ("tied", "unet", "twice")
+MORE = ("tied", "unet", "twice", "recurrent")
 """Those that CI takes: they hold nothing that the others don't."""
 
 SMALLER: dict[str, dict[str, int]] = {

@@ -92,6 +92,7 @@ def test_sizes_of_other_levers_are_no_neighbours() -> None:
     assert found == Levers(microbatch_size=7, lean=lean)
 
 
+@pytest.mark.ci
 def test_a_plan_takes_one_where_the_captured_sizes_fit_badly(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.Tanh()) for _ in range(4)), nn.Linear(128, 1))

@@ -186,7 +186,7 @@ shardings = st.builds(
 )  # fmt: skip
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=8)
 @given(names, shardings, st.sampled_from([("32-true", 2), ("bf16-mixed", 1)]))
 def test_a_sharded_step_is_a_step(name: str, given: Sharding, levers: tuple[Precision, int]) -> None:
     precision, microbatches = levers

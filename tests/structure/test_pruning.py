@@ -46,7 +46,7 @@ def volume() -> Workload:
         (convnet, False, "l1"),
         (convnet, True, "batch-norm"),
         pytest.param(unet, True, "l1", marks=pytest.mark.ci),
-        (volume, False, "l1"),
+        pytest.param(volume, False, "l1", marks=pytest.mark.ci),
     ],
 )
 def test_state_goes_with_the_channels_that_are_left(make: Any, is_global: bool, importance: Any) -> None:
@@ -195,7 +195,7 @@ def test_sparsity_makes_scales_small() -> None:
         (convnet, {"multiply_adds": 0.5, "importance": "l2"}, "importance='l2'"),
         (convnet, {"multiply_adds": 0.5, "rounds": 0}, "rounds=0"),
         (convnet, {"multiply_adds": 0.5, "ignored": ("none*",)}, "'none*'"),
-        (convnet, {"multiply_adds": 0.5, "ignored": ("*",)}, "be reached"),
+        pytest.param(convnet, {"multiply_adds": 0.5, "ignored": ("*",)}, "be reached", marks=pytest.mark.ci),
         (unet, {"multiply_adds": 0.5, "importance": "batch-norm"}, "use 'l1'"),
         (tied, {"multiply_adds": 0.5}, "one parameter"),
     ],
