@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import functools
+import itertools
 import os
 import signal
 import sys
@@ -15,9 +16,13 @@ from types import CodeType, FrameType
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from memfit import interrupts
 from memfit.interrupts import Unwinding, held_back, safe_point
+from memfit.training.step import Step
+from memfit.workload import Workload
 
 NUMBERS = (signal.SIGINT, signal.SIGALRM, signal.SIGUSR1, signal.SIGTERM)
 
@@ -190,40 +195,64 @@ def instants(code: CodeType) -> set[int]:
     return found
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_at_any_instruction_handlers_are_set_back_and_nothing_gets_lost(seed: int) -> None:
-    """A signal comes at each instant at which Python runs handlers while code holds them back, one a round."""
-    events, at, came = 0, 0, 0
+def signalled(run: Callable[[], None], number: int, at: int) -> tuple[int, bool]:
+    """Send a signal at one of the instants of a call; return how many came, and whether the call raised `Rung`."""
+    came = 0
 
     def trace(frame: FrameType, event: str, arg: Any) -> Any:
-        nonlocal events
+        nonlocal came
         if frame.f_code.co_filename not in (interrupts.__file__, contextlib.__file__):
             return None
         frame.f_trace_opcodes = True
         if event == "opcode" and frame.f_lasti in instants(frame.f_code):
-            events += 1
-            if events == at:
-                signal.raise_signal(NUMBERS[seed])
+            came += 1
+            if came == at:
+                signal.raise_signal(number)
         return trace
 
-    with handling({NUMBERS[seed]: raising(Rung())}):
+    before, raised = sys.gettrace(), False
+    sys.settrace(trace)
+    try:
+        run()
+    except Rung:
+        raised = True
+    finally:
+        sys.settrace(before)
+    return came, raised
+
+
+@pytest.mark.parametrize("number", NUMBERS[:3])
+def test_at_any_instruction_handlers_are_set_back_and_nothing_gets_lost(number: int) -> None:
+    """A signal comes at each instant at which Python runs handlers while code holds them back, one a round."""
+
+    def held() -> None:
+        with held_back():
+            safe_point()
+
+    with handling({number: raising(Rung())}):
         handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
-        while True:
-            events, before = 0, sys.gettrace()
-            sys.settrace(trace)
-            try:
-                with held_back():
-                    safe_point()
-            except Rung:
-                came += 1
-            finally:
-                sys.settrace(before)
+        for at in itertools.count(1):
+            came, raised = signalled(held, number, at)
+            assert raised == (came >= at)
             assert {number: signal.getsignal(number) for number in signal.valid_signals()} == handlers
             assert interrupts._held is None, f"at instant {at}"
-            if events < at:
+            if not raised:
                 break
-            at += 1
-        assert came == at - 1 > 50
+        assert at > 50
+
+
+def test_at_any_instruction_a_step_that_is_closed_is_closed() -> None:
+    model = nn.Linear(2, 1)
+    workload = Workload(model, torch.ones(4, 2), lambda m, x: m(x).mean(), torch.optim.SGD(model.parameters()))
+    with handling({signal.SIGUSR1: raising(Rung())}):
+        for at in itertools.count(1):
+            step, closed = Step(workload, microbatch_size=4), list[int]()
+            step.on_close = functools.partial(closed.append, at)
+            _, raised = signalled(step.close, signal.SIGUSR1, at)
+            assert closed, f"at instant {at}"
+            if not raised:
+                break
+        assert at > 50
 
 
 def test_the_way_out_is_no_error() -> None:

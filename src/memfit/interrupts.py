@@ -12,6 +12,7 @@ step. There the handler's own exception is raised, once, whatever became of the 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import signal
 import threading
@@ -21,6 +22,10 @@ from types import FrameType
 from typing import Any
 
 _PATIENCE_SECONDS = 1.0  # of a further signal: where the first finds no safe point for so long, as in an endless loop
+
+# Without an enumeration's name for each, of which a step would look up sixty, for a tenth of a millisecond.
+_NUMBERS = tuple(map(int, signal.valid_signals()))
+_handler_of = inspect.unwrap(signal.getsignal)
 
 Handler = Callable[[int, FrameType | None], Any]
 
@@ -130,7 +135,7 @@ def held_back(*, ends_steps: bool | None = None) -> Iterator[Held]:
         return
     held = Held()
     held.ends_steps = bool(ends_steps)
-    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    handlers = {number: _handler_of(number) for number in _NUMBERS}
     _held = held
     try:
         for number, handler in handlers.items():

@@ -193,8 +193,15 @@ class Step:
 
     def close(self) -> None:
         """Undo what a plan did to the model; the step is of no use afterwards."""
-        self._use()
+        try:
+            self._close()
+        except BaseException:  # of a signal that came before it was held back: what is undone is not undone again
+            self._close()
+            raise
+
+    def _close(self) -> None:
         with held_back():
+            self._use()
             if self.on_close is not None:
                 self.on_close()
                 self.on_close = None
