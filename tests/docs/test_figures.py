@@ -117,6 +117,13 @@ def test_figures_of_steps_of_other_kinds() -> None:
     ]
     assert [one for one in said if one not in words] == []
     assert f"{summary['above_upper_end']} of {len(errors)} predictions" in words_of(DOCS / "results" / "index.md")
+    more = results("steps.state")
+    summary, worst = more["summary"], max(abs(case["error"]) for case in more["cases"])
+    assert (
+        f"{len(more['cases'])} predictions, {summary['refused']} refused, the largest error {worst:.3%}, "
+        f"{summary['above_upper_end']} above their upper end, {summary['over_budget']} plans over their budget, and "
+        f"{summary['exact_bitwise']} of {summary['exact_plans']} exact plans bitwise"
+    ).replace("%", " %") in words
 
 
 def test_figures_of_ranks() -> None:
