@@ -14,6 +14,7 @@ from benchmarks import reference
 from benchmarks.case_studies import brain_segmentation_table, language_model_table
 from benchmarks.distributed import figures as ranks
 from benchmarks.faults import figures as faults
+from benchmarks.faults import verbs
 from benchmarks.field import figures as field
 from benchmarks.markdown import head, made_by, row
 from benchmarks.packages.zoo import FAMILIES
@@ -108,6 +109,11 @@ def faults_table(result: dict[str, Any]) -> str:
     """Return what became of the trainings that were disturbed."""
     subjects = dict.fromkeys(case["subject"] for case in result["cases"])
     return f"{faults.table(result['cases'])}\n\nTrainings: {'; '.join(subjects)}. {made_by(result)}."
+
+
+def verbs_table(result: dict[str, Any]) -> str:
+    """Return how many disturbances of each verb left the process unharmed."""
+    return f"{verbs.table(result['cases'])}\n\n{made_by(result)}."
 
 
 def compress_table(result: dict[str, Any]) -> str:
@@ -209,6 +215,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "prediction": ("prediction", summary_table),
     "cases": ("prediction", cases_table),
     "faults": ("faults", faults_table),
+    "verbs": ("faults.verbs", verbs_table),
     "ranks_peaks": ("distributed", ranks.peaks_table),
     "ranks_interruptions": ("distributed", ranks.interruptions_table),
     "ranks_throughput": ("distributed", ranks.throughput_table),

@@ -152,6 +152,17 @@ def held_back(*, ends_steps: bool | None = None) -> Iterator[Held]:
         held.check()
 
 
+def undone(undo: Callable[[], None]) -> None:
+    """Call a function that undoes something, and does nothing twice: again, where a signal came before it was held."""
+    try:
+        with held_back():
+            undo()
+    except BaseException:
+        with held_back():
+            undo()
+        raise
+
+
 def safe_point(*, in_step: bool = False) -> None:
     """Leave the verb where a handler has raised. Called where memfit's own code may fail, often enough.
 

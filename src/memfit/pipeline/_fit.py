@@ -30,10 +30,12 @@ from memfit.errors import InfeasibleError, MemfitError, UsageError
 from memfit.extent import Extent, covers, difference_text, extent_of, looked_ahead, sizes_changed
 from memfit.frames import on_unused
 from memfit.hardware.host import find_device
+from memfit.interrupts import undone
 from memfit.ir.plan import Numerics, Plan, Prediction
 from memfit.levers.switch import switched
 from memfit.pipeline._estimate import estimate
 from memfit.pipeline._plan import plan as make_plan
+from memfit.pipeline.verbs import uninterrupted
 from memfit.planner.captures import capture_levers
 from memfit.planner.prediction import Progress, costs_of, predict, silent
 from memfit.planner.trials import first_line
@@ -131,8 +133,11 @@ class Fitted:
                 watcher.verdict.__traceback__ = e.__traceback__  # the loop's frames, where they are left by it
             raise watcher.verdict from None
         finally:
-            self._proving.close()
-            self._levers.close()
+            undone(self._taken_back)
+
+    def _taken_back(self) -> None:
+        self._proving.close()
+        self._levers.close()
 
     def _called(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """See to a call of a module by the loop, before it runs."""
@@ -172,6 +177,7 @@ class Fitted:
         waited = self._optimizers_of(watcher.called)
         return all(id(o) in watcher.updates for o in waited) or max(watcher.updates.values()) >= _MOST_UPDATES
 
+    @uninterrupted
     def _end_step(self) -> None:
         """End a step of the loop; plan for it, if it does what no step did before."""
         watcher, seen = self._watcher, self._watcher.seen
@@ -211,6 +217,7 @@ class Fitted:
             return True
         return False
 
+    @uninterrupted
     def _notice(self, module: nn.Module) -> None:
         """Begin to record at a call that no planned step has."""
         watcher = self._watcher
@@ -225,6 +232,7 @@ class Fitted:
             self._tell_unplanned(f"{type(module).__name__} is called as in no step before")
         watcher.begin(within_step=bool(self._kinds))
 
+    @uninterrupted
     def _held(self, module: nn.Module, number: CallNumber, extent: Extent, args: Any, kwargs: Any) -> bool:
         """See to a call on a larger batch than any that the plan is for, before it runs; plan again where needed.
 
@@ -328,6 +336,7 @@ class Fitted:
 
     # The first step
 
+    @uninterrupted
     def _begin_with(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Put a module under a plan for itself, before its first call."""
         loss = functools.partial(_standing_in, ExecutionContext.now())

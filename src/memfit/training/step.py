@@ -17,7 +17,7 @@ from memfit._torch.distributed import is_shared, local_part
 from memfit._torch.foreach import foreach_copy_
 from memfit._torch.modules import NormBase, own_buffers, own_modules, own_parameters
 from memfit.errors import NonFiniteError, UsageError, WorkloadError
-from memfit.interrupts import held_back, safe_point
+from memfit.interrupts import held_back, safe_point, undone
 from memfit.ir.plan import Prediction
 from memfit.ir.trace import Phase
 from memfit.ranks.one_process import Share, SingleProcess, T
@@ -193,18 +193,13 @@ class Step:
 
     def close(self) -> None:
         """Undo what a plan did to the model; the step is of no use afterwards."""
-        try:
-            self._close()
-        except BaseException:  # of a signal that came before it was held back: what is undone is not undone again
-            self._close()
-            raise
+        undone(self._close)
 
     def _close(self) -> None:
-        with held_back():
-            self._use()
-            if self.on_close is not None:
-                self.on_close()
-                self.on_close = None
+        self._use()
+        if self.on_close is not None:
+            self.on_close()
+            self.on_close = None
 
     def _use(self) -> None:
         if self.on_use is not None:
