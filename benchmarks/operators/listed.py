@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_SIZES = ("shape", "nbytes", "DynamicOutputShapeException")
+_SIZES = ("shape", "stride", "nbytes", "DynamicOutputShapeException")
 _LISTED: dict[str, tuple[tuple[str, ...], str]] = {
     **dict.fromkeys(
         ("aten._fft_c2c.default", "aten._fft_r2c.default", "aten._fft_c2r.default"),
@@ -22,6 +22,8 @@ _PEAKS = {
         ("nn.functional.local_response_norm", "nn.functional.multilabel_soft_margin_loss"),
         "a number that is saved for the backward pass is a tensor of 8 bytes, which no dispatch mode sees",
     ),
+    "nn.functional.ctc_loss": "lengths of targets are values: the largest are taken",
+    "linalg.eig": "its formula reads a truth, of bytes that no dispatch mode sees",
     "ormqr": "its formula joins a list of gradients under a dispatch mode, and writes into one tensor without",
 }
 

@@ -97,6 +97,11 @@ def test_figures_of_random_programs() -> None:
     operators, page = results("operators")["summary"], words_of(DOCS / "results" / "operators.md")
     assert f"Over {operators['operator_calls']:,} calls of {operators['operators']} operators" in page
     assert f"{operators['operator_differences']} differed, but for {operators['operator_differences_listed']}" in page
+    peaks = operators["operator_peaks"], operators["operator_peak_differences"]
+    assert f"Of {peaks[0]} peaks {peaks[1]} differed, but for {operators['operator_peak_differences_listed']}" in page
+    assert f"0 of {operators['operator_calls']:,} calls and {peaks[1]} of {peaks[0]} peaks" in words_of(
+        DOCS / "results" / "index.md"
+    )
     summary, words = results("fuzzing")["summary"], words_of(DOCS / "results" / "fuzzing.md")
     assert f"Over {summary['fuzzed']:,} programs {summary['fuzzed_wrong']} were wrong" in words
 
