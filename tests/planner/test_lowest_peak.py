@@ -100,7 +100,7 @@ CASES = {
     "tied, large states": Case(lambda: language_model(1, 64, 2000, torch.optim.AdamW), "reduced"),
     "tied, many tokens": Case(lambda: language_model(2, 256, 500, torch.optim.SGD), "reordered"),
     "adapters": Case(adapters, "reordered"),
-    "deep": Case(lambda: language_model(8, 128, 600, torch.optim.SGD, tied=False), "reordered"),
+    "deep": Case(lambda: language_model(6, 64, 300, torch.optim.SGD, tied=False), "reordered"),
 }
 QUICK = ("mlp, exact",)
 
