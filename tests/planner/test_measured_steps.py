@@ -213,8 +213,8 @@ def test_one_copy_is_alive_at_a_time_and_none_afterwards() -> None:
         world.saw(model)
         return own(model, batch)
 
-    found = timed(dataclasses.replace(workload, loss_fn=loss), *sizes(8, 4), limit_seconds=600.0)
-    assert found.steps[0] == 2 * measured_steps.ROUNDS
+    found = timed(dataclasses.replace(workload, loss_fn=loss), *sizes(8, 4))
+    assert found.steps[0] >= 2 * measured_steps._LEAST_ROUNDS  # and more, until ratios are sure
     assert (world.most_alive, world.alive) == (1, 0)
 
 

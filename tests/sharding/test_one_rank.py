@@ -8,7 +8,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from torch import nn
@@ -186,10 +186,11 @@ shardings = st.builds(
 )  # fmt: skip
 
 
-@settings(deadline=None, max_examples=8)
+@settings(deadline=None, max_examples=15)
 @given(names, shardings, st.sampled_from([("32-true", 2), ("bf16-mixed", 1)]))
 def test_a_sharded_step_is_a_step(name: str, given: Sharding, levers: tuple[Precision, int]) -> None:
     precision, microbatches = levers
+    assume(name != "recurrent" or precision == "32-true")  # there are CPUs without an LSTM in bfloat16
     trace = plain_trace(name, precision, microbatches)
     sharded = shard(trace, given)
     own = [op for op in sharded.ops if op.signature < len(trace.signatures)]
