@@ -184,6 +184,7 @@ def test_states_of_a_low_bit_optimizer_count_at_their_own_size() -> None:
     assert 0.25 * trained <= states < 0.5 * trained
 
 
+@pytest.mark.ci
 def test_a_plan_keeps_its_budget_and_is_verified() -> None:
     workload = workload_of("nested")
     budget = math.ceil(0.95 * memfit.estimate(workload).peak_bytes)

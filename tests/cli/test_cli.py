@@ -169,6 +169,7 @@ def test_compare(memfit: Shell, plan_file: Path) -> None:
     assert found["planned_peak_bytes"] < found["plain_peak_bytes"]
 
 
+@pytest.mark.ci
 def test_train_plans_for_a_budget(memfit: Shell, tmp_path: Path) -> None:
     run = tmp_path / "run"
     train = ("train", LEAN, "--out", str(run), "--steps", "1")

@@ -60,6 +60,7 @@ def test_a_model_larger_than_this_machine_and_its_shards() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.ci
 def test_a_plan_for_a_gpu_is_not_run_on_a_cpu(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     done = run(

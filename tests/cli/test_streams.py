@@ -81,7 +81,8 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("h100", marks=[pytest.mark.slow, pytest.mark.ci])])
+@pytest.mark.ci
+@pytest.mark.parametrize("device", ["cpu", pytest.param("h100", marks=pytest.mark.slow)])
 def test_whatever_the_users_code_prints_the_document_is_alone(noisy: str, device: str) -> None:
     """A GPU's is predicted in a process that takes this one's place."""
     done = run("estimate", f"{noisy}:workload", "--device", device, "--json")

@@ -150,6 +150,7 @@ print(json.dumps(faults))
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
 @pytest.mark.parametrize(("elements", "is_mapped_anew"), [(3 * 10**6, False), (6 * 10**6, False), (10**7, True)])
+@pytest.mark.ci
 def test_outputs_that_a_heap_holds_cost_no_page_faults_as_amid_a_step(elements: int, is_mapped_anew: bool) -> None:
     """In a process of its own: what a heap returns to the system depends on what was freed there before."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}

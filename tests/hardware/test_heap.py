@@ -75,6 +75,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 @pytest.mark.skipif(not is_glibc, reason="the C library is not glibc")
+@pytest.mark.ci
 def test_steps_touch_no_new_memory_where_there_is_room() -> None:
     pages = 4 * 64 * MIB // resource.getpagesize()
     clean = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_") and k != "GLIBC_TUNABLES"}

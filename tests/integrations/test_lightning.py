@@ -208,6 +208,7 @@ def test_accumulation_stays_within_the_budget(tmp_path: Path) -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.ci
 def test_training_resumes_bitwise(tmp_path: Path) -> None:
     plain, module = Several(with_schedule, dropout=0.0), Several(with_schedule, dropout=0.0)
     fit(plain, loader_of(256), tmp_path)

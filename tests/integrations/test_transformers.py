@@ -180,6 +180,7 @@ def test_what_else_a_trainer_does_stays_bitwise_and_within_the_budget(tmp_path: 
     assert 0.9 * callback.plan.predicted.peak_bytes < peak <= callback.plan.budget_bytes
 
 
+@pytest.mark.ci
 def test_a_trainer_is_planned_with_the_optimizer_it_is_given(tmp_path: Path) -> None:
     model = trainer_of(tmp_path).model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -238,6 +239,7 @@ def test_an_evaluation_beyond_the_budget_is_refused_before_training(tmp_path: Pa
         "gradient_checkpointing_enable",
     ],
 )
+@pytest.mark.ci
 def test_its_own_checkpointing_is_turned_off_by_name(tmp_path: Path, name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of the old names

@@ -34,6 +34,7 @@ def test_a_size_between_two_is_the_captured_one(name: str, microbatches: int) ->
     assert (found.batch_size, found.microbatch_size) == (middle.batch_size, middle.microbatch_size)
 
 
+@pytest.mark.ci
 def test_two_microbatches_stand_for_more() -> None:
     two, five = (captured(transformer(batch=2 * count), microbatch_size=2) for count in (2, 5))
     found = of_samples(two, 10)

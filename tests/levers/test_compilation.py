@@ -340,6 +340,7 @@ def test_what_can_not_be_compiled_is_refused(options: dict[str, Any], error: typ
         memfit.plan(whole(), budget="0.9x", **options)
 
 
+@pytest.mark.ci
 def test_a_step_without_code_says_so() -> None:
     disabled = torch.compiler.disable(cross_entropy_of_rows)
     apart = dataclasses.replace(whole(), loss_fn=lambda model, batch: disabled(model, batch))
@@ -350,6 +351,7 @@ def test_a_step_without_code_says_so() -> None:
     assert any(re.match("compiled: left out.*makes no code of the step", note) for note in plan.notes)
 
 
+@pytest.mark.ci
 def test_steps_that_read_between_graphs_are_refused_with_the_line() -> None:
     """Code is made for each value: steps of another value would wait for it."""
     with pytest.raises(PlanError, match=r"reads values of its tensors at .*test_compilation\.py:\d+, between"):

@@ -51,6 +51,7 @@ def test_the_peak_of_uneven_microbatches_is_predicted(name: str, size: int) -> N
     assert 0 <= measured - predicted <= 16  # a number that a division keeps for its gradient is a tensor of 8 bytes
 
 
+@pytest.mark.ci
 def test_a_plan_for_seven_samples_cuts_them_in_two_and_keeps_the_gradients() -> None:
     workload = seven("transformer")
     plain, half = (peaks(workload, Levers(microbatch_size=size))[0] for size in (7, 4))

@@ -66,6 +66,7 @@ def test_every_batch_stays_within_the_budget_and_its_prediction(plan: Plan) -> N
         assert "batches, from the smallest shapes" in str(adaptive)
 
 
+@pytest.mark.ci
 def test_weights_are_those_of_the_plain_step_whatever_was_taken(plan: Plan) -> None:
     lengths = [64, 8, 64, 20]
     planned, plain = workload(), workload()

@@ -50,6 +50,7 @@ def test_an_interrupted_verb_raises_what_its_handler_did_and_leaves_all_as_it_wa
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.ci)])
 @pytest.mark.parametrize("verb", ["estimate", pytest.param("search", marks=pytest.mark.ci)])
+@pytest.mark.ci
 def test_beside_threads_a_verb_and_a_training_are_as_alone(verb: str, seed: int, tmp_path: Path) -> None:
     beside_threads(verb, seed, tmp_path / "found")
     assert json.loads((tmp_path / "found").read_text())["wrong"] == []

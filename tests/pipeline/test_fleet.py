@@ -26,6 +26,7 @@ def fleet(**options: Any) -> Fleet:
 
 
 @there
+@pytest.mark.ci
 def test_hours_nodes_and_costs_follow_from_the_steps() -> None:
     price = Price(per_hour=2.5, currency="EUR", date=datetime.date(2026, 11, 1))
     found = fleet(prices={"rtx-3090": price}, within="30min")
@@ -104,6 +105,7 @@ def test_a_model_that_normalises_over_its_batch_has_one_rank() -> None:
 
 
 @there
+@pytest.mark.ci
 def test_more_ranks_than_samples_are_refused_or_left_out() -> None:
     with pytest.raises(UsageError, match="the batch has 16 samples"):
         fleet(world_sizes=[17, 32])

@@ -102,6 +102,7 @@ def test_auto_measures_where_the_environment_does_not_forbid_it(
 
 @pytest.mark.filterwarnings("ignore:.*script_method")  # as Inductor is imported
 @pytest.mark.parametrize("seconds", [50.0, 130.0])
+@pytest.mark.ci
 def test_auto_runs_the_compiled_plans_whose_code_is_made_in_time(
     seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -185,6 +185,7 @@ def test_a_plan_says_what_a_share_was_of(budget: str, of: str) -> None:
         (1e9, "1MiB", True),  # nothing else fits, nor does this
     ],
 )
+@pytest.mark.ci
 def test_slow_precisions_are_microbatched_where_nothing_else_is_as_fast(
     slow_seconds: float, budget: str, is_needed: bool, captures: list[Levers], monkeypatch: pytest.MonkeyPatch
 ) -> None:

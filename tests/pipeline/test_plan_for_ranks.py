@@ -22,12 +22,14 @@ from memfit.workload import Workload
 from tests.models import transformer
 from tests.processes import on_ranks
 
+pytestmark = pytest.mark.ci
+
 
 def workload(layers: int = 2) -> Workload:
     return dataclasses.replace(transformer(batch=8, tokens=16, dim=64, layers=layers), max_grad_norm=1.0)
 
 
-@pytest.fixture(scope="module", params=[pytest.param(0.9, marks=pytest.mark.ci), 0.65])
+@pytest.fixture(scope="module", params=[0.9, 0.65])
 def plan(request: pytest.FixtureRequest) -> Plan:
     return memfit.plan(workload(), budget=f"{request.param}x", world_size=2, precisions=["32-true"], points=1)
 
@@ -64,7 +66,6 @@ def test_no_rank_holds_more_than_the_budget(plan: Plan) -> None:
         assert peak == pytest.approx(plan.predicted.peak_bytes, rel=0.01)
 
 
-@pytest.mark.ci
 def test_what_is_infeasible_names_a_budget_that_is_not() -> None:
     given: Any = {"world_size": 4, "precisions": ["32-true"], "points": 1}
     with pytest.raises(InfeasibleError, match="zero3 of 4") as e:
@@ -88,7 +89,6 @@ def test_what_can_not_be_is_refused_by_its_argument(options: dict[str, Any], tex
     assert text in str(e.value)
 
 
-@pytest.mark.ci
 def test_buckets_count_where_a_rank_is_measured() -> None:
     """What DistributedDataParallel holds between steps belongs to the step."""
     plan = memfit.plan(workload(), budget="2x", numerics="exact", precisions=["32-true"], points=1)

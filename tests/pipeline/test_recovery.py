@@ -338,6 +338,7 @@ def test_a_training_run_logs_what_ran_out_and_goes_on_with_the_lower_plan(tmp_pa
 @pytest.mark.parametrize(
     "how", ["recover", *(pytest.param(how, marks=pytest.mark.ci) for how in ("adaptive", "no recovery"))]
 )
+@pytest.mark.ci
 def test_the_snapshot_is_of_the_plan_that_ran_out(how: str, tmp_path: Path) -> None:
     """Its live bytes peak at the predicted peak, by the ledger's categories; a run without recovery has one too."""
     workload = models.transformer()

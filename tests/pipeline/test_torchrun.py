@@ -120,6 +120,7 @@ def test_ranks_that_are_killed_while_threads_write_end_bitwise_as_they_would_hav
     check_killed(ZERO3, deaths, tmp_path, "--async-checkpoints")
 
 
+@pytest.mark.ci
 def test_sigterm_stops_all_ranks_with_a_checkpoint_from_which_they_go_on(tmp_path: Path) -> None:
     process = torchrun(ZERO3, tmp_path / "stopped", steps=10**6)
     metrics = tmp_path / "stopped" / "out" / "metrics.jsonl"

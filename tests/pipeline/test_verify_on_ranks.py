@@ -92,6 +92,7 @@ def tampered(rank: int, plan: Plan) -> Iterator[Any]:
         yield str(e.value)
 
 
+@pytest.mark.ci
 def test_what_is_wrong_on_one_rank_is_seen_on_all() -> None:
     plan = predicted(DDP)
     first, second = on_ranks(2, tampered, plan)

@@ -77,6 +77,7 @@ def test_an_exact_plan_keeps_its_budget_and_every_bit(course: Course) -> None:
     assert difference(trained_plainly(make), trained_by_plan(make, plan)) is None
 
 
+@pytest.mark.ci
 def test_a_plan_runs_the_step_with_data_once_for_each_microbatch_size(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int | None] = []
     read = readings.read_with_data

@@ -164,6 +164,7 @@ def _wide() -> Workload:
     )
 
 
+@pytest.mark.ci
 def test_regions_that_a_planned_step_fails_with_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     made = _wide()
     budget = int(0.7 * memfit.estimate(made).peak_bytes)

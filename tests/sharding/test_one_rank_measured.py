@@ -67,13 +67,9 @@ CASES = {
 
 
 QUICK = (
-    "ddp",
     "ddp with views, microbatches",
-    "zero1",
     "zero2, checkpointed",
-    "zero3, microbatches",
     "zero3, mixed precision",
-    "zero3, autocast, checkpointed",
 )
 """Cases that have every mode and every lever; CI runs all."""
 

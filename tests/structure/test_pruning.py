@@ -112,6 +112,7 @@ def test_rounds_come_down_in_equal_factors_with_training_between() -> None:
     assert len(found.workload.optimizer.state) == len(list(found.workload.model.parameters()))
 
 
+@pytest.mark.ci
 def test_channels_of_equal_importance_do_not_all_go_at_once() -> None:
     found = prune(convnet(), multiply_adds=0.5, importance="batch-norm", is_global=True)
     assert found.after.multiply_adds > 0.2 * found.before.multiply_adds
@@ -132,6 +133,7 @@ def test_plan_is_made_anew_for_the_smaller_model() -> None:
 @pytest.mark.parametrize(
     "make, sizes", [(convnet, LARGE["convnet"]), pytest.param(unet, LARGE["unet"], marks=pytest.mark.ci)]
 )
+@pytest.mark.ci
 def test_predicted_saving_is_the_measured_one(make: Any, sizes: Any) -> None:
     workload = make(**sizes)
     predicted, really = savings(workload, prune(workload, multiply_adds=0.5))
@@ -147,6 +149,7 @@ def test_frozen_parameters_stay_frozen_and_names_stay() -> None:
     assert made.model.state_dict().keys() == workload.model.state_dict().keys()
 
 
+@pytest.mark.ci
 def test_state_of_another_shape_starts_anew_and_is_told() -> None:
     workload = convnet()
     optimizer = torch.optim.Adafactor(workload.model.parameters())

@@ -174,6 +174,7 @@ def with_a_slow_writer(rank: int, sharding: Sharding, out: Path) -> Iterator[Any
 
 
 @pytest.mark.parametrize("name", ["zero3", pytest.param("ddp", marks=pytest.mark.ci)])
+@pytest.mark.ci
 def test_a_checkpoint_has_its_place_when_the_slowest_rank_has_written_and_training_goes_on(
     name: str, tmp_path: Path
 ) -> None:

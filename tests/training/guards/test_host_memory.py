@@ -106,6 +106,7 @@ def test_a_run_that_needs_too_much_is_refused_by_argument_before_anything_is_wri
 
 
 @pytest.mark.parametrize("what", [pytest.param("the host is full", marks=pytest.mark.ci), "the process grows"])
+@pytest.mark.ci
 def test_a_run_that_takes_too_much_stops_with_a_checkpoint_that_is_gone_on_from(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
