@@ -79,7 +79,7 @@ class Held:
         left = [number for number in numbers if number in self._replaced]
         while left:
             try:
-                while left:
+                while left:  # a loop within, or a handler could raise between two rounds, outside of the `try`
                     self._let_go(left[-1])
                     left.pop()
             except BaseException as e:  # of a handler that was set back

@@ -78,6 +78,7 @@ def test_state_goes_with_the_channels_that_are_left(make: Any, is_global: bool, 
         assert step(made.batch).loss > 0
 
 
+@pytest.mark.ci
 def test_channels_that_do_nothing_go_first_and_nothing_changes() -> None:
     workload = volume()
     model: Any = workload.model
@@ -141,6 +142,7 @@ def test_predicted_saving_is_the_measured_one(make: Any, sizes: Any) -> None:
     assert predicted == pytest.approx(really, rel=0.05)
 
 
+@pytest.mark.ci
 def test_frozen_parameters_stay_frozen_and_names_stay() -> None:
     workload = convnet()
     workload.model.stem[0].weight.requires_grad_(False)

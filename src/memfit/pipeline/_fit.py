@@ -177,6 +177,9 @@ class Fitted:
         waited = self._optimizers_of(watcher.called)
         return all(id(o) in watcher.updates for o in waited) or max(watcher.updates.values()) >= _MOST_UPDATES
 
+    # What runs between the loop's own lines is not interrupted: as copies die they call weak references' callbacks, of
+    # which Python drops what a handler raises.
+
     @uninterrupted
     def _end_step(self) -> None:
         """End a step of the loop; plan for it, if it does what no step did before."""
