@@ -131,9 +131,7 @@ def test_plan_is_made_anew_for_the_smaller_model() -> None:
         step(found.workload.batch)
 
 
-@pytest.mark.parametrize(
-    "make, sizes", [(convnet, LARGE["convnet"]), pytest.param(unet, LARGE["unet"], marks=pytest.mark.ci)]
-)
+@pytest.mark.parametrize("make, sizes", [(convnet, LARGE["convnet"]), (unet, LARGE["unet"])])
 @pytest.mark.ci
 def test_predicted_saving_is_the_measured_one(make: Any, sizes: Any) -> None:
     workload = make(**sizes)
