@@ -129,7 +129,7 @@ def least_squares() -> Workload:
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         found = model(batch["x"])
-        # By the default, "gelsy", two plain steps differ: PyTorch hands LAPACK pivots that nobody has set.
+        # By the default, "gelsy", two plain steps differ in their last bits.
         weights = torch.linalg.lstsq(found[:512], batch["y"][:512], driver="gels").solution
         return F.mse_loss(found[512:] @ weights, batch["y"][512:])
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.operators.comparing import Fakes, Operators, differences
-from benchmarks.operators.listed import listed
+from benchmarks.operators.listed import listed, listed_peak
 from benchmarks.operators.samples import LAYOUTS, laid_out
 
 X = torch.arange(24.0).view(2, 3, 4)
@@ -59,4 +59,5 @@ def test_operators_of_both_passes_agree_and_a_wrong_one_is_found(monkeypatch: py
 
 def test_known_differences_have_reasons_and_others_none() -> None:
     assert "sort" in listed("aten._fft_c2c.default", "output 0: stride (1, 5), fake (5, 1)")
+    assert listed_peak("ormqr") and listed_peak("mm") == ""
     assert listed("aten._fft_c2c.default", "output 0: dtype") == "" == listed("aten.mm.default", "output 0: stride")

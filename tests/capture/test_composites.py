@@ -97,3 +97,8 @@ def test_results_and_gradients_are_what_they_were(name: str) -> None:
     again = results()
     for one in (found, again):
         assert all(a is b or torch.equal(a, b) for a, b in zip(one, expected, strict=True))
+
+
+def test_a_number_of_classes_that_is_none_is_pytorchs_own_error() -> None:
+    with composites_without_mode(), pytest.raises(RuntimeError, match="num_classes"):
+        F.one_hot(torch.zeros(3, dtype=torch.long), -2)

@@ -106,6 +106,12 @@ def test_figures_of_random_programs() -> None:
     assert f"Over {summary['fuzzed']:,} programs {summary['fuzzed_wrong']} were wrong" in words
 
 
+def test_figures_of_interrupts() -> None:
+    summary = results("faults.verbs")["summary"]
+    said = f"{summary['interrupt_unharmed']:,} of {summary['interrupt_injected']:,} interrupts of verbs"
+    assert said in words_of(DOCS / "results" / "index.md")
+
+
 def test_figures_of_steps_of_other_kinds() -> None:
     result, words = results("steps"), words_of(DOCS / "results" / "steps.md")
     summary = result["summary"]

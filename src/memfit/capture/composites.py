@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 
-from memfit._torch.autograd import forward_ad_level
-from memfit._torch.dispatch import DispatchKey, below_autograd, peek_interpreter_stack
+from memfit._torch.dispatch import DispatchKey, below_autograd
 from memfit._torch.operators import call_at, destroy_library
 from memfit._torch.replacement import replaced
-from memfit.capture.products import Saving, register, register_products
+from memfit.capture.products import Saving, is_transformed, register, register_products
 from memfit.capture.reflectors import HouseholderProduct
 from memfit.turns import here
 
@@ -92,17 +91,17 @@ def _max_pool1d(given: torch.Tensor, *window: Any) -> torch.Tensor:
 
 def _one_hot(classes: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     """Fill zeros in place, where fake tensors compare (`one_hot` in ATen/native/Onehot.cpp); checks are left out."""
-    if classes.numel() == 0 or classes.dtype is not torch.long:
+    is_counted = num_classes == -1  # else PyTorch has an error of its own for what is not positive
+    if (num_classes < 1 and not is_counted) or classes.numel() == 0 or classes.dtype is not torch.long:
         return _as_composite(_aten.one_hot.default, classes, num_classes)
-    num_classes = num_classes if num_classes != -1 else int(classes.max().item()) + 1
+    num_classes = int(classes.max().item()) + 1 if is_counted else num_classes
     zeros = torch.zeros((*classes.shape, num_classes), dtype=classes.dtype, device=classes.device)
     return zeros.scatter_(-1, classes.unsqueeze(-1), 1)
 
 
 def _is_differentiated(given: torch.Tensor) -> bool:
     """Tell whether a gradient or a derivative is asked for (`_may_require_fw_or_bw_grad` in BatchLinearAlgebra.cpp)."""
-    transformed = peek_interpreter_stack() is not None or forward_ad_level() >= 0
-    return transformed or (torch.is_grad_enabled() and given.requires_grad)
+    return is_transformed() or (torch.is_grad_enabled() and given.requires_grad)
 
 
 def _singular_values(given: torch.Tensor, *, driver: str | None = None) -> torch.Tensor:

@@ -33,6 +33,11 @@ def register(library: torch.library.Library, key: str, functions: Mapping[str, C
         library.impl(name, with_own_backward(kernel, function), key, with_keyset=True)
 
 
+def is_transformed() -> bool:
+    """Tell whether `torch.func` or forward-mode differentiation is under way."""
+    return peek_interpreter_stack() is not None or forward_ad_level() >= 0
+
+
 def with_own_backward(kernel: Any, function: Callable[..., Any]) -> Callable[..., Tensor]:
     """Return a kernel that computes as another, with a backward pass of its own.
 
@@ -50,8 +55,12 @@ def with_own_backward(kernel: Any, function: Callable[..., Any]) -> Callable[...
 
         if not has_turn():
             return as_pytorch(given)
-        transformed = peek_interpreter_stack() is not None or forward_ad_level() >= 0
-        if transformed or not torch.is_grad_enabled() or not given.requires_grad or given.layout is not torch.strided:
+        if (
+            is_transformed()
+            or not torch.is_grad_enabled()
+            or not given.requires_grad
+            or given.layout is not torch.strided
+        ):
             return as_pytorch(given)
         return function(as_pytorch, given, *args)  # type: ignore[no-any-return]
 
