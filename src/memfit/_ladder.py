@@ -42,6 +42,7 @@ from memfit.levers.circumstances import check_combination
 from memfit.levers.lever import NotOffered
 from memfit.levers.lever import Rung as Offer
 from memfit.levers.stack import applied, check_workload
+from memfit.pipeline.first_arguments import checked
 from memfit.pipeline.placement import device_named
 from memfit.pipeline.verbs import verb
 from memfit.planner.batch_coupling import coupling
@@ -61,13 +62,14 @@ PAYS = 0.02
 _ROUNDS = 5  # in which two steps are timed in turn
 
 
+@checked
 @with_bars(stages)
 @verb
 def ladder(
     workload: Workload,
     *,
     budget: int | float | str | None = None,
-    device: str | None = None,
+    device: str | torch.device | None = None,
     numerics: Numerics = "reduced",
     min_run_seconds: float = 2.0,
     progress: Progress = silent,

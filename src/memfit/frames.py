@@ -120,6 +120,11 @@ def is_users(filename: str) -> bool:
     return filename.startswith(packages) or not filename.startswith(python)  # packages lie within Python's own folder
 
 
+def is_memfits(filename: str) -> bool:
+    """Tell whether a file is memfit's own."""
+    return filename.startswith(_HOME)
+
+
 def _short(filename: str) -> str:
     """Return a path relative to the current folder, if it lies in it."""
     path = Path(filename)

@@ -71,7 +71,10 @@ def read_budget(
     """
     hint = _hint(argument, of_device, of_plain)
     if isinstance(budget, bool) or not isinstance(budget, int | float | str):
-        raise BudgetError(f"{argument}={budget!r} is a {type(budget).__name__}: {hint}")
+        given = budget if budget is None or isinstance(budget, bool) else f"a {type(budget).__name__}"
+        raise BudgetError(f"{argument} is {given}: {hint}")
+    if isinstance(budget, float) and 0 < budget <= 1 and of_device:
+        raise BudgetError(f"{argument} is {budget}, which is not a number of bytes: write {argument}='{budget:.0%}'")
     if isinstance(budget, str):
         return _read_text(budget, argument, hint, of_device, of_plain)
     if isinstance(budget, int) and budget.bit_length() > 63:

@@ -18,11 +18,13 @@ from memfit.batch import slice_batch as slice_batch
 from memfit.batch import tensors_of as tensors_of
 from memfit.batch import tokens_per_sample as tokens_per_sample
 from memfit.errors import WorkloadError
+from memfit.tracebacks import constructor
 
 Loss = torch.Tensor | tuple[torch.Tensor, torch.Tensor | int | float]
 """The result of a `loss_fn`: a scalar mean, or a sum and the count to divide it by."""
 
 
+@constructor
 @dataclass(frozen=True)
 class LossScaling:
     """The loss scaling of 16-mixed steps. Scales may be any number above 0; powers of two cause no rounding.
@@ -66,6 +68,7 @@ class LossScaling:
             )
 
 
+@constructor
 @dataclass(frozen=True)
 class Loop:
     """A description of the user's own training loop, for `memfit.estimate` to predict.
@@ -124,6 +127,7 @@ class NoUpdate(torch.optim.Optimizer):
         """Do nothing."""
 
 
+@constructor
 @dataclass(frozen=True, repr=False)
 class Workload:
     """One training step, unmodified, with the data, evaluation and schedule for a training run.
@@ -182,8 +186,8 @@ class Workload:
     loop: Loop | None = None
 
     def __post_init__(self) -> None:
+        _check_order(self)
         if self.optimizer is None:
-            _check_model(self.model)
             object.__setattr__(self, "optimizer", NoUpdate(self.model.parameters()))
         _check_fields(self)
 
@@ -197,22 +201,134 @@ class Workload:
         )
 
 
-def _check_model(model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise WorkloadError(f"Workload.model is {_kind(model)}: give the torch.nn.Module that trains")
+_ORDER = "Workload(model, batch, loss_fn, optimizer)"
+
+
+def _check_order(workload: Workload) -> None:
+    """Check the kinds of the four arguments that are given by position, and say which of them are swapped."""
+    remedies = {name: remedy for name in _REMEDIES if (remedy := _REMEDIES[name](workload))}
+    for name in remedies:
+        value = getattr(workload, name)
+        other = _role(value)
+        if other != name and other in remedies:
+            raise WorkloadError(
+                f"Workload.{name} is {described(value)}, and Workload.{other} is"
+                f" {described(getattr(workload, other))}: write {_ORDER} in this order"
+            )
+    for name, remedy in remedies.items():
+        raise WorkloadError(f"Workload.{name} is {described(getattr(workload, name))}{remedy}")
+
+
+def _role(value: object) -> str:
+    """Return the argument that a value is for; "" where that is not plain."""
+    if isinstance(value, nn.Module):
+        return "loss_fn" if _is_criterion(value) else "model"
+    if isinstance(value, torch.optim.Optimizer):
+        return "optimizer"
+    if inspect.isroutine(value):
+        return "loss_fn"
+    return "batch" if isinstance(value, torch.Tensor | Mapping | list | tuple) else ""
+
+
+def _model_remedy(workload: Workload) -> str:
+    model: object = workload.model
+    if isinstance(model, nn.Module):
+        return ""
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        return f"; create it: model = {model.__name__}(...)"
+    return ": give the torch.nn.Module that trains. A function goes into forward() of such a class"
+
+
+def _batch_remedy(workload: Workload) -> str:
+    batch = workload.batch
+    if batch is None:
+        if workload.batch_size is not None:  # a `loss_fn` that makes its own data
+            return ""
+        return ": give one batch, such as next(iter(loader)). If loss_fn makes its own data, give batch_size=1"
+    if isinstance(batch, torch.utils.data.DataLoader):
+        return "; take one batch: next(iter(loader)). The loader itself goes into batches="
+    if isinstance(batch, torch.utils.data.Dataset):
+        return "; take one batch of its DataLoader: next(iter(loader))"
+    if hasattr(type(batch), "__next__"):
+        return "; take one batch: next(iterator)"
+    if inspect.isroutine(batch):
+        return f"; take its result: {_name_of(batch)}(...)"
+    if isinstance(batch, nn.Module | torch.optim.Optimizer | type):
+        return ": give the tensors of one batch, in the form that loss_fn(model, batch) reads"
+    return ""
+
+
+def _loss_remedy(workload: Workload) -> str:
+    loss_fn: object = workload.loss_fn
+    parameters = _signature(loss_fn)
+    names = [] if parameters is None else list(parameters.parameters)
+    takes_output = len(names) > 1 and names[0] in _OUTPUTS and names[1] in _TARGETS
+    if _is_criterion(loss_fn) or takes_output:
+        name = loss_fn.__name__ if isinstance(loss_fn, type) else _name_of(loss_fn)
+        call = f"{name}()" if isinstance(loss_fn, nn.Module | type) else name
+        home = ("nn." if call != name else "F.") if _is_criterion(loss_fn) else ""
+        return (
+            ", which takes (output, target). memfit calls loss_fn(model, batch): write"
+            f" loss_fn=lambda model, batch: {home}{call}(model(batch[0]), batch[1])"
+        )
+    if isinstance(loss_fn, type) or not callable(loss_fn):
+        return ": give a function loss_fn(model, batch) that returns the loss"
+    if parameters is None:
+        return ""
+    try:
+        parameters.bind(None, None)
+    except TypeError:
+        return f", which takes {parameters}. memfit calls loss_fn(model, batch): give a function of these two"
+    return ""
+
+
+_OUTPUTS = ("input", "inputs", "output", "outputs", "logits", "pred", "preds", "prediction", "predictions", "y_pred")
+_TARGETS = ("target", "targets", "label", "labels", "y_true")
+
+
+def _is_criterion(value: object) -> bool:
+    """Tell whether a value is one of PyTorch's losses, of an output and a target."""
+    kind = value if isinstance(value, type) else type(value)
+    of_loss = issubclass(kind, nn.Module) and kind.__module__ == "torch.nn.modules.loss"
+    return of_loss or (inspect.isroutine(value) and getattr(value, "__module__", "") == "torch.nn.functional")
+
+
+def _signature(function: object) -> inspect.Signature | None:
+    """Return the signature of a function or of a module's `forward`; None where Python does not know it."""
+    called: Any = function.forward if isinstance(function, nn.Module) else function
+    try:
+        return inspect.signature(called)
+    except (TypeError, ValueError):  # nothing to call, or not written in Python
+        return None
+
+
+def _optimizer_remedy(workload: Workload) -> str:
+    optimizer: object = workload.optimizer
+    if isinstance(optimizer, type):
+        return f"; create it: {optimizer.__name__}(model.parameters())"
+    missing = [name for name in ("step", "param_groups", "state") if not hasattr(optimizer, name)]
+    if optimizer is None or not missing:
+        return ""
+    if isinstance(optimizer, torch.optim.lr_scheduler.LRScheduler):
+        return ": give its optimizer as optimizer=, and the scheduler as scheduler="
+    if "step" not in missing:
+        return f" without {', '.join(missing)}: give the torch.optim.Optimizer in it"
+    return ": give a torch.optim.Optimizer, such as torch.optim.AdamW(model.parameters())"
+
+
+_REMEDIES: dict[str, Callable[[Workload], str]] = {
+    "model": _model_remedy,
+    "batch": _batch_remedy,
+    "loss_fn": _loss_remedy,
+    "optimizer": _optimizer_remedy,
+}
+"""What is wrong with each of the four, as the end of a sentence; "" where nothing is."""
 
 
 def _check_fields(workload: Workload) -> None:
-    """Check the kinds of a workload's fields, so that none is found wrong after minutes of planning."""
-    _check_model(workload.model)
+    """Check the kinds of a workload's other fields, so that none is found wrong after minutes of planning."""
     for name, what, remedy in (
-        ("loss_fn", callable(workload.loss_fn), "give a function loss_fn(model, batch)"),
         ("name", isinstance(workload.name, str), "give a text"),
-        (
-            "batch",
-            not (inspect.isroutine(workload.batch) or inspect.isgenerator(workload.batch) or _loads(workload.batch)),
-            "give one batch of it, such as next(iter(loader)), and all of them as Workload.batches",
-        ),
         (
             "batches",
             workload.batches is None or _is_iterable(workload.batches),
@@ -251,16 +367,31 @@ def _check_fields(workload: Workload) -> None:
         ("loop", workload.loop is None or isinstance(workload.loop, Loop), "give memfit.Loop(...), or None"),
     ):
         if not what:
-            raise WorkloadError(f"Workload.{name} is {_kind(getattr(workload, name))}: {remedy}")
+            raise WorkloadError(f"Workload.{name} is {described(getattr(workload, name))}: {remedy}")
 
 
-def _kind(value: object) -> str:
+def described(value: object) -> str:
     """Return what a value is, in a few words for an error."""
-    if inspect.isroutine(value):
-        return f"the function {getattr(value, '__name__', '')}"
     if isinstance(value, type):
-        return f"the class {value.__name__}, not an object of it"
-    return repr(value) if isinstance(value, str | int | float) else f"of {type(value).__name__}"
+        return f"the class {value.__name__}"
+    if inspect.isroutine(value):
+        return "a lambda" if _name_of(value) == "<lambda>" else f"the function {_name_of(value)}"
+    kind = type(value).__name__
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, nn.Module) and not _is_criterion(value):
+        return f"the model {kind}"
+    if isinstance(value, torch.optim.Optimizer):
+        return f"the optimizer {kind}"
+    if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
+        return f"the scheduler {kind}"
+    if isinstance(value, str | int | float | None):
+        return repr(value)
+    return f"{'an' if kind[0] in 'AEIOUaeiou' else 'a'} {kind}"
+
+
+def _name_of(function: object) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def _is_function(value: object) -> bool:
@@ -279,11 +410,6 @@ def _is_whole(value: object) -> bool:
 
 def _is_norm(value: Any) -> bool:
     return value is None or (not isinstance(value, bool | str) and value > 0)
-
-
-def _loads(batch: object) -> bool:
-    """Tell whether a value is a loader of batches, or a data set, and no batch."""
-    return isinstance(batch, torch.utils.data.DataLoader | torch.utils.data.Dataset)
 
 
 def _steps_alone(scheduler: object) -> bool:

@@ -25,6 +25,7 @@ from memfit.levers import registry
 from memfit.levers.conflicts import ADAPTING
 from memfit.levers.switch import Switch, candidates_of, lowered
 from memfit.pipeline._apply import snapshots_of, switchable
+from memfit.pipeline.first_arguments import checked
 from memfit.pipeline.placement import placed
 from memfit.pipeline.verbs import applying
 from memfit.planner.batch_coupling import without_coupled
@@ -47,6 +48,7 @@ _SMALLEST = 16  # of the largest size: the smallest that is captured
 Shapes = tuple[tuple[int, ...], ...]
 
 
+@checked
 @applying
 def adapt(
     plan: Plan,

@@ -21,6 +21,7 @@ from memfit.levers import registry
 from memfit.levers.compilation import LIMIT
 from memfit.levers.stack import applied, check_plan, check_untouched, host_bytes_of
 from memfit.levers.switch import Switch, without_switched
+from memfit.pipeline.first_arguments import checked
 from memfit.pipeline.joining import check_launched
 from memfit.pipeline.placement import kind_of, placed
 from memfit.pipeline.predicted_snapshots import write_predicted_snapshot
@@ -48,6 +49,7 @@ _UNUSED = (
 )
 
 
+@checked
 @applying
 def apply(
     plan: Plan,

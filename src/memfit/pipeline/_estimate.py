@@ -6,6 +6,7 @@ import functools
 from pathlib import Path
 from typing import Literal
 
+import torch
 from msgspec.structs import replace
 
 from memfit.errors import UsageError
@@ -18,6 +19,7 @@ from memfit.ir.plan import Levers, Precision, Prediction
 from memfit.ir.trace import Trace
 from memfit.levers.stack import check_workload
 from memfit.pipeline._on_paper import on_paper
+from memfit.pipeline.first_arguments import checked
 from memfit.pipeline.placement import device_named
 from memfit.pipeline.verbs import verb
 from memfit.planner import gpu_process
@@ -33,12 +35,13 @@ from memfit.units import format_bytes
 from memfit.workload import Workload, precision_label, samples_of, tokens_per_sample
 
 
+@checked
 @with_bars(stages)
 @verb
 def estimate(
     workload: Workload,
     *,
-    device: str | None = None,
+    device: str | torch.device | None = None,
     precision: Precision | Literal["auto"] = "32-true",
     microbatch_size: int | None = None,
     world_size: int = 1,

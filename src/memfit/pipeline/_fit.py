@@ -15,7 +15,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -35,6 +35,7 @@ from memfit.ir.plan import Numerics, Plan, Prediction
 from memfit.levers.switch import switched
 from memfit.pipeline._estimate import estimate
 from memfit.pipeline._plan import plan as make_plan
+from memfit.pipeline.first_arguments import checked
 from memfit.pipeline.verbs import uninterrupted
 from memfit.planner.captures import capture_levers
 from memfit.planner.prediction import Progress, costs_of, predict, silent
@@ -52,6 +53,7 @@ from memfit.tape import (
     in_turn,
     outside_autocast,
 )
+from memfit.tracebacks import public
 from memfit.training.guards.beside import beside_text, held_beside
 from memfit.training.guards.growth import Growth
 from memfit.training.taped import CombinedOptimizers
@@ -530,6 +532,7 @@ class Fitted:
         return _updating(self._optimizers(), (p for module in modules for p in self._watcher.held_by(module)))
 
 
+@checked
 def fit(
     model: nn.Module | Sequence[nn.Module],
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
@@ -571,28 +574,45 @@ def fit(
     given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     models = [model] if isinstance(model, nn.Module) else list(model)
     if not _updating(given, (p for model in models for p in model.parameters())):
-        raise UsageError("optimizer= updates no parameter of model=: give the two that the loop trains with")
+        updates, trained = (" and ".join(type(each).__name__ for each in both) for both in (given, models))
+        raise UsageError(
+            f"optimizer is {updates} of other parameters than those of model, {trained}: create it from this model, as"
+            f" {type(given[0]).__name__}(model.parameters())"
+        )
     options = {"numerics": numerics, "host_budget": host_budget, "time_limit_seconds": time_limit_seconds}
     write = tell or functools.partial(print, file=sys.stderr, flush=True)
-    return _Fitting(Fitted(lambda: given, write, progress, {"budget": budget, **options}))
+    return _Fitting(Fitted(lambda: given, write, progress, {"budget": budget, **options}), given)
 
 
 class _Fitting(contextlib.AbstractContextManager["Fitted", None]):
     """The context of a fitted loop; where it is dropped without having been entered, that is told."""
 
-    def __init__(self, fitted: Fitted) -> None:
-        self._fitted, self._entered = fitted, contextlib.ExitStack()
+    _active: ClassVar[list[_Fitting]] = []
+
+    def __init__(self, fitted: Fitted, optimizers: list[torch.optim.Optimizer]) -> None:
+        self._fitted, self._optimizers, self._entered = fitted, optimizers, contextlib.ExitStack()
         self._unused = on_unused(
             self, "memfit.fit(...) was not entered, so nothing is planned: write `with memfit.fit(...):`"
         )
 
+    @public
     def __enter__(self) -> Fitted:
         self._unused.detach()
+        fitted = [id(optimizer) for other in self._active for optimizer in other._optimizers]
+        for optimizer in self._optimizers:
+            if id(optimizer) in fitted:
+                raise UsageError(
+                    f"memfit.fit is called a second time for the optimizer {type(optimizer).__name__}, within the first"
+                    " one's `with` block: leave out one of the two"
+                )
         self._entered.enter_context(LOOP.spoken())
         self._entered.enter_context(self._fitted.watching())
+        self._active.append(self)
         return self._fitted
 
+    @public
     def __exit__(self, *error: Any) -> None:
+        self._active.remove(self)
         self._entered.__exit__(*error)
 
 
@@ -683,7 +703,7 @@ def advice(plan: Plan, mixed: Mixed) -> list[str]:
         *lines,
         "  microbatches:     for part in batch.split(size // 2):",
         "                        (loss_of(part) / 2).backward()  # then one optimizer.step()",
-        "                    not predicted: which tensors of the loop have a dimension of samples is not known here",
+        "                    not predicted: memfit cannot tell which dimension is the batch",
         "memfit.plan, on the step as a memfit.Workload, predicts and applies both.",
     ]
 

@@ -20,6 +20,7 @@ from memfit.ir.plan import NUMERICS, Numerics, Precision, allows
 from memfit.ir.sharding import Mode
 from memfit.levers.microbatches import microbatch_sizes
 from memfit.levers.stack import check_workload
+from memfit.pipeline.first_arguments import checked
 from memfit.pipeline.verbs import verb
 from memfit.planner import gpu_process, worlds
 from memfit.planner.prediction import Progress, silent
@@ -31,6 +32,7 @@ from memfit.version import __version__
 from memfit.workload import Workload, fingerprint, samples_of
 
 
+@checked
 @with_bars(stages)
 @verb
 def fleet(

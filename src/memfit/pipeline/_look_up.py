@@ -9,6 +9,7 @@ from memfit.hardware.host import find_device
 from memfit.ir.plan import NUMERICS, Candidate, Plan, Prediction
 from memfit.levers.stack import check_plan, check_workload
 from memfit.levers.switch import at_point
+from memfit.pipeline.first_arguments import checked
 from memfit.pipeline.verbs import verb
 from memfit.planner import gpu_process
 from memfit.planner.captures import capture_levers
@@ -19,6 +20,7 @@ from memfit.units import format_bytes, read_budget
 from memfit.workload import Workload, tokens_per_sample
 
 
+@checked
 @with_bars(stages)
 @verb
 def look_up(plan: Plan, workload: Workload, *, budget: int | float | str, progress: Progress = silent) -> Plan:

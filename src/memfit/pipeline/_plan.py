@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from memfit.capture.step_capture import without_collector
 from memfit.errors import UsageError
 from memfit.hardware.advice import precisions as precisions_of
@@ -22,6 +24,7 @@ from memfit.levers.compilation import COMPILATION
 from memfit.levers.microbatches import microbatch_sizes
 from memfit.levers.shared_by_ranks import SHARDING
 from memfit.levers.stack import check_plan, check_workload
+from memfit.pipeline.first_arguments import checked
 from memfit.pipeline.joining import ranks_here
 from memfit.pipeline.placement import device_named
 from memfit.pipeline.verbs import verb
@@ -44,13 +47,14 @@ MEASURE_VARIABLE = "MEMFIT_MEASURE"
 """The environment variable by which "no" has plans chosen by predicted times alone, the same in every run."""
 
 
+@checked
 @with_bars(stages)
 @verb
 def plan(
     workload: Workload,
     *,
     budget: int | float | str,
-    device: str | None = None,
+    device: str | torch.device | None = None,
     numerics: Numerics = "reordered",
     precisions: Sequence[Precision] | None = None,
     optimizers: Sequence[OptimizerLever] | None = None,

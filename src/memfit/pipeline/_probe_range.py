@@ -15,10 +15,12 @@ from memfit.ir.plan import Levers
 from memfit.ir.ranges import RangeReport, range_report
 from memfit.levers.stack import applied, check_workload
 from memfit.pipeline._train import first_batches
+from memfit.pipeline.first_arguments import checked
 from memfit.planner.prediction import Progress, silent
 from memfit.workload import Loss, Workload, samples_of
 
 
+@checked
 def probe_range(
     workload: Workload, *, batches: int = 1, microbatch_size: int | None = None, progress: Progress = silent
 ) -> RangeReport:

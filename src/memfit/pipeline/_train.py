@@ -29,6 +29,7 @@ from memfit.levers.stack import applied, check_plan, host_bytes_of
 from memfit.pipeline._adapt import adapt
 from memfit.pipeline._apply import apply
 from memfit.pipeline._verify_ranks import rank_peak_bytes
+from memfit.pipeline.first_arguments import checked
 from memfit.pipeline.joining import ranks_of
 from memfit.pipeline.placement import check_runs_here, place_of, placed, rank_place
 from memfit.pipeline.verbs import uninterrupted, verb
@@ -70,6 +71,7 @@ def _compare_bars(bars: Bars, arguments: Mapping[str, Any]) -> dict[str, Callabl
     return {"progress": functools.partial(bars, "plain and planned")}
 
 
+@checked
 @with_bars(_compare_bars)
 @verb
 def compare(
@@ -215,6 +217,7 @@ def _train_bars(bars: Bars, arguments: Mapping[str, Any]) -> dict[str, Callable[
     return {**_compare_bars(bars, arguments), "on_step": on_step}
 
 
+@checked
 @with_bars(_train_bars)
 @uninterrupted
 def train(
@@ -400,6 +403,7 @@ def _plan_in(folder: Path) -> Plan | None:
     return None
 
 
+@checked
 def write_report(run: str | Path, path: str | Path | None = None) -> Path:
     """Write the report of a run: one HTML file that needs no network. In a notebook its path shows the report.
 

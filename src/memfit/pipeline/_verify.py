@@ -18,6 +18,7 @@ from memfit.ir.verification import Verification
 from memfit.levers import registry
 from memfit.levers.stack import applied, applied_to_copy
 from memfit.pipeline._verify_ranks import verify_on_ranks
+from memfit.pipeline.first_arguments import checked
 from memfit.pipeline.placement import check_runs_here
 from memfit.pipeline.statements import (
     TOLERANCE,
@@ -38,6 +39,7 @@ _IN_EVALUATION_MODE = "compared in evaluation mode, since the planned step draws
 _NAMED = 3  # differences of a copy that a note names
 
 
+@checked
 @with_bars(stages)
 @verb
 def verify(plan: Plan, workload: Workload, *, progress: Progress = silent) -> Verification:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from memfit.capture.external_state import external_tensors
-from memfit.errors import PlanError, WorkloadError
+from memfit.errors import PlanError, UsageError, WorkloadError
 from memfit.hardware.catalogue import match
 from memfit.hardware.host import KINDS, devices, find_device
 from memfit.ir.device import Device
@@ -18,13 +18,19 @@ from memfit.ir.plan import Plan
 from memfit.levers.stack import check_plan, check_workload
 from memfit.ranks.meta_models import Initialisation, is_on_meta
 from memfit.training.prefetch import on_device
-from memfit.workload import Workload, tensors_of
+from memfit.workload import Workload, described, tensors_of
 
 
-def device_named(device: str | None, workload: Workload) -> str:
-    """Return the name of the device to predict or run on: the one that is given, or the one that the model is on."""
+def device_named(device: str | torch.device | None, workload: Workload) -> str:
+    """Return the name of the device to predict or run on: the one that is given, or the one that the model is on.
+
+    Raises:
+        UsageError: It is no name of a device.
+    """
+    if isinstance(device, str | torch.device):
+        return str(device)
     if device is not None:
-        return device
+        raise UsageError(f"device is {described(device)}, not a name: write device='cpu', 'cuda', or 'cuda:0'")
     place = place_of(workload)
     return "cpu" if place.type in ("cpu", "meta") else f"{place.type}:{place.index or 0}"
 

@@ -25,6 +25,7 @@ from memfit.errors import MemfitError, MissingExtraError, WorkloadError
 from memfit.frames import users_place
 from memfit.hardware.host import free_bytes
 from memfit.rng import rng_preserved
+from memfit.tracebacks import public
 from memfit.units import format_bytes
 from memfit.workload import Workload, samples_of
 
@@ -113,6 +114,7 @@ def load_fake_workload(name: str, tell: Callable[[str], None] = lambda line: Non
     return load_workload(name)
 
 
+@public
 def load_workload(name: str) -> Workload:
     """Return the workload that a function makes.
 

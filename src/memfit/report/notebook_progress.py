@@ -14,6 +14,7 @@ from time import monotonic
 from typing import Any, ParamSpec, TypeVar
 
 from memfit.report.notebook import framed
+from memfit.tracebacks import is_called_by_memfit
 from memfit.units import format_seconds
 
 _P = ParamSpec("_P")
@@ -39,8 +40,7 @@ def with_bars(defaults: Defaults) -> Callable[[Callable[_P, _R]], Callable[_P, _
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
         @functools.wraps(function)
         def shown(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            caller = str(sys._getframe(1).f_globals.get("__name__", ""))
-            if caller.partition(".")[0] == "memfit" or not in_notebook():
+            if not in_notebook() or is_called_by_memfit():
                 return function(*args, **kwargs)
             with Bars(f"memfit.{function.__name__}") as bars:
                 told: dict[str, Any] = {**defaults(bars, kwargs), **kwargs}

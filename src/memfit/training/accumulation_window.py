@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from memfit._torch.foreach import foreach_mul_
 from memfit._torch.tensors import sparse_values
 from memfit.errors import WorkloadError
 from memfit.ranks.one_process import SingleProcess
+from memfit.workload import described
 
 
 class Window:
@@ -99,19 +101,16 @@ def checked_loss(value: Any) -> tuple[torch.Tensor, torch.Tensor | float | None]
     """Return a loss and its count.
 
     Raises:
-        WorkloadError: The value is neither a scalar that requires gradients nor a pair of such a scalar and a count.
+        WorkloadError: The value is neither a scalar with a gradient nor a pair of such a scalar and a count.
     """
     is_pair = isinstance(value, tuple) and len(value) == 2
     loss, count = value if is_pair else (value, None)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or (is_pair and not _is_count(count)):
-        parts = value if is_pair else (value,)
-        raise WorkloadError(
-            f"Workload.loss_fn returned {' and '.join(_described(part) for part in parts)}: it must return a scalar"
-            " tensor that requires gradients, or (sum, count), where the count divides the sum and needs no gradient"
-        )
+        raise WorkloadError(_wrong_loss(value))
     if not loss.requires_grad:
         raise WorkloadError(
-            "Workload.loss_fn returned a loss that needs no gradient: compute it from parameters of Workload.model"
+            "Workload.loss_fn returned a loss that has no gradient: compute it with the model that loss_fn gets, and"
+            " without .detach() or torch.no_grad()"
         )
     return loss, count.reshape(()) if isinstance(count, torch.Tensor) and count.dim() else count
 
@@ -122,7 +121,20 @@ def _is_count(count: Any) -> bool:
     return isinstance(count, int | float)
 
 
-def _described(value: Any) -> str:
-    if not isinstance(value, torch.Tensor):
-        return f"a {type(value).__name__}"
-    return f"a tensor of shape {tuple(value.shape)}{' that requires gradients' if value.requires_grad else ''}"
+def _wrong_loss(value: Any) -> str:
+    """Return what a loss function returned in the place of a loss, and how to return one."""
+    if value is None:
+        return "Workload.loss_fn returned None: end it with `return loss`"
+    if isinstance(value, torch.Tensor):
+        return f"Workload.loss_fn returned a tensor of shape {tuple(value.shape)}: return one number, as loss.mean()"
+    if isinstance(value, int | float):
+        return f"Workload.loss_fn returned the number {value}, not a tensor: return the loss without .item()"
+    if isinstance(value, Mapping) and "loss" in value:
+        return f"Workload.loss_fn returned {described(value)}: return the loss in it, as output['loss']"
+    if isinstance(value, tuple) and len(value) == 2:
+        parts = " and ".join(described(part) for part in value)
+        return (
+            f"Workload.loss_fn returned {parts}: return one scalar tensor, or (sum, count), where the sum has a"
+            " gradient, and the count that divides it has none"
+        )
+    return f"Workload.loss_fn returned {described(value)}: return one scalar tensor, or (sum, count)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,19 +13,38 @@ from torch.nn.parameter import is_lazy
 
 from memfit._torch.modules import own_parameters
 from memfit.errors import WorkloadError
-from memfit.workload import Workload
+from memfit.workload import Workload, tensors_of
 
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
 def check_supported(workload: Workload) -> None:
-    """Check that a workload's model and optimizer can be copied and stepped.
+    """Check that a workload's model and optimizer can be copied and stepped, and belong together.
 
     Raises:
         WorkloadError: They can't.
     """
-    for refused in (*_refused_modules(workload.model), *_refused_optimizers(workload.optimizer)):
+    found = (_refused_modules(workload.model), _refused_optimizers(workload.optimizer), _refused_together(workload))
+    for refused in itertools.chain(*found):
         raise WorkloadError(refused)
+
+
+def _refused_together(workload: Workload) -> Iterator[str]:
+    own = {id(parameter) for parameter in workload.model.parameters() if parameter.requires_grad}
+    updated = {id(parameter) for group in workload.optimizer.param_groups for parameter in group["params"]}
+    if own and not own & updated:  # a model without any may serve an optimizer of other tensors
+        kind, model = type(workload.optimizer).__name__, type(workload.model).__name__
+        yield (
+            f"Workload.optimizer is the optimizer {kind} over {len(updated)} tensors, none of which is a parameter of"
+            f" Workload.model ({model}): create it from this model, as {kind}(model.parameters())"
+        )
+    place = next((p.device for p in workload.model.parameters()), None)
+    others = {t.device for t in tensors_of(workload.batch)} - {place, torch.device("cpu"), torch.device("meta")}
+    if place is not None and place.type != "meta" and others:
+        yield (
+            f"Workload.batch is on {', '.join(sorted(map(str, others)))}, and Workload.model is on {place}: give both"
+            f" on one device, as batch.to({str(place)!r})"
+        )
 
 
 def _refused_modules(model: nn.Module) -> Iterator[str]:
@@ -33,9 +53,8 @@ def _refused_modules(model: nn.Module) -> Iterator[str]:
         kind = type(module).__name__
         if isinstance(module, _WRAPPERS):
             yield (
-                f"{where} is a {kind}, which sends tensors in the middle of a step: give the module in it,"
-                f" {where}.module; a plan with levers.sharding shares the step among ranks, and memfit.estimate("
-                "world_size=...) predicts it"
+                f"{where} is a {kind}: give the model in it, {where}.module. For several GPUs give world_size= to"
+                " memfit.plan"
             )
         if isinstance(module, torch.jit.ScriptModule):
             yield (
@@ -54,13 +73,6 @@ def _refused_optimizers(optimizer: Any) -> Iterator[str]:
     if optimizer is None:
         return
     kind = type(optimizer).__name__
-    missing = [name for name in ("step", "param_groups", "state") if not hasattr(optimizer, name)]
-    if missing:
-        yield (
-            f"Workload.optimizer is a {kind} without {', '.join(missing)}: give a torch.optim.Optimizer, such as the"
-            " one in it; a learning-rate schedule goes into Workload.scheduler"
-        )
-        return
     if _needs_closure(optimizer):
         yield (
             f"Workload.optimizer is {kind}, whose step(closure) runs the forward and backward passes itself, as often"

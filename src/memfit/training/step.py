@@ -22,6 +22,7 @@ from memfit.ir.plan import Prediction
 from memfit.ir.trace import Phase
 from memfit.ranks.one_process import Share, SingleProcess, T
 from memfit.rng import rng_preserved
+from memfit.tracebacks import public
 from memfit.training.accumulation_window import Window, checked_loss, gradient_entries, gradient_values
 from memfit.training.loss_scaling import LossScaler
 from memfit.training.nonfinite import FirstNotFinite, watching
@@ -31,6 +32,10 @@ from memfit.workload import Workload, part_of, samples_of, tensors_of
 
 _CPU = torch.device("cpu")
 _log = logging.getLogger("memfit")
+_UNRELATED = (
+    "Workload.loss_fn returned a loss that does not depend on any parameter of Workload.optimizer: compute it with the"
+    " model that loss_fn gets as its first argument"
+)
 
 
 class InBackward(Protocol):
@@ -236,6 +241,7 @@ class Step:
         else:
             self.options.update()
 
+    @public
     def __call__(self, batch: Any) -> StepResult:
         """Run one optimizer update.
 
@@ -429,7 +435,7 @@ class Step:
         updated = parameters_of(self.workload.optimizer)
         gradients = _gradients_of(updated)
         if not gradients:
-            raise WorkloadError("Workload.loss_fn returned a loss that no parameter of Workload.optimizer leads to")
+            raise WorkloadError(_UNRELATED)
         if self.scaler is not None:
             self.scaler.unscale(gradients)
         is_whole = self.workload.max_grad_norm is not None or not any(g.is_sparse for g in gradients)
@@ -451,7 +457,7 @@ class Step:
     def _norm_in_backward(self, norms: list[torch.Tensor], loss: float) -> float:
         """Return the norm of the gradients that the backward pass used."""
         if not norms:
-            raise WorkloadError("Workload.loss_fn returned a loss that no parameter of Workload.optimizer leads to")
+            raise WorkloadError(_UNRELATED)
         norm = float(_norm_of(norms))
         if not math.isfinite(norm):
             raise NonFiniteError(
