@@ -117,7 +117,7 @@ def test_what_the_users_code_or_pytorch_raises_is_not_memfits(mine: dict[str, ob
             torch.mm(torch.zeros(2, 3), torch.zeros(2, 3))
 
     model = torch.nn.Linear(2, 2)
-    workload = Workload(model, torch.zeros(1, 2), lambda model: None, torch.optim.SGD(model.parameters(), 0.1))
+    workload = Workload(model, torch.zeros(1, 2), torch.add, torch.optim.SGD(model.parameters(), 0.1))
     for error in (raised(mine["inner"], 0), raised(mine["shapes"]), raised(step)):
         assert memfits_place(error) == ""
     with pytest.raises(CaptureError) as caught:  # called by memfit, with arguments that it does not take

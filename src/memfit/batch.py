@@ -105,10 +105,12 @@ def _samples(batch: Any) -> tuple[int | None, bool]:
     sizes = {_rows(leaf) or is_uncut(leaf) for leaf in leaves} - {0}
     if not sizes:
         shapes = sorted({tuple(t.shape) for t in tensors_of(batch)})
+        name = type(batch).__name__
+        given = f"its tensors have the shapes {shapes}" if shapes else f"it is a {name} without a tensor"
+        like = tuple(batch) if isinstance(batch, tuple) and batch and all(isinstance(n, int) for n in batch) else (8, 3)
         raise WorkloadError(
-            "Workload.batch holds no samples: it must hold tensors whose first dimension is the sample, and it is"
-            f" {type(batch).__name__} with tensors of shapes {shapes}. Where Workload.loss_fn makes its own data, give"
-            " Workload.batch_size=1"
+            f"Workload.batch holds no samples: {given}. Give tensors whose first dimension is the batch, such as"
+            f" torch.randn{like}. If Workload.loss_fn makes its own data, give Workload.batch_size=1"
         )
     if len(sizes) == 1 and not any(map(is_uncut, leaves)):
         return int(sizes.pop()), True
@@ -157,8 +159,8 @@ def _cut(batch: Any, which: slice | list[int]) -> Any:
     if size is None:
         shapes = [tuple(t.shape) for t in tensors_of(batch)]
         raise WorkloadError(
-            f"Workload.batch can't be cut into microbatches: its tensors of shapes {shapes} have different numbers of"
-            " samples. Use the whole batch, or give Workload.batch_size and Workload.split to cut it"
+            f"Workload.batch can't be cut into microbatches: its tensors have different first dimensions, {shapes}."
+            " Give Workload.batch_size and Workload.split to cut it, or run the whole batch at once"
         )
     return _Cutting(size, is_uniform, which, batch)(batch)
 

@@ -244,7 +244,7 @@ def _batch_remedy(workload: Workload) -> str:
     if batch is None:
         if workload.batch_size is not None:  # a `loss_fn` that makes its own data
             return ""
-        return ": give one batch, such as next(iter(loader)). If loss_fn makes its own data, give batch_size=1"
+        return ": give one batch, such as next(iter(loader)). If loss_fn makes its own data, give Workload.batch_size=1"
     if isinstance(batch, torch.utils.data.DataLoader):
         return "; take one batch: next(iter(loader)). The loader itself goes into batches="
     if isinstance(batch, torch.utils.data.Dataset):
@@ -467,10 +467,11 @@ def samples_of(workload: Workload, batch: Any = None) -> int:
     size = int(given(batch) if callable(given) else given)
     if size < 1:
         raise WorkloadError(f"Workload.batch_size={size} is not above 0: give the number of samples, or None")
-    if size > 1 and workload.split is None and samples_in(batch) != size:
+    if size > 1 and workload.split is None and (found := samples_in(batch)) != size:
+        have = "different first dimensions" if found is None else f"{found} samples"
         raise WorkloadError(
-            f"Workload.batch_size={size}, and the tensors of Workload.batch have {samples_in(batch)} samples: give"
-            " Workload.split to cut the batch, or batch_size=1 if it must not be cut"
+            f"Workload.batch_size={size}, and the tensors of Workload.batch have {have}: give"
+            " Workload.split, which cuts the batch, or batch_size=1, so that it is not cut"
         )
     return size
 
@@ -496,9 +497,9 @@ def uncut_note(workload: Workload) -> str | None:
         return None
     shapes = [tuple(t.shape) for t in tensors_of(workload.batch)]
     return (
-        f"the batch counts as one sample, which no microbatch cuts: its tensors of shapes {_first(shapes)} have"
-        " different first dimensions, as those of a graph do. Figures per sample are per batch then. Give"
-        " Workload.batch_size and Workload.split to cut it"
+        f"the batch counts as one sample, and is not cut into microbatches: its tensors have different first"
+        f" dimensions ({_first(shapes)}), as a graph's have. Figures per sample are figures per batch. To cut it, give"
+        " Workload.batch_size and Workload.split"
     )
 
 

@@ -42,8 +42,8 @@ def _refused_together(workload: Workload) -> Iterator[str]:
     others = {t.device for t in tensors_of(workload.batch)} - {place, torch.device("cpu"), torch.device("meta")}
     if place is not None and place.type != "meta" and others:
         yield (
-            f"Workload.batch is on {', '.join(sorted(map(str, others)))}, and Workload.model is on {place}: give both"
-            f" on one device, as batch.to({str(place)!r})"
+            f"Workload.batch is on {', '.join(sorted(map(str, others)))}, and Workload.model is on {place}: move one"
+            f" of them, as batch.to({str(place)!r})"
         )
 
 
