@@ -84,10 +84,10 @@ def ladder(
         numerics: How far the numbers may change: "exact", "reordered", "reduced" or "changed", with which a
             lighter structure is proposed too.
         min_run_seconds: How long each step is timed for, at least (> 0).
-        progress: Told how far it is; by default bars in a notebook, and nobody elsewhere.
+        progress: Called with (stage, done, total); by default bars in a notebook, and nothing elsewhere.
 
     Raises:
-        BudgetError: The budget says no number of bytes.
+        BudgetError: `budget` can't be parsed.
         UsageError: Another argument is not one.
         WorkloadError: The model is on another device, or holds no data.
         CaptureError: The step can't be captured.
@@ -101,7 +101,7 @@ def ladder(
     if not found.is_here:
         raise UsageError(f"device={device!r} is not on this machine, on which the ladder measures: name cpu, or cuda")
     if any(p.device.type == "meta" for p in workload.model.parameters()):
-        raise WorkloadError("Workload.model holds no data: it was built under torch.device('meta'); build it without")
+        raise WorkloadError("Workload.model is on torch.device('meta') and holds no data: build it on the CPU")
     check_workload(workload, found)
     climb = _Climb(workload, found, asked, numerics, min_run_seconds)
     with nothing_changes(workload) as around:

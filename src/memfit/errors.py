@@ -2,7 +2,7 @@
 
     MemfitError
     ├── UsageError              wrong argument, wrong file, wrong workload   (exit status 2)
-    │   ├── BudgetError         a budget that is no number of bytes
+    │   ├── BudgetError         a budget that can't be parsed
     │   ├── AllocatorSettingsError  allocator settings that PyTorch would refuse
     │   ├── WorkloadError       no such workload, or one that is not a training step
     │   ├── PlanError           a plan that can't be read, or is not legal
@@ -52,7 +52,7 @@ class UsageError(MemfitError):
 
 
 class BudgetError(UsageError):
-    """A budget that is no number of bytes."""
+    """A budget that can't be parsed."""
 
 
 class AllocatorSettingsError(UsageError, ValueError):
@@ -168,9 +168,8 @@ class RecomputationError(MemfitError):
         run = "" if len(modules) == 1 else f" with the run {modules[0]!r} to {modules[-1]!r}"
         super().__init__(
             f"the module {module!r} can't be recomputed{run}: its recomputation in the backward pass does something"
-            f" else ({how}), as when it updates a cache (with transformers: set use_cache=False), counts its calls,"
-            " reads values that change between them, or its arguments are changed before the backward pass. Take it"
-            " out of the plan's levers.regions"
+            f" else ({how}). Such a module updates a cache (with transformers: set use_cache=False), counts its calls,"
+            " reads values that change, or has its inputs changed in place. Take it out of the plan's levers.regions"
         )
 
 

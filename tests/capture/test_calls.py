@@ -170,7 +170,7 @@ def test_a_step_that_ends_within_a_call_is_refused_and_the_next_begins_anew() ->
     with recorder, recorder.watch(model):
         recorder.begin_step()
         handle.append(model.register_forward_pre_hook(lambda *_: recorder.end_step()))
-        with pytest.raises(CaptureError, match="ended within the call of ''"):
+        with pytest.raises(CaptureError, match="ended while the module '' still ran"):
             model(torch.ones(1, 2))
         handle.pop().remove()
         recorder.begin_step()

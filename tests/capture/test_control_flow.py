@@ -217,7 +217,7 @@ def test_a_step_that_raises_with_data_says_so() -> None:
             raise RuntimeError("it is not zero")
         return x
 
-    with pytest.raises(Exception, match=r"does not run with data at .*test_control_flow.py:\d+.*it is not zero"):
+    with pytest.raises(Exception, match=r"fails with real data too at .*test_control_flow.py:\d+.*it is not zero"):
         predicted(broken)
 
 

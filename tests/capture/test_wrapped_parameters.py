@@ -198,7 +198,7 @@ def test_a_class_that_does_not_tell_its_parts_is_refused_by_name() -> None:
     model.weight = nn.Parameter(Untold.of(model.weight), False)
     workload = Workload(model, torch.randn(2, 64), square, torch.optim.SGD([model.bias], 0.1))
     for verb in (memfit.estimate, real_copy):
-        with pytest.raises(WorkloadError, match="the class Untold, which does by itself what operators do"):
+        with pytest.raises(WorkloadError, match="the class Untold, which has no __tensor_flatten__"):
             verb(workload)  # type: ignore[operator]
 
 

@@ -77,7 +77,7 @@ TABLE: list[tuple[str, int, str]] = [
     ("estimate mine:torch", 2, "mine has no function 'torch'"),
     ("estimate syntax.py:workload", 2, "syntax.py raised SyntaxError"),
     ("estimate raises:workload", 2, "raises raised ZeroDivisionError: division by zero raises.py:1 in <module>"),
-    ("estimate tests.workloads:a_number", 2, "returned a int, not a memfit.Workload"),
+    ("estimate tests.workloads:a_number", 2, "returned 3, not a memfit.Workload"),
     ("estimate tests.workloads:needs_an_extra", 2, "pip install 'memfit[brain]'"),
     # what a workload is
     ("estimate mine:wrong_keyword", 2, "unexpected keyword argument 'loss' mine.py:15 in wrong_keyword"),
@@ -133,7 +133,7 @@ TABLE: list[tuple[str, int, str]] = [
     # scripts
     ("run --budget 1GiB nowhere.py", 2, "there is no script 'nowhere.py'"),
     ("run script.py", 2, "--budget"),
-    ("run --budget 1GiB --numerics changed script.py", 2, "--numerics changed is not for a loop that goes on as it is"),
+    ("run --budget 1GiB --numerics changed script.py", 2, "--numerics changed can't be used for an unchanged loop"),
 ]
 
 

@@ -327,7 +327,7 @@ def test_ranks_and_snapshots_that_make_no_sense_are_refused() -> None:
 def test_model_elsewhere_is_refused() -> None:
     class Elsewhere(nn.Module):
         def parameters(self, recurse: bool = True) -> Any:
-            return iter([types.SimpleNamespace(device=torch.device("xpu", 0))])
+            return iter([types.SimpleNamespace(device=torch.device("xpu", 0), requires_grad=False)])
 
     with pytest.raises(WorkloadError, match="is on xpu, which device='cpu' is not"):
         memfit.estimate(dataclasses.replace(lean(), model=Elsewhere()), device="cpu")

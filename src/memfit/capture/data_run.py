@@ -122,10 +122,8 @@ def read_with_data(workload: Workload, build: BuildStep, microbatch_size: int | 
 def _not_running(error: Exception) -> CaptureError:
     place = f"{users_place(error)} ({type(error).__name__}: {error})"
     if fault := own_fault(error):
-        return CaptureError(f"the step can't be watched while it runs with data{place}: {fault}")
-    return CaptureError(
-        f"the step does not run with data{place}: repair that first, in Workload.model, .loss_fn or .batch"
-    )
+        return CaptureError(f"memfit can't record the step while it runs with data{place}: {fault}")
+    return CaptureError(f"the step fails with real data too{place}: fix Workload.model, .loss_fn or .batch first")
 
 
 def _log_of(step: StepProgram, batch: Any) -> Log:

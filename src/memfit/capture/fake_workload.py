@@ -56,8 +56,8 @@ def _convert_workload(workload: Workload, convert: Convert) -> Workload:
         raise
     except Exception as e:
         raise WorkloadError(
-            f"the workload can't be copied ({type(e).__name__}: {e}): memfit runs a copy, so that yours does not"
-            " change; make Workload.model, .optimizer and .batch work with copy.deepcopy"
+            f"the workload can't be copied ({type(e).__name__}: {e}). memfit runs a copy, so that yours does not"
+            " change: make Workload.model, .optimizer and .batch work with copy.deepcopy"
         ) from e
     return dataclasses.replace(workload, model=model, optimizer=optimizer, batch=batch, loss_fn=loss_fn, scheduler=None)
 
@@ -107,9 +107,9 @@ def _converted(tensor: torch.Tensor, memo: dict[int, Any], convert: Convert) -> 
         new = rewrapped(tensor, inner).requires_grad_(tensor.requires_grad)
     elif dispatches(kind) and not is_uncut(tensor):
         raise WorkloadError(
-            f"Workload holds a tensor of the class {kind.__qualname__}, which does by itself what operators do and has"
-            " no __tensor_flatten__ and __tensor_unflatten__: memfit can't see what it holds. Give plain tensors, or"
-            " add the two methods to the class"
+            f"Workload holds a tensor of the class {kind.__qualname__}, which has no __tensor_flatten__ and"
+            " __tensor_unflatten__, so memfit can't see its memory: give plain tensors, or add the two methods to the"
+            " class"
         )
     else:
         new = convert(tensor.detach() if isinstance(tensor, nn.Parameter) or not tensor.is_leaf else tensor)
@@ -126,8 +126,8 @@ def _of_parts(tensor: torch.Tensor, convert: Convert) -> torch.Tensor:
     if tensor.layout is not torch.sparse_coo:
         shape = "of its own" if tensor.is_nested else tuple(tensor.shape)
         raise WorkloadError(
-            f"Workload holds a tensor of shape {shape} and layout {tensor.layout}, which fake tensors"
-            " don't have: give a dense tensor, padded where it is nested, or tensor.to_sparse_coo()"
+            f"Workload holds a tensor of shape {shape} with the layout {tensor.layout}, which can't be captured: give a"
+            " dense tensor (a nested one padded), or tensor.to_sparse_coo()"
         )
     indices, values = (convert(part) for part in parts(tensor))
     return assembled(indices, values, tensor.shape, tensor.is_coalesced()).requires_grad_(tensor.requires_grad)
@@ -246,6 +246,6 @@ def nothing_changes(workload: Workload) -> Iterator[UserState]:
             state.set_back()
     if touched:
         raise WorkloadError(
-            f"Workload.loss_fn put gradients on {len(touched)} parameters of the original model: it must use"
-            " the model that it is given as its first argument, not one from outside"
+            f"Workload.loss_fn computed gradients of {len(touched)} parameters of your own model, not of the copy that"
+            " it got: use the model that loss_fn gets as its first argument"
         )

@@ -13,23 +13,23 @@ from memfit.frames import memfits_place, users_place
 
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 _VALUES_HINT = (
-    "Shapes must not depend on values: replace boolean-mask indexing or nonzero() by masking, or take such code out of"
-    " Workload.loss_fn; for mixtures of experts of transformers, set experts_implementation='grouped_mm'"
+    "A shape depends on the values of a tensor: replace boolean-mask indexing or nonzero() by torch.where or a product"
+    " with the mask. For mixtures of experts of transformers, set experts_implementation='grouped_mm'"
 )
 _OPERATOR_HINT = "PyTorch can't run this operator without data: take it out of Workload.loss_fn, or estimate without it"
 _UNFOLLOWED_HINT = (
-    "memfit does not see what runs within it: call the functions themselves in Workload.loss_fn, as `f(x) if p else"
-    " g(x)` for torch.cond(p, f, g, (x,)), or loops for scan and map"
+    "memfit can't see the functions that it calls: call them in Workload.loss_fn yourself, as `f(x) if p else g(x)` in"
+    " place of torch.cond(p, f, g, (x,)), or as a loop in place of scan and map"
 )
 _CLOSURE_HINT = (
     "memfit runs the forward and backward passes once a step and calls Workload.optimizer.step() without a closure:"
     " give an optimizer that needs none"
 )
 _SUBCLASS_HINT = (
-    "Tensor subclasses are captured as plain tensors, with their attributes and without their methods: put"
-    " tensor.as_subclass(torch.Tensor) into Workload.batch, and beside it the value that the method returns"
+    "memfit captures a tensor subclass as a plain tensor, without its methods: put tensor.as_subclass(torch.Tensor)"
+    " into Workload.batch, and the value that the method returns beside it"
 )
-_OTHER_HINT = "Check that Workload.loss_fn(model, batch) and backward() run with data"
+_OTHER_HINT = "Check that Workload.loss_fn(model, batch).backward() runs without memfit"
 _FLEX_HINT = (
     "memfit has no rule for that kernel: use torch.nn.functional.scaled_dot_product_attention, or in transformers"
     " attn_implementation='sdpa'"

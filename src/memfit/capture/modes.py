@@ -26,10 +26,10 @@ def evaluation_note(workload: Workload) -> str | None:
     more = f" and {len(found) - _SHOWN:,} more" if len(found) > _SHOWN else ""
     said = f"{len(found):,} module{'s' if len(found) > 1 else ''} in evaluation mode: {names}{more}"
     if model.training:
-        return f"{said}. The step is predicted with them so, as they are where the rest of the model trains"
+        return f"{said}. The prediction keeps them in this mode"
     return (
-        f"the model is in evaluation mode, as from_pretrained() leaves it, with {said}. The step is predicted so, and"
-        " would take another peak in training mode: call model.train() first if your training does"
+        f"the model is in evaluation mode, as from_pretrained() leaves it, with {said}. The prediction is for this"
+        " mode, and the peak of training mode differs: call model.train() first if your training does"
     )
 
 

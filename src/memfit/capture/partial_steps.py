@@ -91,8 +91,9 @@ def every_microbatch(trace: Trace, may_differ: bool) -> EveryMicrobatch:
     if any('"args":[{"s":' in trace.signatures[op.signature] for op in adding):  # sparse gradients
         if operators > _MOST_OPERATORS:
             raise CaptureError(
-                f"{trace.scale_microbatches:,} microbatches add up sparse gradients, which grow with each, and run"
-                f" {operators:,} operators: a capture runs {_MOST_OPERATORS:,} at most. Give a larger microbatch_size="
+                f"{trace.scale_microbatches:,} microbatches add up sparse gradients, which grow with each. They"
+                f" run {operators:,} operators, and a capture runs {_MOST_OPERATORS:,} at most. Give a larger"
+                " microbatch_size="
             )
         return EveryMicrobatch.NEEDED
     differ = _run_other_operators(trace)

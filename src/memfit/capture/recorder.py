@@ -269,8 +269,8 @@ class Recorder(PassiveMode):
         if self._stack:
             names = ", ".join(repr(self.modules[self.now.calls[call].module].fqn) for call in self._stack)
             raise CaptureError(
-                f"the step ended within the call of {names}, so that its operators can't be told by module: have the"
-                " forward pass of each module end before the step does, in the thread that it began in"
+                f"the step ended while the module {names} still ran, so memfit can't tell which module runs an"
+                " operator: end each module's forward pass before the step ends, in the thread that began it"
             )
         self.recording, self._states = False, None
         done = self.now
@@ -572,8 +572,8 @@ class Recorder(PassiveMode):
         if not isinstance(saved, _Saved):
             if saved is None:
                 raise CaptureError(
-                    "the forward pass, run again, unpacks a saved tensor that its first run did not unpack, so that the"
-                    " step's memory can't be predicted: make Workload.loss_fn do the same on every call"
+                    "the second forward pass used a saved tensor that the first one did not use, so the step's memory"
+                    " can't be predicted: make Workload.loss_fn do the same on every call"
                 )
             assert isinstance(saved, torch.Tensor)
             return saved

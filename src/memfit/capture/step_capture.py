@@ -55,8 +55,8 @@ from memfit.workload import StepProgram, Workload, samples_of, tensors_of, uncut
 _NOTED_GARBAGE = 1e-3  # share of the peak
 _OTHER_STEPS = 3  # recorded where each forward pass runs other operators
 _OTHER_EACH_TIME = (
-    "the forward pass runs other operators each time it is called: the prediction is of the step with the highest peak"
-    f" of {_OTHER_STEPS + 1} in a row, nothing is recomputed, and other steps may take more"
+    "the forward pass runs other operators each time it is called. The prediction is the highest peak of"
+    f" {_OTHER_STEPS + 1} steps in a row, and nothing is recomputed. Other steps may take more"
 )
 _OTHERS_MORE = 0.1  # chosen, not measured: the slack for microbatches that differ from the two captured
 _MICROBATCHES_DIFFER = (
@@ -64,7 +64,7 @@ _MICROBATCHES_DIFFER = (
     " and others may take more"
 )
 _COMPILED = (
-    "torch.compile is not predicted: the step was captured as it runs without it; compiled, it takes less time, and"
+    "torch.compile is not predicted: the prediction is for the step without it. Compiled, a step takes less time, and"
     " mostly less memory for activations"
 )
 
@@ -360,14 +360,14 @@ def _record(
     share = garbage_bytes / max(1, live_peak_bytes(recording))
     if count > MOST_MICROBATCHES and share > 1:
         raise CaptureError(
-            f"{count:,} microbatches and those of the step before leave {format_bytes(garbage_bytes)} in objects that"
-            " refer to each other, until Python's garbage collector runs: more than the step takes. Give a larger"
+            f"{count:,} microbatches and those of the step before leave {format_bytes(garbage_bytes)} in reference"
+            " cycles until Python's garbage collector runs, which is more than the step takes. Give a larger"
             " microbatch_size="
         )
     if share > _NOTED_GARBAGE:
         notes.append(
-            f"a step and the one before leave {format_bytes(garbage_bytes)} in objects that refer to each other, which"
-            " stay until Python's garbage collector runs: a step may take that much more, and more after further steps"
+            f"a step and the one before leave {format_bytes(garbage_bytes)} in reference cycles, which stay"
+            " until Python's garbage collector runs: a step may take that much more, and more after further steps"
         )
     return replace(trace, notes=notes, slack=late_share + early_share + (share if share > _NOTED_GARBAGE else 0.0))
 

@@ -59,7 +59,7 @@ def packed(
         _Pickler(body).dump((function, sent, options))
     except Exception as e:
         raise WorkloadError(
-            f"the workload can't be sent to the process that predicts ({type(e).__name__}: {e}): make"
+            f"the workload can't be sent to the process that predicts for a GPU ({type(e).__name__}: {e}): make"
             " Workload.model, .loss_fn and .optimizer work with pickle, or name the workload on the command line"
         ) from e
     finally:
@@ -128,7 +128,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if value.layout is not torch.strided:
             raise TypeError(f"a tensor with layout {value.layout}")
         if value.is_quantized:
-            raise TypeError(f"a quantised tensor, of {value.dtype}, which fake tensors can't be")
+            raise TypeError(f"a quantised tensor of {value.dtype}, which can't be captured")
         parameter = type(value) if isinstance(value, nn.Parameter) else None
         if is_wrapper(type(value)):
             form = (type(value), inner_tensors(value), context_of(value), tuple(value.shape), value.stride())

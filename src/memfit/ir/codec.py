@@ -34,7 +34,7 @@ def decode(data: bytes, kind: type[T], *, source: str, error: type[UsageError] =
     try:
         schema = msgspec.json.decode(data, type=dict[str, Any]).get("schema")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
-        raise error(f"{source} is not a {noun}: not JSON of an object ({e})") from e
+        raise error(f"{source} is not a {noun}: it must be a JSON object ({e})") from e
     expected = next(f.default for f in msgspec.structs.fields(kind) if f.name == "schema")  # type: ignore[arg-type]
     if schema != expected:
         raise error(f"{source} is not a {noun} that this memfit reads: its schema is {schema!r}, not {expected!r}")

@@ -203,7 +203,7 @@ class Adaptive(Recovery):
         return self._anchor(self._workload.batch)
 
     def _place(self, batch: Any) -> float:
-        """Return where a batch is on the way, which is laid out when the first batch comes that varies otherwise."""
+        """Return the place of a batch between the smallest and the largest shapes, from 0 to 1."""
         shapes = shapes_of(batch)
         if shapes == self._largest:
             return 1.0

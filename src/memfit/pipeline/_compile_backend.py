@@ -149,7 +149,7 @@ def compile_backend(
         lowering: "inductor", or "eager" to run the operators as they are.
 
     Raises:
-        BudgetError: The budget says no number of bytes.
+        BudgetError: `budget` can't be parsed.
         UsageError: The lowering is unknown.
         InfeasibleError: No plan fits; raised when the compiled model is first called.
     """

@@ -71,7 +71,7 @@ def estimate(
             that holds most. memfit does not apply it. None for a whole model on each rank.
         snapshot: Where to write the allocator's simulated history, for pytorch.org/memory_viz; GPUs only.
         chrome_trace: Where to write the step's timeline, for Perfetto.
-        progress: Told how far it is; by default bars in a notebook, and nobody elsewhere.
+        progress: Called with (stage, done, total); by default bars in a notebook, and nothing elsewhere.
 
     Raises:
         UsageError: No such device, precision or sharding, or more ranks than samples.

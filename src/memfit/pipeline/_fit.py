@@ -559,13 +559,13 @@ def fit(
         host_budget: As of `memfit.plan`.
         time_limit_seconds: As of `memfit.plan`, for each of the two plans that are made.
         tell: Takes what is to be said; None writes it to standard error.
-        progress: Told how far planning is.
+        progress: Called with (stage, done, total) while memfit plans.
 
     Warns:
         RuntimeWarning: The context is dropped without having been entered.
 
     Raises:
-        BudgetError: The budget says no number of bytes.
+        BudgetError: `budget` can't be parsed.
         InfeasibleError: No plan fits. The loop ends where its second step begins, whatever it makes of exceptions; the
             error is raised where the context is left. The first step was made.
         UsageError: What the loop does can't be planned where it runs, such as an optimizer that needs a closure.
@@ -650,7 +650,7 @@ def _check(budget: int | float | str, numerics: Numerics) -> None:
     """Check what a loop is to be fitted into, before it begins."""
     read_budget(budget)
     if numerics not in ("exact", "reordered"):
-        raise UsageError(f"numerics={numerics!r} is not for a loop that goes on as it is: use 'exact' or 'reordered'")
+        raise UsageError(f"numerics={numerics!r} can't be used for an unchanged loop: use 'exact' or 'reordered'")
 
 
 def seen(

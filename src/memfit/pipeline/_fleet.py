@@ -69,7 +69,7 @@ def fleet(
         precisions: Precisions to search; None for the mixed one that each card is made for, where `numerics` allows it.
         prices: The user's prices by card, or a TOML file of them (`memfit.hardware.prices`); None for no costs.
         each: Whether to solve for numbers of ranks too that can't be faster than fewer are.
-        progress: Told how far it is; by default bars in a notebook, and nobody elsewhere.
+        progress: Called with (stage, done, total); by default bars in a notebook, and nothing elsewhere.
 
     Raises:
         UsageError: An argument is not what it should be.

@@ -75,12 +75,12 @@ def check_runs_here(plan: Plan, workload: Workload, *, makes_values: bool = Fals
         names = ", ".join(device.name for device in devices())
         raise PlanError(
             f"the plan was made for device={plan.device!r}, which is not on this machine ({names}): make one with"
-            " device='cpu', or take the plan to a machine that has it"
+            " device='cpu', or run the plan on a machine that has it"
         )
     if makes_values and is_on_meta(workload.model):
         Initialisation(workload.model)
     elif is_on_meta(workload.model):
-        raise WorkloadError("Workload.model holds no data: it was built under torch.device('meta'); build it without")
+        raise WorkloadError("Workload.model is on torch.device('meta') and holds no data: build it on the CPU")
     _check_place(workload, device, plan)
     check_workload(workload, device)
     check_plan(plan, workload)

@@ -27,9 +27,12 @@ from memfit.hardware.host import free_bytes
 from memfit.rng import rng_preserved
 from memfit.tracebacks import public
 from memfit.units import format_bytes
-from memfit.workload import Workload, samples_of
+from memfit.workload import Workload, described, samples_of
 
-_HOW = "name it as file.py:function or package.module:function, where the function takes nothing and returns a Workload"
+_HOW = (
+    "name it as file.py:function or package.module:function, where the function takes no argument and returns a"
+    " memfit.Workload"
+)
 _EXTRAS = {
     "transformers": "examples",
     "sklearn": "examples",
@@ -108,7 +111,7 @@ def load_fake_workload(name: str, tell: Callable[[str], None] = lambda line: Non
     if nbytes > (free := free_bytes()):
         raise WorkloadError(
             f"{why}. Built with data it takes {format_bytes(nbytes)} or more, and this machine has {format_bytes(free)}"
-            " free: keep the function from reading values of its tensors, or build fewer or smaller layers"
+            " free: don't read values of tensors in the function (item(), .numpy()), or build a smaller model"
         )
     tell(f"{why}: it is built with data, in {format_bytes(nbytes)} or more of this machine's memory")
     return load_workload(name)
@@ -127,7 +130,9 @@ def load_workload(name: str) -> Workload:
     """
     workload = call(name)
     if not isinstance(workload, Workload):
-        raise WorkloadError(f"{name} returned a {type(workload).__name__}, not a memfit.Workload: {_HOW}")
+        if workload is None:
+            raise WorkloadError(f"{name} returned None: end the function with `return workload`")
+        raise WorkloadError(f"{name} returned {described(workload)}, not a memfit.Workload: {_HOW}")
     samples_of(workload)
     return workload
 
