@@ -48,6 +48,12 @@ def test_other_figures_make_another_page(result: dict[str, Any]) -> None:
         ({"claim": "attention", "setting": "flash", "length": 32768}, "activation_bytes", 2**40),
         ({"claim": "mri", "net": "DynUNet 32", "precision": "bf16-mixed"}, "fits", "yes"),
         ({"claim": "billion", "setting": "zero1"}, "state_bytes", 1),
+        ({"claim": "billion", "setting": "fp32"}, "step_seconds", 1.0),
+        ({"claim": "depth", "setting": "blocks", "group": 0, "depth": 256}, "activation_bytes", 2**40),
+        ({"claim": "depth", "setting": "blocks", "group": 2, "depth": 4}, "step_seconds", 9.0),
+        ({"claim": "passes", "setting": "layers", "passes": 3}, "activation_bytes", 1),
+        ({"claim": "image nets", "setting": "EfficientNet-B0"}, "peak_bytes", 2**30),
+        ({"claim": "undifferentiable"}, "bitwise", False),
     ],
 )
 def test_a_verdict_that_no_longer_follows_is_not_written(
