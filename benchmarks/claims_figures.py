@@ -372,7 +372,9 @@ def four(cases: Cases) -> Words:
     here = every(cases, claim="four")
     rows, found = [], {}
     for kind in ("layers", "blocks"):
-        by_group = {g: pick(cases, claim="depth", device="a100-80gb", setting=kind, depth=4, group=g) for g in (0, 1, 2)}
+        by_group = {
+            g: pick(cases, claim="depth", device="a100-80gb", setting=kind, depth=4, group=g) for g in (0, 1, 2)
+        }
         for group, name in ((1, "each"), (2, "two groups of two")):
             less, slower = saved(by_group[0], by_group[group], "activation_bytes"), ratio(by_group[0], by_group[group])
             found[kind, group] = less, slower
@@ -408,10 +410,10 @@ def passes(cases: Cases) -> Words:
     for kind in ("layers", "blocks"):
         require(less[kind, 1] > 0.7 > less[kind, 2] > less[kind, 3], "each further pass saves less")
     headings = ("chain", "further passes", "activations", "saved by the last pass", "time")
-    names = [f"{case['setting']}, {case['passes']}" for case in here]
+    names = [f"further passes: {case['passes']}" for case in every(here, setting="layers")]
     return {
         "passes_table": table(headings, rows),
-        "passes_measured": measured_table("64 linear layers, 1024 × 256", here[:4], names[:4]),
+        "passes_measured": measured_table("64 linear layers, 1024 × 256", every(here, setting="layers"), names),
         **{f"passes_{kind}_{again}": percent(share) for (kind, again), share in less.items()},
     }
 
@@ -469,7 +471,7 @@ def together(cases: Cases) -> Words:
     faster = 1 / ratio(eager, compiled, "measured_seconds")
     rows.append(("GPT-2 of 4 layers on this CPU, measured: compiled", percent(by_compiling), f"×{faster:.2f}"))
     speeds = [1 / ratio(*pair) for pair in pairs.values()]
-    require(min(speeds) < 1 and max(speeds) > 2.2, "no one factor is right")
+    require(min(speeds) < 1 and speeds[0] > 2.2 and speeds[-1] < 1.5, "no one factor is right")
     return {
         "together_table": table(("", "peak saved", "steps in the same time"), rows),
         "together_all": f"{1 / ratio(fp32, lean):.1f}",
