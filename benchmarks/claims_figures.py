@@ -354,4 +354,154 @@ def billion(cases: Cases) -> Words:
     }
 
 
-SECTIONS = (mixed_precision, checkpointing, depth, spacing, sequence_length, mri, billion)
+def square(cases: Cases) -> Words:
+    plain = depth_series(cases, "blocks")["plain"]
+    shown = [case for case in plain if case["depth"] in (4, 16, 64, 256)]
+    rows = [(f"{case['depth']}", format_bytes(case["activation_bytes"])) for case in shown]
+    exponent = growth((shown[0], shown[-1]), "depth")
+    require(0.95 < exponent < 1.05, "activations grow with the number of layers")
+    times = shown[1]["activation_bytes"] / shown[0]["activation_bytes"]
+    return {
+        "square_table": table(("blocks", "activations"), rows),
+        "square_exponent": f"{exponent:.2f}",
+        "square_times": f"{times:.1f}",
+    }
+
+
+def four(cases: Cases) -> Words:
+    here = every(cases, claim="four")
+    rows, found = [], {}
+    for kind in ("layers", "blocks"):
+        by_group = {
+            g: pick(cases, claim="depth", device="a100-80gb", setting=kind, depth=4, group=g) for g in (0, 1, 2)
+        }
+        for group, name in ((1, "each"), (2, "two groups of two")):
+            less, slower = saved(by_group[0], by_group[group], "activation_bytes"), ratio(by_group[0], by_group[group])
+            found[kind, group] = less, slower
+            rows.append((f"4 {kind}, {name}", percent(less), f"+{percent(slower - 1)}"))
+    require(all(1.15 < slower < 1.45 for _, slower in found.values()), "a further forward pass takes about a third")
+    require(found["layers", 1][0] < 0.01 and found["blocks", 1][0] > 0.6, "what is saved depends on the layer")
+    how = ("plain", "each checkpointed", "two groups of two")
+    return {
+        "four_table": table(("", "activations saved", "time"), rows),
+        "four_measured_layers": measured_table("4 linear layers, 1024 × 256", every(here, setting="layers"), how),
+        "four_measured_blocks": measured_table(
+            "4 blocks, 8 × 128 tokens, 128 wide", every(here, setting="blocks"), how
+        ),
+        "four_layers": percent(found["layers", 2][0]),
+        "four_blocks": percent(found["blocks", 1][0]),
+        "four_time_layers": f"+{percent(found['layers', 2][1] - 1)}",
+        "four_time_blocks": f"+{percent(found['blocks', 1][1] - 1)}",
+    }
+
+
+def passes(cases: Cases) -> Words:
+    ours = every(cases, claim="passes", device="a100-80gb")
+    here = every(cases, claim="passes", device="cpu")
+    rows, less = [], {}
+    for kind in ("layers", "blocks"):
+        found = every(ours, setting=kind)
+        for before, after in zip(found, found[1:], strict=False):
+            less[kind, after["passes"]] = saved(before, after, "activation_bytes")
+        for case in found:
+            share = percent(less[kind, case["passes"]]) if case["passes"] else ""
+            size, slower = format_bytes(case["activation_bytes"]), f"×{ratio(found[0], case):.2f}"
+            rows.append((f"64 {kind}", str(case["passes"]), size, share, slower))
+    for kind in ("layers", "blocks"):
+        require(less[kind, 1] > 0.7 > less[kind, 2] > less[kind, 3], "each further pass saves less")
+    headings = ("chain", "further passes", "activations", "saved by the last pass", "time")
+    names = [f"further passes: {case['passes']}" for case in every(here, setting="layers")]
+    return {
+        "passes_table": table(headings, rows),
+        "passes_measured": measured_table("64 linear layers, 1024 × 256", every(here, setting="layers"), names),
+        **{f"passes_{kind}_{again}": percent(share) for (kind, again), share in less.items()},
+    }
+
+
+TOP_1 = {
+    "ResNet-50": 76.0,
+    "ResNet-152": 77.8,
+    "EfficientNet-B0": 77.1,
+    "EfficientNet-B1": 79.1,
+    "EfficientNet-B2": 80.1,
+    "EfficientNet-B3": 81.6,
+    "EfficientNet-B4": 82.9,
+}
+"""Top-1 accuracy on ImageNet in percent, as published (Tan and Le 2019, EfficientNet, table 2)."""
+
+
+def image_nets(cases: Cases) -> Words:
+    ours = {case["setting"]: case for case in every(cases, claim="image nets")}
+    rows = [
+        (net, format_bytes(case["peak_bytes"]), format_seconds(case["step_seconds"]), f"{TOP_1[net]:.1f} %")
+        for net, case in ours.items()
+    ]
+    gains = {}
+    for net, other in (("EfficientNet-B0", "ResNet-50"), ("EfficientNet-B2", "ResNet-152")):
+        near = ours[net]["peak_bytes"] / ours[other]["peak_bytes"]
+        require(0.85 < near < 1.1, f"{net} takes about as much as {other}")
+        gains[net] = TOP_1[net] - TOP_1[other]
+    require(max(gains.values()) < 3, "equal memory gives a few points")
+    require(all(case["activation_bytes"] > 0.9 * case["peak_bytes"] for case in ours.values()), "activations decide")
+    return {
+        "nets_table": table(("net", "peak, batch 32", "step", "top-1, published"), rows),
+        "nets_b0": f"{gains['EfficientNet-B0']:.1f}",
+        "nets_b2": f"{gains['EfficientNet-B2']:.1f}",
+        "nets_state": percent(1 - saved(ours["ResNet-50"], ours["EfficientNet-B0"], "state_bytes")),
+    }
+
+
+def together(cases: Cases) -> Words:
+    ours = every(cases, claim="billion", device="a100-80gb", ranks=1)
+    fp32, half, flash = (pick(ours, setting=name, checkpointed=False) for name in ("fp32", "math", "flash"))
+    lean = pick(ours, setting="flash", checkpointed=True)
+    unet = [
+        pick(cases, claim="mri", device="rtx-3090", net="UNet 32", setting="plain", precision=name)
+        for name in PRECISIONS
+    ]
+    pairs = {
+        "bf16 for fp32": (fp32, half),
+        "flash for math attention": (half, flash),
+        "every block checkpointed": (flash, lean),
+        "UNet of 32 channels, RTX 3090: bf16 for fp32": (unet[0], unet[1]),
+    }
+    rows = [(how, percent(saved(*pair)), f"×{1 / ratio(*pair):.2f}") for how, pair in pairs.items()]
+    eager, compiled = (pick(cases, claim="billion", device="cpu", setting=s) for s in ("eager", "compiled"))
+    by_compiling = saved(eager, compiled, "measured_peak_bytes")
+    faster = 1 / ratio(eager, compiled, "measured_seconds")
+    rows.append(("GPT-2 of 4 layers on this CPU, measured: compiled", percent(by_compiling), f"×{faster:.2f}"))
+    speeds = [1 / ratio(*pair) for pair in pairs.values()]
+    require(min(speeds) < 1 and speeds[0] > 2.2 and speeds[-1] < 1.5, "no one factor is right")
+    return {
+        "together_table": table(("", "peak saved", "steps in the same time"), rows),
+        "together_all": f"{1 / ratio(fp32, lean):.1f}",
+        "together_saved": percent(saved(fp32, lean)),
+        "together_bf16": f"{1 / ratio(fp32, half):.1f}",
+        "together_unet": f"{1 / ratio(*unet):.1f}",
+        "together_flash": percent(saved(half, flash)),
+        "together_compile": percent(by_compiling),
+    }
+
+
+def undifferentiable(cases: Cases) -> Words:
+    ours = every(cases, claim="undifferentiable")
+    require(len(ours) > 6 and all(case["bitwise"] for case in ours), "gradients are the same")
+    rows = [(case["setting"], "bitwise equal" if case["bitwise"] else "differ") for case in ours]
+    return {"undifferentiable_table": table(("in each member", "gradients"), rows)}
+
+
+SECTIONS = (
+    mixed_precision,
+    checkpointing,
+    depth,
+    spacing,
+    sequence_length,
+    mri,
+    billion,
+    square,
+    four,
+    passes,
+    image_nets,
+    together,
+    undifferentiable,
+)

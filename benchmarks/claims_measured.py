@@ -16,7 +16,14 @@ from typing import Any
 import torch
 
 from benchmarks import claims_workloads as workloads
-from benchmarks.claims_predicted import UNET_STAGES, activation_bytes, attention, capture_step, kept_convolutions
+from benchmarks.claims_predicted import (
+    PASSES,
+    UNET_STAGES,
+    activation_bytes,
+    attention,
+    capture_step,
+    kept_convolutions,
+)
 from benchmarks.common import whole_run_peak_bytes
 from memfit.capture.fake_workload import real_copy
 from memfit.capture.measured_peak import measure_peak_bytes
@@ -141,6 +148,48 @@ def spaced(made: Workload, kind: str, depth: int, size: int) -> Variant:
     return Variant(kind, made, [Region((name,)) for name in names], more={"depth": depth, "group": size})
 
 
+def four(quick: bool) -> list[Case]:
+    """Chains of four members, in two groups."""
+    rows = []
+    for kind in ("layers", "blocks"):
+        made = small_chain(kind, 4, [2])
+        rows += compare("four", [spaced(made, kind, 4, size) for size in (0, 1, 2)], 3 if quick else 15)
+    return rows
+
+
+def passes(quick: bool) -> list[Case]:
+    """64 layers or blocks, with checkpoints within checkpoints."""
+    rows = []
+    for kind, groups in PASSES.items():
+        variants = [
+            Variant(kind, workloads.nested(small_chain(kind, 64, []), sizes), more={"passes": again})
+            for again, sizes in enumerate(groups[:2] if quick else groups)
+        ]
+        rows += compare("passes", variants, 3)
+    return rows
+
+
+def undifferentiable(quick: bool) -> list[Case]:
+    """Members with functions that have no gradient: whether gradients are those of the plain step, bit by bit."""
+    rows = []
+    for kind in list(workloads.UNDIFFERENTIABLE)[: 2 if quick else None]:
+        made = workloads.undifferentiable(kind)
+        every = tuple(Region((str(i),)) for i in range(4))
+        found = [_gradients(made, regions) for regions in ((), every)]
+        same = all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        rows.append({"claim": "undifferentiable", "setting": kind, "device": "cpu", "bitwise": same})
+    return rows
+
+
+def _gradients(made: Workload, regions: tuple[Region, ...]) -> list[torch.Tensor]:
+    """Return the parameters after a step of SGD, so that each is its gradient beside what it was."""
+    copied = real_copy(made)
+    torch.manual_seed(0)  # of what is drawn
+    with applied(Levers(microbatch_size=batch_size_of(made.batch), regions=regions), copied) as step:
+        step(copied.batch)
+    return [parameter.detach().clone() for parameter in copied.model.parameters()]
+
+
 def sequence_length(quick: bool) -> list[Case]:
     """Two Transformer blocks, by attention kernel."""
     rows = []
@@ -188,7 +237,18 @@ def compiled(quick: bool) -> list[Case]:
     return rows
 
 
-CLAIMS = (mixed_precision, checkpointing, depth, spacing, sequence_length, mri, compiled)
+CLAIMS = (
+    mixed_precision,
+    checkpointing,
+    depth,
+    spacing,
+    four,
+    passes,
+    undifferentiable,
+    sequence_length,
+    mri,
+    compiled,
+)
 
 
 def measured(quick: bool) -> list[Case]:

@@ -1,4 +1,4 @@
-"""Makes `docs/results/claims.md` and its charts from the committed result of `benchmarks.claims`.
+"""Makes `docs/results/claims.md`, its page in Chinese and its charts from the committed result of `benchmarks.claims`.
 
 `python -m benchmarks.claims_page [--check]`. The words are those of `claims_template.md`; where a verdict no longer
 follows from the figures, making the page fails.
@@ -10,16 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.charts import COLOURS, Axis, Line, Panel, chart
+from benchmarks.claims_chinese import translated
 from benchmarks.claims_figures import GIB, SECTIONS, Cases, depth_series, every
 from benchmarks.pages import DOCS, main
 from memfit.hardware.host import find_device
 from memfit.units import format_bytes
 
 TEMPLATE = Path(__file__).with_name("claims_template.md")
+CHINESE = Path(__file__).with_name("claims_template.zh.md")
 
 
-def page(result: dict[str, Any]) -> str:
-    """Return the page for a result of `benchmarks.claims`.
+def page(result: dict[str, Any], template: Path = TEMPLATE) -> str:
+    """Return the page for a result of `benchmarks.claims`, in the language of a template.
 
     Raises:
         UnsupportedVerdict: Its words do not follow from the figures.
@@ -35,7 +37,10 @@ def page(result: dict[str, Any]) -> str:
     }
     for figures in SECTIONS:
         words |= figures(result["cases"])
-    return TEMPLATE.read_text().format_map(words)
+    if template == CHINESE:
+        words = {name: translated(text) for name, text in words.items()}
+        words["threads"] = f"{result['machine']['threads']} 个线程"
+    return template.read_text().format_map(words)
 
 
 def depth_chart(cases: Cases) -> str:
@@ -81,6 +86,7 @@ def files(result: dict[str, Any]) -> dict[Path, str]:
     cases = result["cases"]
     return {
         DOCS / "results" / "claims.md": page(result),
+        DOCS / "zh" / "results" / "claims.md": page(result, CHINESE),
         DOCS / "figures" / "depth.svg": depth_chart(cases),
         DOCS / "figures" / "attention.svg": attention_chart(cases),
     }

@@ -49,6 +49,17 @@ GPT_BLOCKS = tuple(Region((f"transformer.h.{i}",)) for i in range(24))
 UNET_STAGES = ("ResidualUnit", "Convolution", "UnetBasicBlock", "UnetUpBlock", "UnetOutBlock")
 MRI = (512, 512, 128)
 RANKS = 8
+PASSES = {"layers": ((), (8,), (4, 16), (2, 8, 32)), "blocks": ((), (1,), (1, 8), (1, 4, 16))}
+"""Groups of a chain of 64 that are checkpointed, one in the other, by how often their forward pass runs again."""
+EFFICIENTNETS = {
+    "EfficientNet-B0": (224, 1.0, 1.0, 1280, 0.2),
+    "EfficientNet-B1": (240, 1.0, 1.1, 1280, 0.2),
+    "EfficientNet-B2": (260, 1.1, 1.2, 1408, 0.3),
+    "EfficientNet-B3": (300, 1.2, 1.4, 1536, 0.3),
+    "EfficientNet-B4": (380, 1.4, 1.8, 1792, 0.4),
+}
+"""Pixels, widths, depths, last channels and dropout (Tan and Le 2019, and its published code)."""
+RESNETS = {"ResNet-50": (3, 4, 6, 3), "ResNet-152": (3, 8, 36, 3)}
 PROVABLE = {"layers": 64, "blocks": 16}  # the depth up to which the solver proves its optimum in seconds
 
 
@@ -189,6 +200,25 @@ def attention(kernel: str) -> Iterator[None]:
         yield
 
 
+def passes(quick: bool) -> Iterator[Case]:
+    """Chains of 64 members with checkpoints within checkpoints."""
+    device = find_device("a100-80gb")
+    for kind, groups in PASSES.items():
+        for again, sizes in enumerate(groups[:2] if quick else groups):
+            workload = fake(lambda k=kind, s=sizes: workloads.nested(chain(k, 64, []), s))  # type: ignore[misc]
+            trace = capture_step(workload, device, "32-true")
+            yield case("passes", kind, trace, device, passes=again, groups=list(sizes))
+
+
+def image_nets(quick: bool) -> Iterator[Case]:
+    """ResNets and EfficientNets, each at the image size that it was published with, batch 32."""
+    device = find_device("a100-80gb")
+    makes: dict[str, Make] = {n: lambda d=d: workloads.resnet50(32, 224, d) for n, d in RESNETS.items()}  # type: ignore[misc]
+    makes |= {n: lambda a=a: workloads.efficientnet(32, *a) for n, a in EFFICIENTNETS.items()}  # type: ignore[misc]
+    for net, make in list(makes.items())[: 1 if quick else None]:
+        yield case("image nets", net, capture_step(fake(make), device, "32-true"), device)
+
+
 def sequence_length(quick: bool) -> Iterator[Case]:
     """GPT-2 (124 M parameters), one sequence, by attention kernel."""
     device = find_device("a100-80gb")
@@ -242,6 +272,8 @@ def billion(quick: bool) -> Iterator[Case]:
     """A GPT of a billion parameters: attention by kernel, checkpointing, and one rank of eight."""
     device = find_device("a100-80gb")
     workload = fake(lambda: gpt("gpt_1b", n_layer=24, width=1792, n_head=14, batch_size=8))
+    with attention("math"):
+        yield case("billion", "fp32", capture_step(workload, device, "32-true"), device, ranks=1, checkpointed=False)
     for kernel in ("math", "flash"):
         with attention(kernel):
             plain = capture_step(workload, device, "bf16-mixed")
@@ -257,7 +289,7 @@ def billion(quick: bool) -> Iterator[Case]:
             yield case("billion", mode, rank, device, ranks=RANKS, checkpointed=checkpointed)
 
 
-CLAIMS = (mixed_precision, bert, depth, spacing, sequence_length, mri, billion)
+CLAIMS = (mixed_precision, bert, depth, spacing, passes, image_nets, sequence_length, mri, billion)
 
 
 def main() -> None:

@@ -5,21 +5,49 @@ Built under fake tensors (`claims_predicted.fake`) they take no memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from memfit import Workload
 
 
-def resnet50(batch_size: int, pixels: int) -> Workload:
-    """transformers' ResNet-50 (v1.5, 25.6 M parameters, 1000 classes), SGD with momentum."""
-    model = transformers.ResNetForImageClassification(transformers.ResNetConfig(num_labels=1000)).train()
+def resnet50(batch_size: int, pixels: int, depths: Sequence[int] = (3, 4, 6, 3)) -> Workload:
+    """transformers' ResNet-50 (v1.5, 25.6 M parameters, 1000 classes), or one of other depths; SGD with momentum."""
+    config = transformers.ResNetConfig(num_labels=1000, depths=list(depths))
+    return _images(transformers.ResNetForImageClassification(config), batch_size, pixels, "resnet")
+
+
+def efficientnet(batch_size: int, pixels: int, width: float, depth: float, top: int, dropout: float) -> Workload:
+    """transformers' EfficientNet (1000 classes), SGD with momentum.
+
+    Args:
+        batch_size: Images.
+        pixels: Of their sides.
+        width: Multiplies the channels of EfficientNet-B0.
+        depth: Multiplies its layers.
+        top: Channels of the last layer.
+        dropout: Before the classifier.
+    """
+    config = transformers.EfficientNetConfig(
+        num_labels=1000,
+        image_size=pixels,
+        width_coefficient=width,
+        depth_coefficient=depth,
+        hidden_dim=top,
+        dropout_rate=dropout,
+    )
+    return _images(transformers.EfficientNetForImageClassification(config), batch_size, pixels, "efficientnet")
+
+
+def _images(model: nn.Module, batch_size: int, pixels: int, name: str) -> Workload:
     batch = {"x": torch.randn(batch_size, 3, pixels, pixels), "y": torch.randint(1000, (batch_size,))}
-    return Workload(model, batch, _classify, _sgd(model), name="resnet50")
+    return Workload(model.train(), batch, _classify, _sgd(model), name=name)
 
 
 def _classify(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -140,6 +168,73 @@ def groups_of(model: nn.Module, size: int) -> list[str]:
         if name and isinstance(module, nn.Sequential | Layer | Block)
     }
     return [name for name, count in counts.items() if count == size]
+
+
+class Recomputed(nn.Module):
+    """A group of a chain that is computed again in the backward pass; its own groups are so once more."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self.inner, x, use_reentrant=False)
+        return y
+
+
+def nested(made: Workload, sizes: Sequence[int]) -> Workload:
+    """Return a chain in groups of these sizes, the smallest first, of which each is checkpointed, one in the other."""
+    level, members = list(made.model), 1
+    for size in sizes:
+        count = size // members
+        groups = [level[i : i + count] for i in range(0, len(level), count)]
+        level, members = [Recomputed(group[0] if count == 1 else nn.Sequential(*group)) for group in groups], size
+    model = nn.Sequential(*level)
+    return Workload(model, made.batch, made.loss_fn, _sgd(model, 0.0), name=made.name)
+
+
+class StraightThrough(torch.autograd.Function):
+    """A sign whose gradient is that of the identity."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient
+
+
+UNDIFFERENTIABLE: dict[str, Callable[[Tensor], Tensor]] = {
+    "`argmax`, as an index": lambda x: x * F.one_hot(x.argmax(-1), x.shape[-1]),
+    "`topk`, as a router": lambda x: x * (x >= x.topk(4, dim=-1).values[..., -1:]),
+    "`round`, straight through": lambda x: x + (x.round() - x).detach(),
+    "`sign`, an autograd function of one's own": lambda x: StraightThrough.apply(x),  # type: ignore[no-any-return]
+    "`bucketize`": lambda x: x + torch.bucketize(x, torch.linspace(-2, 2, 9)),
+    "`multinomial`, drawn": lambda x: x * F.one_hot(torch.multinomial(x.softmax(-1), 1)[:, 0], x.shape[-1]),
+    "`sort` and `cumsum`": lambda x: x.sort(-1).values.cumsum(-1),
+    "`int` and back": lambda x: x + x.int(),
+}
+"""Functions on the way of a forward pass that have no gradient, or one of the user's own."""
+
+
+class Stepped(nn.Module):
+    """Linear layers with such a function between them."""
+
+    def __init__(self, kind: str, width: int = 64) -> None:
+        super().__init__()
+        self.kind = kind
+        self.before, self.after = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.after(UNDIFFERENTIABLE[self.kind](F.gelu(self.before(x))))
+        return x + y
+
+
+def undifferentiable(kind: str) -> Workload:
+    """Four members with a function that has no gradient, SGD."""
+    model = nn.Sequential(*(Stepped(kind) for _ in range(4)))
+    return Workload(model, {"x": torch.randn(256, 64)}, _square, _sgd(model, 0.0), name="stepped")
 
 
 def outermost(model: nn.Module, kinds: Sequence[str]) -> list[str]:

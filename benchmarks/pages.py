@@ -34,5 +34,5 @@ def main(module: str, benchmark: str, files: Callable[[dict[str, Any]], dict[Pat
         found = stale(made)
         sys.exit(f"other than benchmarks/results: {', '.join(found)}; run {module}" if found else 0)
     for path, text in made.items():
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, text.encode())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 from xml.etree import ElementTree
 
@@ -12,7 +13,7 @@ import torch
 from benchmarks import claims_workloads as workloads
 from benchmarks.charts import Axis, Line, Panel, chart
 from benchmarks.claims_figures import UnsupportedVerdict, every, growth, pick
-from benchmarks.claims_page import files, page
+from benchmarks.claims_page import CHINESE, files, page
 from benchmarks.claims_predicted import activation_bytes, capture_step, fits, kept_convolutions
 from benchmarks.pages import stale
 from benchmarks.tables import results
@@ -32,10 +33,32 @@ def test_the_page_is_that_of_the_result_file(result: dict[str, Any]) -> None:
     assert "Figures for GPUs are **predicted**" in page(result)
 
 
+def test_the_chinese_page_has_the_figures_of_the_english_one_and_no_english_words(result: dict[str, Any]) -> None:
+    english, chinese = page(result), page(result, CHINESE)
+    tables = [[line for line in text.splitlines() if line.startswith("|")] for text in (english, chinese)]
+    cells = [re.findall(r"[\d.,]+ [KMGT]iB|×[\d.]+|[\d.]+ m?s\b", "\n".join(lines)) for lines in tables]
+    assert cells[0] == cells[1] and len(cells[0]) > 200
+    english_words = {
+        "plain",
+        "checkpointed",
+        "time",
+        "peak",
+        "layers",
+        "blocks",
+        "each",
+        "saved",
+        "this",
+        "of",
+        "to",
+        "yes",
+    }
+    assert not english_words & set(re.findall(r"[a-z]+", re.sub(r"`[^`]*`", "", "\n".join(tables[1]))))
+
+
 def test_other_figures_make_another_page(result: dict[str, Any]) -> None:
     pick(result["cases"], claim="depth", setting="blocks", depth=36, group=6)["activation_bytes"] *= 1.3
     pick(result["cases"], claim="billion", setting="math")["peak_bytes"] *= 1.3
-    assert stale(files(result)) == ["claims.md", "depth.svg"]
+    assert stale(files(result)) == ["claims.md", "claims.md", "depth.svg"]
 
 
 @pytest.mark.parametrize(
@@ -48,6 +71,12 @@ def test_other_figures_make_another_page(result: dict[str, Any]) -> None:
         ({"claim": "attention", "setting": "flash", "length": 32768}, "activation_bytes", 2**40),
         ({"claim": "mri", "net": "DynUNet 32", "precision": "bf16-mixed"}, "fits", "yes"),
         ({"claim": "billion", "setting": "zero1"}, "state_bytes", 1),
+        ({"claim": "billion", "setting": "fp32"}, "step_seconds", 1.0),
+        ({"claim": "depth", "setting": "blocks", "group": 0, "depth": 256}, "activation_bytes", 2**40),
+        ({"claim": "depth", "setting": "blocks", "group": 2, "depth": 4}, "step_seconds", 9.0),
+        ({"claim": "passes", "setting": "layers", "passes": 3}, "activation_bytes", 1),
+        ({"claim": "image nets", "setting": "EfficientNet-B0"}, "peak_bytes", 2**30),
+        ({"claim": "undifferentiable"}, "bitwise", False),
     ],
 )
 def test_a_verdict_that_no_longer_follows_is_not_written(
