@@ -34,6 +34,8 @@ def plan_verdict(plan: Plan, comparison: Comparison | None = None) -> str:
         parts[0] += f" reserved ({format_bytes(ours.peak_bytes)} allocated)"
     if (sharding := plan.levers.sharding or plan.engine) is not None and sharding.world_size > 1:
         parts[0] += f" on each of {sharding.world_size} ranks"
+    if not plan.uses:
+        return f"{parts[0].replace('Fits', 'Fits as it is')}."
     parts += [speed_text(seconds, plain_seconds), numerics_text(plan)]
     return f"{', '.join(filter(None, parts))}."
 
