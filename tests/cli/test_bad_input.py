@@ -110,7 +110,7 @@ TABLE: list[tuple[str, int, str]] = [
     ("plan mine:tiny --budget 150%", 2, "--budget 150% is more than the device has: a share is at most 100%"),
     ("plan mine:tiny --budget 0x", 2, "--budget 0x is 0 bytes"),
     ("plan mine:tiny --budget 0.5y", 2, "of the plain step's peak ('0.5x')"),
-    ("plan mine:tiny --budget 1KiB --points 1", 3, "no plan fits --budget 1.0 KiB (1024 bytes)"),
+    ("plan mine:tiny --budget 1KiB --points 1", 3, "of 1 KiB. Smallest budget"),
     ("plan mine:tiny --budget 1GiB --numerics exact --precision bf16-mixed", 2, "allow --numerics reduced"),
     ("plan mine:tiny --budget 1GiB --precision auto --precision tf32", 2, "out --precision tf32, or --precision auto"),
     # files

@@ -81,5 +81,5 @@ def test_no_plan_fits_decides_the_status_whatever_the_script_catches(
     (tmp_path / "script.py").write_text(SWALLOWING.format(caught=caught, last=last))
     done = memfit(tmp_path, "--budget", "300KiB", "script.py")
     assert done.returncode == 3, done.stderr
-    assert done.stderr.count("no plan fits") == 1 and "script.py" in done.stderr or ends
+    assert done.stderr.count("Does not fit") == 1 and "script.py" in done.stderr or ends
     assert done.stdout.count("done") == 1 and ("the end" in done.stdout) == ends

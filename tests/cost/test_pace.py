@@ -120,8 +120,8 @@ def test_ratios_are_of_rounds_that_both_have_a_time_of() -> None:
         (1.0, 1.0, []),
         (0.95, 1.1, []),
         (0.5, 1.0, ["a processor for 50% of the time"]),
-        (1.0, 1.7, ["took ×1.70 of the time"]),
-        (0.5, 1.7, ["was busy while they ran", "was slower while they ran"]),
+        (1.0, 1.7, ["about 70% too long"]),
+        (0.5, 1.7, ["a processor for 50% of the time", "or its host, while they ran"]),
     ],
 )
 def test_a_busy_machine_is_said_to_be_one(attended: float, slowdown: float, said: list[str]) -> None:

@@ -106,7 +106,7 @@ SAID = {
     "docs/guides/fleet.md": ["Fewest cards: ", "Cheapest: ", "as you gave it", "l4"],
     "docs/guides/resume.md": ["damaged checkpoint", "another plan"],
     "docs/internals/allocator.md": ["41 42 66\n41 41 80\n", "total_reserved: 66.0MiB"],
-    "docs/quickstart.md": ["100.0 MiB", "checkpointing", "The plan is what it says."],
+    "docs/quickstart.md": ["100.0 MiB", "checkpointing", "Holds: measured"],
 }
 """What examples print, beside what they assert themselves."""
 SHARDING = "docs/internals/sharding.md"

@@ -57,7 +57,7 @@ def test_what_is_not_in_time_names_the_nearest() -> None:
 @pytest.mark.ci
 @there
 def test_where_nothing_fits_the_nearest_card_is_named() -> None:
-    with pytest.raises(InfeasibleError, match="no plan fits any of 2 cards: the nearest is") as caught:
+    with pytest.raises(InfeasibleError, match="Does not fit any of 2 cards: the nearest, ") as caught:
         fleet(budget="2MiB")
     assert caught.value.budget_bytes == 2 * 2**20 < caught.value.lowest_peak_bytes
 

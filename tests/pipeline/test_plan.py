@@ -103,7 +103,7 @@ def test_lowest_budget_fits_where_other_plans_of_that_peak_are_less_sure(slack: 
 
 
 def test_infeasible_says_what_where_and_what_to_do(lowest: InfeasibleError) -> None:
-    assert lowest.proven == ("the lowest peak there is" in str(lowest))
+    assert lowest.proven == ("Smallest budget that works" in str(lowest))
     assert lowest.budget_bytes == 2**16
     assert lowest.where in str(lowest)
     assert f"{lowest.lowest_peak_bytes} bytes" in str(lowest)

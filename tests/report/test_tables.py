@@ -16,6 +16,7 @@ from memfit.ir.plan import (
     ChunkedLoss,
     Levers,
     OptimizerLever,
+    PeakPart,
     Plan,
     Precision,
     Prediction,
@@ -32,13 +33,14 @@ from memfit.report.summary import (
     lever_rows,
     levers_text,
     loss_text,
-    offers,
     ratio_text,
     region_groups,
     share_text,
     solver_text,
 )
 from memfit.report.tables import comparison_table, frontier_table, plan_table, plan_text, prediction_table
+from memfit.report.verdict import offers
+from memfit.words import options
 from tests.report.conftest import run_before
 
 GIB = 1024**3
@@ -73,13 +75,17 @@ def line_with(text: str, *parts: str) -> str:
         ([], []),
         ([""], ["(the whole model)"]),
         (["blocks.0"], ["blocks.0"]),
-        ([f"blocks.{i}" for i in range(6)], ["blocks.0…5"]),
-        ([f"blocks.{i}" for i in (0, 1, 2, 5, 9, 10)], ["blocks.0…2,5,9…10"]),
-        ([f"blocks.{i}.{part}" for i in range(3) for part in ("attn", "mlp")], ["blocks.0…2.attn", "blocks.0…2.mlp"]),
-        ([f"stages.{i}.{j}" for i in range(3) for j in range(2)], ["stages.0…2.0…1"]),
-        (["stages.0.0", "stages.0.1", "stages.1.0"], ["stages.0.0…1", "stages.1.0"]),
-        (["head", "blocks.1", "blocks.0"], ["head", "blocks.0…1"]),
+        ([f"blocks.{i}" for i in range(6)], ["blocks 0 to 5"]),
+        ([f"blocks.{i}" for i in (0, 1, 2, 5, 9, 10)], ["blocks 0 to 2, 5, 9 to 10"]),
+        (
+            [f"blocks.{i}.{part}" for i in range(3) for part in ("attn", "mlp")],
+            ["attn in blocks 0 to 2", "mlp in blocks 0 to 2"],
+        ),
+        ([f"stages.{i}.{j}" for i in range(3) for j in range(2)], ["0 to 1 in stages 0 to 2"]),
+        (["stages.0.0", "stages.0.1", "stages.1.0"], ["stages.0 0 to 1", "stages.1.0"]),
+        (["head", "blocks.1", "blocks.0"], ["head", "blocks 0 to 1"]),
         (["a.1", "b.1"], ["a.1", "b.1"]),
+        (["0", "1", "3"], ["modules 0 to 1, 3"]),
     ],
 )
 def test_repeated_siblings_are_folded(fqns: list[str], names: list[str]) -> None:
@@ -92,8 +98,18 @@ def test_siblings_that_keep_different_operators_are_not_folded() -> None:
     mm = ("aten.mm.default#0",)
     groups = region_groups([Region(("b.0",)), Region(("b.1",), mm), Region(("b.2",), mm), Region(("b.3",))])
     assert [(g.name, g.modules, g.action) for g in groups] == [
-        ("b.0,3", 2, "recomputed"),
-        ("b.1…2", 2, "recomputed, keeps mm"),
+        ("b 0, 3", 2, "recomputed"),
+        ("b 1 to 2", 2, "recomputed, keeps mm"),
+    ]
+
+
+def test_modules_that_are_recomputed_together_are_told_from_modules_recomputed_one_by_one() -> None:
+    together = [Region((f"blocks.{i}.norm", f"blocks.{i}.mlp")) for i in range(3)]
+    groups = region_groups([*together, Region(("head.0", "head.1", "head.2")), Region(("tail",))])
+    assert [(g.name, g.modules, g.action) for g in groups] == [
+        ("norm to mlp in blocks 0 to 2", 3, "recomputed together"),
+        ("head 0 to 2", 1, "recomputed together"),
+        ("tail", 1, "recomputed"),
     ]
 
 
@@ -140,7 +156,7 @@ def test_levers_are_told_with_their_classes(plan: Plan) -> None:
         ("AdamW with 8-bit states", "adamw-8bit", "reduced"),
         ("microbatches", "6 of 16 samples, 3 microbatches, the last of 4", "reordered"),
         ("chunked loss", "128 rows of head at a time", "reordered"),
-        ("lean norms and activations", "all norms and activations made again", "exact"),
+        ("lean norms and activations", "outputs of all recomputed, inputs kept", "exact"),
         ("activation checkpointing", "2 modules recomputed", "exact"),
         ("activation offload", "1 of them with what they keep in host memory", "exact"),
     ]
@@ -235,8 +251,8 @@ def test_plan_table_says_the_figures(plan: Plan) -> None:
     assert "4.0 GiB predicted, at most 5.0 GiB: fits, 1.0 GiB free" in line_with(text, "Peak")
     line_with(text, "plain 10.0 GiB, −60 %")
     assert "250.0 ms predicted, ×1.25 of plain" in line_with(text, "Step")
-    line_with(text, "blocks.0…7", "recomputed")
-    line_with(text, "blocks.8…9", "recomputed, keeps mm")
+    line_with(text, "blocks 0 to 7", "recomputed")
+    line_with(text, "blocks 8 to 9", "recomputed, keeps mm")
     line_with(text, "bound 196.4 ms, gap 2.8 %, solved in 1.34 s")
     line_with(text, "microbatch", "8 of 16 samples, 2 microbatches", "reordered")
     for note in plan.notes:
@@ -274,7 +290,7 @@ def test_a_plan_that_changes_nothing_is_readable(plan: Plan) -> None:
     text = plan_text(plan)
     assert "Regions" not in text and "Notes" not in text
     assert "none: the step runs as it is" in text
-    assert "×1.00 of plain" in text and "optimal: no faster plan fits" in text and "gap 0 %" in text
+    assert "×1.00 of plain" in text and "no faster plan fits" in text and "gap 0 %" in text
     assert "The plan has no frontier." in text
 
 
@@ -314,8 +330,8 @@ def test_plan_text_is_plain_and_100_wide(plan: Plan, monkeypatch: pytest.MonkeyP
 def test_the_plans_own_point_is_marked(plan: Plan) -> None:
     assert chosen_index(plan) == 4
     text = shown(frontier_table(plan))
-    assert "4.9 GiB" in line_with(text, "▶", "GiB") and "202.0 ms" in line_with(text, "▶", "GiB")
-    assert "×1.25" in line_with(text, "▶", "GiB")
+    assert "4.9 GiB" in line_with(text, "▶", "×") and "202.0 ms" in line_with(text, "▶", "×")
+    assert "×1.25" in line_with(text, "▶", "×")
     elsewhere = msgspec.structs.replace(plan, levers=Levers(microbatch_size=1))
     assert chosen_index(elsewhere) is None
     assert "this plan is not a point of the frontier" in shown(frontier_table(elsewhere))
@@ -326,24 +342,31 @@ def test_of_points_with_the_same_levers_the_nearest_is_the_plans(plan: Plan) -> 
     assert chosen_index(msgspec.structs.replace(plan, frontier=[far, *plan.frontier])) == 5
 
 
-def test_points_that_are_not_allowed_or_over_the_budget_are_marked(plan: Plan) -> None:
-    text = shown(frontier_table(plan))
+def test_plans_that_fit_come_first_and_what_is_not_allowed_is_a_line_below(plan: Plan) -> None:
+    text = shown(frontier_table(plan), 100)
     rows = [line for line in text.splitlines() if "GiB" in line and "×" in line]
-    assert [row[:2].strip() for row in rows] == ["▲", "▲", "▲", "▲", "▶", "", "○▲", "○", "○"]
-    assert '○ not allowed by numerics="reordered"' in text
-    grey = [line for line in styled(frontier_table(plan)) if "bf16-mixed" in line]
-    assert len(grey) == 3 and all("\x1b[90m" in line for line in grey)
+    assert [row[:2].strip() for row in rows] == ["▶", "", "▲", "▲", "▲", "▲"]
+    assert "bf16-mixed" not in "".join(rows)
+    line_with(text, "numerics='reduced' would need 5.4 GiB, 49 % faster (bf16-mixed, 5 regions)")
+    assert "○" not in text
     allowed = msgspec.structs.replace(plan, allowed="reduced")
-    assert "○" not in shown(frontier_table(allowed))
+    text = shown(frontier_table(allowed), 100)
+    rows = [line for line in text.splitlines() if "GiB" in line and "×" in line]
+    assert [row[:2].strip() for row in rows] == ["", "", "▶", "", "▲", "▲", "▲", "▲", "▲"] and "would need" not in text
+
+
+def test_a_line_below_the_frontier_is_in_the_words_of_the_interface(plan: Plan) -> None:
+    words = options({"numerics": "--numerics"})
+    line_with(shown(frontier_table(plan, words.of), 100), "--numerics reduced would need 5.4 GiB")
 
 
 def test_what_is_held_against_the_budget_decides_whether_a_point_fits(plan: Plan) -> None:
     upper = [msgspec.structs.replace(c, peak_upper_bytes=2 * c.peak_bytes) for c in plan.frontier]
     marked = shown(frontier_table(msgspec.structs.replace(plan, frontier=upper, budget_bytes=upper[4].held_bytes - 1)))
-    row = line_with(marked, "▶", "GiB")
+    row = line_with(marked, "▶", "×")
     assert "▲" in row and "9.8 GiB" in row and "4.9 GiB" in row
     fits = msgspec.structs.replace(plan, frontier=upper, budget_bytes=upper[4].held_bytes)
-    assert "▲" not in line_with(shown(frontier_table(fits)), "▶", "GiB")
+    assert "▲" not in line_with(shown(frontier_table(fits)), "▶", "×")
     assert offers(plan) and not offers(msgspec.structs.replace(plan, frontier=upper, budget_bytes=upper[7].peak_bytes))
 
 
@@ -358,7 +381,7 @@ def test_rows_name_their_levers_and_whether_they_were_captured(plan: Plan) -> No
     )
     point = msgspec.structs.replace(plan.frontier[0], levers=levers, uses=uses(levers, 8, False))
     assert levers_text(point) == (
-        "bf16-mixed, optimizer in-backward, microbatch 4, chunked loss, lean, 2 regions, 1 offloaded"
+        "bf16-mixed, optimizer in-backward, microbatch 4, chunked loss, norms recomputed, 2 regions, 1 offloaded"
     )
     first, *others = plan.frontier
     rival = msgspec.structs.replace(plan, frontier=[msgspec.structs.replace(first, is_captured=True), *others])
@@ -369,8 +392,8 @@ def test_rows_name_their_levers_and_whether_they_were_captured(plan: Plan) -> No
     ("status", "gap", "words"),
     [
         ("optimal", 0.0, "no faster plan fits"),
-        ("optimal", 0.012, "no plan that fits takes over 1.2 % less time"),
-        ("feasible", 0.17, "no plan that fits takes over 17 % less time"),
+        ("optimal", 0.012, "at most 1.2 % slower than the best possible plan"),
+        ("feasible", 0.17, "at most 17 % slower than the best possible plan"),
     ],
 )
 def test_the_solvers_words_never_promise_more_than_its_gap(
@@ -386,7 +409,7 @@ def test_a_share_says_what_it_is_of(plan: Plan) -> None:
 
 
 def test_what_a_freer_class_would_buy(plan: Plan) -> None:
-    assert offers(plan) == ['numerics="reduced" would buy a step of 103.0 ms within the budget, ×0.51 of this plan\'s']
+    assert offers(plan) == ["numerics='reduced' would need 5.4 GiB, 49 % faster (bf16-mixed, 5 regions)"]
     assert offers(msgspec.structs.replace(plan, allowed="reduced")) == []
     assert offers(msgspec.structs.replace(plan, budget_bytes=3 * GIB)) == []
 
@@ -400,15 +423,22 @@ def test_a_peak_by_category_has_shares_and_bars() -> None:
         peak_upper_bytes=5 * GIB,
         step_seconds=0.5,
         by_category={"parameters": GIB, "activations": 3 * GIB, "buffers": 0, "inputs": 1024},
-        where="forward · head · aten.mm.default",
+        where="end of the forward pass, in head (mm)",
+        largest=(
+            PeakPart(kind="logits", text="logits of 8 × 48 × 16,384", nbytes=2 * GIB),
+            PeakPart(kind="parameters", text="parameters", nbytes=GIB),
+        ),
     )
     text = shown(prediction_table(prediction, "Planned step"))
-    rows = [line for line in text.splitlines() if "%" in line]
+    rows = [line for line in text.splitlines() if "%" in line and "of this peak" not in line]
     assert [row.split()[0] for row in rows] == ["activations", "parameters", "inputs"]
     assert "75 %" in rows[0] and "25 %" in rows[1] and "<0.01 %" in rows[2]
     assert rows[0].count("█") == 24 and rows[1].count("█") == 8
     assert "4.0 GiB" in line_with(text, "peak allocated", "GiB")
-    assert "at forward · head · aten.mm.default" in text
+    assert "at the end of the forward pass, in head (mm)" in text
+    told = " ".join(text.split())
+    assert "logits of 8 × 48 × 16,384: 50 % of this peak (smaller with a chunked loss, microbatches)" in told
+    assert "parameters: 25 % of this peak" in told and told.count("smaller with") == 1
 
 
 def test_predicted_against_measured(plan: Plan, views: Views) -> None:

@@ -202,7 +202,7 @@ def assemble_trace(
         nbytes = storage.nbytes if storage.death >= 0 else 0
         death, release = max(storage.death, 0), max(release, 0)
         birth = -1 if index in categories.late else storage.birth
-        storages.append(Storage(nbytes, birth, death, release, category, owner, parameter))
+        storages.append(Storage(nbytes, birth, death, release, category, owner, parameter, storage.shape))
     size = microbatch_size or full
     return Trace(
         workload=workload.name,

@@ -72,6 +72,7 @@ class LiveStorage:
     nbytes: int
     birth: int
     death: int = _NEVER
+    shape: tuple[int, ...] = ()
 
 
 class _Saved:
@@ -250,7 +251,8 @@ class Recorder(PassiveMode):
 
     def begin_step(self) -> None:
         """Begin to record; live storages get birth -1."""
-        storages = [LiveStorage(self.now.storages[i].nbytes, -1) for i in self._index.values()]
+        live = [self.now.storages[index] for index in self._index.values()]
+        storages = [LiveStorage(storage.nbytes, -1, shape=storage.shape) for storage in live]
         self._from_outside.clear()
         self._index = {key: new for new, key in enumerate(self._index)}
         self.now = Recording(storages=storages)
@@ -303,12 +305,19 @@ class Recorder(PassiveMode):
             return None
         known = self._index.get(key)
         if known is not None:
+            self._unflatten(self.now.storages[known], tensor)
             return known
         storage = tensor.untyped_storage()
         index = self._index[key] = len(self.now.storages)
-        self.now.storages.append(LiveStorage(storage.nbytes(), birth))
+        self.now.storages.append(LiveStorage(storage.nbytes(), birth, shape=tuple(tensor.shape)))
         weakref.finalize(storage, self._died, key).atexit = False
         return index
+
+    @staticmethod
+    def _unflatten(storage: LiveStorage, view: torch.Tensor) -> None:
+        """Take the shape of a view of three dimensions: of a matrix product's rows, which are samples and tokens."""
+        if view.dim() == 3 and len(storage.shape) == 2 and view.numel() == math.prod(storage.shape):
+            storage.shape = tuple(view.shape)
 
     def _died(self, key: int) -> None:
         self._emptied.discard(key)

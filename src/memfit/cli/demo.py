@@ -20,7 +20,7 @@ from memfit.report.tables import comparison_table, frontier_table, plan_table
 from memfit.training.runs.folder import VIEWS, held_folder
 from memfit.units import format_bytes
 
-_COMPARED_STEPS = 2
+_COMPARED_STEPS = 4  # of which the first is not timed
 _PLAIN_BYTES = 600 * 2**20  # no less than the plain step takes
 _TRAINING_SECONDS = 15.0
 _FEWEST, _MOST = 6, 60
@@ -48,9 +48,9 @@ def run_demo(folder: Path, steps: int | None, budget: str, device: str, overwrit
         out.print(estimate_page(plain, f"{workload.name} on {device}, 32-true"))
         with stages() as progress:
             plan = pipeline.plan(workload, budget=budget, device=device, progress=progress)
-        out.print(Rule(f"The frontier, and the plan for {budget}"))
-        out.print(frontier_table(plan))
+        out.print(Rule(f"The plan for {budget}, and the frontier"))
         out.print(plan_table(plan))
+        out.print(frontier_table(plan))
         steps = steps or max(_FEWEST, min(_MOST, int(_TRAINING_SECONDS / plan.predicted.step_seconds)))
         out.print(Rule(f"The plain step beside the planned one, then {steps} steps of training with the plan"))
         record = train_with_bar(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import msgspec
 import typer
 
+from memfit.cli import commands
 from memfit.cli.commands import with_options
 from memfit.cli.loading import load, load_for
 from memfit.cli.options import (
@@ -79,6 +80,7 @@ def estimate(
     from memfit import pipeline
     from memfit.hardware.advice import precisions
     from memfit.report.estimates import as_written_line, estimate_page
+    from memfit.report.verdict import prediction_verdict
     from memfit.workload import is_in_fp32, precision_label
 
     check_new("--snapshot", snapshot, overwrite)
@@ -107,7 +109,8 @@ def estimate(
         as_written = pipeline.estimate(loaded, progress=progress, **given) if compares else None  # type: ignore[arg-type]
     if as_json:
         written_too = {} if as_written is None else {"precision": chosen, "as_written": as_written}
-        print_json({**msgspec.to_builtins(prediction), **written_too})
+        verdict = prediction_verdict(prediction)
+        print_json({"verdict": verdict, **msgspec.to_builtins(prediction), **written_too})
     else:
         ranks = f", one of {world_size} ranks" if world_size > 1 else ""
         ranks += f", {parallel} on paper" if parallel else ""
@@ -195,7 +198,7 @@ def plan(
     if as_json:
         print_json(chosen)
     else:
-        out.print(plan_table(with_options(chosen)), frontier_table(chosen))
+        out.print(plan_table(with_options(chosen)), frontier_table(chosen, commands.words.of))
         if output is not None:
             out.print(f"Written to {output}", highlight=False)
 

@@ -36,6 +36,7 @@ def verify(workload: WorkloadName, plan: PlanFile, as_json: AsJson = False) -> N
     """
     from memfit import pipeline
     from memfit.report.listings import verification_table
+    from memfit.report.verdict import verification_verdict
 
     read, loaded = pipeline.load_plan(plan), load(workload)
     pipeline.check_launched(read)
@@ -44,7 +45,8 @@ def verify(workload: WorkloadName, plan: PlanFile, as_json: AsJson = False) -> N
             verification = pipeline.verify(read, loaded, progress=progress)
         if ranks.rank == 0:  # the first shows it
             if as_json:
-                print_json({**msgspec.structs.asdict(verification), "holds": verification.holds})
+                verdict = verification_verdict(verification)
+                print_json({"verdict": verdict, **msgspec.structs.asdict(verification), "holds": verification.holds})
             else:
                 out.print(verification_table(verification))
         ranks.gathered(None)  # the others wait for it: torchrun ends all ranks when one has failed

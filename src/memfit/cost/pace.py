@@ -123,12 +123,12 @@ def busy_notes(doing: str, attended_share: float, slowdown: float = 1.0) -> list
     notes = []
     if attended_share < _ATTENDED:
         notes.append(
-            f"this machine was busy while {doing}: the thread that runs a step had a processor for {attended_share:.0%}"
-            " of the time, so that steps took longer than on a machine at rest"
+            f"other programs were using this machine while {doing}: a step had a processor for {attended_share:.0%} of"
+            " the time, and measured times are too long"
         )
     if slowdown > _SLOWER:
         notes.append(
-            f"this machine was slower while {doing}: an operator took ×{slowdown:.2f} of the time that predictions have"
-            " for it, and steps took longer with it; something else takes its processors, or its host's"
+            f"other programs were using this machine, or its host, while {doing}: measured times are about"
+            f" {slowdown - 1:.0%} too long"
         )
     return notes

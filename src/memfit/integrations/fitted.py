@@ -102,7 +102,7 @@ class Fitted:
             made = codec.decode(once(self._ranks, planned), Plan, source="the first rank's plan")
         self.plan: Plan = replace(made, notes=[words.of(note) for note in made.notes])
         if self._ranks.rank == 0:
-            print(f"memfit: {str(self.plan).splitlines()[0]}", file=sys.stderr, flush=True)
+            print(f"memfit: {words.of(str(self.plan))}", file=sys.stderr, flush=True)
         self.precision = self.plan.levers.precision
         size = self.plan.batch_size
         self.microbatch_size = next(d for d in range(self.plan.levers.microbatch_size, 0, -1) if size % d == 0)

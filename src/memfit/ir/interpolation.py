@@ -87,7 +87,7 @@ class _Line:
             low,
             ops=ops,
             storages=[
-                a if a.nbytes == b.nbytes else replace(a, nbytes=self.whole(a.nbytes, b.nbytes))
+                a if a.nbytes == b.nbytes else replace(a, nbytes=self.whole(a.nbytes, b.nbytes), shape=())
                 for a, b in zip(low.storages, high.storages, strict=True)
             ],
             signatures=signatures,

@@ -95,6 +95,21 @@ def freest(uses: Iterable[LeverUse]) -> Numerics:
     return max((use.numerics for use in uses), key=NUMERICS.index, default="exact")
 
 
+class PeakPart(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Tensors of one kind that are alive at a step's peak.
+
+    Attributes:
+        kind: "logits", "attention scores", "activations", "activation gradients", "workspaces", or another category of
+            the timeline. What shrinks them depends on it.
+        text: The tensors, in words ("logits of 8 × 48 × 16,384").
+        nbytes: Their bytes together.
+    """
+
+    kind: str
+    text: str
+    nbytes: int
+
+
 class Prediction(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a step is predicted to take.
 
@@ -106,7 +121,7 @@ class Prediction(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
             interval was calibrated on (`memfit.cost.error_bars`).
         step_seconds: One optimizer update at the global batch.
         by_category: Bytes at the peak.
-        where: What runs at the peak.
+        where: The place of the peak: pass, module and operator.
         peak_reserved_bytes: What PyTorch's allocator takes from a GPU; None elsewhere.
         device_bytes: What the device has for a step; None where that was not recorded.
         throughput: How fast the step is; None where that was not recorded.
@@ -119,6 +134,7 @@ class Prediction(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
             may hold it (`memfit.cost.outside`). None elsewhere.
         retries: How often the allocator gives its cache back to a full GPU and tries again, in a first and a steady
             step; 0 where all that it reserves has room. None where the step runs out of memory, and elsewhere.
+        largest: The largest groups of tensors at the peak, the largest first. Empty where that was not recorded.
     """
 
     peak_bytes: int
@@ -135,6 +151,7 @@ class Prediction(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     context_bytes: int | None = None
     context_upper_bytes: int | None = None
     retries: int | None = None
+    largest: tuple[PeakPart, ...] = ()
 
     @property
     def process_bytes(self) -> int | None:

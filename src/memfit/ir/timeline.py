@@ -7,6 +7,7 @@ from memfit.ir.trace import CATEGORIES
 
 WORKSPACE = "workspaces"
 TIMELINE_CATEGORIES: tuple[str, ...] = (*CATEGORIES, WORKSPACE)
+_EDGE = 0.1  # share of a pass that is its start, or its end
 
 
 class Timeline(Shown, frozen=True, kw_only=True):
@@ -36,5 +37,31 @@ class Timeline(Shown, frozen=True, kw_only=True):
         return {name: values[self.peak_index] for name, values in self.live_bytes.items()}
 
     def where(self) -> str:
-        """Return the label of the peak's operator."""
-        return self.labels[self.peak_index] if self.labels else ""
+        """Return the place of the peak: "start of the backward pass, in blocks.7 (sum)"; "" without points."""
+        if not self.labels:
+            return ""
+        at = self.peak_index
+        passes = ["backward" if phase == "recompute" else phase for phase in self.phases]
+        begin = end = at
+        while begin and passes[begin - 1] == passes[at]:
+            begin -= 1
+        while end + 1 < len(passes) and passes[end + 1] == passes[at]:
+            end += 1
+        share = (at - begin) / max(1, end - begin)
+        part = "start" if share < _EDGE else "end" if share > 1 - _EDGE else "middle"
+        stage = "optimizer step" if passes[at] == "optimizer" else f"{passes[at]} pass"
+        operator = operator_text(self.labels[at].rpartition(" · ")[2])
+        again = ", recomputed" if self.phases[at] == "recompute" else ""
+        return f"{part} of the {stage}{_within(self.modules[at])} ({operator}{again})"
+
+
+def operator_text(name: str) -> str:
+    """Return the name of an operator without its namespace and overload: "sum" for "aten.sum.dim_IntList"."""
+    parts = name.split(".")
+    return (parts[1] if len(parts) > 1 else name).lstrip("_")
+
+
+def _within(fqn: str) -> str:
+    if not fqn:
+        return ""
+    return f", in module {fqn}" if fqn[0].isdecimal() else f", in {fqn}"

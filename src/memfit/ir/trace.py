@@ -131,6 +131,7 @@ class Storage(msgspec.Struct, frozen=True, array_like=True):
             Equal to `death` elsewhere.
         owner: For parameters and buffers, an index into `Trace.modules`; else -1.
         parameter: For parameters, their gradients and their optimizer state, an index into `Trace.parameters`; else -1.
+        shape: Of the tensor that was made with it; () where that is not known.
     """
 
     nbytes: int
@@ -140,6 +141,7 @@ class Storage(msgspec.Struct, frozen=True, array_like=True):
     category: Category
     owner: int
     parameter: int = -1
+    shape: tuple[int, ...] = ()
 
 
 class Save(msgspec.Struct, frozen=True, array_like=True):

@@ -23,10 +23,11 @@ from memfit.jittor.workload import Workload, batch_size_of, fingerprint, first
 from memfit.levers import registry
 from memfit.levers.conflicts import JITTOR
 from memfit.levers.microbatches import microbatch_sizes
+from memfit.report.verdict import infeasible_verdict
 from memfit.solver.candidates import Option
 from memfit.solver.frontier import Combination, fastest, frontier
 from memfit.solver.problem import Problem, Row
-from memfit.units import Budget, format_bytes, read_budget
+from memfit.units import Budget, read_budget
 from memfit.version import __version__
 
 _ATTEMPTS = 8
@@ -286,9 +287,9 @@ class _Planner:
 
     def _infeasible(self, lowest_bytes: int) -> InfeasibleError:
         return InfeasibleError(
-            f"no plan fits budget={format_bytes(self.budget_bytes)} with numerics={self.numerics!r}: the lowest peak"
-            f" measured is {format_bytes(lowest_bytes)}. What to do: raise budget=, allow more by numerics=, or make"
-            " Workload.batch or the model smaller",
+            f"{infeasible_verdict(self.budget_bytes, lowest_bytes)}\nWith numerics={self.numerics!r} no plan was found"
+            " that needs less. What to do: raise budget=, allow more by numerics=, or make Workload.batch or the model"
+            " smaller",
             budget_bytes=self.budget_bytes,
             lowest_peak_bytes=lowest_bytes,
             where="the applied step, measured",

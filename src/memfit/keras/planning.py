@@ -20,6 +20,7 @@ from memfit.keras.recompute import Run, recomputed
 from memfit.keras.tensorflow import keras, tf
 from memfit.keras.workload import Workload, fingerprint
 from memfit.levers import registry
+from memfit.report.verdict import infeasible_verdict
 from memfit.solver.frontier import Combination, frontier
 from memfit.units import format_bytes, format_seconds, read_budget
 from memfit.version import __version__
@@ -227,9 +228,9 @@ class Planner:
         left_out = self._left_out()
         more = f". {'; '.join(left_out[:3])}" if left_out else ""
         return InfeasibleError(
-            f"no plan fits budget={format_bytes(budget_bytes)}: the lowest peak measured is {format_bytes(lowest)},"
-            " which TensorFlow allocates beyond what it held before the step. What to do: raise budget= to that, give"
-            f" Workload.batch fewer samples, or set Keras's mixed precision{more}",
+            f"{infeasible_verdict(budget_bytes, lowest)}\nTensorFlow allocates that much beyond what it held before the"
+            " step. What to do: raise budget= to that, give Workload.batch fewer samples, or set Keras's mixed"
+            f" precision{more}",
             budget_bytes=budget_bytes,
             lowest_peak_bytes=lowest,
             where="the applied step, measured",

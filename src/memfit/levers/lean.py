@@ -29,10 +29,10 @@ class Lean(Lever):
     recomputes = True
 
     def setting(self, levers: Levers, batch_size: int) -> str:
-        return f"{'all norms and activations' if '*' in levers.lean else ', '.join(levers.lean)} made again"
+        return f"outputs of {'all' if '*' in levers.lean else ', '.join(levers.lean)} recomputed, inputs kept"
 
     def brief(self, levers: Levers, batch_size: int) -> str:
-        return "lean"
+        return "norms recomputed"
 
     def on_model(self, levers: Levers, model: nn.Module) -> AbstractContextManager[None]:
         return lean(model, levers.lean)

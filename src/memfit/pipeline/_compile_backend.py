@@ -26,6 +26,7 @@ from memfit.ir.remat import Region, Regions
 from memfit.ir.simulate import simulate
 from memfit.ir.timeline import Timeline
 from memfit.planner.prediction import costs_of
+from memfit.report.verdict import infeasible_verdict
 from memfit.solver.candidates import options
 from memfit.solver.milp import EXACT, FINE, Choice, Solver
 from memfit.solver.problem import build
@@ -279,9 +280,8 @@ class GraphPlanner(JointRewriter):
         lowest = min((trial.timeline for trial in self.trials), key=lambda timeline: timeline.peak_bytes)
         lowest_bytes = self._upper_bytes(lowest.peak_bytes)
         return InfeasibleError(
-            f"graph {self.name} does not fit budget= less reserved_bytes=, {format_bytes(budget_bytes)}: the lowest"
-            f" peak of any plan tried is at most {format_bytes(lowest_bytes)}, at {lowest.where()}. Give a larger"
-            " budget= or smaller batches",
+            f"{infeasible_verdict(budget_bytes, lowest_bytes)}\nGraph {self.name} has budget= less reserved_bytes=. Its"
+            f" lowest peak is at the {lowest.where()}. Give a larger budget= or smaller batches",
             budget_bytes=budget_bytes,
             lowest_peak_bytes=lowest_bytes,
             where=lowest.where(),

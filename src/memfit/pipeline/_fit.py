@@ -110,7 +110,7 @@ class Fitted:
     def __str__(self) -> str:
         if self.plan is None:
             return "memfit has not seen a whole step of the loop yet"
-        return "\n".join([f"The step: {self.saw}.", str(self.plan), *self._advice])
+        return "\n".join([str(self.plan), f"The step: {self.saw}.", *self._advice])
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -261,7 +261,7 @@ class Fitted:
                     return True
         except InfeasibleError as e:
             raise InfeasibleError(
-                f"a batch is larger than planned ({difference}), and {e}",
+                f"{e}\nA batch is larger than planned ({difference})",
                 budget_bytes=e.budget_bytes,
                 lowest_peak_bytes=e.lowest_peak_bytes,
                 where=e.where,
@@ -392,7 +392,7 @@ class Fitted:
             self.plan = self.plan or under[0][1]
             self._tell(
                 f"memfit: the loop can't be planned as it is ({first_line(e)}), so its modules stay under plans for"
-                " each by itself; what the loop holds beside them comes on top of these"
+                " each by itself. Memory that your loop keeps outside of these modules is not in the prediction"
             )
         kind.step = kind.step.light()
         self._kinds, self._under, self._unplanned = kinds, under, []

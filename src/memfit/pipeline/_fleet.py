@@ -25,9 +25,10 @@ from memfit.pipeline.verbs import verb
 from memfit.planner import gpu_process, worlds
 from memfit.planner.prediction import Progress, silent
 from memfit.report.notebook_progress import stages, with_bars
+from memfit.report.verdict import of_text
 from memfit.sharding.proposals import SEARCHED
 from memfit.training.refusals import check_supported
-from memfit.units import format_bytes, format_seconds, parse_hours, read_budget
+from memfit.units import format_seconds, parse_hours, read_budget
 from memfit.version import __version__
 from memfit.workload import Workload, fingerprint, samples_of
 
@@ -229,8 +230,8 @@ def _nothing_fits(misfits: Sequence[Misfit], numerics: Numerics) -> InfeasibleEr
     freer = "" if allows(numerics, "reduced") else " allow numerics='reduced',"
     nearest = min(misfits, key=lambda each: each.held_bytes / each.budget_bytes)
     return InfeasibleError(
-        f"no plan fits any of {len(misfits)} cards: the nearest is {nearest.device}, of which {nearest.ranks}"
-        f" would hold {format_bytes(nearest.held_bytes)} of budget={format_bytes(nearest.budget_bytes)}. What to do:"
+        f"Does not fit any of {len(misfits)} cards: the nearest, {nearest.ranks} × {nearest.device}, needs"
+        f" {of_text(nearest.held_bytes, nearest.budget_bytes)} of the budget= on each. What to do:"
         f" try more ranks by world_sizes=,{freer} give a larger budget=, or make the model smaller",
         budget_bytes=nearest.budget_bytes,
         lowest_peak_bytes=nearest.held_bytes,
@@ -253,7 +254,8 @@ def _notes(cards: Sequence[Device], rows: Sequence[FleetRow], prices: Mapping[st
     alone = [card.name for card in cards if not card.node_bytes_per_second and card.kind == "cuda"]
     if any(row.nodes > 1 and row.device in alone for row in rows):
         found.append(
-            "between nodes of cards without a network of their own, the rate of PCI Express is taken, which flatters"
+            "links between nodes are assumed as fast as PCIe for cards without a network of their own: real ones are"
+            " slower"
         )
     unpriced = [card.name for card in cards if prices and card.name not in prices]
     if unpriced:

@@ -16,6 +16,7 @@ from memfit.planner.captures import capture_levers
 from memfit.planner.prediction import Progress, costs_of, predict, silent
 from memfit.planner.search import Confirmed, Limits, bytes_of_plain, with_plan
 from memfit.report.notebook_progress import stages, with_bars
+from memfit.report.verdict import infeasible_verdict
 from memfit.units import format_bytes, read_budget
 from memfit.workload import Workload, tokens_per_sample
 
@@ -80,9 +81,9 @@ def _infeasible(plan: Plan, points: list[Candidate], budget_bytes: int, lowest: 
     least = min((int(c.peak_bytes * upper) for c in points), default=plan.predicted.peak_upper_bytes)
     needed = least if lowest is None else lowest.peak_upper_bytes
     message = (
-        f"no point of the plan's frontier fits budget={format_bytes(budget_bytes)} ({budget_bytes} bytes) with"
-        f" numerics={plan.allowed!r}: the leanest needs about {format_bytes(needed)}. Raise budget=, or call"
-        " memfit.plan for it, which may find a leaner one"
+        f"{infeasible_verdict(budget_bytes, needed, plain_bytes=plan.plain.peak_upper_bytes)}\nNo point of the plan's"
+        f" frontier that numerics={plan.allowed!r} allows needs less. Raise budget=, or call memfit.plan for it, which"
+        " may find a leaner plan"
     )
     where = plan.predicted.where if lowest is None else lowest.where
     return InfeasibleError(message, budget_bytes=budget_bytes, lowest_peak_bytes=needed, where=where, proven=False)

@@ -90,11 +90,11 @@ def equal(found: torch.Tensor, expected: torch.Tensor) -> bool:
 def numerics_failures(found: Verification, tolerance: float) -> list[str]:
     """Return in what the planned step differs from the plain one by more than a tolerance, relative."""
     missing = [g.parameter for g in found.gradients if g.relative == math.inf]
-    failures = [f"the planned step gives no gradient to {', '.join(missing)}"] if missing else []
+    failures = [f"no gradient for {', '.join(missing)}"] if missing else []
     for what, difference in (("loss", found.loss_difference), ("gradients", found.gradient_difference)):
         if not difference <= tolerance:
             failures.append(
-                f"the {what} differ by {difference:.2e}, more than class {found.numerics} allows ({tolerance:g})"
+                f"{what}: {difference:.2e} from the plain step's, and class {found.numerics} allows {tolerance:g}"
             )
     return failures
 
@@ -102,12 +102,12 @@ def numerics_failures(found: Verification, tolerance: float) -> list[str]:
 def peak_failures(plan: Plan, found: Verification) -> list[str]:
     """Return where the measured peak is not what a plan says."""
     failures = []
-    taken, what = found.measured_peak_bytes, "the measured peak"
+    taken, what = found.measured_peak_bytes, "measured peak"
     if plan.predicted.peak_reserved_bytes is not None and found.measured_reserved_bytes is not None:
-        taken, what = found.measured_reserved_bytes, "what the allocator reserved"
+        taken, what = found.measured_reserved_bytes, "measured reserved memory"
     if taken > plan.budget_bytes:
         failures.append(
-            f"{what}, {format_bytes(taken)}, is above the plan's budget_bytes, {format_bytes(plan.budget_bytes)}"
+            f"{what} {format_bytes(taken)} is above the plan's budget_bytes {format_bytes(plan.budget_bytes)}"
         )
     off = abs(found.measured_peak_bytes - plan.predicted.peak_bytes) / found.measured_peak_bytes
     is_less = found.measured_peak_bytes < plan.predicted.peak_bytes
@@ -116,15 +116,14 @@ def peak_failures(plan: Plan, found: Verification) -> list[str]:
         allowed = COMPILED_TOLERANCE
     if off > allowed:
         failures.append(
-            f"the plan predicts a peak of {format_bytes(plan.predicted.peak_bytes)}, and"
-            f" {format_bytes(found.measured_peak_bytes)} was measured: {off:.1%} off, and {allowed:.0%} is"
-            " allowed"
+            f"predicted peak {format_bytes(plan.predicted.peak_bytes)}, measured"
+            f" {format_bytes(found.measured_peak_bytes)}: {off:.1%} off, {allowed:.0%} is allowed"
         )
     return failures
 
 
 def prediction_failures(workload: Workload, *, plan: Plan, progress: Progress = silent) -> list[str]:
-    """Capture the planned step again, and return what the plan says otherwise than what is captured."""
+    """Capture the planned step again, and return the statements of the plan that differ from it."""
     device = find_device(plan.device)
     try:
         trace = capture_levers(workload, plan.levers, device)

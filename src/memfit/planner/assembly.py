@@ -272,7 +272,14 @@ class _Assembly:
             return best
         batch = "the loop's batch" if isinstance(self.request.workload, LoopWorkload) else "Workload.batch"
         return leanest_that_fits(
-            self.combinations, self.limits, self._confirm, seconds, self._savings, self._beside, batch=batch
+            self.combinations,
+            self.limits,
+            self._confirm,
+            seconds,
+            self._savings,
+            self._beside,
+            batch=batch,
+            plain_bytes=self._as_is.peak_upper_bytes,
         )
 
     def _fastest(
@@ -532,13 +539,11 @@ class _Assembly:
         draws = any(op.random for op in self.steps.traces[self.steps.plain].ops)
         if draws and levers.microbatch_size < self.steps.batch_size:
             self.notes.append(
-                "each microbatch draws its own random numbers (dropout): as many and as likely, but other ones than the"
-                " whole batch would draw"
+                "dropout masks of microbatches differ from the whole batch's; their probability is the same"
             )
         elif draws and registry.draws_otherwise(levers, self.steps.global_batch_size):
             self.notes.append(
-                "compiled code draws its own random numbers (dropout): as many and as likely, but other ones than the"
-                " step as it is would draw"
+                "dropout masks of compiled code differ from the step's as it is; their probability is the same"
             )
 
 

@@ -23,6 +23,7 @@ from memfit.ir.device import Device
 from memfit.ir.flops import Matmul
 from memfit.ir.kernels import is_kernel, unfused
 from memfit.ir.operator_costs import CostTable
+from memfit.ir.peak_parts import peak_parts
 from memfit.ir.plan import Precision, Prediction
 from memfit.ir.simulate import repeats, simulate
 from memfit.ir.throughput import throughput
@@ -96,6 +97,7 @@ def predict(
         phase_seconds=_phase_seconds(trace, timeline),
         by_category=by_category,
         where=timeline.where(),
+        largest=peak_parts(trace, timeline),
         device_bytes=device.usable_bytes,
         context_bytes=device.context_bytes if device.kind == "cuda" else None,
         context_upper_bytes=device.context_bytes + kernels_bytes(trace) if device.kind == "cuda" else None,

@@ -11,6 +11,8 @@ from msgspec.structs import replace
 
 from memfit.errors import InfeasibleError
 from memfit.ir.plan import Candidate, Levers, Numerics, Prediction, allows, uses_text
+from memfit.report.summary import place_lines
+from memfit.report.verdict import enough_text, infeasible_verdict
 from memfit.solver.frontier import SIMPLER_WITHIN, Combination, dominates, fastest, undominated
 from memfit.solver.milp import Choice
 from memfit.units import Budget, format_bytes
@@ -136,16 +138,19 @@ def leanest_that_fits(
     beside: Beside = lambda _: [],
     *,
     batch: str,
+    plain_bytes: int | None = None,
 ) -> Confirmed:
     """Return the plan that needs the smallest budget if it fits: of the lowest peak with its error bar.
 
     It is always the same one, so that the budget which is named where it does not fit is one that it fits.
 
     Args:
-        combinations: All that may hold as little: that none is left out is what "the lowest peak there is" says.
+        combinations: All that may hold as little: that none is left out is what "no plan needs less" says.
         seconds: For solving: half of it for all that may be the leanest, the rest for those that may still be.
         savings: Returns what else would save of the leanest plan.
         beside: Returns the leanest plan with further levers, of which nothing is proven.
+        batch: The name of the batch, for the error.
+        plain_bytes: What the step needs as it is, for the error; None where that is not known.
 
     Raises:
         InfeasibleError: It does not fit.
@@ -175,7 +180,7 @@ def leanest_that_fits(
     is_proven = not others and lowest.status == "optimal" and all(c.bound >= lowest.bound for c in choices.values())
     saved = savings(candidate.levers, prediction.peak_bytes)
     freer = [c for c in combinations if c not in allowed]
-    raise _infeasible(Confirmed(candidate, prediction), limits, is_proven, freer, saved, batch)
+    raise _infeasible(Confirmed(candidate, prediction), limits, is_proven, freer, saved, batch, plain_bytes)
 
 
 def held_against(
@@ -250,10 +255,11 @@ def _infeasible(
     freer: Sequence[Combination],
     saved: Sequence[Saving],
     batch: str,
+    plain_bytes: int | None,
 ) -> InfeasibleError:
     prediction, budget_bytes = leanest.prediction, limits.budget_bytes
     needed_bytes = prediction.peak_upper_bytes + _ROUNDING_BYTES
-    advice = [f"raise budget= to {format_bytes(needed_bytes)} ({needed_bytes} bytes)"]
+    advice = [f"raise budget= to {enough_text(needed_bytes).replace(' ', '')} ({needed_bytes} bytes)"]
     target = limits.peak_bytes
     possible = [c.solver for c in freer if c.solver.peak_floor_bytes <= target]
     if any(solver.leanest(ADVICE_SECONDS).peak_bytes <= target for solver in possible):
@@ -263,11 +269,12 @@ def _infeasible(
             "allow more, what saves most first: " + ", ".join(f"{x.how} (-{format_bytes(x.nbytes)})" for x in saved)
         )
     advice.append(f"make {batch} smaller, or the model")
+    verdict = infeasible_verdict(budget_bytes, needed_bytes, plain_bytes=plain_bytes, is_proven=is_proven)
+    is_least = "needs" if is_proven else "was found that needs"
     return InfeasibleError(
-        f"no plan fits budget={format_bytes(budget_bytes)} ({budget_bytes} bytes) with"
-        f" numerics={limits.numerics!r}: the lowest peak {'there is' if is_proven else 'found'} is"
-        f" {format_bytes(prediction.peak_bytes)} ({format_bytes(needed_bytes)} with its error bar), in"
-        f" {prediction.where} ({uses_text(leanest.point.uses)}). What to do: {'; '.join(advice)}",
+        f"{verdict}\nNo plan with numerics={limits.numerics!r} {is_least} less than this one:"
+        f" {uses_text(leanest.point.uses)}. Its peak is {'; '.join(place_lines(prediction))}.\nWhat to do:"
+        f" {'; '.join(advice)}",
         budget_bytes=budget_bytes,
         lowest_peak_bytes=needed_bytes,
         where=prediction.where,

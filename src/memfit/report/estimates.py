@@ -10,19 +10,21 @@ from rich.text import Text
 from memfit.ir.plan import Prediction
 from memfit.ir.throughput import Throughput
 from memfit.report.summary import clean, fit_text, ratio_text, seconds_text, share_text
-from memfit.report.tables import prediction_table
+from memfit.report.tables import prediction_table, verdict_text
+from memfit.report.verdict import prediction_verdict
 from memfit.units import format_bytes
 
 _CLASSES_SHOWN = 6
 
 
 def estimate_page(prediction: Prediction, title: str) -> Group:
-    """Return a prediction as tables: bytes at the peak, their share of the device, speed, and notes."""
+    """Return a prediction: its verdict, bytes at the peak, their share of the device, speed, and notes."""
     facts = Table.grid(Column(no_wrap=True, style="bold"), Column(overflow="fold"), padding=(0, 3, 0, 0))
     speed = _speed(prediction.throughput, prediction.step_seconds)
     for name, value in (*_memory(prediction), *speed, *_phases(prediction)):
         facts.add_row(name, value)
-    parts: list[RenderableType] = [prediction_table(prediction, title), facts]
+    verdict = verdict_text(prediction_verdict(prediction))
+    parts: list[RenderableType] = [verdict, prediction_table(prediction, title), facts]
     if prediction.throughput is not None:
         parts += [Text(), _classes(prediction.throughput)]
     parts += [Text(clean(note), "dim") for note in prediction.notes]
@@ -51,7 +53,7 @@ def _memory(prediction: Prediction) -> list[tuple[str, Text]]:
             text += f"; at most {format_bytes(prediction.process_upper_bytes)}, with every kernel loaded"
         lines.append(("nvidia-smi", Text(text)))
     if prediction.after_step_bytes is not None:
-        lines.append(("After it", Text(f"{format_bytes(prediction.after_step_bytes)} stay allocated between steps")))
+        lines.append(("Between steps", Text(format_bytes(prediction.after_step_bytes))))
     return lines
 
 

@@ -23,7 +23,7 @@ from memfit.report.summary import (
     loss_rows,
     measured_plan_rows,
     microbatches,
-    offers,
+    place_lines,
     ratio_text,
     region_groups,
     retries_text,
@@ -32,6 +32,7 @@ from memfit.report.summary import (
     solver_text,
     waiting_text,
 )
+from memfit.report.verdict import offers, plan_verdict
 from memfit.units import format_bytes
 
 _MAX_ROWS, _MAX_MODULES = 400, 1000
@@ -97,11 +98,12 @@ def _context(report: Report) -> dict[str, Any]:
     """Return what the template reads, besides the charts."""
     plan, views, run = report.plan, report.views, report.run
     evaluations = run.evaluations if run else []
+    verdict = plan_verdict(plan, views.comparison)
     return {
         "plan": plan,
         "run": run,
-        "fits": plan.predicted.peak_upper_bytes <= plan.budget_bytes,
-        "verdict": _verdict(plan),
+        "fits": verdict.startswith("Fits"),
+        "verdict": verdict,
         "ratio": ratio_text(plan.predicted.step_seconds, plan.plain.step_seconds),
         "change": change_text(plan.predicted.peak_bytes, plan.plain.peak_bytes),
         "measured": _measured(views.comparison, run),
@@ -112,6 +114,7 @@ def _context(report: Report) -> dict[str, Any]:
         "regions": region_groups(plan.levers.regions),
         "plans_run": measured_plan_rows(plan),
         "offers": offers(plan),
+        "places": (place_lines(plan.plain), place_lines(plan.predicted)),
         "budget_is_far": not draws_budget(plan.budget_bytes, _tallest_bytes(views)),
         "microbatches": microbatches(plan),
         "thinned": max(len(views.plain.labels), len(views.planned.labels)) > MAX_POINTS,
@@ -120,7 +123,7 @@ def _context(report: Report) -> dict[str, Any]:
         "views_change": change_text(views.planned.peak_bytes, views.plain.peak_bytes),
         "largest_saved": max([1, *(max(row.saved_bytes, row.planned_saved_bytes) for row in views.modules)]),
         "comparison": comparison_rows(plan, views.comparison, run),
-        "comparison_lines": comparison_lines(views.comparison) if views.comparison else [],
+        "comparison_lines": comparison_lines(views.comparison, plan) if views.comparison else [],
         "loss_rows": _ends(loss_rows(views.comparison), _MAX_ROWS) if views.comparison else [],
         "evaluation_keys": sorted({key for evaluation in evaluations for key in evaluation.values}),
         "waiting": waiting_text(run) if run else None,
@@ -131,13 +134,6 @@ def _context(report: Report) -> dict[str, Any]:
         "evaluations": _ends(evaluations, _MAX_ROWS),
         "steps": next_steps(report),
     }
-
-
-def _verdict(plan: Plan) -> str:
-    budget, room_bytes = format_bytes(plan.budget_bytes), plan.budget_bytes - plan.predicted.peak_upper_bytes
-    if room_bytes >= 0:
-        return f"Fits the budget of {budget}, {format_bytes(room_bytes)} free at the upper end of the prediction"
-    return f"May not fit the budget of {budget}: the upper end of the prediction is {format_bytes(-room_bytes)} over"
 
 
 def _measured(comparison: Comparison | None, run: RunRecord | None) -> dict[str, str | None]:

@@ -14,6 +14,8 @@ from memfit.ir.ranges import RangeReport
 from memfit.ir.run_record import RunRecord
 from memfit.ir.verification import Verification
 from memfit.report.summary import clean, retries_text, seconds_text, waiting_text
+from memfit.report.tables import verdict_text
+from memfit.report.verdict import verification_verdict
 from memfit.units import format_bytes, format_seconds
 
 _GRADIENTS_SHOWN = 5
@@ -97,7 +99,7 @@ def _rate(figure: float, unit: str) -> str:
 
 
 def verification_table(verification: Verification) -> Group:
-    """Return a verification as tables: numerics, peaks, and failures."""
+    """Return a verification: its verdict, numerics, peaks, and failures."""
     table = _facts("Plain step against planned step")
     table.add_row("class", verification.numerics)
     table.add_row(
@@ -108,13 +110,11 @@ def verification_table(verification: Verification) -> Group:
     table.add_row("gradients", "bitwise equal" if verification.bitwise else _apart(verification.gradient_difference))
     table.add_row("predicted peak", format_bytes(verification.predicted_peak_bytes))
     table.add_row("measured peak", _measured(verification))
-    parts: list[RenderableType] = [table]
+    parts: list[RenderableType] = [verdict_text(verification_verdict(verification)), table]
     if not verification.bitwise:
         parts.append(_gradients(verification))
     parts += [Text(note, style="dim") for note in verification.notes]
     parts += [Text(f"does not hold: {failure}", style="red") for failure in verification.failures]
-    if verification.holds:
-        parts.append(Text("The plan is what it says.", style="green"))
     return Group(*parts)
 
 

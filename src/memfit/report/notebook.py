@@ -25,7 +25,8 @@ from memfit.report.ladders import ladder_chart, ladder_table
 from memfit.report.listings import verification_table
 from memfit.report.pages import resource
 from memfit.report.rendering import html_of
-from memfit.report.tables import comparison_table, frontier_table, plan_table
+from memfit.report.tables import comparison_table, frontier_table, plan_table, verdict_text
+from memfit.report.verdict import plan_verdict
 
 _MOST_INLINE_BYTES = 2_000_000
 
@@ -49,8 +50,8 @@ def plan_html(plan: Plan) -> str:
 
 
 def frontier_html(frontier: Frontier) -> str:
-    """Return a frontier: its chart and table."""
-    return framed(*_frontier(frontier.plan))
+    """Return a frontier: its plan's verdict, its chart and table."""
+    return framed(verdict_text(plan_verdict(frontier.plan)), *_frontier(frontier.plan))
 
 
 def _frontier(plan: Plan) -> list[str | RenderableType]:
@@ -61,7 +62,7 @@ def _frontier(plan: Plan) -> list[str | RenderableType]:
 
 def prediction_html(prediction: Prediction) -> str:
     """Return an estimate: the bytes at the peak as a bar, and its tables."""
-    return framed(stack_html(prediction.by_category), estimate_page(prediction, "Estimate"))
+    return framed(estimate_page(prediction, "Estimate"), stack_html(prediction.by_category))
 
 
 def verification_html(verification: Verification) -> str:
@@ -79,7 +80,7 @@ def comparison_html(comparison: Comparison) -> str:
     """Return a comparison of the plain and the planned step."""
     plain, planned = comparison.plain_peak_bytes, comparison.planned_peak_bytes
     bars = [Bar("plain, measured", plain, "plain"), Bar("planned, measured", planned)]
-    return framed(bars_html(bars, 0), comparison_table(None, comparison))
+    return framed(comparison_table(None, comparison), bars_html(bars, 0))
 
 
 def ladder_html(ladder: Ladder) -> str:

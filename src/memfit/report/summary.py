@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from memfit.ir.plan import NUMERICS, Candidate, Numerics, Plan, uses_text
+from memfit.ir.plan import NUMERICS, Candidate, Numerics, Plan, Prediction, uses_text
 from memfit.ir.remat import Region
 from memfit.ir.run_record import Comparison, RunRecord
 from memfit.units import format_bytes, format_seconds
@@ -37,7 +37,7 @@ class MeasuredRow(NamedTuple):
 
 
 class RegionGroup(NamedTuple):
-    """Repeated siblings that the plan treats alike ("blocks.0…5"), how many, and what it does with them."""
+    """Repeated siblings that the plan treats alike ("blocks 0 to 5"), how many, and what it does with them."""
 
     name: str
     modules: int
@@ -128,9 +128,9 @@ def proof_text(plan: Plan) -> str:
     if not any(use.recomputes for use in plan.uses):
         return ""
     if plan.is_proven:
-        return "what is recomputed was held against a real step here, bit by bit"
+        return "recomputed tensors matched a real step bit for bit"
     why = clean(plan.proof.why) or "the levers are not those that were proven"
-    return f"by the first step, as it runs: {why}"
+    return f"the first step compares recomputed tensors with the originals: {why}"
 
 
 def keep_text(keep: Sequence[str], offload: bool = False) -> str:
@@ -145,10 +145,30 @@ def keep_text(keep: Sequence[str], offload: bool = False) -> str:
 
 def region_groups(regions: Iterable[Region]) -> list[RegionGroup]:
     """Return regions with repeated siblings folded: those alike but for a number in their FQN become one."""
-    groups = {(_path(region), keep_text(region.keep, region.offload)): 1 for region in regions}
+    groups = {(_path(region), _action(region)): 1 for region in regions}
     for position in reversed(range(max((len(fqn) for fqn, _ in groups), default=0))):
         groups = _fold(groups, position)
-    return [RegionGroup(".".join(fqn) or "(the whole model)", n, action) for (fqn, action), n in groups.items()]
+    return [RegionGroup(_named(fqn), n, action) for (fqn, action), n in groups.items()]
+
+
+def _action(region: Region) -> str:
+    text = keep_text(region.keep, region.offload)
+    return text.replace("recomputed", "recomputed together", 1) if len(region.modules) > 1 else text
+
+
+def _named(path: Sequence[str]) -> str:
+    """Return the path of folded siblings as people say it: "blocks 0 to 5", "attn in blocks 0 to 5"."""
+    if path == ("",):
+        return "(the whole model)"
+    segments: list[str] = []
+    names: list[str] = []
+    for part in path:
+        if part[:1].isdecimal() and not part.isdecimal():  # numbers that were folded
+            segments.append(f"{'.'.join(names) or ('' if segments else 'modules')} {part}".strip())
+            names = []
+        else:
+            names.append(part)
+    return " in ".join(reversed([*segments, ".".join(names)] if names else segments))
 
 
 def _path(region: Region) -> tuple[str, ...]:
@@ -156,7 +176,7 @@ def _path(region: Region) -> tuple[str, ...]:
     first, last = (clean(fqn).split(".") for fqn in (region.modules[0], region.modules[-1]))
     if len(region.modules) == 1 or len(first) != len(last):
         return tuple(first)
-    return tuple(a if a == b else f"{a}→{b}" for a, b in zip(first, last, strict=True))
+    return tuple(a if a == b else f"{a} to {b}" for a, b in zip(first, last, strict=True))
 
 
 def _fold(groups: dict[_Group, int], position: int) -> dict[_Group, int]:
@@ -177,14 +197,14 @@ def _fold(groups: dict[_Group, int], position: int) -> dict[_Group, int]:
 
 
 def _runs(numbers: Sequence[int]) -> str:
-    """Return ascending numbers as runs: "0…2,5"."""
+    """Return ascending numbers as runs: "0 to 2, 5"."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
             runs[-1].append(number)
         else:
             runs.append([number])
-    return ",".join(f"{run[0]}…{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def is_allowed(candidate: Candidate, allowed: Numerics) -> bool:
@@ -199,30 +219,37 @@ def chosen_index(plan: Plan) -> int | None:
     return min(same, key=distance.__getitem__) if same else None
 
 
-def offers(plan: Plan) -> list[str]:
-    """Return what each class beyond the allowed one would buy within the budget, where it buys time."""
-    ours = plan.predicted.step_seconds
-    texts = []
-    for numerics in NUMERICS[NUMERICS.index(plan.allowed) + 1 :]:
-        times = [c.step_seconds for c in plan.frontier if c.numerics == numerics and c.held_bytes <= plan.budget_bytes]
-        if times and min(times) < ours:
-            texts.append(
-                f'numerics="{numerics}" would buy a step of {seconds_text(min(times))} within the budget, '
-                f"{ratio_text(min(times), ours)} of this plan's"
-            )
-    return texts
-
-
 def solver_text(plan: Plan) -> str:
-    """Return the solver's status with what it means."""
+    """Return how far a plan is from the fastest one that there can be."""
     solution = plan.solution
     if solution.status == "optimal" and solution.gap <= _NO_GAP:
-        return "optimal: no faster plan fits, within the model solved"
-    if solution.status == "optimal":
-        gap = share_text(solution.gap, 1)
-        return f"optimal to {gap}: no plan that fits takes over {gap} less time, within the model solved"
-    gap = share_text(max(solution.gap, _NO_GAP), 1)
-    return f"feasible: no plan that fits takes over {gap} less time, within the model solved"
+        return "no faster plan fits, as far as times are predicted"
+    gap = share_text(solution.gap if solution.status == "optimal" else max(solution.gap, _NO_GAP), 1)
+    return f"at most {gap} slower than the best possible plan, as far as times are predicted"
+
+
+_SMALLER_BY = {
+    "logits": "a chunked loss, microbatches",
+    "attention scores": "F.scaled_dot_product_attention, which never holds them whole; checkpointing, microbatches",
+    "activations": "activation checkpointing, microbatches, mixed precision",
+    "activation gradients": "microbatches, mixed precision",
+    "gradients": "updates in the backward pass, sharding",
+    "optimizer state": "an 8-bit optimizer, offloading, sharding",
+    "parameters": "16-bit weights, sharding",
+    "inputs": "microbatches, a smaller batch",
+    "workspaces": "microbatches",
+}
+
+
+def place_lines(prediction: Prediction) -> list[str]:
+    """Return the place of a peak, and the largest tensors there with what would shrink the largest."""
+    place = [f"at the {clean(prediction.where)}"] if prediction.where else []
+    lines = [
+        f"{clean(part.text)}: {share_text(part.nbytes, prediction.peak_bytes)} of this peak"
+        for part in prediction.largest
+    ]
+    remedy = _SMALLER_BY.get(prediction.largest[0].kind) if lines else None
+    return [*place, f"{lines[0]} (smaller with {remedy})", *lines[1:]] if remedy else [*place, *lines]
 
 
 def fit_text(peak_bytes: float, budget_bytes: int) -> str:
@@ -235,7 +262,7 @@ def fit_text(peak_bytes: float, budget_bytes: int) -> str:
 def comparison_rows(plan: Plan, comparison: Comparison | None, run: RunRecord | None = None) -> list[ComparisonRow]:
     """Return the lines of predicted against measured; empty if nothing was measured.
 
-    A prediction error is predicted over measured, less one.
+    Error = predicted / measured − 1.
     """
     run_peak_bytes = run.measured_peak_bytes if run else None
     run_seconds = run.step_seconds if run else None
@@ -306,10 +333,34 @@ def loss_rows(comparison: Comparison) -> list[tuple[int, str, str, str]]:
     ]
 
 
-def comparison_lines(comparison: Comparison) -> list[str]:
-    """Return the sentences below a comparison: of the losses, and of the machine that ran it."""
+def comparison_lines(comparison: Comparison, plan: Plan | None = None) -> list[str]:
+    """Return the sentences below a comparison: of the losses, of times unlike the predicted ones, of the machine."""
     notes = [f"{note[0].upper()}{note[1:]}." for note in comparison.notes]
-    return [f"Loss at the same data, {loss_text(comparison)}.", *notes]
+    return [f"Loss at the same data, {loss_text(comparison)}.", *_unlike_predicted(comparison, plan), *notes]
+
+
+def _unlike_predicted(comparison: Comparison, plan: Plan | None) -> list[str]:
+    """Return a sentence for each step that took another time than predicted, beyond the error that was stated."""
+    if plan is None:
+        return []
+    lines = []
+    steps = (
+        ("plain", comparison.plain_step_seconds, plan.plain),
+        ("planned", comparison.planned_step_seconds, plan.predicted),
+    )
+    for name, seconds, predicted in steps:
+        error = predicted.throughput.step_error if predicted.throughput else 0.0
+        if not error or not predicted.step_seconds or abs(seconds / predicted.step_seconds - 1) <= error:
+            continue
+        change = share_text(seconds - predicted.step_seconds, predicted.step_seconds)
+        than = "longer" if seconds > predicted.step_seconds else "less"
+        lines.append(f"The {name} step took {change} {than} than predicted, more than the stated {error:.0%}.")
+    if lines and not comparison.notes:
+        count = max(1, len(comparison.plain_losses) - 1)
+        lines.append(
+            f"No other program was seen, and only {count} step{'s' * (count != 1)} of each counted: compare more steps."
+        )
+    return lines
 
 
 def loss_text(comparison: Comparison) -> str:

@@ -5,6 +5,8 @@ Nothing here reads Rich's markup: names come from the user's model and may hold 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Column, Table
@@ -27,7 +29,7 @@ from memfit.report.summary import (
     loss_rows,
     measured_plan_rows,
     measured_rows,
-    offers,
+    place_lines,
     proof_text,
     ratio_text,
     region_groups,
@@ -35,23 +37,25 @@ from memfit.report.summary import (
     share_text,
     solver_text,
 )
+from memfit.report.verdict import comparison_verdict, offers, plan_verdict
 from memfit.units import format_bytes
 
 _BAR_CELLS = 24
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _LOSS_ROWS = 8
 _NUMERICS_STYLE = {"exact": "green", "reordered": "cyan", "reduced": "yellow", "changed": "red"}
-_CHOSEN, _NOT_ALLOWED, _OVER, _CAPTURED = "▶", "○", "▲", "✓"
+_CHOSEN, _OVER, _CAPTURED = "▶", "▲", "✓"
 
 
 def plan_table(plan: Plan) -> Table:
-    """Return what a plan costs, what it sets, and how sure that is."""
+    """Return a plan: its verdict, what it costs, what it sets, and how sure that is."""
+    name = ("memfit plan", "dim"), (f" for {clean(plan.workload)} on {clean(plan.device)}", "dim")
     table = Table(
         box=None,
         show_header=False,
         pad_edge=False,
         padding=(0, 3, 0, 0),
-        title=Text.assemble(("memfit plan", "bold"), f" for {clean(plan.workload)} on {clean(plan.device)}"),
+        title=Text.assemble(verdict_text(plan_verdict(plan)), "\n", *name),
         title_justify="left",
         title_style="",
     )
@@ -63,6 +67,12 @@ def plan_table(plan: Plan) -> Table:
         for name, value in block:
             table.add_row(name, value)
     return table
+
+
+def verdict_text(verdict: str) -> Text:
+    """Return a verdict in the colour of what it says."""
+    colours = {"Fits": "green", "Holds": "green", "Does": "red", "May": "yellow"}
+    return Text(verdict, f"bold {colours.get(verdict.split(':')[0].split()[0], '')}".strip())
 
 
 def _cost_block(plan: Plan) -> list[tuple[str, RenderableType]]:
@@ -79,6 +89,7 @@ def _cost_block(plan: Plan) -> list[tuple[str, RenderableType]]:
             ),
         ),
         ("", _dim(f"plain {format_bytes(plain.peak_bytes)}, {change_text(ours.peak_bytes, plain.peak_bytes)}")),
+        *(("", _dim(line)) for line in place_lines(ours)),
         (
             "Step",
             Text.assemble(
@@ -139,11 +150,14 @@ def _solver_block(plan: Plan) -> list[tuple[str, RenderableType]]:
     return [*block, ("Made by", _dim(clean(versions)))]
 
 
-def frontier_table(plan: Plan) -> Table | Text:
-    """Return the frontier, a row for each point from the fastest to the slowest.
+def frontier_table(plan: Plan, say: Callable[[str], str] = str) -> Table | Text:
+    """Return the frontier: the plans that are allowed, first those that fit, each from the fastest to the slowest.
 
-    What stands under "at most" is held against the budget. The plan's own point is marked; points that need a freer
-    class than the user allowed are grey and marked too, to show what that class would buy.
+    What stands under "at most" is held against the budget. The plan's own point is marked. Of the classes that the user
+    did not allow, a line below the table says what each would buy.
+
+    Args:
+        say: Puts a line in the words of the interface.
     """
     if not plan.frontier:
         return _dim("The plan has no frontier.")
@@ -153,19 +167,23 @@ def frontier_table(plan: Plan) -> Table | Text:
     right = ("at most", "peak", "step", "of\nplain")
     for name in ("", "at most", "peak", "step", "of\nplain", "levers", "numerics"):
         table.add_column(name, justify="right" if name in right else "left", no_wrap=name != "levers")
-    chosen = chosen_index(plan)
-    for i, candidate in enumerate(plan.frontier):
-        style = "bold" if i == chosen else "" if is_allowed(candidate, plan.allowed) else "bright_black"
-        table.add_row(*_frontier_cells(plan, candidate, i == chosen), style=style)
-    table.caption = Text("\n".join(["", _marks(plan, chosen), *offers(plan)]))
+    own = chosen_index(plan)
+    chosen = None if own is None else plan.frontier[own]
+    shown = [c for c in plan.frontier if is_allowed(c, plan.allowed) or c is chosen]
+    shown.sort(key=lambda c: (c.held_bytes > plan.budget_bytes, c.step_seconds))
+    for candidate in shown:
+        is_over = candidate.held_bytes > plan.budget_bytes
+        style = "bold" if candidate is chosen else "dim" if is_over else ""
+        table.add_row(*_frontier_cells(plan, candidate, candidate is chosen), style=style)
+    lines = ["", _marks(plan, shown, chosen), *(say(line) for line in offers(plan))]
+    table.caption = Text("\n".join(lines))
     table.caption_justify = "left"
     return table
 
 
 def _frontier_cells(plan: Plan, candidate: Candidate, is_chosen: bool) -> list[RenderableType]:
     over = candidate.held_bytes > plan.budget_bytes
-    denied = not is_allowed(candidate, plan.allowed)
-    marks = _CHOSEN * is_chosen + _NOT_ALLOWED * denied + _OVER * over + _CAPTURED * _is_rival(candidate, is_chosen)
+    marks = _CHOSEN * is_chosen + _OVER * over + _CAPTURED * _is_rival(candidate, is_chosen)
     return [
         marks,
         format_bytes(candidate.held_bytes),
@@ -173,7 +191,7 @@ def _frontier_cells(plan: Plan, candidate: Candidate, is_chosen: bool) -> list[R
         seconds_text(candidate.step_seconds),
         ratio_text(candidate.step_seconds, plan.plain.step_seconds),
         Text(levers_text(candidate)),
-        candidate.numerics if denied else _numerics(candidate.numerics),
+        _numerics(candidate.numerics),
     ]
 
 
@@ -182,14 +200,12 @@ def _is_rival(candidate: Candidate, is_chosen: bool) -> bool:
     return candidate.is_captured and not is_chosen
 
 
-def _marks(plan: Plan, chosen: int | None) -> str:
+def _marks(plan: Plan, shown: Sequence[Candidate], chosen: Candidate | None) -> str:
     """Return what the marks in use mean."""
     marks = [f"{_CHOSEN} this plan"] if chosen is not None else ["this plan is not a point of the frontier"]
-    if any(not is_allowed(c, plan.allowed) for c in plan.frontier):
-        marks.append(f"{_NOT_ALLOWED} not allowed by numerics={plan.allowed!r}".replace("'", '"'))
-    if any(c.held_bytes > plan.budget_bytes for c in plan.frontier):
+    if any(c.held_bytes > plan.budget_bytes for c in shown):
         marks.append(f"{_OVER} over the budget of {format_bytes(plan.budget_bytes)}")
-    if any(_is_rival(c, i == chosen) for i, c in enumerate(plan.frontier)):
+    if any(_is_rival(c, c is chosen) for c in shown):
         marks.append(f"{_CAPTURED} captured with its levers, as this plan was")
     return "   ".join(marks)
 
@@ -208,8 +224,7 @@ def prediction_table(prediction: Prediction, title: str) -> Table:
         if count > 0:
             share = share_text(count, prediction.peak_bytes)
             table.add_row(Text(clean(name)), format_bytes(count), share, Text(_bar(count, largest), "cyan"))
-    where = f"at {clean(prediction.where)}" if prediction.where else "at a point that was not named"
-    table.caption = Text(where)
+    table.caption = Text("\n".join(place_lines(prediction)))
     table.caption_justify = "left"
     return table
 
@@ -221,7 +236,7 @@ def _bar(value: float, largest: float) -> str:
 
 
 def comparison_table(plan: Plan | None, comparison: Comparison) -> Group:
-    """Return what was measured of the plain step and the planned one, beside what a plan predicts, and the losses."""
+    """Return the verdict, what was measured of both steps beside what a plan predicts, and the losses."""
     name = "Predicted and measured" if plan else "Plain and planned step"
     table = Table(box=SIMPLE_HEAD, pad_edge=False, title=Text(name, "bold"), title_justify="left")
     table.add_column("", no_wrap=True)
@@ -229,9 +244,10 @@ def comparison_table(plan: Plan | None, comparison: Comparison) -> Group:
         table.add_column(name, justify="right", no_wrap=True)
     for row in comparison_rows(plan, comparison) if plan else measured_rows(comparison):
         table.add_row(*(Text(cell) for cell in row))
-    summary = Text("\n".join(comparison_lines(comparison)))
+    summary = Text("\n".join(comparison_lines(comparison, plan)))
+    verdict = verdict_text(plan_verdict(plan, comparison) if plan else comparison_verdict(comparison))
     rows = loss_rows(comparison)
-    return Group(table, _loss_table(rows), summary) if rows else Group(table, summary)
+    return Group(verdict, table, _loss_table(rows), summary) if rows else Group(verdict, table, summary)
 
 
 def _loss_table(rows: list[tuple[int, str, str, str]]) -> Table:

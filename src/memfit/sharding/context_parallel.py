@@ -36,7 +36,7 @@ def context_parallel(trace: Trace, ranks: int) -> Trace:
             or (storage.birth >= 0 and trace.ops[storage.birth].phase not in _PASSES)
             or (storage.birth >= 0 and storage.nbytes in of_weights[owner])
         )
-        storages.append(storage if kept else replace(storage, nbytes=-(-storage.nbytes // ranks)))
+        storages.append(storage if kept else replace(storage, nbytes=-(-storage.nbytes // ranks), shape=()))
     positions = [i for i, op in enumerate(trace.ops) if op.phase in _PASSES]
     insertion = Insertion(replace(with_shares(trace, positions, ranks), storages=storages))
     for position in positions:

@@ -131,8 +131,8 @@ class _Renumbered:
 
     def storage(self, old: Storage | Block) -> Storage:
         death = self.at(old.death)
-        release = self.at(old.release) if isinstance(old, Storage) else death
-        return Storage(old.nbytes, self.at(old.birth), death, release, old.category, old.owner, old.parameter)
+        release, shape = (self.at(old.release), old.shape) if isinstance(old, Storage) else (death, ())
+        return Storage(old.nbytes, self.at(old.birth), death, release, old.category, old.owner, old.parameter, shape)
 
     def save(self, save: Save) -> Save:
         return replace(save, at=self.at(save.at), unpacked=self.at(save.unpacked), death=self.at(save.death))

@@ -232,7 +232,7 @@ class TensorParallel:
         return replace(storage, nbytes=sizes.get(storage.nbytes, storage.nbytes)) if in_update else storage
 
     def _part(self, storage: Storage) -> Storage:
-        return replace(storage, nbytes=-(-storage.nbytes // self.ranks))
+        return replace(storage, nbytes=-(-storage.nbytes // self.ranks), shape=())
 
     def note(self) -> str:
         """Return what was cut, in words."""
