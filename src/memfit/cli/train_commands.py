@@ -15,6 +15,7 @@ from memfit.cli.options import (
     CompileName,
     CompileOption,
     DeviceHere,
+    LogName,
     NumericsName,
     Overwrite,
     PlanFile,
@@ -158,6 +159,7 @@ def train(
             show_default=False,
         ),
     ] = None,
+    log: LogName = None,
     tensorboard: Annotated[bool, typer.Option(help="Write TensorBoard scalars too.")] = False,
     resume: Annotated[bool, typer.Option(help="Go on from the run's latest checkpoint.")] = False,
     overwrite: Overwrite = False,
@@ -197,6 +199,7 @@ def train(
         pipeline.check_launched(read)
         settle_memory(read, host_budget, runs_plain=compare > 0)
     loaded = load(workload)
+    log_function = None if log is None or launched_rank() else pipeline.load_log(log)  # the first calls it
     if read is None:
         assert budget is not None
         with stages() as progress, pipeline.joined_by(loaded):
@@ -227,6 +230,7 @@ def train(
         limit_bytes=limit_bytes,
         adaptive=adaptive,
         host_budget=host_budget,
+        log=log_function,
         tensorboard=tensorboard,
         resume=resume,
         overwrite=overwrite,
