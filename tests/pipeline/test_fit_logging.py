@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
+import sys
 from typing import Any
 
 import pytest
@@ -55,3 +58,40 @@ def test_an_error_of_the_log_is_raised_in_the_loop_and_the_modules_are_as_before
         loops.loss_outside([model], optimizers)
     assert steps == [1, 2]
     assert [module.forward for module in model.modules()] == forwards and not model._forward_hooks
+
+
+class Attributes:
+    """Answers for what it lacks as trackers' runs do, by an error of its own."""
+
+    __slots__ = ("empty",)
+
+    def __getattr__(self, name: str) -> Any:
+        raise KeyError(name)
+
+
+RUN = Attributes()
+TASK = asyncio.Future[None](loop=asyncio.new_event_loop())
+
+
+def test_a_tracker_that_the_loop_names_and_that_patches_the_streams_is_no_part_of_the_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    write = sys.stderr.write
+
+    def patched(text: str) -> int:
+        assert RUN is not None and TASK is not None
+        return write(text)
+
+    class Named(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            assert RUN is not None
+            return super().forward(x)
+
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(io.BytesIO()))
+    monkeypatch.setattr(sys.stderr, "write", patched)
+    (model,), optimizers = loops.one()
+    model.append(Named(10, 10))
+    with memfit.fit(model, optimizers, budget="2GiB") as fitted:
+        loops.loss_outside([model], optimizers)
+    assert fitted.plan is not None
+    TASK.get_loop().close()
