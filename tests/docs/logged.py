@@ -39,7 +39,7 @@ def main() -> None:
         "a loop, in TensorBoard": of_tensorboard("runs/loop", "seconds"),
         "Weights & Biases": of_wandb(),
         "MLflow": of_database(Path("mlflow.db"), "select step from metrics where key = 'loss'"),
-        "trackio": of_database(trackio, "select step from metrics where metrics like '%\"loss\"%'"),
+        "trackio": of_database(trackio, "select step from metrics where cast(metrics as text) like '%\"loss\"%'"),
     }
     assert all(steps == STEPS for steps in found.values()), found
     print("4 trackers have 3 steps each")

@@ -63,7 +63,7 @@ def test_an_error_of_the_log_is_raised_in_the_loop_and_the_modules_are_as_before
 class Attributes:
     """Answers for what it lacks as trackers' runs do, by an error of its own."""
 
-    __slots__ = ("empty",)
+    __slots__ = ("__dict__", "empty")
 
     def __getattr__(self, name: str) -> Any:
         raise KeyError(name)
