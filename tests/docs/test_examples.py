@@ -38,6 +38,7 @@ LONG = {
     "docs/guides/script.md",
     "docs/guides/sharding.md",
     "docs/guides/structure.md",
+    "docs/guides/trackers.md",
     "docs/guides/trainers.md",
     "docs/guides/varying-shapes.md",
     "docs/guides/video.md",
@@ -106,12 +107,14 @@ SAID = {
     "docs/guides/fleet.md": ["Fewest cards: ", "Cheapest: ", "as you gave it", "l4"],
     "docs/guides/resume.md": ["damaged checkpoint", "another plan"],
     "docs/internals/allocator.md": ["41 42 66\n41 41 80\n", "total_reserved: 66.0MiB"],
+    "docs/guides/trackers.md": ["4 trackers have 3 steps each"],
     "docs/quickstart.md": ["100.0 MiB", "checkpointing", "Holds: measured"],
 }
 """What examples print, beside what they assert themselves."""
 SHARDING = "docs/internals/sharding.md"
 MORE = {
     "docs/guides/devices.md": ['MEMFIT_DEVICES="$PWD/machine.toml" memfit devices cpu', "memfit devices 4070"],
+    "docs/guides/trackers.md": ["python -m tests.docs.logged"],
 }
 """Commands after a page's own, which show what those did."""
 
@@ -146,7 +149,7 @@ def test_examples_run(name: str, plan_of: Callable[[str], bytes], tmp_path: Path
     for block in blocks(page):
         if block.file:
             (tmp_path / block.file).write_text(block.code)
-    environment = {"COLUMNS": "200"}
+    environment = {"COLUMNS": "200", "TRACKIO_DIR": str(tmp_path / "trackio")}
     for block in (block for block in blocks(page, "toml") if block.file != "prices.toml"):
         (tmp_path / "devices.toml").write_text(block.code)
         environment["MEMFIT_DEVICES"] = str(tmp_path / "devices.toml")

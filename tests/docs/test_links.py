@@ -10,7 +10,8 @@ import pytest
 
 from tests.docs.pages import PAGES, ROOT, name_of
 
-TEXTS = (*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "examples").rglob("*.md")))
+ROOT_TEXTS = ("CONTRIBUTING.md", "CHANGELOG.md", "CODE_OF_CONDUCT.md", "SECURITY.md")
+TEXTS = (*PAGES, *(ROOT / name for name in ROOT_TEXTS), *sorted((ROOT / "examples").rglob("*.md")))
 SOURCES = [
     path
     for folder in ("src", "tests", "benchmarks", "examples")

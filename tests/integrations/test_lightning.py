@@ -78,7 +78,9 @@ def test_a_trainer_trains_as_before_within_a_budget(tmp_path: Path, precision: s
     options = {"numerics": numerics, "precisions": [precision], "points": 1, "time_limit_seconds": 0.5}
     with pytest.raises(InfeasibleError) as caught:
         MemfitCallback(module, batch, budget=1, **options)
-    memory = MemfitCallback(module, batch, budget=caught.value.lowest_peak_bytes, **options)
+    records: list[dict[str, Any]] = []
+    lowest = caught.value.lowest_peak_bytes
+    memory = MemfitCallback(module, batch, budget=lowest, log=records.append, **options)
     assert numerics == "reduced" or (memory.microbatch_size < size) == (numerics == "reordered")
     recomputes = bool(memory.plan.levers.regions)
     assert recomputes or numerics != "exact"
@@ -86,6 +88,8 @@ def test_a_trainer_trains_as_before_within_a_budget(tmp_path: Path, precision: s
         tmp_path, memory.microbatch_size, module=module, callbacks=[memory], **memory.trainer_arguments
     )
     assert planned.global_step == trainer.global_step == 128 // size
+    assert [record["step"] for record in records] == list(range(1, 128 // size + 1))
+    assert {record["predicted_peak_bytes"] for record in records} == {memory.plan.predicted.peak_bytes}
     assert module.was_checkpointed == recomputes and not is_checkpointed(module)
     tolerance = {"exact": 0.0, "reordered": 1e-4, "reduced": 0.05}[numerics]
     for a, b in zip(module.parameters(), plain.parameters(), strict=True):

@@ -101,7 +101,8 @@ def test_a_trainer_trains_as_before_within_a_budget(tmp_path: Path, numerics: st
     }
     with pytest.raises(InfeasibleError) as caught:
         MemfitCallback(trainer, budget=1, **options)
-    callback = MemfitCallback(trainer, budget=caught.value.lowest_peak_bytes, **options)
+    records: list[dict[str, Any]] = []
+    callback = MemfitCallback(trainer, budget=caught.value.lowest_peak_bytes, log=records.append, **options)
     trainer.add_callback(callback)
     seen: list[tuple[bool, int]] = []
 
@@ -119,6 +120,8 @@ def test_a_trainer_trains_as_before_within_a_budget(tmp_path: Path, numerics: st
         seen == [(bool(callback.plan.levers.regions), size)] * 3
         and trainer.args.gradient_accumulation_steps == GLOBAL_BATCH // size
     )
+    assert [record["step"] for record in records] == [1, 2, 3]
+    assert {record["predicted_peak_bytes"] for record in records} == {callback.plan.predicted.peak_bytes}
     if numerics == "exact":
         assert losses == expected_losses and torch.equal(weights, expected)
     else:

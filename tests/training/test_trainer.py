@@ -212,6 +212,54 @@ def test_progress_is_reported(run: Run) -> None:
     assert [p.loss for p in seen] == [line["loss"] for line in run.lines]
 
 
+def test_a_log_is_given_each_line_of_the_metrics(cases: SimpleNamespace, tmp_path: Path) -> None:
+    run = Run(cases, tmp_path / "run", evaluate=noisy_evaluate)
+    records: list[dict[str, Any]] = []
+
+    def log(record: dict[str, Any]) -> None:
+        records.append(dict(record))
+        record.clear()  # it is the function's own
+
+    run.trainer(log=log, evaluate_every=4, scaler=True).fit()
+    lines = [json.loads(line) for line in (run.out / "metrics.jsonl").read_text().splitlines()]
+    assert records == lines
+    assert [line["step"] for line in lines if "evaluation" in line] == [4, 8]
+
+
+@pytest.mark.parametrize(("name", "last"), [("loss", 5), ("evaluation", 4), ("event", 2)])
+def test_an_error_of_a_log_ends_the_run_as_it_is_and_the_run_resumes_bitwise(
+    cases: SimpleNamespace, tmp_path: Path, name: str, last: int
+) -> None:
+    whole, run = (Run(cases, tmp_path / folder, evaluate=noisy_evaluate) for folder in ("whole", "run"))
+    expected = whole.fit(evaluate_every=4)
+
+    def log(record: dict[str, Any]) -> None:
+        if name in record and record["step"] == last:
+            raise Crash
+
+    def over_budget(step: Step, batch: Any) -> int:
+        step(batch)
+        return 10**15
+
+    with pytest.raises(Crash) as caught:
+        run.fit(evaluate_every=4, log=log, measure=over_budget)
+    assert run.record.status == "failed" and run.checkpoints == [f"checkpoint-{last}"]
+    assert f"resume=True goes on from {run.out / run.checkpoints[0]}" in caught.value.__notes__[0]
+    assert run.fit(evaluate_every=4, resume=True) == expected
+
+
+def test_what_ended_a_run_is_not_hidden_by_its_log(run: Run) -> None:
+    def log(record: dict[str, Any]) -> None:
+        raise AssertionError
+
+    def fail(step: Step, batch: Any) -> int:
+        step.note("event", "of a step that fails")
+        raise Crash
+
+    with pytest.raises(Crash):
+        run.fit(measure=fail, log=lambda record: None if record["step"] == 1 else log(record))
+
+
 def test_allocation_retries_are_counted_from_the_beginning_of_the_run(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

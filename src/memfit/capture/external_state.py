@@ -340,7 +340,7 @@ def _written_to(graph: Graph) -> list[int]:
     found: dict[int, None] = {}
     for own, children in graph.children.items():
         holder = graph.nodes[own]
-        code = getattr(holder, "__code__", None)
+        code = holder.__code__ if isinstance(holder, (types.FunctionType, types.MethodType)) else None
         is_held = isinstance(holder, (types.CellType, functools.partial, types.BuiltinFunctionType))
         is_users = isinstance(code, types.CodeType) and _INSTALLED not in code.co_filename
         if is_held or is_users or is_object(holder):

@@ -12,8 +12,10 @@ in them; the globals of PyTorch's, NumPy's and Python's own functions.
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import gc
+import io
 import logging
 import threading
 import types
@@ -40,6 +42,7 @@ OPAQUE = (
     type,
     logging.Logger,
     logging.Handler,
+    io.IOBase,  # trackers and notebooks patch standard output
     threading.Thread,
     torch.utils.data.DataLoader,
     TorchDispatchMode,  # of a capture under way, whose hooks are on the modules
@@ -49,10 +52,13 @@ OPAQUE = (
 _MACHINERY = (
     *("memfit.capture.", "memfit.training.guards.", "memfit.levers.optimizer_in_backward"),
     *("_pytest.", "pluggy.", "xdist.", "execnet.", "IPython.", "ipykernel.", "traitlets."),
+    *("asyncio.", "_asyncio", "mlflow.", "sqlalchemy.", "tensorboard.", "torch.utils.tensorboard."),
+    *("trackio.", "wandb."),
     "torch.distributed.device_mesh",
 )
 """Modules of classes that no step holds: memfit's own, whose hooks are on the user's objects meanwhile; test runners
-and notebooks, which lead to all; and meshes, whose tensors number the ranks that share a step."""
+and notebooks, which lead to all; experiment trackers, which lead to threads and sockets; and meshes, whose tensors
+number the ranks that share a step."""
 _CALLED = ("forward", "__call__", "step", "__getitem__", "__iter__", "__len__", "__enter__", "__exit__")
 ITEMS = (list, tuple, set, frozenset, collections.deque)
 """Containers of items."""
@@ -178,7 +184,7 @@ class Graph:
             if isinstance(owner, (type, types.ModuleType)) and is_followed(owner):
                 named = [vars(owner)[name] for name in names & vars(owner).keys()]
                 owners += [inner for inner in named if inner is not owner]
-                yield from (getattr(inner, "__func__", inner) for inner in named)
+                yield from map(_bare, named)
 
     def _of_object(self, value: Any) -> Iterator[Any]:
         held, kind = attributes(value), type(value)
@@ -203,13 +209,15 @@ class Graph:
         return found
 
 
+def _bare(value: Any) -> Any:
+    """Return the function of a method; any other value as it is, whose `__getattr__` may raise anything."""
+    return value.__func__ if isinstance(value, (classmethod, staticmethod, types.MethodType)) else value
+
+
 def _members_of(kind: type) -> dict[str, types.FunctionType]:
     """Return the functions of a class and its bases that are looked into, those of properties and class methods too."""
     members = {name: member for base in reversed(kind.__mro__) for name, member in vars(base).items()}
-    bare = {
-        name: member.fget if isinstance(member, property) else getattr(member, "__func__", member)
-        for name, member in members.items()
-    }
+    bare = {name: member.fget if isinstance(member, property) else _bare(member) for name, member in members.items()}
     return {name: m for name, m in bare.items() if isinstance(m, types.FunctionType) and is_followed(m)}
 
 
@@ -249,10 +257,13 @@ def attributes(value: Any) -> dict[str, Any]:
     """Return the attributes of an object, from its dict and its slots; of a tensor those that code gave it."""
     if isinstance(value, torch.Tensor):
         return attributes_of(value)
-    found = dict(getattr(value, "__dict__", None) or {})
+    found: dict[str, Any] = {}
+    with contextlib.suppress(AttributeError):
+        found |= object.__getattribute__(value, "__dict__") or {}
     for kind in type(value).__mro__:
         if "__slots__" in vars(kind):
             for name, member in vars(kind).items():
-                if isinstance(member, types.MemberDescriptorType) and hasattr(value, name):
-                    found[name] = getattr(value, name)
+                if isinstance(member, types.MemberDescriptorType):
+                    with contextlib.suppress(AttributeError):  # it is empty; a `__getattr__` is not to fill it
+                        found[name] = member.__get__(value)
     return found

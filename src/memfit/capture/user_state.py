@@ -128,14 +128,20 @@ def _slots_of(kind: type) -> list[str]:
 
 
 def _slot_contents(held: Any) -> dict[str, Any]:
-    return {name: getattr(held, name) for name in _slots_of(type(held)) if hasattr(held, name)}
+    """Return what an object's slots hold, without running a `__getattr__`, which makes what is missing."""
+    contents = {}
+    for name in _slots_of(type(held)):
+        with contextlib.suppress(AttributeError):
+            contents[name] = object.__getattribute__(held, name)
+    return contents
 
 
 def _write_slots(held: Any, contents: dict[str, Any]) -> None:
+    filled = _slot_contents(held)
     for name in _slots_of(type(held)):
         if name in contents:
             set_slot(held, name, contents[name])
-        elif hasattr(held, name):
+        elif name in filled:
             object.__delattr__(held, name)
 
 

@@ -45,6 +45,13 @@ HostBudget = Annotated[
     str | None, typer.Option(help="Pinned host memory that activations may wait in (32GiB); for GPUs.")
 ]
 PlanFile = Annotated[Path, typer.Option("--plan", help="A plan that `memfit plan` wrote.", show_default=False)]
+LogName = Annotated[
+    str | None,
+    typer.Option(
+        help="A function that takes each step's record, a dict: file.py:function or package.module:function.",
+        show_default=False,
+    ),
+]
 Overwrite = Annotated[bool, typer.Option(help="Replace what is there already.")]
 
 

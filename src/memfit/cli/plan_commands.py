@@ -20,6 +20,7 @@ from memfit.cli.options import (
     DeviceName,
     FrameworkName,
     HostBudget,
+    LogName,
     MicrobatchSize,
     NumericsName,
     NumericsOption,
@@ -282,6 +283,7 @@ def run(
         NumericsName, typer.Option(help="How far the numbers of the training may change: exact or reordered.")
     ] = NumericsName.exact,
     host_budget: HostBudget = None,
+    log: LogName = None,
 ) -> None:
     """Run your own training script as it is, and fit the loop in it into a budget.
 
@@ -289,7 +291,7 @@ def run(
     """
     from memfit.cli.run import run_script
 
-    run_script(script, context.args, is_module, budget, numerics.value, host_budget)
+    run_script(script, context.args, is_module, budget, numerics.value, host_budget, log)
 
 
 def probe_range(

@@ -16,12 +16,19 @@ from memfit.frames import is_users
 from memfit.hardware import heap
 from memfit.hardware.host import free_bytes
 from memfit.ir.plan import Numerics
+from memfit.pipeline import load_log
 from memfit.pipeline._fit import fit_whatever_trains
 from memfit.units import Budget, read_budget
 
 
 def run_script(
-    name: str, arguments: list[str], is_module: bool, budget: str, numerics: Numerics, host_budget: str | None
+    name: str,
+    arguments: list[str],
+    is_module: bool,
+    budget: str,
+    numerics: Numerics,
+    host_budget: str | None,
+    log: str | None,
 ) -> None:
     """Run a script, or a module as with `python -m`, and fit its training loop into a budget.
 
@@ -29,17 +36,24 @@ def run_script(
 
     Raises:
         UsageError: The script does not exist.
+        WorkloadError: The function that `log` names does not exist, or can't be loaded.
     """
     if not is_module and not Path(name).is_file():
         raise UsageError(f"there is no script {name!r}: give a file and its arguments, or -m and a module")
     _settle_memory(read_budget(budget))
+    log_function = None if log is None else load_log(log)
     sys.argv = [name, *arguments]
     sys.path.insert(0, str(Path.cwd() if is_module else Path(name).resolve().parent))
     try:
         with (
             stages() as progress,
             fit_whatever_trains(
-                budget=budget, numerics=numerics, host_budget=host_budget, tell=_tell, progress=progress
+                budget=budget,
+                numerics=numerics,
+                host_budget=host_budget,
+                tell=_tell,
+                progress=progress,
+                log=log_function,
             ),
         ):
             if is_module:

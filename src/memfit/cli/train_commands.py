@@ -15,6 +15,7 @@ from memfit.cli.options import (
     CompileName,
     CompileOption,
     DeviceHere,
+    LogName,
     NumericsName,
     Overwrite,
     PlanFile,
@@ -160,6 +161,7 @@ def train(
             show_default=False,
         ),
     ] = None,
+    log: LogName = None,
     tensorboard: Annotated[bool, typer.Option(help="Write TensorBoard scalars too.")] = False,
     resume: Annotated[bool, typer.Option(help="Go on from the run's latest checkpoint.")] = False,
     overwrite: Overwrite = False,
@@ -199,6 +201,7 @@ def train(
         pipeline.check_launched(read)
         settle_memory(read, host_budget, runs_plain=compare > 0)
     loaded = load(workload)
+    log_function = None if log is None or launched_rank() else pipeline.load_log(log)  # the first calls it
     if read is None:
         assert budget is not None
         with stages() as progress, pipeline.joined_by(loaded):
@@ -229,6 +232,7 @@ def train(
         limit_bytes=limit_bytes,
         adaptive=adaptive,
         host_budget=host_budget,
+        log=log_function,
         tensorboard=tensorboard,
         resume=resume,
         overwrite=overwrite,

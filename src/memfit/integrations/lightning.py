@@ -23,7 +23,9 @@ from memfit.ranks.environment import check_shared, launched_size
 from memfit.ranks.launch import joined
 from memfit.ranks.one_process import SingleProcess
 from memfit.rng import rng_preserved
+from memfit.training.loop_log import LoopLog
 from memfit.training.optimizers import parameters_of
+from memfit.training.runs.log import LogFunction
 from memfit.words import Words
 from memfit.workload import Workload, batch_size_of
 
@@ -77,6 +79,8 @@ class MemfitCallback(Callback):  # type: ignore[misc]
             None for the result of `configure_optimizers`.
         validation_batch: The largest batch of `validation_step`, where that has more samples than `microbatch_size`;
             None where no validation loader gives more.
+        log: Given a dict for each update: `step`, `seconds`, `peak_bytes` and `predicted_peak_bytes`, as by
+            `memfit.fit`, on the first rank. The loss goes where the module's `self.log` says.
         options: Further options of `memfit.plan`.
 
     Attributes:
@@ -100,6 +104,7 @@ class MemfitCallback(Callback):  # type: ignore[misc]
         engine: Sharding | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         validation_batch: Any = None,
+        log: LogFunction | None = None,
         **options: Any,
     ) -> None:
         check_budget(budget, plan)
@@ -135,6 +140,7 @@ class MemfitCallback(Callback):  # type: ignore[misc]
                     self._validated = size
         self._planned = None if planned is None else _kind(planned)
         self._is_spent = False
+        self._log = LoopLog(log if ranks.rank == 0 else None)
         self.plan: Plan = self._fitted.plan
         self.microbatch_size = self._fitted.microbatch_size
         self.trainer_arguments = {
@@ -223,6 +229,13 @@ class MemfitCallback(Callback):  # type: ignore[misc]
             )
         self._fitted.look(batch)
         self._zero_grad(trainer, pl_module, batch_idx)
+        self._log.begin(pl_module)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Log the step, where the batch ended one."""
+        if self._is_spent:
+            self._log.update()
+            self._log.end(self.plan.predicted.peak_bytes, trainer.global_step)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Note that the gradients are used."""

@@ -22,6 +22,8 @@ from memfit.ranks.group import Group
 from memfit.ranks.one_process import SingleProcess
 from memfit.ranks.together import agreed
 from memfit.rng import rng_preserved
+from memfit.training.loop_log import LoopLog
+from memfit.training.runs.log import LogFunction
 from memfit.training.trainer import modes_restored
 from memfit.words import Words
 from memfit.workload import Workload, batch_size_of, tensors_of
@@ -64,6 +66,8 @@ class MemfitCallback(TrainerCallback):  # type: ignore[misc]
         plan: A plan that was made under such a trainer, or its file, instead of a budget.
         batch: One global batch of the trainer's collator to plan with: the largest, where they differ; None
             for the first of the training data.
+        log: Given a dict for each update: `step`, `seconds`, `peak_bytes` and `predicted_peak_bytes`, as by
+            `memfit.fit`, on the first rank. The loss goes where `TrainingArguments.report_to` says.
         options: Further options of `memfit.plan`.
 
     Attributes:
@@ -83,6 +87,7 @@ class MemfitCallback(TrainerCallback):  # type: ignore[misc]
         budget: int | float | str | None = None,
         plan: Plan | Path | str | None = None,
         batch: Any = None,
+        log: LogFunction | None = None,
         **options: Any,
     ) -> None:
         args = trainer.args
@@ -116,10 +121,20 @@ class MemfitCallback(TrainerCallback):  # type: ignore[misc]
             raise
         self.plan: Plan = replace(self._fitted.plan, notes=[*self._fitted.plan.notes, *notes])
         _set(trainer, self._fitted)
+        self._log = LoopLog(log if ranks.rank == 0 else None)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Checkpoint the model."""
         self._fitted.checkpoint(model)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Note that a step begins."""
+        self._log.begin(model)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Log the step."""
+        self._log.update()
+        self._log.end(self.plan.predicted.peak_bytes, state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Undo the checkpointing."""

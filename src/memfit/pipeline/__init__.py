@@ -16,7 +16,7 @@ from memfit.pipeline._train import compare, train, write_report
 from memfit.pipeline._verify import verify
 from memfit.pipeline.joining import check_launched, joined_by, ranks_of
 from memfit.pipeline.placement import device_named, on_this_machine
-from memfit.pipeline.workload_files import load_fake_workload, load_workload
+from memfit.pipeline.workload_files import load_fake_workload, load_log, load_workload
 from memfit.planner.gpu_process import is_elsewhere
 from memfit.report.registration import show_records
 
@@ -37,6 +37,7 @@ __all__ = [
     "is_elsewhere",
     "joined_by",
     "load_fake_workload",
+    "load_log",
     "load_plan",
     "load_workload",
     "look_up",

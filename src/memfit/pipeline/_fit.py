@@ -56,6 +56,8 @@ from memfit.tape import (
 from memfit.tracebacks import public
 from memfit.training.guards.beside import beside_text, held_beside
 from memfit.training.guards.growth import Growth
+from memfit.training.loop_log import LoopLog
+from memfit.training.runs.log import LogFunction
 from memfit.training.taped import CombinedOptimizers
 from memfit.units import format_bytes, format_seconds, read_budget
 from memfit.words import LOOP
@@ -87,11 +89,13 @@ class Fitted:
         tell: Callable[[str], None],
         progress: Progress,
         options: dict[str, Any],
+        log: LogFunction | None = None,
     ) -> None:
         self.plan: Plan | None = None
         self.saw = ""
         self._optimizers, self._progress, self._options = optimizers, progress, options
         self._tell: Callable[[str], None] = lambda text: tell(LOOP.of(text))
+        self._log = LoopLog(log)
         self._watcher = Watcher(self._called, self._passed, self._stepped_elsewhere)
         self._levers = contextlib.ExitStack()
         self._proving = contextlib.ExitStack()
@@ -122,6 +126,8 @@ class Fitted:
         try:
             with watcher.watching(), contextlib.closing(_Hook(self._updated)):
                 yield
+                if watcher.verdict is None:
+                    self._end_log()
             if watcher.verdict is not None:
                 raise watcher.verdict
             if self.plan is None and self._reason:
@@ -149,6 +155,7 @@ class Fitted:
         if watcher.verdict is not None:  # the loop handled it, and goes on
             raise watcher.verdict
         if self._step_is_complete(module):
+            self._end_log()
             self._end_step()
         call = watcher.note_call(module)
         extent = extent_of((args, kwargs))
@@ -167,6 +174,14 @@ class Fitted:
         if not any(known is module for known in [*under, *self._unplanned]):
             with watcher.paused():
                 self._begin_with(module, args, kwargs)
+        self._log.begin(module)
+
+    def _end_log(self) -> None:
+        """Log the step that ended, if there is one."""
+        if not self._watcher.updates:
+            return
+        with self._watcher.paused():
+            self._log.end(None if self.plan is None else self.plan.predicted.peak_bytes)
 
     def _step_is_complete(self, module: nn.Module) -> bool:
         """Tell whether a call begins another step: every optimizer of the modules called has updated since it began.
@@ -485,7 +500,10 @@ class Fitted:
 
     def _updated(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """See to an update by an optimizer: the first of each step is where held memory is looked at."""
-        if self._growth is None or not self._watcher.is_here():
+        if not self._watcher.is_here():
+            return
+        self._log.update()
+        if self._growth is None:
             return
         counted = self._counted()
         if counted is None:
@@ -543,6 +561,7 @@ def fit(
     time_limit_seconds: float = 10.0,
     tell: Callable[[str], None] | None = None,
     progress: Progress = silent,
+    log: LogFunction | None = None,
 ) -> contextlib.AbstractContextManager[Fitted]:
     """Fit somebody's own training loop into a budget: whatever loop runs in this context, as it is.
 
@@ -560,6 +579,8 @@ def fit(
         time_limit_seconds: As of `memfit.plan`, for each of the two plans that are made.
         tell: Takes what is to be said; None writes it to standard error.
         progress: Called with (stage, done, total) while memfit plans.
+        log: Given a dict for each step: `step`, `seconds`, `peak_bytes` (None where it was not measured, as on the CPU)
+            and `predicted_peak_bytes`, for an experiment tracker. Its errors end the loop as they are.
 
     Warns:
         RuntimeWarning: The context is dropped without having been entered.
@@ -581,7 +602,7 @@ def fit(
         )
     options = {"numerics": numerics, "host_budget": host_budget, "time_limit_seconds": time_limit_seconds}
     write = tell or functools.partial(print, file=sys.stderr, flush=True)
-    return _Fitting(Fitted(lambda: given, write, progress, {"budget": budget, **options}), given)
+    return _Fitting(Fitted(lambda: given, write, progress, {"budget": budget, **options}, log), given)
 
 
 class _Fitting(contextlib.AbstractContextManager["Fitted", None]):
@@ -624,6 +645,7 @@ def fit_whatever_trains(
     host_budget: int | str | None = None,
     tell: Callable[[str], None],
     progress: Progress = silent,
+    log: LogFunction | None = None,
 ) -> Iterator[Fitted]:
     """Fit the loop that runs in this context into a budget, with the optimizers that it makes; see `fit`."""
     _check(budget, numerics)
@@ -635,7 +657,7 @@ def fit_whatever_trains(
         initialise(optimizer, *args, **kwargs)
 
     options = {"budget": budget, "numerics": numerics, "host_budget": host_budget}
-    fitted = Fitted(lambda: list(made), tell, progress, options)
+    fitted = Fitted(lambda: list(made), tell, progress, options, log)
     with replaced(torch.optim.Optimizer, "__init__", initialise_and_note), LOOP.spoken(), fitted.watching():
         yield fitted
 

@@ -45,7 +45,7 @@ from memfit.rng import rng_preserved
 from memfit.training.guards.host_memory import HostWatch, check_host, host_needs
 from memfit.training.runs.disk import check_disk
 from memfit.training.runs.folder import METRICS, PLAN, REPORT, RUN, VIEWS, held_by_ranks, holds_a_start, is_begun
-from memfit.training.runs.log import Progress, read_lines
+from memfit.training.runs.log import LogFunction, Progress, read_lines
 from memfit.training.step import Step
 from memfit.training.trainer import Trainer
 from memfit.units import format_bytes, format_seconds, parse_budget
@@ -243,6 +243,7 @@ def train(
     host_budget: int | float | str | None = None,
     progress: Callable[[int, int], None] | None = None,
     on_step: Callable[[Progress], None] | None = None,
+    log: LogFunction | None = None,
 ) -> RunRecord:
     """Train a workload with a plan; the run's folder then holds all that `write_report` needs.
 
@@ -275,6 +276,8 @@ def train(
             it, as its resident memory says, and the run stopped with a checkpoint.
         progress: Called with how many of the `compare_steps` are done, of how many; by default bars in a notebook.
         on_step: Called after every step; by default a bar in a notebook.
+        log: Given each line of `metrics.jsonl` as a dict: of a step, an evaluation or an event, for an experiment
+            tracker. Ranks other than the first do not call it. Its errors are raised as they are, after a checkpoint.
 
     Raises:
         UsageError: An argument is out of its range, or the plan does not fit the workload, or not the number of ranks.
@@ -360,6 +363,7 @@ def train(
                     overwrite=overwrite,
                     resume=resume,
                     on_step=on_step,
+                    log=log,
                     watch=watch,
                 )
                 try:

@@ -1,4 +1,4 @@
-"""Workloads by name: `file.py:function` or `package.module:function`."""
+"""The user's functions by name, `file.py:function` or `package.module:function`: of workloads, and of logs."""
 
 from __future__ import annotations
 
@@ -26,13 +26,12 @@ from memfit.frames import users_place
 from memfit.hardware.host import free_bytes
 from memfit.rng import rng_preserved
 from memfit.tracebacks import public
+from memfit.training.runs.log import LogFunction
 from memfit.units import format_bytes
 from memfit.workload import Workload, described, samples_of
 
-_HOW = (
-    "name it as file.py:function or package.module:function, where the function takes no argument and returns a"
-    " memfit.Workload"
-)
+_NAME = "name it as file.py:function or package.module:function, where the function"
+_HOW = f"{_NAME} takes no argument and returns a memfit.Workload"
 _EXTRAS = {
     "transformers": "examples",
     "sklearn": "examples",
@@ -144,27 +143,52 @@ def call(name: str) -> Any:
         WorkloadError: No such file, module or function, or it fails.
         MissingExtraError: It imports a package that an extra of memfit brings.
     """
+    with _own_arguments(name):
+        return _run(name, _named(name, "workload", _HOW))
+
+
+def load_log(name: str) -> LogFunction:
+    """Return the function that takes a run's records; a file that was loaded for a workload is not run again.
+
+    Args:
+        name: `file.py:function` or `package.module:function`.
+
+    Raises:
+        WorkloadError: No such file, module or function, or loading it fails.
+        MissingExtraError: It imports a package that an extra of memfit brings.
+    """
+    with _own_arguments(name):
+        return _named(name, "log", f"{_NAME} takes a dict", reuse=True)
+
+
+def _own_arguments(name: str) -> AbstractContextManager[None]:
+    return replaced(sys, "argv", [name.rpartition(":")[0]])  # and none of memfit's arguments
+
+
+def _named(name: str, noun: str, how: str, *, reuse: bool = False) -> Callable[..., Any]:
+    """Return a function by its name; `noun` and `how` say in errors what it is for and how it is named."""
     place, separator, function = name.rpartition(":")
     if not separator or not place or not function:
-        raise WorkloadError(f"the workload {name!r} can't be found: {_HOW}")
-    with replaced(sys, "argv", [place]):  # and none of memfit's arguments
-        module = _load_file(Path(place)) if place.endswith(".py") else _import(place)
-        return _run(name, _function_of(module, place, function))
-
-
-def _function_of(module: ModuleType, place: str, function: str) -> Callable[[], Any]:
-    make: Callable[[], Any] | None = getattr(module, function, None)
-    if not callable(make):
+        raise WorkloadError(f"the {noun} {name!r} can't be found: {how}")
+    if place.endswith(".py"):
+        if not Path(place).is_file():
+            raise WorkloadError(f"the {noun}'s file {place!r} does not exist: {how}")
+        module = _load_file(Path(place), reuse)
+    else:
+        module = _import(place)
+    found: Callable[..., Any] | None = getattr(module, function, None)
+    if not callable(found):
         public = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
-        raise WorkloadError(f"{place} has no function {function!r}; it has {', '.join(public) or 'none'}: {_HOW}")
-    return make
+        raise WorkloadError(f"{place} has no function {function!r}; it has {', '.join(public) or 'none'}: {how}")
+    return found
 
 
-def _load_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise WorkloadError(f"the workload's file {str(path)!r} does not exist: {_HOW}")
+def _load_file(path: Path, reuse: bool) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"memfit_workload_{path.stem}", path)
     assert spec is not None and spec.loader is not None  # a path that ends in .py has a loader
+    known = sys.modules.get(spec.name)
+    if reuse and known is not None and known.__file__ == spec.origin:
+        return known
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     _look_in(path.parent.resolve())

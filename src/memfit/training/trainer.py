@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -47,7 +48,16 @@ from memfit.training.runs.folder import (
 )
 from memfit.training.runs.history import History, resumed_history
 from memfit.training.runs.host_buffers import HostBuffers
-from memfit.training.runs.log import Log, NoLog, Progress, evaluation_line, event_line, require_tensorboard, step_line
+from memfit.training.runs.log import (
+    Log,
+    LogFunction,
+    NoLog,
+    Progress,
+    evaluation_line,
+    event_line,
+    require_tensorboard,
+    step_line,
+)
 from memfit.training.step import Step, StepResult
 from memfit.units import format_bytes
 from memfit.workload import fingerprint, samples_of
@@ -84,6 +94,8 @@ class Trainer:
         resume: Whether to resume from the newest undamaged checkpoint in `out`, under `plan`, whichever plan and
             precision the checkpoint has. Damaged ones are set aside and reported.
         on_step: Called after every step, skipped ones included.
+        log: Given each line of `metrics.jsonl` as a dict of its own, for an experiment tracker; on ranks, on the first
+            alone. What it raises ends the run as it is, with a checkpoint from which to resume.
         watch: Called before every batch is loaded; a MemoryLimitError of it ends the run with a checkpoint.
 
     Raises:
@@ -111,6 +123,7 @@ class Trainer:
     overwrite: bool = False
     resume: bool = False
     on_step: Callable[[Progress], None] | None = None
+    log: LogFunction | None = None
     watch: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
@@ -136,13 +149,13 @@ class Trainer:
         self._writing: checkpoint.Writing | None = None
         self._buffers = HostBuffers() if self.async_checkpoints else None
         self._is_between_steps = True
-        self._is_reading = self._is_unused = self._is_agreed = self._is_refused = False
+        self._is_reading = self._is_unused = self._is_agreed = self._is_refused = self._is_logging = False
 
     def fit(self) -> RunRecord:
         """Train to the end, and return the record of the run. Call it once.
 
         On Ctrl-C or SIGTERM the current step is completed and a checkpoint written first; then SIGTERM raises
-        SystemExit with status 75. A checkpoint is also written when loading a batch fails.
+        SystemExit with status 75. A checkpoint is also written when loading a batch or `log` fails.
 
         Raises:
             CheckpointError: The checkpoint can't be resumed from; nothing was changed.
@@ -237,6 +250,7 @@ class Trainer:
             self.step.admit(read[0])
             self._is_refused = self._is_between_steps = False
             progress = self._run(*read)
+            self._is_between_steps = True
             self._note_events(progress)
             self._after(progress)
         if not self._is_evaluated():
@@ -314,7 +328,6 @@ class Trainer:
     def _after(self, progress: Progress) -> None:
         """Log a step, and evaluate and write a checkpoint where they are due."""
         self._write_line(step_line(progress))
-        self._is_between_steps = True
         if self.on_step is not None:
             self.on_step(progress)
         if progress.skipped:
@@ -401,6 +414,10 @@ class Trainer:
     def _write_line(self, line: dict[str, Any]) -> None:
         self._log.write(line)
         self._history.add(line)
+        if self.log is not None and self._is_first:
+            self._is_logging = True
+            self.log(copy.deepcopy(line))  # its own, to change
+            self._is_logging = False
 
     def _write_record(self, record: RunRecord) -> None:
         if self._is_first:
@@ -415,11 +432,12 @@ class Trainer:
 
     def _fail(self, error: BaseException) -> None:
         """Write a checkpoint and the record, as far as possible, when the run ends in an exception."""
+        self.log = None  # another error would hide this one
         with contextlib.suppress(MemfitError):
             self._note_events()
         is_interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
         is_stopped = is_interrupted or isinstance(error, MemoryLimitError)
-        is_resumable = self._is_between_steps and (is_stopped or self._is_reading)
+        is_resumable = self._is_between_steps and (is_stopped or self._is_reading or self._is_logging)
         text = f"interrupted after step {self.step.steps}" if is_interrupted else f"{type(error).__name__}: {error}"
         recovers = isinstance(self.step.recovery, Recovery) and not self._is_between_steps
         is_undone = isinstance(error, OutOfMemoryError) and not error.is_torn and recovers

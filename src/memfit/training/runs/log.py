@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from memfit.errors import MissingExtraError, OutputError
 from memfit.ir import codec
+
+LogFunction = Callable[[dict[str, Any]], object]
+"""Takes a record of a step, an evaluation or an event, as `log=` does: a dict of its own, which it may change."""
 
 
 @dataclass(frozen=True)
