@@ -14,8 +14,7 @@ import pytest
 
 from memfit.cli import main
 from memfit.errors import UsageError
-from memfit.ir.plan import Levers
-from memfit.pipeline import load_plan
+from memfit.ir.plan import Levers, Plan
 
 LEAN = "tests.workloads:lean"
 BUDGET = "2.2MiB"
@@ -52,7 +51,7 @@ def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("plans") / "plan.json"
     from tests.workloads import lean
 
-    return memfit.save_plan(memfit.plan(lean(), budget=BUDGET, points=2), path)
+    return memfit.plan(lean(), budget=BUDGET, points=2).save(path)
 
 
 def test_estimate(memfit: Shell) -> None:
@@ -183,7 +182,7 @@ def test_train_plans_for_a_budget(memfit: Shell, tmp_path: Path) -> None:
     assert status == 2 and "--device t4 is not on this machine" in errors
     given = ("--device", "cpu", "--numerics", "reduced", "--precision", "bf16-mixed")
     assert memfit(*train, "--budget", "2x", *given)[0] == 0
-    made = load_plan(run / "plan.json")
+    made = Plan.load(run / "plan.json")
     assert (made.device, made.allowed, made.levers.precision) == ("cpu", "reduced", "bf16-mixed")
 
 

@@ -132,7 +132,7 @@ def plan_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], bytes]:
         path, workload = tmp_path_factory.mktemp("plan") / "plan.json", getattr(workloads, name)()
         budget = int(0.8 * memfit.estimate(workload).peak_bytes)
         plan = memfit.plan(workload, budget=budget, numerics="exact", precisions=["32-true"], points=2)
-        memfit.save_plan(plan, path)
+        plan.save(path)
         return path.read_bytes()
 
     return make

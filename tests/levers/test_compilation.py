@@ -658,7 +658,7 @@ def trained(plan: Path, out: Path, on_step: Any = None, resume: bool = False) ->
     workload = whole()
     with scalar_kernels():
         memfit.train(
-            memfit.load_plan(plan), workload, out=out, steps=4, checkpoint_every=1, resume=resume, on_step=on_step
+            memfit.Plan.load(plan), workload, out=out, steps=4, checkpoint_every=1, resume=resume, on_step=on_step
         )
     return sum(float(p.detach().double().sum()) for p in workload.model.parameters()).hex()
 
@@ -679,7 +679,7 @@ trained(Path(sys.argv[1]), Path(sys.argv[2]), kill)
 @pytest.mark.ci
 def test_a_training_that_is_killed_ends_bitwise_as_others(compiled: Plan, tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
-    memfit.save_plan(compiled, plan)
+    compiled.save(plan)
     killed = warm.run(["-c", _KILLED, str(plan), str(tmp_path / "killed")], cwd=warm.ROOT)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     steps = list[int]()

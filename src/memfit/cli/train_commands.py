@@ -35,9 +35,10 @@ def verify(workload: WorkloadName, plan: PlanFile, as_json: AsJson = False) -> N
     For a plan for several ranks: torchrun --nproc-per-node N -m memfit verify ...
     """
     from memfit import pipeline
+    from memfit.ir.plan import Plan
     from memfit.report.listings import verification_table
 
-    read, loaded = pipeline.load_plan(plan), load(workload)
+    read, loaded = Plan.load(plan), load(workload)
     pipeline.check_launched(read)
     with pipeline.ranks_of(read) as ranks:
         with stages() as progress:
@@ -66,9 +67,10 @@ def compare(
     """
     from memfit import pipeline
     from memfit.cli.training import settle_memory
+    from memfit.ir.plan import Plan
     from memfit.report.tables import comparison_table
 
-    read = pipeline.load_plan(plan)
+    read = Plan.load(plan)
     pipeline.check_launched(read)
     settle_memory(read, runs_plain=True)
     loaded = load(workload)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import msgspec
 
+from memfit.ir import codec
 from memfit.ir.display import Shown, ShownList
 from memfit.ir.remat import Region
 from memfit.ir.sharding import Sharding
@@ -311,6 +313,23 @@ class Plan(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "frontier", Frontier(self.frontier, self))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Return the plan that a file holds.
+
+        Raises:
+            PlanError: It can't be read, or is not a plan.
+        """
+        return codec.read(path, cls)
+
+    def save(self, path: str | Path) -> Path:
+        """Write the plan to a file, whole or not at all, and return its path.
+
+        Raises:
+            OutputError: The file can't be written.
+        """
+        return codec.write_atomic(path, codec.encode(self))
 
     @property
     def classes(self) -> dict[str, Numerics]:

@@ -10,7 +10,7 @@ from memfit.pipeline._estimate import estimate
 from memfit.pipeline._fit import fit
 from memfit.pipeline._fleet import fleet
 from memfit.pipeline._look_up import look_up
-from memfit.pipeline._plan import load_plan, plan, save_plan
+from memfit.pipeline._plan import plan
 from memfit.pipeline._probe_range import probe_range
 from memfit.pipeline._train import compare, train, write_report
 from memfit.pipeline._verify import verify
@@ -37,14 +37,12 @@ __all__ = [
     "is_elsewhere",
     "joined_by",
     "load_fake_workload",
-    "load_plan",
     "load_workload",
     "look_up",
     "on_this_machine",
     "plan",
     "probe_range",
     "ranks_of",
-    "save_plan",
     "train",
     "verify",
     "write_report",
