@@ -103,7 +103,7 @@ def limited(plan: memfit.Plan, work: memfit.Workload, batches: list[Any]) -> tup
     with memfit.adapt(plan, real_copy(work), limit_bytes=plan.budget_bytes) as step:
         for batch in batches:
             step(batch)
-            peak_bytes = max(peak_bytes, memfit.memory_summary(step).peak_bytes or 0)
+            peak_bytes = max(peak_bytes, step.memory_summary().peak_bytes or 0)
         recovery = step.recovery
         assert isinstance(recovery, Adaptive)
         return len(recovery.events), len({arm for _, arm in recovery.taken}), peak_bytes

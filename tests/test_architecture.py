@@ -48,7 +48,6 @@ PUBLIC = [
     "ladder",
     "load_workload",
     "look_up",
-    "memory_summary",
     "plan",
     "probe_range",
     "train",

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
         write_report,
     )
     from memfit.structure.batch_norm import freeze_batch_norm, group_norm_for_batch_norm
-    from memfit.training.guards.ledger import memory_summary
     from memfit.training.optimizers import Optimizers
     from memfit.training.step import Step, StepResult
     from memfit.version import __version__
@@ -78,7 +77,6 @@ __all__ = [
     "ladder",
     "load_workload",
     "look_up",
-    "memory_summary",
     "plan",
     "probe_range",
     "train",
@@ -92,7 +90,6 @@ _HOMES = (
     "memfit.structure.batch_norm",
     "memfit.errors",
     "memfit.ir.plan",
-    "memfit.training.guards.ledger",
     "memfit.training.optimizers",
     "memfit.training.step",
     "memfit.version",

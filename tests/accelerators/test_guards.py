@@ -169,7 +169,7 @@ def test_the_ledger_has_the_bytes_that_the_allocator_counted(kind: str, place: t
         step(workload.batch)
         accelerators.reset_peaks(place)
         step(workload.batch)
-        found = memfit.memory_summary()
+        found = step.memory_summary()
     peaks = accelerators.peaks(place)
     assert peaks is not None and found.peak_bytes == peaks.allocated_bytes
     assert found.reserved_bytes == peaks.reserved_bytes and found.allocation_retries is not None

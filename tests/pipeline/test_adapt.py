@@ -57,7 +57,7 @@ def test_every_batch_stays_within_the_budget_and_its_prediction(plan: Plan) -> N
             batch = cut(work, rng.randrange(4, TOKENS + 1, 20), rng.choice([4, 4, 4, 1]))
             step(batch)
             predicted = step.options.predicted_peak_bytes
-            measured = memfit.memory_summary(step).peak_bytes
+            measured = step.memory_summary().peak_bytes
             assert predicted is not None and measured is not None and measured <= 1.001 * predicted
         assert adaptive.events == [] and adaptive.controller.correction < 1.001
         assert sum(adaptive.taken.values()) == 8

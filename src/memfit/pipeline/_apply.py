@@ -30,7 +30,7 @@ from memfit.planner.batch_coupling import without_coupled
 from memfit.ranks.together import check_same
 from memfit.training.guards.growth import Growth
 from memfit.training.guards.host_memory import check_host, host_needs
-from memfit.training.guards.ledger import device_of, held_tensors, live
+from memfit.training.guards.ledger import device_of, held_tensors
 from memfit.training.guards.limits import AcceleratorLimit, CpuLimit
 from memfit.training.guards.recovery import OutOfMemoryObserver, Recovery
 from memfit.training.guards.snapshots import Snapshots
@@ -185,7 +185,6 @@ def switchable(
     with (
         applied(bare, workload, mesh=mesh, prediction=predicted, predicted_peak_bytes=predicted.peak_bytes) as step,
         contextlib.closing(Switch(step, plan.levers, is_proven=is_proven)) as switch,
-        live(step),
     ):
         if limit_bytes is not None:
             if on_cpu:
