@@ -189,7 +189,7 @@ def test_batches_of_other_shapes_have_plans_of_their_own(kind: str) -> None:
     gc.collect()
     held_bytes = accelerators.allocated_bytes(torch.device(kind, 0)) or 0  # what the tests before have left
     accelerators.reset_peaks(torch.device(kind, 0))
-    with memfit.adapt(plan, workload) as step:
+    with memfit.apply(plan, workload, adaptive=True) as step:
         for length in (64, 48):
             batch = {name: tensor[:, :length] for name, tensor in workload.batch.items()}
             result = step(batch)

@@ -32,7 +32,7 @@ from memfit.ir.trace import Trace
 from memfit.levers import registry
 from memfit.levers.compilation import Compilation
 from memfit.levers.stack import applied, applied_to_copy
-from memfit.pipeline._adapt import Adaptive
+from memfit.pipeline.adaptive import Adaptive
 from memfit.planner.captures import capture_levers
 from memfit.planner.prediction import costs_of, predict
 from memfit.workload import Workload
@@ -646,7 +646,7 @@ def test_each_shape_has_code_and_a_plan_of_its_own(compiled: Plan) -> None:
     """Of the plans on the frontier, those of the same regions; losses are those of the step as it is."""
     workload, plain = whole(), whole()
     small = {name: tensor[:2] for name, tensor in workload.batch.items()}
-    with memfit.adapt(compiled, workload) as step, applied(Levers(microbatch_size=4), plain) as expected:
+    with memfit.apply(compiled, workload, adaptive=True) as step, applied(Levers(microbatch_size=4), plain) as expected:
         for batch in (workload.batch, small, workload.batch, small):
             assert step(batch).loss == pytest.approx(expected(batch).loss, rel=1e-4)
     assert isinstance(step.recovery, Adaptive)

@@ -37,9 +37,9 @@ def ladder(
     as_json: AsJson = False,
 ) -> None:
     """Climb the levers one by one, and measure on this machine what each buys."""
-    from memfit._ladder import ladder as climb
     from memfit.ir import codec
     from memfit.report.ladders import ladder_table, write_ladder
+    from memfit.tools import ladder as climb
 
     check_new("--output", output, overwrite)
     check_new("--html", page, overwrite)

@@ -2,7 +2,6 @@
 
 from memfit.hardware.host import devices, find_device
 from memfit.ir.verification import Verification
-from memfit.pipeline._adapt import adapt
 from memfit.pipeline._apply import apply
 from memfit.pipeline._compile_backend import compile_backend
 from memfit.pipeline._consolidate import consolidate
@@ -22,7 +21,6 @@ from memfit.report.registration import show_records
 
 __all__ = [
     "Verification",
-    "adapt",
     "apply",
     "check_launched",
     "compare",

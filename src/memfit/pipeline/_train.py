@@ -26,7 +26,6 @@ from memfit.ir.run_record import Comparison, RunRecord, Views
 from memfit.ir.sharding import Sharding
 from memfit.ir.simulate import simulate
 from memfit.levers.stack import applied, check_plan, host_bytes_of
-from memfit.pipeline._adapt import adapt
 from memfit.pipeline._apply import apply
 from memfit.pipeline._verify_ranks import rank_peak_bytes
 from memfit.pipeline.joining import ranks_of
@@ -263,7 +262,7 @@ def train(
             lower plan of the frontier, on all ranks that share it. None does so wherever it can be done: `fully_shard`
             needs torch 2.13 for it.
         limit_bytes: What a step may hold at a time (> 0): it fails before it exceeds that. None sets no limit.
-        adaptive: Whether batches of other shapes than the workload's are run with plans of their own; see `adapt`.
+        adaptive: Whether batches of other shapes than the workload's are run with plans of their own; see `apply`.
             Steps that run out of memory are then always run again.
         host_budget: What the run may take of the host's memory beyond what the process holds when it begins: bytes, a
             string with a unit, or a share ("90%") of what the host has left; None for all of that. What plan, batches
@@ -322,10 +321,8 @@ def train(
                 drawn = views(plan, workload, comparison)
             elif drawn is not None:
                 drawn = msgspec.structs.replace(drawn, comparison=comparison)
-            with (
-                adapt(plan, workload, limit_bytes=limit_bytes, snapshots=folder)
-                if adaptive
-                else apply(plan, workload, recover=recovers, limit_bytes=limit_bytes, snapshots=folder)
+            with apply(
+                plan, workload, recover=recovers, adaptive=adaptive, limit_bytes=limit_bytes, snapshots=folder
             ) as step:
                 host = HostWatch(step, host_bytes)
                 pending = None if is_drawn else drawn
