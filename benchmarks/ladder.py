@@ -1,4 +1,4 @@
-"""What each lever buys, one on top of the other: `memfit ladder` on the recipes' byte-level GPT and 3-D U-Net."""
+"""What each lever buys, one on top of the other: `memfit tools ladder` on the recipes' byte-level GPT and 3-D U-Net."""
 
 from __future__ import annotations
 

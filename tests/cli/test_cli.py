@@ -70,7 +70,7 @@ def test_estimate(memfit: Shell) -> None:
 def test_ladder_is_printed_and_written(memfit: Shell, tmp_path: Path) -> None:
     page, record = tmp_path / "ladder.html", tmp_path / "ladder.json"
     options = ("--numerics", "exact", "--seconds", "0.02", "--html", str(page), "--output", str(record))
-    status, output, _ = memfit("ladder", LEAN, *options)
+    status, output, _ = memfit("tools", "ladder", LEAN, *options)
     assert status == 0
     for name in ("plain", "lean norms and activations", "full checkpointing", "offload"):
         assert name in output
@@ -78,10 +78,10 @@ def test_ladder_is_printed_and_written(memfit: Shell, tmp_path: Path) -> None:
     found = json.loads(record.read_text())
     assert found["schema"] == "memfit.ladder/1"
     assert found["rungs"][0]["peak_bytes"] == found["budget_bytes"]
-    status, _, errors = memfit("ladder", LEAN, "--html", str(page))
+    status, _, errors = memfit("tools", "ladder", LEAN, "--html", str(page))
     assert status == 2
     assert "--overwrite" in errors
-    status, _, errors = memfit("ladder", LEAN, "--budget", "plenty")
+    status, _, errors = memfit("tools", "ladder", LEAN, "--budget", "plenty")
     assert status == 2
     assert "budget" in errors
 
@@ -248,7 +248,7 @@ def test_devices_are_measured(memfit: Shell, tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(measurement, "_MATRIX_SIZES", (256,))
     monkeypatch.setattr(measurement, "_cpu_cache_bytes", lambda: 2**20)  # arrays of eight times that are measured
     path = tmp_path / "devices.toml"
-    status, output, _ = memfit("devices", "--probe", "--output", str(path), "--json")
+    status, output, _ = memfit("tools", "probe-devices", "--output", str(path), "--json")
     found = json.loads(output)
     assert (status, found["written"]) == (0, str(path))
     monkeypatch.setenv("MEMFIT_DEVICES", str(path))
@@ -256,9 +256,11 @@ def test_devices_are_measured(memfit: Shell, tmp_path: Path, monkeypatch: pytest
     assert json.loads(output)["matrix_flops"] == found["devices"][0]["matrix_flops"]
 
 
-@pytest.mark.parametrize("verb", ["estimate", "plan", "probe-range", "verify", "train", "report", "devices", "demo"])
+@pytest.mark.parametrize(
+    "verb", ["estimate", "plan", "tools probe-range", "verify", "train", "report", "devices", "demo"]
+)
 def test_help(memfit: Shell, verb: str) -> None:
-    status, output, _ = memfit(verb, "--help")
+    status, output, _ = memfit(*verb.split(), "--help")
     assert status == 0
     assert verb == "demo" or "--json" in output
 
@@ -285,10 +287,10 @@ def test_precision_auto_is_what_suits_the_device(memfit: Shell, captures: list[L
 
 
 def test_probe_range(memfit: Shell) -> None:
-    status, output, _ = memfit("probe-range", LEAN, "--microbatch-size", "2", "--json")
+    status, output, _ = memfit("tools", "probe-range", LEAN, "--microbatch-size", "2", "--json")
     found = json.loads(output)
     assert status == 0 and found["precision"] == "16-mixed" and found["initial_scale"] > 1
-    status, output, _ = memfit("probe-range", LEAN, "--batches", "2")
+    status, output, _ = memfit("tools", "probe-range", LEAN, "--batches", "2")
     assert status == 0 and "16-mixed works" in output and "blocks.0" in output
 
 
@@ -318,10 +320,10 @@ def test_no_plan_fits_gives_status_3(memfit: Shell) -> None:
         (("plan", LEAN, "--budget", BUDGET), "-o"),
         (("estimate", LEAN, "--device", "h100"), "--snapshot"),
         (("estimate", LEAN), "--chrome-trace"),
-        (("ladder", LEAN), "--output"),
-        (("ladder", LEAN), "--html"),
+        (("tools", "ladder", LEAN), "--output"),
+        (("tools", "ladder", LEAN), "--html"),
         (("report", "run"), "-o"),
-        (("devices", "--probe"), "--output"),
+        (("tools", "probe-devices"), "--output"),
     ],
 )
 @pytest.mark.parametrize("place", ["file/in/the/way", "folder", "/proc/no/place"])

@@ -161,7 +161,7 @@ def without_torch(*arguments: str, **environment: str) -> str:
 @pytest.mark.parametrize(
     ("words", "completions"),
     [
-        ("memfit pro", ["probe-range"]),
+        ("memfit tools probe-r", ["probe-range"]),
         ("memfit verify --pl", ["--plan"]),
         ("memfit estimate --precision b", ["bf16-mixed", "bf16-true"]),
     ],
