@@ -148,24 +148,19 @@ def test_a_run_that_is_started_twice_is_refused_the_second_time(memfit: Shell, p
 
 
 def test_verify(memfit: Shell, plan_file: Path, tmp_path: Path) -> None:
-    status, output, _ = memfit("verify", LEAN, "--plan", str(plan_file), "--json")
-    assert status == 0
-    assert json.loads(output)["holds"] is True
+    status, output, _ = memfit("verify", LEAN, "--plan", str(plan_file), "--steps", "2", "--json")
+    found = json.loads(output)
+    assert status == 0 and found["holds"] is True
+    compared = found["comparison"]
+    assert len(compared["plain_losses"]) == len(compared["planned_losses"]) == 2
+    assert compared["planned_peak_bytes"] < compared["plain_peak_bytes"]
     edited = json.loads(plan_file.read_text())
     edited["predicted"]["peak_bytes"] //= 2
     (tmp_path / "edited.json").write_text(json.dumps(edited))
-    status, output, errors = memfit("verify", LEAN, "--plan", str(tmp_path / "edited.json"))
+    status, output, errors = memfit("verify", LEAN, "--plan", str(tmp_path / "edited.json"), "--steps", "0")
     assert status == 4
-    assert "does not hold" in output
+    assert "does not hold" in output and "Plain and planned step" not in output
     assert "Traceback" not in errors
-
-
-def test_compare(memfit: Shell, plan_file: Path) -> None:
-    status, output, _ = memfit("compare", LEAN, "--plan", str(plan_file), "--steps", "2", "--json")
-    assert status == 0
-    found = json.loads(output)
-    assert len(found["plain_losses"]) == len(found["planned_losses"]) == 2
-    assert found["planned_peak_bytes"] < found["plain_peak_bytes"]
 
 
 @pytest.mark.ci

@@ -206,7 +206,7 @@ def under_torchrun(*arguments: str) -> tuple[int, str]:
 def test_a_plan_that_does_not_hold_fails_on_all_ranks_and_the_first_says_why(tmp_path: Path) -> None:
     plan_for(workload(), DDP).save(tmp_path / "plan.json")  # of made-up predictions
     name = "tests.ranks.trainings:workload"
-    status, text = under_torchrun("verify", name, "--plan", str(tmp_path / "plan.json"))
+    status, text = under_torchrun("verify", name, "--plan", str(tmp_path / "plan.json"), "--steps", "0")
     assert status != 0 and text.count("Plain step against planned step") == 1, text
     assert "the plan states predicted.peak_bytes" in " ".join(text.split())
     assert text.count("exitcode  : 4") == 2 or "exitcode  : -15" in text, text
@@ -214,7 +214,7 @@ def test_a_plan_that_does_not_hold_fails_on_all_ranks_and_the_first_says_why(tmp
 
 @pytest.mark.ci
 @pytest.mark.slow
-def test_ranks_plan_and_compare_and_train_by_one_command(tmp_path: Path) -> None:
+def test_ranks_plan_and_verify_and_train_by_one_command(tmp_path: Path) -> None:
     name, out = "tests.ranks.trainings:workload", str(tmp_path / "out")
     train = ("train", name, "--budget", "90MiB", "--out", out)
     status, text = under_torchrun(*train, "--steps", "2", "--compare", "2")
@@ -226,7 +226,7 @@ def test_ranks_plan_and_compare_and_train_by_one_command(tmp_path: Path) -> None
     status, text = under_torchrun(*train, "--steps", "3", "--resume")  # under the plan that the folder holds
     assert status == 0 and "frontier" not in text, text
     assert lines(tmp_path / "out")[-1]["step"] == 3
-    status, text = under_torchrun("compare", name, "--plan", str(tmp_path / "out" / "plan.json"), "--steps", "2")
+    status, text = under_torchrun("verify", name, "--plan", str(tmp_path / "out" / "plan.json"), "--steps", "2")
     assert status == 0 and text.count("Plain and planned step") == 1, text
     status, text = under_torchrun("train", name, "--budget", "1000", "--out", out, "--steps", "3", "--overwrite")
     assert status != 0 and "no plan" in text, text

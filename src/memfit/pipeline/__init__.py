@@ -8,10 +8,9 @@ from memfit.pipeline._consolidate import consolidate
 from memfit.pipeline._estimate import estimate
 from memfit.pipeline._fit import fit
 from memfit.pipeline._fleet import fleet
-from memfit.pipeline._look_up import look_up
 from memfit.pipeline._plan import plan
 from memfit.pipeline._probe_range import probe_range
-from memfit.pipeline._train import compare, train, write_report
+from memfit.pipeline._train import train, write_report
 from memfit.pipeline._verify import verify
 from memfit.pipeline.joining import check_launched, joined_by, ranks_of
 from memfit.pipeline.placement import device_named, on_this_machine
@@ -23,7 +22,6 @@ __all__ = [
     "Verification",
     "apply",
     "check_launched",
-    "compare",
     "compile_backend",
     "consolidate",
     "device_named",
@@ -36,7 +34,6 @@ __all__ = [
     "joined_by",
     "load_fake_workload",
     "load_workload",
-    "look_up",
     "on_this_machine",
     "plan",
     "probe_range",

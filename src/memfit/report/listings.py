@@ -14,6 +14,7 @@ from memfit.ir.ranges import RangeReport
 from memfit.ir.run_record import RunRecord
 from memfit.ir.verification import Verification
 from memfit.report.summary import clean, retries_text, seconds_text, waiting_text
+from memfit.report.tables import comparison_table
 from memfit.units import format_bytes, format_seconds
 
 _GRADIENTS_SHOWN = 5
@@ -97,7 +98,7 @@ def _rate(figure: float, unit: str) -> str:
 
 
 def verification_table(verification: Verification) -> Group:
-    """Return a verification as tables: numerics, peaks, and failures."""
+    """Return a verification as tables: numerics, peaks, times, and failures."""
     table = _facts("Plain step against planned step")
     table.add_row("class", verification.numerics)
     table.add_row(
@@ -111,6 +112,8 @@ def verification_table(verification: Verification) -> Group:
     parts: list[RenderableType] = [table]
     if not verification.bitwise:
         parts.append(_gradients(verification))
+    if verification.comparison is not None:
+        parts.append(comparison_table(None, verification.comparison))
     parts += [Text(note, style="dim") for note in verification.notes]
     parts += [Text(f"does not hold: {failure}", style="red") for failure in verification.failures]
     if verification.holds:
