@@ -81,7 +81,7 @@ JITTOR_FLAGS := $(JITTOR_HOMES) cc_flags="-include $(JITTOR_HEADER)" kernel_flag
 
 jittor: $(JITTOR_STAMP) $(JITTOR_HEADER).gch/kernel
 	mkdir -p build/jittor-home
-	$(JITTOR_FLAGS) $(JITTOR_VENV)/bin/memfit doctor jittor
+	$(JITTOR_FLAGS) $(JITTOR_VENV)/bin/memfit tools doctor jittor
 
 test-jittor: jittor
 	$(JITTOR_FLAGS) $(JITTOR_VENV)/bin/python -m pytest tests/jittor

@@ -28,7 +28,7 @@ from benchmarks.common import Case, main
 from memfit.capture.fake_workload import real_copy
 from memfit.levers.stack import applied
 from memfit.levers.switch import candidates_of
-from memfit.pipeline._adapt import Adaptive
+from memfit.pipeline.adaptive import Adaptive
 from memfit.recipes.byte_lm import ByteLM, source_files
 
 PAD, BATCH, ROUND = 0, 8, 32
@@ -67,7 +67,7 @@ def compared(numerics: Any, context: int, count: int, clock: Callable[[], float]
     safe = [c for c in candidates_of(plan) if c.peak_bytes <= plan.budget_bytes]
     fixed = sorted(safe, key=lambda c: c.step_seconds)[:FIXED]
     with contextlib.ExitStack() as stack:
-        adaptive = stack.enter_context(memfit.adapt(plan, real_copy(work)))
+        adaptive = stack.enter_context(memfit.apply(plan, real_copy(work), adaptive=True))
         steps = [adaptive, *(stack.enter_context(applied(c.levers, real_copy(work))) for c in fixed)]
         planning_seconds = timed(clock, partial(adaptive, shortened(work.batch, context // 2)))
         for step in steps:
@@ -100,10 +100,10 @@ def compared(numerics: Any, context: int, count: int, clock: Callable[[], float]
 def limited(plan: memfit.Plan, work: memfit.Workload, batches: list[Any]) -> tuple[int, int, int]:
     """Run the batches under the budget as a limit; return what ran out, how many plans were taken, and the peak."""
     peak_bytes = 0
-    with memfit.adapt(plan, real_copy(work), limit_bytes=plan.budget_bytes) as step:
+    with memfit.apply(plan, real_copy(work), limit_bytes=plan.budget_bytes, adaptive=True) as step:
         for batch in batches:
             step(batch)
-            peak_bytes = max(peak_bytes, memfit.memory_summary(step).peak_bytes or 0)
+            peak_bytes = max(peak_bytes, step.memory_summary().peak_bytes or 0)
         recovery = step.recovery
         assert isinstance(recovery, Adaptive)
         return len(recovery.events), len({arm for _, arm in recovery.taken}), peak_bytes

@@ -107,7 +107,7 @@ def device_with_rates(name: str, rates: Path | None = None) -> Device:
     """Return an accelerator of this machine, with the vendor's figures or else those of a probe.
 
     Args:
-        rates: What `memfit devices --probe --output` wrote.
+        rates: What `memfit tools probe-devices --output` wrote.
 
     Raises:
         UsageError: Neither has its figures.

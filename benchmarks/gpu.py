@@ -82,7 +82,7 @@ def commands(device: str, quick: bool) -> Iterator[Command]:
         for name in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE):
             one = (sys.executable, "-m", "pytest", "-q", f"{path.relative_to(ROOT)}::{name}")
             yield Command("tests", f"{path.stem}-{name}", one, "")
-    yield Command("rates", "rates", (*run, "memfit", "devices", "--probe", "--output", "{file}"), ".toml")
+    yield Command("rates", "rates", (*run, "memfit", "tools", "probe-devices", "--output", "{file}"), ".toml")
     models = tuple(QUICK if quick else SUBJECTS)
     for name in models:
         yield Command("exactness", f"exactness-{name}", (*run, "benchmarks.exactness", *at, "--models", name, *less))

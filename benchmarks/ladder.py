@@ -1,4 +1,4 @@
-"""What each lever buys, one on top of the other: `memfit ladder` on the recipes' byte-level GPT and 3-D U-Net."""
+"""What each lever buys, one on top of the other: `memfit tools ladder` on the recipes' byte-level GPT and 3-D U-Net."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-import memfit
 from benchmarks.common import Case, main
+from memfit import tools
 from memfit.recipes import brain_segmentation, byte_lm
 from memfit.workload import Workload
 
@@ -27,7 +27,7 @@ def run(quick: bool) -> tuple[list[Case], dict[str, Any]]:
     cases: list[Case] = []
     summary: dict[str, Any] = {}
     for workload in workloads(quick):
-        ladder = memfit.ladder(workload, numerics="changed", min_run_seconds=1.0 if quick else 10.0)
+        ladder = tools.ladder(workload, numerics="changed", min_run_seconds=1.0 if quick else 10.0)
         print(ladder)
         for rung in ladder.rungs:
             row = msgspec.to_builtins(rung)

@@ -37,19 +37,26 @@ RECORDS: tuple[type[msgspec.Struct], ...] = (
 
 def commands() -> str:
     """Return every command of the command line, with its arguments and options."""
-    group: Any = typer.main.get_command(app)
-    return "\n\n".join(_command(name, group.commands[name]) for name in group.commands)
+    return "\n\n".join(
+        _command(name, command) for name, command in _within_group("memfit", typer.main.get_command(app))
+    )
+
+
+def _within_group(name: str, group: Any) -> Iterator[tuple[str, Any]]:
+    for own, command in group.commands.items():
+        whole = f"{name} {own}"
+        yield from _within_group(whole, command) if hasattr(command, "commands") else [(whole, command)]
 
 
 def _command(name: str, command: Any) -> str:
     parameters = [p for p in command.params if p.name != "help"]
     arguments = " ".join(_placeholder(p) for p in parameters if p.param_type_name == "argument")
-    usage = " ".join(["memfit", name, *([arguments] if arguments else []), "[OPTIONS]"])
-    lines, kinds = head(("option", "what it is", "default")), typing.get_type_hints(_callback(name))
+    usage = " ".join([name, *([arguments] if arguments else []), "[OPTIONS]"])
+    lines, kinds = head(("option", "what it is", "default")), typing.get_type_hints(command.callback)
     for parameter in parameters:
         said = _escaped(f"{_sentences(parameter.help)}{_values(kinds[parameter.name])}")
         lines.append(row((_names(parameter), said, _default(parameter))))
-    return "\n".join([f"## memfit {name}", "", _sentences(command.help), "", f"```text\n{usage}\n```", "", *lines])
+    return "\n".join([f"## {name}", "", _sentences(command.help), "", f"```text\n{usage}\n```", "", *lines])
 
 
 def _placeholder(parameter: Any) -> str:
@@ -61,12 +68,6 @@ def _names(parameter: Any) -> str:
         return f"`{_placeholder(parameter)}`"
     names = [*parameter.opts, *parameter.secondary_opts]
     return ", ".join(f"`{name}`" for name in names)
-
-
-def _callback(name: str) -> Any:
-    """Return the function behind a command."""
-    found = {command.name or command.callback.__name__: command.callback for command in app.registered_commands}  # type: ignore[union-attr]
-    return found[name]
 
 
 def _values(kind: Any) -> str:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-import memfit
+from memfit import tools
 from memfit._ladder import PAYS, _Climb, pays
 from memfit.errors import BudgetError, UsageError, WorkloadError
 from memfit.hardware.host import find_device
@@ -41,7 +41,7 @@ def deep(batch: int = 64) -> Workload:
 
 @functools.cache
 def climbed(batch: int = 512) -> Ladder:
-    return memfit.ladder(deep(batch), numerics="reordered", min_run_seconds=0.02)
+    return tools.ladder(deep(batch), numerics="reordered", min_run_seconds=0.02)
 
 
 def named(ladder: Ladder) -> dict[str, Rung]:
@@ -94,7 +94,7 @@ def test_the_largest_batch_fits_and_one_tenth_more_does_not() -> None:
 
 def test_a_budget_is_climbed_down_to() -> None:
     plain = named(climbed())["plain"].peak_bytes
-    ladder = memfit.ladder(deep(512), budget=int(0.7 * plain), numerics="exact", min_run_seconds=0.02)
+    ladder = tools.ladder(deep(512), budget=int(0.7 * plain), numerics="exact", min_run_seconds=0.02)
     assert ladder.is_budget_given
     found = named(ladder)
     assert found["lean norms and activations"].outcome == "kept"
@@ -152,7 +152,7 @@ def test_a_ladder_prints_writes_and_reads_back() -> None:
 )
 def test_wrong_arguments_are_refused(options: dict[str, Any], error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
-        memfit.ladder(deep(), **options)
+        tools.ladder(deep(), **options)
 
 
 def test_a_model_without_data_is_refused() -> None:
@@ -166,4 +166,4 @@ def test_a_model_without_data_is_refused() -> None:
         name="meta",
     )
     with pytest.raises(WorkloadError, match="holds no data"):
-        memfit.ladder(workload)
+        tools.ladder(workload)

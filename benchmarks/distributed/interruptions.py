@@ -52,7 +52,7 @@ def kills(quick: bool) -> Iterator[Case]:
         plan = memfit.plan(workload(), budget="90%", world_size=ranks, sharding=mode, precisions=["32-true"], points=1)
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            memfit.save_plan(plan, folder / "plan.json")
+            plan.save(folder / "plan.json")
             steps = STEPS_A_KILL * (count + 1)
             expected, _ = _trained(folder / "undisturbed", ranks, steps, 0)
             killed, sent = _trained(folder / "killed", ranks, steps, count)

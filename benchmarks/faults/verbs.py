@@ -109,14 +109,12 @@ class Subject:
         memfit.plan(self.workload, budget="0.8x", points=2, measure=True, time_limit_seconds=1.0)
         return None  # which is faster is measured, and may differ
 
-    def look_up(self) -> Any:
-        return memfit.look_up(self.plan, self.workload, budget=self.plan.budget_bytes).predicted.peak_bytes
-
     def verify(self) -> Any:
-        return memfit.verify(self.plan, self.workload).holds
+        return memfit.verify(self.plan, self.workload, steps=0).holds
 
     def compare(self) -> Any:
-        found = memfit.compare(self.plan, self.workload, steps=2)
+        found = memfit.verify(self.plan, self.workload, steps=2).comparison
+        assert found is not None
         return found.plain_losses, found.planned_losses
 
     def apply(self) -> Any:
@@ -154,7 +152,6 @@ VERBS = (
     "estimate_for_a_gpu",
     "search",
     "search_and_measure",
-    "look_up",
     "verify",
     "compare",
     "apply",
@@ -414,9 +411,9 @@ NAMES = {
     "estimate_for_a_gpu": "`estimate` for a GPU that is not here",
     "search": "`plan`",
     "search_and_measure": "`plan` with `measure=True`",
-    "look_up": "`look_up`",
-    "verify": "`verify`",
-    "compare": "`compare`",
+    "look_up": "another budget, with a capture",
+    "verify": "`verify`, without a comparison",
+    "compare": "the comparison of `verify`",
     "apply": "`apply` and its steps",
     "train": "`train`",
     "fit": "`fit`, around a loop",

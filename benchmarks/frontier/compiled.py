@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-import memfit
 from benchmarks.frontier.checkpointing import checkpointed, forwarding, holding, segment_sizes, segments, whole
 from benchmarks.frontier.methods import LOWEST, OURS, PLAIN, Apply, Method, Prepared, Task, Unsupported
-from memfit import InfeasibleError
+from memfit import InfeasibleError, tools
 from memfit.training.step import Step
 from memfit.units import format_bytes
 from memfit.workload import Loss, Workload
@@ -104,7 +103,7 @@ def _floor(task: Task) -> _Floor:
     """Find the smallest budget that fits, as the error for one that does not says it."""
     state_bytes = _state_bytes(task)
     copied = task.copied()
-    backend = memfit.compile_backend(budget=state_bytes + 1, reserved_bytes=state_bytes)
+    backend = tools.compile_backend(budget=state_bytes + 1, reserved_bytes=state_bytes)
     with compiling(backend)(copied) as step:
         try:
             step.gradients(copied.batch)
@@ -127,7 +126,7 @@ def _ours(task: Task, floor: _Floor, share: float | str) -> Prepared:
     if budget < floor.lowest_bytes:
         raise Unsupported(f"no plan fits: the lowest peak that memfit finds is {format_bytes(floor.lowest_bytes)}")
     facts: dict[str, Any] = {"budget_bytes": budget}
-    backend = memfit.compile_backend(budget=budget, reserved_bytes=floor.state_bytes)
+    backend = tools.compile_backend(budget=budget, reserved_bytes=floor.state_bytes)
 
     def planned(graph: Any, inputs: Any) -> Any:
         made = backend(graph, inputs)

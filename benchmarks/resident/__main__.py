@@ -43,7 +43,7 @@ def compared(name: str, runs: int) -> list[Case]:
     workload = WORKLOADS[name]()
     plan = memfit.plan(workload, budget=BUDGET, numerics="exact", precisions=["32-true"], points=1)
     with tempfile.TemporaryDirectory() as folder:
-        path = memfit.save_plan(plan, Path(folder) / "plan.json")
+        path = plan.save(Path(folder) / "plan.json")
         command = [sys.executable, "-m", "benchmarks.resident.steps", name, str(path)]
         rows = [
             row | {"way": way}

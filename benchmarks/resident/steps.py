@@ -31,7 +31,7 @@ def main() -> None:
     if not WAYS[way]():
         raise SystemExit("the C library is not glibc")
     torch.set_num_threads(1)
-    workload, plan = WORKLOADS[name](), memfit.load_plan(path)
+    workload, plan = WORKLOADS[name](), memfit.Plan.load(path)
     tensors = [*workload.model.parameters(), *workload.model.buffers(), *tensors_of(workload.batch)]
     base_bytes = resident_bytes() - sum(tensor.nbytes for tensor in tensors)
     seconds = []

@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from memfit._ladder import ladder
+    from memfit import tools
     from memfit.errors import (
         BudgetError,
         CaptureError,
@@ -24,26 +24,17 @@ if TYPE_CHECKING:
     from memfit.ir.plan import Plan
     from memfit.pipeline import (
         Verification,
-        adapt,
         apply,
-        compare,
-        compile_backend,
         devices,
         estimate,
         fit,
         fleet,
-        load_plan,
         load_workload,
-        look_up,
         plan,
-        probe_range,
-        save_plan,
         train,
         verify,
         write_report,
     )
-    from memfit.structure.batch_norm import freeze_batch_norm, group_norm_for_batch_norm
-    from memfit.training.guards.ledger import memory_summary
     from memfit.training.optimizers import Optimizers
     from memfit.training.step import Step, StepResult
     from memfit.version import __version__
@@ -67,24 +58,14 @@ __all__ = [
     "Verification",
     "Workload",
     "__version__",
-    "adapt",
     "apply",
-    "compare",
-    "compile_backend",
     "devices",
     "estimate",
     "fit",
     "fleet",
-    "freeze_batch_norm",
-    "group_norm_for_batch_norm",
-    "ladder",
-    "load_plan",
     "load_workload",
-    "look_up",
-    "memory_summary",
     "plan",
-    "probe_range",
-    "save_plan",
+    "tools",
     "train",
     "verify",
     "write_report",
@@ -92,11 +73,8 @@ __all__ = [
 
 _HOMES = (
     "memfit.pipeline",
-    "memfit._ladder",
-    "memfit.structure.batch_norm",
     "memfit.errors",
     "memfit.ir.plan",
-    "memfit.training.guards.ledger",
     "memfit.training.optimizers",
     "memfit.training.step",
     "memfit.version",
@@ -108,10 +86,14 @@ if not TYPE_CHECKING:  # of a module with this function, type checkers would tak
 
     def __getattr__(name: str) -> Any:
         """Import PyTorch and its users when a public name is first used: help and shell completion do without."""
+        if name == "tools":
+            return importlib.import_module("memfit.tools")
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         homes = [vars(importlib.import_module(home)) for home in _HOMES]
-        globals().update({public: next(home[public] for home in homes if public in home) for public in __all__})
+        globals().update(
+            {public: next(home[public] for home in homes if public in home) for public in __all__ if public != "tools"}
+        )
         return globals()[name]
 
 

@@ -140,7 +140,9 @@ def _check_cuda() -> Check:
 def _check_cache() -> Check:
     if _marker().exists():
         return Check("compiled", True, str(home()))
-    return Check("compiled", False, f"nothing in {home()}", "memfit doctor jittor: takes minutes, once", needed=False)
+    return Check(
+        "compiled", False, f"nothing in {home()}", "memfit tools doctor jittor: takes minutes, once", needed=False
+    )
 
 
 def home() -> Path:

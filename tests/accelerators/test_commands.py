@@ -40,7 +40,7 @@ def test_a_probe_keeps_the_accelerator_that_is_here(kind: str, tmp_path: Path, m
     """With a few runs for each figure, which else takes 0.3 s each."""
     file = tmp_path / "machine.toml"
     monkeypatch.setattr(measurement, "_SECONDS", 0.01)
-    monkeypatch.setattr(sys, "argv", ["memfit", "devices", "--probe", "--output", str(file)])
+    monkeypatch.setattr(sys, "argv", ["memfit", "tools", "probe-devices", "--output", str(file)])
     with pytest.raises(SystemExit) as end:
         app.main()
     assert not end.value.code

@@ -86,7 +86,7 @@ def test_a_step_that_runs_out_is_run_again_lower_and_nothing_is_lost(
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     (event,) = [line for line in lines if line.get("kind") == "out of memory" or "out of memory" in str(line)]
     assert "run under the plan of" in str(event) and "stayed allocated" not in str(event)
-    saved = memfit.load_plan(tmp_path / "run" / f"checkpoint-{STEPS}" / "plan.json")
+    saved = memfit.Plan.load(tmp_path / "run" / f"checkpoint-{STEPS}" / "plan.json")
     assert saved.levers != plan.levers and saved.predicted.peak_bytes < plan.predicted.peak_bytes
     del workload, found
     gc.collect()
@@ -129,7 +129,7 @@ def test_under_a_limit_a_run_recovers_to_a_plan_that_keeps_it(kind: str, place: 
     limit_bytes = accelerators.reserved_bytes(place) + room // 2 + 2**19
     found = trained(plan, language_model(), tmp_path / "run", limit_bytes=limit_bytes)
     assert same(found, expected)
-    assert memfit.load_plan(tmp_path / "run" / "plan.json").levers.regions
+    assert memfit.Plan.load(tmp_path / "run" / "plan.json").levers.regions
 
 
 def test_batches_are_loaded_ahead_into_pinned_memory_and_the_run_is_the_same(kind: str, tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_the_ledger_has_the_bytes_that_the_allocator_counted(kind: str, place: t
         step(workload.batch)
         accelerators.reset_peaks(place)
         step(workload.batch)
-        found = memfit.memory_summary()
+        found = step.memory_summary()
     peaks = accelerators.peaks(place)
     assert peaks is not None and found.peak_bytes == peaks.allocated_bytes
     assert found.reserved_bytes == peaks.reserved_bytes and found.allocation_retries is not None
@@ -235,8 +235,8 @@ def test_a_run_that_is_killed_goes_on_and_ends_bitwise_as_one_that_is_not(
     """plan → verify → train → kill → resume → report, by the command line."""
     plan, run = tmp_path / "plan.json", tmp_path / "run"
     (tmp_path / "mine.py").write_text(_MINE)
-    memfit.save_plan(frontier_plan(kind), plan)
-    slow_plan = memfit.load_plan(plan)
+    frontier_plan(kind).save(plan)
+    slow_plan = memfit.Plan.load(plan)
     expected = trained(slow_plan, slow(), tmp_path / "plain")
     ran(*command, "verify", "mine.py:workload", "--plan", plan, folder=tmp_path)
     line = [*command, "train", "mine.py:workload", "--plan", str(plan), "--out", str(run)]

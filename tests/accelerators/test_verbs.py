@@ -52,7 +52,7 @@ def on_the_cpu(plan: Plan) -> Plan:
 def test_a_plan_is_predicted_verified_and_keeps_its_budget(name: str, kind: str) -> None:
     plan = plan_of(name, kind)
     assert plan.device == f"{kind}:0" and plan.levers.regions
-    found = memfit.verify(plan, STEPS[name]())
+    found = memfit.verify(plan, STEPS[name](), steps=0)
     assert found.holds and found.bitwise, found.failures
     assert found.measured_peak_bytes == pytest.approx(plan.predicted.peak_bytes, rel=0.01)
     taken = found.measured_reserved_bytes if plan.predicted.peak_reserved_bytes else found.measured_peak_bytes
@@ -125,8 +125,12 @@ def test_training_there_is_bitwise_that_on_the_cpu(name: str, kind: str, tmp_pat
 
 def test_plain_and_planned_step_are_compared_there(kind: str) -> None:
     plan = plan_of("language_model", kind)
-    found = memfit.compare(plan, language_model(), steps=2)
-    assert found.plain_losses == found.planned_losses and found.planned_peak_bytes < found.plain_peak_bytes
+    found = memfit.verify(plan, language_model(), steps=2).comparison
+    assert (
+        found is not None
+        and found.plain_losses == found.planned_losses
+        and found.planned_peak_bytes < found.plain_peak_bytes
+    )
 
 
 def test_a_step_of_ones_own_loop_takes_batches_from_the_cpu(kind: str, place: torch.device) -> None:
@@ -189,7 +193,7 @@ def test_batches_of_other_shapes_have_plans_of_their_own(kind: str) -> None:
     gc.collect()
     held_bytes = accelerators.allocated_bytes(torch.device(kind, 0)) or 0  # what the tests before have left
     accelerators.reset_peaks(torch.device(kind, 0))
-    with memfit.adapt(plan, workload) as step:
+    with memfit.apply(plan, workload, adaptive=True) as step:
         for length in (64, 48):
             batch = {name: tensor[:, :length] for name, tensor in workload.batch.items()}
             result = step(batch)

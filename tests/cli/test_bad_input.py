@@ -99,9 +99,7 @@ TABLE: list[tuple[str, int, str]] = [
     ("estimate mine:tiny --parallel pp=9", 2, "fewer than stages"),
     ("estimate mine:tiny --snapshot s.pickle", 2, "--snapshot shows the allocator of a GPU"),
     ("devices rtx-9000", 2, "rtx-5090"),
-    ("devices cpu --probe", 2, "leave out 'cpu'"),
-    ("devices --output devices.toml", 2, "--output is the file that --probe writes to: give --probe too"),
-    ("probe-range mine:tiny --batches 0", 2, "--batches"),
+    ("tools probe-range mine:tiny --batches 0", 2, "--batches"),
     ("unheard-of", 2, "unheard-of"),
     # budgets
     ("plan mine:tiny", 2, "--budget"),

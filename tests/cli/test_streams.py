@@ -107,7 +107,7 @@ def test_without_json_nothing_is_moved(noisy: str) -> None:
 @pytest.mark.ci
 @pytest.mark.slow
 def test_what_pytorch_says_of_memory_it_measured_in_part_is_kept_out(noisy: str, tmp_path: Path) -> None:
-    plan = memfit.save_plan(memfit.plan(lean(), budget="1GiB", precisions=["32-true"], points=1), tmp_path / "plan")
+    plan = memfit.plan(lean(), budget="1GiB", precisions=["32-true"], points=1).save(tmp_path / "plan")
     folder = str(tmp_path / "run")
     done = run("train", f"{noisy}:workload", "--plan", str(plan), "--out", folder, "--steps", "3", "--json")
     assert json.loads(done.stdout)["measured_peak_bytes"] > 0
@@ -161,7 +161,7 @@ def without_torch(*arguments: str, **environment: str) -> str:
 @pytest.mark.parametrize(
     ("words", "completions"),
     [
-        ("memfit pro", ["probe-range"]),
+        ("memfit tools probe-r", ["probe-range"]),
         ("memfit verify --pl", ["--plan"]),
         ("memfit estimate --precision b", ["bf16-mixed", "bf16-true"]),
     ],

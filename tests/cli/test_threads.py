@@ -55,7 +55,7 @@ def test_once_pytorch_is_there_it_is_too_late(environment: pytest.MonkeyPatch) -
 COMMANDS = {
     "plan": ["missing.py:none", "--budget", "1GiB"],
     "train": ["missing.py:none", "--plan", "missing.json", "--out", "missing", "--steps", "1"],
-    "compare": ["missing.py:none", "--plan", "missing.json"],
+    "verify": ["missing.py:none", "--plan", "missing.json"],
     "run": ["--budget", "1GiB", "missing.py"],
     "devices": [],
     "report": ["missing"],

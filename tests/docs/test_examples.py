@@ -60,14 +60,14 @@ OTHERWISE = {
     "docs/guides/compile.md": {
         'compile=True, precisions=["32-true"])': 'compile=True, precisions=["32-true"], points=1)'
     },
-    "docs/guides/devices.md": {"memfit devices --probe": f"python -c '{BRIEFLY}' devices --probe"},
+    "docs/guides/devices.md": {"memfit tools probe-devices": f"python -c '{BRIEFLY}' tools probe-devices"},
     "docs/guides/fleet.md": {
         "--within 24h\n": "--within 24h --ranks 1-2\n",
         "memfit plan": "memfit plan --precision 32-true",
     },
     "docs/guides/ladder.md": {
         "--html": "--numerics exact --html",
-        "memfit ladder": "memfit ladder --seconds 0.01",
+        "memfit tools ladder": "memfit tools ladder --seconds 0.01",
         "min_run_seconds=0.05": "min_run_seconds=0.01",
     },
     "docs/guides/offload.md": {
@@ -103,7 +103,7 @@ OTHERWISE = {
 SAID = {
     "docs/guides/another-card.md": ["24 calls take the flash kernel"],
     "docs/guides/budget.md": ["Frontier"],
-    "docs/guides/devices.md": ["NVIDIA A100 SXM4, 80 GB", "measured by memfit devices --probe", "58.3 TFLOP/s"],
+    "docs/guides/devices.md": ["NVIDIA A100 SXM4, 80 GB", "measured by memfit tools probe-devices", "58.3 TFLOP/s"],
     "docs/guides/fleet.md": ["Fewest cards: ", "Cheapest: ", "as you gave it", "l4"],
     "docs/guides/resume.md": ["damaged checkpoint", "another plan"],
     "docs/internals/allocator.md": ["41 42 66\n41 41 80\n", "total_reserved: 66.0MiB"],
@@ -135,7 +135,7 @@ def plan_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], bytes]:
         path, workload = tmp_path_factory.mktemp("plan") / "plan.json", getattr(workloads, name)()
         budget = int(0.8 * memfit.estimate(workload).peak_bytes)
         plan = memfit.plan(workload, budget=budget, numerics="exact", precisions=["32-true"], points=2)
-        memfit.save_plan(plan, path)
+        plan.save(path)
         return path.read_bytes()
 
     return make

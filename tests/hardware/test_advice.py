@@ -59,7 +59,7 @@ def test_a_cpu_is_judged_by_what_was_measured() -> None:
     cpu = Device(
         name="cpu", kind="cpu", vendor="cpu", description="a CPU", memory_bytes=2**34, usable_bytes=2**33, cores=2
     )
-    assert "--probe" in advice(cpu)[0]
+    assert "probe-devices" in advice(cpu)[0]
     fast = replace(cpu, matrix_flops={"float32": 1e11, "bfloat16": 4e11})
     slow = replace(cpu, matrix_flops={"float32": 1e11, "bfloat16": 2e10})
     assert "saves memory and time" in advice(fast)[0] and "4.0 times" in advice(fast)[0]

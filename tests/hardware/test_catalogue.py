@@ -130,7 +130,7 @@ def test_an_unknown_name_gets_the_closest_and_the_way_to_add_one(own_file: Path)
         look_up("rtx-3900")
     message = str(caught.value)
     assert "closest there are rtx-3090" in message
-    assert str(own_file) in message and "--probe" in message
+    assert str(own_file) in message and "probe-devices" in message
 
 
 @given(st.text(max_size=20))

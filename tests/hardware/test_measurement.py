@@ -36,7 +36,7 @@ def test_the_figures_are_such_as_a_cpu_has(found: Device) -> None:
     assert found.matrix_flops["float32"] > 0.1 * found.vector_flops["float32"]
     assert 1e-7 < found.launch_seconds < 1e-3
     assert found.cores == torch.get_num_threads()
-    assert found.sources["matrix_flops"].startswith("measured by memfit devices --probe")
+    assert found.sources["matrix_flops"].startswith("measured by memfit tools probe-devices")
     assert found.name.startswith(host.host_name())
 
 

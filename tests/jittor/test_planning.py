@@ -98,8 +98,8 @@ def test_modules_that_cannot_be_recomputed_are_left_out() -> None:
 
 def test_plans_are_files_and_are_for_their_workload(tmp_path: Path) -> None:
     found = plan(unet(size=32), budget="2GiB", points=1, time_limit_seconds=1.0)
-    memfit.save_plan(found, tmp_path / "plan.json")
-    assert memfit.load_plan(tmp_path / "plan.json") == found
+    found.save(tmp_path / "plan.json")
+    assert memfit.Plan.load(tmp_path / "plan.json") == found
     with pytest.raises(PlanMismatchError, match="another|not for this"):
         apply(found, unet(size=64))
 
@@ -144,4 +144,4 @@ def test_the_command_line_plans_for_jittor(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout[done.stdout.index("{") :])
     assert said["predicted"]["peak_bytes"] <= 100 * 2**20 < said["plain"]["peak_bytes"]
-    assert memfit.load_plan(tmp_path / "plan.json").budget_bytes == 100 * 2**20
+    assert memfit.Plan.load(tmp_path / "plan.json").budget_bytes == 100 * 2**20

@@ -165,8 +165,8 @@ def test_layers_that_differ_when_called_again_are_left_out() -> None:
 def test_a_plan_is_kept_in_a_file_and_refused_for_another_model(tmp_path: Any, planners: Any) -> None:
     planner = planners("chain")
     plan = planner.plan("0.7x")
-    memfit.save_plan(plan, tmp_path / "plan.json")
-    again = memfit.load_plan(tmp_path / "plan.json")
+    plan.save(tmp_path / "plan.json")
+    again = memfit.Plan.load(tmp_path / "plan.json")
     assert recomputed_layers(mk.apply(again, mlp())) == recomputed_layers(mk.apply(plan, planner.workload.model))
     with pytest.raises(PlanMismatchError, match="plan again with memfit.keras.plan"):
         mk.apply(again, mlp(depth=5))

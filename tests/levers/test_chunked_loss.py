@@ -73,7 +73,7 @@ def test_saving_is_predicted(precision: Any, tied_embedding: bool) -> None:
 def test_it_is_chosen_where_nothing_else_fits_and_is_what_the_plan_says(plan: Plan) -> None:
     assert plan.levers.chunked_loss == ChunkedLoss(head="head", rows=128)
     assert plan.classes["chunked loss"] == plan.numerics == "reordered"
-    verification = memfit.verify(plan, one_sample())
+    verification = memfit.verify(plan, one_sample(), steps=0)
     assert verification.failures == []
     assert verification.gradient_difference < 1e-6
     assert "128 rows of head at a time" in str(plan)
@@ -82,8 +82,8 @@ def test_it_is_chosen_where_nothing_else_fits_and_is_what_the_plan_says(plan: Pl
 def test_lower_budgets_combine_it_with_other_levers(plan: Plan) -> None:
     leanest = min(plan.frontier, key=lambda c: c.peak_bytes)
     assert leanest.levers.chunked_loss and leanest.levers.regions
-    lower = memfit.look_up(plan, one_sample(), budget=int(1.01 * leanest.peak_bytes))
-    assert memfit.verify(lower, one_sample()).failures == []
+    lower = plan.at(int(1.01 * leanest.held_bytes))
+    assert memfit.verify(lower, one_sample(), steps=0).failures == []
 
 
 def test_plans_from_before_are_read(plan: Plan) -> None:

@@ -32,7 +32,7 @@ from memfit.ir.trace import Trace
 from memfit.levers import registry
 from memfit.levers.compilation import Compilation
 from memfit.levers.stack import applied, applied_to_copy
-from memfit.pipeline._adapt import Adaptive
+from memfit.pipeline.adaptive import Adaptive
 from memfit.planner.captures import capture_levers
 from memfit.planner.prediction import costs_of, predict
 from memfit.workload import Workload
@@ -608,11 +608,11 @@ def test_limits_of_the_process_are_refused(compiled: Plan) -> None:
 @pytest.mark.ci
 @scalar_kernels()
 def test_a_plan_is_what_it_says(compiled: Plan) -> None:
-    verification = memfit.verify(compiled, whole())
+    verification = memfit.verify(compiled, whole(), steps=0)
     assert verification.failures == [] and not verification.bitwise
     dropped = memfit.plan(dropping(), budget="0.8x", compile=True, precisions=["32-true"], points=1)
     assert any("draws its own random numbers" in note for note in dropped.notes)
-    assert memfit.verify(dropped, dropping()).failures == []
+    assert memfit.verify(dropped, dropping(), steps=0).failures == []
 
 
 @pytest.mark.ci
@@ -646,7 +646,7 @@ def test_each_shape_has_code_and_a_plan_of_its_own(compiled: Plan) -> None:
     """Of the plans on the frontier, those of the same regions; losses are those of the step as it is."""
     workload, plain = whole(), whole()
     small = {name: tensor[:2] for name, tensor in workload.batch.items()}
-    with memfit.adapt(compiled, workload) as step, applied(Levers(microbatch_size=4), plain) as expected:
+    with memfit.apply(compiled, workload, adaptive=True) as step, applied(Levers(microbatch_size=4), plain) as expected:
         for batch in (workload.batch, small, workload.batch, small):
             assert step(batch).loss == pytest.approx(expected(batch).loss, rel=1e-4)
     assert isinstance(step.recovery, Adaptive)
@@ -658,7 +658,7 @@ def trained(plan: Path, out: Path, on_step: Any = None, resume: bool = False) ->
     workload = whole()
     with scalar_kernels():
         memfit.train(
-            memfit.load_plan(plan), workload, out=out, steps=4, checkpoint_every=1, resume=resume, on_step=on_step
+            memfit.Plan.load(plan), workload, out=out, steps=4, checkpoint_every=1, resume=resume, on_step=on_step
         )
     return sum(float(p.detach().double().sum()) for p in workload.model.parameters()).hex()
 
@@ -679,7 +679,7 @@ trained(Path(sys.argv[1]), Path(sys.argv[2]), kill)
 @pytest.mark.ci
 def test_a_training_that_is_killed_ends_bitwise_as_others(compiled: Plan, tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
-    memfit.save_plan(compiled, plan)
+    compiled.save(plan)
     killed = warm.run(["-c", _KILLED, str(plan), str(tmp_path / "killed")], cwd=warm.ROOT)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     steps = list[int]()

@@ -13,13 +13,13 @@ from msgspec.structs import replace
 
 import memfit
 from memfit.errors import BudgetError, PlanError
-from memfit.ir.plan import Candidate, ChunkedLoss, Levers, Plan, Prediction
+from memfit.ir.plan import Candidate, ChunkedLoss, Levers, Plan, at_point
 from memfit.ir.remat import Region
 from memfit.ir.sharding import Sharding
 from memfit.levers import registry
 from memfit.levers.lever import Lever
 from memfit.levers.stack import applied, host_bytes_of
-from memfit.levers.switch import at_point, candidates_of
+from memfit.levers.switch import candidates_of
 from memfit.training.guards import host_memory
 from memfit.workload import Workload
 from tests.workloads import tiny
@@ -121,8 +121,7 @@ def test_another_point_has_the_classes_that_it_was_planned_with(couples_batch: b
     levers = replace(plan.levers, microbatch_size=2, optimizer="adafactor")
     uses = registry.uses(levers, 4, couples_batch)
     point = replace(plan.frontier[0], levers=levers, uses=uses, numerics="changed")
-    prediction = Prediction(peak_bytes=1, peak_upper_bytes=1, step_seconds=1.0, by_category={}, where="")
-    assert at_point(plan, point, prediction, "").classes == {
+    assert at_point(plan, point, "").classes == {
         "Adafactor": "changed",
         "microbatches": "changed" if couples_batch else "reordered",
     }

@@ -190,5 +190,5 @@ def test_plans_take_them_where_nothing_else_fits(numerics: Any, lever: str) -> N
     budget = int(lowest.value.lowest_peak_bytes - {"reduced": 0.3, "changed": 0.85}[numerics] * state_bytes)
     found = memfit.plan(made, budget=budget, numerics=numerics, precisions=["32-true"], points=1)
     assert found.levers.optimizer == lever and found.numerics == numerics
-    verification = memfit.verify(found, made)
+    verification = memfit.verify(found, made, steps=0)
     assert verification.holds, verification.failures

@@ -15,7 +15,7 @@ from memfit.errors import PlanError, UsageError
 from memfit.ir.plan import Levers, Plan
 from memfit.levers.casts import is_cast
 from memfit.levers.stack import applied
-from memfit.pipeline._adapt import Adaptive, Way, shapes_of
+from memfit.pipeline.adaptive import Adaptive, Way, shapes_of
 from memfit.training.step import Step
 from memfit.workload import fingerprint
 from tests.models import transformer
@@ -51,13 +51,13 @@ def adaptive_of(step: Step) -> Adaptive:
 @pytest.mark.ci
 def test_every_batch_stays_within_the_budget_and_its_prediction(plan: Plan) -> None:
     work, rng = workload(), random.Random(1)
-    with memfit.adapt(plan, work, limit_bytes=plan.budget_bytes) as step:
+    with memfit.apply(plan, work, limit_bytes=plan.budget_bytes, adaptive=True) as step:
         adaptive = adaptive_of(step)
         for _ in range(8):
             batch = cut(work, rng.randrange(4, TOKENS + 1, 20), rng.choice([4, 4, 4, 1]))
             step(batch)
             predicted = step.options.predicted_peak_bytes
-            measured = memfit.memory_summary(step).peak_bytes
+            measured = step.memory_summary().peak_bytes
             assert predicted is not None and measured is not None and measured <= 1.001 * predicted
         assert adaptive.events == [] and adaptive.controller.correction < 1.001
         assert sum(adaptive.taken.values()) == 8
@@ -70,7 +70,7 @@ def test_every_batch_stays_within_the_budget_and_its_prediction(plan: Plan) -> N
 def test_weights_are_those_of_the_plain_step_whatever_was_taken(plan: Plan) -> None:
     lengths = [64, 8, 64, 20]
     planned, plain = workload(), workload()
-    with memfit.adapt(plan, planned) as step:
+    with memfit.apply(plan, planned, adaptive=True) as step:
         losses = [step(cut(planned, tokens)).loss for tokens in lengths]
     single = Step(plain)
     assert losses == [single(cut(plain, tokens)).loss for tokens in lengths]
@@ -80,7 +80,7 @@ def test_weights_are_those_of_the_plain_step_whatever_was_taken(plan: Plan) -> N
 
 def test_a_batch_that_runs_out_all_the_same_is_run_again_under_a_lower_plan(plan: Plan) -> None:
     planned, plain = workload(), workload()
-    with memfit.adapt(plan, planned) as step:
+    with memfit.apply(plan, planned, adaptive=True) as step:
         adaptive = adaptive_of(step)
         step(cut(planned, 48))
         failures = iter([True])
@@ -105,7 +105,7 @@ def test_a_batch_that_runs_out_all_the_same_is_run_again_under_a_lower_plan(plan
 def test_a_batch_larger_than_the_workloads_is_refused_before_it_runs(plan: Plan) -> None:
     work = workload()
     larger = {name: torch.cat([tensor, tensor], 1) for name, tensor in work.batch.items()}
-    with memfit.adapt(plan, work) as step:
+    with memfit.apply(plan, work, adaptive=True) as step:
         with pytest.raises(UsageError, match=r"\(4, 128\).* is not within the largest"):
             step(larger)
         with pytest.raises(UsageError, match="is not within"):
@@ -147,7 +147,7 @@ def test_modules_in_fp32_stay_so_while_plans_change() -> None:
     )
     planned, plain = mixed(), mixed()
     lengths = [64, 20]
-    with memfit.adapt(made, planned) as step:
+    with memfit.apply(made, planned, adaptive=True) as step:
         losses = [step(cut(planned, tokens, 1)).loss for tokens in lengths]
         assert is_cast(planned.model)
     assert not is_cast(planned.model)
@@ -160,5 +160,5 @@ def test_weights_in_bf16_are_refused_with_the_table_s_row(plan: Plan) -> None:
     lower = msgspec.structs.replace(plan.levers, precision="bf16-true")
     other = msgspec.structs.replace(plan, levers=lower, fingerprint=fingerprint(work), allowed="reduced")
     with pytest.raises(PlanError, match="other shapes are predicted from the model as it was made"):
-        memfit.adapt(other, work)
+        memfit.apply(other, work, adaptive=True)
     assert not is_cast(work.model)

@@ -136,7 +136,7 @@ def test_an_exact_plan_trains_as_a_plain_loop(case: str) -> None:
 )
 def test_a_plan_is_what_it_says(case: str) -> None:
     plan = lowest(CASES[case](), "reordered")
-    assert not memfit.verify(plan, CASES[case]()).failures
+    assert not memfit.verify(plan, CASES[case](), steps=0).failures
 
 
 @pytest.mark.parametrize("case", ["mapping", "images and targets", "packed, sorted", *SPLIT])

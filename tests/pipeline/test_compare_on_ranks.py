@@ -1,4 +1,4 @@
-"""`compare` of plans for several ranks: with data parallelism, on the same ranks."""
+"""Plans for several ranks are compared with data parallelism, on the same ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from msgspec.structs import replace
 import memfit
 from memfit.errors import UsageError
 from memfit.hardware.host import find_device
-from memfit.pipeline import _train
+from memfit.pipeline import comparison
 from tests.processes import on_ranks
 from tests.ranks.trainings import ZERO3, plan_for, workload
 
@@ -23,12 +23,12 @@ def comparing(rank: int) -> Iterator[Any]:
     given = workload()
     given.model.eval()  # without dropout, of which the two steps draw different masks
     plan = plan_for(given, ZERO3)
-    yield memfit.compare(plan, given, steps=3)
+    yield memfit.verify(plan, given, steps=3).comparison
     cpu = find_device("cpu")
     seen = replace(cpu, usable_bytes=2 * GIB if rank else cpu.usable_bytes)  # the ranks see different amounts
     some = replace(plan, plain=replace(plan.plain, peak_bytes=3 * GIB, peak_reserved_bytes=None))
-    with mock.patch.object(_train, "find_device", return_value=seen), pytest.raises(UsageError) as e:
-        memfit.compare(some, given)
+    with mock.patch.object(comparison, "find_device", return_value=seen), pytest.raises(UsageError) as e:
+        comparison.compare(some, given, steps=2)
     yield str(e.value)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import memfit
+from memfit import tools
 from memfit.compiled.lowering import lower_to_eager
 from memfit.hardware.cpu_allocations import allocated
 from memfit.ir.operator_costs import CostTable
@@ -83,7 +84,7 @@ def planners(name: str, fused: bool = False) -> GraphPlanner:
 def lowest(name: str, lowering: str, **sizes: int) -> int:
     """Return the lowest peak that a back end finds for a workload."""
     with pytest.raises(memfit.InfeasibleError) as caught:
-        compiled(name, memfit.compile_backend(1, lowering=lowering), **sizes)
+        compiled(name, tools.compile_backend(1, lowering=lowering), **sizes)
     assert "reserved_bytes=" in str(caught.value) and caught.value.where
     torch._dynamo.reset()
     return caught.value.lowest_peak_bytes
@@ -96,7 +97,7 @@ def lowest(name: str, lowering: str, **sizes: int) -> int:
 def test_operators_run_one_by_one_give_the_plain_steps_bits_within_what_was_predicted(name: str) -> None:
     expected, plain_peak, _ = compiled(name, "aot_eager")
     budget = int(lowest(name, "eager") * 1.02)
-    backend = memfit.compile_backend(budget, lowering="eager")
+    backend = tools.compile_backend(budget, lowering="eager")
     found, peak, workload = compiled(name, backend)
     (plan,) = backend.plans
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
@@ -165,7 +166,7 @@ def test_a_larger_budget_never_takes_longer(name: str, fused: bool) -> None:
 
 @pytest.mark.ci
 def test_a_plan_that_needs_nothing_changes_nothing() -> None:
-    backend = memfit.compile_backend("1TiB", lowering="eager")
+    backend = tools.compile_backend("1TiB", lowering="eager")
     found, peak, workload = compiled("transformer", backend)
     (plan,) = backend.plans
     assert plan.regions == () and plan.recomputed_ops == 0 and plan.gap == 0.0
@@ -196,30 +197,30 @@ def test_random_numbers_are_not_drawn_again() -> None:
         return x.grad
 
     with pytest.raises(memfit.InfeasibleError) as caught:
-        gradient(memfit.compile_backend(1, lowering="eager"))
-    backend = memfit.compile_backend(caught.value.lowest_peak_bytes * 102 // 100, lowering="eager")
+        gradient(tools.compile_backend(1, lowering="eager"))
+    backend = tools.compile_backend(caught.value.lowest_peak_bytes * 102 // 100, lowering="eager")
     assert torch.equal(gradient(backend), gradient("aot_eager"))
     assert backend.plans[0].recomputed_ops
 
 
 def test_reserved_bytes_are_taken_off_the_budget() -> None:
-    backend = memfit.compile_backend("1GiB", reserved_bytes="24MiB", lowering="eager")
+    backend = tools.compile_backend("1GiB", reserved_bytes="24MiB", lowering="eager")
     compiled("twice", backend)
     assert backend.plans[0].budget_bytes == 1000 << 20
 
 
 def test_wrong_use_is_told() -> None:
     with pytest.raises(memfit.BudgetError, match="budget="):
-        memfit.compile_backend("much")
+        tools.compile_backend("much")
     with pytest.raises(memfit.UsageError, match="'inductor' or 'eager'"):
-        memfit.compile_backend("1GiB", lowering="fast")
+        tools.compile_backend("1GiB", lowering="fast")
     with pytest.raises(memfit.BudgetError, match="reserved_bytes="):
-        compiled("twice", memfit.compile_backend("1MiB", reserved_bytes="1MiB", lowering="eager"))
+        compiled("twice", tools.compile_backend("1MiB", reserved_bytes="1MiB", lowering="eager"))
 
 
 def test_dynamic_shapes_are_refused() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
-    step = torch.compile(model, backend=memfit.compile_backend("1GiB", lowering="eager"), dynamic=True)
+    step = torch.compile(model, backend=tools.compile_backend("1GiB", lowering="eager"), dynamic=True)
     with pytest.raises(memfit.UsageError, match="dynamic=False"):
         step(torch.ones(4, 8)).sum().backward()
 
@@ -233,14 +234,14 @@ def test_several_graphs_are_noted() -> None:
         value: torch.Tensor = second(y).sum()
         return value
 
-    backend = memfit.compile_backend("1GiB", lowering="eager")
+    backend = tools.compile_backend("1GiB", lowering="eager")
     with pytest.warns(UserWarning, match="several graphs"):
         torch.compile(step, backend=backend)(torch.ones(4, 8)).backward()
     assert len(backend.plans) == 2
 
 
 def test_graphs_without_a_backward_pass_are_compiled_as_they_are() -> None:
-    model, backend = nn.Linear(8, 8), memfit.compile_backend(1, lowering="eager")
+    model, backend = nn.Linear(8, 8), tools.compile_backend(1, lowering="eager")
     x = torch.ones(4, 8)
     with torch.no_grad():
         assert torch.equal(torch.compile(model, backend=backend)(x), model(x))
@@ -255,7 +256,7 @@ def test_kernels_of_inductor_keep_to_the_budget() -> None:
     """Equal to Inductor's own result but for rounding: what is fused otherwise is rounded otherwise."""
     expected, plain_peak, _ = compiled("convnet", "inductor", blocks=1)
     budget = int(lowest("convnet", "inductor", blocks=1) * 1.01)
-    backend = memfit.compile_backend(budget)
+    backend = tools.compile_backend(budget)
     found, peak, workload = compiled("convnet", backend, blocks=1)
     (plan,) = backend.plans
     assert all((a - b).abs().max() <= 1e-5 * (1 + b.abs().max()) for a, b in zip(found, expected, strict=True))
@@ -278,7 +279,7 @@ class TiedEnds(nn.Module):
 
 def step_under_inductor(model: nn.Module, x: torch.Tensor, y: torch.Tensor, budget: int | str) -> tuple[int, Any]:
     """Return the peak of a step that is compiled with its loss, all that it holds included, and its plan."""
-    backend = memfit.compile_backend(budget)
+    backend = tools.compile_backend(budget)
     step = torch.compile(lambda: nn.functional.cross_entropy(model(x), y), backend=backend, fullgraph=True)
     step().backward()
     model.zero_grad()
@@ -322,8 +323,8 @@ def test_masks_of_dropout_are_those_of_the_plain_compiled_step() -> None:
 
     expected, plain_peak = gradients("inductor")
     with pytest.raises(memfit.InfeasibleError) as caught:
-        gradients(memfit.compile_backend(1))
-    backend = memfit.compile_backend(int(caught.value.lowest_peak_bytes * 1.01))
+        gradients(tools.compile_backend(1))
+    backend = tools.compile_backend(int(caught.value.lowest_peak_bytes * 1.01))
     found, peak = gradients(backend)
     assert all((a - b).abs().max() <= 1e-5 * (1 + b.abs().max()) for a, b in zip(found, expected, strict=True))
     held = sum(t.untyped_storage().nbytes() for t in (*model.parameters(), x))

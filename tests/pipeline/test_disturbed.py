@@ -38,7 +38,7 @@ def handler() -> Iterator[None]:
         "estimate",
         *(
             pytest.param(verb, marks=pytest.mark.ci)
-            for verb in ("verify", "apply", "search", "look_up", "compare", "train", "fit")
+            for verb in ("verify", "apply", "search", "compare", "train", "fit")
         ),
     ],
 )

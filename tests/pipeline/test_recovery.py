@@ -324,9 +324,9 @@ def test_a_training_run_logs_what_ran_out_and_goes_on_with_the_lower_plan(tmp_pa
     assert [(event["step"], event["event"]["kind"]) for event in events] == [(2, "out of memory")]
     assert [event.text for event in record.events] == [event["event"]["text"] for event in events]
     assert codec.read(tmp_path / "run/run.json", RunRecord).events == record.events
-    taken = memfit.load_plan(tmp_path / "run/plan.json")
+    taken = memfit.Plan.load(tmp_path / "run/plan.json")
     newest = latest(tmp_path / "run")
-    assert newest is not None and memfit.load_plan(newest / "plan.json") == taken
+    assert newest is not None and memfit.Plan.load(newest / "plan.json") == taken
     assert taken.levers == plan.frontier[1].levers
     page = memfit.write_report(tmp_path / "run").read_text()
     assert "Tried to allocate 2.00 MiB" in page and "run under the plan of" in page and ": 1 region" in page

@@ -39,7 +39,7 @@ def torchrun(
     """Start ranks as forks of the warm server, under torchrun."""
     folder.mkdir(exist_ok=True)
     (folder / "deaths").write_text(json.dumps(deaths or []))
-    memfit.save_plan(plan_for(workload(), sharding), folder / "plan.json")
+    plan_for(workload(), sharding).save(folder / "plan.json")
     given = {"steps": STEPS, "checkpoint-every": 2, "evaluate-every": 3, **options}
     line = [
         *warm.command("-m", "torch.distributed.run"),
@@ -204,9 +204,9 @@ def under_torchrun(*arguments: str) -> tuple[int, str]:
 @pytest.mark.ci
 @pytest.mark.slow
 def test_a_plan_that_does_not_hold_fails_on_all_ranks_and_the_first_says_why(tmp_path: Path) -> None:
-    memfit.save_plan(plan_for(workload(), DDP), tmp_path / "plan.json")  # of made-up predictions
+    plan_for(workload(), DDP).save(tmp_path / "plan.json")  # of made-up predictions
     name = "tests.ranks.trainings:workload"
-    status, text = under_torchrun("verify", name, "--plan", str(tmp_path / "plan.json"))
+    status, text = under_torchrun("verify", name, "--plan", str(tmp_path / "plan.json"), "--steps", "0")
     assert status != 0 and text.count("Plain step against planned step") == 1, text
     assert "the plan states predicted.peak_bytes" in " ".join(text.split())
     assert text.count("exitcode  : 4") == 2 or "exitcode  : -15" in text, text
@@ -214,19 +214,19 @@ def test_a_plan_that_does_not_hold_fails_on_all_ranks_and_the_first_says_why(tmp
 
 @pytest.mark.ci
 @pytest.mark.slow
-def test_ranks_plan_and_compare_and_train_by_one_command(tmp_path: Path) -> None:
+def test_ranks_plan_and_verify_and_train_by_one_command(tmp_path: Path) -> None:
     name, out = "tests.ranks.trainings:workload", str(tmp_path / "out")
     train = ("train", name, "--budget", "90MiB", "--out", out)
     status, text = under_torchrun(*train, "--steps", "2", "--compare", "2")
     assert status == 0, text
-    plan = memfit.load_plan(tmp_path / "out" / "plan.json")
+    plan = memfit.Plan.load(tmp_path / "out" / "plan.json")
     assert plan.levers.sharding is not None and plan.levers.sharding.world_size == 2
     written = memfit.write_report(out)
     assert written.stat().st_size > 50_000
     status, text = under_torchrun(*train, "--steps", "3", "--resume")  # under the plan that the folder holds
     assert status == 0 and "frontier" not in text, text
     assert lines(tmp_path / "out")[-1]["step"] == 3
-    status, text = under_torchrun("compare", name, "--plan", str(tmp_path / "out" / "plan.json"), "--steps", "2")
+    status, text = under_torchrun("verify", name, "--plan", str(tmp_path / "out" / "plan.json"), "--steps", "2")
     assert status == 0 and text.count("Plain and planned step") == 1, text
     status, text = under_torchrun("train", name, "--budget", "1000", "--out", out, "--steps", "3", "--overwrite")
     assert status != 0 and "no plan" in text, text

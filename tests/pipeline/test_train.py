@@ -17,6 +17,7 @@ from memfit.ir.remat import Region
 from memfit.ir.run_record import RunRecord, Views
 from memfit.levers.stack import applied
 from memfit.pipeline._train import views
+from memfit.pipeline.comparison import compare
 from memfit.recipes import byte_lm
 from memfit.training.runs.folder import METRICS
 from memfit.training.runs.log import read_lines
@@ -40,7 +41,7 @@ def wide() -> Plan:
 
 
 def test_exact_plan_trains_as_the_plain_step_does(plan: Plan) -> None:
-    found = memfit.compare(plan, tiny(), steps=4)
+    found = compare(plan, tiny(), steps=4)
     assert found.plain_losses == found.planned_losses
     assert len(set(found.plain_losses)) == 4
     assert found.planned_peak_bytes <= plan.budget_bytes < found.plain_peak_bytes
@@ -49,7 +50,7 @@ def test_exact_plan_trains_as_the_plain_step_does(plan: Plan) -> None:
 
 def test_a_comparison_says_that_the_machine_was_slower(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Pace, "slowdown", 1.5)
-    notes = memfit.compare(plan, tiny(), steps=2).notes
+    notes = compare(plan, tiny(), steps=2).notes
     assert any("slower" in note and "×1.50" in note for note in notes)
 
 
@@ -58,7 +59,7 @@ def test_comparing_leaves_the_workload_alone(plan: Plan) -> None:
     before = [p.clone() for p in workload.model.parameters()]
     random_state = torch.get_rng_state()
     first = next(iter(workload.batches or ()))
-    memfit.compare(plan, workload, steps=2)
+    compare(plan, workload, steps=2)
     assert all(torch.equal(a, b) for a, b in zip(before, workload.model.parameters(), strict=True))
     assert torch.equal(random_state, torch.get_rng_state())
     again = next(iter(tiny().batches or ()))

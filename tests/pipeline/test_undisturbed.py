@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 import memfit
-from memfit import Plan, Workload
+from memfit import Plan, Workload, tools
 from memfit.capture import user_state
 from tests.undisturbed import changes, process, state_of
 
@@ -110,7 +110,7 @@ def _applied(plan: Plan, workload: Workload) -> None:
 
 
 def _adapted(plan: Plan, workload: Workload) -> None:
-    with memfit.adapt(plan, workload):
+    with memfit.apply(plan, workload, adaptive=True):
         pass
 
 
@@ -123,18 +123,16 @@ VERBS: dict[str, Callable[[Plan, Workload], object]] = {
     "estimate": lambda plan, workload: memfit.estimate(workload),
     "estimate for ranks": lambda plan, workload: memfit.estimate(workload, world_size=2, sharding="zero2"),
     "plan": lambda plan, workload: memfit.plan(workload, budget="0.9x", measure=False, time_limit_seconds=2.0),
-    "look_up": lambda plan, workload: memfit.look_up(plan, workload, budget="0.95x"),
-    "verify": lambda plan, workload: memfit.verify(plan, workload),
-    "compare": lambda plan, workload: memfit.compare(plan, workload, steps=2),
-    "probe_range": lambda plan, workload: memfit.probe_range(workload),
-    "adapt": _adapted,
+    "verify": lambda plan, workload: memfit.verify(plan, workload, steps=2),
+    "probe_range": lambda plan, workload: tools.probe_range(workload),
+    "apply, adaptive": _adapted,
     "apply": _applied,
     "fit": _fitted,
-    "ladder": lambda plan, workload: memfit.ladder(workload, min_run_seconds=0.01),
+    "ladder": lambda plan, workload: tools.ladder(workload, min_run_seconds=0.01),
     "fleet": lambda plan, workload: memfit.fleet(workload, steps=10, devices=["rtx-4090"]),
 }
-_MAY_FAIL = ("estimate", "plan", "verify", "compare", "probe_range")
-_RARELY = ("ladder", "fleet", "compare")
+_MAY_FAIL = ("estimate", "plan", "verify", "probe_range")
+_RARELY = ("ladder", "fleet")
 
 
 @pytest.mark.parametrize("is_filled", [False, True])

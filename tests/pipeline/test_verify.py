@@ -53,7 +53,7 @@ def test_exact_plans_are_bitwise_equal_within_budget_and_predicted(name: str) ->
     plain = memfit.estimate(workload).peak_bytes
     plan = memfit.plan(workload, budget=int(0.88 * plain), numerics="exact", points=1)
     assert plan.levers.regions or plan.levers.lean  # convolutions hold more or less by the processor
-    found = verify(plan, workload)
+    found = verify(plan, workload, steps=0)
     assert found.failures == []
     assert found.bitwise
     assert found.loss_difference == found.gradient_difference == 0.0
@@ -71,7 +71,7 @@ def test_reduced_plans_hold_in_bf16(name: str) -> None:
     plan = memfit.plan(
         workload, budget=int(0.9 * plain), numerics="reduced", precisions=["bf16-mixed"], optimizers=["as-is"], points=1
     )
-    found = verify(plan, workload)
+    found = verify(plan, workload, steps=0)
     assert found.failures == []
     assert 0.0 < found.gradient_difference < 0.25
     assert found.measured_peak_bytes == pytest.approx(plan.predicted.peak_bytes, rel=0.05)
@@ -87,9 +87,13 @@ class TestTampering:
     def test_untouched_plan_holds_and_each_run_is_told(self, plan: Plan) -> None:
         assert plan.levers.regions
         told: list[tuple[str, int, int]] = []
-        assert verify(plan, lean(), progress=lambda *stage: told.append(stage)).holds
+        found = verify(plan, lean(), progress=lambda *stage: told.append(stage), steps=2)
+        assert found.holds and found.comparison is not None
+        assert found.comparison.plain_losses == found.comparison.planned_losses
+        assert "Plain and planned step" in str(found)
         plain, planned = ([(step, done, total) for done in range(total + 1)] for step, total in RUNS)
-        assert told == [*plain, *planned, ("prediction", 0, 1), ("prediction", 1, 1)]
+        turns = [("plain and planned", done, 2) for done in (1, 2)]
+        assert told == [*plain, *planned, ("prediction", 0, 1), ("prediction", 1, 1), *turns]
 
     @pytest.mark.parametrize(
         ("edit", "word"),
@@ -107,7 +111,7 @@ class TestTampering:
         ],
     )
     def test_edits_are_found(self, plan: Plan, edit: Callable[[Plan], Plan], word: str) -> None:
-        found = verify(edit(plan), lean())
+        found = verify(edit(plan), lean(), steps=0)
         assert not found.holds
         assert any(word in failure for failure in found.failures)
 
@@ -115,7 +119,7 @@ class TestTampering:
         with pytest.raises(PlanMismatchError, match="nowhere"):
             verify(replace(plan, levers=Levers(microbatch_size=4, regions=(Region(("nowhere",)),))), lean())
         with pytest.raises(PlanMismatchError, match="fingerprint"):
-            verify(plan, other())
+            verify(plan, other(), steps=0)
 
 
 def test_a_gradient_that_goes_missing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,14 +134,14 @@ def test_a_gradient_that_goes_missing_is_found(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(_verify, "_gradients", without_one)
     in_bf16 = replace(plan, levers=replace(plan.levers, precision="bf16-mixed"), numerics="reduced")
-    found = verify(in_bf16, lean())
+    found = verify(in_bf16, lean(), steps=0)
     assert "the planned step gives no gradient to norm.weight" in found.failures
 
 
 def test_microbatches_are_equal_to_rounding() -> None:
     plan = memfit.plan(lean(), budget="64MiB", numerics="exact", precisions=["32-true"], points=1)
     levers = Levers(microbatch_size=1)
-    found = verify(replace(plan, levers=levers, numerics="reordered", uses=uses(levers, 4, False)), lean())
+    found = verify(replace(plan, levers=levers, numerics="reordered", uses=uses(levers, 4, False)), lean(), steps=0)
     assert found.loss_difference < 1e-5
     assert 0.0 < found.gradient_difference < 1e-4
     assert not found.bitwise
@@ -190,7 +194,7 @@ def test_a_step_that_draws_from_other_generators_is_compared_with_the_same_draws
     made = dataclasses.replace(made, model=model, optimizer=optimizer)
     plan = memfit.plan(made, budget="1GiB", numerics="exact", points=1)
     for regions in ((), (Region(("0", "1")), Region(("3",)))):
-        assert verify(replace(plan, levers=replace(plan.levers, regions=regions)), made).bitwise
+        assert verify(replace(plan, levers=replace(plan.levers, regions=regions)), made, steps=0).bitwise
 
 
 def test_a_region_that_is_recomputed_to_other_values_is_named() -> None:
@@ -201,5 +205,5 @@ def test_a_region_that_is_recomputed_to_other_values_is_named() -> None:
     assert found[regions[1]].startswith("2, run again, does something else (")
     assert not probe_regions(workload, Levers(microbatch_size=256, regions=regions[:1]))
     plan = memfit.plan(workload, budget="1GiB", numerics="exact", points=1)
-    verification = verify(replace(plan, levers=replace(plan.levers, regions=regions)), workload)
+    verification = verify(replace(plan, levers=replace(plan.levers, regions=regions)), workload, steps=0)
     assert "a region of the plan can't be recomputed: 2, run again" in "".join(verification.failures)

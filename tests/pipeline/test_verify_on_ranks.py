@@ -45,7 +45,7 @@ def predicted(sharding: Sharding) -> Plan:
 
 def verifying(rank: int, plans: list[Plan]) -> Iterator[Verification]:
     for plan in plans:
-        yield memfit.verify(plan, workload(3))
+        yield memfit.verify(plan, workload(3), steps=0)
 
 
 @pytest.mark.ci  # in `make test`, what is wrong on one rank, and `ranks/test_engines.py`, bitwise
@@ -62,7 +62,7 @@ def tampered(rank: int, plan: Plan) -> Iterator[Any]:
     """Change what the second rank computes, before gradients are reduced and after, and what the plan says."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_verify_ranks, "_stated", lambda *_: [])  # which another test looks at
-        yield memfit.verify(plan, workload(3))
+        yield memfit.verify(plan, workload(3), steps=0)
         if rank == 1:
             whole_loss, whole_gradients = Step.compute_loss, Step.gradients
 
@@ -76,19 +76,19 @@ def tampered(rank: int, plan: Plan) -> Iterator[Any]:
                 return loss, gradients
 
             patch.setattr(Step, "compute_loss", other_loss)
-        yield memfit.verify(plan, workload(3))
+        yield memfit.verify(plan, workload(3), steps=0)
         if rank == 1:
             patch.setattr(Step, "compute_loss", whole_loss)
             patch.setattr(Step, "gradients", other_gradient)
-        yield memfit.verify(plan, workload(3))
+        yield memfit.verify(plan, workload(3), steps=0)
         if rank == 1:
             patch.setattr(Step, "gradients", whole_gradients)
         less = replace(plan.predicted, peak_upper_bytes=plan.predicted.peak_bytes // 2)
-        yield memfit.verify(replace(plan, predicted=less), workload(3))
+        yield memfit.verify(replace(plan, predicted=less), workload(3), steps=0)
         other = workload(3)
         other.batch["x" if "x" in other.batch else next(iter(other.batch))][0, 0] += rank
         with pytest.raises(UsageError) as e:
-            memfit.verify(plan, other)
+            memfit.verify(plan, other, steps=0)
         yield str(e.value)
 
 

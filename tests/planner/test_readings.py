@@ -101,14 +101,3 @@ def test_what_a_step_for_a_gpu_reads_is_read_of_the_data_here() -> None:
     assert not [note for note in with_data.notes if "a guess" in note]
     assert any("a guess" in note for note in without.notes)
     assert with_data.peak_bytes < without.peak_bytes
-
-
-@pytest.mark.skipif(shim.has_gpu(), reason="a GPU is here: nothing is sent")
-@pytest.mark.parametrize("course", [selects, pytest.param(reads, marks=pytest.mark.ci)])
-def test_a_budget_is_looked_up_with_the_readings_that_planned_it(course: Course) -> None:
-    made = workload(course, samples=64)
-    plan = memfit.plan(made, budget="2x", device="t4", numerics="exact", precisions=["32-true"], points=1)
-    least = min(plan.frontier, key=lambda point: point.step_seconds)
-    found = memfit.look_up(plan, made, budget=plan.predicted.peak_upper_bytes)
-    assert found.levers == least.levers and not [note for note in found.predicted.notes if "a guess" in note]
-    assert found.predicted.peak_upper_bytes == plan.predicted.peak_upper_bytes

@@ -286,7 +286,7 @@ def other_plans(plan: Plan, rank: int) -> dict[str, Any]:
 def adapting(plan: Plan, rank: int) -> dict[str, Any]:
     assert plan.levers.sharding is not None
     with pytest.raises(PlanError, match="sharding does not go with a plan for each batch's shapes"):
-        memfit.adapt(plan, made(plan.levers.sharding))
+        memfit.apply(plan, made(plan.levers.sharding), adaptive=True)
     return {}
 
 

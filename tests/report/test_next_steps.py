@@ -119,7 +119,7 @@ def test_waiting_skipped_and_slow_steps(quiet: Report, tmp_path: Path) -> None:
     (step,) = said(quiet, metrics=lines)
     assert "29 of 300 steps had no update" in step.why and "initial=256" in step.command
     (step,) = said(quiet, run=replace(quiet.run, step_seconds=0.6))
-    assert "×2.98 of what was predicted" in step.why and "memfit.compare" in step.command
+    assert "×2.98 of what was predicted" in step.why and "memfit.verify" in step.command
 
 
 def test_a_loss_that_still_falls_and_a_plan_that_nothing_has_measured(quiet: Report, tmp_path: Path) -> None:

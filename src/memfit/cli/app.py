@@ -24,22 +24,29 @@ app = commands.Commands(
     ),
 )
 
+tools = commands.Commands(
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    help="Measure levers, number ranges and devices; make whole models of shards; prepare other frameworks.",
+)
+
 _ANY_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 
 app.command()(plan_commands.estimate)
 app.command(runs_steps=True)(plan_commands.plan)
 app.command()(plan_commands.fleet)
 app.command(runs_steps=True, context_settings=_ANY_ARGUMENTS)(plan_commands.run)
-app.command("probe-range")(plan_commands.probe_range)
 app.command(runs_steps=True)(train_commands.verify)
-app.command(runs_steps=True)(train_commands.compare)
 app.command(runs_steps=True)(train_commands.train)
 app.command()(train_commands.report)
-app.command()(train_commands.consolidate)
-app.command(runs_steps=True)(machine_commands.ladder)
 app.command()(machine_commands.devices)
-app.command()(machine_commands.doctor)
 app.command(runs_steps=True)(machine_commands.demo)
+app.add_typer(tools, name="tools")
+tools.command(runs_steps=True)(machine_commands.ladder)
+tools.command("probe-range")(plan_commands.probe_range)
+tools.command("probe-devices")(machine_commands.probe_devices)
+tools.command()(train_commands.consolidate)
+tools.command()(machine_commands.doctor)
 
 
 def main() -> None:

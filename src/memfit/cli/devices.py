@@ -24,7 +24,7 @@ def list_devices(as_json: bool) -> None:
         print_json({"machine": here, "catalogue": others})
         return
     out.print(device_table(here))
-    out.print(device_table(others, "Catalogue: vendors' peaks, and what was measured by --probe"))
+    out.print(device_table(others, "Catalogue: vendors' peaks, and what probe-devices measured"))
 
 
 def show_device(name: str, as_json: bool) -> None:
@@ -36,7 +36,7 @@ def show_device(name: str, as_json: bool) -> None:
         out.print(device_page(device, advice(device)))
 
 
-def probe_devices(path: Path | None, as_json: bool) -> None:
+def measure_devices(path: Path | None, as_json: bool) -> None:
     """Measure this machine's devices, and write the figures to a file of devices."""
     from memfit.hardware.measurement import keep, probe_all
 

@@ -1,4 +1,4 @@
-"""Commands about this machine, or with measurements on it: `ladder`, `devices`, `doctor`, `demo`."""
+"""Commands about this machine, or with measurements on it: `ladder`, `devices`, `probe-devices`, `doctor`, `demo`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from memfit.cli.options import (
     check_new,
 )
 from memfit.cli.output import out, print_json, stages
-from memfit.errors import UsageError
 
 
 def ladder(
@@ -37,9 +36,9 @@ def ladder(
     as_json: AsJson = False,
 ) -> None:
     """Climb the levers one by one, and measure on this machine what each buys."""
-    from memfit._ladder import ladder as climb
     from memfit.ir import codec
     from memfit.report.ladders import ladder_table, write_ladder
+    from memfit.tools import ladder as climb
 
     check_new("--output", output, overwrite)
     check_new("--html", page, overwrite)
@@ -67,27 +66,25 @@ def devices(
     name: Annotated[
         str | None, typer.Argument(metavar="[NAME]", help="Show all of one device.", show_default=False)
     ] = None,
-    probe: Annotated[
-        bool, typer.Option("--probe", help="Measure this machine's devices and keep the figures.")
-    ] = False,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="With --probe, the file of devices to write to.")
-    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show this machine's devices and the catalogue of others, or measure this machine's."""
-    from memfit.cli.devices import list_devices, probe_devices, show_device
+    """Show this machine's devices and the catalogue of others."""
+    from memfit.cli.devices import list_devices, show_device
 
-    if probe and name is not None:
-        raise UsageError(f"--probe measures this machine's devices: leave out {name!r}")
-    if output is not None and not probe:
-        raise UsageError("--output is the file that --probe writes to: give --probe too")
-    if probe:
-        probe_devices(output, as_json)
-    elif name is not None:
-        show_device(name, as_json)
-    else:
+    if name is None:
         list_devices(as_json)
+    else:
+        show_device(name, as_json)
+
+
+def probe_devices(
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="The file of devices to write to.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure this machine's devices, and keep the figures for predictions."""
+    from memfit.cli.devices import measure_devices
+
+    measure_devices(output, as_json)
 
 
 def doctor(

@@ -195,7 +195,7 @@ def plan(
                 progress=progress,
             )
     if output is not None:
-        pipeline.save_plan(chosen, output)
+        chosen.save(output)
     if as_json:
         print_json(chosen)
     else:

@@ -30,20 +30,32 @@ from memfit.ranks.environment import launched_rank
 from memfit.units import parse_budget
 
 
-def verify(workload: WorkloadName, plan: PlanFile, as_json: AsJson = False) -> None:
-    """Run the plain and the planned step side by side: numerics and peak bytes, against what the plan says.
+def verify(
+    workload: WorkloadName,
+    plan: PlanFile,
+    steps: Annotated[
+        int, typer.Option(help="Training steps of each, for times; 0 for none, which is faster.", min=0)
+    ] = 5,
+    as_json: AsJson = False,
+) -> None:
+    """Run the plain and the planned step side by side: numerics, peak bytes, and seconds a step.
 
     For a plan for several ranks: torchrun --nproc-per-node N -m memfit verify ...
     """
     from memfit import pipeline
+    from memfit.cli.training import settle_memory
+    from memfit.ir.plan import Plan
     from memfit.report.listings import verification_table
     from memfit.report.verdict import verification_verdict
 
-    read, loaded = pipeline.load_plan(plan), load(workload)
+    read = Plan.load(plan)
     pipeline.check_launched(read)
+    if steps:
+        settle_memory(read, runs_plain=True)
+    loaded = load(workload)
     with pipeline.ranks_of(read) as ranks:
         with stages() as progress:
-            verification = pipeline.verify(read, loaded, progress=progress)
+            verification = pipeline.verify(read, loaded, steps=steps, progress=progress)
         if ranks.rank == 0:  # the first shows it
             if as_json:
                 verdict = verification_verdict(verification)
@@ -55,38 +67,6 @@ def verify(workload: WorkloadName, plan: PlanFile, as_json: AsJson = False) -> N
         raise SystemExit(VerificationError.exit_status)
     if not verification.holds:
         raise VerificationError(f"{plan} does not hold: " + "; ".join(verification.failures))
-
-
-def compare(
-    workload: WorkloadName,
-    plan: PlanFile,
-    steps: Annotated[int, typer.Option(help="Steps of each.", min=2)] = 5,
-    as_json: AsJson = False,
-) -> None:
-    """Train the plain and the planned step in turn on copies: peaks in bytes, seconds a step, and losses.
-
-    For a plan for several ranks: torchrun --nproc-per-node N -m memfit compare ...
-    """
-    from memfit import pipeline
-    from memfit.cli.training import settle_memory
-    from memfit.report.tables import comparison_table
-
-    read = pipeline.load_plan(plan)
-    pipeline.check_launched(read)
-    settle_memory(read, runs_plain=True)
-    loaded = load(workload)
-    with stages() as progress:
-
-        def compared(done: int, of: int) -> None:
-            progress("plain and planned", done, of)
-
-        comparison = pipeline.compare(read, loaded, steps=steps, progress=compared)
-    if launched_rank():  # the first shows it
-        return
-    if as_json:
-        print_json(comparison)
-    else:
-        out.print(comparison_table(None, comparison))
 
 
 def train(

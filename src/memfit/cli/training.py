@@ -54,10 +54,10 @@ def plan_of(path: Path | None, folder: Path | None) -> Plan | None:
         PlanError: The file can't be read, or is not a plan.
     """
     if path is not None:
-        return pipeline.load_plan(path)
+        return Plan.load(path)
     if folder is None or not (folder / PLAN).is_file():
         return None
-    held = pipeline.load_plan(folder / PLAN)
+    held = Plan.load(folder / PLAN)
     sharding = held.levers.sharding
     return held if launched_size() == (1 if sharding is None else sharding.world_size) else None
 

@@ -61,7 +61,7 @@ def advice(device: Device) -> list[str]:
 def _cpu_advice(device: Device) -> list[str]:
     fast, plain = device.matrix_flops.get("bfloat16"), device.matrix_flops.get("float32")
     if not fast or not plain:
-        return ["How fast bfloat16 is here is not known: `memfit devices --probe` measures it."]
+        return ["How fast bfloat16 is here is not known: `memfit tools probe-devices` measures it."]
     ratio = fast / plain
     if ratio > 1:
         return [f"bf16-mixed saves memory and time: bfloat16 products ran {ratio:.1f} times as fast as float32 ones."]

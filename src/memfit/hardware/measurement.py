@@ -107,7 +107,7 @@ def _entry(device: Device, figures: dict[str, Any]) -> Device:
         slug = re.sub(r"[^a-z0-9]+", "-", device.description.lower()).strip("-")
         taken = max(0, device.memory_bytes - device.usable_bytes)
         identity = {"name": slug, "products": (device.description,), "context_bytes": taken}
-    measured = f"measured by memfit devices --probe, {datetime.date.today()}, torch {torch.__version__}"
+    measured = f"measured by memfit tools probe-devices, {datetime.date.today()}, torch {torch.__version__}"
     attributes = [*figures, *(identity.keys() - {"name", "products"}), "memory_bytes", "usable_bytes", "cores"]
     return replace(device, **identity, **figures, sources={**device.sources, **dict.fromkeys(attributes, measured)})
 
@@ -235,7 +235,7 @@ def keep(devices: list[Device], path: Path | None = None) -> Path:
 
 
 def _marks(name: str) -> tuple[str, str]:
-    return f"# memfit devices --probe wrote [{name}]", f"# end of [{name}]"
+    return f"# memfit tools probe-devices wrote [{name}]", f"# end of [{name}]"
 
 
 def _block(device: Device) -> str:

@@ -25,7 +25,7 @@ from memfit.levers import registry
 from memfit.levers.shared_by_ranks import described
 from memfit.levers.stack import check_plan
 from memfit.levers.switch import switched
-from memfit.pipeline import load_plan, plan
+from memfit.pipeline import plan
 from memfit.planner.captures import capture_levers
 from memfit.planner.prediction import costs_of, predict
 from memfit.ranks.one_process import SingleProcess
@@ -251,7 +251,7 @@ def check_budget(budget: object, given: object) -> None:
 
 def read_plan(given: Plan | Path | str | None) -> Plan | None:
     """Return a plan that an argument holds, or names the file of."""
-    return load_plan(given) if isinstance(given, (str, Path)) else given
+    return Plan.load(given) if isinstance(given, (str, Path)) else given
 
 
 def device_of(model: nn.Module) -> str:

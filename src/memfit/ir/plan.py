@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import msgspec
 
+from memfit.errors import InfeasibleError
+from memfit.ir import codec
 from memfit.ir.display import Shown, ShownList
 from memfit.ir.remat import Region
 from memfit.ir.sharding import Sharding
 from memfit.ir.throughput import Throughput
+from memfit.units import Budget, format_bytes, read_budget
 
 Precision = Literal["32-true", "tf32", "bf16-mixed", "16-mixed", "bf16-true"]
 CompilerLever = Literal["none", "inductor", "inductor-channels-last"]
@@ -329,6 +333,60 @@ class Plan(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "frontier", Frontier(self.frontier, self))
 
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Return the plan that a file holds.
+
+        Raises:
+            PlanError: It can't be read, or is not a plan.
+        """
+        return codec.read(path, cls)
+
+    def save(self, path: str | Path) -> Path:
+        """Write the plan to a file, whole or not at all, and return its path.
+
+        Raises:
+            OutputError: The file can't be written.
+        """
+        return codec.write_atomic(path, codec.encode(self))
+
+    def at(self, budget: int | float | str) -> Plan:
+        """Return the plan for another budget: the fastest point of the frontier that fits. Nothing is solved.
+
+        `memfit.plan` may find a faster one between two points. What is predicted for a point that was not captured is
+        the solver's prediction; `memfit.verify` measures it.
+
+        Args:
+            budget: Bytes, a string with a unit ("1.5GiB"), or a share of the device's memory ("90%") or of the plain
+                step's peak ("0.5x").
+
+        Raises:
+            BudgetError: `budget` can't be read.
+            InfeasibleError: No point of the frontier fits whose numerics class the plan allows.
+        """
+        asked = read_budget(budget)
+        plain_bytes = bytes_of_plain(asked, self.plain)
+        budget_bytes = asked.nbytes(device_bytes=self.plain.device_bytes, plain_bytes=plain_bytes)
+        allowed = [point for point in self.frontier if allows(self.allowed, point.numerics)]
+        fitting = [point for point in allowed if _upper_bytes(self, point) <= budget_bytes]
+        if not fitting:
+            least = min((_upper_bytes(self, point) for point in allowed), default=self.predicted.peak_upper_bytes)
+            raise InfeasibleError(
+                f"Does not fit: needs {format_bytes(least)} of {format_bytes(budget_bytes)}.\nNo point of the plan's"
+                f" frontier that numerics={self.allowed!r} allows needs less. Raise budget=, or call memfit.plan for"
+                " it, which may find a leaner plan",
+                budget_bytes=budget_bytes,
+                lowest_peak_bytes=least,
+                where=self.predicted.where,
+                proven=False,
+            )
+        point = min(fitting, key=lambda one: one.step_seconds)
+        note = f"a point of the frontier of the plan for {format_bytes(self.budget_bytes)}"
+        found = at_point(self, point, note if point.is_captured else f"{note}, as predicted by the solver")
+        predicted = self.predicted if point.levers == self.levers else found.predicted
+        share = asked.share_text(self.device, self.plain.device_bytes, plain_bytes)
+        return msgspec.structs.replace(found, predicted=predicted, budget_bytes=budget_bytes, budget_share=share)
+
     @property
     def classes(self) -> dict[str, Numerics]:
         """The numerics class of each lever that is used, by its name."""
@@ -343,3 +401,49 @@ class Plan(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def is_proven(self) -> bool:
         """Whether all that the plan recomputes was held against the step; levers changed since have not been."""
         return self.proof.levers == levers_key(self.levers)
+
+
+def bytes_of_plain(budget: Budget, plain: Prediction) -> int:
+    """Return what a share of the plain step's peak is a share of.
+
+    From "1x" on that is the upper end of its peak, which is what is held against budgets: "1x" is what it runs in.
+    """
+    return plain.peak_upper_bytes if budget.amount >= 1 else plain.peak_reserved_bytes or plain.peak_bytes
+
+
+def at_point(plan: Plan, candidate: Candidate, note: str) -> Plan:
+    """Return the plan that runs a point of a plan's frontier. What it predicts is what the point has."""
+    predicted = msgspec.structs.replace(
+        plan.predicted,
+        peak_bytes=candidate.peak_bytes,
+        peak_upper_bytes=_upper_bytes(plan, candidate),
+        peak_reserved_bytes=None,
+        step_seconds=candidate.step_seconds,
+        by_category={},
+        where="",
+        throughput=None,
+        phase_seconds={},
+        after_step_bytes=None,
+    )
+    bound = min(predicted.step_seconds, *(c.bound_seconds for c in plan.frontier))
+    solution = Solution(
+        status="feasible",
+        bound_seconds=bound,
+        gap=1 - bound / predicted.step_seconds,
+        solve_seconds=plan.solution.solve_seconds,
+    )
+    return msgspec.structs.replace(
+        plan,
+        levers=candidate.levers,
+        numerics=candidate.numerics,
+        uses=candidate.uses,
+        predicted=predicted,
+        solution=solution,
+        notes=[*plan.notes, note],
+    )
+
+
+def _upper_bytes(plan: Plan, candidate: Candidate) -> int:
+    """Return what is held against a budget, of a point of a plan's frontier."""
+    upper = plan.predicted.peak_upper_bytes / plan.predicted.peak_bytes
+    return candidate.peak_upper_bytes or int(candidate.peak_bytes * upper)

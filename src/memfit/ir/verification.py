@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from memfit.ir.display import Shown
 from memfit.ir.plan import Numerics
+from memfit.ir.run_record import Comparison
 
 
 class GradientDifference(Shown, frozen=True, kw_only=True):
@@ -33,6 +34,7 @@ class Verification(Shown, frozen=True, kw_only=True):
         plain_measured_peak_bytes: Measured peak of the plain step; None of several ranks, of which none may have room
             for it.
         rank_peaks_bytes: Of several ranks, the measured peak of each, by rank; `measured_peak_bytes` is the largest.
+        comparison: Both steps as they trained in turn: peaks, times and losses; None where that was not asked for.
     """
 
     failures: list[str]
@@ -50,6 +52,7 @@ class Verification(Shown, frozen=True, kw_only=True):
     budget_bytes: int
     notes: list[str]
     rank_peaks_bytes: list[int] = []
+    comparison: Comparison | None = None
 
     @property
     def holds(self) -> bool:

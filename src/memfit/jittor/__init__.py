@@ -1,7 +1,7 @@
 """memfit for Jittor: checkpointing, training steps and plans, in the same terms and plan files as for PyTorch.
 
 Importing this package imports Jittor; the first time on a machine it is compiled, which takes minutes
-(`memfit doctor jittor` does it beforehand).
+(`memfit tools doctor jittor` does it beforehand).
 
     from memfit import jittor as mj
 

@@ -17,7 +17,7 @@ GRADIENT_HOOKS = "hooks of gradients"
 COMPILED = "torch.compile"
 NO_LINK = "a device without a link to the host"
 JITTOR = "memfit.jittor"
-ADAPTING = "a plan for each batch's shapes (`memfit.adapt`)"
+ADAPTING = "a plan for each batch's shapes (`adaptive=True`)"
 
 
 class Conflict(NamedTuple):

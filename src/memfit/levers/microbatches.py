@@ -16,7 +16,7 @@ OF_BATCH_NORM = Conflict(
     MICROBATCHES,
     BATCH_NORM,
     "the model normalises over the batch, so that microbatches would change the training",
-    "allow numerics='changed', or take memfit.freeze_batch_norm or memfit.group_norm_for_batch_norm",
+    "allow numerics='changed', or take freeze_batch_norm or group_norm_for_batch_norm of memfit.tools",
     unless="changed",
 )
 OF_COUPLING_LOSS = Conflict(

@@ -32,7 +32,7 @@ class SharedByRanks(Lever):
             SHARDING,
             BATCH_NORM,
             "the model normalises over the samples of each rank, so that their number would change the training",
-            "allow numerics='changed', or take memfit.freeze_batch_norm or memfit.group_norm_for_batch_norm",
+            "allow numerics='changed', or take freeze_batch_norm or group_norm_for_batch_norm of memfit.tools",
             unless="changed",
         ),
         Conflict(

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 from torch import nn
 
-from memfit.ir.plan import Candidate, Levers, Plan, Prediction, Solution, allows
+from memfit.ir.plan import Candidate, Levers, Plan, allows, at_point
 from memfit.levers import registry
 from memfit.levers.microbatches import microbatch_size_of
 from memfit.recomputation.probe import checking
@@ -127,36 +127,5 @@ def lower_candidates(plan: Plan) -> list[Candidate]:
 
 def lowered(plan: Plan, candidate: Candidate) -> Plan:
     """Return the plan that runs a point of a plan's frontier. What it predicts is the solver's prediction."""
-    upper = plan.predicted.peak_upper_bytes / plan.predicted.peak_bytes
-    predicted = replace(
-        plan.predicted,
-        peak_bytes=candidate.peak_bytes,
-        peak_upper_bytes=candidate.peak_upper_bytes or int(candidate.peak_bytes * upper),
-        peak_reserved_bytes=None,
-        step_seconds=candidate.step_seconds,
-        by_category={},
-        where="",
-        throughput=None,
-    )
     note = f"taken from the frontier of the plan for {format_bytes(plan.predicted.peak_bytes)}, which ran out of memory"
-    return at_point(plan, candidate, predicted, note)
-
-
-def at_point(plan: Plan, candidate: Candidate, predicted: Prediction, note: str) -> Plan:
-    """Return the plan that runs a point of a plan's frontier."""
-    bound = min(predicted.step_seconds, *(c.bound_seconds for c in plan.frontier))
-    solution = Solution(
-        status="feasible",
-        bound_seconds=bound,
-        gap=1 - bound / predicted.step_seconds,
-        solve_seconds=plan.solution.solve_seconds,
-    )
-    return replace(
-        plan,
-        levers=candidate.levers,
-        numerics=candidate.numerics,
-        uses=candidate.uses,
-        predicted=predicted,
-        solution=solution,
-        notes=[*plan.notes, note],
-    )
+    return at_point(plan, candidate, note)

@@ -2,17 +2,15 @@
 
 from memfit.hardware.host import devices, find_device
 from memfit.ir.verification import Verification
-from memfit.pipeline._adapt import adapt
 from memfit.pipeline._apply import apply
 from memfit.pipeline._compile_backend import compile_backend
 from memfit.pipeline._consolidate import consolidate
 from memfit.pipeline._estimate import estimate
 from memfit.pipeline._fit import fit
 from memfit.pipeline._fleet import fleet
-from memfit.pipeline._look_up import look_up
-from memfit.pipeline._plan import load_plan, plan, save_plan
+from memfit.pipeline._plan import plan
 from memfit.pipeline._probe_range import probe_range
-from memfit.pipeline._train import compare, train, write_report
+from memfit.pipeline._train import train, write_report
 from memfit.pipeline._verify import verify
 from memfit.pipeline.joining import check_launched, joined_by, ranks_of
 from memfit.pipeline.placement import device_named, on_this_machine
@@ -22,10 +20,8 @@ from memfit.report.registration import show_records
 
 __all__ = [
     "Verification",
-    "adapt",
     "apply",
     "check_launched",
-    "compare",
     "compile_backend",
     "consolidate",
     "device_named",
@@ -38,14 +34,11 @@ __all__ = [
     "joined_by",
     "load_fake_workload",
     "load_log",
-    "load_plan",
     "load_workload",
-    "look_up",
     "on_this_machine",
     "plan",
     "probe_range",
     "ranks_of",
-    "save_plan",
     "train",
     "verify",
     "write_report",

@@ -21,6 +21,7 @@ from memfit.levers import registry
 from memfit.levers.compilation import LIMIT
 from memfit.levers.stack import applied, check_plan, check_untouched, host_bytes_of
 from memfit.levers.switch import Switch, without_switched
+from memfit.pipeline.adaptive import Adaptive
 from memfit.pipeline.first_arguments import checked
 from memfit.pipeline.joining import check_launched
 from memfit.pipeline.placement import kind_of, placed
@@ -31,7 +32,7 @@ from memfit.planner.batch_coupling import without_coupled
 from memfit.ranks.together import check_same
 from memfit.training.guards.growth import Growth
 from memfit.training.guards.host_memory import check_host, host_needs
-from memfit.training.guards.ledger import device_of, held_tensors, live
+from memfit.training.guards.ledger import device_of, held_tensors
 from memfit.training.guards.limits import AcceleratorLimit, CpuLimit
 from memfit.training.guards.recovery import OutOfMemoryObserver, Recovery
 from memfit.training.guards.snapshots import Snapshots
@@ -56,6 +57,7 @@ def apply(
     workload: Workload,
     *,
     recover: bool = False,
+    adaptive: bool = False,
     limit_bytes: int | None = None,
     snapshots: str | Path | None = None,
     mesh: DeviceMesh | None = None,
@@ -76,6 +78,11 @@ def apply(
         recover: Whether a step that runs out of memory is undone, and run again on the same batch under the next
             lower plan of the frontier, which then stays. Ranks that share the step do so together, whichever of them
             runs out.
+        adaptive: Whether batches whose shapes vary are each run with the fastest plan that fits them. The plans are
+            those on the frontier, of the plan's precision and of the numerics class that it allows;
+            `Workload.batch` is the largest batch there is. With numerics="exact" the results do not depend on which
+            are taken; with microbatches among them, they do to rounding. Steps that run out of memory are then always
+            run again.
         limit_bytes: What a step may hold at a time, on a GPU reserve (> 0): it fails before it exceeds that. None
             sets no limit.
         snapshots: Folder for a memory snapshot of each step that runs out of memory, `out-of-memory-<step>.pickle`, at
@@ -89,8 +96,8 @@ def apply(
     Raises:
         PlanMismatchError: The plan was made for another workload, or the ranks have different plans.
         BudgetError: The plan offloads activations, and the host has less memory left than they may take.
-        PlanError: A plan is applied to the workload already, its levers are not legal, or it cuts batches whose samples
-            the loss couples.
+        PlanError: A plan is applied to the workload already, its levers are not legal, it cuts batches whose samples
+            the loss couples, or with `adaptive` its precision is bf16-true or ranks share it.
         WorkloadError: The model is on another device than the plan's.
         UsageError: `limit_bytes` is not positive; or with `recover`, ranks that share the step have different plans, or
             what shares it can't be undone by this PyTorch.
@@ -101,21 +108,26 @@ def apply(
     plan, workload = without_coupled(plan, workload), placed(workload, plan)
     with contextlib.ExitStack() as stack:
         switch = stack.enter_context(switchable(plan, workload, limit_bytes=limit_bytes, mesh=mesh))
-        growth = Growth(
-            device_of(switch.step),
-            lambda: (plan.budget_bytes, switch.step.options.predicted_peak_bytes or plan.predicted.peak_bytes),
-            functools.partial(switch.step.note, "growing memory"),
-            lambda: {
-                f"Workload.{name}": getattr(workload, name) for name in ("model", "loss_fn", "batches", "evaluate")
-            },
-        )
-        switch.step.change(admit=_admission(switch, plan, workload), after=growth.stepped)
         writer = snapshots_of(switch, snapshots)
-        if recover:
-            recovery = Recovery(switch.step, plan, switch.lower, snapshots=writer)
+        recovery: Recovery | None = None
+        if adaptive:
+            recovery = Adaptive(switch, plan, workload, writer)
+        else:
+            growth = Growth(
+                device_of(switch.step),
+                lambda: (plan.budget_bytes, switch.step.options.predicted_peak_bytes or plan.predicted.peak_bytes),
+                functools.partial(switch.step.note, "growing memory"),
+                lambda: {
+                    f"Workload.{name}": getattr(workload, name) for name in ("model", "loss_fn", "batches", "evaluate")
+                },
+            )
+            switch.step.change(admit=_admission(switch, plan, workload), after=growth.stepped)
+            if recover:
+                recovery = Recovery(switch.step, plan, switch.lower, snapshots=writer)
+            elif writer is not None:
+                switch.step.change(recovery=OutOfMemoryObserver(switch.step, plan, writer))
+        if recovery is not None:
             switch.step.change(recovery=stack.enter_context(contextlib.closing(recovery)))
-        elif writer is not None:
-            switch.step.change(recovery=OutOfMemoryObserver(switch.step, plan, writer))
         switch.step.on_close = stack.pop_all().close
     switch.step.on_use = on_unused(switch.step, _UNUSED).detach
     return switch.step
@@ -187,7 +199,6 @@ def switchable(
     with (
         applied(bare, workload, mesh=mesh, prediction=predicted, predicted_peak_bytes=predicted.peak_bytes) as step,
         contextlib.closing(Switch(step, plan.levers, is_proven=is_proven)) as switch,
-        live(step),
     ):
         if limit_bytes is not None:
             if on_cpu:

@@ -98,7 +98,7 @@ class CompileBackend:
     def _partition(self, module: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
         if has_symbols(module.graph):
             raise UsageError(
-                "memfit.compile_backend plans for fixed shapes, and this graph has dynamic ones: call torch.compile"
+                "compile_backend plans for fixed shapes, and this graph has dynamic ones: call torch.compile"
                 " with dynamic=False"
             )
         self._count_graphs()
@@ -126,7 +126,7 @@ class CompileBackend:
         frame = compiled.frame_id if compiled is not None and compiled.frame_id is not None else 0
         if self._frames and frame not in self._frames:
             warnings.warn(
-                f"memfit.compile_backend plans graph {compiled} by itself: the model is compiled in several graphs,"
+                f"compile_backend plans graph {compiled} by itself: the model is compiled in several graphs,"
                 f" each within budget={self.budget!r}. Give the bytes that the others hold as reserved_bytes=, or"
                 " compile with fullgraph=True to see where the graph breaks",
                 stacklevel=2,

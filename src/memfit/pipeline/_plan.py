@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -310,21 +309,3 @@ def check_ranks(world_size: int, sharding: str, numerics: Numerics) -> None:
             f"numerics={numerics!r} does not allow world_size={world_size}: ranks add up gradients in another order."
             " Allow numerics='reordered'"
         )
-
-
-def load_plan(path: str | Path) -> Plan:
-    """Return the plan that a file holds.
-
-    Raises:
-        PlanError: It can't be read, or is not a plan.
-    """
-    return codec.read(path, Plan)
-
-
-def save_plan(plan: Plan, path: str | Path) -> Path:
-    """Write a plan to a file: the whole of it, or nothing.
-
-    Raises:
-        OutputError: The file can't be written.
-    """
-    return codec.write_atomic(path, codec.encode(plan))

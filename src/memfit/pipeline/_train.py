@@ -1,55 +1,44 @@
-"""Runs: train with a plan, compare it with the plain step, and report."""
+"""Runs: train with a plan, and report."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import statistics
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
-import torch
 
-from memfit.capture.fake_workload import nothing_changes, real_copy
 from memfit.capture.measured_peak import measure_peak_bytes
-from memfit.cost.pace import Pace, busy_notes
 from memfit.errors import UsageError
-from memfit.hardware.accelerators import synchronize
 from memfit.hardware.host import find_device, free_bytes
 from memfit.ir import codec
 from memfit.ir.module_table import module_table
 from memfit.ir.plan import Levers, Plan
 from memfit.ir.run_record import Comparison, RunRecord, Views
-from memfit.ir.sharding import Sharding
 from memfit.ir.simulate import simulate
-from memfit.levers.stack import applied, check_plan, host_bytes_of
-from memfit.pipeline._adapt import adapt
+from memfit.levers.stack import check_plan, host_bytes_of
 from memfit.pipeline._apply import apply
-from memfit.pipeline._verify_ranks import rank_peak_bytes
+from memfit.pipeline.comparison import compare
 from memfit.pipeline.first_arguments import checked
 from memfit.pipeline.joining import ranks_of
-from memfit.pipeline.placement import check_runs_here, place_of, placed, rank_place
+from memfit.pipeline.placement import check_runs_here, placed
 from memfit.pipeline.verbs import uninterrupted, verb
 from memfit.planner.captures import capture_each
 from memfit.planner.prediction import costs_of
 from memfit.ranks.environment import launched_rank
-from memfit.ranks.one_process import SingleProcess
 from memfit.ranks.together import once
 from memfit.report.html import write as write_html
 from memfit.report.notebook import ReportFile
 from memfit.report.notebook_progress import Bars, with_bars
-from memfit.rng import rng_preserved
 from memfit.training.guards.host_memory import HostWatch, check_host, host_needs
 from memfit.training.runs.disk import check_disk
 from memfit.training.runs.folder import METRICS, PLAN, REPORT, RUN, VIEWS, held_by_ranks, holds_a_start, is_begun
 from memfit.training.runs.log import LogFunction, Progress, read_lines
-from memfit.training.step import Step
 from memfit.training.trainer import Trainer
-from memfit.units import format_bytes, format_seconds, parse_budget
-from memfit.workload import Workload, tensors_of
+from memfit.units import format_seconds, parse_budget
+from memfit.workload import Workload
 
 
 @verb
@@ -67,154 +56,12 @@ def views(plan: Plan, workload: Workload, comparison: Comparison | None = None) 
     )
 
 
-def _compare_bars(bars: Bars, arguments: Mapping[str, Any]) -> dict[str, Callable[..., None]]:
-    return {"progress": functools.partial(bars, "plain and planned")}
-
-
-@checked
-@with_bars(_compare_bars)
-@verb
-def compare(
-    plan: Plan,
-    workload: Workload,
-    *,
-    steps: int = 5,
-    progress: Callable[[int, int], None] | None = None,
-) -> Comparison:
-    """Train the plain and the planned step side by side on copies, on the same batches from the same start.
-
-    Steps are interleaved, so that a busy machine slows both alike; the first of each, which makes the
-    optimizer's state, is not timed.
-
-    A plan for several ranks is compared on as many, which all call this. The plain step is then
-    DistributedDataParallel's in fp32: each rank runs its part of the batch in one pass, and recomputes nothing. Peaks
-    are of the rank that holds most, times of the one that takes longest.
-
-    Args:
-        plan: The plan.
-        workload: The workload it was made for; nothing of it is changed.
-        steps: Steps of each (≥ 2).
-        progress: Called with how many steps are done, of how many; by default bars in a notebook.
-
-    Raises:
-        UsageError: There are more or fewer ranks than the plan is for, or their plain step is predicted not to fit.
-    """
-    place = check_runs_here(plan, workload)
-    batches = first_batches(workload, steps)
-    with ranks_of(plan) as ranks, nothing_changes(workload) as around:
-        progress = None if progress is None else around.outside(progress)
-        if plan.levers.sharding is not None:
-            _check_plain_fits(plan, ranks)
-        if ranks.size > 1:
-            place = rank_place(place)
-        both = [real_copy(workload, place), real_copy(workload, place)]
-        with applied(_plain_levers(plan), both[0]) as plain, applied(plan.levers, both[1]) as planned:
-            pace = Pace() if place.type == "cpu" and ranks.size == 1 else None  # ranks wait for one another
-            run = _interleave([plain, planned], batches, progress, pace)
-            measure = measure_peak_bytes if ranks.size == 1 else rank_peak_bytes
-            peaks = [measure(step, batches[0]) for step in (plain, planned)]
-        # Of the rank that holds most, and of the one that takes longest.
-        plain_bytes, planned_bytes, *medians = ranks.most([*peaks, *map(statistics.median, run.seconds)])
-    return Comparison(
-        plain_peak_bytes=int(plain_bytes),
-        planned_peak_bytes=int(planned_bytes),
-        plain_step_seconds=medians[0],
-        planned_step_seconds=medians[1],
-        plain_losses=run.losses[0],
-        planned_losses=run.losses[1],
-        notes=tuple(run.notes),
-    )
-
-
-def _plain_levers(plan: Plan) -> Levers:
-    """Return the step that a plan is compared with: of several ranks, that of DistributedDataParallel."""
-    sharding = plan.levers.sharding
-    if sharding is None:
-        return Levers(microbatch_size=plan.batch_size)
-    size = sharding.world_size
-    data_parallel = Sharding(world_size=size, mode="ddp", gradient_as_bucket_view=True)
-    return Levers(microbatch_size=-(-plan.batch_size // size), sharding=data_parallel)
-
-
-def _check_plain_fits(plan: Plan, ranks: SingleProcess) -> None:
-    """Refuse to compare with a step that is predicted not to fit: one rank that runs out leaves the others waiting.
-
-    Raises:
-        UsageError: It does not fit on the rank that has least, on all of them.
-    """
-    needed, own = plan.plain.peak_reserved_bytes or plan.plain.peak_bytes, find_device(plan.device).usable_bytes
-    least = -int(ranks.most([-own])[0])
-    if needed > least:
-        raise UsageError(
-            f"the plain step of the ranks takes {format_bytes(needed)} on each, and {plan.device} has"
-            f" {format_bytes(least)}: there is nothing to compare the plan with. Compare on a smaller batch or model"
-        )
-
-
-def first_batches(workload: Workload, count: int) -> list[Any]:
-    """Return the first training batches, whole ones only; the position of the user's data is left as it was."""
-    if workload.batches is None:
-        return [workload.batch] * count
-    state = workload.batches.state_dict() if hasattr(workload.batches, "state_dict") else None
-    found: list[Any] = []
-    shapes = [tuple(t.shape) for t in tensors_of(workload.batch)]
-    try:
-        with rng_preserved():
-            while len(found) < count:
-                before = len(found)
-                for batch in workload.batches:
-                    if [tuple(t.shape) for t in tensors_of(batch)] == shapes:
-                        found.append(batch)
-                    if len(found) == count:
-                        break
-                if len(found) == before:
-                    return [workload.batch] * count
-    finally:
-        if state is not None:
-            workload.batches.load_state_dict(state)  # type: ignore[attr-defined]
-    return found
-
-
-class _Interleaved(NamedTuple):
-    """The losses and the seconds of some steps, by step, and notes on the seconds."""
-
-    losses: list[list[float]]
-    seconds: list[list[float]]
-    notes: list[str]
-
-
-def _interleave(
-    steps: list[Step], batches: list[Any], progress: Callable[[int, int], None] | None, pace: Pace | None
-) -> _Interleaved:
-    """Run each step on each batch in turn, from the same random state."""
-    losses: list[list[float]] = [[] for _ in steps]
-    seconds: list[list[float]] = [[] for _ in steps]
-    own_seconds = 0.0
-    for index, batch in enumerate(batches):
-        is_timed = index > 0 or len(batches) == 1
-        for which, step in enumerate(steps):
-            if is_timed and pace is not None:
-                pace.read()
-            torch.manual_seed(index)
-            started, own = time.perf_counter(), time.thread_time()
-            losses[which].append(step(batch).loss)
-            synchronize(place_of(step.workload))  # or the next step would wait for this one's update
-            if is_timed:
-                seconds[which].append(time.perf_counter() - started)
-                own_seconds += time.thread_time() - own
-        if progress is not None:
-            progress(index + 1, len(batches))
-    if pace is None:
-        return _Interleaved(losses, seconds, [])
-    return _Interleaved(losses, seconds, busy_notes("they ran", own_seconds / sum(map(sum, seconds)), pace.slowdown))
-
-
 def _train_bars(bars: Bars, arguments: Mapping[str, Any]) -> dict[str, Callable[..., None]]:
     def on_step(progress: Progress) -> None:
         note = f"loss {progress.loss:.4g}, {format_seconds(progress.seconds)} a step"
         bars("train", progress.step, arguments.get("steps"), note)
 
-    return {**_compare_bars(bars, arguments), "on_step": on_step}
+    return {"progress": functools.partial(bars, "plain and planned"), "on_step": on_step}
 
 
 @checked
@@ -267,7 +114,7 @@ def train(
             lower plan of the frontier, on all ranks that share it. None does so wherever it can be done: `fully_shard`
             needs torch 2.13 for it.
         limit_bytes: What a step may hold at a time (> 0): it fails before it exceeds that. None sets no limit.
-        adaptive: Whether batches of other shapes than the workload's are run with plans of their own; see `adapt`.
+        adaptive: Whether batches of other shapes than the workload's are run with plans of their own; see `apply`.
             Steps that run out of memory are then always run again.
         host_budget: What the run may take of the host's memory beyond what the process holds when it begins: bytes, a
             string with a unit, or a share ("90%") of what the host has left; None for all of that. What plan, batches
@@ -328,10 +175,8 @@ def train(
                 drawn = views(plan, workload, comparison)
             elif drawn is not None:
                 drawn = msgspec.structs.replace(drawn, comparison=comparison)
-            with (
-                adapt(plan, workload, limit_bytes=limit_bytes, snapshots=folder)
-                if adaptive
-                else apply(plan, workload, recover=recovers, limit_bytes=limit_bytes, snapshots=folder)
+            with apply(
+                plan, workload, recover=recovers, adaptive=adaptive, limit_bytes=limit_bytes, snapshots=folder
             ) as step:
                 host = HostWatch(step, host_bytes)
                 pending = None if is_drawn else drawn

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 
 import msgspec
@@ -12,13 +13,16 @@ from memfit._torch.modules import NormBase
 from memfit.capture.external_state import differences
 from memfit.capture.fake_workload import nothing_changes, real_copy
 from memfit.capture.measured_peak import measure_peak_bytes, measure_peaks
+from memfit.errors import UsageError
 from memfit.held_state import generators_of
 from memfit.ir.plan import Levers, Plan
 from memfit.ir.verification import Verification
 from memfit.levers import registry
 from memfit.levers.stack import applied, applied_to_copy
 from memfit.pipeline._verify_ranks import verify_on_ranks
+from memfit.pipeline.comparison import PlainStepTooLargeError, compare
 from memfit.pipeline.first_arguments import checked
+from memfit.pipeline.joining import ranks_of
 from memfit.pipeline.placement import check_runs_here
 from memfit.pipeline.statements import (
     TOLERANCE,
@@ -42,8 +46,12 @@ _NAMED = 3  # differences of a copy that a note names
 @checked
 @with_bars(stages)
 @verb
-def verify(plan: Plan, workload: Workload, *, progress: Progress = silent) -> Verification:
+def verify(plan: Plan, workload: Workload, *, steps: int = 5, progress: Progress = silent) -> Verification:
     """Run the plain and the planned step on copies of a workload, and hold the plan to what it says.
+
+    First numerics and peaks are held to the plan. Then both steps train in turn, on the same batches from the same
+    start, for their times and losses: `Verification.comparison`. Steps are interleaved, so that a busy machine slows
+    both alike; the first of each, which makes the optimizer's state, is not timed.
 
     Both start from the same weights and the same random state. Microbatches and compiled code draw their own dropout
     masks: where the plan has any, both steps are compared with modules in evaluation mode, apart from
@@ -51,19 +59,36 @@ def verify(plan: Plan, workload: Workload, *, progress: Progress = silent) -> Ve
 
     A plan for several ranks is verified on as many, which all call this, as they call `train`. The plain step is then
     that of one process, which runs the ranks' parts of the batch one after the other and adds up their gradients. All
-    ranks return the same, with the peak of each.
+    ranks return the same, with the peak of each. Times and losses are compared with DistributedDataParallel's step in
+    fp32, where that is predicted to fit.
 
     Args:
         plan: The plan.
         workload: The workload it was made for; nothing of it is changed.
+        steps: Training steps of each, for times and losses; 0 for none, which is faster.
         progress: Told how many runs of each step are done, of how many; by default bars in a notebook.
 
     Raises:
         PlanMismatchError: The plan was made for another workload.
         PlanError: Its levers are not legal, or it was made for a device that is not here.
         WorkloadError: The model is on another device than the plan's, or holds no data.
-        UsageError: The plan is for more or fewer ranks, or they have different batches.
+        UsageError: The plan is for more or fewer ranks, or they have different batches; or `steps` is below 0.
     """
+    if steps < 0:
+        raise UsageError(f"steps={steps} is below 0: give a number of steps, or 0 for none")
+    with ranks_of(plan):
+        found = _held(plan, workload, progress)
+        if not steps:
+            return found
+        try:
+            comparison = compare(plan, workload, steps=steps, progress=functools.partial(progress, "plain and planned"))
+        except PlainStepTooLargeError as e:
+            return msgspec.structs.replace(found, notes=[*found.notes, str(e)])
+        return msgspec.structs.replace(found, comparison=comparison)
+
+
+def _held(plan: Plan, workload: Workload, progress: Progress) -> Verification:
+    """Return numerics and peaks of the plain and the planned step, held to what the plan says."""
     if plan.levers.sharding is not None:
         return verify_on_ranks(plan, workload, progress)
     place = check_runs_here(plan, workload)

@@ -22,6 +22,7 @@ from memfit.ir.plan import (
     Prediction,
     Proof,
     Solution,
+    bytes_of_plain,
     freest,
     uses_text,
 )
@@ -43,7 +44,6 @@ from memfit.planner.search import (
     Confirmed,
     Limits,
     Saving,
-    bytes_of_plain,
     fastest_that_fits,
     held_against,
     leanest_that_fits,

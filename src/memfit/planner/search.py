@@ -15,7 +15,7 @@ from memfit.report.summary import place_lines
 from memfit.report.verdict import enough_text, infeasible_verdict
 from memfit.solver.frontier import SIMPLER_WITHIN, Combination, dominates, fastest, undominated
 from memfit.solver.milp import Choice
-from memfit.units import Budget, format_bytes
+from memfit.units import format_bytes
 
 _ATTEMPTS = 6
 _FIRST_SHARE = 0.9  # of the time for solving that the first attempt may take; the second, of what it leaves; and so on
@@ -49,14 +49,6 @@ class Confirmed(NamedTuple):
             bound_seconds=min(self.point.bound_seconds, self.prediction.step_seconds),
             is_captured=True,
         )
-
-
-def bytes_of_plain(budget: Budget, plain: Prediction) -> int:
-    """Return what a share of the plain step's peak is a share of.
-
-    From "1x" on that is the upper end of its peak, which is what is held against budgets: "1x" is what it runs in.
-    """
-    return plain.peak_upper_bytes if budget.amount >= 1 else plain.peak_reserved_bytes or plain.peak_bytes
 
 
 class Saving(NamedTuple):

@@ -36,7 +36,7 @@ def ladder_table(ladder: Ladder) -> Group:
         show_edge=False,
         padding=(0, 1, 0, 0),
         title=Text.assemble(
-            ("memfit ladder", "bold"), f" for {clean(ladder.workload)} on {ladder.device}, {_budget(ladder)}"
+            ("memfit tools ladder", "bold"), f" for {clean(ladder.workload)} on {ladder.device}, {_budget(ladder)}"
         ),
         title_justify="left",
         title_style="",

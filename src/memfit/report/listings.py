@@ -14,7 +14,7 @@ from memfit.ir.ranges import RangeReport
 from memfit.ir.run_record import RunRecord
 from memfit.ir.verification import Verification
 from memfit.report.summary import clean, retries_text, seconds_text, waiting_text
-from memfit.report.tables import verdict_text
+from memfit.report.tables import comparison_table, verdict_text
 from memfit.report.verdict import verification_verdict
 from memfit.units import format_bytes, format_seconds
 
@@ -99,7 +99,7 @@ def _rate(figure: float, unit: str) -> str:
 
 
 def verification_table(verification: Verification) -> Group:
-    """Return a verification: its verdict, numerics, peaks, and failures."""
+    """Return a verification: its verdict, numerics, peaks, times, and failures."""
     table = _facts("Plain step against planned step")
     table.add_row("class", verification.numerics)
     table.add_row(
@@ -113,6 +113,8 @@ def verification_table(verification: Verification) -> Group:
     parts: list[RenderableType] = [verdict_text(verification_verdict(verification)), table]
     if not verification.bitwise:
         parts.append(_gradients(verification))
+    if verification.comparison is not None:
+        parts.append(comparison_table(None, verification.comparison))
     parts += [Text(note, style="dim") for note in verification.notes]
     parts += [Text(f"does not hold: {failure}", style="red") for failure in verification.failures]
     return Group(*parts)

@@ -199,7 +199,7 @@ def _slow(report: Report) -> Iterator[NextStep]:
             " predicted: the machine did other work, or the step does what no operator shows. Compare with the plain"
             " step, in turn."
         )
-        yield NextStep(why, "memfit.compare(plan, workload, steps=10)")
+        yield NextStep(why, "memfit.verify(plan, workload, steps=10)")
 
 
 def _faster(report: Report) -> Iterator[NextStep]:

@@ -24,6 +24,7 @@ from memfit.ranks.one_process import Share, SingleProcess, T
 from memfit.rng import rng_preserved
 from memfit.tracebacks import public
 from memfit.training.accumulation_window import Window, checked_loss, gradient_entries, gradient_values
+from memfit.training.guards.ledger import Ledger, ledger_of
 from memfit.training.loss_scaling import LossScaler
 from memfit.training.nonfinite import FirstNotFinite, watching
 from memfit.training.optimizers import parameters_of
@@ -216,6 +217,13 @@ class Step:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def memory_summary(self) -> Ledger:
+        """Return the bytes of the step by category, predicted and measured; `print` shows a table.
+
+        Call it after a step has run, and before `close`.
+        """
+        return ledger_of(self)
 
     def split(self, batch: Any) -> list[Any]:
         """Return the microbatches of a batch, as views; the last may be smaller."""

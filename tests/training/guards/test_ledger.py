@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import memfit
-from memfit.errors import UsageError
 from memfit.training.guards import ledger
 from memfit.training.guards.ledger import IN_THE_STEP, allocation_retries
 from memfit.training.step import Step
@@ -24,7 +22,7 @@ def test_under_a_limit_predicted_and_measured_agree_by_category() -> None:
     with memfit.apply(plan, workload, limit_bytes=2**30) as step:
         for _ in range(2):
             step(workload.batch)
-        found = memfit.memory_summary(step)
+        found = step.memory_summary()
     parameters = sum(p.nbytes for p in workload.model.parameters())
     assert found.measured_bytes["parameters"] == parameters
     assert found.measured_bytes["inputs"] == sum(t.nbytes for t in tensors_of(workload.batch))
@@ -43,29 +41,9 @@ def test_without_a_plan_or_a_limit_it_says_what_is_known() -> None:
     workload = BUILDERS["convnet"]()
     step = Step(workload)
     step(workload.batch)
-    found = memfit.memory_summary(step)
+    found = step.memory_summary()
     assert found.predicted_bytes == {} and found.peak_bytes is None and IN_THE_STEP not in found.measured_bytes
     assert found.measured_bytes["buffers"] == sum(b.nbytes for b in workload.model.buffers())
-
-
-def test_without_a_step_it_is_the_last_one_that_is_not_closed() -> None:
-    with pytest.raises(UsageError, match="finds no step.*give step="):
-        memfit.memory_summary()
-    one, other = BUILDERS["twice"](), BUILDERS["convnet"]()
-    plan = memfit.plan(one, budget="90%", numerics="exact", precisions=["32-true"], points=1)
-    with memfit.apply(plan, one) as first:
-        plan = memfit.plan(other, budget="90%", numerics="exact", precisions=["32-true"], points=1)
-        second = memfit.adapt(plan, other)
-        second(other.batch)
-        assert memfit.memory_summary().steps == 1
-        assert memfit.memory_summary().measured_bytes == memfit.memory_summary(second).measured_bytes
-        second.close()
-        assert memfit.memory_summary().measured_bytes == memfit.memory_summary(first).measured_bytes
-    with pytest.warns(RuntimeWarning, match="never called"):
-        memfit.apply(plan, other)  # dropped without being closed
-        gc.collect()
-    with pytest.raises(UsageError, match="finds no step"):
-        memfit.memory_summary()
 
 
 def test_allocation_retries_are_those_of_the_step_s_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +63,7 @@ def test_allocation_retries_are_those_of_the_step_s_gpu(monkeypatch: pytest.Monk
 
 def test_warnings() -> None:
     workload = BUILDERS["twice"]()
-    found = memfit.memory_summary(Step(workload))
+    found = Step(workload).memory_summary()
     quiet = dataclasses.replace(found, host_bytes=100, host_free_bytes=100)
     assert quiet.warnings == []
     for changes, word in (

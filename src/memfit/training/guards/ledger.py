@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
-import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
 
-from memfit.errors import UsageError
 from memfit.hardware import accelerators
 from memfit.hardware.host import free_bytes
 from memfit.ir.trace import BETWEEN_STEPS
 from memfit.training.guards.limits import CpuLimit, held_by_category
 from memfit.training.optimizers import parameters_of, state_of
-from memfit.training.step import Step
 from memfit.units import format_bytes
 from memfit.workload import tensors_of
 
+if TYPE_CHECKING:
+    from memfit.training.step import Step
+
 IN_THE_STEP = "in the step"
 """Category of bytes alive only while a step runs: gradients, activations, temporaries, workspaces."""
-_live: list[weakref.ref[Step]] = []
 
 
 @dataclass(frozen=True)
@@ -94,27 +92,8 @@ def _text(count: int | None) -> str:
     return "" if count is None else format_bytes(count)
 
 
-@contextlib.contextmanager
-def live(step: Step) -> Iterator[None]:
-    """Let `memory_summary` find a step until the context is left, or the step is freed."""
-    reference = weakref.ref(step)
-    _live.append(reference)
-    try:
-        yield
-    finally:
-        _live.remove(reference)
-
-
-def memory_summary(step: Step | None = None) -> Ledger:
-    """Return the bytes of a step by category, predicted and measured; `print` shows a table.
-
-    Args:
-        step: The step, after it has run; None for the last one of `apply`, `adapt` or `train` that is not closed.
-
-    Raises:
-        UsageError: There is no such step.
-    """
-    step = _last_live() if step is None else step
+def ledger_of(step: Step) -> Ledger:
+    """Return the bytes of a step by category, predicted and measured."""
     device = device_of(step)
     held = held_by_category(held_tensors(step, step.workload.batch))
     held.pop("gradients", None)
@@ -133,16 +112,6 @@ def memory_summary(step: Step | None = None) -> Ledger:
         host_bytes=psutil.Process().memory_info().rss,
         host_free_bytes=free_bytes(),
         pinned_bytes=_pinned_bytes(),
-    )
-
-
-def _last_live() -> Step:
-    for reference in reversed(_live):
-        if (step := reference()) is not None:
-            return step
-    raise UsageError(
-        "memory_summary() finds no step: memfit.apply, adapt or train returned none, or it is closed. Call it before"
-        " step.close(), or give step="
     )
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,18 +22,14 @@ from memfit.ir.simulate import simulate
 from memfit.levers import registry
 from memfit.levers.conflicts import ADAPTING
 from memfit.levers.switch import Switch, candidates_of, lowered
-from memfit.pipeline._apply import snapshots_of, switchable
-from memfit.pipeline.first_arguments import checked
-from memfit.pipeline.placement import placed
-from memfit.pipeline.verbs import applying
-from memfit.planner.batch_coupling import without_coupled
 from memfit.planner.captures import Captures
 from memfit.planner.prediction import costs_of
 from memfit.solver.controller import Controller, Expected
 from memfit.training.guards.ledger import device_of
 from memfit.training.guards.limits import CpuLimit
 from memfit.training.guards.recovery import Recovery
-from memfit.training.step import Step, StepResult
+from memfit.training.guards.snapshots import Snapshots
+from memfit.training.step import StepResult
 from memfit.units import format_bytes
 from memfit.workload import Workload, tensors_of
 
@@ -46,42 +40,6 @@ BUCKETS = 8
 _SMALLEST = 16  # of the largest size: the smallest that is captured
 
 Shapes = tuple[tuple[int, ...], ...]
-
-
-@checked
-@applying
-def adapt(
-    plan: Plan,
-    workload: Workload,
-    *,
-    limit_bytes: int | None = None,
-    snapshots: str | Path | None = None,
-) -> Step:
-    """Return a training step for batches whose shapes vary, which runs each with the fastest plan that fits it.
-
-    The plans are those on the frontier of `plan`, of its precision and of the numerics class that it allows. With
-    numerics="exact" the results do not depend on which are taken; with microbatches among them, they do to
-    rounding. A batch that runs out of memory all the same is undone and run again under a lower plan.
-
-    Args:
-        plan: A plan for the workload, whose batch is the largest there is; the plan's budget is held for all.
-        workload: The workload.
-        limit_bytes: What a step may hold at a time (> 0): it fails before it exceeds that. None sets no limit.
-        snapshots: Folder for a memory snapshot of each step that runs out of memory, `out-of-memory-<step>.pickle`, at
-            most 8; None for none.
-
-    Raises:
-        PlanMismatchError: The plan was made for another workload.
-        PlanError: Its precision is bf16-true, or its levers don't go together.
-        UsageError: `limit_bytes` is not positive, or a batch, when the step is called, is larger than the workload's.
-    """
-    plan, workload = without_coupled(plan, workload), placed(workload, plan)
-    with contextlib.ExitStack() as stack:
-        switch = stack.enter_context(switchable(plan, workload, limit_bytes=limit_bytes))
-        adaptive = stack.enter_context(contextlib.closing(Adaptive(switch, plan, workload, snapshots)))
-        switch.step.change(recovery=adaptive)
-        switch.step.on_close = stack.pop_all().close
-    return switch.step
 
 
 class Way:
@@ -133,16 +91,16 @@ class Adaptive(Recovery):
         switch: Puts the step under a plan.
         plan: The plan whose frontier has the others.
         workload: The workload that the step is made of.
-        snapshots: Folder for snapshots of steps that run out of memory; None for none.
+        snapshots: Writes a snapshot of each step that runs out of memory; None for none.
 
     Attributes:
         candidates: The plans.
         taken: How often each was run, by bucket and position.
     """
 
-    def __init__(self, switch: Switch, plan: Plan, workload: Workload, snapshots: str | Path | None = None) -> None:
+    def __init__(self, switch: Switch, plan: Plan, workload: Workload, snapshots: Snapshots | None = None) -> None:
         registry.check_names({ADAPTING} | registry.names(plan.levers, plan.batch_size))
-        super().__init__(switch.step, plan, self._next, snapshots=snapshots_of(switch, snapshots))
+        super().__init__(switch.step, plan, self._next, snapshots=snapshots)
         self.candidates = candidates_of(plan)
         self.taken: Counter[tuple[int, int]] = Counter()
         self._base = plan
