@@ -7,7 +7,7 @@ from memfit.ir.trace import CATEGORIES
 
 WORKSPACE = "workspaces"
 TIMELINE_CATEGORIES: tuple[str, ...] = (*CATEGORIES, WORKSPACE)
-_EDGE, _FEW = 0.1, 2  # share of a pass that is its start, or its end, and operators of one that has few
+_EDGE, _FEW = 0.1, 4  # share of a pass that is its start, or its end, and operators of one that has few
 
 
 class Timeline(Shown, frozen=True, kw_only=True):
