@@ -394,7 +394,8 @@ def test_rows_name_their_levers_and_whether_they_were_captured(plan: Plan) -> No
     [
         ("optimal", 0.0, "no faster plan fits"),
         ("optimal", 0.012, "at most 1.2 % slower than the best possible plan"),
-        ("feasible", 0.17, "at most 17 % slower than the best possible plan"),
+        ("feasible", 1.0, "was not found out"),
+        ("feasible", 0.17, "at most 20 % slower than the best possible plan"),
     ],
 )
 def test_the_solvers_words_never_promise_more_than_its_gap(

@@ -224,8 +224,11 @@ def solver_text(plan: Plan) -> str:
     solution = plan.solution
     if solution.status == "optimal" and solution.gap <= _NO_GAP:
         return "no faster plan fits, as far as times are predicted"
-    gap = share_text(solution.gap if solution.status == "optimal" else max(solution.gap, _NO_GAP), 1)
-    return f"at most {gap} slower than the best possible plan, as far as times are predicted"
+    gap = solution.gap if solution.status == "optimal" else max(solution.gap, _NO_GAP)
+    if gap >= 1:
+        return "how much faster the best possible plan is was not found out"
+    slower = share_text(gap, 1 - gap)  # the gap is a share of the plan's time
+    return f"at most {slower} slower than the best possible plan, as far as times are predicted"
 
 
 _SMALLER_BY = {

@@ -36,7 +36,9 @@ def plan_verdict(plan: Plan, comparison: Comparison | None = None) -> str:
         parts[0] += f" on each of {sharding.world_size} ranks"
     if not plan.uses:
         return f"{parts[0].replace('Fits', 'Fits as it is')}."
-    parts += [speed_text(seconds, plain_seconds), numerics_text(plan)]
+    differs = comparison is not None and comparison.plain_losses != comparison.planned_losses
+    said = "losses not identical" if differs and plan.numerics == "exact" else numerics_text(plan)
+    parts += [speed_text(seconds, plain_seconds), said]
     return f"{', '.join(filter(None, parts))}."
 
 
