@@ -489,8 +489,12 @@ def test_the_report_imports_no_torch_and_no_other_stage() -> None:
         (
             0.24,
             (),
-            ["The plain step took 49 % longer than predicted, more than the stated 30%.", "only 3 steps of each"],
+            [
+                "The plain step took 49 % longer than predicted, more than the stated error of 30%.",
+                "only 3 steps of each",
+            ],
         ),
+        (1.61, (), ["The plain step took 10.0 times as long as predicted", "compare more steps"]),
         (0.08, (), ["The plain step took 50 % less than predicted", "compare more steps"]),
         (0.24, ("other programs were using this machine",), ["took 49 % longer", "Other programs were using"]),
     ],
