@@ -54,3 +54,13 @@ def test_a_larger_batch_is_told_once_and_smaller_ones_are_not(caplog: pytest.Log
     fitted.close()
     model(**given(64, 64))
     assert len(fitted.events) == 2 and not model._forward_pre_hooks
+
+
+def test_a_trainer_tells_its_plan_as_every_other_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    model = Reader()
+    workload = Workload(model, given(8, 16), lambda m, b: m(**b), torch.optim.SGD(model.parameters(), 0.1))
+    fitted = Fitted(workload, budget="1GiB", precisions=["32-true"], numerics="exact", points=1)
+    lines = capsys.readouterr().err.splitlines()
+    said = [line for line in lines if line.startswith("memfit: ")]
+    assert len(said) == 1 and said[0].startswith("memfit: Fits as it is: ") and "of 1 GiB." in said[0]
+    assert str(fitted.plan).splitlines()[1:] == lines[lines.index(said[0]) + 1 :]

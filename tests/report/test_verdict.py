@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from memfit.ir.plan import NUMERICS, Levers, LeverUse, MeasuredStep, Numerics, Plan, Prediction
+from memfit.ir.plan import NUMERICS, OTHER_DRAWS, Levers, LeverUse, MeasuredStep, Numerics, Plan, Prediction
 from memfit.ir.run_record import Comparison
 from memfit.ir.sharding import Sharding
 from memfit.ir.verification import Verification
@@ -58,6 +58,12 @@ BF16 = {"levers": Levers(microbatch_size=16, precision="bf16-mixed")}
     [
         (step(99 * MIB, 1.04), [EXACT], {}, "Fits: 99 of 100 MiB, 4 % slower, bit-identical."),
         (step(99 * MIB, 0.97), [REORDERED], {}, "Fits: 99 of 100 MiB, 3 % faster, equal to rounding."),
+        (
+            step(99 * MIB),
+            [REORDERED],
+            {"notes": [f"{OTHER_DRAWS}microbatches differ"]},
+            "Fits: 99 of 100 MiB, as fast, equal to rounding but for dropout masks.",
+        ),
         (step(99 * MIB, 1.001), [REORDERED], {}, "Fits: 99 of 100 MiB, as fast, equal to rounding."),
         (step(99 * MIB, 2.5), [EXACT], {}, "Fits: 99 of 100 MiB, 2.5 times as long, bit-identical."),
         (step(50 * MIB, 0.4), [REDUCED], BF16, "Fits: 50 of 100 MiB, 2.5 times as fast, fewer bits: bfloat16."),
@@ -119,6 +125,8 @@ MEASURED = Comparison(
 def test_what_was_measured_is_told_in_place_of_what_is_predicted(plan: Plan) -> None:
     chosen = planned(plan, step(99 * MIB, 1.04), EXACT)
     assert plan_verdict(chosen, MEASURED) == "Fits: measured 98 of 100 MiB, 10 % slower, bit-identical."
+    apart = msgspec.structs.replace(MEASURED, planned_losses=[2.0, 1.6])
+    assert plan_verdict(chosen, apart) == "Fits: measured 98 of 100 MiB, 10 % slower, losses not identical."
     larger = msgspec.structs.replace(MEASURED, planned_peak_bytes=101 * MIB)
     assert plan_verdict(chosen, larger) == "Does not fit: measured 101 of 100 MiB, 10 % slower, bit-identical."
 

@@ -15,7 +15,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from memfit.ir.operator_classes import RECURRENT, operator_class
-from memfit.ir.trace import Trace, Work
+from memfit.ir.trace import Storage, Trace, Work
 
 _op_key = operator.attrgetter("name", "call", "phase", "microbatch", "mutates", "random")
 _life = operator.attrgetter("birth", "death", "release", "category", "owner", "parameter")
@@ -87,7 +87,7 @@ class _Line:
             low,
             ops=ops,
             storages=[
-                a if a.nbytes == b.nbytes else replace(a, nbytes=self.whole(a.nbytes, b.nbytes), shape=())
+                a if a.nbytes == b.nbytes else replace(a, nbytes=self.whole(a.nbytes, b.nbytes), shape=self.shape(a, b))
                 for a, b in zip(low.storages, high.storages, strict=True)
             ],
             signatures=signatures,
@@ -98,6 +98,13 @@ class _Line:
             notes=high.notes,
             slack=max(low.slack, high.slack),
         )
+
+    def shape(self, low: Storage, high: Storage) -> tuple[int, ...]:
+        """Return the shape of a storage, () where it is not on the line."""
+        try:
+            return tuple(self.whole(a, b) for a, b in zip(low.shape, high.shape, strict=True))
+        except (_NotWholeError, ValueError):
+            return ()
 
     def whole(self, low: int, high: int) -> int:
         steps, rest = divmod((high - low) * (self.at - self.low), self.high - self.low)

@@ -23,6 +23,8 @@ OptimizerLever = Literal["as-is", "in-backward", "fused", "offloaded", "adamw-8b
 Numerics = Literal["exact", "reordered", "reduced", "changed"]
 NUMERICS: tuple[Numerics, ...] = get_args(Numerics)
 """Numerics classes, from the strictest to the freest."""
+OTHER_DRAWS = "dropout masks of "
+"""The beginning of a plan's note that its step draws other random numbers than the plain one."""
 
 
 def allows(allowed: Numerics, used: Numerics) -> bool:

@@ -7,7 +7,7 @@ from memfit.ir.trace import CATEGORIES
 
 WORKSPACE = "workspaces"
 TIMELINE_CATEGORIES: tuple[str, ...] = (*CATEGORIES, WORKSPACE)
-_EDGE = 0.1  # share of a pass that is its start, or its end
+_EDGE, _FEW = 0.1, 4  # share of a pass that is its start, or its end, and operators of one that has few
 
 
 class Timeline(Shown, frozen=True, kw_only=True):
@@ -47,8 +47,8 @@ class Timeline(Shown, frozen=True, kw_only=True):
             begin -= 1
         while end + 1 < len(passes) and passes[end + 1] == passes[at]:
             end += 1
-        share = (at - begin) / max(1, end - begin)
-        part = "start" if share < _EDGE else "end" if share > 1 - _EDGE else "middle"
+        near = max(_FEW, _EDGE * (end - begin))
+        part = "start" if at - begin <= near else "end" if end - at <= near else "middle"
         stage = "optimizer step" if passes[at] == "optimizer" else f"{passes[at]} pass"
         operator = operator_text(self.labels[at].rpartition(" · ")[2])
         again = ", recomputed" if self.phases[at] == "recompute" else ""

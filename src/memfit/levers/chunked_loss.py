@@ -46,7 +46,7 @@ class ChunkedLoss(Lever):
         Conflict(
             CHUNKED_LOSS,
             COMPILED,
-            "compiled code can't hold logits that have no numbers",
+            "torch.compile can't trace the deferred logits",
             "set levers.chunked_loss to null, or don't compile the model",
         ),
         Conflict(CHUNKED_LOSS, JITTOR, "it is made of PyTorch's functions", "set levers.chunked_loss to null"),

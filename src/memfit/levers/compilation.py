@@ -35,7 +35,7 @@ LIMIT = "`limit_bytes` on the CPU"
 CHANNELS_LAST: CompilerLever = "inductor-channels-last"
 _OFF = "set levers.compiler to 'none', or plan with compile=False"
 _REASONS = {
-    CHUNKED_LOSS: "compiled code can't hold logits that have no numbers",
+    CHUNKED_LOSS: "torch.compile can't trace the deferred logits",
     LEAN: "the compiler decides by itself what norms and activations keep",
     ACTIVATION_OFFLOAD: "compiled code keeps what it saves on the device",
     IN_BACKWARD: "a compiled backward pass returns all gradients at its end, so that nothing is saved",

@@ -16,6 +16,7 @@ from memfit._torch.replacement import replaced
 from memfit.cost.code import code_seconds, kernels_of
 from memfit.errors import PlanError
 from memfit.ir.plan import (
+    OTHER_DRAWS,
     Candidate,
     Levers,
     Plan,
@@ -538,12 +539,10 @@ class _Assembly:
     def _note_draws(self, levers: Levers) -> None:
         draws = any(op.random for op in self.steps.traces[self.steps.plain].ops)
         if draws and levers.microbatch_size < self.steps.batch_size:
-            self.notes.append(
-                "dropout masks of microbatches differ from the whole batch's; their probability is the same"
-            )
+            self.notes.append(f"{OTHER_DRAWS}microbatches differ from the whole batch's; their probability is the same")
         elif draws and registry.draws_otherwise(levers, self.steps.global_batch_size):
             self.notes.append(
-                "dropout masks of compiled code differ from the step's as it is; their probability is the same"
+                f"{OTHER_DRAWS}compiled code differ from the step's as it is; their probability is the same"
             )
 
 

@@ -15,6 +15,7 @@ from memfit.units import format_bytes, format_seconds
 
 MISSING = "—"
 _MUCH_WAITING = 0.2
+_MANY_TIMES = 2.0  # from here on times are told as multiples
 _NO_GAP = 1e-3  # as near as the solver goes
 _Group = tuple[tuple[str, ...], str]  # the parts of an FQN, and what is done with the module
 
@@ -224,8 +225,11 @@ def solver_text(plan: Plan) -> str:
     solution = plan.solution
     if solution.status == "optimal" and solution.gap <= _NO_GAP:
         return "no faster plan fits, as far as times are predicted"
-    gap = share_text(solution.gap if solution.status == "optimal" else max(solution.gap, _NO_GAP), 1)
-    return f"at most {gap} slower than the best possible plan, as far as times are predicted"
+    gap = solution.gap if solution.status == "optimal" else max(solution.gap, _NO_GAP)
+    if gap >= 1:
+        return "how much faster the best possible plan is was not found out"
+    slower = share_text(gap, 1 - gap)  # the gap is a share of the plan's time
+    return f"at most {slower} slower than the best possible plan, as far as times are predicted"
 
 
 _SMALLER_BY = {
@@ -352,9 +356,11 @@ def _unlike_predicted(comparison: Comparison, plan: Plan | None) -> list[str]:
         error = predicted.throughput.step_error if predicted.throughput else 0.0
         if not error or not predicted.step_seconds or abs(seconds / predicted.step_seconds - 1) <= error:
             continue
+        ratio = seconds / predicted.step_seconds
         change = share_text(seconds - predicted.step_seconds, predicted.step_seconds)
-        than = "longer" if seconds > predicted.step_seconds else "less"
-        lines.append(f"The {name} step took {change} {than} than predicted, more than the stated {error:.0%}.")
+        took = f"{change} less than predicted" if ratio < 1 else f"{change} longer than predicted"
+        took = f"{ratio:,.1f} times as long as predicted" if ratio >= _MANY_TIMES else took
+        lines.append(f"The {name} step took {took}, more than the stated error of {error:.0%}.")
     if lines and not comparison.notes:
         count = max(1, len(comparison.plain_losses) - 1)
         lines.append(

@@ -49,13 +49,13 @@ _CHOSEN, _OVER, _CAPTURED = "▶", "▲", "✓"
 
 def plan_table(plan: Plan) -> Table:
     """Return a plan: its verdict, what it costs, what it sets, and how sure that is."""
-    name = ("memfit plan", "dim"), (f" for {clean(plan.workload)} on {clean(plan.device)}", "dim")
+    plan_name = f"memfit plan for {clean(plan.workload)} on {clean(plan.device)}"
     table = Table(
         box=None,
         show_header=False,
         pad_edge=False,
         padding=(0, 3, 0, 0),
-        title=Text.assemble(verdict_text(plan_verdict(plan)), "\n", *name),
+        title=Text.assemble(verdict_text(plan_verdict(plan)), "\n", (plan_name, "dim")),
         title_justify="left",
         title_style="",
     )

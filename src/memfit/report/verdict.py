@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from memfit.ir.plan import NUMERICS, Candidate, LeverUse, Plan, Prediction
+from memfit.ir.plan import NUMERICS, OTHER_DRAWS, Candidate, LeverUse, Plan, Prediction
 from memfit.ir.run_record import Comparison
 from memfit.ir.verification import Verification
 from memfit.report.summary import clean, levers_text
@@ -36,7 +36,9 @@ def plan_verdict(plan: Plan, comparison: Comparison | None = None) -> str:
         parts[0] += f" on each of {sharding.world_size} ranks"
     if not plan.uses:
         return f"{parts[0].replace('Fits', 'Fits as it is')}."
-    parts += [speed_text(seconds, plain_seconds), numerics_text(plan)]
+    differs = comparison is not None and comparison.plain_losses != comparison.planned_losses
+    said = "losses not identical" if differs and plan.numerics == "exact" else numerics_text(plan)
+    parts += [speed_text(seconds, plain_seconds), said]
     return f"{', '.join(filter(None, parts))}."
 
 
@@ -90,7 +92,8 @@ def numerics_text(point: Plan | Candidate) -> str:
     if point.numerics == "exact":
         return "bit-identical"
     if point.numerics == "reordered":
-        return "equal to rounding"
+        draws = isinstance(point, Plan) and any(note.startswith(OTHER_DRAWS) for note in point.notes)
+        return "equal to rounding but for dropout masks" if draws else "equal to rounding"
     used = [_bits(point, use) for use in point.uses if use.numerics == point.numerics]
     said = {"reduced": "fewer bits", "changed": "another training"}[point.numerics]
     return f"{said}: {', '.join(dict.fromkeys(used))}" if used else said

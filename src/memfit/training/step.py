@@ -471,7 +471,7 @@ class Step:
             raise NonFiniteError(
                 f"the gradient norm is {norm} at step {self.steps} (loss {loss:g}), and the weights were updated with"
                 " it, as each gradient is used in the backward pass: go on from a checkpoint, lower the learning rate,"
-                " or set levers.optimizer to 'as-is', which looks before it updates",
+                " or set levers.optimizer to 'as-is', which checks gradients before the update",
                 step=self.steps,
                 value=norm,
             )
