@@ -15,9 +15,11 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from msgspec.structs import replace as with_fields
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -26,14 +28,16 @@ from memfit._torch.replacement import replaced
 from memfit.batch import leaves_of
 from memfit.capture.external_state import external_tensors
 from memfit.capture.loop_recorder import Seen, Verdict, Watcher, parameters_of
-from memfit.errors import InfeasibleError, MemfitError, UsageError
+from memfit.errors import InfeasibleError, MemfitError, PlanMismatchError, UsageError
 from memfit.extent import Extent, covers, difference_text, extent_of, looked_ahead, sizes_changed
 from memfit.frames import on_unused
 from memfit.hardware.host import find_device
 from memfit.interrupts import undone
 from memfit.ir.plan import Numerics, Plan, Prediction
+from memfit.levers.stack import check_plan
 from memfit.levers.switch import switched
 from memfit.pipeline._estimate import estimate
+from memfit.pipeline._plan import load_plan
 from memfit.pipeline._plan import plan as make_plan
 from memfit.pipeline.verbs import uninterrupted
 from memfit.planner.captures import capture_levers
@@ -57,7 +61,7 @@ from memfit.training.guards.growth import Growth
 from memfit.training.taped import CombinedOptimizers
 from memfit.units import format_bytes, format_seconds, read_budget
 from memfit.words import LOOP
-from memfit.workload import Workload, tensors_of
+from memfit.workload import Workload, fingerprint, tensors_of
 
 Mixed = Prediction | Literal["in use"] | None
 """What mixed precision is predicted to take: nothing, where the loop has it, or where that can't be run."""
@@ -68,11 +72,21 @@ _MOST_TRIES = 3
 _MOST_AWAITED = 1024  # steps that are recorded until one comes again that was not
 _MOST_CHECKED = 16  # steps, where not all kinds come again
 _POINTS = 4
+_AND = " and "
 _NOTED_SHARE = 0.01  # of the budget: what the loop holds beside the step
 
 
 class Fitted:
     """A loop that memfit fits into a budget.
+
+    Args:
+        optimizers: Returns the optimizers that the loop has made so far.
+        tell: Takes each text.
+        progress: Called with (stage, done, total) while planning.
+        options: Options of `memfit.plan`, `budget` at least.
+        given: A plan to begin with; None to make one.
+        note: Takes the texts that ask for nothing, in the place of `tell`.
+        on_plan: Called with each plan of the loop's step, before the loop runs under it.
 
     Attributes:
         plan: What it runs under after its first step; None before.
@@ -85,11 +99,16 @@ class Fitted:
         tell: Callable[[str], None],
         progress: Progress,
         options: dict[str, Any],
+        given: Plan | None = None,
+        note: Callable[[str], None] | None = None,
+        on_plan: Callable[[Plan], None] = lambda plan: None,
     ) -> None:
         self.plan: Plan | None = None
         self.saw = ""
         self._optimizers, self._progress, self._options = optimizers, progress, options
         self._tell: Callable[[str], None] = lambda text: tell(LOOP.of(text))
+        self._note: Callable[[str], None] = lambda text: (note or tell)(LOOP.of(text))
+        self._given, self._on_plan = given, on_plan
         self._watcher = Watcher(self._called, self._passed, self._stepped_elsewhere)
         self._levers = contextlib.ExitStack()
         self._proving = contextlib.ExitStack()
@@ -255,7 +274,7 @@ class Fitted:
                     larger.promise([kind.step for kind in self._kinds], {number: target})
                     self._proven, self._checked = [], 0
                     gc.collect()
-                    self._tell(f"memfit: a batch is larger than planned ({difference}): {said}")
+                    self._note(f"memfit: a batch is larger than planned ({difference}): {said}")
                     return True
         except InfeasibleError as e:
             raise InfeasibleError(
@@ -292,12 +311,13 @@ class Fitted:
             predicted = predicted_under(plan, workload)
             if predicted.peak_upper_bytes > budget:
                 try:
-                    plan = self._planned(workload, budget)
+                    plan = self._planned(workload, f"{budget}B")
                 except InfeasibleError:
                     if is_last:
                         raise
                     return None
                 predicted, how = plan.predicted, "planned again"
+                self._on_plan(plan)
                 self._larger.forget()
             else:
                 how = "the plan holds it"
@@ -343,16 +363,20 @@ class Fitted:
     def _begin_with(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Put a module under a plan for itself, before its first call."""
         loss = functools.partial(_standing_in, ExecutionContext.now())
-        workload = _workload(module, [args, kwargs], loss, self._optimizers_of([module]), module)
+        workload = _workload(module, [args, kwargs], loss, self._optimizers_of([module]), [module])
+        given = self._given
+        if given is not None and (given.fingerprint, given.device) == (fingerprint(workload), _device_of(module)):
+            self._put_under(module, given)
+            return
         try:
             try:
                 # Where others are trained too, they need a part of the budget, and nobody knows which.
                 held = {id(p) for p in module.parameters()}
                 trained = (p for o in self._optimizers() for p in parameters_of(o))
                 is_alone = all(id(p) in held for p in trained) and not self._unsteady
-                found = self._planned(workload, self._options["budget"] if is_alone else 1)
+                found = self._planned(workload, self._options["budget"] if is_alone else "1B")
             except InfeasibleError as e:
-                found = self._planned(workload, e.lowest_peak_bytes)
+                found = self._planned(workload, f"{e.lowest_peak_bytes}B")
         except MemfitError as e:
             self._tell_once(
                 id(module), f"memfit: the first step runs as it is, as no plan was found for it ({first_line(e)})"
@@ -374,14 +398,15 @@ class Fitted:
             workload = self._workload_of([known.step for known in kinds if known.is_planned])
             kind.saw = seen(kind.step.entries, watcher.roots, watcher.optimizers)
             self.saw = kinds[0].saw if len(kinds) == 1 else "; ".join(f"({i}) {k.saw}" for i, k in enumerate(kinds, 1))
-            self._tell(f"memfit: saw a step{'' if len(kinds) == 1 else ' of another kind'}: {kind.saw}")
+            self._note(f"memfit: saw a step{'' if len(kinds) == 1 else ' of another kind'}: {kind.saw}")
             with _generators_kept(workload.tape):
-                self.plan = self._planned(workload, self._options["budget"])
+                self.plan = self._held_by_given(workload) or self._planned(workload, self._options["budget"])
+            self._on_plan(self.plan)
             self._tell_first(workload, self.plan)
             under = [(workload.model, self.plan)]
             self._tell_beside(workload, self.plan, [t for known in kinds for t in known.step.given])
             self._advice = advice(self.plan, self._mixed(workload)) if is_slow(self.plan) else []
-        except InfeasibleError:
+        except (InfeasibleError, PlanMismatchError):
             raise
         except MemfitError as e:
             if not self._under:
@@ -401,7 +426,7 @@ class Fitted:
         watcher.rest()
         for model, plan in under:
             self._switch(model, plan)
-        self._tell(str(self))
+        self._note(str(self))
         for line in self._untrained():
             self._tell_once(line, line)
 
@@ -451,7 +476,37 @@ class Fitted:
             tuple(names.get(n, names[numbers[0]]) for n in range(len(watcher.roots))),
             step.passes,
         )
-        return _workload(model, step.given, _not_called, optimizers, roots[numbers[0]], tape)
+        return _workload(model, step.given, _not_called, optimizers, list(roots.values()), tape)
+
+    def _held_by_given(self, workload: LoopWorkload) -> Plan | None:
+        """Return the plan that was given, as predicted for the loop's step; None where it does not hold that step.
+
+        Raises:
+            PlanMismatchError: It was made for another model, optimizer or device.
+        """
+        given = self._given
+        if given is None or (given.fingerprint != fingerprint(workload) and self._is_part_of(given, workload)):
+            return None
+        device = _device_of(workload.model)
+        if given.fingerprint != fingerprint(workload) or given.device != device:
+            raise PlanMismatchError(
+                f"plan= was made for {given.workload} on {given.device}, with the fingerprint {given.fingerprint}. The"
+                f" loop trains {workload.name} on {device}, with {fingerprint(workload)}: another model, optimizer or"
+                " device. Leave out plan= and give budget= to make a plan for this loop"
+            )
+        check_plan(given, workload)
+        predicted = predicted_under(given, workload)
+        if predicted.peak_upper_bytes <= given.budget_bytes:
+            return with_fields(given, predicted=predicted)
+        self._note(
+            f"memfit: under the plan that was given the step needs {format_bytes(predicted.peak_upper_bytes)} of"
+            f" {format_bytes(given.budget_bytes)}: it is planned anew"
+        )
+        return None
+
+    def _is_part_of(self, given: Plan, workload: LoopWorkload) -> bool:
+        """Tell whether a plan is for more modules than have trained so far, or was in force for those before."""
+        return bool(self._kinds) or set(workload.name.split(_AND)) < set(given.workload.split(_AND))
 
     def _untrained(self) -> list[str]:
         """Return what is known of parameters that an optimizer holds and that no step trained."""
@@ -534,7 +589,8 @@ def fit(
     model: nn.Module | Sequence[nn.Module],
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     *,
-    budget: int | float | str,
+    budget: int | float | str | None = None,
+    plan: Plan | Path | str | None = None,
     numerics: Numerics = "exact",
     host_budget: int | str | None = None,
     time_limit_seconds: float = 10.0,
@@ -551,7 +607,9 @@ def fit(
         model: The model, or the models, that the loop trains.
         optimizer: The optimizer, or the optimizers, that it steps.
         budget: Bytes, a string with a unit ("1.5GiB"), or a share of the device's memory ("90%") or of the plain
-            step's peak ("0.5x").
+            step's peak ("0.5x"). Give this or `plan`.
+        plan: A plan to begin with, or its file: `Fitted.plan` of an earlier run of this loop. Nothing is planned while
+            it holds the loop's steps. Its budget, numerics and host budget are taken.
         numerics: "exact", or "reordered", with which losses of language models are chunked too.
         host_budget: As of `memfit.plan`.
         time_limit_seconds: As of `memfit.plan`, for each of the two plans that are made.
@@ -562,19 +620,20 @@ def fit(
         RuntimeWarning: The context is dropped without having been entered.
 
     Raises:
-        BudgetError: The budget says no number of bytes.
+        BudgetError: `budget` can't be parsed.
+        PlanMismatchError: `plan` was made for another model, optimizer or device.
         InfeasibleError: No plan fits. The loop ends where its second step begins, whatever it makes of exceptions; the
             error is raised where the context is left. The first step was made.
         UsageError: What the loop does can't be planned where it runs, such as an optimizer that needs a closure.
     """
-    _check(budget, numerics)
-    given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    given, options = _settled(budget, plan, numerics, host_budget)
+    options["time_limit_seconds"] = time_limit_seconds
+    stepped = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     models = [model] if isinstance(model, nn.Module) else list(model)
-    if not _updating(given, (p for model in models for p in model.parameters())):
+    if not _updating(stepped, (p for model in models for p in model.parameters())):
         raise UsageError("optimizer= updates no parameter of model=: give the two that the loop trains with")
-    options = {"numerics": numerics, "host_budget": host_budget, "time_limit_seconds": time_limit_seconds}
     write = tell or functools.partial(print, file=sys.stderr, flush=True)
-    return _Fitting(Fitted(lambda: given, write, progress, {"budget": budget, **options}))
+    return _Fitting(Fitted(lambda: stepped, write, progress, options, given))
 
 
 class _Fitting(contextlib.AbstractContextManager["Fitted", None]):
@@ -599,14 +658,17 @@ class _Fitting(contextlib.AbstractContextManager["Fitted", None]):
 @contextlib.contextmanager
 def fit_whatever_trains(
     *,
-    budget: int | float | str,
+    budget: int | float | str | None = None,
+    plan: Plan | None = None,
     numerics: Numerics = "exact",
     host_budget: int | str | None = None,
     tell: Callable[[str], None],
+    note: Callable[[str], None] | None = None,
+    on_plan: Callable[[Plan], None] = lambda plan: None,
     progress: Progress = silent,
 ) -> Iterator[Fitted]:
-    """Fit the loop that runs in this context into a budget, with the optimizers that it makes; see `fit`."""
-    _check(budget, numerics)
+    """Fit the loop that runs in this context into a budget, with the optimizers that it makes; see `fit`, `Fitted`."""
+    given, options = _settled(budget, plan, numerics, host_budget)
     made: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
     initialise = torch.optim.Optimizer.__init__
 
@@ -614,8 +676,7 @@ def fit_whatever_trains(
         made.add(optimizer)
         initialise(optimizer, *args, **kwargs)
 
-    options = {"budget": budget, "numerics": numerics, "host_budget": host_budget}
-    fitted = Fitted(lambda: list(made), tell, progress, options)
+    fitted = Fitted(lambda: list(made), tell, progress, options, given, note, on_plan)
     with replaced(torch.optim.Optimizer, "__init__", initialise_and_note), LOOP.spoken(), fitted.watching():
         yield fitted
 
@@ -626,11 +687,20 @@ def _updating(optimizers: Iterable[torch.optim.Optimizer], parameters: Iterable[
     return [o for o in optimizers if any(id(p) in held for p in parameters_of(o))]
 
 
-def _check(budget: int | float | str, numerics: Numerics) -> None:
-    """Check what a loop is to be fitted into, before it begins."""
+def _settled(
+    budget: int | float | str | None, plan: Plan | Path | str | None, numerics: Numerics, host_budget: int | str | None
+) -> tuple[Plan | None, dict[str, Any]]:
+    """Return the plan to begin with, if there is one, and the options of `memfit.plan`, checked before a loop begins."""
+    if (budget is None) == (plan is None):
+        raise UsageError("give one of budget= and plan=")
+    given = load_plan(plan) if isinstance(plan, str | Path) else plan
+    if given is not None:
+        budget, numerics, host_budget = f"{given.budget_bytes}B", given.allowed, given.host_budget_bytes or None
+    assert budget is not None
     read_budget(budget)
     if numerics not in ("exact", "reordered"):
         raise UsageError(f"numerics={numerics!r} is not for a loop that goes on as it is: use 'exact' or 'reordered'")
+    return given, {"budget": budget, "numerics": numerics, "host_budget": host_budget}
 
 
 def seen(
@@ -809,17 +879,17 @@ def _workload(
     batch: Any,
     loss_fn: Callable[[nn.Module, Any], torch.Tensor],
     optimizers: Sequence[torch.optim.Optimizer],
-    named: nn.Module,
+    roots: Sequence[nn.Module],
     tape: Tape | None = None,
 ) -> LoopWorkload:
-    """Return a step of the loop as a workload, named by a module's class."""
+    """Return a step of the loop as a workload, named by the classes of the modules that it calls."""
     optimizer: Any = optimizers[0] if len(optimizers) == 1 else CombinedOptimizers(optimizers)
     return LoopWorkload(
         model=model,
         batch=batch,
         loss_fn=loss_fn,
         optimizer=optimizer,
-        name=type(named).__name__,
+        name=_AND.join(dict.fromkeys(type(root).__name__ for root in roots)),
         batch_size=1,
         tape=tape or Tape(),
     )
