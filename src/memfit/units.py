@@ -70,7 +70,7 @@ def read_budget(
         of_plain: Whether shares of the plain step's peak are allowed.
 
     Raises:
-        BudgetError: It can't be parsed, is not above 0, is below 1000 without a unit, or is a share that is not allowed.
+        BudgetError: It can't be parsed, is not above 0, is below 1000 without a unit, or is a share not allowed.
     """
     hint = _hint(argument, of_device, of_plain)
     if isinstance(budget, bool) or not isinstance(budget, int | float | str):

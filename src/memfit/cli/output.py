@@ -8,6 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -31,6 +32,8 @@ from memfit.ranks.environment import launched_rank
 
 out = Console()
 err = Console(stderr=True)
+is_quiet = False
+"""Whether results and errors alone are printed."""
 LINE_SECONDS = 10.0
 """Seconds between two lines about a stage, without a terminal for bars."""
 _NOTICED_SECONDS = 2.0  # shorter stages have no line at their end
@@ -41,6 +44,23 @@ def print_json(value: Any) -> None:
     plain = msgspec.to_builtins(value)
     with streams.for_json():
         print(json.dumps(plain, indent=2, allow_nan=False, default=str))
+
+
+def first_line(record: object) -> str:
+    """Return a record's verdict, the first line of its text."""
+    return str(record).partition("\n")[0]
+
+
+def tell_written(path: Path, as_json: bool) -> None:
+    """Print the file that a command wrote, unless `is_quiet`."""
+    if not (as_json or is_quiet):
+        out.print(f"Written to {path}", highlight=False, markup=False, soft_wrap=True)
+
+
+def note(text: str) -> None:
+    """Print a text on standard error that asks for nothing, unless `is_quiet`."""
+    if not is_quiet:
+        err.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def print_error(error: Exception, as_json: bool, is_whole: bool) -> None:
@@ -71,9 +91,9 @@ class Report(Protocol):
 def stages() -> Iterator[Report]:
     """Show the progress of stages and their time left: as bars on a terminal, elsewhere as a few lines.
 
-    Of several ranks the first shows it.
+    Of several ranks the first shows it, and none where `is_quiet`.
     """
-    if launched_rank():
+    if launched_rank() or is_quiet:
         yield lambda *_: None
         return
     with _bars() if err.is_terminal else _lines() as report:

@@ -20,11 +20,16 @@ from memfit.cli.options import (
     PlanFile,
     PrecisionsOption,
     WorkloadName,
+    check_inputs,
     check_new,
+    given_budget,
     precisions_of,
+    read_plan,
 )
-from memfit.cli.output import out, print_json, stages
+from memfit.cli.output import note, out, print_json, stages, tell_written
 from memfit.errors import UsageError, VerificationError
+from memfit.hardware.host import free_bytes
+from memfit.ir import codec
 from memfit.ranks.environment import launched_rank
 from memfit.units import parse_budget
 
@@ -34,10 +39,12 @@ def verify(workload: WorkloadName, plan: PlanFile, as_json: AsJson = False) -> N
 
     For a plan for several ranks: torchrun --nproc-per-node N -m memfit verify ...
     """
+    check_inputs(workload)
+    read = read_plan(plan)
     from memfit import pipeline
     from memfit.report.listings import verification_table
 
-    read, loaded = pipeline.load_plan(plan), load(workload)
+    loaded = load(workload)
     pipeline.check_launched(read)
     with pipeline.ranks_of(read) as ranks:
         with stages() as progress:
@@ -64,11 +71,12 @@ def compare(
 
     For a plan for several ranks: torchrun --nproc-per-node N -m memfit compare ...
     """
+    check_inputs(workload)
+    read = read_plan(plan)
     from memfit import pipeline
     from memfit.cli.training import settle_memory
     from memfit.report.tables import comparison_table
 
-    read = pipeline.load_plan(plan)
     pipeline.check_launched(read)
     settle_memory(read, runs_plain=True)
     loaded = load(workload)
@@ -167,16 +175,19 @@ def train(
 
     For a plan for several ranks: torchrun --nproc-per-node N -m memfit train ...
     """
-    from memfit import pipeline
-    from memfit.cli.training import plan_of, settle_memory, train_with_bar
-    from memfit.report.summary import retries_text, waiting_text
-
+    check_inputs(workload, device=device)
+    if plan is not None:
+        read_plan(plan)
     if (steps is None) == (epochs is None):
         raise UsageError("give one of --steps and --epochs")
     if adaptive and recover is False:
         raise UsageError("--adaptive always reruns steps that run out of memory: leave out --no-recover")
-    limit_bytes = None if limit is None else parse_budget(limit, None, "--limit")
-    if (plan is None) == (budget is None):
+    limit_bytes = None if limit is None else parse_budget(limit, None, "limit")
+    if host_budget is not None:
+        parse_budget(host_budget, free_bytes(), "host_budget")
+    if plan is None:
+        budget = given_budget(budget, device)
+    elif budget is not None:
         raise UsageError("give one of --plan and --budget")
     of_budget = {
         "--device": device,
@@ -187,6 +198,14 @@ def train(
     for name in (name for name, value in of_budget.items() if plan is not None and value):
         raise UsageError(f"{name} is for the plan that --budget makes: leave it out with --plan, which says it")
     searched = precisions_of(precision or [])
+    codec.check_writable(output / "plan.json")
+    from memfit import pipeline
+    from memfit.cli.training import plan_of, settle_memory, train_with_bar
+    from memfit.report.summary import retries_text, waiting_text
+    from memfit.training.runs.folder import check_folder
+
+    if not launched_rank():  # the others may come when it has begun to write
+        check_folder(output, overwrite=overwrite, resume=resume)
     if device is not None and pipeline.on_this_machine(pipeline.find_device(device)) is None:
         raise UsageError(
             f"--device {device} is not on this machine, and training runs here: name cpu or cuda, or make a plan for"
@@ -240,7 +259,7 @@ def train(
         out.print(f"{record.steps} steps, loss {losses}. `memfit report {output}` draws the run", highlight=False)
         for line in (waiting_text(record), retries_text(record)):
             if line:
-                out.print(line, highlight=False, soft_wrap=True)
+                note(line)
 
 
 def report(
@@ -249,17 +268,16 @@ def report(
     as_json: AsJson = False,
 ) -> None:
     """Write a run's report: one HTML file that needs no network."""
+    check_new("--output", output, overwrite=True)
     from memfit import pipeline
 
-    check_new("--output", output, overwrite=True)
     with stages() as progress:
         progress("draw", 0, 1)
         written = pipeline.write_report(run, output)
         progress("draw", 1, 1)
     if as_json:
         print_json({"report": str(written)})
-    else:
-        out.print(f"Written to {written}", highlight=False)
+    tell_written(written, as_json)
 
 
 def consolidate(
@@ -279,5 +297,4 @@ def consolidate(
         progress("write", 1, 1)
     if as_json:
         print_json({"model": str(written)})
-    else:
-        out.print(f"Written to {written}", highlight=False)
+    tell_written(written, as_json)

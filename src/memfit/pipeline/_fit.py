@@ -690,7 +690,7 @@ def _updating(optimizers: Iterable[torch.optim.Optimizer], parameters: Iterable[
 def _settled(
     budget: int | float | str | None, plan: Plan | Path | str | None, numerics: Numerics, host_budget: int | str | None
 ) -> tuple[Plan | None, dict[str, Any]]:
-    """Return the plan to begin with, if there is one, and the options of `memfit.plan`, checked before a loop begins."""
+    """Return the plan to begin with, if there is one, and the options of `memfit.plan`, both checked."""
     if (budget is None) == (plan is None):
         raise UsageError("give one of budget= and plan=")
     given = load_plan(plan) if isinstance(plan, str | Path) else plan

@@ -27,8 +27,8 @@ from memfit.hardware.host import free_bytes
 from memfit.rng import rng_preserved
 from memfit.units import format_bytes
 from memfit.workload import Workload, samples_of
+from memfit.workload_names import HOW, look_in, no_module, parts_of
 
-_HOW = "name it as file.py:function or package.module:function, where the function takes nothing and returns a Workload"
 _EXTRAS = {
     "transformers": "examples",
     "sklearn": "examples",
@@ -125,7 +125,7 @@ def load_workload(name: str) -> Workload:
     """
     workload = call(name)
     if not isinstance(workload, Workload):
-        raise WorkloadError(f"{name} returned a {type(workload).__name__}, not a memfit.Workload: {_HOW}")
+        raise WorkloadError(f"{name} returned a {type(workload).__name__}, not a memfit.Workload: {HOW}")
     samples_of(workload)
     return workload
 
@@ -137,9 +137,7 @@ def call(name: str) -> Any:
         WorkloadError: No such file, module or function, or it fails.
         MissingExtraError: It imports a package that an extra of memfit brings.
     """
-    place, separator, function = name.rpartition(":")
-    if not separator or not place or not function:
-        raise WorkloadError(f"the workload {name!r} can't be found: {_HOW}")
+    place, function = parts_of(name)
     with replaced(sys, "argv", [place]):  # and none of memfit's arguments
         module = _load_file(Path(place)) if place.endswith(".py") else _import(place)
         return _run(name, _function_of(module, place, function))
@@ -149,25 +147,23 @@ def _function_of(module: ModuleType, place: str, function: str) -> Callable[[], 
     make: Callable[[], Any] | None = getattr(module, function, None)
     if not callable(make):
         public = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
-        raise WorkloadError(f"{place} has no function {function!r}; it has {', '.join(public) or 'none'}: {_HOW}")
+        raise WorkloadError(f"{place} has no function {function!r}; it has {', '.join(public) or 'none'}: {HOW}")
     return make
 
 
 def _load_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise WorkloadError(f"the workload's file {str(path)!r} does not exist: {_HOW}")
     spec = importlib.util.spec_from_file_location(f"memfit_workload_{path.stem}", path)
     assert spec is not None and spec.loader is not None  # a path that ends in .py has a loader
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    _look_in(path.parent.resolve())
+    look_in(path.parent.resolve())
     _run(str(path), lambda: spec.loader.exec_module(module))  # type: ignore[union-attr]
     return module
 
 
 def _import(name: str) -> ModuleType:
     """Return a module of the current folder, or one that is installed."""
-    _look_in(Path.cwd())
+    look_in(Path.cwd())
     try:
         is_there = importlib.util.find_spec(name) is not None
     except ModuleNotFoundError as e:  # of the packages that it would be in
@@ -175,15 +171,9 @@ def _import(name: str) -> ModuleType:
     except ValueError:  # a module that has no spec, such as __main__
         is_there = name in sys.modules
     if not is_there:
-        raise WorkloadError(f"there is no module {name!r} in {Path.cwd()}, and none is installed: {_HOW}")
+        raise WorkloadError(no_module(name))
     module: ModuleType = _run(name, lambda: importlib.import_module(name))
     return module
-
-
-def _look_in(folder: Path) -> None:
-    """Have imports look in a folder first, for good: what is loaded from it may import its neighbours later."""
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
 
 
 def _run(what: str, call: Callable[[], Any]) -> Any:
