@@ -347,7 +347,7 @@ def run(
         plan=given,
         numerics=(numerics or LoopNumericsName.exact).value,
         host_budget=host_budget,
-        output=path,
+        path=path,
     )
 
 

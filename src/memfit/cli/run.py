@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import runpy
 import shlex
 import sys
@@ -9,7 +10,7 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
-from memfit.cli import commands
+from memfit.cli import commands, output
 from memfit.cli.options import suggested_budget, typed
 from memfit.cli.output import err, note, stages
 from memfit.errors import MemfitError, UsageError
@@ -48,7 +49,7 @@ def run_script(
     plan: Plan | None,
     numerics: Numerics,
     host_budget: str | None,
-    output: Path | None,
+    path: Path | None,
 ) -> None:
     """Run a script, or a module as with `python -m`, and fit its training loop into a budget.
 
@@ -57,7 +58,7 @@ def run_script(
     Args:
         budget: The budget; None for that of the plan, or for 90 % of the GPU.
         plan: A plan to begin with; None to make one.
-        output: The file to write the plan to, as soon as it is made; None for none.
+        path: The file to write the plan to, as soon as it is made; None for none.
 
     Raises:
         UsageError: There is no budget, no plan and no GPU.
@@ -65,17 +66,19 @@ def run_script(
     if plan is None and budget is None:
         budget = _default_budget(call)
     _settle_memory(budget, plan)
+    advice = _stray_text(call.strays[0]) if call.strays else ""
     sys.argv = [call.name, *call.arguments]
     sys.path.insert(0, str(Path.cwd() if call.is_module else Path(call.name).resolve().parent))
     written: list[Path] = []
 
     def keep(made: Plan) -> None:
-        if output is not None:
-            written[:] = [codec.write_atomic(output, codec.encode(made))]
+        if output.is_quiet:
+            _tell(f"memfit: {output.first_line(made)}")
+        if path is not None:
+            written[:] = [codec.write_atomic(path, codec.encode(made))]
 
     try:
         with (
-            stages() as progress,
             fit_whatever_trains(
                 budget=budget,
                 plan=plan,
@@ -84,7 +87,7 @@ def run_script(
                 tell=_tell,
                 note=_note,
                 on_plan=keep,
-                progress=progress,
+                stages=functools.partial(stages, "memfit: "),
             ),
         ):
             if call.is_module:
@@ -97,8 +100,8 @@ def run_script(
         e.add_note(_what_is_left(call, written))
         raise
     except SystemExit as e:
-        if e.code == 2 and call.strays:  # argparse's, for an option that the script does not have
-            _tell(_stray_text(call.strays[0]))
+        if e.code == 2 and advice:  # argparse's status, for an option that the script does not have
+            _tell(advice)
         raise
     except Exception as e:
         _print_traceback(e)

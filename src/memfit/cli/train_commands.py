@@ -204,7 +204,7 @@ def train(
     from memfit.report.summary import retries_text, waiting_text
     from memfit.training.runs.folder import check_folder
 
-    if not launched_rank():  # the others may come when it has begun to write
+    if plan is None and not launched_rank():  # before it is planned; others may come when the first has begun to write
         check_folder(output, overwrite=overwrite, resume=resume)
     if device is not None and pipeline.on_this_machine(pipeline.find_device(device)) is None:
         raise UsageError(

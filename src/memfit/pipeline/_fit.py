@@ -66,6 +66,8 @@ from memfit.workload import Workload, fingerprint, tensors_of
 Mixed = Prediction | Literal["in use"] | None
 """What mixed precision is predicted to take: nothing, where the loop has it, or where that can't be run."""
 
+Stages = Callable[[], contextlib.AbstractContextManager[Progress]]
+
 _MOST_UPDATES = 8  # of one optimizer in a step, while another one waits for its turn
 _MOST_KINDS = 4  # of steps that one plan is for
 _MOST_TRIES = 3
@@ -82,7 +84,7 @@ class Fitted:
     Args:
         optimizers: Returns the optimizers that the loop has made so far.
         tell: Takes each text.
-        progress: Called with (stage, done, total) while planning.
+        stages: Entered for each plan that is made; gives what is called with (stage, done, total) meanwhile.
         options: Options of `memfit.plan`, `budget` at least.
         given: A plan to begin with; None to make one.
         note: Takes the texts that ask for nothing, in the place of `tell`.
@@ -97,7 +99,7 @@ class Fitted:
         self,
         optimizers: Callable[[], Iterable[torch.optim.Optimizer]],
         tell: Callable[[str], None],
-        progress: Progress,
+        stages: Stages,
         options: dict[str, Any],
         given: Plan | None = None,
         note: Callable[[str], None] | None = None,
@@ -105,7 +107,7 @@ class Fitted:
     ) -> None:
         self.plan: Plan | None = None
         self.saw = ""
-        self._optimizers, self._progress, self._options = optimizers, progress, options
+        self._optimizers, self._stages, self._options = optimizers, stages, options
         self._tell: Callable[[str], None] = lambda text: tell(LOOP.of(text))
         self._note: Callable[[str], None] = lambda text: (note or tell)(LOOP.of(text))
         self._given, self._on_plan = given, on_plan
@@ -144,7 +146,7 @@ class Fitted:
             if self.plan is None and self._reason:
                 raise UsageError(f"nothing was planned, and no budget was held: {self._reason}")
             if self.plan is None:
-                self._tell("memfit: the loop made no two steps with gradients, so nothing was planned")
+                self._tell("memfit: nothing was planned: the loop made fewer than two training steps")
         except BaseException as e:
             if watcher.verdict is None or e is watcher.verdict:
                 raise
@@ -214,7 +216,7 @@ class Fitted:
             (watcher.begin if self._awaited else watcher.rest)()
         elif not watcher.is_writing or self._is_to_be_seen_again():
             if self._kinds:
-                self._tell_unplanned("the step that ended did what no step did before")
+                self._tell_unplanned("the last step did something new")
             self._awaited = _MOST_AWAITED
             watcher.begin()
         else:
@@ -224,7 +226,7 @@ class Fitted:
             gc.collect()  # the step's data, which its workload holds in a cycle of objects
 
     def _tell_unplanned(self, what: str) -> None:
-        self._tell_once(what, f"memfit: {what}, and nothing was promised for that; the next plan is for such steps too")
+        self._tell_once(what, f"memfit: {what}: the plan does not cover that step. The next plan covers such steps too")
 
     def _is_to_be_seen_again(self) -> bool:
         """Tell whether the step that was recorded does not stand for those after it, which are recorded then."""
@@ -251,7 +253,7 @@ class Fitted:
             watcher.forget_roots()
             self.plan, self._kinds, self._under, self._unplanned = None, [], [], []
         elif self._kinds:
-            self._tell_unplanned(f"{type(module).__name__} is called as in no step before")
+            self._tell_unplanned(f"{type(module).__name__} is called in a new way")
         watcher.begin(within_step=bool(self._kinds))
 
     @uninterrupted
@@ -288,8 +290,8 @@ class Fitted:
             pass
         gc.collect()  # the error's frames held copies
         self._tell(
-            f"memfit: a batch is larger than planned ({difference}), and the step that was seen can't be run on it:"
-            " this step runs under a plan for its modules by themselves, and is planned anew"
+            f"memfit: a batch is larger than planned ({difference}), and the recorded step can't be resized to it."
+            " This step runs under a plan for its modules alone; the next steps are planned anew"
         )
         self._proving.close()
         self._under, self._kinds = [], []
@@ -326,7 +328,8 @@ class Fitted:
         self._switch(workload.model, plan)
         self._growth_anew()
         took, of = format_bytes(predicted.peak_bytes), format_bytes(budget)
-        slower = f", ×{predicted.step_seconds / plan.plain.step_seconds:.2f} of plain" if how == "planned again" else ""
+        share = predicted.step_seconds / plan.plain.step_seconds - 1
+        slower = f", {share:.0%} slower than plain" if how == "planned again" else ""
         return f"{how}, {took} of {of}{slower}"
 
     def _passed(self) -> None:
@@ -379,7 +382,7 @@ class Fitted:
                 found = self._planned(workload, f"{e.lowest_peak_bytes}B")
         except MemfitError as e:
             self._tell_once(
-                id(module), f"memfit: the first step runs as it is, as no plan was found for it ({first_line(e)})"
+                id(module), f"memfit: the first step runs unchanged: no plan was found for it ({first_line(e)})"
             )
             self._unplanned.append(module)
             return
@@ -415,7 +418,7 @@ class Fitted:
             self.plan = self.plan or under[0][1]
             self._tell(
                 f"memfit: the loop can't be planned as it is ({first_line(e)}), so its modules stay under plans for"
-                " each by itself; what the loop holds beside them comes on top of these"
+                " each by itself. Memory that your loop keeps outside of these modules is not in the prediction"
             )
         kind.step = kind.step.light()
         self._kinds, self._under, self._unplanned = kinds, under, []
@@ -426,7 +429,7 @@ class Fitted:
         watcher.rest()
         for model, plan in under:
             self._switch(model, plan)
-        self._note(str(self))
+        self._note("\n".join([str(self.plan), *self._advice]))
         for line in self._untrained():
             self._tell_once(line, line)
 
@@ -441,8 +444,8 @@ class Fitted:
             took = predicted_under(self._under[0][1], workload).peak_bytes
             if took > plan.budget_bytes:
                 self._tell(
-                    f"memfit: the first step, of which only its module was known, took about {format_bytes(took)}, over"
-                    f" the budget of {format_bytes(plan.budget_bytes)}"
+                    f"memfit: the first step took about {format_bytes(took)}, over the budget of"
+                    f" {format_bytes(plan.budget_bytes)}: its loss was not known before it ran"
                 )
 
     def _tell_beside(self, workload: LoopWorkload, plan: Plan, given: Sequence[torch.Tensor | Geometry]) -> None:
@@ -518,8 +521,8 @@ class Fitted:
                 nbytes = format_bytes(sum(p.nbytes for p in waiting))
                 lines.append(
                     f"memfit: {len(waiting)} parameters{_owner_of(waiting)} ({nbytes}) in optimizer"
-                    f" {type(optimizer).__name__} have not trained yet: nothing is promised for steps that train them;"
-                    " they will be planned for when they do"
+                    f" {type(optimizer).__name__} have not trained yet. The plan does not cover steps that"
+                    " train them; such steps are planned when they come"
                 )
         return lines
 
@@ -569,7 +572,7 @@ class Fitted:
 
     def _planned(self, workload: Workload, budget: int | float | str) -> Plan:
         options = {"device": _device_of(workload.model)} | self._options | {"budget": budget}
-        with outside_autocast():  # where the module is called; the step enters its own
+        with outside_autocast(), self._stages() as progress:  # autocast is where the module is called; the step has it
             return make_plan(
                 workload,
                 **options,
@@ -578,7 +581,7 @@ class Fitted:
                 world_size=1,
                 points=_POINTS,
                 measure=False,  # the loop's steps are its own
-                progress=self._progress,
+                progress=progress,
             )
 
     def _optimizers_of(self, modules: Sequence[nn.Module]) -> list[torch.optim.Optimizer]:
@@ -614,7 +617,7 @@ def fit(
         host_budget: As of `memfit.plan`.
         time_limit_seconds: As of `memfit.plan`, for each of the two plans that are made.
         tell: Takes what is to be said; None writes it to standard error.
-        progress: Told how far planning is.
+        progress: Called with (stage, done, total) while planning.
 
     Warns:
         RuntimeWarning: The context is dropped without having been entered.
@@ -626,14 +629,14 @@ def fit(
             error is raised where the context is left. The first step was made.
         UsageError: What the loop does can't be planned where it runs, such as an optimizer that needs a closure.
     """
-    given, options = _settled(budget, plan, numerics, host_budget)
+    begins, options = _settled(budget, plan, numerics, host_budget)
     options["time_limit_seconds"] = time_limit_seconds
-    stepped = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     models = [model] if isinstance(model, nn.Module) else list(model)
-    if not _updating(stepped, (p for model in models for p in model.parameters())):
+    if not _updating(given, (p for model in models for p in model.parameters())):
         raise UsageError("optimizer= updates no parameter of model=: give the two that the loop trains with")
     write = tell or functools.partial(print, file=sys.stderr, flush=True)
-    return _Fitting(Fitted(lambda: stepped, write, progress, options, given))
+    return _Fitting(Fitted(lambda: given, write, lambda: contextlib.nullcontext(progress), options, begins))
 
 
 class _Fitting(contextlib.AbstractContextManager["Fitted", None]):
@@ -665,7 +668,7 @@ def fit_whatever_trains(
     tell: Callable[[str], None],
     note: Callable[[str], None] | None = None,
     on_plan: Callable[[Plan], None] = lambda plan: None,
-    progress: Progress = silent,
+    stages: Stages = lambda: contextlib.nullcontext(silent),
 ) -> Iterator[Fitted]:
     """Fit the loop that runs in this context into a budget, with the optimizers that it makes; see `fit`, `Fitted`."""
     given, options = _settled(budget, plan, numerics, host_budget)
@@ -676,7 +679,7 @@ def fit_whatever_trains(
         made.add(optimizer)
         initialise(optimizer, *args, **kwargs)
 
-    fitted = Fitted(lambda: list(made), tell, progress, options, given, note, on_plan)
+    fitted = Fitted(lambda: list(made), tell, stages, options, given, note, on_plan)
     with replaced(torch.optim.Optimizer, "__init__", initialise_and_note), LOOP.spoken(), fitted.watching():
         yield fitted
 
@@ -740,7 +743,7 @@ def is_slow(plan: Plan) -> bool:
 
 def advice(plan: Plan, mixed: Mixed) -> list[str]:
     """Return what the loop itself could do for a faster step or a lower peak, with the lines that do it."""
-    lines = ["", "What the loop itself could do, which memfit leaves to it:"]
+    lines = ["", "Changes to your loop that would make it faster or smaller:"]
     if isinstance(mixed, Prediction) and _helps(mixed, plan):
         peak, seconds = format_bytes(mixed.peak_bytes), format_seconds(mixed.step_seconds)
         times = mixed.step_seconds / plan.plain.step_seconds
@@ -753,8 +756,8 @@ def advice(plan: Plan, mixed: Mixed) -> list[str]:
         *lines,
         "  microbatches:     for part in batch.split(size // 2):",
         "                        (loss_of(part) / 2).backward()  # then one optimizer.step()",
-        "                    not predicted: which tensors of the loop have a dimension of samples is not known here",
-        "memfit.plan, on the step as a memfit.Workload, predicts and applies both.",
+        "                    not predicted: memfit cannot tell which dimension is the batch",
+        "memfit.plan predicts and applies both, for a step that is written as a memfit.Workload.",
     ]
 
 
