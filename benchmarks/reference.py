@@ -44,7 +44,7 @@ def commands() -> str:
 def _command(name: str, command: Any) -> str:
     parameters = [p for p in command.params if p.name != "help"]
     arguments = " ".join(_placeholder(p) for p in parameters if p.param_type_name == "argument")
-    usage = " ".join(["memfit", name, *([arguments] if arguments else []), "[OPTIONS]"])
+    usage = " ".join(["memfit", name, "[OPTIONS]", *([arguments] if arguments else [])])
     lines, kinds = head(("option", "what it is", "default")), typing.get_type_hints(_callback(name))
     for parameter in parameters:
         said = _escaped(f"{_sentences(parameter.help)}{_values(kinds[parameter.name])}")

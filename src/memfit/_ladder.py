@@ -82,10 +82,10 @@ def ladder(
         numerics: How far the numbers may change: "exact", "reordered", "reduced" or "changed", with which a
             lighter structure is proposed too.
         min_run_seconds: How long each step is timed for, at least (> 0).
-        progress: Told how far it is; by default bars in a notebook, and nobody elsewhere.
+        progress: Called with (stage, done, total); by default bars in a notebook, and nothing elsewhere.
 
     Raises:
-        BudgetError: The budget says no number of bytes.
+        BudgetError: `budget` can't be parsed.
         UsageError: Another argument is not one.
         WorkloadError: The model is on another device, or holds no data.
         CaptureError: The step can't be captured.

@@ -2,7 +2,7 @@
 
     MemfitError
     ├── UsageError              wrong argument, wrong file, wrong workload   (exit status 2)
-    │   ├── BudgetError         a budget that is no number of bytes
+    │   ├── BudgetError         a budget that can't be parsed
     │   ├── AllocatorSettingsError  allocator settings that PyTorch would refuse
     │   ├── WorkloadError       no such workload, or one that is not a training step
     │   ├── PlanError           a plan that can't be read, or is not legal
@@ -52,7 +52,7 @@ class UsageError(MemfitError):
 
 
 class BudgetError(UsageError):
-    """A budget that is no number of bytes."""
+    """A budget that can't be parsed."""
 
 
 class AllocatorSettingsError(UsageError, ValueError):

@@ -151,7 +151,7 @@ def limit(budget: int | float | str, *, swap: bool = False) -> Iterator[None]:
             JT_SAVE_MEM=1 in its environment: Jittor reads that once.
 
     Raises:
-        BudgetError: The budget says no number of bytes.
+        BudgetError: `budget` can't be parsed.
         MemoryLimitError: A step or a variable would exceed it.
         UsageError: `swap` is True, but the program was started without JT_SAVE_MEM=1.
     """

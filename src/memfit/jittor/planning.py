@@ -67,10 +67,10 @@ def plan(
         precisions: Precisions to search: "32-true" and "16-mixed" (on the CPU correct, but very slow).
         points: Budgets that the frontier is solved for, for each precision and microbatch size.
         time_limit_seconds: Of solving, about.
-        progress: Told how far it is.
+        progress: Called with (stage, done, total).
 
     Raises:
-        BudgetError: The budget says no number of bytes.
+        BudgetError: `budget` can't be parsed.
         InfeasibleError: No plan that `numerics` allows fits.
         UsageError: `numerics` or `precisions` are unknown.
     """

@@ -56,10 +56,10 @@ def plan(
             measured then.
         points: Budgets that the frontier is solved for.
         time_limit_seconds: Of solving, about.
-        progress: Told how far it is.
+        progress: Called with (stage, done, total).
 
     Raises:
-        BudgetError: The budget says no number of bytes.
+        BudgetError: `budget` can't be parsed.
         InfeasibleError: No plan found fits.
         UsageError: Keras runs on another backend, or TensorFlow does not count the device's memory.
         WorkloadError: The calls of the model's layers are not known.

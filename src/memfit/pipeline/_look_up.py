@@ -32,10 +32,10 @@ def look_up(plan: Plan, workload: Workload, *, budget: int | float | str, progre
         workload: The user's workload; nothing of it is changed.
         budget: Bytes, a string with a unit ("1.5GiB"), or a share of the device's memory ("90%") or of the plain
             step's peak ("0.5x").
-        progress: Told how far it is; by default bars in a notebook, and nobody elsewhere.
+        progress: Called with (stage, done, total); by default bars in a notebook, and nothing elsewhere.
 
     Raises:
-        BudgetError: The budget says no number of bytes.
+        BudgetError: `budget` can't be parsed.
         PlanMismatchError: The plan was made for another workload.
         InfeasibleError: No point of the frontier that the plan's numerics allow fits.
     """

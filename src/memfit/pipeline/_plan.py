@@ -109,10 +109,10 @@ def plan(
             True searches no others. `numerics` must allow "reordered". Each combination takes as long to capture as
             Dynamo takes for the model. Code is made where plans are run to be compared, and in the first step of the
             plan where it is applied.
-        progress: Told how far it is; by default bars in a notebook, and nobody elsewhere.
+        progress: Called with (stage, done, total); by default bars in a notebook, and nothing elsewhere.
 
     Raises:
-        BudgetError: The budget says no number of bytes.
+        BudgetError: `budget` can't be parsed.
         InfeasibleError: No plan that `numerics` allows fits.
         CaptureError: The step can't be captured.
         PlanMismatchError: The ranks of the process group have different workloads.

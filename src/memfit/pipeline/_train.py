@@ -276,7 +276,7 @@ def train(
     Raises:
         UsageError: An argument is out of its range, or the plan does not fit the workload, or not the number of ranks.
         RankError: Another rank failed.
-        BudgetError: The run needs more of the host's memory than there is, or `host_budget` says no number of bytes.
+        BudgetError: The run needs more of the host's memory than there is, or `host_budget` can't be parsed.
         OutputError: `out` can't be written, has too little room, must not be overwritten, or another run has it.
         OutOfMemoryError: A step ran out of memory, and so it did under every lower plan.
         NonFiniteError: The loss or a gradient is not finite.
