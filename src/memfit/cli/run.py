@@ -20,7 +20,7 @@ from memfit.hardware.host import free_bytes
 from memfit.ir import codec
 from memfit.ir.plan import Numerics, Plan
 from memfit.pipeline._fit import fit_whatever_trains
-from memfit.units import read_budget
+from memfit.units import Budget, read_budget
 
 _GPU_BUDGET = "90%"
 
@@ -63,9 +63,11 @@ def run_script(
     Raises:
         UsageError: There is no budget, no plan and no GPU.
     """
-    if plan is None and budget is None:
-        budget = _default_budget(call)
-    _settle_memory(budget, plan)
+    if plan is not None:
+        _settle_memory(read_budget(f"{plan.budget_bytes}B"))
+    else:
+        budget = budget or _default_budget(call)
+        _settle_memory(read_budget(budget))
     advice = _stray_text(call.strays[0]) if call.strays else ""
     sys.argv = [call.name, *call.arguments]
     sys.path.insert(0, str(Path.cwd() if call.is_module else Path(call.name).resolve().parent))
@@ -146,10 +148,9 @@ def _what_is_left(call: Call, written: list[Path]) -> str:
     return "no plan is kept (`-o plan.json` keeps it). Checkpoints are the script's own"
 
 
-def _settle_memory(budget: str | None, plan: Plan | None) -> None:
+def _settle_memory(budget: Budget) -> None:
     """Keep or return freed memory (`heap.settle`), by a CPU budget in bytes, and tell the user where it is slower."""
-    asked = read_budget(f"{plan.budget_bytes}B" if budget is None and plan is not None else budget or "")
-    if asked.of == "" and accelerators.current_kind() is None and (told := heap.settle(asked.nbytes(), free_bytes())):
+    if budget.of == "" and accelerators.current_kind() is None and (told := heap.settle(budget.nbytes(), free_bytes())):
         _note(told)
 
 
