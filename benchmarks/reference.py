@@ -51,7 +51,7 @@ def _within_group(name: str, group: Any) -> Iterator[tuple[str, Any]]:
 def _command(name: str, command: Any) -> str:
     parameters = [p for p in command.params if p.name != "help"]
     arguments = " ".join(_placeholder(p) for p in parameters if p.param_type_name == "argument")
-    usage = " ".join([name, *([arguments] if arguments else []), "[OPTIONS]"])
+    usage = " ".join([name, "[OPTIONS]", *([arguments] if arguments else [])])
     lines, kinds = head(("option", "what it is", "default")), typing.get_type_hints(command.callback)
     for parameter in parameters:
         said = _escaped(f"{_sentences(parameter.help)}{_values(kinds[parameter.name])}")

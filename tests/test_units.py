@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from memfit.errors import BudgetError, UsageError
 from memfit.units import format_bytes, format_seconds, parse_budget, read_budget
 
-UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+UNITS |= {f"{prefix}{i}": 1024 ** (n + 1) for n, prefix in enumerate("KMGT") for i in ("", "i")}
 DEVICE = 64 * 2**30
 
 
-@given(st.integers(1, 10**15))
+@given(st.integers(1000, 10**15))
 def test_whole_bytes_are_themselves(nbytes: int) -> None:
     assert parse_budget(nbytes, DEVICE) == nbytes
     assert parse_budget(str(nbytes), DEVICE) == nbytes
@@ -28,6 +29,28 @@ def test_units_multiply_whatever_their_case(value: int, unit: str, space: str, l
     assert parse_budget(text, DEVICE) == value * UNITS[unit]
 
 
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("24G", 24 * 2**30),
+        ("24g", 24 * 2**30),
+        ("100M", 100 * 2**20),
+        ("100m", 100 * 2**20),
+        ("24 GB", 24 * 10**9),
+        ("1.5gib", 3 * 2**29),
+        ("24 B", 24),
+    ],
+)
+def test_units_as_people_write_them(text: str, nbytes: int) -> None:
+    assert parse_budget(text, DEVICE) == nbytes
+
+
+@pytest.mark.parametrize("budget", [24, 24.0, "24", "1.5", 999])
+def test_few_bytes_without_a_unit_are_asked_about(budget: int | float | str) -> None:
+    with pytest.raises(BudgetError, match=f"budget='{budget}' is {budget} bytes: type budget='{budget}GiB'"):
+        parse_budget(budget, DEVICE)
+
+
 @given(st.integers(1, 100))
 def test_a_share_is_of_the_device(percent: int) -> None:
     assert parse_budget(f"{percent}%", DEVICE) == int(percent * DEVICE / 100)
@@ -36,7 +59,7 @@ def test_a_share_is_of_the_device(percent: int) -> None:
 def test_fractions_are_cut_to_whole_bytes() -> None:
     assert parse_budget("1.5GiB", DEVICE) == 3 * 2**29
     assert parse_budget("0.5 KiB", DEVICE) == 512
-    assert parse_budget(10.9, DEVICE) == 10
+    assert parse_budget(2048.9, DEVICE) == 2048
 
 
 @given(st.floats(1, 1e15), st.sampled_from(["B", "KiB", "MiB", "GiB", "TiB"]))

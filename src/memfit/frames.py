@@ -110,6 +110,11 @@ def _as_prefixes(folders: list[Path]) -> tuple[str, ...]:
     return tuple(f"{folder}{os.sep}" for folder in folders)
 
 
+def is_memfits(filename: str) -> bool:
+    """Tell whether a file is memfit's."""
+    return filename.startswith(_HOME)
+
+
 def is_users(filename: str) -> bool:
     """Tell whether a file is the user's: neither memfit's, nor PyTorch's, nor Python's own."""
     if filename.startswith("<"):  # Python's import machinery, and code that has no file
@@ -118,11 +123,6 @@ def is_users(filename: str) -> bool:
     if filename.startswith(ours):
         return False
     return filename.startswith(packages) or not filename.startswith(python)  # packages lie within Python's own folder
-
-
-def is_memfits(filename: str) -> bool:
-    """Tell whether a file is memfit's own."""
-    return filename.startswith(_HOME)
 
 
 def _short(filename: str) -> str:

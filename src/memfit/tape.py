@@ -11,7 +11,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -164,6 +164,7 @@ class LoopWorkload(Workload):
     """
 
     tape: Tape = Tape()
+    batch_varies: ClassVar[bool] = True
 
 
 _SMALL_BYTES = 64 * 1024

@@ -13,9 +13,12 @@ _UNIT_BYTES = {
     "": 1,
     "B": 1,
     **{f"{p}iB": 1024 ** (i + 1) for i, p in enumerate("KMGT")},
+    **{f"{p}{i}": 1024 ** (n + 1) for n, p in enumerate("KMGT") for i in ("", "i")},
     **{f"{p}B": 1000 ** (i + 1) for i, p in enumerate("KMGT")},
 }
 _CANONICAL = {unit.lower(): unit for unit in _UNIT_BYTES}
+_FEWEST_BARE_BYTES = 1000
+"""Fewer without a unit are asked about: "24" is meant as 24GiB."""
 _BUDGET = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*|%)\s*")
 
 
@@ -61,13 +64,13 @@ def read_budget(
     """Parse a budget.
 
     Args:
-        budget: Bytes, or a string with a unit ("24GiB", "22 GB", "512 MiB"), or a share of the device ("90%") or of the
-            plain step's peak ("0.5x").
+        budget: Bytes, or a string with a unit ("24GiB", "22 GB", "512M"), or a share of the device ("90%") or of the
+            plain step's peak ("0.5x"). "G" is "GiB" (2^30 bytes), as in Docker and Slurm; "GB" is 10^9 bytes.
         of_device: Whether shares of the device are allowed.
         of_plain: Whether shares of the plain step's peak are allowed.
 
     Raises:
-        BudgetError: It is no positive number of bytes, or a share that is not allowed.
+        BudgetError: It can't be parsed, is not above 0, is below 1000 without a unit, or is a share not allowed.
     """
     hint = _hint(argument, of_device, of_plain)
     if isinstance(budget, bool) or not isinstance(budget, int | float | str):
@@ -79,7 +82,7 @@ def read_budget(
         return _read_text(budget, argument, hint, of_device, of_plain)
     if isinstance(budget, int) and budget.bit_length() > 63:
         raise BudgetError(f"{argument}= is an integer of {budget.bit_length()} bits: {hint}")
-    return _checked(Budget(float(budget), "", str(budget), argument), hint)
+    return _with_unit(_checked(Budget(float(budget), "", str(budget), argument), hint))
 
 
 def _read_text(text: str, argument: str, hint: str, of_device: bool, of_plain: bool) -> Budget:
@@ -93,7 +96,18 @@ def _read_text(text: str, argument: str, hint: str, of_device: bool, of_plain: b
         return _checked(Budget(float(match[1]), "plain", text.strip(), argument), hint)
     if match is None or unit not in _CANONICAL:
         raise BudgetError(f"{argument}={text!r} can't be read: {hint}")
-    return _checked(Budget(float(match[1]) * _UNIT_BYTES[_CANONICAL[unit]], "", text.strip(), argument), hint)
+    found = _checked(Budget(float(match[1]) * _UNIT_BYTES[_CANONICAL[unit]], "", text.strip(), argument), hint)
+    return found if unit else _with_unit(found)
+
+
+def _with_unit(budget: Budget) -> Budget:
+    """Refuse few bytes that were given without a unit: another one is meant."""
+    if budget.amount < _FEWEST_BARE_BYTES:
+        name, said = budget.argument, budget.said
+        raise BudgetError(
+            f"{name}={said!r} is {said} bytes: type {name}='{said}GiB' for {said} GiB, or {name}='{said}B' for bytes"
+        )
+    return budget
 
 
 def _checked(budget: Budget, hint: str) -> Budget:
@@ -106,7 +120,7 @@ def _checked(budget: Budget, hint: str) -> Budget:
 def _hint(argument: str, of_device: bool, of_plain: bool) -> str:
     shares = ["the device ('90%')"] * of_device + ["the plain step's peak ('0.5x')"] * of_plain
     share = f", or as a share of {' or of '.join(shares)}" if shares else ""
-    return f"give {argument}= as bytes, or as a string with a unit ('1.5GiB', '22 GB'){share}"
+    return f"give {argument}= as bytes, or as a string with a unit ('24GiB', '24G', '22 GB'){share}"
 
 
 def parse_budget(budget: int | float | str, device_bytes: int | None, argument: str = "budget") -> int:
@@ -116,7 +130,7 @@ def parse_budget(budget: int | float | str, device_bytes: int | None, argument: 
         device_bytes: The device's usable memory; None if shares are not allowed.
 
     Raises:
-        BudgetError: The budget is no positive number of bytes.
+        BudgetError: The budget can't be parsed, or is not above 0.
     """
     parsed = read_budget(budget, argument, of_device=device_bytes is not None, of_plain=False)
     return parsed.nbytes(device_bytes=device_bytes)

@@ -6,7 +6,7 @@ import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import nn
@@ -184,6 +184,8 @@ class Workload:
     batch_size: int | Callable[[Any], int] | None = None
     split: Callable[[Any, int, int], Any] | None = None
     loop: Loop | None = None
+    batch_varies: ClassVar[bool] = False
+    """Whether a plan is also for batches of other shapes: of a loop, each call is held against the plan."""
 
     def __post_init__(self) -> None:
         _check_order(self)
@@ -545,7 +547,8 @@ def fingerprint(workload: Workload) -> str:
     parts += [
         f"{name}={first.setdefault(id(t), name)}:{tuple(t.shape)}:{_dtype(t)}:{t.requires_grad}" for name, t in named
     ]
-    parts += [f"batch:{tuple(t.shape)}:{t.dtype}" for t in tensors_of(workload.batch)]
+    if not workload.batch_varies:
+        parts += [f"batch:{tuple(t.shape)}:{t.dtype}" for t in tensors_of(workload.batch)]
     parts.append(getattr(workload.optimizer, "memfit_stands_for", type(workload.optimizer).__qualname__))
     parts += [f"{what}" for what in (workload.bf16_updates, workload.fp32_modules) if what]
     parts += [f"batch_size:{samples_of(workload)}"] if workload.batch_size is not None else []

@@ -15,6 +15,7 @@ import pytest
 from memfit.cli import main
 from memfit.errors import UsageError
 from memfit.ir.plan import Levers, Plan
+from memfit.version import __version__
 
 LEAN = "tests.workloads:lean"
 BUDGET = "2.2MiB"
@@ -416,3 +417,40 @@ def test_an_error_shows_the_user_s_frames_or_all(memfit: Shell, tmp_path: Path) 
     assert status == 2 and "workload_files.py" in errors and "KeyError: 'missing'" in errors
     status, output, _ = memfit("estimate", name, "--json")
     assert "mine.py:6 in workload" in json.loads(output)["error"]["frames"]
+
+
+def test_version(memfit: Shell) -> None:
+    assert memfit("--version") == (0, f"memfit {__version__}\n", "")
+
+
+@pytest.mark.parametrize("line", [f"estimate {LEAN} -q", f"plan {LEAN} --budget {BUDGET} --points 1 --quiet"])
+def test_quiet_prints_the_verdict_alone(memfit: Shell, line: str) -> None:
+    status, output, errors = memfit(*line.split())
+    assert (status, errors) == (0, "") and len(output.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "arguments", ["estimate", "plan --budget 1GiB", "train --budget 1GiB --steps 2 --out run", "probe-range"]
+)
+def test_an_interrupt_says_that_nothing_is_left(
+    memfit: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "slow.py").write_text("def workload():\n    raise KeyboardInterrupt\n")
+    verb, *options = arguments.split()
+    status, _, errors = memfit(verb, "slow.py:workload", *options)
+    assert status == 130
+    assert errors.splitlines()[-1] == "interrupted; nothing was written; the same command starts again"
+
+
+def test_an_interrupt_says_where_a_training_goes_on(
+    memfit: Shell, plan_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(progress: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("memfit.cli.training.format_seconds", interrupted)
+    run = tmp_path / "run"
+    status, _, errors = memfit("train", LEAN, "--plan", str(plan_file), "--steps", "3", "--out", str(run))
+    assert status == 130 and "Traceback" not in errors
+    assert errors.splitlines()[-1].startswith(f"interrupted; --resume goes on from {run}")

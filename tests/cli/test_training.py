@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from msgspec.structs import replace
 
 import memfit
 from memfit.cli import plan_commands, run, training
 from memfit.errors import BudgetError
-from memfit.hardware import heap
+from memfit.hardware import accelerators, heap
 from memfit.ir.plan import Plan
 from memfit.units import read_budget
 from tests.workloads import tiny
@@ -93,7 +92,7 @@ def test_scripts_with_a_budget_in_bytes(budget: str, found: list[str], ways: lis
 
 
 def test_scripts_on_a_gpu(ways: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(accelerators, "current_kind", lambda: "cuda")
     run._settle_memory(read_budget("40GiB"))
     assert not ways
 
@@ -107,7 +106,7 @@ def test_planning_measures_steps_as_training_runs_them(
 ) -> None:
     monkeypatch.setattr(plan_commands, "load_for", lambda *_: tiny())
     monkeypatch.setattr(memfit.pipeline, "plan", lambda *args, **kwargs: plan)
-    plan_commands.plan("", budget, device=device)
+    plan_commands.plan("tests.workloads:tiny", budget, device=device)
     assert ways == found
 
 

@@ -44,7 +44,7 @@ def test_a_loop_trains_as_the_whole_batch_does(precision: Any) -> None:
     mine = workload()
     options = {"numerics": "reduced", "precisions": [precision], "points": 1, "time_limit_seconds": 0.5}
     with pytest.raises(InfeasibleError) as caught:
-        FittedLoop(mine, budget=1, **options)
+        FittedLoop(mine, budget="1B", **options)
     fitted = FittedLoop(mine, budget=caught.value.lowest_peak_bytes, **options)
     assert is_checkpointed(mine.model) == bool(fitted.plan.levers.regions)
     assert precision != "32-true" or fitted.microbatch_size < 32

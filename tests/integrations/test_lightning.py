@@ -77,7 +77,7 @@ def test_a_trainer_trains_as_before_within_a_budget(tmp_path: Path, precision: s
     batch = data()[:size]
     options = {"numerics": numerics, "precisions": [precision], "points": 1, "time_limit_seconds": 0.5}
     with pytest.raises(InfeasibleError) as caught:
-        MemfitCallback(module, batch, budget=1, **options)
+        MemfitCallback(module, batch, budget="1B", **options)
     records: list[dict[str, Any]] = []
     lowest = caught.value.lowest_peak_bytes
     memory = MemfitCallback(module, batch, budget=lowest, log=records.append, **options)
@@ -185,7 +185,7 @@ def test_what_else_a_trainer_does_stays_bitwise_and_within_the_budget(tmp_path: 
     fit(plain, train(), tmp_path, validation, **arguments)
     batch = {"a": first(256), "b": first(256)} if way == "two loaders" else first(256)
     with pytest.raises(InfeasibleError) as caught:
-        MemfitCallback(module, batch, budget=1, **OPTIONS)
+        MemfitCallback(module, batch, budget="1B", **OPTIONS)
     memory = MemfitCallback(module, batch, budget=caught.value.lowest_peak_bytes, **OPTIONS)
     assert memory.microbatch_size == 256
     arguments |= {"callbacks": [memory], **memory.trainer_arguments}
@@ -201,7 +201,7 @@ def test_accumulation_stays_within_the_budget(tmp_path: Path) -> None:
     fit(plain, loader_of(64), tmp_path, max_steps=1)
     options = OPTIONS | {"numerics": "reordered"}
     with pytest.raises(InfeasibleError) as caught:
-        MemfitCallback(module, first(64), budget=1, **options)
+        MemfitCallback(module, first(64), budget="1B", **options)
     memory = MemfitCallback(module, first(64), budget=caught.value.lowest_peak_bytes, **options)
     assert memory.microbatch_size < 64
     peak = fit(
@@ -315,7 +315,7 @@ def test_a_validation_beyond_the_budget_is_refused_before_training(tmp_path: Pat
         fit(module, loader_of(8), tmp_path, loader_of(512), **arguments)
     assert module.losses == []
     with pytest.raises(InfeasibleError) as caught:
-        MemfitCallback(module, first(8), budget=1, **OPTIONS)
+        MemfitCallback(module, first(8), budget="1B", **OPTIONS)
     with pytest.raises(UsageError, match=r"validation_batch= of 512 samples: an evaluation needs"):
         lowest = caught.value.lowest_peak_bytes
         MemfitCallback(module, first(8), budget=lowest, validation_batch=first(512), **OPTIONS)

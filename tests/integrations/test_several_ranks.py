@@ -57,7 +57,7 @@ def test_two_ranks_train_as_without_memfit_and_hold_what_was_predicted(case: str
         {"budget": "0.8x", "numerics": "exact", "points": 1, "time_limit_seconds": 10, **own},  # on a busy machine too
         {"again": True},  # with the plan that was made
         {"budget": "0.5x", "precisions": ["32-true"], "points": 1},
-        {"budget": 1, "numerics": "exact", "points": 1},
+        {"budget": "1B", "numerics": "exact", "points": 1},
     ]
     plain, exact, again, cut, infeasible = on_two_ranks(trainer, fully, runs)
     for rank in range(2):

@@ -100,7 +100,7 @@ def test_a_trainer_trains_as_before_within_a_budget(tmp_path: Path, numerics: st
         "time_limit_seconds": 0.5,
     }
     with pytest.raises(InfeasibleError) as caught:
-        MemfitCallback(trainer, budget=1, **options)
+        MemfitCallback(trainer, budget="1B", **options)
     records: list[dict[str, Any]] = []
     callback = MemfitCallback(trainer, budget=caught.value.lowest_peak_bytes, log=records.append, **options)
     trainer.add_callback(callback)

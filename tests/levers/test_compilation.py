@@ -284,7 +284,7 @@ def test_compiled_steps_leave_what_others_fit() -> None:
     lowest: dict[Any, int] = {}
     for compile in (False, "auto"):
         with pytest.raises(InfeasibleError) as error:
-            memfit.plan(whole(), budget=1, compile=compile, **options)
+            memfit.plan(whole(), budget="1B", compile=compile, **options)
         assert error.value.lowest_peak_bytes is not None
         lowest[compile] = error.value.lowest_peak_bytes
     assert lowest["auto"] <= lowest[False]

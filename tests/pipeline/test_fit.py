@@ -276,7 +276,7 @@ def test_no_handler_of_the_loop_swallows_a_verdict(
     with pytest.raises(InfeasibleError, match="no plan"), memfit.fit(model, optimizer, budget="100KiB"):
         for _ in range(4):
             handles(step)
-    assert planned == ["100KiB", 2, "100KiB"]  # for the first step, and for the second: never again
+    assert planned == ["100KiB", "2B", "100KiB"]  # for the first step, and for the second: never again
     assert len(tidied) >= 2  # what the loop does in any case is done
     assert all(optimizer.state[p]["step"] == 1 for p in model.parameters())
     assert nn.Module.__call__ is before and torch.overrides._get_current_function_mode() is None

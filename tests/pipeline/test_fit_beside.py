@@ -64,7 +64,7 @@ def trained(model: nn.Module, beside: Callable[[], object] = lambda: None, keep:
             loss.backward()
             optimizer.step()
             beside()
-    return [line for line in told if "beside the step" in line]
+    return [line for line in told if "outside of the step" in line]
 
 
 def test_a_step_alone_is_told_nothing_of() -> None:
@@ -83,7 +83,7 @@ def test_what_the_loop_holds_beside_it_is_told_with_its_bytes(name: str, keep: C
     kept = keep()
     (line,) = trained(made(), keep=kept)
     expected = nbytes(made())
-    assert f"the loop holds {memfit.units.format_bytes(expected)}" in line
+    assert f"your loop keeps {memfit.units.format_bytes(expected)}" in line
     assert re.search(rf"`kee?pt?` \({type(kept).__name__}, ", line) and "within the budget of 64.0 MiB" in line
 
 
@@ -113,7 +113,7 @@ def test_a_first_step_above_the_budget_is_told(share: float) -> None:
 
     told: list[str] = []
     run(told, f"{share}x")
-    assert any("the first step, of which only its module was known" in line for line in told) == (share < 1)
+    assert any("the first step took about" in line for line in told) == (share < 1)
 
 
 class Lazy(dict[str, torch.Tensor]):

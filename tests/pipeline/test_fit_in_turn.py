@@ -245,10 +245,10 @@ def test_the_plan_is_for_every_kind_of_step(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, weights, strict=True))
     assert fitted is not None and fitted.plan is not None
     assert 0.99 <= fitted.plan.predicted.peak_bytes / plain_bytes <= OVER.get(name, 1.03)
-    assert not any("beside the step" in text for text in told)
+    assert not any("outside of the step" in text for text in told)
     waiting = [text for text in told if "have not trained yet" in text]
     assert bool(waiting) == (name in LATE)
-    assert not waiting or any("nothing was promised for that" in text for text in told)
+    assert not waiting or any("the plan does not cover that step" in text for text in told)
 
 
 @pytest.mark.ci

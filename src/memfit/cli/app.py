@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Annotated
+
+import typer
 
 from memfit.cli import commands, machine_commands, plan_commands, streams, train_commands
-from memfit.cli.output import err, print_error
+from memfit.cli.output import print_error
 from memfit.errors import MemfitError
 from memfit.frames import users_frames
+from memfit.version import __version__
 
 app = commands.Commands(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     help=(
-        "Make a PyTorch training step fit the memory you have, at the smallest slow-down that can be found.\n\n"
+        "Make PyTorch training fit the memory you have.\n\n"
+        "Fit your training script, unchanged: memfit run --budget 6GiB train.py\n\n"
         "A WORKLOAD is file.py:function or package.module:function, where the function takes nothing and returns"
         " a memfit.Workload.\n\n"
         "Exit status: 0 done, 1 your own code raised an error, 2 wrong use or a step that can't be captured,"
         " 3 no plan fits the budget, 4 a plan is not what it says, 5 the loss is not finite,"
-        " 6 out of memory with no lower plan left, 75 stopped by SIGTERM with a checkpoint."
+        " 6 out of memory with no lower plan left, 75 stopped by SIGTERM with a checkpoint, 130 interrupted by Ctrl-C."
     ),
 )
 
@@ -30,12 +35,28 @@ tools = commands.Commands(
     help="Measure levers, number ranges and devices; make whole models of shards; prepare other frameworks.",
 )
 
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"memfit {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show memfit's version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
 _ANY_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 
+app.command(runs_steps=True, context_settings=_ANY_ARGUMENTS)(plan_commands.run)
 app.command()(plan_commands.estimate)
 app.command(runs_steps=True)(plan_commands.plan)
 app.command()(plan_commands.fleet)
-app.command(runs_steps=True, context_settings=_ANY_ARGUMENTS)(plan_commands.run)
 app.command(runs_steps=True)(train_commands.verify)
 app.command(runs_steps=True)(train_commands.train)
 app.command()(train_commands.report)
@@ -63,11 +84,11 @@ def main() -> None:
         print_error(e, streams.takes_json(), commands.is_whole)
         raise SystemExit(e.exit_status) from None
     except KeyboardInterrupt as e:
-        _print_notes("interrupted", e)
+        commands.print_ended("interrupted", e)
         raise SystemExit(130) from None
     except SystemExit as e:
         if getattr(e, "__notes__", []):
-            _print_notes("stopped by SIGTERM", e)
+            commands.print_ended("stopped by SIGTERM", e)
         raise
     except Exception as e:
         if not users_frames(e):
@@ -76,7 +97,3 @@ def main() -> None:
         raise SystemExit(1) from None
     finally:
         streams.give_back()
-
-
-def _print_notes(what: str, error: BaseException) -> None:
-    err.print("; ".join([what, *getattr(error, "__notes__", [])]), highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Commands with the option `--traceback`, which shows errors with all frames instead of the user's own."""
+"""Commands with the options `--quiet` and `--traceback`, whose errors and interrupts are told in their words."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 from msgspec.structs import replace
 
-from memfit.cli import threads
+from memfit.cli import output, threads
 from memfit.words import Words, options
 
 if TYPE_CHECKING:
@@ -24,11 +24,13 @@ is_whole = False
 words = Words({})
 """The words of the command that runs: its options."""
 
-_OPTION = typer.Option("--traceback", help="Show an error's whole traceback, memfit's frames too.")
+_QUIET = typer.Option("--quiet", "-q", help="Print the result and errors, without progress and notes.")
+_TRACEBACK = typer.Option("--traceback", help="Show an error's whole traceback, memfit's frames too.")
+_NOTHING_LEFT = "nothing was written; the same command starts again"
 
 
 class Commands(typer.Typer):
-    """A command line whose commands all take `--traceback`."""
+    """A command line whose commands all take `--quiet` and `--traceback`."""
 
     def command(  # type: ignore[override]  # Typer spells out every option
         self, name: str | None = None, *, runs_steps: bool = False, **options: Any
@@ -41,7 +43,7 @@ class Commands(typer.Typer):
         register = super().command(name, **options)
 
         def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-            register(_with_traceback(_with_threads(function) if runs_steps else function))
+            register(_with_options(_interruptible(_with_threads(function) if runs_steps else function)))
             return function
 
         return decorate
@@ -50,6 +52,26 @@ class Commands(typer.Typer):
 def with_options(found: _Noted) -> _Noted:
     """Return a record whose notes name the options of the command that runs."""
     return replace(found, notes=[words.of(note) for note in found.notes])
+
+
+def print_ended(what: str, error: BaseException) -> None:
+    """Print in one line what ended a command from outside, what is left of its work, and how to go on."""
+    notes = [words.of(note.removeprefix("memfit: ")) for note in getattr(error, "__notes__", [_NOTHING_LEFT])]
+    output.err.print("; ".join([what, *notes]), highlight=False, markup=False, soft_wrap=True)
+
+
+def _interruptible(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that tells of Ctrl-C and exits with status 130: Typer would exit without a word."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except KeyboardInterrupt as e:
+            print_ended("interrupted", e)
+            raise SystemExit(130) from None
+
+    return call
 
 
 def _with_threads(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -61,15 +83,15 @@ def _with_threads(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _with_traceback(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function with the option in its signature, where Typer reads it, and errors in the command's words."""
+def _with_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function with both options in its signature, where Typer reads it, and errors in its command's words."""
     signature = inspect.signature(function, eval_str=True)
     known = [name for name, parameter in signature.parameters.items() if parameter.annotation is typer.Context]
 
     @functools.wraps(function)
-    def call(*args: Any, traceback: bool, **kwargs: Any) -> Any:
+    def call(*args: Any, quiet: bool, traceback: bool, **kwargs: Any) -> Any:
         global is_whole, words
-        is_whole = traceback
+        is_whole, output.is_quiet = traceback, quiet
         context = kwargs[known[0]] if known else kwargs.pop("context")  # Typer gives it once
         given = [p for p in context.command.params if p.name and p.opts[0].startswith("-")]
         words = options({str(p.name): max(p.opts, key=len) for p in given})
@@ -77,7 +99,10 @@ def _with_traceback(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
     keyword = inspect.Parameter.KEYWORD_ONLY
-    more = [inspect.Parameter("traceback", keyword, default=False, annotation=Annotated[bool, _OPTION])]
+    more = [
+        inspect.Parameter(name, keyword, default=False, annotation=Annotated[bool, option])
+        for name, option in (("quiet", _QUIET), ("traceback", _TRACEBACK))
+    ]
     if not known:
         more.append(inspect.Parameter("context", keyword, annotation=typer.Context))
     vars(call)["__signature__"] = signature.replace(parameters=[*signature.parameters.values(), *more])

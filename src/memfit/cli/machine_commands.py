@@ -16,9 +16,13 @@ from memfit.cli.options import (
     NumericsOption,
     Overwrite,
     WorkloadName,
+    check_inputs,
     check_new,
 )
 from memfit.cli.output import out, print_json, stages
+from memfit.hardware.host import check_device
+from memfit.ir import codec
+from memfit.units import read_budget
 
 
 def ladder(
@@ -35,13 +39,15 @@ def ladder(
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
-    """Climb the levers one by one, and measure on this machine what each buys."""
-    from memfit.ir import codec
+    """Measure on this machine what each way of saving memory costs and saves."""
+    check_inputs(workload, device=device)
+    check_new("--output", output, overwrite)
+    check_new("--html", page, overwrite)
+    if budget is not None:
+        read_budget(budget)
     from memfit.report.ladders import ladder_table, write_ladder
     from memfit.tools import ladder as climb
 
-    check_new("--output", output, overwrite)
-    check_new("--html", page, overwrite)
     loaded = load(workload)
     with stages() as progress:
         climbed = climb(
@@ -92,7 +98,7 @@ def doctor(
     prepare: Annotated[bool, typer.Option(help="Compile it where that was not done; takes minutes, once.")] = True,
     as_json: AsJson = False,
 ) -> None:
-    """Say what a second framework lacks on this machine, and prepare it."""
+    """Check what a second framework needs on this machine, and prepare it."""
     from memfit.cli.jittor import examine
 
     examine(prepare, as_json)
@@ -109,6 +115,9 @@ def demo(
     overwrite: Overwrite = False,
 ) -> None:
     """Train a byte-level GPT on Python's standard library under a budget that the plain step does not meet."""
+    read_budget(budget)
+    check_device(device or "cpu")
+    codec.check_writable(output / "plan.json")
     from memfit.cli.demo import run_demo
 
     run_demo(output, steps, budget, device or "cpu", overwrite)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import enum
+import shlex
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, cast
 
@@ -10,9 +13,12 @@ import typer
 
 from memfit.cli import streams
 from memfit.errors import UsageError
+from memfit.hardware.host import check_device, free_bytes
+from memfit.units import read_budget
+from memfit.workload_names import parts_of
 
 if TYPE_CHECKING:
-    from memfit.ir.plan import Precision
+    from memfit.ir.plan import Plan, Precision
 
 WorkloadName = Annotated[
     str, typer.Argument(metavar="WORKLOAD", help="file.py:function or package.module:function.", show_default=False)
@@ -34,13 +40,8 @@ DeviceName = Annotated[
 MicrobatchSize = Annotated[
     int | None, typer.Option(help="Samples in one forward and backward pass; the whole batch by default.", min=1)
 ]
-BudgetText = Annotated[
-    str,
-    typer.Option(
-        help="Bytes, or with a unit (1.5GiB, 22GB), or a share of the device (90%) or of the plain peak (0.5x).",
-        show_default=False,
-    ),
-]
+BUDGET_HELP = "With a unit (24GiB or 24G, 22GB), or a share of the device (90%) or of the plain step's peak (0.5x)"
+BudgetText = Annotated[str | None, typer.Option(help=f"{BUDGET_HELP}. Must be given.", show_default=False)]
 HostBudget = Annotated[
     str | None, typer.Option(help="Pinned host memory that activations may wait in (32GiB); for GPUs.")
 ]
@@ -62,6 +63,16 @@ class NumericsName(enum.StrEnum):
     reordered = "reordered"
     reduced = "reduced"
     changed = "changed"
+
+
+_OF_RUN = ("--budget", "--plan", "--output", "--numerics", "--host-budget")
+
+
+class LoopNumericsName(enum.StrEnum):
+    """Numerics classes of a loop that stays as it is."""
+
+    exact = "exact"
+    reordered = "reordered"
 
 
 NumericsOption = Annotated[NumericsName, typer.Option(help="How far the numbers of the training may change.")]
@@ -146,6 +157,68 @@ def precisions_of(names: list[PrecisionName]) -> list[Precision] | None:
             f"--precision auto chooses the precisions by the device: leave out {other_options}, or --precision auto"
         )
     return None
+
+
+def check_inputs(workload: str | None = None, *, device: str | None = None) -> None:
+    """Refuse the names of a workload and of a device that don't exist, before PyTorch is imported."""
+    if workload is not None:
+        parts_of(workload)
+    if device is not None:
+        check_device(device)
+
+
+def given_budget(budget: str | None, device: str | None = None) -> str:
+    """Return a budget that can be parsed; where it is missing, say what to type."""
+    if budget is not None:
+        read_budget(budget)
+        return budget
+    fit = "90%" if device not in (None, "cpu") else suggested_budget()
+    raise UsageError(f"--budget is missing: the memory that a step may take. Type {typed('--budget', fit)}")
+
+
+def read_plan(path: Path) -> Plan:
+    """Return the plan of a file.
+
+    Raises:
+        PlanError: The file can't be read, or is not a plan.
+    """
+    from memfit.ir import codec
+    from memfit.ir.plan import Plan
+
+    return codec.read(path, Plan)
+
+
+def strays(context: typer.Context) -> list[list[str]]:
+    """Return the arguments after a script that are long options of the command itself, each with its value.
+
+    Those that the command was given before the script are the script's.
+    """
+    found = []
+    for i, argument in enumerate(context.args):
+        option, has_value, _ = argument.partition("=")
+        for parameter in context.command.params:
+            if option in _OF_RUN and option in parameter.opts and context.params.get(str(parameter.name)) is None:
+                found.append(context.args[i : i + (1 if has_value else 2)])
+    return found
+
+
+def suggested_budget() -> str:
+    """Return nine tenths of this machine's free memory, rounded down ("18GiB")."""
+    nbytes = 0.9 * free_bytes()
+    return f"{int(nbytes / 2**30)}GiB" if nbytes >= 2**31 else f"{int(nbytes / 2**20)}MiB"
+
+
+def typed(*options: str, without: Sequence[str] = ()) -> str:
+    """Return the command line that runs, with options right after the command, to be typed.
+
+    Args:
+        without: Words at its end that go.
+    """
+    command, *rest = sys.argv[1:]
+    if without:
+        at = next(i for i in range(len(rest)) if rest[i : i + len(without)] == list(without))
+        del rest[at : at + len(without)]
+    return "memfit " + shlex.join([command, *options, *rest])
 
 
 def check_new(option: str, path: Path | None, overwrite: bool) -> None:

@@ -8,6 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -31,6 +32,8 @@ from memfit.ranks.environment import launched_rank
 
 out = Console()
 err = Console(stderr=True)
+is_quiet = False
+"""Whether results and errors alone are printed."""
 LINE_SECONDS = 10.0
 """Seconds between two lines about a stage, without a terminal for bars."""
 _NOTICED_SECONDS = 2.0  # shorter stages have no line at their end
@@ -41,6 +44,18 @@ def print_json(value: Any) -> None:
     plain = msgspec.to_builtins(value)
     with streams.for_json():
         print(json.dumps(plain, indent=2, allow_nan=False, default=str))
+
+
+def tell_written(path: Path, as_json: bool) -> None:
+    """Print the file that a command wrote, unless `is_quiet`."""
+    if not (as_json or is_quiet):
+        out.print(f"Written to {path}", highlight=False, markup=False, soft_wrap=True)
+
+
+def note(text: str) -> None:
+    """Print a text on standard error that asks for nothing, unless `is_quiet`."""
+    if not is_quiet:
+        err.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def print_error(error: Exception, as_json: bool, is_whole: bool) -> None:
@@ -68,15 +83,15 @@ class Report(Protocol):
 
 
 @contextlib.contextmanager
-def stages() -> Iterator[Report]:
+def stages(prefix: str = "") -> Iterator[Report]:
     """Show the progress of stages and their time left: as bars on a terminal, elsewhere as a few lines.
 
-    Of several ranks the first shows it.
+    In lines, each has the prefix. Of several ranks the first shows it, and none where `is_quiet`.
     """
-    if launched_rank():
+    if launched_rank() or is_quiet:
         yield lambda *_: None
         return
-    with _bars() if err.is_terminal else _lines() as report:
+    with _bars() if err.is_terminal else _lines(prefix) as report:
         yield report
 
 
@@ -142,8 +157,8 @@ def _bars() -> Iterator[Report]:
 class _Line:
     """A stage reported in lines: at its start, every `LINE_SECONDS`, and at its end, unless it was short."""
 
-    def __init__(self, stage: str, done: int, total: int | None, note: str) -> None:
-        self.stage, self.first = stage, done
+    def __init__(self, stage: str, prefix: str, done: int, total: int | None, note: str) -> None:
+        self.stage, self.prefix, self.first = stage, prefix, done
         self.started = self.printed = self.reported = time.monotonic()
         self.done, self.total, self.note = done, total, note
         self._print()
@@ -174,11 +189,13 @@ class _Line:
         self.printed = time.monotonic()
         count = "" if self.total == 1 else f"{self.done}/{'?' if self.total is None else self.total}"
         text = ", ".join(part for part in (count, *texts, self.note) if part)
-        err.print(f"{self.stage}{': ' if text else ''}{text}", highlight=False, markup=False, soft_wrap=True)
+        err.print(
+            f"{self.prefix}{self.stage}{': ' if text else ''}{text}", highlight=False, markup=False, soft_wrap=True
+        )
 
 
 @contextlib.contextmanager
-def _lines() -> Iterator[Report]:
+def _lines(prefix: str) -> Iterator[Report]:
     lines: dict[str, _Line] = {}
     last: list[_Line] = []
     over, guard = threading.Event(), threading.Lock()
@@ -188,7 +205,7 @@ def _lines() -> Iterator[Report]:
             if last and last[0].stage != stage:
                 last.pop().end()
             if stage not in lines:
-                lines[stage] = _Line(stage, done, total, note)
+                lines[stage] = _Line(stage, prefix, done, total, note)
             else:
                 lines[stage].update(done, total, note)
             last[:] = [lines[stage]]

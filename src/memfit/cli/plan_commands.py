@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated, cast
 import msgspec
 import typer
 
-from memfit.cli import commands
+from memfit.cli import commands, output
 from memfit.cli.commands import with_options
 from memfit.cli.loading import load, load_for
 from memfit.cli.options import (
+    BUDGET_HELP,
     COMPILE,
     AsJson,
     BudgetText,
@@ -21,6 +22,7 @@ from memfit.cli.options import (
     FrameworkName,
     HostBudget,
     LogName,
+    LoopNumericsName,
     MicrobatchSize,
     NumericsName,
     NumericsOption,
@@ -30,14 +32,19 @@ from memfit.cli.options import (
     ShardingName,
     SharedName,
     WorkloadName,
+    check_inputs,
     check_new,
+    given_budget,
     precisions_of,
+    read_plan,
+    strays,
 )
-from memfit.cli.output import out, print_json, stages
+from memfit.cli.output import out, print_json, stages, tell_written
 from memfit.errors import UsageError
 from memfit.hardware import heap
 from memfit.hardware.host import free_bytes
-from memfit.units import read_budget
+from memfit.units import parse_budget, read_budget
+from memfit.workload_names import has_module
 
 if TYPE_CHECKING:
     from memfit.ir.plan import Precision
@@ -77,17 +84,18 @@ def estimate(
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
-    """Predict the memory (bytes) and the time (seconds) of the step as it is, without running it."""
+    """Predict the memory and the time of a training step, without running it."""
+    check_inputs(workload, device=device)
+    check_new("--snapshot", snapshot, overwrite)
+    check_new("--chrome-trace", chrome_trace, overwrite)
+    if sharding is not None and world_size == 1:
+        raise UsageError(f"--sharding {sharding.value} needs several ranks: give --world-size above 1")
     from memfit import pipeline
     from memfit.hardware.advice import precisions
     from memfit.report.estimates import as_written_line, estimate_page
     from memfit.report.verdict import prediction_verdict
     from memfit.workload import is_in_fp32, precision_label
 
-    check_new("--snapshot", snapshot, overwrite)
-    check_new("--chrome-trace", chrome_trace, overwrite)
-    if sharding is not None and world_size == 1:
-        raise UsageError(f"--sharding {sharding.value} needs several ranks: give --world-size above 1")
     loaded = load_for(workload, device)
     device = pipeline.device_named(device, loaded)
     card = pipeline.find_device(device)
@@ -112,6 +120,8 @@ def estimate(
         written_too = {} if as_written is None else {"precision": chosen, "as_written": as_written}
         verdict = prediction_verdict(prediction)
         print_json({"verdict": verdict, **msgspec.to_builtins(prediction), **written_too})
+    elif output.is_quiet:
+        out.print(prediction_verdict(prediction), highlight=False, markup=False, soft_wrap=True)
     else:
         ranks = f", one of {world_size} ranks" if world_size > 1 else ""
         ranks += f", {parallel} on paper" if parallel else ""
@@ -123,14 +133,14 @@ def estimate(
         if as_written is not None:
             out.print(as_written_line(as_written, prediction, chosen), highlight=False, soft_wrap=True)
     for written in (snapshot, chrome_trace):
-        if written is not None and not as_json:
-            out.print(f"Written to {written}", highlight=False, soft_wrap=True)
+        if written is not None:
+            tell_written(written, as_json)
 
 
 def plan(
     workload: WorkloadName,
-    budget: BudgetText,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan there, as JSON.")] = None,
+    budget: BudgetText = None,
+    path: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan there, as JSON.")] = None,
     device: DeviceName = None,
     numerics: NumericsOption = NumericsName.reordered,
     precision: PrecisionsOption = None,
@@ -157,16 +167,22 @@ def plan(
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
-    """Choose the fastest combination of levers whose predicted peak fits a budget in bytes."""
-    from memfit import pipeline
-    from memfit.report.tables import frontier_table, plan_table
-
-    check_new("--output", output, overwrite)
+    """Choose the fastest settings whose predicted peak fits a memory budget."""
+    if framework is FrameworkName.pytorch:
+        check_inputs(workload, device=device)
+    check_new("--output", path, overwrite)
+    budget = given_budget(budget, device)
+    if host_budget is not None:
+        parse_budget(host_budget, None, "host_budget")
     searched = precisions_of(precision or [])
     if sharding is not SharedName.auto and world_size == 1:
         raise UsageError(f"--sharding {sharding.value} needs several ranks: give --world-size above 1")
     if world_size > 1 and framework is FrameworkName.jittor:
         raise UsageError("--world-size is for workloads in PyTorch: leave out --framework jittor")
+    from memfit import pipeline
+    from memfit.report.tables import frontier_table, plan_table
+    from memfit.report.verdict import plan_verdict
+
     if framework is FrameworkName.jittor:
         from memfit.cli.jittor import plan_in_jittor
 
@@ -194,14 +210,16 @@ def plan(
                 compile=COMPILE[compile],
                 progress=progress,
             )
-    if output is not None:
-        chosen.save(output)
+    if path is not None:
+        chosen.save(path)
     if as_json:
         print_json(chosen)
+    elif output.is_quiet:
+        out.print(plan_verdict(chosen), highlight=False, markup=False, soft_wrap=True)
     else:
         out.print(plan_table(with_options(chosen)), frontier_table(chosen, commands.words.of))
-        if output is not None:
-            out.print(f"Written to {output}", highlight=False)
+    if path is not None:
+        tell_written(path, as_json)
 
 
 def fleet(
@@ -240,14 +258,17 @@ def fleet(
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
-    """Find the fewest cards that train a workload in time, the cheapest ones, and the fastest."""
-    from memfit import pipeline
+    """Find the fewest cards that train a workload in time, the cheapest and the fastest."""
     from memfit.cli.fleet_options import check_cards, rank_numbers
-    from memfit.report.fleets import fleet_table, write_fleet
 
+    check_inputs(workload)
     check_new("--html", page, overwrite)
+    read_budget(budget)
     numbers, searched = rank_numbers(ranks), precisions_of(precision or [])
     cards = check_cards(device, prices, within)
+    from memfit import pipeline
+    from memfit.report.fleets import fleet_table, write_fleet
+
     loaded = load_for(workload, cards[0])
     with stages() as progress:
         found = pipeline.fleet(
@@ -270,28 +291,70 @@ def fleet(
         print_json({**msgspec.to_builtins(found), "answers": found.answers()})
     else:
         out.print(fleet_table(with_options(found)))
-        if page is not None:
-            out.print(f"Written to {page}", highlight=False, soft_wrap=True)
+    if page is not None:
+        tell_written(page, as_json)
 
 
 def run(
     context: typer.Context,
-    script: Annotated[str, typer.Argument(metavar="SCRIPT [ARGS]...", help="Your script.", show_default=False)],
-    budget: BudgetText,
+    script: Annotated[
+        str, typer.Argument(metavar="SCRIPT [ARGS]...", help="Your script, and its own options.", show_default=False)
+    ],
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help=f"{BUDGET_HELP}; by default 90% of the GPU. On a CPU it must be given, or --plan.", show_default=False
+        ),
+    ] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option("--plan", help="Begin with a plan that `memfit run -o` wrote.", show_default=False),
+    ] = None,
+    path: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the plan there as soon as it is made, as JSON.")
+    ] = None,
     is_module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as for `python -m`.")] = False,
     numerics: Annotated[
-        NumericsName, typer.Option(help="How far the numbers of the training may change: exact or reordered.")
-    ] = NumericsName.exact,
+        LoopNumericsName | None,
+        typer.Option(help="How far the numbers of the training may change; by default exact.", show_default=False),
+    ] = None,
     host_budget: HostBudget = None,
     log: LogName = None,
+    overwrite: Overwrite = False,
 ) -> None:
-    """Run your own training script as it is, and fit the loop in it into a budget.
+    """Run your training script, unchanged, within a memory budget.
 
-    Its first step is watched where it runs; the steps after it run under the plan for it.
+    memfit's options stand before the script. The first step is recorded; the steps after it run under the plan made
+    from it.
     """
-    from memfit.cli.run import run_script
+    if script.startswith("-"):
+        raise UsageError(f"memfit run has no option {script}: `memfit run --help` lists them. The script comes after")
+    if is_module and not has_module(script.partition(".")[0]):
+        raise UsageError(f"there is no module {script!r} in {Path.cwd()}, and none is installed")
+    if not is_module and not Path(script).is_file():
+        raise UsageError(f"there is no script {script!r}: give a file and its arguments, or -m and a module")
+    if budget is not None and plan is not None:
+        raise UsageError("give one of --budget and --plan, which has a budget")
+    for name, value in {"--numerics": numerics, "--host-budget": host_budget}.items():
+        if plan is not None and value:
+            raise UsageError(f"{name} is for the plan that --budget makes: leave it out with --plan, which says it")
+    if budget is not None:
+        read_budget(budget)
+    if host_budget is not None:
+        parse_budget(host_budget, None, "host_budget")
+    check_new("--output", path, overwrite)
+    given = None if plan is None else read_plan(plan)
+    from memfit.cli.run import Call, run_script
 
-    run_script(script, context.args, is_module, budget, numerics.value, host_budget, log)
+    run_script(
+        Call(script, context.args, is_module, strays(context)),
+        budget=budget,
+        plan=given,
+        numerics=(numerics or LoopNumericsName.exact).value,
+        host_budget=host_budget,
+        path=path,
+        log=log,
+    )
 
 
 def probe_range(
@@ -300,7 +363,8 @@ def probe_range(
     microbatch_size: MicrobatchSize = None,
     as_json: AsJson = False,
 ) -> None:
-    """Tell which modules' activations or gradients leave fp16's range or flush to zero, and what to do about it."""
+    """Show which modules' activations or gradients leave the range of fp16, and what to do about it."""
+    check_inputs(workload)
     from memfit import pipeline
 
     loaded = load(workload)

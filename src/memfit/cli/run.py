@@ -2,84 +2,184 @@
 
 from __future__ import annotations
 
+import functools
 import runpy
+import shlex
 import sys
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from memfit.cli import commands
-from memfit.cli.output import err, stages
+from memfit.cli import commands, output
+from memfit.cli.options import suggested_budget, typed
+from memfit.cli.output import err, note, stages
 from memfit.errors import MemfitError, UsageError
-from memfit.frames import is_users
-from memfit.hardware import heap
+from memfit.frames import is_memfits, is_users
+from memfit.hardware import accelerators, heap
 from memfit.hardware.host import free_bytes
-from memfit.ir.plan import Numerics
+from memfit.ir.plan import Numerics, Plan
 from memfit.pipeline import load_log
 from memfit.pipeline._fit import fit_whatever_trains
+from memfit.report.verdict import plan_verdict
 from memfit.units import Budget, read_budget
+
+_GPU_BUDGET = "90%"
+
+
+@dataclass(frozen=True)
+class Call:
+    """A script as it is called.
+
+    Attributes:
+        name: The script, or the module.
+        arguments: Its own arguments.
+        is_module: Whether it is run as with `python -m`.
+        strays: Those of the arguments that are options of `memfit run` too, each with its value.
+    """
+
+    name: str
+    arguments: list[str]
+    is_module: bool
+    strays: list[list[str]]
 
 
 def run_script(
-    name: str,
-    arguments: list[str],
-    is_module: bool,
-    budget: str,
+    call: Call,
+    *,
+    budget: str | None,
+    plan: Plan | None,
     numerics: Numerics,
     host_budget: str | None,
+    path: Path | None,
     log: str | None,
 ) -> None:
     """Run a script, or a module as with `python -m`, and fit its training loop into a budget.
 
     Its errors end the command as they end Python, with a traceback without memfit's frames, and status 1.
 
+    Args:
+        budget: The budget; None for that of the plan, or for 90 % of the GPU.
+        plan: A plan to begin with; None to make one.
+        path: The file to write the plan to, as soon as it is made; None for none.
+        log: The name of a function that takes each step's record; None for none.
+
     Raises:
-        UsageError: The script does not exist.
+        UsageError: There is no budget, no plan and no GPU.
         WorkloadError: The function that `log` names does not exist, or can't be loaded.
     """
-    if not is_module and not Path(name).is_file():
-        raise UsageError(f"there is no script {name!r}: give a file and its arguments, or -m and a module")
-    _settle_memory(read_budget(budget))
+    if plan is not None:
+        _settle_memory(read_budget(f"{plan.budget_bytes}B"))
+    else:
+        budget = budget or _default_budget(call)
+        _settle_memory(read_budget(budget))
     log_function = None if log is None else load_log(log)
-    sys.argv = [name, *arguments]
-    sys.path.insert(0, str(Path.cwd() if is_module else Path(name).resolve().parent))
+    advice = _stray_text(call.strays[0]) if call.strays else ""
+    sys.argv = [call.name, *call.arguments]
+    sys.path.insert(0, str(Path.cwd() if call.is_module else Path(call.name).resolve().parent))
+    written: list[Path] = []
+
+    def keep(made: Plan) -> None:
+        if output.is_quiet:
+            _tell(f"memfit: {plan_verdict(made)}")
+        if path is not None:
+            written[:] = [made.save(path)]
+
     try:
         with (
-            stages() as progress,
             fit_whatever_trains(
                 budget=budget,
+                plan=plan,
                 numerics=numerics,
                 host_budget=host_budget,
                 tell=_tell,
-                progress=progress,
+                note=_note,
+                on_plan=keep,
+                stages=functools.partial(stages, "memfit: "),
                 log=log_function,
             ),
         ):
-            if is_module:
-                runpy.run_module(name, run_name="__main__", alter_sys=True)
+            if call.is_module:
+                runpy.run_module(call.name, run_name="__main__", alter_sys=True)
             else:
-                runpy.run_path(name, run_name="__main__")
+                runpy.run_path(call.name, run_name="__main__")
     except MemfitError:
+        raise
+    except KeyboardInterrupt as e:
+        e.add_note(_what_is_left(call, written))
+        raise
+    except SystemExit as e:
+        if e.code == 2 and advice:  # argparse's status, for an option that the script does not have
+            _tell(advice)
         raise
     except Exception as e:
         _print_traceback(e)
         raise SystemExit(1) from None
 
 
+def _default_budget(call: Call) -> str:
+    """Return the share of the GPU that is taken without --budget; without a GPU, ask for a budget."""
+    stray = next((stray for stray in call.strays if stray[0].startswith("--budget")), None)
+    if accelerators.current_kind() is None:
+        if stray is not None:
+            raise UsageError(f"--budget stands before the script: {typed(*stray, without=stray)}")
+        raise UsageError(
+            "--budget is missing, and there is no GPU to take 90% of: give the memory that a step may take. Type"
+            f" {typed('--budget', suggested_budget())}"
+        )
+    _note(f"memfit: the budget is {_GPU_BUDGET} of the device; --budget before the script sets another")
+    if stray is not None and not _is_in_script("--budget", call):
+        _tell(f"memfit: {' '.join(stray)} goes to the script. {_stray_text(stray)}")
+    return _GPU_BUDGET
+
+
+def _stray_text(stray: list[str]) -> str:
+    option = stray[0].partition("=")[0]
+    return f"If {option} is meant for memfit, it stands before the script: {typed(*stray, without=stray)}"
+
+
+def _is_in_script(option: str, call: Call) -> bool:
+    """Tell whether a script's text has an option, by its name or as a parser's field."""
+    if call.is_module:
+        return False
+    text = Path(call.name).read_text(encoding="utf-8", errors="replace")
+    return option in text or f"{option[2:].replace('-', '_')}:" in text
+
+
+def _what_is_left(call: Call, written: list[Path]) -> str:
+    """Return what an interrupted script leaves, and how to go on."""
+    script = f"-m {call.name}" if call.is_module else shlex.quote(call.name)
+    if written:
+        line = f"memfit run --plan {shlex.quote(str(written[0]))} {script}"
+        return f"the plan is in {written[0]}, and `{line}` starts with it. Checkpoints are the script's own"
+    return "no plan is kept (`-o plan.json` keeps it). Checkpoints are the script's own"
+
+
 def _settle_memory(budget: Budget) -> None:
     """Keep or return freed memory (`heap.settle`), by a CPU budget in bytes, and tell the user where it is slower."""
-    if budget.of == "" and not torch.cuda.is_available() and (told := heap.settle(budget.nbytes(), free_bytes())):
-        _tell(told)
+    if budget.of == "" and accelerators.current_kind() is None and (told := heap.settle(budget.nbytes(), free_bytes())):
+        _note(told)
 
 
 def _tell(text: str) -> None:
     err.print(commands.words.of(text), highlight=False, markup=False, soft_wrap=True)
 
 
+def _note(text: str) -> None:
+    note(commands.words.of(text))
+
+
 def _print_traceback(error: Exception) -> None:
-    """Print a traceback as Python does, without the frames outside of the script."""
+    """Print a traceback as Python does; without --traceback, without memfit's frames and those before the script."""
     exception = traceback.TracebackException.from_exception(error)
-    first = next((i for i, frame in enumerate(exception.stack) if is_users(frame.filename)), 0)
-    exception.stack = traceback.StackSummary.from_list(exception.stack[first:])
+    if not commands.is_whole:
+        _leave_out_frames(exception)
     sys.stderr.writelines(exception.format())
+
+
+def _leave_out_frames(exception: traceback.TracebackException) -> None:
+    frames = list(exception.stack)
+    first = next((i for i, frame in enumerate(frames) if is_users(frame.filename)), len(frames))
+    exception.stack = traceback.StackSummary.from_list([f for f in frames[first:] if not is_memfits(f.filename)])
+    for link in (exception.__cause__, exception.__context__, *(exception.exceptions or ())):
+        if link is not None:
+            _leave_out_frames(link)

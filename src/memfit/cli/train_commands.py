@@ -8,6 +8,7 @@ from typing import Annotated
 import msgspec
 import typer
 
+from memfit.cli import output as printed
 from memfit.cli.loading import load
 from memfit.cli.options import (
     COMPILE,
@@ -21,11 +22,16 @@ from memfit.cli.options import (
     PlanFile,
     PrecisionsOption,
     WorkloadName,
+    check_inputs,
     check_new,
+    given_budget,
     precisions_of,
+    read_plan,
 )
-from memfit.cli.output import out, print_json, stages
+from memfit.cli.output import note, out, print_json, stages, tell_written
 from memfit.errors import UsageError, VerificationError
+from memfit.hardware.host import free_bytes
+from memfit.ir import codec
 from memfit.ranks.environment import launched_rank
 from memfit.units import parse_budget
 
@@ -42,13 +48,13 @@ def verify(
 
     For a plan for several ranks: torchrun --nproc-per-node N -m memfit verify ...
     """
+    check_inputs(workload)
+    read = read_plan(plan)
     from memfit import pipeline
     from memfit.cli.training import settle_memory
-    from memfit.ir.plan import Plan
     from memfit.report.listings import verification_table
     from memfit.report.verdict import verification_verdict
 
-    read = Plan.load(plan)
     pipeline.check_launched(read)
     if steps:
         settle_memory(read, runs_plain=True)
@@ -60,6 +66,8 @@ def verify(
             if as_json:
                 verdict = verification_verdict(verification)
                 print_json({"verdict": verdict, **msgspec.structs.asdict(verification), "holds": verification.holds})
+            elif printed.is_quiet:
+                out.print(verification_verdict(verification), highlight=False, markup=False, soft_wrap=True)
             else:
                 out.print(verification_table(verification))
         ranks.gathered(None)  # the others wait for it: torchrun ends all ranks when one has failed
@@ -151,16 +159,19 @@ def train(
 
     For a plan for several ranks: torchrun --nproc-per-node N -m memfit train ...
     """
-    from memfit import pipeline
-    from memfit.cli.training import plan_of, settle_memory, train_with_bar
-    from memfit.report.summary import retries_text, waiting_text
-
+    check_inputs(workload, device=device)
+    if plan is not None:
+        read_plan(plan)
     if (steps is None) == (epochs is None):
         raise UsageError("give one of --steps and --epochs")
     if adaptive and recover is False:
         raise UsageError("--adaptive always reruns steps that run out of memory: leave out --no-recover")
-    limit_bytes = None if limit is None else parse_budget(limit, None, "--limit")
-    if (plan is None) == (budget is None):
+    limit_bytes = None if limit is None else parse_budget(limit, None, "limit")
+    if host_budget is not None:
+        parse_budget(host_budget, free_bytes(), "host_budget")
+    if plan is None:
+        budget = given_budget(budget, device)
+    elif budget is not None:
         raise UsageError("give one of --plan and --budget")
     of_budget = {
         "--device": device,
@@ -171,6 +182,14 @@ def train(
     for name in (name for name, value in of_budget.items() if plan is not None and value):
         raise UsageError(f"{name} is for the plan that --budget makes: leave it out with --plan, which says it")
     searched = precisions_of(precision or [])
+    codec.check_writable(output / "plan.json")
+    from memfit import pipeline
+    from memfit.cli.training import plan_of, settle_memory, train_with_bar
+    from memfit.report.summary import retries_text, waiting_text
+    from memfit.training.runs.folder import check_folder
+
+    if plan is None and not launched_rank():  # before it is planned; others may come when the first has begun to write
+        check_folder(output, overwrite=overwrite, resume=resume)
     if device is not None and pipeline.on_this_machine(pipeline.find_device(device)) is None:
         raise UsageError(
             f"--device {device} is not on this machine, and training runs here: name cpu or cuda, or make a plan for"
@@ -226,7 +245,7 @@ def train(
         out.print(f"{record.steps} steps, loss {losses}. `memfit report {output}` draws the run", highlight=False)
         for line in (waiting_text(record), retries_text(record)):
             if line:
-                out.print(line, highlight=False, soft_wrap=True)
+                note(line)
 
 
 def report(
@@ -235,17 +254,16 @@ def report(
     as_json: AsJson = False,
 ) -> None:
     """Write a run's report: one HTML file that needs no network."""
+    check_new("--output", output, overwrite=True)
     from memfit import pipeline
 
-    check_new("--output", output, overwrite=True)
     with stages() as progress:
         progress("draw", 0, 1)
         written = pipeline.write_report(run, output)
         progress("draw", 1, 1)
     if as_json:
         print_json({"report": str(written)})
-    else:
-        out.print(f"Written to {written}", highlight=False)
+    tell_written(written, as_json)
 
 
 def consolidate(
@@ -265,5 +283,4 @@ def consolidate(
         progress("write", 1, 1)
     if as_json:
         print_json({"model": str(written)})
-    else:
-        out.print(f"Written to {written}", highlight=False)
+    tell_written(written, as_json)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit import pipeline
-from memfit.cli.output import err, stages
+from memfit.cli.output import note, stages
 from memfit.hardware import heap
 from memfit.hardware.host import free_bytes
 from memfit.ir.plan import Plan
@@ -71,7 +71,7 @@ def settle_memory(plan: Plan, host_budget: str | None = None, *, runs_plain: boo
         runs_plain: Whether the plain step runs too.
 
     Raises:
-        BudgetError: `host_budget` is no number of bytes.
+        BudgetError: `host_budget` can't be parsed.
     """
     if plan.device != "cpu":
         return
@@ -81,7 +81,7 @@ def settle_memory(plan: Plan, host_budget: str | None = None, *, runs_plain: boo
     if runs_plain:
         peak_bytes = max(peak_bytes, plan.plain.peak_upper_bytes)
     if told := heap.settle(peak_bytes, room):
-        err.print(told, highlight=False, soft_wrap=True)
+        note(told)
 
 
 def _steps_of(workload: Workload, epochs: int | None) -> int | None:

@@ -43,6 +43,16 @@ def devices() -> Devices:
     return Devices([_cpu(known), *_accelerators(known)])
 
 
+def check_device(name: str) -> None:
+    """Refuse the name of a device that does not exist, as far as that is known without importing PyTorch.
+
+    Raises:
+        UsageError: It is no kind of device of PyTorch's, and not in the catalogue.
+    """
+    if not _ACCELERATOR.fullmatch(name.strip().lower()):
+        find_device(name)
+
+
 def find_device(name: str) -> Device:
     """Return a device by name: "cpu", "cuda" or "cuda:0" of this machine, or a name of the catalogue.
 
@@ -58,7 +68,7 @@ def find_device(name: str) -> Device:
         try:
             return _elsewhere(look_up(name))
         except UsageError:
-            if kind != _current_kind():  # of another package, which PyTorch must be imported to know
+            if not kind or kind != _current_kind():  # of another package, which PyTorch must be imported to know
                 raise
     here = {d.name: d for d in devices()}
     device = here.get("cpu" if wanted == "cpu" else f"{kind}:{(accelerator and accelerator[2]) or 0}")

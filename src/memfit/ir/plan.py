@@ -15,6 +15,7 @@ from memfit.ir.display import Shown, ShownList
 from memfit.ir.remat import Region
 from memfit.ir.sharding import Sharding
 from memfit.ir.throughput import Throughput
+from memfit.tracebacks import public
 from memfit.units import Budget, format_bytes, read_budget
 
 Precision = Literal["32-true", "tf32", "bf16-mixed", "16-mixed", "bf16-true"]
@@ -336,6 +337,7 @@ class Plan(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
         msgspec.structs.force_setattr(self, "frontier", Frontier(self.frontier, self))
 
     @classmethod
+    @public
     def load(cls, path: str | Path) -> Plan:
         """Return the plan that a file holds.
 
@@ -344,6 +346,7 @@ class Plan(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """
         return codec.read(path, cls)
 
+    @public
     def save(self, path: str | Path) -> Path:
         """Write the plan to a file, whole or not at all, and return its path.
 
@@ -352,6 +355,7 @@ class Plan(Shown, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """
         return codec.write_atomic(path, codec.encode(self))
 
+    @public
     def at(self, budget: int | float | str) -> Plan:
         """Return the plan for another budget: the fastest point of the frontier that fits. Nothing is solved.
 

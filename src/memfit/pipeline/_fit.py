@@ -15,9 +15,11 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
+from msgspec.structs import replace as with_fields
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -26,12 +28,13 @@ from memfit._torch.replacement import replaced
 from memfit.batch import leaves_of
 from memfit.capture.external_state import external_tensors
 from memfit.capture.loop_recorder import Seen, Verdict, Watcher, parameters_of
-from memfit.errors import InfeasibleError, MemfitError, UsageError
+from memfit.errors import InfeasibleError, MemfitError, PlanMismatchError, UsageError
 from memfit.extent import Extent, covers, difference_text, extent_of, looked_ahead, sizes_changed
 from memfit.frames import on_unused
 from memfit.hardware.host import find_device
 from memfit.interrupts import undone
 from memfit.ir.plan import Numerics, Plan, Prediction
+from memfit.levers.stack import check_plan
 from memfit.levers.switch import switched
 from memfit.pipeline._estimate import estimate
 from memfit.pipeline._plan import plan as make_plan
@@ -61,10 +64,12 @@ from memfit.training.runs.log import LogFunction
 from memfit.training.taped import CombinedOptimizers
 from memfit.units import format_bytes, format_seconds, read_budget
 from memfit.words import LOOP
-from memfit.workload import Workload, tensors_of
+from memfit.workload import Workload, fingerprint, tensors_of
 
 Mixed = Prediction | Literal["in use"] | None
 """What mixed precision is predicted to take: nothing, where the loop has it, or where that can't be run."""
+
+Stages = Callable[[], contextlib.AbstractContextManager[Progress]]
 
 _MOST_UPDATES = 8  # of one optimizer in a step, while another one waits for its turn
 _MOST_KINDS = 4  # of steps that one plan is for
@@ -72,11 +77,21 @@ _MOST_TRIES = 3
 _MOST_AWAITED = 1024  # steps that are recorded until one comes again that was not
 _MOST_CHECKED = 16  # steps, where not all kinds come again
 _POINTS = 4
+_AND = " and "
 _NOTED_SHARE = 0.01  # of the budget: what the loop holds beside the step
 
 
 class Fitted:
     """A loop that memfit fits into a budget.
+
+    Args:
+        optimizers: Returns the optimizers that the loop has made so far.
+        tell: Takes each text.
+        stages: Entered for each plan that is made; gives what is called with (stage, done, total) meanwhile.
+        options: Options of `memfit.plan`, `budget` at least.
+        given: A plan to begin with; None to make one.
+        note: Takes the texts that ask for nothing, in the place of `tell`.
+        on_plan: Called with each plan of the loop's step, before the loop runs under it.
 
     Attributes:
         plan: What it runs under after its first step; None before.
@@ -87,15 +102,19 @@ class Fitted:
         self,
         optimizers: Callable[[], Iterable[torch.optim.Optimizer]],
         tell: Callable[[str], None],
-        progress: Progress,
+        stages: Stages,
         options: dict[str, Any],
+        given: Plan | None = None,
+        note: Callable[[str], None] | None = None,
+        on_plan: Callable[[Plan], None] = lambda plan: None,
         log: LogFunction | None = None,
     ) -> None:
         self.plan: Plan | None = None
         self.saw = ""
-        self._optimizers, self._progress, self._options = optimizers, progress, options
+        self._optimizers, self._stages, self._options = optimizers, stages, options
         self._tell: Callable[[str], None] = lambda text: tell(LOOP.of(text))
-        self._log = LoopLog(log)
+        self._note: Callable[[str], None] = lambda text: (note or tell)(LOOP.of(text))
+        self._given, self._on_plan, self._log = given, on_plan, LoopLog(log)
         self._watcher = Watcher(self._called, self._passed, self._stepped_elsewhere)
         self._levers = contextlib.ExitStack()
         self._proving = contextlib.ExitStack()
@@ -133,7 +152,7 @@ class Fitted:
             if self.plan is None and self._reason:
                 raise UsageError(f"nothing was planned, and no budget was held: {self._reason}")
             if self.plan is None:
-                self._tell("memfit: the loop made no two steps with gradients, so nothing was planned")
+                self._tell("memfit: nothing was planned: the loop made fewer than two training steps")
         except BaseException as e:
             if watcher.verdict is None or e is watcher.verdict:
                 raise
@@ -212,7 +231,7 @@ class Fitted:
             (watcher.begin if self._awaited else watcher.rest)()
         elif not watcher.is_writing or self._is_to_be_seen_again():
             if self._kinds:
-                self._tell_unplanned("the step that ended did what no step did before")
+                self._tell_unplanned("the last step did something new")
             self._awaited = _MOST_AWAITED
             watcher.begin()
         else:
@@ -222,7 +241,7 @@ class Fitted:
             gc.collect()  # the step's data, which its workload holds in a cycle of objects
 
     def _tell_unplanned(self, what: str) -> None:
-        self._tell_once(what, f"memfit: {what}, and nothing was promised for that; the next plan is for such steps too")
+        self._tell_once(what, f"memfit: {what}: the plan does not cover that step. The next plan covers such steps too")
 
     def _is_to_be_seen_again(self) -> bool:
         """Tell whether the step that was recorded does not stand for those after it, which are recorded then."""
@@ -249,7 +268,7 @@ class Fitted:
             watcher.forget_roots()
             self.plan, self._kinds, self._under, self._unplanned = None, [], [], []
         elif self._kinds:
-            self._tell_unplanned(f"{type(module).__name__} is called as in no step before")
+            self._tell_unplanned(f"{type(module).__name__} is called in a new way")
         watcher.begin(within_step=bool(self._kinds))
 
     @uninterrupted
@@ -272,7 +291,7 @@ class Fitted:
                     larger.promise([kind.step for kind in self._kinds], {number: target})
                     self._proven, self._checked = [], 0
                     gc.collect()
-                    self._tell(f"memfit: a batch is larger than planned ({difference}): {said}")
+                    self._note(f"memfit: a batch is larger than planned ({difference}): {said}")
                     return True
         except InfeasibleError as e:
             raise InfeasibleError(
@@ -286,8 +305,8 @@ class Fitted:
             pass
         gc.collect()  # the error's frames held copies
         self._tell(
-            f"memfit: a batch is larger than planned ({difference}), and the step that was seen can't be run on it:"
-            " this step runs under a plan for its modules by themselves, and is planned anew"
+            f"memfit: a batch is larger than planned ({difference}), and the recorded step can't be resized to it."
+            " This step runs under a plan for its modules alone; the next steps are planned anew"
         )
         self._proving.close()
         self._under, self._kinds = [], []
@@ -309,12 +328,13 @@ class Fitted:
             predicted = predicted_under(plan, workload)
             if predicted.peak_upper_bytes > budget:
                 try:
-                    plan = self._planned(workload, budget)
+                    plan = self._planned(workload, f"{budget}B")
                 except InfeasibleError:
                     if is_last:
                         raise
                     return None
                 predicted, how = plan.predicted, "planned again"
+                self._on_plan(plan)
                 self._larger.forget()
             else:
                 how = "the plan holds it"
@@ -323,7 +343,8 @@ class Fitted:
         self._switch(workload.model, plan)
         self._growth_anew()
         took, of = format_bytes(predicted.peak_bytes), format_bytes(budget)
-        slower = f", ×{predicted.step_seconds / plan.plain.step_seconds:.2f} of plain" if how == "planned again" else ""
+        share = predicted.step_seconds / plan.plain.step_seconds - 1
+        slower = f", {share:.0%} slower than plain" if how == "planned again" else ""
         return f"{how}, {took} of {of}{slower}"
 
     def _passed(self) -> None:
@@ -360,19 +381,23 @@ class Fitted:
     def _begin_with(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Put a module under a plan for itself, before its first call."""
         loss = functools.partial(_standing_in, ExecutionContext.now())
-        workload = _workload(module, [args, kwargs], loss, self._optimizers_of([module]), module)
+        workload = _workload(module, [args, kwargs], loss, self._optimizers_of([module]), [module])
+        given = self._given
+        if given is not None and (given.fingerprint, given.device) == (fingerprint(workload), _device_of(module)):
+            self._put_under(module, given)
+            return
         try:
             try:
                 # Where others are trained too, they need a part of the budget, and nobody knows which.
                 held = {id(p) for p in module.parameters()}
                 trained = (p for o in self._optimizers() for p in parameters_of(o))
                 is_alone = all(id(p) in held for p in trained) and not self._unsteady
-                found = self._planned(workload, self._options["budget"] if is_alone else 1)
+                found = self._planned(workload, self._options["budget"] if is_alone else "1B")
             except InfeasibleError as e:
-                found = self._planned(workload, e.lowest_peak_bytes)
+                found = self._planned(workload, f"{e.lowest_peak_bytes}B")
         except MemfitError as e:
             self._tell_once(
-                id(module), f"memfit: the first step runs as it is, as no plan was found for it ({first_line(e)})"
+                id(module), f"memfit: the first step runs unchanged: no plan was found for it ({first_line(e)})"
             )
             self._unplanned.append(module)
             return
@@ -391,14 +416,15 @@ class Fitted:
             workload = self._workload_of([known.step for known in kinds if known.is_planned])
             kind.saw = seen(kind.step.entries, watcher.roots, watcher.optimizers)
             self.saw = kinds[0].saw if len(kinds) == 1 else "; ".join(f"({i}) {k.saw}" for i, k in enumerate(kinds, 1))
-            self._tell(f"memfit: saw a step{'' if len(kinds) == 1 else ' of another kind'}: {kind.saw}")
+            self._note(f"memfit: saw a step{'' if len(kinds) == 1 else ' of another kind'}: {kind.saw}")
             with _generators_kept(workload.tape):
-                self.plan = self._planned(workload, self._options["budget"])
+                self.plan = self._held_by_given(workload) or self._planned(workload, self._options["budget"])
+            self._on_plan(self.plan)
             self._tell_first(workload, self.plan)
             under = [(workload.model, self.plan)]
             self._tell_beside(workload, self.plan, [t for known in kinds for t in known.step.given])
             self._advice = advice(self.plan, self._mixed(workload)) if is_slow(self.plan) else []
-        except InfeasibleError:
+        except (InfeasibleError, PlanMismatchError):
             raise
         except MemfitError as e:
             if not self._under:
@@ -418,7 +444,7 @@ class Fitted:
         watcher.rest()
         for model, plan in under:
             self._switch(model, plan)
-        self._tell(str(self))
+        self._note("\n".join([str(self.plan), *self._advice]))
         for line in self._untrained():
             self._tell_once(line, line)
 
@@ -433,8 +459,8 @@ class Fitted:
             took = predicted_under(self._under[0][1], workload).peak_bytes
             if took > plan.budget_bytes:
                 self._tell(
-                    f"memfit: the first step, of which only its module was known, took about {format_bytes(took)}, over"
-                    f" the budget of {format_bytes(plan.budget_bytes)}"
+                    f"memfit: the first step took about {format_bytes(took)}, over the budget of"
+                    f" {format_bytes(plan.budget_bytes)}: its loss was not known before it ran"
                 )
 
     def _tell_beside(self, workload: LoopWorkload, plan: Plan, given: Sequence[torch.Tensor | Geometry]) -> None:
@@ -468,7 +494,37 @@ class Fitted:
             tuple(names.get(n, names[numbers[0]]) for n in range(len(watcher.roots))),
             step.passes,
         )
-        return _workload(model, step.given, _not_called, optimizers, roots[numbers[0]], tape)
+        return _workload(model, step.given, _not_called, optimizers, list(roots.values()), tape)
+
+    def _held_by_given(self, workload: LoopWorkload) -> Plan | None:
+        """Return the plan that was given, as predicted for the loop's step; None where it does not hold that step.
+
+        Raises:
+            PlanMismatchError: It was made for another model, optimizer or device.
+        """
+        given = self._given
+        if given is None or (given.fingerprint != fingerprint(workload) and self._is_part_of(given, workload)):
+            return None
+        device = _device_of(workload.model)
+        if given.fingerprint != fingerprint(workload) or given.device != device:
+            raise PlanMismatchError(
+                f"plan= was made for {given.workload} on {given.device}, with the fingerprint {given.fingerprint}. The"
+                f" loop trains {workload.name} on {device}, with {fingerprint(workload)}: another model, optimizer or"
+                " device. Leave out plan= and give budget= to make a plan for this loop"
+            )
+        check_plan(given, workload)
+        predicted = predicted_under(given, workload)
+        if predicted.peak_upper_bytes <= given.budget_bytes:
+            return with_fields(given, predicted=predicted)
+        self._note(
+            f"memfit: under the plan that was given the step needs {format_bytes(predicted.peak_upper_bytes)} of"
+            f" {format_bytes(given.budget_bytes)}: it is planned anew"
+        )
+        return None
+
+    def _is_part_of(self, given: Plan, workload: LoopWorkload) -> bool:
+        """Tell whether a plan is for more modules than have trained so far, or was in force for those before."""
+        return bool(self._kinds) or set(workload.name.split(_AND)) < set(given.workload.split(_AND))
 
     def _untrained(self) -> list[str]:
         """Return what is known of parameters that an optimizer holds and that no step trained."""
@@ -480,8 +536,8 @@ class Fitted:
                 nbytes = format_bytes(sum(p.nbytes for p in waiting))
                 lines.append(
                     f"memfit: {len(waiting)} parameters{_owner_of(waiting)} ({nbytes}) in optimizer"
-                    f" {type(optimizer).__name__} have not trained yet: nothing is promised for steps that train them;"
-                    " they will be planned for when they do"
+                    f" {type(optimizer).__name__} have not trained yet. The plan does not cover steps that"
+                    " train them; such steps are planned when they come"
                 )
         return lines
 
@@ -534,7 +590,7 @@ class Fitted:
 
     def _planned(self, workload: Workload, budget: int | float | str) -> Plan:
         options = {"device": _device_of(workload.model)} | self._options | {"budget": budget}
-        with outside_autocast():  # where the module is called; the step enters its own
+        with outside_autocast(), self._stages() as progress:  # autocast is where the module is called; the step has it
             return make_plan(
                 workload,
                 **options,
@@ -543,7 +599,7 @@ class Fitted:
                 world_size=1,
                 points=_POINTS,
                 measure=False,  # the loop's steps are its own
-                progress=self._progress,
+                progress=progress,
             )
 
     def _optimizers_of(self, modules: Sequence[nn.Module]) -> list[torch.optim.Optimizer]:
@@ -555,7 +611,8 @@ def fit(
     model: nn.Module | Sequence[nn.Module],
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     *,
-    budget: int | float | str,
+    budget: int | float | str | None = None,
+    plan: Plan | Path | str | None = None,
     numerics: Numerics = "exact",
     host_budget: int | str | None = None,
     time_limit_seconds: float = 10.0,
@@ -573,7 +630,9 @@ def fit(
         model: The model, or the models, that the loop trains.
         optimizer: The optimizer, or the optimizers, that it steps.
         budget: Bytes, a string with a unit ("1.5GiB"), or a share of the device's memory ("90%") or of the plain
-            step's peak ("0.5x").
+            step's peak ("0.5x"). Give this or `plan`.
+        plan: A plan to begin with, or its file: `Fitted.plan` of an earlier run of this loop. Nothing is planned while
+            it holds the loop's steps. Its budget, numerics and host budget are taken.
         numerics: "exact", or "reordered", with which losses of language models are chunked too.
         host_budget: As of `memfit.plan`.
         time_limit_seconds: As of `memfit.plan`, for each of the two plans that are made.
@@ -587,11 +646,13 @@ def fit(
 
     Raises:
         BudgetError: `budget` can't be parsed.
+        PlanMismatchError: `plan` was made for another model, optimizer or device.
         InfeasibleError: No plan fits. The loop ends where its second step begins, whatever it makes of exceptions; the
             error is raised where the context is left. The first step was made.
         UsageError: What the loop does can't be planned where it runs, such as an optimizer that needs a closure.
     """
-    _check(budget, numerics)
+    begins, options = _settled(budget, plan, numerics, host_budget)
+    options["time_limit_seconds"] = time_limit_seconds
     given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     models = [model] if isinstance(model, nn.Module) else list(model)
     if not _updating(given, (p for model in models for p in model.parameters())):
@@ -600,9 +661,9 @@ def fit(
             f"optimizer is {updates} of other parameters than those of model, {trained}: create it from this model, as"
             f" {type(given[0]).__name__}(model.parameters())"
         )
-    options = {"numerics": numerics, "host_budget": host_budget, "time_limit_seconds": time_limit_seconds}
     write = tell or functools.partial(print, file=sys.stderr, flush=True)
-    return _Fitting(Fitted(lambda: given, write, progress, {"budget": budget, **options}, log), given)
+    fitted = Fitted(lambda: given, write, lambda: contextlib.nullcontext(progress), options, begins, log=log)
+    return _Fitting(fitted, given)
 
 
 class _Fitting(contextlib.AbstractContextManager["Fitted", None]):
@@ -640,15 +701,18 @@ class _Fitting(contextlib.AbstractContextManager["Fitted", None]):
 @contextlib.contextmanager
 def fit_whatever_trains(
     *,
-    budget: int | float | str,
+    budget: int | float | str | None = None,
+    plan: Plan | None = None,
     numerics: Numerics = "exact",
     host_budget: int | str | None = None,
     tell: Callable[[str], None],
-    progress: Progress = silent,
+    note: Callable[[str], None] | None = None,
+    on_plan: Callable[[Plan], None] = lambda plan: None,
+    stages: Stages = lambda: contextlib.nullcontext(silent),
     log: LogFunction | None = None,
 ) -> Iterator[Fitted]:
-    """Fit the loop that runs in this context into a budget, with the optimizers that it makes; see `fit`."""
-    _check(budget, numerics)
+    """Fit the loop that runs in this context into a budget, with the optimizers that it makes; see `fit`, `Fitted`."""
+    given, options = _settled(budget, plan, numerics, host_budget)
     made: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
     initialise = torch.optim.Optimizer.__init__
 
@@ -656,8 +720,7 @@ def fit_whatever_trains(
         made.add(optimizer)
         initialise(optimizer, *args, **kwargs)
 
-    options = {"budget": budget, "numerics": numerics, "host_budget": host_budget}
-    fitted = Fitted(lambda: list(made), tell, progress, options, log)
+    fitted = Fitted(lambda: list(made), tell, stages, options, given, note, on_plan, log)
     with replaced(torch.optim.Optimizer, "__init__", initialise_and_note), LOOP.spoken(), fitted.watching():
         yield fitted
 
@@ -668,11 +731,20 @@ def _updating(optimizers: Iterable[torch.optim.Optimizer], parameters: Iterable[
     return [o for o in optimizers if any(id(p) in held for p in parameters_of(o))]
 
 
-def _check(budget: int | float | str, numerics: Numerics) -> None:
-    """Check what a loop is to be fitted into, before it begins."""
+def _settled(
+    budget: int | float | str | None, plan: Plan | Path | str | None, numerics: Numerics, host_budget: int | str | None
+) -> tuple[Plan | None, dict[str, Any]]:
+    """Return the plan to begin with, if there is one, and the options of `memfit.plan`, both checked."""
+    if (budget is None) == (plan is None):
+        raise UsageError("give one of budget= and plan=")
+    given = Plan.load(plan) if isinstance(plan, str | Path) else plan
+    if given is not None:
+        budget, numerics, host_budget = f"{given.budget_bytes}B", given.allowed, given.host_budget_bytes or None
+    assert budget is not None
     read_budget(budget)
     if numerics not in ("exact", "reordered"):
         raise UsageError(f"numerics={numerics!r} can't be used for an unchanged loop: use 'exact' or 'reordered'")
+    return given, {"budget": budget, "numerics": numerics, "host_budget": host_budget}
 
 
 def seen(
@@ -712,7 +784,7 @@ def is_slow(plan: Plan) -> bool:
 
 def advice(plan: Plan, mixed: Mixed) -> list[str]:
     """Return what the loop itself could do for a faster step or a lower peak, with the lines that do it."""
-    lines = ["", "What the loop itself could do, which memfit leaves to it:"]
+    lines = ["", "Changes to your loop that would make it faster or smaller:"]
     if isinstance(mixed, Prediction) and _helps(mixed, plan):
         peak, seconds = format_bytes(mixed.peak_bytes), format_seconds(mixed.step_seconds)
         times = mixed.step_seconds / plan.plain.step_seconds
@@ -726,7 +798,7 @@ def advice(plan: Plan, mixed: Mixed) -> list[str]:
         "  microbatches:     for part in batch.split(size // 2):",
         "                        (loss_of(part) / 2).backward()  # then one optimizer.step()",
         "                    not predicted: memfit cannot tell which dimension is the batch",
-        "memfit.plan, on the step as a memfit.Workload, predicts and applies both.",
+        "memfit.plan predicts and applies both, for a step that is written as a memfit.Workload.",
     ]
 
 
@@ -851,17 +923,17 @@ def _workload(
     batch: Any,
     loss_fn: Callable[[nn.Module, Any], torch.Tensor],
     optimizers: Sequence[torch.optim.Optimizer],
-    named: nn.Module,
+    roots: Sequence[nn.Module],
     tape: Tape | None = None,
 ) -> LoopWorkload:
-    """Return a step of the loop as a workload, named by a module's class."""
+    """Return a step of the loop as a workload, named by the classes of the modules that it calls."""
     optimizer: Any = optimizers[0] if len(optimizers) == 1 else CombinedOptimizers(optimizers)
     return LoopWorkload(
         model=model,
         batch=batch,
         loss_fn=loss_fn,
         optimizer=optimizer,
-        name=type(named).__name__,
+        name=_AND.join(dict.fromkeys(type(root).__name__ for root in roots)),
         batch_size=1,
         tape=tape or Tape(),
     )

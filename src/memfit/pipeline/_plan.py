@@ -291,7 +291,7 @@ def _least(budgets: list[tuple[bool, float]], own: int | float | str) -> int | f
             f"budget={own!r}: some ranks give a share of the plain step's peak and others bytes. Give the same on all"
         )
     is_share, least = min(budgets)
-    return f"{least}x" if is_share else int(least)
+    return f"{least}x" if is_share else f"{int(least)}B"
 
 
 def check_ranks(world_size: int, sharding: str, numerics: Numerics) -> None:

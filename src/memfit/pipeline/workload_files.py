@@ -29,9 +29,8 @@ from memfit.tracebacks import public
 from memfit.training.runs.log import LogFunction
 from memfit.units import format_bytes
 from memfit.workload import Workload, described, samples_of
+from memfit.workload_names import HOW, NAME, look_in, no_module, parts_of
 
-_NAME = "name it as file.py:function or package.module:function, where the function"
-_HOW = f"{_NAME} takes no argument and returns a memfit.Workload"
 _EXTRAS = {
     "transformers": "examples",
     "sklearn": "examples",
@@ -131,7 +130,7 @@ def load_workload(name: str) -> Workload:
     if not isinstance(workload, Workload):
         if workload is None:
             raise WorkloadError(f"{name} returned None: end the function with `return workload`")
-        raise WorkloadError(f"{name} returned {described(workload)}, not a memfit.Workload: {_HOW}")
+        raise WorkloadError(f"{name} returned {described(workload)}, not a memfit.Workload: {HOW}")
     samples_of(workload)
     return workload
 
@@ -144,7 +143,7 @@ def call(name: str) -> Any:
         MissingExtraError: It imports a package that an extra of memfit brings.
     """
     with _own_arguments(name):
-        return _run(name, _named(name, "workload", _HOW))
+        return _run(name, _named(name, "workload", HOW))
 
 
 def load_log(name: str) -> LogFunction:
@@ -158,7 +157,7 @@ def load_log(name: str) -> LogFunction:
         MissingExtraError: It imports a package that an extra of memfit brings.
     """
     with _own_arguments(name):
-        return _named(name, "log", f"{_NAME} takes a dict", reuse=True)
+        return _named(name, "log", f"{NAME} takes a dict", reuse=True)
 
 
 def _own_arguments(name: str) -> AbstractContextManager[None]:
@@ -167,15 +166,8 @@ def _own_arguments(name: str) -> AbstractContextManager[None]:
 
 def _named(name: str, noun: str, how: str, *, reuse: bool = False) -> Callable[..., Any]:
     """Return a function by its name; `noun` and `how` say in errors what it is for and how it is named."""
-    place, separator, function = name.rpartition(":")
-    if not separator or not place or not function:
-        raise WorkloadError(f"the {noun} {name!r} can't be found: {how}")
-    if place.endswith(".py"):
-        if not Path(place).is_file():
-            raise WorkloadError(f"the {noun}'s file {place!r} does not exist: {how}")
-        module = _load_file(Path(place), reuse)
-    else:
-        module = _import(place)
+    place, function = parts_of(name, noun, how)
+    module = _load_file(Path(place), reuse) if place.endswith(".py") else _import(place)
     found: Callable[..., Any] | None = getattr(module, function, None)
     if not callable(found):
         public = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
@@ -191,14 +183,14 @@ def _load_file(path: Path, reuse: bool) -> ModuleType:
         return known
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    _look_in(path.parent.resolve())
+    look_in(path.parent.resolve())
     _run(str(path), lambda: spec.loader.exec_module(module))  # type: ignore[union-attr]
     return module
 
 
 def _import(name: str) -> ModuleType:
     """Return a module of the current folder, or one that is installed."""
-    _look_in(Path.cwd())
+    look_in(Path.cwd())
     try:
         is_there = importlib.util.find_spec(name) is not None
     except ModuleNotFoundError as e:  # of the packages that it would be in
@@ -206,15 +198,9 @@ def _import(name: str) -> ModuleType:
     except ValueError:  # a module that has no spec, such as __main__
         is_there = name in sys.modules
     if not is_there:
-        raise WorkloadError(f"there is no module {name!r} in {Path.cwd()}, and none is installed: {_HOW}")
+        raise WorkloadError(no_module(name))
     module: ModuleType = _run(name, lambda: importlib.import_module(name))
     return module
-
-
-def _look_in(folder: Path) -> None:
-    """Have imports look in a folder first, for good: what is loaded from it may import its neighbours later."""
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
 
 
 def _run(what: str, call: Callable[[], Any]) -> Any:

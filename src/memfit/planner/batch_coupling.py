@@ -32,7 +32,9 @@ _TOLERANCE = 1e-2  # of others, whose kernels may change with the batch's size
 
 
 def coupling(trace: Trace, workload: Workload) -> str | None:
-    """Return a note on what couples the samples of a batch; None where nothing is seen to."""
+    """Return a note on what couples the samples of a batch; None where nothing is seen to, or nothing can be cut."""
+    if samples_of(workload) < 2:
+        return None
     rows = [OF_BATCH_NORM] if any(module.couples_batch for module in trace.modules) else []
     rows += [OF_GRADIENT_HOOKS] if any(map(has_gradient_hooks, workload.model.parameters())) else []
     for row in rows:

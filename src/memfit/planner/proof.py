@@ -24,7 +24,7 @@ def why_not_here(workload: Workload, device: Device, plain: Prediction, step_sec
     """Return why a plan is not proven before it is returned; "" where it can be."""
     free = free_bytes()
     if isinstance(workload, LoopWorkload):
-        return "the loop's own step, which takes no more memory for it"
+        return "the loop itself runs it"
     if device.is_here and device.kind != "cpu":
         return f"it runs on {device.name}"
     if device.kind != "cpu":

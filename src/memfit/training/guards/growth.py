@@ -125,7 +125,7 @@ class Growth:
             self._is_to_go_on = False  # once, it may be an allocator's pace, or turns of a loop
             self.begin_anew()
             return
-        holder = "something that memfit does not find holds more after each step" if found is None else str(found[0])
+        holder = "memfit did not find what holds it" if found is None else str(found[0])
         self._tell(
             f"memory grows by {format_bytes(int(slope))} a step: {holder}. {self._outlook(slope, first, nbytes)}"
         )
@@ -135,9 +135,9 @@ class Growth:
         budget, peak = self._budget()
         room = budget - peak - (nbytes - first.nbytes)
         if room < 0:
-            return f"With what it has grown by, a step takes more than the budget of {format_bytes(budget)}"
+            return f"A step now takes more than the budget of {format_bytes(budget)}"
         step = self._step + int(room / slope) + 1
-        return f"At that pace a step exceeds the budget of {format_bytes(budget)} from step {step:,} on"
+        return f"From step {step:,} on, steps will exceed the budget of {format_bytes(budget)}"
 
     def _weighed(self) -> Iterator[tuple[tuple[int, str], _Weight]]:
         """Yield what the user's variables hold, by the namespace that has them and their name."""
