@@ -455,15 +455,13 @@ def together(cases: Cases) -> Words:
     ours = every(cases, claim="billion", device="a100-80gb", ranks=1)
     fp32, half, flash = (pick(ours, setting=name, checkpointed=False) for name in ("fp32", "math", "flash"))
     lean = pick(ours, setting="flash", checkpointed=True)
-    unet = [
-        pick(cases, claim="mri", device="rtx-3090", net="UNet 32", setting="plain", precision=name)
-        for name in PRECISIONS
-    ]
+    nets = every(cases, claim="mri", device="rtx-3090", net="UNet 32", setting="plain")
+    unet = pick(nets, precision="32-true"), pick(nets, precision="bf16-mixed")
     pairs = {
         "bf16 for fp32": (fp32, half),
         "flash for math attention": (half, flash),
         "every block checkpointed": (flash, lean),
-        "UNet of 32 channels, RTX 3090: bf16 for fp32": (unet[0], unet[1]),
+        "UNet of 32 channels, RTX 3090: bf16 for fp32": unet,
     }
     rows = [(how, percent(saved(*pair)), f"×{1 / ratio(*pair):.2f}") for how, pair in pairs.items()]
     eager, compiled = (pick(cases, claim="billion", device="cpu", setting=s) for s in ("eager", "compiled"))
