@@ -209,7 +209,7 @@ UNDIFFERENTIABLE: dict[str, Callable[[Tensor], Tensor]] = {
     "`argmax`, as an index": lambda x: x * F.one_hot(x.argmax(-1), x.shape[-1]),
     "`topk`, as a router": lambda x: x * (x >= x.topk(4, dim=-1).values[..., -1:]),
     "`round`, straight through": lambda x: x + (x.round() - x).detach(),
-    "`sign`, an autograd function of one's own": lambda x: StraightThrough.apply(x),  # type: ignore[no-any-return, no-untyped-call]
+    "`sign`, an autograd function of one's own": lambda x: StraightThrough.apply(x),  # type: ignore[no-untyped-call]
     "`bucketize`": lambda x: x + torch.bucketize(x, torch.linspace(-2, 2, 9)),
     "`multinomial`, drawn": lambda x: x * F.one_hot(torch.multinomial(x.softmax(-1), 1)[:, 0], x.shape[-1]),
     "`sort` and `cumsum`": lambda x: x.sort(-1).values.cumsum(-1),
