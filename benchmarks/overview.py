@@ -31,11 +31,15 @@ def right_table(results: Results) -> str:
     largest = f"largest error {_percent(cpu['largest_abs_error'], 2)}"
     lines.append(row(("CPU: peak", "[measured peaks](prediction.md)", str(cpu["cases"]), largest)))
     over = f"{packages['above_upper_end']} above the upper end, 95 % within {_percent(packages['p95_abs_error'], 2)}"
-    lines.append(row(("CPU: peak, other people's packages", "[measured peaks](packages.md)", str(packages["steps"]), over)))
+    lines.append(
+        row(("CPU: peak, other people's packages", "[measured peaks](packages.md)", str(packages["steps"]), over))
+    )
     largest = f"largest error {_percent(ranks['peak_largest_abs_error'], 3)}"
     lines.append(row(("CPU: peak of ranks", "[measured peaks](distributed.md)", str(ranks["peaks"]), largest)))
     half = f"half within {_percent(roofline['median_abs_error'], 0)}"
-    lines.append(row(("CPU: modelled step time", "[measured times](roofline.md)", str(len(results("roofline")["cases"])), half)))
+    lines.append(
+        row(("CPU: modelled step time", "[measured times](roofline.md)", str(len(results("roofline")["cases"])), half))
+    )
     return "\n".join(lines)
 
 
@@ -74,7 +78,12 @@ def safe_table(results: Results) -> str:
     interrupted = ranks["kills"] + ranks["out_of_memory"]
     survived = ranks["kills_survived"] + ranks["out_of_memory_survived"]
     rows = (
-        ("exact plans with bit-identical losses and gradients", exact["models_bitwise_equal"], exact["models"], "exactness"),
+        (
+            "exact plans with bit-identical losses and gradients",
+            exact["models_bitwise_equal"],
+            exact["models"],
+            "exactness",
+        ),
         ("whole trainings under exact plans, bit-identical", parity["exact_bitwise"], parity["exact_runs"], "parity"),
         (
             "planned steps within their budget",
@@ -83,9 +92,14 @@ def safe_table(results: Results) -> str:
             "prediction",
         ),
         ("scripts under `memfit run` with equal parameters", field["same_parameters"], field["scripts"], "field"),
-        ("trainings that survived a fault: kill, full disk, damaged file", faults["survived"], faults["injected"], "faults"),
-        ("interrupted commands without harm", verbs["interrupt_unharmed"], verbs["interrupt_injected"], "faults"),
-        ("trainings of several ranks that survived a kill or out of memory", survived, interrupted, "distributed"),
+        (
+            "trainings that survived a fault: kill, full disk, damaged file",
+            faults["survived"],
+            faults["injected"],
+            "faults",
+        ),
+        ("interrupted commands", verbs["interrupt_unharmed"], verbs["interrupt_injected"], "faults"),
+        ("trainings of several ranks, after a kill or out of memory", survived, interrupted, "distributed"),
     )
     lines = head(("test", "passed", "page"))
     for what, passed, of, page in rows:

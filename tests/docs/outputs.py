@@ -35,7 +35,7 @@ def shortened(lines: list[str], shown: str) -> list[str]:
 
 
 def missing(shown: str, printed: str) -> list[str]:
-    """Return the lines shown that begin as none of those printed does: figures, paths and all that follows may differ."""
+    """Return the lines shown that begin as none of those printed does; figures and what follows may differ."""
     begins = {_beginning(line) for line in printed.splitlines()}
     return [line for line in shown.splitlines() if line != LEFT_OUT and _beginning(line) not in begins]
 

@@ -1,8 +1,9 @@
 """Every example of the README and the docs runs as it is written.
 
 A block of the README, the home page, the Quickstart and the guides stands by itself: it runs in a folder with nothing
-but the files that it names, as its page shows them. All blocks of Python of any other page are one program, those of the
-shell one script; what such a page does not show, as `mine.py`, are small ones. A block with a title is a file.
+but the files that it names, as its page shows them. All blocks of Python of any other page are one program, those of
+the shell one script; a `mine.py` or `plan.json` that such a page does not show is a small one. A block with a title is
+a file.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def blocks_alone() -> Iterator[object]:
         yield pytest.param(page, same, marks=marks, id=f"{page.stem}: {same[0].file or first[:60]}")
 
 
-@pytest.mark.parametrize(("page", "same"), blocks_alone())
+@pytest.mark.parametrize(("page", "same"), list(blocks_alone()))
 def test_a_block_runs_by_itself(page: Path, same: list[Block], tmp_path: Path) -> None:
     code = same[0].code
     for usual, here in OTHERWISE.get(name_of(page), {}).items():
@@ -114,7 +115,7 @@ def plan_of_mine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", pages_in_order())
+@pytest.mark.parametrize("name", list(pages_in_order()))
 def test_examples_of_a_page_run_in_order(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     page = ROOT / name
     (tmp_path / "examples").symlink_to(ROOT / "examples")

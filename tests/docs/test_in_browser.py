@@ -1,4 +1,7 @@
-"""The site in a browser: its search finds the tasks, from a server and from a folder, it asks nothing of elsewhere, and a telephone can show it."""
+"""The site in a browser: its search finds the tasks, from a server and from a folder.
+
+It asks nothing of elsewhere, and a telephone can show it.
+"""
 
 from __future__ import annotations
 
