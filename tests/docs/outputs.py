@@ -45,20 +45,23 @@ def _beginning(line: str) -> str:
     return " ".join(words[:2])
 
 
-def _written(page: Path) -> Iterator[tuple[str, str]]:
+def _written(page: Path, printed: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield the outputs that a page shows, old and new; those of a block that other pages have too are printed once."""
     for block in blocks(page):
         if block.output:
-            with tempfile.TemporaryDirectory() as folder:
-                printed = run_alone(page, block, Path(folder), ENVIRONMENT)
-            print(f"{name_of(page)}: {block.code.splitlines()[0]}", file=sys.stderr)
-            yield block.output, "\n".join(shortened(lines_of(printed), block.output)) + "\n"
+            if block.code not in printed:
+                print(f"{name_of(page)}: {block.code.splitlines()[0]}", file=sys.stderr)
+                with tempfile.TemporaryDirectory() as folder:
+                    printed[block.code] = run_alone(page, block, Path(folder), ENVIRONMENT)
+            yield block.output, "\n".join(shortened(lines_of(printed[block.code]), block.output)) + "\n"
 
 
 def main() -> None:
     """Write the outputs of the pages that are named, or of all."""
+    printed: dict[str, str] = {}
     for page in [ROOT / name for name in sys.argv[1:]] or ALONE:
         text = page.read_text()
-        for old, new in _written(page):
+        for old, new in _written(page, printed):
             assert text.count(old) == 1, old
             text = text.replace(old, new)
         page.write_text(text)

@@ -22,7 +22,7 @@ from tests.docs.pages import ALONE, DOCS, PAGES, README, ROOT, Block, blocks, na
 
 ELSEWHERE = {"docs/guides/jittor.md": "tests/jittor", "docs/guides/keras.md": "tests/keras"}
 """Pages whose examples need an environment of their own, and the tests that run them there."""
-OFTEN = {"docs/guides/any-step.md", "docs/guides/data.md", "docs/guides/precision.md"}
+OFTEN = {"docs/guides/any-step.md"}
 """Pages whose blocks take a second or two. CI runs those of the others, which plan or time steps."""
 LONG = {"docs/reference/devices.md", "docs/reference/levers.md", "docs/reference/verbs.md"}
 """Pages of real sizes, and long ones whose verbs have tests of their own: CI runs them."""
@@ -32,7 +32,7 @@ OTHERWISE = {
     "docs/concepts/plan.md": {"memfit plan": "memfit plan --precision 32-true --points 1"},
     "docs/guides/fleet.md": {"--within 24h\n": "--within 24h --ranks 1-2\n"},
     "docs/guides/ladder.md": {"memfit ladder": "memfit ladder --seconds 0.01", "=0.05": "=0.01"},
-    "docs/guides/resume.md": {"until memfit train mine.py:": "until memfit train tests/workloads.py:preempted #"},
+    "docs/guides/resume.md": {"mine.py:workload --budget 1GiB": "tests.workloads:preempted --budget 1GiB"},
     "docs/reference/devices.md": {"memfit devices --probe": f"python -c '{BRIEFLY}' devices --probe"},
     "docs/reference/levers.md": {"points=2": "points=1"},
     "docs/reference/verbs.md": {

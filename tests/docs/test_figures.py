@@ -45,8 +45,6 @@ def test_the_example_is_that_of_the_result_file() -> None:
     peaks = [format_bytes(case["peak_bytes"]) for case in (plain, planned)]
     readme = words_of(ROOT / "README.md")
     assert f"needs {peaks[0]} as written and {peaks[1]} under the plan, both measured" in readme
-    more = planned["step_seconds"] / plain["step_seconds"] - 1
-    assert f"costs {more:.0%} more time".replace("%", " %") in readme
     held = {name: round(value / 2**20) for name, value in plain["by_category"].items()}
     assert (held["parameters"], held["optimizer state"], held["activations"], held["temporaries"]) == (16, 32, 78, 5)
 

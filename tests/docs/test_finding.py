@@ -152,6 +152,11 @@ def test_a_task_is_found(name: str, search: Search) -> None:
 
 
 @pytest.mark.parametrize("name", TASKS)
+def test_the_home_page_leads_to_a_task(name: str) -> None:
+    assert f"]({TASKS[name].page}.md)" in (DOCS / "index.md").read_text()
+
+
+@pytest.mark.parametrize("name", TASKS)
 def test_the_leading_code_on_its_page_does_it(name: str) -> None:
     task = TASKS[name]
     first = [block for block in blocks(DOCS / f"{task.page}.md") if block.language in ("sh", "python")]
