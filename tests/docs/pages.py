@@ -47,6 +47,11 @@ class Block:
         return re.search(rf"(?<![\w./-]){re.escape(file)}\b|{imports}", self.code, flags=re.MULTILINE) is not None
 
 
+def is_run(block: Block) -> bool:
+    """Tell whether a block is code that runs."""
+    return block.language in ("python", "sh")
+
+
 def blocks(page: Path, language: str | None = None) -> list[Block]:
     """Return a page's blocks of code, in order."""
     found = list[Block]()
@@ -95,13 +100,18 @@ def run_alone(page: Path, block: Block, folder: Path, environment: Mapping[str, 
     Raises:
         AssertionError: It fails.
     """
+    write_files(page, block, folder)
+    run = run_python if block.language == "python" else run_shell
+    return run(block.code, folder, environment)
+
+
+def write_files(page: Path, block: Block, folder: Path) -> None:
+    """Write the files that a block names: those that its page shows, and the examples."""
     for shown in blocks(page):
         if shown.file and block.names(shown.file):
             (folder / shown.file).write_text(shown.code)
     if "examples/" in block.code:
         (folder / "examples").symlink_to(ROOT / "examples")
-    run = run_python if block.language == "python" else run_shell
-    return run(block.code, folder, environment)
 
 
 def run_python(program: str, folder: Path, environment: Mapping[str, str] | None = None) -> str:

@@ -18,7 +18,20 @@ import pytest
 import memfit
 from tests import workloads
 from tests.docs import outputs
-from tests.docs.pages import ALONE, DOCS, PAGES, README, ROOT, Block, blocks, name_of, run_alone, run_python, run_shell
+from tests.docs.pages import (
+    ALONE,
+    DOCS,
+    PAGES,
+    README,
+    ROOT,
+    Block,
+    blocks,
+    is_run,
+    name_of,
+    run_alone,
+    run_python,
+    run_shell,
+)
 
 ELSEWHERE = {"docs/guides/jittor.md": "tests/jittor", "docs/guides/keras.md": "tests/keras"}
 """Pages whose examples need an environment of their own, and the tests that run them there."""
@@ -54,10 +67,6 @@ MORE = {
 """Commands after a page's own, which show what those did."""
 
 
-def _is_run(block: Block) -> bool:
-    return block.language in ("python", "sh")
-
-
 def blocks_alone() -> Iterator[object]:
     """Yield each block that stands by itself, once where several pages have it, with the outputs that they show."""
     found: dict[tuple[str, ...], tuple[Path, list[Block]]] = {}
@@ -65,7 +74,7 @@ def blocks_alone() -> Iterator[object]:
         if name_of(page) in ELSEWHERE:
             continue
         files = {block.file: block.code for block in blocks(page) if block.file}
-        for block in filter(_is_run, blocks(page)):
+        for block in filter(is_run, blocks(page)):
             key = (block.code, *(code for file, code in files.items() if block.names(file)))
             found.setdefault(key, (page, []))[1].append(block)
     for page, same in found.values():
@@ -101,7 +110,7 @@ def test_what_is_done_otherwise_is_there() -> None:
 def pages_in_order() -> Iterator[object]:
     """Yield the pages whose examples are read from the top."""
     for page in PAGES:
-        if page not in ALONE and any(map(_is_run, blocks(page))):
+        if page not in ALONE and any(map(is_run, blocks(page))):
             yield pytest.param(name_of(page), marks=(pytest.mark.ci,) * (name_of(page) in LONG))
 
 
