@@ -33,7 +33,7 @@ def first_blocks() -> Iterator[object]:
                 yield pytest.param(page, block, id=f"{page.stem}: {block.code.splitlines()[0][:60]}")
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("page", "block"), list(first_blocks()))
 def test_a_block_runs_by_itself(page: Path, block: Block, everything: Path, tmp_path: Path) -> None:
     write_files(page, block, tmp_path)
