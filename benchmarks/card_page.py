@@ -27,7 +27,7 @@ _PARTS = ("tests", "prediction", "frontier", "exactness", "overhead", "correctio
 _BEGINNING = """# Measured on accelerators
 
 What `make gpu` measured on each, made by `python -m benchmarks.card_page` from files in `benchmarks/results`.
-*Measured* is what PyTorch's own allocator counted there. See [what was tried](../guides/on-a-gpu.md#what-was-tried).
+*Measured* is the count of PyTorch's own allocator ([tests](../guides/on-a-gpu.md#tested-and-not-tested)).
 """
 
 Result = dict[str, Any]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import reference
+from benchmarks import overview, reference
 from benchmarks.case_studies import brain_segmentation_table, language_model_table
 from benchmarks.distributed import figures as ranks
 from benchmarks.faults import figures as faults
@@ -247,6 +247,9 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "step_times": ("step_times", step_times_table),
     "step_ratios": ("step_times", step_ratios_table),
     "worked": ("worked_example", worked_example_table),
+    "right": ("", lambda _: overview.right_table(results)),
+    "fast": ("", lambda _: overview.fast_table(results)),
+    "safe": ("", lambda _: overview.safe_table(results)),
     "combinations": ("", lambda _: registry.table()),
     "commands": ("", lambda _: reference.commands()),
     "plan_file": ("", lambda _: reference.plan_file()),

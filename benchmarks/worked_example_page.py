@@ -23,7 +23,7 @@ def memory_chart(result: dict[str, Any]) -> str:
     panels = [_stack(case) for case in result["cases"]]
     return stacks(
         "Memory over one step",
-        "MiB alive, by category, predicted; the planned step recomputes what it did not keep",
+        "MiB by category, predicted; the planned step recomputes freed activations",
         panels,
         (0, 25, 50, 75, 100, 125, 150),
         (budget / MIB, f"budget: {format_bytes(budget)}"),

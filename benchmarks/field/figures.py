@@ -58,7 +58,7 @@ def table(result: dict[str, Any]) -> str:
             *lines,
             "",
             f"{summary['as_asked']} of {summary['scripts']} ended as they should. {within} of {summary['predicted']}"
-            f" predictions are within 1 %. A watched step takes ×{summary['watching_overhead']:.3f} of the plain one's"
+            f" predictions are within 1 %. A watched step needs ×{summary['watching_overhead']:.3f} a plain one's"
             f" processor time. {made_by(result)}.",
         ]
     )

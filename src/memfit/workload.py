@@ -73,7 +73,7 @@ class LossScaling:
 class Loop:
     """A description of the user's own training loop, for `memfit.estimate` to predict.
 
-    docs/guides/your-loop.md explains how to find the values.
+    docs/guides/any-step.md explains how to find the values.
 
     `Loop()` is a loop that zeroes gradients first and holds nothing: it takes as much memory as memfit's own step,
     which plans always run.

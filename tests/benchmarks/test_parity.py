@@ -207,7 +207,7 @@ def test_the_page_has_the_figures_of_the_result() -> None:
     assert [one for one in said if one not in words] == []
     levers = sum(summary[verdict] for verdict in ("equivalent", "refuted", "undecided"))
     index = f"{said[0]} exact runs end in the same bits; of {levers} verdicts, {said[1]}"
-    assert index in words_of(DOCS / "results" / "index.md")
+    assert index in words_of(DOCS / "results" / "all.md")
     names = dict.fromkeys(c["training"] for c in result["cases"] if c["kind"] == "run")
     assert result["cases"][-len(names) * (len(CONDITIONS) - 1) :] == [
         verdict for name in names for verdict in verdicts(name, result["cases"])

@@ -1,10 +1,11 @@
-"""What the trackers of `docs/guides/trackers.md` hold after its examples: run in the folder that these ran in."""
+"""What the trackers of `docs/guides/trackers.md` hold after one of its examples: run in the folder that it ran in."""
 
 from __future__ import annotations
 
 import json
 import os
 import sqlite3
+from collections.abc import Callable
 from pathlib import Path
 
 STEPS = {1, 2, 3}
@@ -32,17 +33,17 @@ def of_database(path: Path, query: str) -> set[int]:
 
 
 def main() -> None:
-    """Check each tracker."""
+    """Check the tracker of which there are files here."""
     trackio = Path(os.environ["TRACKIO_DIR"], "memfit.db")
-    found = {
-        "TensorBoard": of_tensorboard("runs/tensorboard/tensorboard", "train/loss"),
-        "a loop, in TensorBoard": of_tensorboard("runs/loop", "seconds"),
-        "Weights & Biases": of_wandb(),
-        "MLflow": of_database(Path("mlflow.db"), "select step from metrics where key = 'loss'"),
-        "trackio": of_database(trackio, "select step from metrics where cast(metrics as text) like '%\"loss\"%'"),
+    looks: dict[Path, Callable[[], set[int]]] = {
+        Path("runs/tensorboard"): lambda: of_tensorboard("runs/tensorboard/tensorboard", "train/loss"),
+        Path("runs/loop"): lambda: of_tensorboard("runs/loop", "seconds"),
+        Path("wandb"): of_wandb,
+        Path("mlflow.db"): lambda: of_database(Path("mlflow.db"), "select step from metrics where key = 'loss'"),
+        trackio: lambda: of_database(trackio, "select step from metrics where cast(metrics as text) like '%\"loss\"%'"),
     }
-    assert all(steps == STEPS for steps in found.values()), found
-    print("4 trackers have 3 steps each")
+    (found,) = [look() for path, look in looks.items() if path.exists()]
+    assert found == STEPS, found
 
 
 if __name__ == "__main__":

@@ -6,16 +6,23 @@ import os
 import re
 import shlex
 import subprocess
+import textwrap
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests import warm
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = (ROOT / "README.md", *sorted(DOCS.rglob("*.md")))
-_FENCE = re.compile(r"^```(\w*)(?: title=\"([^\"]+)\")?\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
+README = ROOT / "README.md"
+PAGES = (README, *sorted(DOCS.rglob("*.md")))
+ALONE = (README, DOCS / "index.md", DOCS / "quickstart.md", *sorted((DOCS / "guides").glob("*.md")))
+"""Pages whose blocks stand by themselves: each runs in a folder with nothing but the files that it names and its page
+shows. Those of any other page are read, and run, from its top."""
+OUTPUT = "output"
+"""The title of a block that shows the output of the one before it."""
+_FENCE = re.compile(r"^( *)```(\w*)(?: title=\"([^\"]+)\")?\n(.*?)^\1```$", flags=re.DOTALL | re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -25,16 +32,36 @@ class Block:
     Attributes:
         language: "" where none is said.
         file: The file that its title names; "" for none.
+        output: The output that its page shows; "" for none.
     """
 
     language: str
     file: str
     code: str
+    output: str = ""
+
+    def names(self, file: str) -> bool:
+        """Return whether the code names a file, or imports it."""
+        stem = re.escape(file.removesuffix(".py"))
+        imports = rf"^(?:from|import) {stem}\b" if file.endswith(".py") else r"(?!)"
+        return re.search(rf"(?<![\w./-]){re.escape(file)}\b|{imports}", self.code, flags=re.MULTILINE) is not None
+
+
+def is_run(block: Block) -> bool:
+    """Tell whether a block is code that runs."""
+    return block.language in ("python", "sh")
 
 
 def blocks(page: Path, language: str | None = None) -> list[Block]:
     """Return a page's blocks of code, in order."""
-    found = [Block(*match.groups(default="")) for match in _FENCE.finditer(page.read_text())]
+    found = list[Block]()
+    for match in _FENCE.finditer(page.read_text()):
+        _, its_language, title, code = match.groups(default="")
+        code = textwrap.dedent(code)
+        if title == OUTPUT:
+            found[-1] = replace(found[-1], output=code)
+        else:
+            found.append(Block(its_language, title, code))
     return [block for block in found if language in (None, block.language)]
 
 
@@ -62,6 +89,31 @@ def tables_of(page: Path) -> Iterator[list[str]]:
         yield match[0].splitlines()
 
 
+def words_in(page: Path) -> int:
+    """Return how many words a page has, code and tables among them."""
+    return len(page.read_text().split())
+
+
+def run_alone(page: Path, block: Block, folder: Path, environment: Mapping[str, str] | None = None) -> str:
+    """Return what a block prints in a folder that has the files that it names: its page's, and the examples.
+
+    Raises:
+        AssertionError: It fails.
+    """
+    write_files(page, block, folder)
+    run = run_python if block.language == "python" else run_shell
+    return run(block.code, folder, environment)
+
+
+def write_files(page: Path, block: Block, folder: Path) -> None:
+    """Write the files that a block names: those that its page shows, and the examples."""
+    for shown in blocks(page):
+        if shown.file and block.names(shown.file):
+            (folder / shown.file).write_text(shown.code)
+    if "examples/" in block.code:
+        (folder / "examples").symlink_to(ROOT / "examples")
+
+
 def run_python(program: str, folder: Path, environment: Mapping[str, str] | None = None) -> str:
     """Return what a program prints.
 
@@ -84,7 +136,9 @@ def run_shell(script: str, folder: Path, environment: Mapping[str, str] | None =
 
 def _run(command: list[str], folder: Path, environment: Mapping[str, str] | None) -> str:
     path = os.pathsep.join(filter(None, [str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    variables = {**os.environ, "PYTHONPATH": path, **(environment or {})}
-    done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    variables = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **(environment or {})}
+    done = subprocess.run(
+        command, cwd=folder, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout
     return done.stdout

@@ -1,97 +1,52 @@
 """Every example of the README and the docs runs as it is written.
 
-The blocks of Python of a page are one program, those of the shell one script. A block with a title is a file. Pages
-that use a `mine.py` or a `plan.json` of the reader's find small ones.
+A block of the README, the home page, the Quickstart and the guides stands by itself: it runs in a folder with nothing
+but the files that it names, as its page shows them. All blocks of Python of any other page are one program, those of
+the shell one script; a `mine.py` or `plan.json` that such a page does not show is a small one. A block with a title is
+a file.
 """
 
 from __future__ import annotations
 
-import functools
 import re
-from collections.abc import Callable
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import memfit
 from tests import workloads
-from tests.docs.pages import DOCS, PAGES, ROOT, Block, blocks, name_of, run_python, run_shell
+from tests.docs import outputs
+from tests.docs.pages import (
+    ALONE,
+    DOCS,
+    PAGES,
+    README,
+    ROOT,
+    Block,
+    blocks,
+    is_run,
+    name_of,
+    run_alone,
+    run_python,
+    run_shell,
+)
 
-MINE = {"docs/guides/resume.md": "lean"}
-"""Pages whose `mine.py` needs batches that come back on resume; all others have a quicker one."""
 ELSEWHERE = {"docs/guides/jittor.md": "tests/jittor", "docs/guides/keras.md": "tests/keras"}
 """Pages whose examples need an environment of their own, and the tests that run them there."""
-LONG = {
-    "docs/guides/another-card.md",
-    "docs/guides/budget.md",
-    "docs/guides/compare-cards.md",
-    "docs/guides/compile.md",
-    "docs/guides/devices.md",
-    "docs/guides/fleet.md",
-    "docs/guides/ladder.md",
-    "docs/guides/memory-in-a-run.md",
-    "docs/guides/offload.md",
-    "docs/guides/on-a-gpu.md",
-    "docs/guides/out-of-memory.md",
-    "docs/guides/precision.md",
-    "docs/guides/resume.md",
-    "docs/guides/script.md",
-    "docs/guides/sharding.md",
-    "docs/guides/structure.md",
-    "docs/guides/trackers.md",
-    "docs/guides/trainers.md",
-    "docs/guides/varying-shapes.md",
-    "docs/guides/video.md",
-    "docs/quickstart.md",
-    "docs/reference/levers.md",
-    "docs/reference/verbs.md",
-}
-"""Pages of real sizes, of timed steps, and long ones whose verbs have tests of their own: CI runs them."""
+OFTEN = {"docs/guides/any-step.md"}
+"""Pages whose blocks take a second or two. CI runs those of the others, which plan or time steps."""
+LONG = {"docs/reference/devices.md", "docs/reference/levers.md", "docs/reference/verbs.md"}
+"""Pages of real sizes, and long ones whose verbs have tests of their own: CI runs them."""
 BRIEFLY = "from memfit.hardware import measurement; measurement._SECONDS = 0.0; from memfit.cli.app import main; main()"
 """The command line, with one run of what it measures of a device."""
 OTHERWISE = {
     "docs/concepts/plan.md": {"memfit plan": "memfit plan --precision 32-true --points 1"},
-    "docs/guides/another-card.md": {
-        "byte_lm.py:workload --device t4 --budget 160MiB": "mine.py:workload --device t4 --budget 0.9x",
-        "memfit plan": "memfit plan --precision 16-mixed --points 1",
-    },
-    "docs/guides/budget.md": {"memfit plan": "memfit plan --precision 32-true --points 2"},
-    "docs/guides/compare-cards.md": {"memfit plan": "memfit plan --precision bf16-mixed"},
-    "docs/guides/compile.md": {
-        'compile=True, precisions=["32-true"])': 'compile=True, precisions=["32-true"], points=1)'
-    },
-    "docs/guides/devices.md": {"memfit tools probe-devices": f"python -c '{BRIEFLY}' tools probe-devices"},
-    "docs/guides/fleet.md": {
-        "--within 24h\n": "--within 24h --ranks 1-2\n",
-        "memfit plan": "memfit plan --precision 32-true",
-    },
-    "docs/guides/ladder.md": {
-        "--html": "--numerics exact --html",
-        "memfit tools ladder": "memfit tools ladder --seconds 0.01",
-        "min_run_seconds=0.05": "min_run_seconds=0.01",
-    },
-    "docs/guides/offload.md": {
-        '"points": 1': '"points": 1, "precisions": ["32-true"]',
-        "memfit plan": "memfit plan --precision 32-true --points 1",
-    },
-    "docs/guides/out-of-memory.md": {"memfit plan": "memfit plan --precision 32-true --points 1"},
-    "docs/guides/precision.md": {"batch_size=2": "batch_size=1"},
-    "docs/guides/resume.md": {
-        "until memfit train mine.py:workload": "until memfit train mine.py:preempted",
-        "--steps 10000": "--steps 4",
-        'numerics="exact"': 'numerics="exact", precisions=["32-true"]',
-    },
-    "docs/guides/script.md": {"points=1": 'precisions=["32-true"], points=1'},
-    "docs/guides/sharding.md": {"torch.randn(64, 256)": "torch.randn(16, 256)"},
-    "docs/guides/structure.md": {"points=1": 'precisions=["32-true"], points=1'},
-    "docs/guides/trainers.md": {"points=1)": 'points=1, numerics="exact")'},
-    "docs/guides/varying-shapes.md": {"points=3": "points=2"},
-    "docs/quickstart.md": {
-        'numerics="exact")': 'numerics="exact", precisions=["32-true"], points=1)',
-        "--numerics exact -o": "--numerics exact --precision 32-true --points 2 -o",
-        "--steps 20": "--steps 1",
-        "--checkpoint-every 10": "--checkpoint-every 1",
-    },
+    "docs/guides/fleet.md": {"--within 24h\n": "--within 24h --ranks 1-2\n"},
+    "docs/guides/ladder.md": {"memfit tools ladder": "memfit tools ladder --seconds 0.01", "=0.05": "=0.01"},
+    "docs/guides/resume.md": {"mine.py:workload --budget 1GiB": "tests.workloads:preempted --budget 1GiB"},
+    "docs/reference/devices.md": {"memfit tools probe-devices": f"python -c '{BRIEFLY}' tools probe-devices"},
     "docs/reference/levers.md": {"points=2": "points=1"},
     "docs/reference/verbs.md": {
         'numerics="exact")\nexcept': 'numerics="exact", precisions=["32-true"])\nexcept',
@@ -101,64 +56,93 @@ OTHERWISE = {
 }
 """What is put in the place of what would take too long, or needs a scheduler."""
 SAID = {
-    "docs/guides/another-card.md": ["24 calls take the flash kernel"],
-    "docs/guides/budget.md": ["Frontier"],
-    "docs/guides/devices.md": ["NVIDIA A100 SXM4, 80 GB", "measured by memfit tools probe-devices", "58.3 TFLOP/s"],
-    "docs/guides/fleet.md": ["Fewest cards: ", "Cheapest: ", "as you gave it", "l4"],
-    "docs/guides/resume.md": ["damaged checkpoint", "another plan"],
     "docs/internals/allocator.md": ["41 42 66\n41 41 80\n", "total_reserved: 66.0MiB"],
-    "docs/guides/trackers.md": ["4 trackers have 3 steps each"],
-    "docs/quickstart.md": ["100.0 MiB", "checkpointing", "Holds: measured"],
+    "docs/reference/devices.md": ["NVIDIA A100 SXM4, 80 GB", "measured by memfit tools probe-devices", "58.3 TFLOP/s"],
 }
-"""What examples print, beside what they assert themselves."""
+"""What examples print, beside what they assert themselves and what their page shows."""
 SHARDING = "docs/internals/sharding.md"
 MORE = {
-    "docs/guides/devices.md": ['MEMFIT_DEVICES="$PWD/machine.toml" memfit devices cpu', "memfit devices 4070"],
-    "docs/guides/trackers.md": ["python -m tests.docs.logged"],
+    "docs/reference/devices.md": ['MEMFIT_DEVICES="$PWD/machine.toml" memfit devices cpu', "memfit devices 4070"],
 }
 """Commands after a page's own, which show what those did."""
 
 
-def pages_with_examples() -> list[object]:
-    """Return the pages whose examples are run here; the README's are the quickstart's."""
-    names = [name_of(page) for page in PAGES if blocks(page, "python") or blocks(page, "sh")]
-    here = [name for name in names if name not in ELSEWHERE and name != "README.md"]
-    return [pytest.param(name, marks=(pytest.mark.ci,) * (name in LONG)) for name in here]
+def blocks_alone() -> Iterator[object]:
+    """Yield each block that stands by itself, once where several pages have it, with the outputs that they show."""
+    found: dict[tuple[str, ...], tuple[Path, list[Block]]] = {}
+    for page in ALONE:
+        if name_of(page) in ELSEWHERE:
+            continue
+        files = {block.file: block.code for block in blocks(page) if block.file}
+        for block in filter(is_run, blocks(page)):
+            key = (block.code, *(code for file, code in files.items() if block.names(file)))
+            found.setdefault(key, (page, []))[1].append(block)
+    for page, same in found.values():
+        marks = () if name_of(page) in OFTEN else (pytest.mark.ci,)
+        first = same[0].code.strip().splitlines()[0]
+        yield pytest.param(page, same, marks=marks, id=f"{page.stem}: {same[0].file or first[:60]}")
+
+
+@pytest.mark.parametrize(("page", "same"), list(blocks_alone()))
+def test_a_block_runs_by_itself(page: Path, same: list[Block], tmp_path: Path) -> None:
+    code = same[0].code
+    for usual, here in OTHERWISE.get(name_of(page), {}).items():
+        code = code.replace(usual, here)
+    environment = {**outputs.ENVIRONMENT, "TRACKIO_DIR": str(tmp_path / "trackio")}
+    printed = run_alone(page, replace(same[0], code=code), tmp_path, environment)
+    if page.stem == "trackers":
+        run_shell("python -m tests.docs.logged", tmp_path, environment)
+    for block in same:
+        assert outputs.missing(block.output, printed) == [], printed
+
+
+def test_outputs_that_are_not_printed_are_found() -> None:
+    printed = "Fits: 97.2 of 100.0 MiB\nPeak   97.2 MiB predicted\n"
+    assert outputs.missing("Fits: 99.0 of 100.0 MiB\n…\nPeak   1.5 GiB measured\n", printed) == []
+    assert outputs.missing("Passes: 99.0\n", printed) == ["Passes: 99.0"]
+    assert outputs.shortened(["1", "2", "3", "4"], "a\n…\nb\n") == ["1", "…", "4"]
+    assert outputs.lines_of("capture\nsolve: 1/3, 0:13 so far\nPeak: 1\n") == ["Peak: 1"]
+
+
+def test_what_is_done_otherwise_is_there() -> None:
+    for name, instead in OTHERWISE.items():
+        codes = [block.code for block in blocks(ROOT / name)]
+        assert [usual for usual in instead if not any(usual in code for code in codes)] == []
+
+
+def pages_in_order() -> Iterator[object]:
+    """Yield the pages whose examples are read from the top."""
+    for page in PAGES:
+        if page not in ALONE and any(map(is_run, blocks(page))):
+            yield pytest.param(name_of(page), marks=(pytest.mark.ci,) * (name_of(page) in LONG))
 
 
 @pytest.fixture(scope="session")
-def plan_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], bytes]:
-    """Makes a plan for a workload that stands for the reader's, once."""
-
-    @functools.cache
-    def make(name: str) -> bytes:
-        path, workload = tmp_path_factory.mktemp("plan") / "plan.json", getattr(workloads, name)()
-        budget = int(0.8 * memfit.estimate(workload).peak_bytes)
-        plan = memfit.plan(workload, budget=budget, numerics="exact", precisions=["32-true"], points=2)
-        plan.save(path)
-        return path.read_bytes()
-
-    return make
+def plan_of_mine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plan for the workload that stands for the reader's."""
+    path, workload = tmp_path_factory.mktemp("plan") / "plan.json", workloads.quick()
+    budget = int(0.8 * memfit.estimate(workload).peak_bytes)
+    plan = memfit.plan(workload, budget=budget, numerics="exact", precisions=["32-true"], points=2)
+    plan.save(path)
+    return path
 
 
-@pytest.mark.parametrize("name", pages_with_examples())
-def test_examples_run(name: str, plan_of: Callable[[str], bytes], tmp_path: Path) -> None:
-    page, mine = ROOT / name, MINE.get(name, "quick")
+@pytest.mark.parametrize("name", list(pages_in_order()))
+def test_examples_of_a_page_run_in_order(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    page = ROOT / name
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    (tmp_path / "mine.py").write_text(f"from tests.workloads import preempted, {mine} as workload\n")
+    (tmp_path / "mine.py").write_text("from tests.workloads import quick as workload\n")
+    environment = {"COLUMNS": "200"}
     for block in blocks(page):
         if block.file:
             (tmp_path / block.file).write_text(block.code)
-    environment = {"COLUMNS": "200", "TRACKIO_DIR": str(tmp_path / "trackio")}
-    for block in (block for block in blocks(page, "toml") if block.file != "prices.toml"):
-        (tmp_path / "devices.toml").write_text(block.code)
-        environment["MEMFIT_DEVICES"] = str(tmp_path / "devices.toml")
+        if block.file == "devices.toml":
+            environment["MEMFIT_DEVICES"] = str(tmp_path / block.file)
     program = _program(page)
     script = "\n".join([*(block.code for block in blocks(page, "sh")), *MORE.get(name, ())])
     if "plan.json" in script and "-o plan.json" not in script:
-        (tmp_path / "plan.json").write_bytes(plan_of(mine))
+        (tmp_path / "plan.json").write_bytes(request.getfixturevalue("plan_of_mine").read_bytes())
     for usual, here in OTHERWISE.get(name, {}).items():
-        assert usual in script + program
         program, script = program.replace(usual, here), script.replace(usual, here)
     printed = run_python(program, tmp_path, environment)
     printed += run_shell(script, tmp_path, environment)
@@ -170,7 +154,7 @@ def test_examples_run(name: str, plan_of: Callable[[str], bytes], tmp_path: Path
 
 
 def _program(page: Path) -> str:
-    """Return a page's program, with its files' code before it, which it goes on from."""
+    """Return a page's program."""
     return "\n".join(block.code for block in blocks(page, "python"))
 
 
@@ -183,30 +167,20 @@ def test_each_page_says_what_its_blocks_are() -> None:
 
 
 def _is_set_up(line: str) -> bool:
-    return "pip install" in line or line.startswith(("make ", "python3 -m venv", "jittor-venv/bin/"))
+    return "pip install" in line or line.startswith(("make ", "python3 -m venv", "jittor-venv/bin/", "torchrun "))
+
+
+def test_files_of_a_name_are_the_same_on_the_pages_that_one_reads_first() -> None:
+    first = (README, DOCS / "index.md", DOCS / "quickstart.md", DOCS / "guides/out-of-memory.md")
+    shown = {(block.file, block.code) for page in first for block in blocks(page) if block.file}
+    assert sorted(file for file, _ in shown) == ["mine.py", "train.py"]
+    assert (ROOT / "examples" / "mine.py").read_text().endswith(dict(shown)["mine.py"])
 
 
 def test_examples_of_other_environments_are_run_there() -> None:
     for name, folder in ELSEWHERE.items():
         assert f'"{Path(name).name}"' in (ROOT / folder / "test_docs.py").read_text()
         assert blocks(ROOT / name, "sh") == []
-
-
-def test_the_readme_shows_the_quickstart() -> None:
-    readme, quickstart = ROOT / "README.md", DOCS / "quickstart.md"
-    (mine, use), (whole, in_a_loop) = blocks(readme, "python"), blocks(quickstart, "python")
-    assert mine == whole and mine.file == "mine.py"
-    _are_lines_of(use, in_a_loop, besides={"    print(step(mine.batch).loss)"})
-    (shell,), (more,) = blocks(readme, "sh"), blocks(quickstart, "sh")
-    _are_lines_of(shell, more)
-    kept = (ROOT / "examples" / "mine.py").read_text()
-    assert kept.endswith(mine.code)
-
-
-def _are_lines_of(block: Block, whole: Block, besides: set[str] | None = None) -> None:
-    lines = {line.split("#")[0].rstrip() for line in whole.code.splitlines()} | (besides or set())
-    missing = [line for line in block.code.splitlines() if line.split("#")[0].rstrip() not in lines]
-    assert missing == []
 
 
 def test_the_verbs_are_all_shown() -> None:

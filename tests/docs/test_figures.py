@@ -38,39 +38,38 @@ def test_the_example_is_that_of_the_result_file() -> None:
     assert len(plain["live_bytes"]["activations"]) == 652 and "652 operators" in words_of(DOCS / "concepts/plan.md")
     assert [len(region) for region in summary["regions"]].count(2) == 5 and len(summary["regions"]) == 7
     ratio = {round(p["peak_bytes"] / 2**20): p["step_seconds"] / plain["step_seconds"] for p in points}
-    said = {105: "1.02", 81: "1.14", 77: "1.18"}
-    assert {peak: f"{ratio[peak]:.2f}" for peak in said} == said
-    for peak, times in said.items():
-        assert f"×{times}" in words_of(DOCS / "concepts/plan.md") and f"{peak} MiB" in words_of(
-            DOCS / "concepts/plan.md"
-        )
-    taken = f"×{planned['step_seconds'] / plain['step_seconds']:.2f}"
+    said = {105: "2 %", 81: "14 %", 77: "18 %"}
+    assert {peak: f"{ratio[peak] - 1:.0%}".replace("%", " %") for peak in said} == said
+    for peak, more in said.items():
+        assert re.search(rf"{peak} MiB[^.]* {more} more time", words_of(DOCS / "concepts/plan.md")), peak
+    peaks = [format_bytes(case["peak_bytes"]) for case in (plain, planned)]
     readme = words_of(ROOT / "README.md")
-    assert (
-        f"needs {format_bytes(plain['peak_bytes'])}; under the plan it needs {format_bytes(planned['peak_bytes'])}"
-        in readme
-    )
-    assert f"at {taken} of the time" in readme
+    assert f"needs {peaks[0]} as written and {peaks[1]} under the plan, both measured" in readme
     held = {name: round(value / 2**20) for name, value in plain["by_category"].items()}
     assert (held["parameters"], held["optimizer state"], held["activations"], held["temporaries"]) == (16, 32, 78, 5)
 
 
 def test_figures_of_the_readme_are_those_of_the_frontier() -> None:
     eager, words = results("frontier")["summary"]["eager"], words_of(ROOT / "README.md")
-    assert f"at worst ×{eager['worst_ratio_to_best_peer']:.3f} of the fastest" in words
-    assert f"in the median ×{eager['median_ratio_to_best_peer']:.2f}" in words
+    median, worst = (eager[f"{which}_ratio_to_best_peer"] - 1 for which in ("median", "worst"))
+    said = f"{-median:.0%} faster than the best alternative in the median, {worst:.1%} slower at worst"
+    assert said.replace("%", " %") in words
+    published = results("published")["summary"]
+    within = f"within {published['allocated_p90_abs_error']:.1%} in 9 of 10".replace("%", " %")
+    assert f"{published['rows']} published measurements" in words and within in words
     assert eager["not_bitwise"] == []
 
 
 def test_figures_of_the_index_of_results() -> None:
-    words = words_of(DOCS / "results" / "index.md")
+    words = words_of(DOCS / "results" / "all.md")
     prediction, faults = results("prediction")["summary"], results("faults")["summary"]
     overhead, adaptive = results("overhead")["summary"], results("adaptive")["summary"]
     said = [
         f"{prediction['cases']} steps, the largest error {prediction['largest_abs_error']:.2%}".replace("%", " %"),
         f"{faults['survived']} of {faults['injected']} faults",
-        f"×{overhead['ratio_tiny']:.2f} to ×{overhead['ratio_tiny_without_checkpointing']:.2f}",
-        f"×{adaptive['throughput_ratio_to_best_fixed']:.2f} the throughput",
+        f"{100 * (1 - overhead['ratio_tiny']):.0f} % faster to "
+        f"{100 * (overhead['ratio_tiny_without_checkpointing'] - 1):.0f} % slower",
+        f"{adaptive['throughput_ratio_to_best_fixed'] - 1:.0%} more throughput".replace("%", " %"),
         f"within {max(case['gap'] for case in results('solving')['cases']):.2%}".replace("%", " %"),
         f"half of the steps within {results('roofline')['summary']['median_abs_error']:.0%}".replace("%", " %"),
         f"over {results('allocator')['summary']['sequences']:,} sequences",
@@ -78,7 +77,8 @@ def test_figures_of_the_index_of_results() -> None:
     ]
     assert [one for one in said if one not in words] == []
     assert prediction["underestimate_rate"] == 0 and results("allocator")["summary"]["differ"] == 0
-    assert f"{faults['survived']} did" in words_of(DOCS / "guides" / "resume.md")
+    disturbed = f"{faults['survived']} of {faults['injected']} disturbed trainings"
+    assert disturbed in words_of(DOCS / "guides" / "resume.md")
 
 
 def test_figures_of_the_allocator() -> None:
@@ -100,7 +100,7 @@ def test_figures_of_random_programs() -> None:
     peaks = operators["operator_peaks"], operators["operator_peak_differences"]
     assert f"Of {peaks[0]} peaks {peaks[1]} differed, but for {operators['operator_peak_differences_listed']}" in page
     assert f"0 of {operators['operator_calls']:,} calls and {peaks[1]} of {peaks[0]} peaks" in words_of(
-        DOCS / "results" / "index.md"
+        DOCS / "results" / "all.md"
     )
     summary, words = results("fuzzing")["summary"], words_of(DOCS / "results" / "fuzzing.md")
     assert f"Over {summary['fuzzed']:,} programs {summary['fuzzed_wrong']} were wrong" in words
@@ -109,7 +109,7 @@ def test_figures_of_random_programs() -> None:
 def test_figures_of_interrupts() -> None:
     summary = results("faults.verbs")["summary"]
     said = f"{summary['interrupt_unharmed']:,} of {summary['interrupt_injected']:,} interrupts of verbs"
-    assert said in words_of(DOCS / "results" / "index.md")
+    assert said in words_of(DOCS / "results" / "all.md")
 
 
 def test_figures_of_steps_of_other_kinds() -> None:
@@ -127,7 +127,7 @@ def test_figures_of_steps_of_other_kinds() -> None:
         f"{sum(error > 1e-3 for error in errors)} predictions were off by more than 0.1 %",
     ]
     assert [one for one in said if one not in words] == []
-    assert f"{summary['above_upper_end']} of {len(errors)} predictions" in words_of(DOCS / "results" / "index.md")
+    assert f"{summary['above_upper_end']} of {len(errors)} predictions" in words_of(DOCS / "results" / "all.md")
     more = results("steps.state")
     summary, worst = more["summary"], max(abs(case["error"]) for case in more["cases"])
     assert (
@@ -138,7 +138,7 @@ def test_figures_of_steps_of_other_kinds() -> None:
 
 
 def test_figures_of_ranks() -> None:
-    summary, words = results("distributed")["summary"], words_of(DOCS / "results" / "index.md")
+    summary, words = results("distributed")["summary"], words_of(DOCS / "results" / "all.md")
     interrupted = summary["kills"] + summary["out_of_memory"]
     survived = summary["kills_survived"] + summary["out_of_memory_survived"]
     said = [
@@ -151,7 +151,7 @@ def test_figures_of_ranks() -> None:
 
 
 def test_figures_of_other_peoples_packages() -> None:
-    result, words = results("packages"), words_of(DOCS / "results" / "index.md")
+    result, words = results("packages"), words_of(DOCS / "results" / "all.md")
     summary, packages = result["summary"], {case["package"] for case in result["cases"]}
     assert f"{summary['steps']} steps of {len(packages)} packages, none over its budget" in words
     assert summary["refused"] == summary["above_upper_end"] == summary["over_budget"] == 0
@@ -159,15 +159,15 @@ def test_figures_of_other_peoples_packages() -> None:
 
 
 def test_figures_of_resident_memory() -> None:
-    result, words = results("resident"), words_of(DOCS / "results" / "index.md")
+    result, words = results("resident"), words_of(DOCS / "results" / "all.md")
     default, returned = (result["summary"][f"largest_resident_to_peak_{way}"] for way in ("default", "returned"))
-    assert f"up to ×{default:.1f} of the plan, ×{returned:.1f} where freed memory goes back" in words
+    assert f"up to {default:.1f} times the plan, {returned:.1f} times where freed memory is returned" in words
     found = [case for case in result["cases"] if case["way"] == "default"]
     case = max(found, key=lambda case: case["resident_bytes"] / case["peak_bytes"])
     sizes = [f"{case[key] / 2**20:.0f}" for key in ("peak_bytes", "resident_bytes")]
-    guide = words_of(DOCS / "guides" / "budget.md")
+    guide = words_of(DOCS / "guides" / "out-of-memory.md")
     assert f"the plan's {sizes[0]} MiB became {sizes[1]}" in guide
-    assert f"×{result['summary']['largest_time_ratio_returned']:.1f} of the processor's time" in guide
+    assert f"more processor time: ×{result['summary']['largest_time_ratio_returned']:.1f}" in guide
 
 
 def test_figures_of_large_models() -> None:
@@ -176,7 +176,7 @@ def test_figures_of_large_models() -> None:
         cases[f"{what}, A100{more}"]
         for what, more in (("estimate 1 B", ""), ("estimate 7 B", ""), ("plan 1 B", ", 40 GiB"))
     )
-    words = words_of(DOCS / "guides" / "another-card.md")
+    words = words_of(DOCS / "guides" / "cards.md")
     assert f"takes {one['seconds']:.0f} seconds and {one['resident_bytes'] / 2**20:.0f} MiB of memory" in words
     assert f"7-billion-parameter one {seven['seconds']:.0f} seconds" in words
     assert f"a plan with its whole frontier takes {plan['seconds']:.0f} seconds" in words

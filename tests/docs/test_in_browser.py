@@ -1,4 +1,7 @@
-"""The site in a browser: its search finds the five tasks, it asks nothing of elsewhere, and a telephone can show it."""
+"""The site in a browser: its search finds the tasks, from a server and from a folder.
+
+It asks nothing of elsewhere, and a telephone can show it.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def address(site: Site) -> Iterator[str]:
-    """Where the site is served: the search needs a server, which pages do not."""
+    """Where the site is served."""
     handler = functools.partial(Quiet, directory=str(site.folder))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -40,21 +43,32 @@ def address(site: Site) -> Iterator[str]:
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.ci if i else ()) for i, n in enumerate(TASKS)])
 def test_the_search_finds_a_task(name: str, browser: Any, address: str) -> None:
-    task, page = TASKS[name], browser.new_page()
-    for words in task.phrasings[:2]:
-        page.goto(f"{address}index.html?q={urllib.parse.quote(words)}")
-        page.focus("input.md-search__input")
-        page.wait_for_selector(RESULT, state="attached")
-        links = page.eval_on_selector_all(f"{RESULT} a", "links => links.map(link => link.pathname)")
-        found = dict.fromkeys(link.lstrip("/").removesuffix(".html") for link in links)
-        assert task.page in list(found)[:FIRST], words
+    for words in TASKS[name].phrasings[:2]:
+        assert TASKS[name].page in searched(browser, address, words)[:FIRST], words
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_search_works_from_a_folder(name: str, browser: Any, site: Site) -> None:
+    words = TASKS[name].phrasings[0]
+    assert TASKS[name].page in searched(browser, f"{site.folder.as_uri()}/", words)[:FIRST]
+
+
+def searched(browser: Any, address: str, words: str) -> list[str]:
+    """Return the pages that the search finds, best first, without their endings."""
+    page = browser.new_page()
+    page.goto(f"{address}index.html?q={urllib.parse.quote(words)}")
+    page.focus("input.md-search__input")
+    page.wait_for_selector(RESULT, state="attached")
+    links = page.eval_on_selector_all(f"{RESULT} a", "links => links.map(link => link.href)")
     page.close()
+    found = (link.removeprefix(address).partition("?")[0].partition("#")[0] for link in links)
+    return list(dict.fromkeys(page.removesuffix(".html") for page in found))
 
 
 def test_pages_ask_nothing_of_elsewhere_and_fit_a_telephone(browser: Any, address: str) -> None:
     page, asked = browser.new_page(viewport={"width": 400, "height": 800}), []
     page.on("request", lambda request: asked.append(request.url))
-    for name in ("index", "quickstart", "concepts/peak", "guides/another-card", "reference/api", "results/frontier"):
+    for name in ("index", "quickstart", "concepts/peak", "guides/cards", "reference/api", "results/frontier"):
         page.goto(f"{address}{Path(name)}.html")
         assert page.evaluate("document.documentElement.scrollWidth") <= 400, name
     assert asked and [url for url in asked if not url.startswith((address, "data:"))] == []

@@ -18,16 +18,25 @@ SOURCES = [
     for path in sorted((ROOT / folder).rglob("*"))
     if path.suffix in {".py", ".toml", ".cpp", ".j2", ".c"}
 ]
+HERE = (
+    "https://github.com/memfit/memfit/blob/main/",
+    "https://raw.githubusercontent.com/memfit/memfit/main/",
+)
+"""Where the repository's files are, for pages that are shown elsewhere too, as the README is."""
 FOLDERS = ("benchmarks", "examples", "tests", "src", "docs")
 
 
 def dead_links(page: Path, text: str) -> Iterator[str]:
-    """Yield the relative links of a page that lead nowhere, to a file or to a heading."""
+    """Yield the links of a page, relative or into the repository, that lead to no file or to no heading."""
     for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)):
-        if re.match(r"https?://|mailto:", target):
+        place, target_here = page.parent, target
+        for address in HERE:
+            if target.startswith(address):
+                place, target_here = ROOT, target.removeprefix(address)
+        if re.match(r"https?://|mailto:", target_here):
             continue
-        path, _, anchor = target.partition("#")
-        file = (page.parent / path).resolve() if path else page
+        path, _, anchor = target_here.partition("#")
+        file = (place / path).resolve() if path else page
         if not file.exists() or (anchor and anchor not in anchors(file.read_text())):
             yield target
 
@@ -64,10 +73,17 @@ def test_no_page_that_the_code_names_is_missing() -> None:
     assert missing == set()
 
 
+def test_the_readme_can_be_shown_elsewhere() -> None:
+    targets = re.findall(r"\]\(([^)\s]+)\)", (ROOT / "README.md").read_text())
+    assert targets and all(target.startswith(HERE) for target in targets)
+    assert len([target for target in targets if target.startswith(HERE[0])]) == 3
+
+
 def test_dead_links_are_found() -> None:
     page = ROOT / "README.md"
-    assert list(dead_links(page, "[a](docs/none.md) [b](README.md#none) [c](#memfit)")) == [
+    assert list(dead_links(page, f"[a](docs/none.md) [b](README.md#none) [c](#memfit) [d]({HERE[0]}none.md)")) == [
         "docs/none.md",
         "README.md#none",
+        f"{HERE[0]}none.md",
     ]
     assert list(named_files("see docs/none.md and `src/memfit/none.py`")) == ["docs/none.md", "src/memfit/none.py"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,27 @@ def test_the_notebook_is_kept_without_outputs() -> None:
     assert code and all(cell.outputs == [] and cell.execution_count is None for cell in code)
 
 
+def test_each_cell_imports_what_it_uses() -> None:
+    code = [cell.source for cell in read().cells if cell.cell_type == "code"]
+    command = [
+        sys.executable,
+        "-m",
+        "ruff",
+        "check",
+        "--isolated",
+        "--select",
+        "F821",
+        "--output-format",
+        "concise",
+        "-",
+    ]
+    for source in code:
+        found = subprocess.run(
+            command, input=source.removeprefix("%%writefile first_steps.py"), capture_output=True, text=True
+        )
+        assert found.returncode == 0, found.stdout
+
+
 @pytest.mark.ci  # `make test` runs the same verbs by the quickstart
 @pytest.mark.slow
 def test_the_notebook_runs_and_shows_what_it_says(tmp_path: Path) -> None:
@@ -32,6 +55,7 @@ def test_the_notebook_runs_and_shows_what_it_says(tmp_path: Path) -> None:
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     assert {output.output_type for output in outputs} <= {"execute_result", "display_data", "stream"}
     streams = [output.text for output in outputs if output.output_type == "stream"]
+    assert streams[0] == "Writing first_steps.py\n"
     assert not [text for text in streams if "Warning" in text or "Error" in text]
     data = [output.data for output in outputs if output.output_type == "execute_result"]
     lines = [str(one["text/plain"]) for one in data]

@@ -190,8 +190,7 @@ def how_to_add() -> str:
     """Return instructions to add a missing device."""
     return (
         "`memfit devices` lists the catalogue. To add a device, write a table of its figures to"
-        f" {user_file()} (docs/guides/devices.md shows how), or run `memfit tools probe-devices` on a machine"
-        " that has it"
+        f" {user_file()} (see docs/reference/devices.md), or run `memfit tools probe-devices` on a machine that has it"
     )
 
 
