@@ -21,6 +21,8 @@
     ├── NonFiniteError          a loss or gradient that is not finite        (exit status 5)
     └── RankError               another rank of the run failed, or ranks don't do the same
 
+One warning: `UntestedTorchWarning`, of a PyTorch that memfit was not tested with.
+
 Every message says what failed with its numbers, where, and what to do by exact argument name. The
 numbers are attributes too.
 """
@@ -96,6 +98,10 @@ class MissingExtraError(UsageError):
         self.extra = extra
         self.missing = missing
         super().__init__(f"{what} needs the package {missing!r}, which is not installed: pip install 'memfit[{extra}]'")
+
+
+class UntestedTorchWarning(UserWarning):
+    """A PyTorch that is newer, or older, than those that memfit was tested with."""
 
 
 class InfeasibleError(MemfitError):
