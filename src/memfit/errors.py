@@ -29,6 +29,8 @@ numbers are attributes too.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -98,6 +100,22 @@ class MissingExtraError(UsageError):
         self.extra = extra
         self.missing = missing
         super().__init__(f"{what} needs the package {missing!r}, which is not installed: pip install 'memfit[{extra}]'")
+
+
+@contextlib.contextmanager
+def brought_by(extra: str, what: str) -> Iterator[None]:
+    """Have imports that fail name the extra of memfit that brings their package.
+
+    Args:
+        what: The feature that needs them.
+
+    Raises:
+        MissingExtraError: An import failed.
+    """
+    try:
+        yield
+    except ImportError as e:
+        raise MissingExtraError(what, extra, (e.name or extra).split(".")[0]) from e
 
 
 class UntestedTorchWarning(UserWarning):
