@@ -20,6 +20,9 @@ CLAMP_SPLITS_TIES = _RUNNING >= (2, 14)
 That formula fills its own result in place. The one before combined its masks in place.
 """
 
+SHARDED_LEAVES_ACCUMULATE = _RUNNING >= (2, 15)
+"""Whether parameters under `fully_shard` hold gradients that were not reduced in their `grad` alone."""
+
 
 def why_untested() -> str:
     """Return why memfit's predictions may be wrong under this PyTorch; "" where it was tested."""
