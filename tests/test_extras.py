@@ -151,7 +151,10 @@ MISSING = {
     "keras": ("keras", "import memfit.keras"),
     "lightning": ("lightning", "import memfit.integrations.lightning"),
     "matplotlib": ("examples", "from examples.brain_segmentation.__main__ import figure_class\nfigure_class()"),
-    "monai": ("brain", "from memfit.recipes.brain_segmentation import unet\nunet((4, 8))"),
+    "monai": (
+        "brain",
+        "from memfit.recipes.brain_segmentation import unet\nunet((4, 8), n_residual_units=1, norm='instance', dropout=0.0)",
+    ),
     "nibabel": ("brain", "from memfit.recipes.brain_segmentation import load_slabs\nload_slabs(4)"),
     "sklearn": ("examples", "import memfit\nmemfit.load_workload('examples/digits_resnet.py:workload')"),
     "tensorboard": ("tensorboard", "from memfit.training.runs.log import require_tensorboard\nrequire_tensorboard()"),
