@@ -17,12 +17,17 @@ JITTOR_VENV := build/jittor-venv
 JITTOR_STAMP := $(JITTOR_VENV)/.installed
 KERAS_VENV := build/keras-venv
 KERAS_STAMP := $(KERAS_VENV)/.installed
+# Another version of PyTorch: `make test-torch TORCH=2.11.0`.
+TORCH ?= 2.14.1
+TORCH_VENV := build/torch-$(TORCH)-venv
+TORCH_STAMP := $(TORCH_VENV)/.installed
+TORCH_ROOMS := tests/_torch tests/capture tests/recomputation tests/training tests/levers
 PACKAGES_VENV := build/packages-venv
 PACKAGES_STAMP := $(PACKAGES_VENV)/.installed
 PACKAGES_REQUIREMENTS := benchmarks/packages/requirements.txt
 
 .PHONY: setup environments demo docs test check lint types contracts unit test-more test-accelerator jittor test-jittor
-.PHONY: test-keras test-wheel gpu packages format clean
+.PHONY: test-torch test-keras test-wheel gpu packages format clean
 
 setup: $(STAMP)
 
@@ -32,7 +37,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 # All that tests need: `make --jobs 2 environments` installs two at a time.
-environments: $(STAMP) $(JITTOR_STAMP) $(KERAS_STAMP)
+environments: $(STAMP) $(JITTOR_STAMP) $(KERAS_STAMP) $(TORCH_STAMP)
 
 demo: $(STAMP)
 	$(BIN)/memfit demo --out runs/demo --overwrite
@@ -111,6 +116,16 @@ $(KERAS_STAMP): pyproject.toml constraints.txt
 	$(call environment,$(KERAS_VENV))
 	$(KERAS_VENV)/bin/python $(INSTALL) --constraint constraints.txt --editable . tensorflow-cpu pytest pytest-timeout
 	touch $(KERAS_STAMP)
+
+# The rooms that depend on PyTorch's internals, in an environment with another version of it.
+test-torch: $(TORCH_STAMP)
+	OMP_NUM_THREADS=1 TORCHINDUCTOR_VEC_ISA_OK=1 $(TORCH_VENV)/bin/python -m pytest -m "not ci" $(TORCH_ROOMS)
+
+$(TORCH_STAMP): pyproject.toml constraints.txt
+	$(call environment,$(TORCH_VENV))
+	grep -v '^torch==' constraints.txt > $(TORCH_VENV)/constraints.txt
+	$(TORCH_VENV)/bin/python $(INSTALL) --constraint $(TORCH_VENV)/constraints.txt torch==$(TORCH) --editable '.[dev]'
+	touch $(TORCH_STAMP)
 
 # As its users install it: the wheel of this tree, in an environment of its own, used in another folder.
 test-wheel: $(STAMP)

@@ -157,4 +157,4 @@ def test_error_tree_in_the_docstring_is_the_tree() -> None:
 
     drawn = {word for line in errors.__doc__.splitlines() for word in line.split() if word.endswith("Error")}
     defined = {n.name for n in ast.parse(Path(errors.__file__).read_text()).body if isinstance(n, ast.ClassDef)}
-    assert drawn == defined
+    assert drawn == {name for name in defined if name.endswith("Error")}

@@ -16,7 +16,7 @@ import memfit
 from benchmarks.common import Case, main
 from examples.training import moments, plain_levers, plain_peak_bytes, train, used_levers
 from memfit import Workload, structure
-from memfit.errors import MissingExtraError
+from memfit.errors import brought_by
 from memfit.ir import codec
 from memfit.recipes.brain_segmentation import brain_segmentation, load_slabs, segment
 from memfit.training.trainer import evaluation_mode
@@ -126,10 +126,8 @@ def figure_class() -> Any:
     Raises:
         MissingExtraError: matplotlib is not installed.
     """
-    try:
+    with brought_by("examples", "examples.brain_segmentation --picture"):
         from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("examples.brain_segmentation --picture", "examples", "matplotlib") from error
     return Figure
 
 

@@ -21,12 +21,16 @@
     ├── NonFiniteError          a loss or gradient that is not finite        (exit status 5)
     └── RankError               another rank of the run failed, or ranks don't do the same
 
+One warning: `UntestedTorchWarning`, of a PyTorch that memfit was not tested with.
+
 Every message says what failed with its numbers, where, and what to do by exact argument name. The
 numbers are attributes too.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -96,6 +100,26 @@ class MissingExtraError(UsageError):
         self.extra = extra
         self.missing = missing
         super().__init__(f"{what} needs the package {missing!r}, which is not installed: pip install 'memfit[{extra}]'")
+
+
+@contextlib.contextmanager
+def brought_by(extra: str, what: str) -> Iterator[None]:
+    """Have imports that fail name the extra of memfit that brings their package.
+
+    Args:
+        what: The feature that needs them.
+
+    Raises:
+        MissingExtraError: An import failed.
+    """
+    try:
+        yield
+    except ImportError as e:
+        raise MissingExtraError(what, extra, (e.name or extra).split(".")[0]) from e
+
+
+class UntestedTorchWarning(UserWarning):
+    """A PyTorch that is newer, or older, than those that memfit was tested with."""
 
 
 class InfeasibleError(MemfitError):

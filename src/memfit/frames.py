@@ -78,11 +78,20 @@ def frames_text(error: BaseException) -> str:
 
 def on_unused(value: Any, message: str) -> weakref.finalize[..., Any]:
     """Warn at the user's innermost line if a value is dropped; the finalizer that is returned is detached once used."""
+    return weakref.finalize(value, warnings.warn_explicit, message, RuntimeWarning, *_users_line())
+
+
+def warn_users(message: str, category: type[Warning]) -> None:
+    """Warn at the user's innermost line."""
+    warnings.warn_explicit(message, category, *_users_line())
+
+
+def _users_line() -> tuple[str, int]:
+    """Return the file and the line of the user's innermost frame that runs."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
-    place = ("<unknown>", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
-    return weakref.finalize(value, warnings.warn_explicit, message, RuntimeWarning, *place)
+    return ("<unknown>", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

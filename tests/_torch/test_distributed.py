@@ -123,7 +123,10 @@ def test_a_hook_sends_the_buffers() -> None:
 @RESETS
 @pytest.mark.usefixtures("alone")
 def test_gradients_that_were_not_reduced_are_dropped() -> None:
-    """With one rank nothing is sent, and the units go through the same states."""
+    """With one rank nothing is sent, and the units go through the same states.
+
+    `SHARDED_LEAVES_ACCUMULATE` says where gradients are meanwhile.
+    """
     inner = blocks()
     mesh = init_device_mesh("cpu", (1,))
     for block in inner:

@@ -105,6 +105,12 @@ FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
         torch.eye(SHAPE[1]) + y[: SHAPE[1]], y, upper=True, left=False
     ),
     "clamped between tensors": lambda y: y.clamp(torch.zeros(SHAPE[1]), torch.ones(SHAPE[1])),
+    "clamped to a floor": lambda y: y.clamp(min=torch.zeros(SHAPE[1])),
+    "clamped between learnt bounds": lambda y: y.clamp(
+        torch.zeros(SHAPE[1], requires_grad=True), torch.ones(SHAPE[1], requires_grad=True)
+    ),
+    "the larger of two": lambda y: torch.maximum(y, torch.zeros(SHAPE[1])),
+    "an angle": lambda y: torch.atan2(y, torch.ones(SHAPE)),
     "the largest of all": lambda y: y * y.max() + y.median(),
     "patches and back": lambda y: F.fold(
         F.unfold(y.view(1, 4, 256, 256), 3, padding=1), (256, 256), 3, padding=1

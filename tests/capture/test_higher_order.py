@@ -24,7 +24,7 @@ from tests.measuring import peaks
 pytestmark = [
     pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),  # by Dynamo
-    pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),  # by what PyTorch imports for them
+    pytest.mark.filterwarnings("ignore:`torch.jit.script"),  # by what PyTorch imports for them
 ]
 
 

@@ -92,7 +92,7 @@ STEPS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize("name", STEPS)
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # by what PyTorch imports for derivatives
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")  # by what PyTorch imports for derivatives
 def test_the_peak_is_the_measured_one(name: str) -> None:
     torch.manual_seed(0)
     model, shape = STEPS[name]

@@ -168,6 +168,7 @@ IMAGES: dict[str, Callable[[], nn.Module]] = {
     "norm": lambda: nn.BatchNorm2d(8),
     "norm in evaluation": lambda: nn.BatchNorm2d(8).eval(),
     "groups": lambda: nn.GroupNorm(2, 8),
+    "groups whose gradient is contiguous": lambda: nn.Sequential(nn.GroupNorm(2, 8), Function(torch.Tensor.contiguous)),
     "reflected": lambda: nn.ReflectionPad2d(1),
     "replicated": lambda: nn.ReplicationPad2d(1),
     "shuffled": lambda: nn.ChannelShuffle(2),

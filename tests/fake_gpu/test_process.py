@@ -6,11 +6,12 @@ import functools
 import os
 import pickle
 import sys
+import warnings
 from typing import Any
 
 import pytest
 
-from memfit.errors import CaptureError, InfeasibleError
+from memfit.errors import CaptureError, InfeasibleError, UntestedTorchWarning
 from memfit.fake_gpu import process, shim
 
 COLD = process.command  # as tests are collected: later the session's is in its place
@@ -46,6 +47,18 @@ def test_prints_and_progress_do_not_mix(capfd: pytest.CaptureFixture[str]) -> No
     assert stages == [("counting", i, 3) for i in range(3)]
     out, err = capfd.readouterr()
     assert out == "" and err.count("the user prints") == err.count("and complains") == 3
+
+
+def warns(progress: Any) -> None:
+    """Warn as the user's code would, and of this PyTorch."""
+    warnings.warn("of something", UserWarning, stacklevel=1)
+    warnings.warn("not tested", UntestedTorchWarning, stacklevel=1)
+
+
+def test_the_warning_of_an_untested_torch_is_left_to_the_process_that_waits(capfd: pytest.CaptureFixture[str]) -> None:
+    process.run(pickle.dumps(warns), silent)
+    told = capfd.readouterr().err
+    assert "of something" in told and "not tested" not in told
 
 
 def tells(name: str, progress: Any) -> Any:

@@ -53,19 +53,33 @@ def install(python: Path, *packages: str) -> None:
     )
 
 
+@pytest.fixture(scope="session")
+def complete(environment: Path) -> Path:
+    """That Python once `pip install 'memfit[all]'` has run there, as errors and pages say."""
+    install(environment, "memfit[all]")
+    return environment
+
+
 @pytest.fixture
 def memfit(environment: Path, tmp_path: Path) -> Run:
     """Runs the installed command in an empty folder."""
 
     def run(*arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
         line = [str(environment.parent / "memfit"), *arguments]
-        own = {"MEMFIT_CACHE_DIR": str(environment.parent / "cache"), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(line, cwd=tmp_path, env=_clean() | own, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            line, cwd=tmp_path, env=variables(environment), capture_output=True, text=True, check=False
+        )
         assert done.returncode == status, done.stdout + done.stderr
         assert "Traceback" not in done.stderr
         return done
 
     return run
+
+
+def variables(python: Path) -> dict[str, str]:
+    """Return the variables of a shell in which an environment is activated."""
+    own = {"MEMFIT_CACHE_DIR": str(python.parent / "cache"), "OMP_NUM_THREADS": "1"}
+    return _clean() | own | {"PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"}
 
 
 def _clean() -> dict[str, str]:

@@ -7,9 +7,15 @@ import shutil
 import subprocess
 import tarfile
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
-from tests.wheel.conftest import ROOT, Run, install
+import pytest
+
+from tests.docs.pages import DOCS, Block, blocks
+from tests.wheel.conftest import ROOT, Run, variables
+
+FIRST = (ROOT / "README.md", DOCS / "index.md", DOCS / "quickstart.md", DOCS / "guides" / "trainers.md")
 
 MINE = """
 import torch
@@ -89,10 +95,27 @@ def test_the_demo_ends_with_its_report(memfit: Run, tmp_path: Path) -> None:
     assert "Peak, measured" in shown and (tmp_path / "runs/demo/report.html").exists()
 
 
-def test_what_an_extra_brings_is_named_and_then_works(environment: Path, distributions: Path, tmp_path: Path) -> None:
+def test_what_an_extra_brings_is_named(environment: Path, tmp_path: Path) -> None:
     line = [environment, "-c", "from memfit.integrations.accelerate import FittedLoop; print(FittedLoop.__name__)"]
     without = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert without.returncode == 1 and "pip install 'memfit[accelerate]'" in without.stderr
-    (wheel,) = distributions.glob("*.whl")
-    install(environment, f"{wheel}[accelerate]")
-    assert subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.strip() == "FittedLoop"
+
+
+def blocks_of_the_first_pages() -> Iterator[object]:
+    """Yield the blocks of the pages that one reads first, and of the trainers', once where several have the same."""
+    seen = set()
+    for page in FIRST:
+        for block in blocks(page):
+            if block.language in ("python", "sh") and not block.file and block.code not in seen:
+                seen.add(block.code)
+                yield pytest.param(page, block, id=f"{page.stem}: {block.code.strip().splitlines()[0][:60]}")
+
+
+@pytest.mark.parametrize(("page", "block"), list(blocks_of_the_first_pages()))
+def test_a_block_runs_by_itself_in_an_empty_folder(page: Path, block: Block, complete: Path, tmp_path: Path) -> None:
+    for shown in (shown for shown in blocks(page) if shown.file and shown.language != "text"):
+        (tmp_path / shown.file).write_text(shown.code)
+    command = ["python", "-c"] if block.language == "python" else ["bash", "-euo", "pipefail", "-c"]
+    line, environment = [*command, block.code], variables(complete)
+    done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

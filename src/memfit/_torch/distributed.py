@@ -15,6 +15,7 @@ import torch
 from memfit._torch.dispatch import disable_current_modes
 from memfit._torch.pytree import tree_leaves
 from memfit._torch.replacement import replaced
+from memfit._torch.versions import SHARDED_LEAVES_ACCUMULATE
 
 
 def _is_shared(kind: type) -> bool:
@@ -108,7 +109,7 @@ def initialize_units(root: Any) -> None:
 
 
 def drop_unsharded_gradients(root: Any) -> None:
-    """Drop the gradients that `fully_shard` has not reduced: `reset_iter_state` of torch 2.13 leaves them.
+    """Drop the gradients that `fully_shard` has not reduced: `reset_iter_state` leaves them.
 
     The next step would add to them.
     """
@@ -116,7 +117,8 @@ def drop_unsharded_gradients(root: Any) -> None:
         state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
         for group in () if state is None else state._fsdp_param_groups:
             for parameter in group.fsdp_params:
-                parameter.unsharded_accumulated_grad = None
+                if not SHARDED_LEAVES_ACCUMULATE:
+                    parameter.unsharded_accumulated_grad = None
                 if hasattr(parameter, "_unsharded_param"):
                     parameter._unsharded_param.grad = None
 

@@ -18,6 +18,7 @@ from torch.autograd import graph
 from memfit._torch.autograd import current_autograd_node, current_graph_task_id, storage_use_count
 from memfit._torch.dispatch import TorchDispatchMode
 from memfit._torch.tensors import storage_key_of, use_count
+from memfit._torch.versions import CLAMP_SPLITS_TIES
 
 _aten = torch.ops.aten
 _ADD, _ADD_IN_PLACE = _aten.add.Tensor, _aten.add_.Tensor
@@ -29,13 +30,17 @@ _FILLING = {
     _aten.index_fill.int_Tensor: (_aten.index_fill_.int_Tensor, ("Trace",)),
     _aten.put.default: (_aten.put_.default, ("Take",)),
     _aten.masked_scatter.default: (_aten.masked_scatter_.default, ("MaskedSelect",)),
+    _aten.masked_fill.Scalar: (_aten.masked_fill_.Scalar, ("Atan2", "Clamp", "Fmax", "Fmin", "Maximum", "Minimum")),
 }
-"""Operators that fill a formula's own zeros: their in-place forms, and prefixes of the autograd nodes' names."""
+"""Operators that fill what a formula made: their in-place forms, and prefixes of the autograd nodes' names."""
+_CLAMPING = {
+    _aten.logical_and.default: (_aten.logical_and_.default, ("Clamp",)),
+    _aten.logical_or.default: (_aten.logical_or_.default, ("Clamp",)),
+}
 _CONTINUING = {
     _aten.sub.Tensor: (_aten.sub_.Tensor, ("BinaryCrossEntropyWithLogits",)),
     _aten.mul.Tensor: (_aten.mul_.Tensor, ("BinaryCrossEntropyWithLogits",)),
-    _aten.logical_and.default: (_aten.logical_and_.default, ("Clamp",)),
-    _aten.logical_or.default: (_aten.logical_or_.default, ("Clamp",)),
+    **({} if CLAMP_SPLITS_TIES else _CLAMPING),
 }
 """Operators that write into the previous result, in the formulas of these autograd nodes."""
 

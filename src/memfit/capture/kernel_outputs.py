@@ -107,14 +107,14 @@ def _as_on_cpu(out: Any, func: Any, args: Any, kwargs: Any) -> Any:
     if func in _NORMS:  # saves statistics in the dtype of its parameters, which the fake kernel ignores
         dtype = next((t.dtype for t in args[1:5] if isinstance(t, torch.Tensor)), out[1].dtype)
         statistics = [statistic.new_empty(out[1].shape, dtype=dtype) for statistic in out[1:]]
-        is_batch = func is _aten.native_batch_norm.default
-        return _laid_out_as(out[0], args[0]) if is_batch else out[0], *statistics
+        is_layer = func is _aten.native_layer_norm.default
+        return out[0] if is_layer else _laid_out_as(out[0], args[0]), *statistics
     if packet_of(func) in _LAYOUTS:
         return _laid_out_as(out, args[_LAYOUTS[packet_of(func)]])
     if packet_of(func) in _ROWS:
         return tuple(t.contiguous() for t in out) if isinstance(out, tuple) else out.contiguous()
     if func is _aten.native_group_norm_backward.default and out[0] is not None:
-        return torch.empty_like(out[0], dtype=args[1].dtype), *out[1:]
+        return _laid_out_as(torch.empty_like(out[0], dtype=args[1].dtype), args[1]), *out[1:]
     if packet_of(func) in _BAGS and out[1].numel():  # the kernel allocates one element more
         bags = out[1].new_empty(out[1].numel() + 1)
         return out[0], bags.as_strided(out[1].size(), out[1].stride()), *out[2:]

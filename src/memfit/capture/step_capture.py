@@ -42,6 +42,7 @@ from memfit.capture.partial_steps import (
 )
 from memfit.capture.recorder import Recorder, Recording
 from memfit.capture.subclasses import aliasing
+from memfit.capture.torch_version import warn_if_untested
 from memfit.capture.user_state import UserState
 from memfit.capture.value_reads import Replay
 from memfit.errors import CaptureError
@@ -166,6 +167,7 @@ def _fake_copied(
     workload: Workload, device: Device | None, microbatch_size: int | None
 ) -> Iterator[tuple[Workload, KnownValues, Attention | None, UserState]]:
     """Yield a copy of a workload under fake tensors, for a step to run there, and the state that its code can write."""
+    warn_if_untested()
     values = KnownValues.of(mode_of(workload))
     place = _place(device)
     attention = fake_gpu(device) if device is not None and device.kind == "cuda" else None

@@ -28,6 +28,7 @@ from memfit._torch.fake import FakeTensor, FakeTensorMode
 from memfit._torch.tensors import context_of, inner_tensors, is_wrapper, storage_key
 from memfit.capture.known_values import KnownValues, is_followed
 from memfit.capture.subclasses import attributes_of, parameter_of
+from memfit.capture.torch_version import warn_if_untested
 from memfit.errors import WorkloadError
 from memfit.sparse import assembled, parts
 from memfit.workload import Workload
@@ -50,6 +51,7 @@ def packed(
     Raises:
         WorkloadError: The workload can't be pickled.
     """
+    warn_if_untested()
     sent = dataclasses.replace(workload, batches=None, evaluate=None, scheduler=None)
     body = io.BytesIO()
     loaded = [m for name, m in list(sys.modules.items()) if name.startswith("memfit_workload_")]

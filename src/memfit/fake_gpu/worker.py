@@ -8,10 +8,11 @@ import json
 import pickle
 import sys
 import traceback
+import warnings
 from pathlib import Path
 from typing import Any
 
-from memfit.errors import CaptureError, MemfitError
+from memfit.errors import CaptureError, MemfitError, UntestedTorchWarning
 from memfit.frames import frames_text
 
 
@@ -19,6 +20,7 @@ def main(request: str, reply: str, stages: str) -> None:
     """Run the pickled call of a file; write its result or its error to another, and its stages to a file descriptor."""
     paths, sys.argv[:], call = pickle.loads(Path(request).read_bytes())  # modules of the user may read them
     sys.path[:] = [*paths, *(p for p in sys.path if p not in paths)]
+    warnings.simplefilter("ignore", UntestedTorchWarning)  # the process that waits has warned
     result: Any
     with open(int(stages), "w", buffering=1) as out:
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from memfit.errors import MissingExtraError, UsageError
+from memfit.errors import UsageError, brought_by
 from memfit.integrations.fitted import MIXED, NAMES, Fitted, check_budget, read_plan
 from memfit.ir.plan import Plan
 from memfit.ranks.environment import launched_size
@@ -16,13 +16,11 @@ from memfit.ranks.group import Group
 from memfit.ranks.one_process import SingleProcess
 from memfit.workload import Workload
 
-try:
+with brought_by("accelerate", "memfit.integrations.accelerate"):
     import accelerate as _accelerate
 
     from memfit.integrations.engines import OWN_CHECKPOINTING, engine_of, own_checkpointing
     from memfit.integrations.internals import forget_accelerator_state
-except ImportError as e:
-    raise MissingExtraError("memfit.integrations.accelerate", "accelerate", e.name or "accelerate") from e
 
 
 class FittedLoop(Fitted):

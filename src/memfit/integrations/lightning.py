@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from memfit._torch.pytree import tree_leaves
-from memfit.errors import MissingExtraError, UsageError
+from memfit.errors import UsageError, brought_by
 from memfit.integrations.fitted import MIXED, Fitted, check_budget, data_parallel, read_plan
 from memfit.ir.plan import Plan
 from memfit.ir.sharding import Sharding as Sharding
@@ -29,10 +29,8 @@ from memfit.training.runs.log import LogFunction
 from memfit.words import Words
 from memfit.workload import Workload, batch_size_of
 
-try:
+with brought_by("lightning", "memfit.integrations.lightning"):
     from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
-except ImportError as e:
-    raise MissingExtraError("memfit.integrations.lightning", "lightning", e.name or "lightning") from e
 
 _ALTERNATIVES = (
     "train in a loop of your own with memfit.apply(plan, workload), a Workload for each optimizer, or run your script"

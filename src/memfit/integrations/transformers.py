@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from torch import nn
 
 from memfit.batch import map_tensors
-from memfit.errors import MissingExtraError, UsageError
+from memfit.errors import UsageError, brought_by
 from memfit.integrations.fitted import MIXED, NAMES, Fitted, check_budget, device_of, read_plan
 from memfit.ir.plan import Plan
 from memfit.ranks.group import Group
@@ -28,14 +28,12 @@ from memfit.training.trainer import modes_restored
 from memfit.words import Words
 from memfit.workload import Workload, batch_size_of, tensors_of
 
-try:
+with brought_by("transformers", "memfit.integrations.transformers"):
     from accelerate.utils import convert_outputs_to_fp32
     from transformers import Trainer, TrainerCallback
 
     from memfit.integrations.engines import OWN_CHECKPOINTING, engine_of, own_checkpointing
     from memfit.integrations.internals import forget_accelerator_state, set_train_batch_size, train_batch_size
-except ImportError as e:
-    raise MissingExtraError("memfit.integrations.transformers", "transformers", e.name or "transformers") from e
 
 _ADVICE = "give the largest batch of the collator as MemfitCallback(batch=...), or cut sequences to its length"
 _WORDS = Words(

@@ -6,13 +6,11 @@ import os
 
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 
-from memfit.errors import MissingExtraError, UsageError
+from memfit.errors import UsageError, brought_by
 
-try:
+with brought_by("keras", "memfit.keras"):
     import keras
     import tensorflow as tf
-except ModuleNotFoundError as e:
-    raise MissingExtraError("memfit.keras", "keras", str(e.name)) from e
 
 __all__ = ["check_backend", "keras", "tf"]
 

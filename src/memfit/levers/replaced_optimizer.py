@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from memfit._torch.optim import mark_as_stepped
-from memfit.errors import MissingExtraError
+from memfit.errors import brought_by
 from memfit.ir.device import Device
 from memfit.ir.plan import OptimizerLever
 from memfit.levers.conflicts import OPTIMIZER_HOOKS, SEVERAL_OPTIMIZERS, Conflict
@@ -146,10 +146,8 @@ def _is_adamw(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _bitsandbytes() -> Any:
-    try:
+    with brought_by("optimizers", "levers.optimizer='adamw-8bit'"):
         import bitsandbytes
-    except ImportError as e:
-        raise MissingExtraError("levers.optimizer='adamw-8bit'", "optimizers", "bitsandbytes") from e
     return bitsandbytes
 
 

@@ -24,7 +24,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from memfit.errors import MissingExtraError, WorkloadError
+from memfit.errors import WorkloadError, brought_by
 from memfit.recipes.byte_lm import SeededBatches, check_positive, check_probability, check_seed
 from memfit.workload import Workload
 
@@ -285,8 +285,5 @@ def _check_patch_fits(patch: tuple[int, int, int], slab: Slab, resolution: int) 
 
 def _import(name: str) -> Any:
     """Import a module of the extra, or raise MissingExtraError."""
-    try:
+    with brought_by("brain", "recipes.brain_segmentation"):
         return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        missing = (error.name or name).split(".")[0]
-        raise MissingExtraError("recipes.brain_segmentation", "brain", missing) from error

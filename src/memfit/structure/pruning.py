@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from memfit._torch.pytree import tree_leaves
 from memfit.capture.fake_workload import nothing_changes
-from memfit.errors import MissingExtraError, WorkloadError
+from memfit.errors import WorkloadError, brought_by
 from memfit.structure.proposal import (
     Change,
     Proposal,
@@ -302,7 +302,5 @@ def _channels(module: nn.Module) -> tuple[int, ...]:
 
 
 def _torch_pruning() -> Any:
-    try:
+    with brought_by("structure", "structure.prune"):
         return importlib.import_module("torch_pruning")
-    except ModuleNotFoundError as e:
-        raise MissingExtraError("structure.prune", "structure", e.name or "torch_pruning") from e

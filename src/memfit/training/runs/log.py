@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from memfit.errors import MissingExtraError, OutputError
+from memfit.errors import OutputError, brought_by
 from memfit.ir import codec
 
 LogFunction = Callable[[dict[str, Any]], object]
@@ -194,10 +194,8 @@ def require_tensorboard() -> None:
 
 
 def _summary_writer() -> Any:
-    try:
+    with brought_by("tensorboard", "tensorboard logging"):
         from torch.utils.tensorboard import SummaryWriter
-    except ImportError as e:
-        raise MissingExtraError("tensorboard logging", "tensorboard", "tensorboard") from e
     return SummaryWriter
 
 

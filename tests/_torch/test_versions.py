@@ -1,0 +1,79 @@
+"""The versions of PyTorch that memfit is tested with are told in one way everywhere, and others are warned of."""
+
+from __future__ import annotations
+
+import tomllib
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import memfit
+from memfit._torch import versions
+from memfit.capture.torch_version import warn_if_untested
+from memfit.capture.transport import packed
+from memfit.errors import UntestedTorchWarning
+from tests.models import twice
+
+ROOT = Path(__file__).parents[2]
+FIRST, LAST = (".".join(map(str, version)) for version in versions.TESTED)
+
+
+@pytest.fixture
+def newer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A PyTorch that is newer than those that were tested."""
+    monkeypatch.setattr(versions, "_RUNNING", (versions.TESTED[1][0], versions.TESTED[1][1] + 1))
+    warn_if_untested.cache_clear()
+    yield
+    warn_if_untested.cache_clear()
+
+
+def test_this_one_was_tested() -> None:
+    assert versions.why_untested() == ""
+
+
+@pytest.mark.usefixtures("newer")
+def test_another_one_is_warned_of_once_at_the_users_line() -> None:
+    with pytest.warns(UntestedTorchWarning, match=f"tested with PyTorch {FIRST} to {LAST}, and this is") as told:
+        memfit.estimate(twice())
+        memfit.estimate(twice())
+    assert [one.filename for one in told] == [__file__]
+    assert torch.__version__ in str(told[0].message)
+
+
+@pytest.mark.usefixtures("newer")
+def test_a_capture_in_another_process_is_warned_of_here() -> None:
+    with pytest.warns(UntestedTorchWarning):
+        packed(memfit.estimate, twice(), {})
+
+
+@pytest.mark.usefixtures("newer")
+def test_the_warning_can_be_filtered() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.simplefilter("ignore", UntestedTorchWarning)
+        memfit.estimate(twice())
+
+
+@pytest.mark.parametrize("version", [(2, 10), (1, 13), (3, 0)])
+def test_why_untested_says_what_was_tested(version: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "_RUNNING", version)
+    assert versions.TESTED_RANGE in versions.why_untested()
+
+
+def test_what_is_required_and_what_pages_say_is_the_tested_range() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert f"torch>={FIRST}" in project["dependencies"]
+    for page in ("README.md", "docs/quickstart.md", "docs/internals/torch-versions.md"):
+        assert f"PyTorch {versions.TESTED_RANGE}" in (ROOT / page).read_text(), page
+
+
+@pytest.mark.parametrize("is_above", [True, False])
+def test_clamp_splits_ties_where_a_bound_is_a_tensor(is_above: bool) -> None:
+    """`CLAMP_SPLITS_TIES` says which of two formulas runs: at a tie, the input gets half of the gradient or all."""
+    x = torch.zeros(1, requires_grad=True)
+    bounds = (torch.full((1,), -1.0), torch.zeros(1)) if is_above else (torch.zeros(1), torch.ones(1))
+    x.clamp(*bounds).sum().backward()
+    assert x.grad is not None and x.grad.item() == (0.5 if versions.CLAMP_SPLITS_TIES else 1.0)
