@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 import memfit
 from memfit._torch import versions
@@ -77,3 +78,9 @@ def test_clamp_splits_ties_where_a_bound_is_a_tensor(is_above: bool) -> None:
     bounds = (torch.full((1,), -1.0), torch.zeros(1)) if is_above else (torch.zeros(1), torch.ones(1))
     x.clamp(*bounds).sum().backward()
     assert x.grad is not None and x.grad.item() == (0.5 if versions.CLAMP_SPLITS_TIES else 1.0)
+
+
+def test_sharded_leaves_accumulate_where_fsdp_only_reads_the_sum() -> None:
+    """`SHARDED_LEAVES_ACCUMULATE` says whether the sum of gradients that were not reduced is a view of `grad`."""
+    read_only = isinstance(getattr(FSDPParam, "unsharded_accumulated_grad", None), property)
+    assert read_only == versions.SHARDED_LEAVES_ACCUMULATE
