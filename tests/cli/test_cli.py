@@ -430,7 +430,7 @@ def test_quiet_prints_the_verdict_alone(memfit: Shell, line: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", ["estimate", "plan --budget 1GiB", "train --budget 1GiB --steps 2 --out run", "probe-range"]
+    "arguments", ["estimate", "plan --budget 1GiB", "train --budget 1GiB --steps 2 --out run", "tools probe-range"]
 )
 def test_an_interrupt_says_that_nothing_is_left(
     memfit: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: str

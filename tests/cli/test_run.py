@@ -134,7 +134,8 @@ def test_quiet_leaves_the_verdict(tmp_path: Path) -> None:
 @pytest.mark.parametrize("keeps", [True, False])
 def test_an_interrupt_says_what_is_left_in_one_line(tmp_path: Path, keeps: bool) -> None:
     (tmp_path / "train.py").write_text(LOOP.format(at_the_end="if step == 2: signal.raise_signal(signal.SIGINT)"))
-    code = "import signal\n" + (tmp_path / "train.py").read_text()
+    handled = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"  # which a shell may ignore
+    code = handled + (tmp_path / "train.py").read_text()
     (tmp_path / "train.py").write_text(code)
     options = ("-o", "plan.json") if keeps else ()
     done = memfit(tmp_path, "--quiet", "--budget", "1GiB", *options, "train.py")

@@ -87,12 +87,12 @@ def without(field: str) -> bytes:
 
 
 BROKEN = {
-    "empty": (b"", "not JSON"),
-    "truncated": (codec.encode(PLAN)[:-40], "not JSON"),
-    "binary": (bytes(range(256)), "not JSON"),
-    "not utf-8": (b'{"schema": "\xff\xfe"}', "not JSON"),
+    "empty": (b"", "must be a JSON object"),
+    "truncated": (codec.encode(PLAN)[:-40], "must be a JSON object"),
+    "binary": (bytes(range(256)), "must be a JSON object"),
+    "not utf-8": (b'{"schema": "\xff\xfe"}', "must be a JSON object"),
     "a list": (b"[1, 2]", "it must be a JSON object"),
-    "deeply nested": (b"[" * 100_000, "not JSON"),
+    "deeply nested": (b"[" * 100_000, "must be a JSON object"),
     "a number": (b"3", "it must be a JSON object"),
     "another schema": (changed(schema="memfit.plan/2"), "its schema is 'memfit.plan/2', not 'memfit.plan/1'"),
     "a trace": (codec.encode(plain_trace("twice")), "its schema is 'memfit.trace/1'"),

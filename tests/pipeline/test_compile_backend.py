@@ -84,7 +84,7 @@ def planners(name: str, fused: bool = False) -> GraphPlanner:
 def lowest(name: str, lowering: str, **sizes: int) -> int:
     """Return the lowest peak that a back end finds for a workload."""
     with pytest.raises(memfit.InfeasibleError) as caught:
-        compiled(name, tools.compile_backend(1, lowering=lowering), **sizes)
+        compiled(name, tools.compile_backend("1B", lowering=lowering), **sizes)
     assert "reserved_bytes=" in str(caught.value) and caught.value.where
     torch._dynamo.reset()
     return caught.value.lowest_peak_bytes
@@ -197,7 +197,7 @@ def test_random_numbers_are_not_drawn_again() -> None:
         return x.grad
 
     with pytest.raises(memfit.InfeasibleError) as caught:
-        gradient(tools.compile_backend(1, lowering="eager"))
+        gradient(tools.compile_backend("1B", lowering="eager"))
     backend = tools.compile_backend(caught.value.lowest_peak_bytes * 102 // 100, lowering="eager")
     assert torch.equal(gradient(backend), gradient("aot_eager"))
     assert backend.plans[0].recomputed_ops
@@ -241,7 +241,7 @@ def test_several_graphs_are_noted() -> None:
 
 
 def test_graphs_without_a_backward_pass_are_compiled_as_they_are() -> None:
-    model, backend = nn.Linear(8, 8), tools.compile_backend(1, lowering="eager")
+    model, backend = nn.Linear(8, 8), tools.compile_backend("1B", lowering="eager")
     x = torch.ones(4, 8)
     with torch.no_grad():
         assert torch.equal(torch.compile(model, backend=backend)(x), model(x))
@@ -323,7 +323,7 @@ def test_masks_of_dropout_are_those_of_the_plain_compiled_step() -> None:
 
     expected, plain_peak = gradients("inductor")
     with pytest.raises(memfit.InfeasibleError) as caught:
-        gradients(tools.compile_backend(1))
+        gradients(tools.compile_backend("1B"))
     backend = tools.compile_backend(int(caught.value.lowest_peak_bytes * 1.01))
     found, peak = gradients(backend)
     assert all((a - b).abs().max() <= 1e-5 * (1 + b.abs().max()) for a, b in zip(found, expected, strict=True))

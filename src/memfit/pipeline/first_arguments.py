@@ -34,19 +34,23 @@ _NOUNS = {
     "optimizer": "a torch.optim.Optimizer",
 }
 _LIKELY = {"budget": 'budget="90%"', "out": 'out="run"', "steps": "steps=10_000", "run": '"run"'}
+_TOOLS = ("ladder", "probe_range")
+"""The functions that are below `memfit.tools`."""
 _WORKLOAD = "memfit.Workload(model, batch, loss_fn, optimizer)"
 
 
 def checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Make a function `public`, with its arguments checked: their number, their names, and the kinds of the first."""
     signature = inspect.signature(function)
-    return public(function, functools.partial(_check, function.__name__, signature))
+    name = function.__name__
+    verb = f"tools.{name}" if name in _TOOLS else name
+    return public(function, functools.partial(_check, verb, signature))
 
 
 def _check(verb: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     parameters = list(signature.parameters.values())
     first = [each.name for each in parameters if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
-    needed = [each.name for each in parameters if each.default is inspect.Parameter.empty and each.name not in first]
+    needed = [each.name for each in parameters if each.name not in first and _is_needed(each)]
     given = dict(zip(first, args, strict=False)) | {name: kwargs[name] for name in first if name in kwargs}
     wrong = {name: value for name, value in given.items() if name in _KINDS and not _KINDS[name](value)}
 
@@ -66,6 +70,11 @@ def _check(verb: str, signature: inspect.Signature, args: tuple[Any, ...], kwarg
         signature.bind(*args, **kwargs)
     except TypeError as e:
         raise UsageError(f"memfit.{verb}: {e}. Write {call()}") from None
+
+
+def _is_needed(parameter: inspect.Parameter) -> bool:
+    """Tell whether a call names a parameter that is no first one; a budget is named where another may stand for it."""
+    return parameter.default is inspect.Parameter.empty or (parameter.name == "budget" and parameter.default is None)
 
 
 def _remedy(name: str, value: Any, call: Callable[..., str]) -> str:
