@@ -35,6 +35,7 @@ from memfit.ir.plan import Numerics, Plan, Prediction
 from memfit.levers.switch import switched
 from memfit.pipeline._estimate import estimate
 from memfit.pipeline._plan import plan as make_plan
+from memfit.pipeline.kept_plans import Kept
 from memfit.pipeline.verbs import uninterrupted
 from memfit.planner.captures import capture_levers
 from memfit.planner.prediction import Progress, costs_of, predict, silent
@@ -57,7 +58,7 @@ from memfit.training.guards.growth import Growth
 from memfit.training.taped import CombinedOptimizers
 from memfit.units import format_bytes, format_seconds, read_budget
 from memfit.words import LOOP
-from memfit.workload import Workload, tensors_of
+from memfit.workload import tensors_of
 
 Mixed = Prediction | Literal["in use"] | None
 """What mixed precision is predicted to take: nothing, where the loop has it, or where that can't be run."""
@@ -102,6 +103,7 @@ class Fitted:
         self._told: set[object] = set()
         self._reason = ""  # why nothing can be planned
         self._larger = LargerBatches()
+        self._kept = Kept()
         self._growth: Growth | None = None
         self._counted: Callable[[], torch.optim.Optimizer | None] = lambda: None  # whose updates are steps
 
@@ -127,6 +129,7 @@ class Fitted:
             if self.plan is None:
                 self._tell("memfit: the loop made no two steps with gradients, so nothing was planned")
         except BaseException as e:
+            self._kept.forget()  # what ended the loop may be a plan of a start before
             if watcher.verdict is None or e is watcher.verdict:
                 raise
             if isinstance(e, Verdict) and isinstance(watcher.verdict, MemfitError):
@@ -377,6 +380,7 @@ class Fitted:
             self._tell(f"memfit: saw a step{'' if len(kinds) == 1 else ' of another kind'}: {kind.saw}")
             with _generators_kept(workload.tape):
                 self.plan = self._planned(workload, self._options["budget"])
+            is_kept = self._kept.is_taken
             self._tell_first(workload, self.plan)
             under = [(workload.model, self.plan)]
             self._tell_beside(workload, self.plan, [t for known in kinds for t in known.step.given])
@@ -386,7 +390,7 @@ class Fitted:
         except MemfitError as e:
             if not self._under:
                 raise
-            under, kind.is_planned = self._under, False
+            under, kind.is_planned, is_kept = self._under, False, False
             self.plan = self.plan or under[0][1]
             self._tell(
                 f"memfit: the loop can't be planned as it is ({first_line(e)}), so its modules stay under plans for"
@@ -402,6 +406,8 @@ class Fitted:
         for model, plan in under:
             self._switch(model, plan)
         self._tell(str(self))
+        if is_kept:
+            self._tell("memfit: an earlier start of this program made this plan; nothing was solved again")
         for line in self._untrained():
             self._tell_once(line, line)
 
@@ -413,7 +419,12 @@ class Fitted:
         if plan.plain.peak_bytes <= plan.budget_bytes:
             return
         with contextlib.suppress(MemfitError), _generators_kept(workload.tape):
-            took = predicted_under(self._under[0][1], workload).peak_bytes
+            first = self._under[0][1]
+            if first.levers == plan.levers:
+                return
+            took = self._kept.of(
+                Prediction, "first", workload, first.levers, lambda: predicted_under(first, workload)
+            ).peak_bytes
             if took > plan.budget_bytes:
                 self._tell(
                     f"memfit: the first step, of which only its module was known, took about {format_bytes(took)}, over"
@@ -497,7 +508,14 @@ class Fitted:
             return "in use"
         try:
             with _generators_kept(workload.tape), outside_autocast():
-                return estimate(workload, device=_device_of(workload.model), precision="bf16-mixed")
+                device = _device_of(workload.model)
+                return self._kept.of(
+                    Prediction,
+                    "mixed",
+                    workload,
+                    None,
+                    lambda: estimate(workload, device=device, precision="bf16-mixed"),
+                )
         except MemfitError:  # autocast refuses some losses
             return None
 
@@ -512,9 +530,10 @@ class Fitted:
         if not plan.is_proven:
             self._proving.enter_context(checking())
 
-    def _planned(self, workload: Workload, budget: int | float | str) -> Plan:
+    def _planned(self, workload: LoopWorkload, budget: int | float | str) -> Plan:
         options = {"device": _device_of(workload.model)} | self._options | {"budget": budget}
-        with outside_autocast():  # where the module is called; the step enters its own
+
+        def make() -> Plan:
             return make_plan(
                 workload,
                 **options,
@@ -525,6 +544,9 @@ class Fitted:
                 measure=False,  # the loop's steps are its own
                 progress=self._progress,
             )
+
+        with outside_autocast():  # where the module is called; the step enters its own
+            return self._kept.of(Plan, "plan", workload, options, make)
 
     def _optimizers_of(self, modules: Sequence[nn.Module]) -> list[torch.optim.Optimizer]:
         return _updating(self._optimizers(), (p for module in modules for p in self._watcher.held_by(module)))
